@@ -426,7 +426,7 @@ def test_a_hostile_manifest_is_no_commit_and_the_records_decide(root, change):
     path.write_bytes(resealed(path.read_bytes(), change))
     choice = choose(root)
     assert choice.chosen.step == NEW and not choice.chosen.committed
-    assert any(MANIFEST in note and "judged by the records" in note for note in choice.notes)
+    assert any(MANIFEST in note and "using the records" in note for note in choice.notes)
     record_path(root, 1).unlink()                                       # without them it was never complete
     assert_falls_back(root, "missing: rank 1")
 

@@ -1,4 +1,4 @@
-"""Defines what a scan of a folder returns: each format scans a folder into candidates, newest first.
+"""Defines the result of scanning a checkpoint directory: candidates, newest first.
 
 A candidate looks like one saved step of one run; ``mindresume.resume`` decides whether it can be used.
 """
@@ -14,13 +14,20 @@ from mindresume.model.file_record import FileRecord
 from mindresume.model.training_state import TrainingState
 
 OURS, MINDFORMERS, MERGED = "mindresume", "mindformers", "merged"
-FIRST = (float("inf"),)                 # order of what may be newer than everything, so that its refusal is reported
+FIRST = (float("inf"),)                 # order of a candidate that may be the newest one, so that its refusal is reported
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Says why one candidate is not used. ``file`` (relative to the root) and ``rank``: where they are known. ``tensors``: names
-    of the tensors in ``file`` whose checksums differ."""
+    """Explains why a candidate is not used.
+
+    Attributes:
+        step: None if unknown.
+        reason: for people.
+        file: relative to the root; None if no single file is the reason.
+        rank: None if no single rank is concerned.
+        tensors: names of the tensors in ``file`` whose checksums differ.
+    """
     step: int | None
     reason: str
     file: str | None = None
@@ -43,24 +50,30 @@ class Candidate:
     """Describes one saved step as a scan found it.
 
     Attributes:
-        origin: OURS, MINDFORMERS (written without records) or MERGED (complete weights that mindresume wrote).
+        step: None if unknown.
+        origin: OURS (mindresume), MINDFORMERS (written without records) or MERGED (complete weights that mindresume wrote).
+        format: of the weight files; empty if unknown.
         files: of each rank; paths relative to the root of the scan.
-        world_size: ranks that saved it; of MINDFORMERS in rank folders, the ranks that have its file.
-        order: larger is newer; comparable within one scan.
-        run: None unless OURS.
-        records_dir: path of the folder of records.
-        maybe_completed: False only if the save provably never completed; a fresh start loses nothing then.
-        problem: what the scan already found wrong.
+        world_size: ranks that saved it; for rank folders of MINDFORMERS, the number of ranks that have a file.
+        order: larger is newer; comparable within one scan only.
+        state: None if no record tells it.
+        run: id of the run; None unless OURS.
+        records_dir: path of the folder of records; None without records.
+        committed: a valid manifest exists.
+        maybe_completed: False only if the save provably never completed; a fresh start then loses nothing.
+        problem: the reason for refusal that the scan already found.
+        saved_at: seconds since 1970; None if unknown.
+        epoch: None if unknown.
+        records: checksums of the records, in order of rank, if the save is complete.
         iteration_dir: the iteration folder relative to the root, empty for rank folders; paths in records are relative to it.
         metadata_files: the metadata files that the manifest names beside the weights.
-        deduplicated: by the records, some rank wrote only its share of what several ranks hold.
-        missing_ranks: ranks without files, lost before the last save; the other ranks provably hold all that they held.
+        deduplicated: according to the records, some rank wrote only its share of the slices that several ranks hold.
+        missing_ranks: ranks without files, lost before the last save; the other ranks provably hold all of their slices.
         local_ranks: where nodes share no disk, the ranks of the node whose files these are; else empty.
-        manifest_problem: why the manifest cannot be used; the records, which are the commit, decide then.
-        listing_error: why it cannot be listed; ``problem`` says so too. Its content is unknown, so it is never removed, and no
-        fresh
-            start happens beside it.
-        lineage: the run that began its training; empty if its records do not say.
+        manifest_problem: why the manifest cannot be used; the records, which are the commit, then decide.
+        listing_error: why its folder cannot be listed, also given in ``problem``. Its content is unknown, so it is never removed,
+            and it prevents a fresh start.
+        lineage: the run that began its training; empty if its records do not tell.
     """
     step: int | None
     origin: str
@@ -88,42 +101,44 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Name of its folder of records: the identity of a save of ours, wherever that folder lies."""
+        """Returns the name of its folder of records, which identifies a save of mindresume wherever the folder lies."""
         return os.path.basename(self.records_dir or "")
 
     @property
     def commit_dir(self) -> str:
-        """The folder whose rename un-commits it: the iteration folder, else the folder of records. Empty without records."""
+        """Returns the folder whose renaming revokes the commit: the iteration folder, else the folder of records. Empty without
+        records."""
         if self.records_dir is None:
             return ""
         return os.path.dirname(os.path.dirname(self.records_dir)) if self.iteration_dir else self.records_dir
 
     @property
     def all_files(self) -> list[FileRecord]:
-        """Files of weights of all ranks, in order of rank."""
+        """Returns the weight files of all ranks, in order of rank."""
         return [file for files in self.files.values() for file in files]
 
     @property
     def first(self) -> FileRecord | None:
-        """One of its files, for messages; None if it has none."""
+        """Returns one of its files, for messages; None if it has none."""
         return next(iter(self.all_files), None)
 
     @property
     def health(self) -> int | None:
-        """Result of mindformers' health monitor at the save: 0 healthy, 1 not; None if no record says so."""
+        """Returns the result of mindformers' health monitor at the save: 0 healthy, 1 not; None if no record has it."""
         return self.state.health if self.state else None
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Metrics at the save; empty if no record has any."""
+        """Returns the metrics at the save; empty if no record has any."""
         return dict(self.state.metrics) if self.state else {}
 
     def refuse(self, reason: str, file: str | None = None, rank: int | None = None, tensors: Sequence[str] = ()) -> Refusal:
+        """Returns a refusal of this candidate."""
         return Refusal(self.step, reason, file, rank, tuple(tensors))
 
 
 def unlisted_candidate(error: OSError, place: str, rank: int | None = None, **known: Any) -> Candidate:
-    """Returns a candidate for ``place``, relative to the root, which cannot be listed. ``known``: its other fields."""
+    """Returns a refused candidate for ``place`` (relative to the root), which cannot be listed. ``known``: its other fields."""
     reason = f"{place} cannot be listed: {error.strerror or error}"
     step = known.setdefault("step", None)
     return Candidate(**{"origin": MINDFORMERS, "format": "", "files": {}, "world_size": 0, "order": FIRST, **known},
@@ -132,27 +147,36 @@ def unlisted_candidate(error: OSError, place: str, rank: int | None = None, **kn
 
 @dataclass(frozen=True)
 class Scan:
-    """Holds the ``candidates`` of a folder, newest first, and ``notes`` for the log about what was ignored.
-    ``fresh_start_refusal``: where no candidate was ever complete, why no training may begin in this folder all the same; empty if
-    one may."""
+    """Holds the candidates of a directory.
+
+    Attributes:
+        root: the directory.
+        candidates: newest first.
+        notes: for the log: what was found and ignored.
+        exists: whether the directory exists.
+        expected_ranks: estimate of the ranks of the job, from the strategy folder beside it or the rank folders; None if unknown.
+        expected_source: the source of that estimate.
+        fresh_start_refusal: if no candidate was ever complete, why no training may begin in this directory nevertheless; empty if
+            one may.
+    """
     root: str
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
     exists: bool = True
-    expected_ranks: int | None = None            # by the strategy folder beside, or the rank folders: an estimate
+    expected_ranks: int | None = None
     expected_source: str = ""
     fresh_start_refusal: str = ""
 
 
 def missing_ranks_text(candidate: Candidate) -> str:
-    """Says which ranks wrote nothing in the last save of a dying job, and why the rest suffices; empty if all wrote."""
+    """Returns a phrase for a last save that some ranks of a failing job did not take part in; empty if all ranks wrote."""
     if not candidate.missing_ranks:
         return ""
-    return f"rank {listed(candidate.missing_ranks)} wrote nothing, the others hold all that was there"
+    return f"rank {listed(candidate.missing_ranks)} wrote nothing, the other ranks hold all slices"
 
 
 def steps_text(candidates: Iterable[Candidate]) -> str:
-    """Says which steps the candidates are of."""
+    """Returns a phrase that lists the steps of the candidates."""
     found = {candidate.step for candidate in candidates}
     texts = [*map(str, sorted(found - {None})), *(["weights without a step"] if None in found else [])]
     return f"there are: {', '.join(texts)}" if texts else "there is no checkpoint"

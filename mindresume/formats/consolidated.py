@@ -1,14 +1,14 @@
-"""Complete, uncut weights: a folder of tensor files with or without an index, or one file.
+"""Reads complete, unsharded weights: a folder of tensor files with or without an index, or one file.
 
     part0.safetensors ... hyper_param.safetensors  param_name_map.json           MindSpore's unified_safetensors
-    model-00001-of-00003.safetensors ...           model.safetensors.index.json  HuggingFace
+    model-00001-of-00003.safetensors ...           model.safetensors.index.json  Hugging Face
 
-What mindformers 1.9.0 needs to resume from such a folder (``resume_training: True``, no name; ``load_ckpt_format: safetensors``;
-if parallel ``auto_trans_ckpt: True``): no name in it that begins with ``rank_``, and ``hyper_param.safetensors`` with
-``loss_scale``, ``epoch_num``, ``step_num``, ``global_batch_size`` (``trainer/utils.py:373``; KeyError without one) and
-``global_step`` (without it the optimizer counts from 0). Parallel: ``param_name_map.json`` names the file of every tensor of the
-target's strategy; one that is not named, or not in its file, is skipped (mindspore ``transform_safetensors.py:1601``). In one
-process every ``*.safetensors`` in the folder is loaded, and the map is not read.
+mindformers 1.9.0 needs the following to resume from such a folder (``resume_training: True``, without a name; ``load_ckpt_format:
+safetensors``; if parallel ``auto_trans_ckpt: True``): no name in it that begins with ``rank_``, and ``hyper_param.safetensors``
+with ``loss_scale``, ``epoch_num``, ``step_num``, ``global_batch_size`` (``trainer/utils.py:373``; KeyError without one) and
+``global_step`` (without it the optimizer counts from 0). In parallel, ``param_name_map.json`` names the file of every tensor in
+the target's strategy; a tensor that is not named, or not in its file, is skipped (mindspore ``transform_safetensors.py:1601``).
+In a single process, every ``*.safetensors`` in the folder is loaded and the map is not read.
 """
 from __future__ import annotations
 
@@ -34,14 +34,22 @@ from mindresume.tensor_files.header import MAX_HEADER, parse_object
 HYPER, MAP = "hyper_param.safetensors", "param_name_map.json"
 MINDSPORE, HUGGINGFACE, FILES, FILE = "mindspore", "huggingface", "files", "file"
 _HF_INDEX = ".safetensors.index.json"
-_ACCUMULATED = "accu_grads"             # prefix of the sums of gradient accumulation
+_ACCUMULATED = "accu_grads"             # name prefix of gradient accumulation buffers
 
 
 @dataclass(frozen=True)
 class CompleteWeights:
-    """``root``: the folder, also of a single file. ``files``: names in it, sorted, HYPER last. ``tensors``: {name: file}.
-    ``headers`` by file. ``scalars``: those of SCALARS that are there. ``kind``: which index was read (MINDSPORE, HUGGINGFACE),
-    none (FILES), or one file was named (FILE). ``notes``: sentences about what was found and ignored, for the log."""
+    """Complete weights in a folder, or in one file.
+
+    Attributes:
+        root: the folder, also for a single file.
+        files: names in it, sorted, HYPER last.
+        tensors: {tensor name: file}.
+        headers: by file.
+        scalars: the counters among SCALARS that exist.
+        kind: the index that was read (MINDSPORE, HUGGINGFACE); FILES without an index; FILE if one file was given.
+        notes: sentences for the log about files and tensors that were ignored.
+    """
     root: str
     files: tuple[str, ...]
     tensors: Mapping[str, str]
@@ -53,7 +61,8 @@ class CompleteWeights:
 
 @dataclass(frozen=True)
 class _Index:
-    """``files``: {tensor: file}. ``flat``: without ``weight_map`` around it, as mindformers writes what it translated."""
+    """An index. ``files``: {tensor: file}; ``flat``: without ``weight_map``, as mindformers writes it when it translates
+    names."""
     path: str
     files: Mapping[str, str]
     flat: bool
@@ -62,7 +71,8 @@ class _Index:
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 def is_complete(storage: Storage, path: str) -> bool:
-    """Whether ``path`` is a folder with tensor files directly inside, or one tensor file; neither of ranks, which may be cut."""
+    """Returns whether ``path`` is one tensor file, or a folder with tensor files directly inside, but not files of ranks,
+    which may be sharded."""
     status = storage.status(path)
     if status is None or _part_of_ranks(storage, path, status.is_folder):
         return False
@@ -70,15 +80,18 @@ def is_complete(storage: Storage, path: str) -> bool:
 
 
 def read_complete(storage: Storage, path: str) -> CompleteWeights:
-    """What lies there, from the index and the headers of the files; of the tensors only SCALARS are read, nothing is written.
+    """Reads the index and the headers of complete weights. Of the tensors, reads only SCALARS.
 
-    ConfigError if it is no such folder or file, or does not say which of its files count. CorruptFileError, with file and
-    tensor, if a file is missing or not what it should be, if index and files contradict each other, or if a tensor is twice."""
+    Raises:
+        ConfigError: ``path`` is not such a folder or file, or does not tell which of its files belong to the weights.
+        CorruptFileError: A file is missing or damaged, index and files contradict each other, or a tensor occurs twice. Names
+            file and tensor.
+    """
     status = storage.status(path)
     if status is None:
         raise ConfigError(f"{path}: no such file or folder; give a folder of complete weights, or one file")
     if _part_of_ranks(storage, path, status.is_folder):
-        raise ConfigError(f"{path}: expected complete weights, found those of single ranks, which may be cut; give the folder "
+        raise ConfigError(f"{path}: expected complete weights, found files of ranks, which may be sharded; give the folder "
                           f"that holds the rank folders, to resume from it")
     if not status.is_folder:
         if not _tensor_files([os.path.basename(path)]):
@@ -115,7 +128,7 @@ def _read(storage: Storage, root: str, files: list[str], index: _Index | None, k
         for tensor in header.tensors:
             if tensor in found:
                 raise CorruptFileError(os.path.join(root, file), f"tensor {tensor} is in {found[tensor]} too, expected in one "
-                                       f"file; are files of several steps or ranks in this folder?", tensor=tensor)
+                                       f"file only; does this folder mix files of several steps or ranks?", tensor=tensor)
             found[tensor] = file
     if index is not None:
         found, unlisted = _by_index(root, found, index)
@@ -124,12 +137,13 @@ def _read(storage: Storage, root: str, files: list[str], index: _Index | None, k
     if not found:
         raise ConfigError(f"{root}: no tensor in {listed(files, 1)}")
     if cut := [tensor for tensor, file in found.items() if file == HYPER and tensor.startswith(_ACCUMULATED)]:
-        notes.append(f"{os.path.join(root, HYPER)}: {listed(cut, 1)} as MindSpore left them there: rank 0's part, not merged")
+        notes.append(f"{os.path.join(root, HYPER)}: {listed(cut, 1)} hold only rank 0's part: MindSpore does not merge them")
     return CompleteWeights(root, tuple(files), found, headers, _scalars(storage, root, found, headers), kind, tuple(notes))
 
 
 def _by_index(root: str, found: Mapping[str, str], index: _Index) -> tuple[dict[str, str], list[str]]:
-    """{tensor: file} in the order of the index, then those of HYPER, which MindSpore does not list; and the other tensors."""
+    """Returns {tensor: file} in the order of the index, then the tensors of HYPER, which MindSpore does not list; and the other
+    tensors."""
     for tensor, file in index.files.items():
         if found.get(tensor) != file:
             where = f"it is in {found[tensor]}" if tensor in found else "no file of the index holds it"
@@ -141,6 +155,7 @@ def _by_index(root: str, found: Mapping[str, str], index: _Index) -> tuple[dict[
 
 def _scalars(storage: Storage, root: str, tensors: Mapping[str, str], headers: Mapping[str, Header]
              ) -> dict[str, int | float | str]:
+    """Reads the counters among the tensors."""
     there = [name for name in SCALARS if name in tensors]
     values: dict[str, int | float | str] = {}
     for file in sorted({tensors[name] for name in there}):
@@ -152,7 +167,7 @@ def _scalars(storage: Storage, root: str, tensors: Mapping[str, str], headers: M
 # ---- the index -----------------------------------------------------------------------------------------------------
 
 def _index_of(storage: Storage, root: str, names: list[str]) -> tuple[_Index | None, str, list[str]]:
-    """The index to go by, its kind, and notes."""
+    """Returns the index to use, its kind, and notes."""
     hubs = [name for name in names if name.endswith(_HF_INDEX) and not name.startswith(".")]
     if len(hubs) > 1:
         raise ConfigError(f"{root}: one index expected, found {' and '.join(hubs)}; move all but one to another folder")
@@ -162,10 +177,10 @@ def _index_of(storage: Storage, root: str, names: list[str]) -> tuple[_Index | N
         return ours or hub, MINDSPORE if ours else HUGGINGFACE if hub else FILES, []
     for tensor, file in ours.files.items():
         if hub.files.get(tensor, file) != file:
-            raise CorruptFileError(ours.path, f"it says that tensor {tensor} is in {file}, {hubs[0]} that it is in "
+            raise CorruptFileError(ours.path, f"it says that tensor {tensor} is in {file}, but {hubs[0]} says in "
                                               f"{hub.files[tensor]}; remove the one that is wrong", tensor=tensor)
     if different := [tensor for tensor in (*ours.files, *hub.files) if tensor not in ours.files or tensor not in hub.files]:
-        # mindformers writes the map, with the names of its own network, into a folder from HuggingFace that it loads
+        # mindformers writes the map, with the names of its own network, into a Hugging Face folder that it loads
         # (utils/safetensors/convert_safetensors.py:_convert_index_json); the files keep their names.
         if ours.flat and set(ours.files.values()) == set(hub.files.values()):
             return hub, HUGGINGFACE, [f"{ours.path}: names translated by mindformers; ignored, {hubs[0]} has those of the files"]
@@ -175,8 +190,8 @@ def _index_of(storage: Storage, root: str, names: list[str]) -> tuple[_Index | N
 
 
 def _read_index(storage: Storage, path: str, flat_too: bool) -> _Index:
-    """CorruptFileError unless it maps tensors to names of tensor files in the same folder. ``flat_too``: without ``weight_map``
-    the document itself is the map, as MindSpore reads it."""
+    """Reads an index. Raises CorruptFileError unless it maps tensors to tensor files in the same folder. ``flat_too``: a document
+    without ``weight_map`` is the map itself, as MindSpore reads it."""
     try:
         with storage.open(path) as file:
             data = file.read(MAX_HEADER + 1)
@@ -197,7 +212,7 @@ def _read_index(storage: Storage, path: str, flat_too: bool) -> _Index:
 
 
 def _part_of_ranks(storage: Storage, path: str, is_folder: bool) -> bool:
-    """Whether it is a folder of ranks, that of one rank, an iteration folder, or a file in one of these."""
+    """Returns whether ``path`` holds rank folders, or is a rank folder, an iteration folder, or a file in one of these."""
     here = os.path.abspath(path)
     own = here if is_folder else os.path.dirname(here)
     if folder_rank(os.path.basename(own)) is not None or is_folder and is_root(storage, path):
@@ -206,56 +221,73 @@ def _part_of_ranks(storage: Storage, path: str, is_folder: bool) -> bool:
 
 
 def _tensor_files(names: Iterable[str]) -> list[str]:
-    """Hidden ones are half-written, or of the file system."""
+    """Returns the names of tensor files. Ignores hidden names, which are half-written or belong to the file system."""
     return [name for name in names if not name.startswith(".") and name.endswith(tuple(f".{fmt}" for fmt in FORMATS))]
 
 
 # ---- writing: names and contents -----------------------------------------------------------------------------------
 
 def split(sizes: Mapping[str, int], part_bytes: int) -> list[list[str]]:
-    """The tensors of each part, in the given order, as many as fit into ``part_bytes``; one that is larger has a part of its own.
-    ``sizes`` in bytes. MindSpore makes parts of about 3 GiB. ValueError unless ``part_bytes`` is positive."""
+    """Distributes tensors over parts, in the given order, with up to ``part_bytes`` in each; a larger tensor has a part of its
+    own. Raises ValueError unless ``part_bytes`` is positive.
+
+    Args:
+        sizes: bytes of each tensor.
+        part_bytes: MindSpore uses about 3 GiB.
+    """
     if part_bytes < 1:
-        raise ValueError(f"a part has at least 1 byte, found part_bytes {part_bytes}")
+        raise ValueError(f"part_bytes is {part_bytes}, expected at least 1")
     parts: list[list[str]] = []
-    room = -1                           # so that an empty tensor too begins the first part
+    space_left = -1                     # -1: even an empty tensor starts the first part
     for name, size in sizes.items():
-        if size > room:
+        if size > space_left:
             parts.append([])
-            room = part_bytes
+            space_left = part_bytes
         parts[-1].append(name)
-        room -= size
+        space_left -= size
     return parts
 
 
 def part_name(index: int, count: int, kind: str) -> str:
-    """Name of part ``index`` (from 0) of ``count``: ``part0.safetensors``, or ``model-00001-of-00003.safetensors`` and
-    ``model.safetensors`` if it is the only one. ValueError for another kind, or no such part."""
+    """Returns the name of part ``index`` (from 0) of ``count``: ``part0.safetensors``; or
+    ``model-00001-of-00003.safetensors``, and ``model.safetensors`` for a single part. Raises ValueError for another kind, or a
+    part out of range."""
     _checked(kind)
     if not 0 <= index < count:
-        raise ValueError(f"part {index} of {count}: parts count from 0")
+        raise ValueError(f"part {index} of {count}: expected a part from 0 to {count - 1}")
     if kind == MINDSPORE:
         return f"part{index}.safetensors"
     return f"model-{index + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
 
 
 def index_document(kind: str, weight_map: Mapping[str, str], total_size: int) -> tuple[str, dict[str, Any]]:
-    """File name and JSON value of the index. ``weight_map``: {tensor: file}, without those of HYPER; ``total_size``: bytes of all
-    its tensors. MindSpore indents by 4; HuggingFace has no index if there is one file. ValueError for another kind."""
+    """Returns file name and JSON value of the index. MindSpore indents by 4; Hugging Face has no index for a single file. Raises
+    ValueError for another kind.
+
+    Args:
+        kind: MINDSPORE or HUGGINGFACE.
+        weight_map: {tensor: file}, without the tensors in HYPER.
+        total_size: bytes of all tensors in ``weight_map``.
+    """
     _checked(kind)
     return MAP if kind == MINDSPORE else f"model{_HF_INDEX}", {"metadata": {"total_size": total_size},
                                                                "weight_map": dict(weight_map)}
 
 
 def is_hyper(name: str, layout_known: bool, elements: int) -> bool:
-    """Whether a tensor belongs into HYPER: MindSpore puts there everything of rank 0's file that the source's strategy does not
-    name, and loads it uncut on every rank, after the parts and over them.
+    """Returns whether a tensor belongs into HYPER. MindSpore puts all tensors there that rank 0's file holds and the source's
+    strategy does not name, and loads them unsharded on every rank, after the parts, overwriting them.
 
-    ``layout_known``: the strategy names it, or the source is of one rank, which has no strategy: its weights go into parts, else
-    no other layout could load them. A single number is never cut, so it may always lie there, and the counters must."""
+    Args:
+        name: of the tensor.
+        layout_known: the strategy names it, or the source has one rank and so no strategy: its weights must go into parts, else
+            they could not be loaded into another layout.
+        elements: a single number is never sharded, so it can always be in HYPER; the counters must be.
+    """
     return name in SCALARS or not layout_known or elements <= 1
 
 
 def _checked(kind: str) -> None:
+    """Raises ValueError for an unknown kind of index."""
     if kind not in (MINDSPORE, HUGGINGFACE):
         raise ValueError(f"kind {kind!r} is not one of {MINDSPORE}, {HUGGINGFACE}")

@@ -1,22 +1,21 @@
-"""Qwen3 in the two namings: which part of a tensor of MindSpore Transformers is which part of one of Hugging Face.
+"""Maps the tensors of Qwen3 between MindSpore Transformers and Hugging Face: which part of a tensor is which part of another.
 
-    model = model_of(json.load(open("config.json")), "config.json")
-    known = rules(model)                        # {MindSpore name: Rule}, shapes of whole, uncut tensors
+    model = model_from_config(json.load(open("config.json")), "config.json")
+    known = rules(model)                        # {MindSpore name: Rule}, shapes of whole tensors
     known["decoder.layers.0.self_attention.linear_qkv.weight"].blocks
-    backwards(known)                            # {Hugging Face name: Rule}
+    inverse_rules(known)                        # {Hugging Face name: Rule}
 
 The order within MindSpore's whole tensors, as mindformers 1.9.0 trains them (``parallel_core/training_graph/transformer``):
 
-linear_qkv  interleaved (default): for every query group its query heads, its key head, its value head
+linear_qkv  interleaved (default): for each query group its query heads, its key head, its value head
             (``attention.py:676``); contiguous (``use_contiguous_weight_layout_attention``): all q, all k, all v (``:564``)
 linear_fc1  interleaved (default): row 2i is row i of gate_proj, row 2i+1 row i of up_proj (``mlp.py``, MLPInterleaved);
             contiguous (``use_interleaved_weight_layout_mlp: False``): all of gate_proj, then all of up_proj
-experts     ``weight1``: for every expert the transposed gate_proj and, to the right of it, the transposed up_proj;
-            ``weight2``: for every expert the transposed down_proj (``moe/ffn.py``, FFNGroupedGEMM), in every setting
+experts     ``weight1``: for each expert the transposed gate_proj and, to its right, the transposed up_proj;
+            ``weight2``: for each expert the transposed down_proj (``moe/ffn.py``, FFNGroupedGEMM); in every setting
 
-Interleaved orders do not depend on the parallel layout. Contiguous ones do: tensor parallelism splits what each rank holds into
-[q, k, v] and [gate, up] (``skip_redistribution``), so there the whole tensor is not in the order above; see
-``check_contiguous_order``.
+Interleaved orders do not depend on the parallel layout. Contiguous ones do: tensor parallelism splits the part of each rank into
+[q, k, v] and [gate, up] (``skip_redistribution``), so the whole tensor is not in the order above; see ``check_contiguous_order``.
 """
 from __future__ import annotations
 
@@ -38,17 +37,32 @@ ORDERS = (INTERLEAVED, CONTIGUOUS)
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 HF_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FC1, QKV = "linear_fc1", "linear_qkv"
-MAX_NUMBER = 1 << 24                # of layers, heads, rows, words: beyond it is no model
-MAX_PARTS = 1 << 18                 # heads and experts of all layers: each is a rule that has to be made
-_OPERATIONS = ("RenameConvertOp", "QKVConvertOp", "ConcatConvertOp", "ExpertsConvertOp")     # of mindformers, that rules know
+MAX_NUMBER = 1 << 24                # layers, heads, rows, words; no model has more
+MAX_PARTS = 1 << 18                 # heads and experts of all layers; each becomes a block of a rule
+_OPERATIONS = ("RenameConvertOp", "QKVConvertOp", "ConcatConvertOp", "ExpertsConvertOp")     # of mindformers, in the rules
 
-Part = tuple[range, ...]            # of a tensor: the indices of each dimension, ascending; only those of the first may have gaps
+Part = tuple[range, ...]            # part of a tensor: ascending indices of each dimension; only the first has gaps
 
 
 @dataclass(frozen=True)
 class Model:
-    """``inner``: width of the MLP, or of one expert. ``experts`` 0: dense. ``tied``: lm_head is the embedding. ``attention`` and
-    ``mlp``: order of linear_qkv and linear_fc1. ``source``: of the dimensions, for messages."""
+    """The dimensions and weight orders of a model.
+
+    Attributes:
+        kind: DENSE or EXPERTS (``model_type``).
+        layers: number of layers.
+        hidden: hidden size.
+        heads: attention heads.
+        groups: key-value heads.
+        head_dim: size of a head.
+        inner: width of the MLP, or of one expert.
+        vocabulary: number of words.
+        experts: 0 if dense.
+        tied: lm_head is the embedding.
+        attention: order of linear_qkv, one of ORDERS.
+        mlp: order of linear_fc1, one of ORDERS.
+        source: where the dimensions come from, for messages.
+    """
     kind: str
     layers: int
     hidden: int
@@ -65,8 +79,8 @@ class Model:
 
 
 class Block(NamedTuple):
-    """``part`` of a tensor is ``other`` of the tensor ``name`` in the other naming; ``transposed``: with the two dimensions
-    exchanged."""
+    """States that ``part`` of a tensor equals ``other`` of tensor ``name`` in the other naming. ``transposed``: with the two
+    dimensions exchanged."""
     part: Part
     name: str
     other: Part
@@ -75,7 +89,8 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """How a tensor of ``shape`` is put together: ``blocks`` cover it, each element once. ``why``: where the shape comes from."""
+    """Composes a tensor of ``shape`` from ``blocks``, which cover each element once. ``why``: formula of the shape, for
+    messages."""
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
     why: str
@@ -84,13 +99,22 @@ class Rule:
 # ---- the model -----------------------------------------------------------------------------------------------------
 
 def model_from_config(document: Mapping[str, Any], source: str, attention: str = INTERLEAVED, mlp: str = INTERLEAVED) -> Model:
-    """From a Hugging Face ``config.json``; ``source``: its path, for messages. ConfigError for a model that no rule is known for,
-    a feature of it that none covers, and dimensions that are missing or do not fit each other."""
+    """Reads the dimensions from a Hugging Face ``config.json``.
+
+    Args:
+        document: the parsed file.
+        source: its path, for messages.
+        attention: order of linear_qkv.
+        mlp: order of linear_fc1.
+
+    Raises:
+        ConfigError: No rule supports the model or one of its features, or dimensions are missing or inconsistent.
+    """
     kind, architectures = document.get("model_type"), document.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
     if not isinstance(kind, str) or kind not in ARCHITECTURES or named not in (None, ARCHITECTURES[kind]):
         raise ConfigError(f"{source}: model_type {kind!r}, architectures {architectures!r}"[:400]
-                          + "; weights can be translated of "
+                          + "; supported are the weights of "
                           + " and ".join(f"{name} ({kind})" for kind, name in ARCHITECTURES.items()))
     for option, value, allowed in (("order of linear_qkv", attention, ORDERS), ("order of linear_fc1", mlp, ORDERS)):
         if value not in allowed:
@@ -110,7 +134,7 @@ def model_from_config(document: Mapping[str, Any], source: str, attention: str =
     groups = heads if document.get("num_key_value_heads", 0) is None else number("num_key_value_heads")
     if heads % groups:
         raise ConfigError(f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
-    default = 128 if kind == DENSE else hidden // heads     # what transformers takes where head_dim is not given
+    default = 128 if kind == DENSE else hidden // heads     # the default of transformers
     moe = kind == EXPERTS
     tied = document.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
@@ -118,29 +142,29 @@ def model_from_config(document: Mapping[str, Any], source: str, attention: str =
     layers, experts = number("num_hidden_layers"), number("num_experts") if moe else 0
     if layers * (groups + experts) > MAX_PARTS:
         raise ConfigError(f"{source}: num_hidden_layers {layers} x (num_key_value_heads {groups} + num_experts {experts}) is "
-                          f"more than {MAX_PARTS}; no such model is known, is this its config.json?")
+                          f"more than {MAX_PARTS}; is this the config.json of the model?")
     return Model(kind, layers, hidden, heads, groups, number("head_dim", default),
                  number("moe_intermediate_size" if moe else "intermediate_size"), number("vocab_size"), experts, tied,
                  attention, mlp, source)
 
 
 def check_contiguous_order(model: Model, layouts: Mapping[str, TensorLayout]) -> None:
-    """ConfigError if a tensor of ``layouts`` is cut by tensor parallelism and in a contiguous order: then its whole is in an
-    order of its own for every number of pieces. An optimizer shard cuts too, but nothing is computed with its pieces alone."""
+    """Raises ConfigError if tensor parallelism shards a tensor of ``layouts`` that is in contiguous order: the order of the whole
+    tensor then depends on the number of pieces. An optimizer shard is harmless, as no computation uses its pieces alone."""
     for name, layout in layouts.items():
         contiguous = (f".{QKV}." in name and model.attention == CONTIGUOUS) or (f".{FC1}." in name and model.mlp == CONTIGUOUS)
         pieces = math.prod(layout.device_matrix[-1 - axis] for axis in layout.axes()[0]) if layout.axes() else 1
         if contiguous and pieces > 1:
-            raise ConfigError(f"{name} is in contiguous order and cut by tensor parallelism ({pieces}): each rank then has "
-                              f"[q, k, v] or [gate, up] of its own, and no rule is known for the whole. Use "
+            raise ConfigError(f"{name} is in contiguous order and sharded by tensor parallelism ({pieces}): each rank then has "
+                              f"its own [q, k, v] or [gate, up], and no rule exists for the whole tensor. Use "
                               f"use_contiguous_weight_layout_attention: False and use_interleaved_weight_layout_mlp: True")
 
 
 # ---- rules ---------------------------------------------------------------------------------------------------------
 
 def rules(model: Model) -> dict[str, Rule]:
-    """{MindSpore name: Rule} of all tensors of the network. With tied weights HEAD, which such a network does not have, is the
-    embedding: a network that has one is not tied and starts from it."""
+    """Returns {MindSpore name: Rule} for all tensors of the network. With tied weights the network has no HEAD; its rule takes
+    the embedding, for a network that is not tied and starts from these weights."""
     m = model
     found = {EMBEDDING: _same(HF_EMBEDDING, (m.vocabulary, m.hidden), "vocab_size x hidden_size"),
              HEAD: _same(HF_EMBEDDING if m.tied else HF_HEAD, (m.vocabulary, m.hidden), "vocab_size x hidden_size"),
@@ -214,7 +238,7 @@ def _experts(m: Model, hf: str) -> tuple[Rule, Rule]:
 
 
 def shapes(known: Mapping[str, Rule]) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of the tensors that rules take their parts from."""
+    """Returns {name: shape} of the tensors that the rules take their parts from."""
     found: dict[str, tuple[int, ...]] = {}
     for rule in known.values():
         for block in rule.blocks:
@@ -224,8 +248,8 @@ def shapes(known: Mapping[str, Rule]) -> dict[str, tuple[int, ...]]:
 
 
 def inverse_rules(known: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Rules for the tensors that ``known`` takes its parts from. Where two take the same one (tied weights), only the first rule
-    counts."""
+    """Returns rules for the tensors that ``known`` takes its parts from. If two rules use the same tensor (tied weights), the
+    first one counts."""
     blocks: dict[str, list[Block]] = {}
     owner: dict[str, str] = {}
     for name, rule in known.items():
@@ -238,9 +262,9 @@ def inverse_rules(known: Mapping[str, Rule]) -> dict[str, Rule]:
 # ---- mindformers' own template -------------------------------------------------------------------------------------
 
 def compare_with_template(converters: Iterable[Any], model: Model) -> list[str]:
-    """Where the ``weight_converters`` of a network of mindformers (``checkpoint/converter/template.py``) name other tensors than
-    ``rules``: sentences, empty if they agree. Only names and kinds of operations are compared; the order within a tensor is that
-    of the model's settings, which these operations do not look at."""
+    """Compares ``rules`` with the ``weight_converters`` of a mindformers network (``checkpoint/converter/template.py``).
+    Returns a sentence for each difference. Compares only names and kinds of operations: the order within a tensor depends on
+    settings that these operations do not use."""
     known = {name: {block.name for block in rule.blocks} for name, rule in rules(model).items()}
     expected = {name: {_wild(source) for source in sources} for name, sources in known.items()}
     if model.tied:
@@ -249,7 +273,7 @@ def compare_with_template(converters: Iterable[Any], model: Model) -> list[str]:
     for converter in converters:
         kind = type(converter).__name__
         if kind not in _OPERATIONS:
-            problems.append(f"{kind} for {', '.join(converter.mf_names)} is no operation that is known")
+            problems.append(f"{kind} for {', '.join(converter.mf_names)} is an unknown operation")
         for name in converter.mf_names:
             found[name] = {_wild(source) for source in converter.hf_names}
     ours = {_wild(name): sources for name, sources in expected.items()}

@@ -1,4 +1,4 @@
-"""Names and small files of Checkpoint 2.0: iteration folders, files of weights, ``common.json``, the tracker.
+"""Names and small files of Checkpoint 2.0: iteration folders, weight files, ``common.json``, the tracker.
 
     latest_checkpointed_iteration.txt               20
     iteration_00000020/common.json
@@ -6,7 +6,7 @@
     iteration_00000020/qwen3-model-0000003-0000008.safetensors
     iteration_00000020/qwen3-opt-0000003-0000008.safetensors
 
-Bytes to values and back; nothing is opened here.
+Converts between bytes and values; opens no file.
 """
 from __future__ import annotations
 
@@ -38,21 +38,29 @@ _STATUS = "ckpt_status"
 
 
 def iteration_name(step: int) -> str:
-    """Folder of ``step`` (mindformers checkpoint/utils.py:get_checkpoint_iter_dir). ValueError for one without a name."""
+    """Returns the name of the folder of ``step`` (mindformers checkpoint/utils.py:get_checkpoint_iter_dir). Raises ValueError
+    for a step that no name can express."""
     if not is_count(step, 0, MAX_ITERATION):
         raise ValueError(f"a step is a whole number from 0 to {MAX_ITERATION}, found {step!r}")
     return f"iteration_{step:08d}"
 
 
 def parse_iteration(name: str) -> int | None:
-    """Step of a folder, whatever its number of digits: documents show 7, mindformers writes 8. None for another name."""
+    """Returns the step of an iteration folder, with any number of digits (documents show 7, mindformers writes 8); None for
+    another name."""
     found = _FOLDER.fullmatch(name)
     return int(found[1]) if found else None
 
 
 class WeightFile(NamedTuple):
-    """Parts of a file name. ``prefix``: None = none; ``kind``: MODEL or OPTIMIZER; ``index``: from 0 to ``count`` - 1, the rank
-    unless redundancy was removed."""
+    """The parts of a weight file's name.
+
+    Attributes:
+        prefix: None if the name has none.
+        kind: MODEL or OPTIMIZER.
+        index: from 0 to ``count`` - 1; the rank, unless redundancy was removed.
+        count: number of files of this kind.
+    """
     prefix: str | None
     kind: str
     index: int
@@ -64,7 +72,7 @@ class WeightFile(NamedTuple):
 
 
 def parse_weight_file(name: str) -> WeightFile | None:
-    """None for a name that does not follow the rule (mindformers checkpoint/utils.py:get_checkpoint_name)."""
+    """Parses a file name by mindformers' rule (checkpoint/utils.py:get_checkpoint_name); returns None for any other name."""
     found = _WEIGHTS.fullmatch(name)
     if not found:
         return None
@@ -73,17 +81,19 @@ def parse_weight_file(name: str) -> WeightFile | None:
 
 
 def is_file_name(name: Any) -> bool:
-    """Whether it can be that of a file of tensors beside the one that names it: no folders, no control characters, UTF-8."""
+    """Returns whether ``name`` can be a weight file in the same folder: a string without folders and control characters, in
+    UTF-8."""
     return isinstance(name, str) and _FILE.fullmatch(name) is not None and len(name.encode()) <= MAX_NAME
 
 
 def slice_key(name: str, ordinal: int) -> str:
-    """Key of ``storage_data`` in metadata.json (mindformers checkpoint/utils.py:get_sharded_tensor_shard_id)."""
+    """Returns the key of a slice in ``storage_data`` of metadata.json (mindformers
+    checkpoint/utils.py:get_sharded_tensor_shard_id)."""
     return str((name, (ordinal,)))
 
 
 def parse_slice_key(key: str) -> tuple[str, int] | None:
-    """(name, ordinal) of a key that ``slice_key`` gave, whatever quotes and commas the name has; None for another text."""
+    """Returns (name, ordinal) of a result of ``slice_key``, whatever quotes and commas the name has; None for any other text."""
     found = _KEY.fullmatch(key) if len(key) <= _MAX_KEY else None
     if not found:
         return None
@@ -93,16 +103,16 @@ def parse_slice_key(key: str) -> tuple[str, int] | None:
             name = ast.literal_eval(found["name"])
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return None
-    # Python writes a text in one way, so that a slice has one key only.
+    # Accepts only Python's own representation, so that a slice has exactly one key.
     return (name, int(found["number"])) if isinstance(name, str) and repr(name) == found["name"] else None
 
 
 @dataclass(frozen=True)
 class CommonInfo:
-    """Content of ``common.json``, in the order of mindformers (checkpoint/checkpoint.py:CommonInfo); None = not known.
+    """The content of ``common.json``, in the order of mindformers (checkpoint/checkpoint.py:CommonInfo); None means unknown.
 
-    ``step_num``: the absolute step. ``global_step``: the optimizer's own counter. ``ckpt_status``: 0 healthy, 1 not.
-    mindformers divides by ``global_batch_size`` and computes with ``epoch_num`` when it resumes: write both.
+    ``step_num`` is the absolute step, ``global_step`` the optimizer's own counter; ``ckpt_status`` is 0 if healthy, 1 if not.
+    mindformers divides by ``global_batch_size`` and computes with ``epoch_num`` when it resumes: always write both.
     """
     epoch_num: int | None = None
     step_num: int | None = None
@@ -113,8 +123,9 @@ class CommonInfo:
 
 
 def parse_common(data: bytes, path: str) -> CommonInfo:
-    """Unknown keys are ignored (2.1.0 has more), absent ones are None (1.8.0 has no ckpt_status), but ``step_num`` is needed.
-    CorruptFileError if it is empty, torn, no object, or a value is not of its kind."""
+    """Parses ``common.json``. Ignores unknown keys (2.1.0 has more); missing ones are None (1.8.0 has no ckpt_status), but
+    ``step_num`` is required. Raises CorruptFileError if the file is empty, torn or not an object, or a value has the wrong type.
+    """
     if not data:
         raise CorruptFileError(path, "it is empty, expected the JSON object that mindformers writes: the save did not finish")
     if len(data) > MAX_COMMON:
@@ -137,23 +148,30 @@ def _checked(path: str, name: str, value: Any) -> Any:
 
 
 def encode_common(common: CommonInfo, *, with_status: bool = True) -> bytes:
-    """As mindformers 1.9.0 writes it: these six keys and no other, as its reader takes no key it does not know.
-    ``with_status`` False leaves ``ckpt_status`` away: 1.8.0 does not know it, and later ones read an absent one as null.
-    ValueError if that would lose a status, or for values that could not be read back."""
+    """Returns the bytes of ``common.json`` as mindformers 1.9.0 writes them: exactly these six keys, as its reader rejects
+    others.
+
+    Args:
+        common: the values.
+        with_status: False omits ``ckpt_status``, which 1.8.0 does not know; later versions read a missing one as null.
+
+    Raises:
+        ValueError: The omitted status is not None, or a value could not be read back.
+    """
     row = asdict(common)
     if not with_status and row.pop(_STATUS) is not None:
-        raise ValueError(f"{_STATUS} is {common.ckpt_status}, and would not be written")
+        raise ValueError(f"{_STATUS} is {common.ckpt_status} and would be lost")
     data = json.dumps(row, ensure_ascii=False, indent=4).encode()
     try:
         parse_common(data, COMMON)
     except CorruptFileError as error:
-        raise ValueError(f"these values are no {COMMON}: {error.reason}") from error
+        raise ValueError(f"these values cannot be written to {COMMON}: {error.reason}") from error
     return data
 
 
 def parse_tracker(data: bytes) -> int | str:
-    """The step in the tracker, white space around it allowed as the file may be edited by hand; or a sentence why there is
-    none."""
+    """Returns the step in the tracker, or a phrase for why there is none. Allows white space around the number, as people edit
+    the file."""
     try:
         text = data.decode().strip()
     except UnicodeDecodeError:
@@ -163,8 +181,8 @@ def parse_tracker(data: bytes) -> int | str:
     if re.fullmatch(r"-[0-9]+", text):
         return f"{text[:40]!r} is negative, expected the number of a step"
     if not re.fullmatch(r"[0-9]+", text):
-        return f"{text[:40]!r} is no whole number, expected that of a step"
+        return f"{text[:40]!r} is not a whole number, expected the number of a step"
     digits = text.lstrip("0") or "0"
     if len(digits) > len(str(MAX_ITERATION)):
-        return f"a number of {len(digits)} digits, expected that of a step, at most {MAX_ITERATION}"
+        return f"a number of {len(digits)} digits, expected the number of a step, at most {MAX_ITERATION}"
     return int(digits)

@@ -1,14 +1,14 @@
-"""Checkpoint 2.0: one folder a step, the weights of all ranks in it, and a tracker that names the last one.
+"""Scans Checkpoint 2.0: one folder per step with the weights of all ranks, and a tracker that names the last step.
 
     {root}/iteration_{step}/{prefix}-model-{i}-{n}.safetensors, {prefix}-opt-..., metadata.json, common.json
-    {root}/iteration_{step}/.mindresume/step-...-run-.../    records and manifest of what mindresume wrote
-    {root}/latest_checkpointed_iteration.txt                 "20"
-    {root}/.mindresume/step-...-run-.../                     an iteration folder in the making
-    {root}/.mindresume/tracker-{step}                        there while the tracker is being changed to that step
+    {root}/iteration_{step}/.mindresume/step-...-run-.../    records and manifest, if mindresume wrote it
+    {root}/latest_checkpointed_iteration.txt                 the tracker: "20"
+    {root}/.mindresume/step-...-run-.../                     an iteration folder that is not published yet
+    {root}/.mindresume/tracker-{step}                        intent file: exists while the tracker is being changed to that step
 
-The tracker is documented to be edited by hand, so it decides where to begin: what is newer than the step it names comes last.
-Two things are newer without anybody's wish: a folder whose writer died before it could change the tracker (its ``tracker-``
-file is still there), and one that all ranks have finished but rank 0 has not committed.
+mindformers documents that users may edit the tracker, so selection begins with the step it names, and newer steps come last. Two
+kinds of newer steps are not the result of an edit: a folder whose writer died before it could change the tracker (its intent file
+still exists), and one that all ranks have finished but rank 0 has not committed.
 """
 from __future__ import annotations
 
@@ -48,11 +48,13 @@ _INTENT = re.compile(r"tracker-([0-9]{10,18})")
 
 
 def intent_name(step: int) -> str:
+    """Returns the name of the file that announces a change of the tracker to ``step``."""
     return f"tracker-{step:010d}"
 
 
 def is_iteration(storage: Storage, path: str) -> bool:
-    """Whether ``path`` is one iteration folder, under whatever name. One that only mindformers knows is told by its files."""
+    """Returns whether ``path`` is one iteration folder, under any name. A renamed one that only mindformers wrote is
+    recognised by its files."""
     if parse_iteration(os.path.basename(os.path.abspath(path))) is not None:
         status = storage.status(path)
         return status is not None and status.is_folder
@@ -64,9 +66,16 @@ def is_iteration(storage: Storage, path: str) -> bool:
 
 def scan_iterations(storage: Storage, root: str, top: list[str], attempted: list[str], ours: list[Candidate]
                     ) -> tuple[list[Candidate], list[str]]:
-    """Every iteration folder, in the order in which a resume tries them, and notes. ``top``: what lies in ``root``;
-    ``attempted``: what lies in its folder of records; ``ours``: candidates with records. Of a folder without records its names
-    and its ``common.json`` are read."""
+    """Returns candidates for all iteration folders, in the order in which a resume tries them, and notes. For a folder without
+    records, reads its names and ``common.json``.
+
+    Args:
+        storage: the file system.
+        root: the checkpoint directory.
+        top: names in ``root``.
+        attempted: names in its folder of records.
+        ours: candidates with records.
+    """
     known = {candidate.iteration_dir for candidate in ours}
     folders = [name for name in top if parse_iteration(name) is not None and name not in known]
     tracked = TRACKER in top
@@ -74,29 +83,29 @@ def scan_iterations(storage: Storage, root: str, top: list[str], attempted: list
     candidates = [_place(storage, root, candidate, ours) for candidate in foreign] + ours
     by_age = sorted(candidates, key=lambda c: c.order, reverse=True)
     if not tracked:
-        return by_age, [f"{TRACKER} is not there; the newest one that is whole is taken"] if any(c.maybe_completed
+        return by_age, [f"{TRACKER} is missing; taking the newest complete one"] if any(c.maybe_completed
                                                                                                  for c in ours) else []
     named = parse_tracker(_head(storage, os.path.join(root, TRACKER)))
     if isinstance(named, str):
-        return by_age, [f"{TRACKER}: {named}; the newest one that is whole is taken"]
+        return by_age, [f"{TRACKER}: {named}; taking the newest complete one"]
     return _from_tracker(by_age, named, intents(attempted))
 
 
 def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tuple[list[Candidate], list[str]]:
-    """``named``: the step in the tracker. First it, then older steps, then the others."""
+    """Orders candidates: first the step ``named`` by the tracker, then older steps, then newer ones. Returns them and notes."""
     notes = []
     visible = [c for c in by_age if parse_iteration(c.iteration_dir) is not None]
     newest = next((c for c in visible if c.committed or (c.origin == MINDFORMERS and c.maybe_completed and not c.listing_error)),
                   None)
-    # A save comes to the tracker only behind its intent: what was committed since, and has neither intent nor name, says nothing
-    # of why the tracker names another step.
+    # A save writes its intent file before it changes the tracker. A committed step with neither an intent nor a published folder
+    # therefore does not explain why the tracker names another step.
     last = next((c for c in by_age if c.committed and (c.step in intended or parse_iteration(c.iteration_dir) is not None)), None)
     if last is not None and last.step in intended and last.step != named:
         notes.append(f"{TRACKER} names step {named}: the job that saved step {last.step} died before it could change it")
         named, newest = last.step or named, last
     elif not any(c.step == named for c in visible):
-        notes.append(f"{TRACKER} names step {named}, which is not there")
-    # All ranks have finished it, nobody committed it: the newest of all, unless the tracker was set back.
+        notes.append(f"{TRACKER} names step {named}, which does not exist")
+    # Steps that all ranks finished but rank 0 did not commit come first, unless the tracker was set back.
     ready = []
     if newest is None or newest.step == named:
         ready = [c for c in by_age if c not in visible and c.maybe_completed and c.problem is None and
@@ -106,17 +115,17 @@ def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tu
     newer = [c for c in by_age if c not in ready and (c.step or 0) > named]
     steps = [c.step for c in newer if c.maybe_completed]
     if steps:
-        notes.append(f"newer than step {named}, which {TRACKER} names, and only taken if no other can be: step {listed(steps)}")
+        notes.append(f"newer than step {named}, which {TRACKER} names, so only used as a last resort: step {listed(steps)}")
     return ready + upto + newer, notes
 
 
 def intents(attempted: list[str]) -> set[int]:
-    """Steps to which somebody was about to point the tracker. ``attempted``: what lies in the folder of records."""
+    """Returns the steps that have an intent file. ``attempted``: names in the folder of records."""
     return {int(found[1]) for found in map(_INTENT.fullmatch, attempted) if found}
 
 
 def tracked(storage: Storage, root: str) -> int | None:
-    """The step that the tracker names; None without one, or where it says none."""
+    """Returns the step that the tracker names; None if it is missing or names none."""
     found = parse_tracker(_head(storage, os.path.join(root, TRACKER)))
     return None if isinstance(found, str) else found
 
@@ -130,8 +139,8 @@ def _head(storage: Storage, path: str) -> bytes:
 
 
 def _place(storage: Storage, root: str, candidate: Candidate, ours: list[Candidate]) -> Candidate:
-    """In one line of steps with the last of our runs that had come as far: mindformers gives its runs no number, and times get
-    lost. Where that is wrong, the tracker knows better."""
+    """Sets the order of a save without records: after the last run of mindresume that had reached its step. mindformers does not
+    number its runs, and copying loses file times. If this is wrong, the tracker corrects it."""
     if candidate.listing_error:
         return replace(candidate, order=(*FIRST, candidate.step or 0))
     status = status_of(storage, root, candidate.all_files[0]) if candidate.all_files else None
@@ -143,16 +152,16 @@ def _place(storage: Storage, root: str, candidate: Candidate, ours: list[Candida
 # ---- folders without records ---------------------------------------------------------------------------------------
 
 def candidate_without_records(storage: Storage, root: str, name: str, tracked: bool = True) -> Candidate | None:
-    """What mindformers wrote into ``name``, a folder in ``root``; None if that is no folder. ``tracked``: whether there is a
-    tracker, without which no save of mindformers has ever completed."""
+    """Returns the candidate for ``name``, a folder in ``root`` that mindformers wrote; None if it is not a folder. ``tracked``: a
+    tracker exists; without one, no save of mindformers has ever completed."""
     step, place = parse_iteration(name), name
     try:
-        names = storage.list(os.path.join(root, name))          # before its status, which of a link to itself is that of nothing
+        names = storage.list(os.path.join(root, name))          # before its status, which is None for a link to itself
         status = storage.status(os.path.join(root, name))
-        if FOLDER in names:                                     # no records are known: because there are none?
+        if FOLDER in names:                                     # no records were found: check that there are none
             place = f"{name}/{FOLDER}"
             if any(attempts(storage.list(os.path.join(root, place)))):
-                raise OSError(errno.EAGAIN, "it holds records, and a moment ago it could not be")
+                raise OSError(errno.EAGAIN, "it holds records that could not be listed a moment ago")
     except OSError as error:
         return unlisted_candidate(error, place, step=step, iteration_dir=name)
     if status is None or not status.is_folder:
@@ -172,13 +181,13 @@ def candidate_without_records(storage: Storage, root: str, name: str, tracked: b
         return replace(candidate, problem=candidate.refuse(f"{COMMON}: {error.reason}", f"{name}/{COMMON}"))
     if step not in (None, common.step_num):
         return replace(candidate, problem=candidate.refuse(
-            f"{COMMON} is of step {common.step_num}, the folder of step {step}: one of them is from elsewhere",
+            f"{COMMON} is of step {common.step_num}, the folder of step {step}: they do not belong together",
             f"{name}/{COMMON}"))
     return replace(candidate, step=common.step_num, state=state_from_common(common), epoch=common.epoch_num)
 
 
 def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str, str] | None:
-    """(what is wrong, file): files that belong together and are not all there."""
+    """Returns (problem, file) if files that belong together are incomplete or mixed; else None."""
     if not found:
         return "the folder holds no weights: the save did not finish, or its files were removed", name
     for kind in (MODEL, OPTIMIZER):
@@ -187,22 +196,23 @@ def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str,
             return f"no {{prefix}}-{MODEL}-... file: the weights of the network are missing", name
         for other in files:
             if (other.prefix, other.count) != (files[0].prefix, files[0].count):
-                return f"{other} and {files[0]} lie side by side: files of two saves are mixed", f"{name}/{other}"
+                return f"{other} and {files[0]} are in one folder: files of two saves are mixed", f"{name}/{other}"
         if files and len(files) < files[0].count:
-            # The count is what a name claims, so what is missing is not counted one by one.
+            # The count comes from a file name and may be huge, so missing files are not enumerated.
             there, count = {file.index for file in files}, files[0].count
             absent = list(islice((index for index in range(count) if index not in there), 8))
             more = count - len(there) - len(absent)
             return (f"{len(files)} of {count} {kind} files are there, missing: {listed(absent)}"
                     + (f" and {more} more" if more else "")), f"{name}/{files[0]._replace(index=absent[0])}"
     if METADATA not in names and max(file.count for file in found) > 1:
-        return f"{METADATA} is missing: how the tensors of {max(file.count for file in found)} files are cut is not known", \
+        return f"{METADATA} is missing: the sharding of the tensors in {max(file.count for file in found)} files is unknown", \
             f"{name}/{METADATA}"
     return (f"{COMMON} is missing", f"{name}/{COMMON}") if COMMON not in names else None
 
 
 def load_common(storage: Storage, root: str, name: str) -> CommonInfo:
-    """CorruptFileError if it is missing, or not as mindformers writes it."""
+    """Reads ``common.json`` of iteration folder ``name``. Raises CorruptFileError if it is missing, or not as mindformers
+    writes it."""
     path = os.path.join(root, name, COMMON)
     try:
         with storage.open(path) as file:
@@ -212,12 +222,12 @@ def load_common(storage: Storage, root: str, name: str) -> CommonInfo:
 
 
 def load_metadata(storage: Storage, folder: str) -> dict[str, TensorMetadata]:
-    """CorruptFileError if there is none, or it is damaged."""
+    """Reads ``metadata.json`` in ``folder``. Raises CorruptFileError if it is missing or damaged."""
     return read_metadata(load_metadata_bytes(storage, folder), os.path.join(folder, METADATA))
 
 
 def load_metadata_bytes(storage: Storage, folder: str) -> bytes:
-    """CorruptFileError if it cannot be read. No more than can be right are read."""
+    """Reads the bytes of ``metadata.json``, up to its size limit. Raises CorruptFileError if it cannot be read."""
     path = os.path.join(folder, METADATA)
     try:
         with storage.open(path) as file:
@@ -227,11 +237,12 @@ def load_metadata_bytes(storage: Storage, folder: str) -> bytes:
 
 
 def state_from_common(common: CommonInfo) -> TrainingState:
+    """Returns the training state in ``common.json``."""
     state = state_from_scalars(common.step_num or 0, common.epoch_num, common.global_step, common.global_batch_size,
                               common.loss_scale)
     return replace(state, health=common.ckpt_status)
 
 
 def common_from_state(state: TrainingState) -> CommonInfo:
-    """What mindformers resumes from."""
+    """Returns the content of ``common.json`` from which mindformers resumes."""
     return CommonInfo(state.epoch, state.step, state.global_step, state.loss_scale, state.global_batch_size, state.health)

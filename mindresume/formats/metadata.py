@@ -1,4 +1,4 @@
-"""Reads and writes ``metadata.json`` of Checkpoint 2.0: which parameters there are, how each is cut, and where each slice lies.
+"""Reads and writes ``metadata.json`` of Checkpoint 2.0: the parameters, how each is sharded, and which files hold each slice.
 
     {"state_dict_metadata": {name:
         {"properties": {"dtype", "replica_id", "allow_shape_mismatch", "allow_to_save"},
@@ -7,11 +7,11 @@
          "chunk": [{"global_offset": [ordinal], "local_shape"}, one for each slice]}},
      "storage_data": {"('name', (ordinal,))": [{"file_name", "storage_rank", "rank_group"}, one for each file with the slice]}}
 
-``global_offset`` is an ordinal (``slices``). mindformers 1.8.0 writes no ``rank_group``, 2.1.0 may write a layout of null. No
-file is opened here.
+``global_offset`` is an ordinal (``slices``). mindformers 1.8.0 writes no ``rank_group``; 2.1.0 may write null as layout. Opens no
+file.
 
-The file has no version. A later one would have more keys, which are ignored, or lack or change a required one, which is refused
-by its name.
+The file has no version. Additional keys of a later version are ignored; a required key that it lacks or changes is refused by
+name.
 """
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.model.training_state import is_count
 from mindresume.tensor_files.header import DTYPES, is_size, parse_object
 
-MAX_METADATA = 1 << 30                 # bytes: mindformers puts every rank of every group on a line of its own
+MAX_METADATA = 1 << 30                 # bytes; mindformers writes one line per rank of each group
 MAX_VALUES = 1 << 27
-# mindformers maps str(type).lower(): "Float32" and "float32" are one, and the 8-bit floats have no "_" there.
+# mindformers uses str(type).lower(): "Float32" equals "float32", and its names of 8-bit floats have no "_".
 _DTYPES = {name.replace("_", ""): name for name in DTYPES}
 _ALIASES = "abcdefghijklmnopqrstuvwxyz"
 
 
 class StoredSlice(NamedTuple):
-    """Describes a copy of one slice. ``rank``: its writer; ``group``: all ranks that hold the slice, () if unknown."""
+    """One stored copy of a slice. ``rank``: its writer; ``group``: all ranks that hold the slice, () if unknown."""
     file: str
     rank: int
     group: tuple[int, ...] = ()
@@ -45,11 +45,16 @@ class StoredSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorMetadata:
-    """Describes one parameter. ``dtype``: a numpy name; ``shape``: global; ``layout`` None: not cut, every rank holds all of it.
+    """Describes one parameter.
 
-    ``first``: the first rank of the pipeline stage that the layout is of (``rank_list[0]``), 0 without layout. A parameter of
-    several stages, like a shared embedding, is there once, with the layout of one of them and the copies of all.
-    ``stored``: by ordinal, at least one copy of every slice.
+    Attributes:
+        name: of the parameter.
+        dtype: numpy name.
+        shape: global.
+        layout: None: not sharded, every rank holds all of it.
+        first: first rank of the pipeline stage that ``layout`` belongs to (``rank_list[0]``); 0 without layout. A parameter of
+            several stages, such as a shared embedding, occurs once, with the layout of one stage and the copies of all.
+        stored: by ordinal, at least one copy of every slice.
     """
     name: str
     dtype: str
@@ -62,15 +67,20 @@ class TensorMetadata:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 def read_metadata(data: bytes, path: str) -> dict[str, TensorMetadata]:
-    """Returns {name: parameter} in the order of the file. CorruptFileError, whatever the bytes, unless every parameter is
-    described once and without contradiction, and every slice of it is stored. Unknown keys are ignored; storage of a parameter
-    without a description, which was lost, is refused."""
+    """Returns {name: parameter} in the order of the file. Ignores unknown keys.
+
+    Raises:
+        CorruptFileError: For any bytes unless every parameter is described once and without contradiction, and every slice of it
+            is stored. Storage of a parameter that is not described is refused too.
+    """
     if not 0 < len(data) <= MAX_METADATA:
         raise CorruptFileError(path, f"it has {len(data)} bytes, expected a JSON object of 2 to {MAX_METADATA}")
     return _Reader(path).read(parse_object(data, path, "the metadata", MAX_VALUES))
 
 
 class _Reader:
+    """Reads one document; shares equal values between parameters."""
+
     def __init__(self, path: str):
         self.path = path
         self.cuts: dict[tuple[Any, ...], Slices] = {}
@@ -95,7 +105,7 @@ class _Reader:
         return described
 
     def copies(self, storage: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
-        """{name: {ordinal: what is said of it}}."""
+        """Returns {name: {ordinal: unchecked list of files}}."""
         found: dict[str, dict[int, Any]] = {}
         for key, rows in storage.items():
             parsed = parse_slice_key(key)
@@ -138,7 +148,7 @@ class _Reader:
             _check_rank(rank)
             odd = cut.other(number, first, (rank,) if group is checked else (rank, *group))
             if odd is not None:
-                raise ValueError(f"slice {number} is said to be that of rank {odd}, which has slice "
+                raise ValueError(f"slice {number} is assigned to rank {odd}, which has slice "
                                  f"{cut.ordinals[odd - first]} by its layout")
             checked = group
             copies.append(StoredSlice(file, rank, group))
@@ -158,13 +168,13 @@ class _Reader:
 
 
 def _layout(value: Any) -> tuple[TensorLayout | None, int]:
-    """Returns (layout, first rank). ValueError that names what is not supported."""
+    """Returns (layout, first rank). Raises ValueError, which names an unsupported feature."""
     if value is None:
         return None, 0
     matrix, cuts, ranks = (_needed(value, key) for key in ("device_matrix", "tensor_map", "rank_list"))
     aliases = value.get("alias_name")
     if value.get("interleaved_parallel", False) is not False or isinstance(aliases, list) and "interleaved_parallel" in aliases:
-        raise ValueError("interleaved_parallel is set: which rank holds which part is not known, this layout is not supported")
+        raise ValueError("interleaved_parallel is set: it is unknown which rank holds which part, this layout is not supported")
     layout = TensorLayout.from_json({"device_matrix": matrix, "tensor_map": cuts, "optimizer_shards": 0}).normalized()
     if not isinstance(ranks, list) or len(ranks) != layout.stage_size:
         found = f"{len(ranks)} ranks" if isinstance(ranks, list) else _short(ranks)
@@ -217,14 +227,18 @@ def _short(value: Any) -> str:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 def encode_metadata(tensors: Iterable[TensorMetadata]) -> list[bytes]:
-    """The file in pieces that mindformers 1.8.0 and later read: their keys in their order, as the layout is taken apart by
-    position; one parameter a line. One without layout is said to be whole on a rank that stored it, as they take no null.
-    ValueError for what could not be read back, or where mindformers would not find a slice: it looks for the first rank that
-    holds it, among those that stored it and in their groups (checkpoint/reshard.py:_find_file_for_rank)."""
+    """Returns the file, in pieces, in the form that mindformers 1.8.0 and later read: their keys in their order, as they take the
+    layout apart by position; one parameter per line. A parameter without layout is described as whole on a rank that stored it,
+    as they do not accept null.
+
+    Raises:
+        ValueError: The result could not be read back, or mindformers would not find a slice: it looks for the first rank that
+            holds it among the ranks that stored it and their groups (checkpoint/reshard.py:_find_file_for_rank).
+    """
     writer, heads, storage = _Writer(), {}, []
     for tensor in tensors:
         if tensor.name in heads:
-            raise ValueError(f"parameter {tensor.name!r} is there twice")
+            raise ValueError(f"parameter {tensor.name!r} occurs twice")
         try:
             heads[tensor.name] = f"{_dump(tensor.name)}:{writer.head(tensor)}".encode()
             storage.append(writer.storage(tensor).encode())
@@ -237,6 +251,8 @@ def encode_metadata(tensors: Iterable[TensorMetadata]) -> list[bytes]:
 
 
 class _Writer:
+    """Writes one document; encodes equal values only once."""
+
     def __init__(self) -> None:
         self.heads: dict[tuple[Any, ...], str] = {}
         self.cuts: dict[tuple[Any, ...], tuple[Slices, tuple[int, ...]]] = {}
@@ -244,7 +260,7 @@ class _Writer:
         self.groups: dict[tuple[int, ...], str] = {}
 
     def cut(self, tensor: TensorMetadata) -> tuple[Slices, tuple[int, ...]]:
-        """Returns the slices, and the first rank within the stage that holds each."""
+        """Returns the slices, and for each the first rank within the stage that holds it."""
         key = tensor.layout, tensor.shape
         if key not in self.cuts:
             layout = tensor.layout and fold_optimizer_shards(tensor.layout)

@@ -1,8 +1,8 @@
-"""What records say of the tensors of a checkpoint, as ``metadata.json`` says it: how each is cut, and which files hold what.
+"""Derives the content of ``metadata.json`` from the records of a checkpoint: how each tensor is sharded, and which files hold
+which slices.
 
-    tensors = described(files, deduplicated, details_of)     # files of all ranks; details_of(rank) reads the long part of a
-    record
-    uncovered(files, deduplicated, details_of)               # where ranks are missing: what is on none of the others
+    tensors = metadata_from_records(files, deduplicated, details_of)   # files of all ranks; details_of(rank) reads details
+    missing_slices(files, deduplicated, details_of)                    # if ranks are missing: a slice that no other rank holds
 """
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ from mindresume.model.record_details import Details, TensorRecord
 
 def metadata_from_records(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]
                           ) -> list[TensorMetadata]:
-    """Describes every tensor that has a layout; the others are counters, which mindformers does not list either.
+    """Describes every tensor that has a layout. The others are counters, which mindformers does not list either.
 
-    All ranks of a stage hold the same tensors, so the details of one rank are read; those of all ranks where redundancy was
-    removed. A tensor of several stages (a shared embedding) takes the layout of the first one. ``files``: names of the files of
-    each rank; a rank without files wrote nothing. RecordError if the stages differ in size, or no rank of a stage wrote
-    anything."""
+    All ranks of a stage hold the same tensors, so the details of one rank are read; those of all ranks if replicas were
+    deduplicated. A tensor of several stages (a shared embedding) takes the layout of the first one.
+
+    Args:
+        files: names of the files of each rank; a rank without files wrote nothing.
+        deduplicated: some rank wrote only its share.
+        details_of: reads the details of a rank's record.
+
+    Raises:
+        RecordError: The stages differ in size, or no rank of a stage wrote anything.
+    """
     anchor = next((rank for rank, names in enumerate(files) if names), 0)
     known = details_of(anchor)
     size = stage_size(known.tensors.values(), len(files))
@@ -44,15 +51,15 @@ def metadata_from_records(files: Sequence[Sequence[str]], deduplicated: bool, de
                 found[name] = _shared(found[name], files, rows, name, row, writers if deduplicated else ranks, first)
                 continue
             if row.layout.stage_size != size:
-                raise RecordError(f"{name} is cut over {row.layout.stage_size} ranks, other tensors over {size}")
+                raise RecordError(f"{name} is sharded over {row.layout.stage_size} ranks, other tensors over {size}")
             found[name] = TensorMetadata(name, row.dtype, row.global_shape, row.layout, first,
                                     _stored(files, rows, name, row, writers if deduplicated else ranks, first))
     return list(found.values())
 
 
 def missing_slices(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]) -> str:
-    """Says what is lost of a checkpoint that only some ranks wrote; empty if they wrote every slice of every tensor. A tensor of
-    more than one element needs a layout: else what the other ranks held is unknown. Arguments as of
+    """Returns a phrase for the data that a checkpoint of only some ranks lacks; empty if they wrote every slice of every
+    tensor. A tensor with more than one element needs a layout: else the data of the other ranks is unknown. Arguments as for
     ``metadata_from_records``."""
     try:
         rows = metadata_from_records(files, deduplicated, details_of)
@@ -71,7 +78,7 @@ def missing_slices(files: Sequence[Sequence[str]], deduplicated: bool, details_o
 
 def _shared(known: TensorMetadata, files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str,
             row: TensorRecord, writers: Iterable[int], first: int) -> TensorMetadata:
-    """With the copies of a further stage, if it cuts the tensor alike."""
+    """Adds the copies of another stage, if it shards the tensor alike."""
     if (row.layout, row.global_shape, row.dtype) != (known.layout, known.shape, known.dtype):
         return known
     more = _stored(files, rows, name, row, writers, first)
@@ -79,14 +86,16 @@ def _shared(known: TensorMetadata, files: Sequence[Sequence[str]], rows: Mapping
 
 
 def stage_size(rows: Iterable[TensorRecord], world_size: int) -> int:
+    """Returns the number of ranks in a stage. Raises RecordError if it does not divide ``world_size``."""
     size = next((row.layout.stage_size for row in rows if row.layout), world_size)
     if world_size % size:
-        raise RecordError(f"tensors are cut over {size} ranks, of {world_size}")
+        raise RecordError(f"tensors are sharded over {size} ranks, which does not divide {world_size} ranks")
     return size
 
 
 def _stored(files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str, row: TensorRecord,
             writers: Iterable[int], first: int) -> dict[int, tuple[StoredSlice, ...]]:
+    """Returns the stored slices of one tensor of a stage, by ordinal."""
     held = _ordinals(row.layout, row.global_shape)
     groups = _groups(row.layout, row.global_shape, first)
     found: dict[int, tuple[StoredSlice, ...]] = {}
@@ -94,7 +103,7 @@ def _stored(files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, Tens
         file = files[rank][rows[rank][name].file if rank in rows else row.file]
         number = held[rank - first]
         before = found.get(number, ())
-        found[number] = (*before, StoredSlice(file, rank, () if before else groups[number]))     # once is enough to be found
+        found[number] = (*before, StoredSlice(file, rank, () if before else groups[number]))     # readers need the group once
     return found
 
 
@@ -105,7 +114,7 @@ def _ordinals(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 12)
 def _groups(layout: TensorLayout, shape: tuple[int, ...], first: int) -> dict[int, tuple[int, ...]]:
-    """{slice: the ranks that hold it}."""
+    """Returns {slice: ranks that hold it}."""
     found: dict[int, list[int]] = {}
     for local, number in enumerate(_ordinals(layout, shape)):
         found.setdefault(number, []).append(first + local)

@@ -1,10 +1,10 @@
-"""A parallel configuration in one line, and the strategy of a model under it: how a checkpoint is to be cut.
+"""Parses a parallel configuration and derives the strategy of a model from it, as the target of a conversion.
 
     plan = ParallelPlan.parse("dp=2,tp=4,pp=2,opt=2")
-    strategy = strategy_of(plan, {"embedding.weight": ((64, 8), TensorLayout((2,), (0, -1)), (0, 3)), ...}, stages=4)
+    strategy = strategy_from_plan(plan, {"embedding.weight": ((64, 8), TensorLayout((2,), (0, -1)), (0, 3)), ...}, stages=4)
 
-A plan says how many ranks, not what they cut: which dimension tensor parallelism cuts is taken from the layouts the checkpoint
-has now. Who needs anything else gives a strategy file.
+A plan gives numbers of ranks, not the dimensions that they shard: the dimension for tensor parallelism is taken from the layouts
+of the source checkpoint. Anything else needs a strategy file.
 """
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from mindresume.errors import ConfigError
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import MAX_RANKS, TensorLayout
 
-# Global shape; layout in the source, None if not known; the pipeline stages that hold it there, ascending, none if not known.
+# Global shape; layout in the source, None if unknown; the pipeline stages that hold it there, ascending, () if unknown.
 SourceTensor = tuple[tuple[int, ...], TensorLayout | None, tuple[int, ...]]
 
 _KEYS = {"dp": "dp", "tp": "tp", "mp": "tp", "pp": "pp", "opt": "opt"}
 _PLAN = re.compile(rf"\s*(?:{'|'.join(_KEYS)})\s*=[^/\\]*|\w+=-?\d+(?:,\w+=-?\d+)*")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|layer)\.(\d{1,9})(?:\.|$)", re.ASCII)
-_BEHIND = re.compile(r"(?:^|\.)mtp\.")   # prediction of several tokens: mindformers puts all of it into the last stage
-_FIRST = ("embed", "wte")               # tok_embeddings, word_embeddings, embed_tokens, wte: inputs of the first layer
+_BEHIND = re.compile(r"(?:^|\.)mtp\.")   # multi-token prediction: mindformers puts it into the last stage
+_FIRST = ("embed", "wte")               # tok_embeddings, word_embeddings, embed_tokens, wte: input of the first layer
 _GIVE = "give a strategy file instead of a plan"
 
 
 def is_plan(text: str) -> bool:
-    """Whether ``text`` is meant as a plan, right or wrong, and not as a path."""
+    """Returns whether ``text`` is meant as a plan, valid or not, rather than a path."""
     return _PLAN.fullmatch(text) is not None
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """``dp`` x ``tp`` ranks in each of ``pp`` pipeline stages. ``opt``: pieces of the optimizer shard; 0 = none, -1 = as many as
-    a tensor has replicas. ConfigError for impossible numbers."""
+    """``dp`` x ``tp`` ranks in each of ``pp`` pipeline stages. ``opt``: number of optimizer shards; 0: none, -1: as many as a
+    tensor has replicas. Raises ConfigError for impossible numbers."""
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -43,7 +43,7 @@ class ParallelPlan:
 
     def __post_init__(self) -> None:
         if min(self.dp, self.tp, self.pp) < 1 or self.opt < -1:
-            raise ConfigError(f"plan {self}: dp, tp and pp are whole numbers >= 1, opt besides 'all'")
+            raise ConfigError(f"plan {self}: dp, tp and pp must be integers >= 1; opt too, or 'all'")
         if self.world_size > MAX_RANKS:
             raise ConfigError(f"plan {self}: {self.world_size} ranks; a job has at most {MAX_RANKS}")
 
@@ -53,17 +53,18 @@ class ParallelPlan:
 
     @classmethod
     def parse(cls, text: str) -> ParallelPlan:
-        """``"dp=2,tp=4,pp=2,opt=2"``; what is absent is 1, or no optimizer shard; mp is another word for tp. ConfigError."""
+        """Parses a plan such as ``"dp=2,tp=4,pp=2,opt=2"``. Missing numbers are 1, a missing opt means no optimizer shards; mp
+        is a synonym of tp. Raises ConfigError for any other text."""
         found: dict[str, int] = {}
         for part in text.split(","):
             key, equals, value = map(str.strip, part.partition("="))
             name = _KEYS.get(key)
             if name is None or not equals:
-                raise ConfigError(f"plan {text!r}: {part!r} is not dp=, tp= (or mp=), pp= or opt= and a number, as in "
+                raise ConfigError(f"plan {text!r}: {part!r} is not dp=, tp= (or mp=), pp= or opt= with a number, as in "
                                   f"dp=2,tp=4,pp=2,opt=2")
             if name in found:
                 raise ConfigError(f"plan {text!r}: {key}={value} gives {name} a second time"
-                                  + (" (mp is another word for tp)" if name == "tp" else ""))
+                                  + (" (mp is a synonym of tp)" if name == "tp" else ""))
             everything = name == "opt" and value in ("all", "-1")
             if not everything and not re.fullmatch(r"0*[1-9]\d{0,8}", value, re.ASCII):
                 raise ConfigError(f"plan {text!r}: {key} is {value!r}, expected a whole number >= 1"
@@ -73,24 +74,31 @@ class ParallelPlan:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Returns the number of ranks of the job."""
         return self.dp * self.tp * self.pp
 
 
 def strategy_from_plan(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], stages: int = 1) -> Strategy:
-    """The layouts and stages of these tensors under a plan. ``stages``: how many the source has. ConfigError where the plan does
-    not fit, or the source says too little.
+    """Returns layouts and stages of the tensors under a plan.
 
-    Layouts are over the device matrix [dp, tp]. A tensor without a layout is not cut by tensor parallelism. Layers are spread
+    Layouts use the device matrix [dp, tp]. Tensor parallelism does not shard a tensor without a layout. Layers are distributed
     evenly: layer i of L is in stage i * pp // L. A tensor that several stages of the source hold, such as an embedding that is
-    the head too, is in several stages of the target.
+    also the head, is in several stages of the target.
+
+    Args:
+        plan: the target.
+        tensors: of the source.
+        stages: number of pipeline stages of the source.
+
+    Raises:
+        ConfigError: The plan does not fit, or the source does not give enough information.
     """
     if not tensors:
-        raise ConfigError(f"plan {plan}: there are no tensors to cut")
+        raise ConfigError(f"plan {plan}: there are no tensors to shard")
     cuts = {name: _cut(plan, name, shape, layout) for name, (shape, layout, _) in tensors.items()}
     if plan.tp > 1 and all(cut is None for cut in cuts.values()):
-        raise ConfigError(f"plan {plan}: no tensor of the source is cut, so it does not say which dimension tensor parallelism "
-                          f"cuts; {_GIVE}")
+        raise ConfigError(f"plan {plan}: no tensor of the source is sharded, so the dimension for tensor parallelism is "
+                          f"unknown; {_GIVE}")
     places = _stages(plan, tensors, stages)
     found: list[dict[str, TensorLayout]] = [{} for _ in range(plan.pp)]
     for name, (shape, _, _) in tensors.items():
@@ -103,7 +111,7 @@ def strategy_from_plan(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], 
 
 
 def _cut(plan: ParallelPlan, name: str, shape: tuple[int, ...], layout: TensorLayout | None) -> int | None:
-    """The dimension that tensor parallelism cuts."""
+    """Returns the dimension that tensor parallelism shards; None if it does not shard the tensor."""
     if layout is None or plan.tp == 1:
         return None
     if len(layout.tensor_map) != len(shape):
@@ -111,16 +119,17 @@ def _cut(plan: ParallelPlan, name: str, shape: tuple[int, ...], layout: TensorLa
                           f"{len(layout.tensor_map)} dimensions: {layout}")
     cut = [dim for dim, axes in enumerate(layout.axes()) if any(layout.device_matrix[-1 - axis] > 1 for axis in axes)]
     if len(cut) > 1:
-        raise ConfigError(f"plan {plan}: the source cuts {name} of shape {shape} along dimensions {' and '.join(map(str, cut))}, "
-                          f"a plan can cut along one; {_GIVE}")
+        raise ConfigError(f"plan {plan}: the source shards {name} of shape {shape} along dimensions "
+                          f"{' and '.join(map(str, cut))}; a plan can shard only one; {_GIVE}")
     return cut[0] if cut else None
 
 
 def _layout(plan: ParallelPlan, name: str, shape: tuple[int, ...], cut: int | None) -> TensorLayout:
-    """As mindformers: no optimizer shard where the pieces do not divide dimension 0 behind the cut, or the replicas."""
+    """Returns the layout of one tensor. Like mindformers, uses no optimizer shards if they do not divide the replicas or the
+    local dimension 0."""
     if cut is not None and shape[cut] % plan.tp:
-        raise ConfigError(f"plan {plan}: {name} of shape {shape} has {shape[cut]} elements in dimension {cut}, which tensor "
-                          f"parallelism cuts and tp={plan.tp} does not divide")
+        raise ConfigError(f"plan {plan}: {name} of shape {shape} has {shape[cut]} elements in dimension {cut}, which "
+                          f"tp={plan.tp} does not divide")
     plain = TensorLayout((plan.dp, plan.tp), tuple(0 if dim == cut else -1 for dim in range(len(shape))))
     pieces = plain.replicas if plan.opt == -1 else plan.opt
     if not shape or pieces < 2 or plain.replicas % pieces or plain.local_shape(shape)[0] % pieces:
@@ -129,8 +138,9 @@ def _layout(plan: ParallelPlan, name: str, shape: tuple[int, ...], cut: int | No
 
 
 def _stages(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], stages: int) -> dict[str, tuple[int, ...]]:
-    """{tensor: pipeline stages}. Outside the layers: where the source has it, the first or the last stage; else by its name, and
-    what is not known to come before the first layer comes behind the last. ``stages``: of the source."""
+    """Returns {tensor: pipeline stages}. A tensor outside the layers stays in the first or last stage if the source has it there.
+    Else its name decides, and a tensor not known to precede the first layer follows the last one. ``stages``: number of stages in
+    the source."""
     if plan.pp == 1:
         return dict.fromkeys(tensors, (0,))
     layers = {name: _layer(name) for name in tensors}
@@ -155,8 +165,9 @@ def _stages(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], stages: int
 
 
 def _shared(plan: ParallelPlan, name: str, held: tuple[int, ...], in_layer: bool, stages: int) -> tuple[int, ...]:
-    """Of a tensor that several stages of the source hold. ConfigError where these do not say which ones of the target need it: of
-    two stages both can mean all, or the ends; the ends it is for what is an embedding by its name."""
+    """Returns the target stages of a tensor that several stages of the source hold. Raises ConfigError if those do not
+    determine the target stages: both of two stages can mean all stages, or the two ends. It means the ends for an embedding
+    (by its name)."""
     if not in_layer:
         ends, everywhere = held == (0, stages - 1), len(held) == stages
         if ends and (stages > 2 or plan.pp == 2 or _is_first(name)):
@@ -164,15 +175,15 @@ def _shared(plan: ParallelPlan, name: str, held: tuple[int, ...], in_layer: bool
         if everywhere and stages > 2:
             return tuple(range(plan.pp))
     raise ConfigError(f"plan {plan}: {name} is held by the pipeline stages {', '.join(map(str, held))} of {stages} in the "
-                      f"source, which does not say which of {plan.pp} stages need it; {_GIVE}")
+                      f"source, so it is unknown which of {plan.pp} stages need it; {_GIVE}")
 
 
 def _is_first(name: str) -> bool:
-    """Whether it comes before the first layer, by its name."""
+    """Returns whether a tensor precedes the first layer, by its name."""
     return any(word in name for word in _FIRST) and not _BEHIND.search(name)
 
 
 def _layer(name: str) -> int | None:
-    """Number of the layer, None outside the stack."""
+    """Returns the number of the layer in a parameter's name; None outside the layers."""
     found = None if _BEHIND.search(name) else _LAYER.search(name)
     return int(found[1]) if found else None

@@ -1,10 +1,10 @@
-"""Checkpoint 1.0: one folder a rank, one file of weights a step, ``meta.json`` beside it.
+"""Scans Checkpoint 1.0: one folder per rank, one weight file per step, ``meta.json`` beside it.
 
     {root}/rank_{R}/{prefix}_rank_{R}[_{n}]-{epoch}_{step in epoch}.{ckpt|safetensors}
-    {root}/rank_{R}/meta.json            {"last_epoch", "last_step", "last_ckpt_file"}: written by rank 0 after a commit, a hint
+    {root}/rank_{R}/meta.json            {"last_epoch", "last_step", "last_ckpt_file"}: a hint, written by rank 0 after a commit
     {root}/.mindresume/step-...-run-.../ records of all ranks and the manifest (``mindresume.formats.records``)
 
-Names are for people and for mindformers; what a file is, its records or its content tell. Names and ``meta.json`` follow
+Names are for people and for mindformers; the records or the content of a file tell what it is. Names and ``meta.json`` follow
 document 001 and mindformers ``core/callback/callback.py`` (CheckpointMonitor), ``tools/resume_ckpt.py``.
 """
 from __future__ import annotations
@@ -33,13 +33,20 @@ _STRATEGY = re.compile(r".*_rank_(\d+)\.(?:ckpt|json)")
 
 def scan_rank_folders(storage: Storage, root: str, top: list[str], attempted: list[str] | None, ours: list[Candidate],
                       known: set[str]) -> tuple[list[Candidate], list[str]]:
-    """Everything in the rank folders that looks like a saved step, newest first, and notes. ``top``: what lies in ``root``;
-    ``attempted``: what lies in its folder of records, None if that cannot be listed; ``ours``, ``known``: candidates with
-    records, and the files they name.
+    """Finds everything in the rank folders that looks like a saved step. Returns candidates, newest first, and notes.
 
-    Names are read, and one header per group of files without records; sizes and contents are checked later, only for the
-    candidates that matter. Where something is committed, the rank folders are listed only if the first of them holds files
-    without records: what mindformers saves lies in all of them. Else the number of operations would grow with the ranks."""
+    Reads names, and one header per group of files without records; sizes and contents are checked later, only for the candidates
+    that matter. If a committed checkpoint exists, the rank folders are listed only if the first one holds files without records:
+    mindformers saves into all of them. Else the number of operations would grow with the ranks.
+
+    Args:
+        storage: the file system.
+        root: the checkpoint directory.
+        top: names in ``root``.
+        attempted: names in its folder of records; None if that cannot be listed.
+        ours: candidates with records.
+        known: the files that those candidates name.
+    """
     ranks, tried = ranks_of(top), None if attempted is None else _attempted(attempted)
     late: dict[tuple[str, int], Attempt] = {}
     hidden: dict[int, Candidate] = {}
@@ -66,12 +73,12 @@ def scan_rank_folders(storage: Storage, root: str, top: list[str], attempted: li
 
 
 def ranks_of(top: Iterable[str]) -> list[int]:
-    """Ranks that have a folder."""
+    """Returns the ranks that have a folder, ascending."""
     return sorted(rank for rank in map(folder_rank, top) if rank is not None)
 
 
 def expected_ranks(storage: Storage, root: str, top: list[str]) -> tuple[int | None, str]:
-    """How many ranks a job had that left no manifest, and what says so: a guess."""
+    """Estimates the number of ranks of a job that left no manifest. Returns it and the source of the estimate."""
     ranks = ranks_of(top)
     folder = os.path.join(os.path.dirname(os.path.abspath(root)), "strategy")
     try:
@@ -87,8 +94,8 @@ def expected_ranks(storage: Storage, root: str, top: list[str]) -> tuple[int | N
 
 
 def _attempted(names: list[str]) -> set[tuple[str, int]]:
-    """(run, step) of every attempt there is a folder of, those that are being removed included. ``names``: what lies in the
-    folder of records."""
+    """Returns (run, step) of every attempt that has a folder, including those being removed. ``names``: names in the folder of
+    records."""
     return {(run, step) for _, step, run in attempts(list(map(strip_trash, names)))}
 
 
@@ -96,7 +103,7 @@ def _attempted(names: list[str]) -> set[tuple[str, int]]:
 
 @dataclass
 class _Group:
-    """The files of one save, by rank, recognised by their names."""
+    """The files of one save, by rank, grouped by their names."""
     template: str
     format: str
     files: dict[int, str]
@@ -106,7 +113,7 @@ class _Group:
 def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], known: set[str],
                 attempted: set[tuple[str, int]] | None, late: dict[tuple[str, int], Attempt]
                 ) -> tuple[list[Candidate], list[str]]:
-    """Candidates among files that no record names, and notes. ``late``: as of ``_from_group``."""
+    """Returns candidates among files that no record names, and notes. ``late``: as for ``_from_group``."""
     groups: dict[tuple[str, str], _Group] = {}
     hinted = [rank for rank, names in listings.items() if META in names]
     notes = sum(parallel(storage, lambda rank: _check_meta(storage, root, folder_name(rank), listings[rank]), hinted), [])
@@ -137,8 +144,8 @@ def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], 
 
 
 def _template(name: str, rank: int) -> str:
-    """``name`` with its last number that is ``rank`` replaced, the one behind ``_rank_`` if there is one: a prefix may hold the
-    same number (``llama2_7b_2.ckpt``), and so may epoch and step (``net_rank_1-network-1_5.safetensors``)."""
+    """Returns ``name`` with the last occurrence of its rank number replaced, preferably the one after ``_rank_``. A prefix may
+    contain the same number (``llama2_7b_2.ckpt``), and so may epoch and step (``net_rank_1-network-1_5.safetensors``)."""
     number = rf"(?<=_rank_){rank}(?!\d)"
     if not re.search(number, name):
         number = rf"(?<!\d){rank}(?!\d)"
@@ -146,7 +153,7 @@ def _template(name: str, rank: int) -> str:
 
 
 def _check_meta(storage: Storage, root: str, folder: str, names: list[str]) -> list[str]:
-    """``meta.json`` is a hint only; what is wrong with it is said, and that it does not matter."""
+    """Returns notes about a wrong ``meta.json``, which is ignored, as it is only a hint."""
     path = os.path.join(root, folder, META)
     try:
         last = read_json(storage, path, _META_LIMIT)["last_ckpt_file"]
@@ -159,7 +166,8 @@ def _check_meta(storage: Storage, root: str, folder: str, names: list[str]) -> l
 
 def _from_group(storage: Storage, root: str, group: _Group, attempted: set[tuple[str, int]] | None,
                 late: dict[tuple[str, int], Attempt]) -> Candidate | None:
-    """``late``: is told the folders of records that are there and are not listed yet: another host has made them."""
+    """Returns the candidate of a group of files; None if its records make it one. Adds to ``late`` folders of records that
+    exist but were not listed: another host has just made them."""
     files = {rank: (FileRecord(path, group.format),) for rank, path in sorted(group.files.items())}
     base = Candidate(None, MINDFORMERS, group.format, files, len(files), (0.0,), epoch=group.epoch)
     header, problem, scalars = None, None, {}
@@ -177,14 +185,14 @@ def _from_group(storage: Storage, root: str, group: _Group, attempted: set[tuple
     written = parse_label(header)
     if written is not None and attempted is None:
         return replace(base, step=written[1], origin=OURS, run=written[0], order=(run_sequence(written[0]), written[1], 0.0),
-                       problem=Refusal(written[1], f"its records cannot be looked at, as {FOLDER} cannot be listed",
+                       problem=Refusal(written[1], f"its records are unknown, as {FOLDER} cannot be listed",
                                        base.first.path))
     if written is not None and written not in attempted and (written in late or _is_late(storage, root, written, late)):
         return None
-    # A run that keeps no records here at all was copied without them; "never completed" can be said of the others only.
+    # A run without any records here was copied without them. Only for the others a missing record proves an incomplete save.
     if written is not None and any(run == written[0] for run, _ in attempted):
         if written in attempted:
-            return None                     # a candidate already, by its folder of records; or one that is being removed
+            return None                     # its folder of records is a candidate already, or is being removed
         run, step = written
         return replace(base, step=step, origin=OURS, run=run, maybe_completed=False, order=(run_sequence(run), step, 0.0),
                        problem=Refusal(step, "the save never completed: no record of it was written",
@@ -198,7 +206,8 @@ def _from_group(storage: Storage, root: str, group: _Group, attempted: set[tuple
 
 
 def _is_late(storage: Storage, root: str, written: tuple[str, int], late: dict[tuple[str, int], Attempt]) -> bool:
-    """Whether there is a folder of records of ``written`` (run, step), which is not listed; then ``late`` is told."""
+    """Returns whether a folder of records of ``written`` (run, step) exists although it was not listed; if so, adds it to
+    ``late``."""
     run, step = written
     name = attempt_name(step, run)
     path = os.path.join(root, FOLDER, name)
@@ -213,31 +222,32 @@ def _is_late(storage: Storage, root: str, written: tuple[str, int], late: dict[t
 
 def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: list[Candidate]
                    ) -> tuple[list[Candidate], list[str]]:
-    """Places what mindformers wrote without clocks where the names allow it: a run takes a suffix larger than any in use for its
-    prefix, so of one prefix the larger suffix is the later run, of mindformers or of ours; within a run it goes by samples seen.
-    Only prefixes that nothing else compares go by the times of their files, which copies lose; then a note says so."""
+    """Orders saves of mindformers, without clocks where the names allow it. A run takes a suffix larger than any in use for its
+    prefix, so for equal prefixes the larger suffix is the later run, of mindformers or of mindresume; within a run, samples seen
+    decide. Only prefixes that cannot be compared are ordered by the times of their files, which copying loses; a note then says
+    so."""
     def mtime(candidate: Candidate) -> float:
         found = parallel(storage, lambda file: status_of(storage, root, file), candidate.all_files)
         return max((status.mtime for status in found if status), default=0.0)
 
     there = [candidate for candidate in ours if candidate.maybe_completed]
     newest_of_ours = max((candidate.saved_at or 0.0 for candidate in there), default=0.0)
-    numbers = [(*_life(candidate), candidate.order[0]) for candidate in there]
+    numbers = [(*_generation(candidate), candidate.order[0]) for candidate in there]
     times = {id(candidate): mtime(candidate) for candidate in foreign if candidate.origin == MINDFORMERS}
-    lives = [(*_life(candidate), times[id(candidate)]) for candidate in foreign if candidate.origin == MINDFORMERS]
-    prefixes, known = {prefix for prefix, _, _ in lives}, {prefix for prefix, _, _ in numbers}
-    later = {prefix for prefix, _, at in lives if there and at > newest_of_ours}
+    generations = [(*_generation(candidate), times[id(candidate)]) for candidate in foreign if candidate.origin == MINDFORMERS]
+    prefixes, known = {prefix for prefix, _, _ in generations}, {prefix for prefix, _, _ in numbers}
+    later = {prefix for prefix, _, at in generations if there and at > newest_of_ours}
     placed = []
     for candidate in foreign:
         if candidate.origin == MINDFORMERS:
-            time, (prefix, suffix) = times[id(candidate)], _life(candidate)
+            time, (prefix, suffix) = times[id(candidate)], _generation(candidate)
             before = [(number, used) for name, used, number in numbers if name == prefix and used <= suffix]
             number, used = max(before, default=(0.0, suffix))
-            if before and used == suffix:               # an emergency save within a run of ours: one line of steps
+            if before and used == suffix:               # an emergency save of mindformers within a run of mindresume
                 placed.append(replace(candidate, order=(number, candidate.step or 0, time), saved_at=time))
                 continue
             generation = number + 0.5 if before else float("inf") if prefix in later - known else 0.0
-            begun = max(at for name, used, at in lives if name == prefix and used <= suffix) if len(prefixes) > 1 else 0.0
+            begun = max(at for name, used, at in generations if name == prefix and used <= suffix) if len(prefixes) > 1 else 0.0
             position = candidate.order[1] if len(candidate.order) > 1 else -1.0
             candidate = replace(candidate, saved_at=time, order=(generation, begun, suffix, position, time))
         placed.append(candidate)
@@ -245,24 +255,24 @@ def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: 
 
 
 def _by_time(foreign: set[str], ours: set[str]) -> list[str]:
-    """``foreign``, ``ours``: prefixes of the names of files."""
+    """Returns a note if only file times can order the prefixes of ``foreign`` and ``ours`` files."""
     if len(foreign) < 2 and (not ours or foreign <= ours):
         return []
     names = [repr(prefix) if prefix else "names of another form" for prefix in sorted(foreign | ours)]
-    return [f"the names of {', '.join(names)} have nothing in common: which are newer the times of the files say, which copies "
-            f"lose"]
+    return [f"the names of {', '.join(names)} have no common prefix: they are ordered by the times of their files, which copying "
+            f"loses"]
 
 
-def _life(candidate: Candidate) -> tuple[str, int]:
-    """(prefix, suffix) of the names of a candidate's files; a life of its own for names of another form."""
+def _generation(candidate: Candidate) -> tuple[str, int]:
+    """Returns (prefix, suffix) of the names of a candidate's files; ("", 0) for names of another form."""
     parsed = parse_name(os.path.basename(candidate.first.path)) if candidate.first else None
     return (parsed.prefix, parsed.suffix) if parsed else ("", 0)
 
 
 def labelled_files(storage: Storage, root: str, run: str, step: int) -> list[str]:
-    """Paths of the files of all ranks that say they are of this run and step, for clean-up. Lists every rank folder. Files that
-    have one name but for the rank are of one save: of each such name one header is read that can be, and only where that one is
-    of this run and step those of the others."""
+    """Returns the paths of all ranks' files whose label has this run and step, for clean-up. Lists every rank folder. Files whose
+    names differ only in the rank belong to one save: the header of one readable file is read for each such name, and those of the
+    others only if that one matches."""
     folders = [name for name in storage.list(root) if folder_rank(name) is not None]
     listings = parallel(storage, lambda folder: storage.list(os.path.join(root, folder)), folders)
     groups: dict[FileName, list[FileRecord]] = {}
@@ -272,16 +282,16 @@ def labelled_files(storage: Storage, root: str, run: str, step: int) -> list[str
             if parsed is not None:
                 groups.setdefault(parsed._replace(rank=0), []).append(FileRecord(f"{folder}/{name}", parsed.format))
 
-    def says(file: FileRecord) -> tuple[str, int] | None | bool:
-        """Its label; False if it cannot be read."""
+    def label_of(file: FileRecord) -> tuple[str, int] | None | bool:
+        """Returns the label of a file; False if it cannot be read."""
         try:
             return parse_label(header_of(storage, root, file))
         except CorruptFileError:
             return False
     found = []
     for files in groups.values():
-        first = next((label for label in map(says, files) if label is not False), None)
+        first = next((label for label in map(label_of, files) if label is not False), None)
         if first == (run, step):
-            labels = parallel(storage, says, files)
+            labels = parallel(storage, label_of, files)
             found += [os.path.join(root, file.path) for file, label in zip(files, labels, strict=True) if label == first]
     return found

@@ -1,12 +1,12 @@
-"""Saved steps that have records, of either format, and what both formats share in looking at files.
+"""Scans saved steps that have records, in either format.
 
     {root}/.mindresume/step-{step}-run-{run}/                 Checkpoint 1.0: the records; the weights lie in rank folders
-    {root}/.mindresume/step-{step}-run-{run}/                 Checkpoint 2.0 while it is saved: an iteration folder in the making,
-    {root}/iteration_{step}/                                  and when it is committed; in either the weights, and
+    {root}/.mindresume/step-{step}-run-{run}/                 Checkpoint 2.0 while it is saved: the unpublished iteration folder,
+    {root}/iteration_{step}/                                  and once it is committed; both hold the weights and
         .mindresume/step-{step}-run-{run}/                    their records: an iteration folder can be copied or moved alone
 
-A folder of records holds ``rank_00000.json ...`` and, once rank 0 has found all of them, ``manifest.json``. With ``emergency``
-beside, other ranks were lost when these were saved: then they are a checkpoint if they hold every slice of every tensor.
+A folder of records holds ``rank_00000.json ...`` and, once rank 0 has found all of them, ``manifest.json``. A file ``emergency``
+beside them means that other ranks were lost before this save: it is a checkpoint if its files hold every slice of every tensor.
 """
 from __future__ import annotations
 
@@ -41,8 +41,16 @@ from mindresume.storage.operations import parallel
 
 
 class Attempt(NamedTuple):
-    """A folder of records. ``iteration_dir``: the iteration folder (in the making) it is in, relative to the root; empty for rank
-    folders. ``content``: its names; ``error``: why they cannot be listed."""
+    """A folder of records.
+
+    Attributes:
+        name: of the folder.
+        step: saved step.
+        run: id of the run.
+        iteration_dir: the iteration folder (published or not) that contains it, relative to the root; empty for rank folders.
+        content: names in it.
+        error: why it cannot be listed.
+    """
     name: str
     step: int
     run: str
@@ -51,13 +59,23 @@ class Attempt(NamedTuple):
     error: OSError | None = None
 
     def path(self, root: str) -> str:
+        """Returns the path of the folder."""
         return os.path.join(root, self.iteration_dir, FOLDER, self.name)
 
 
 def find_attempts(storage: Storage, root: str, names: list[str] | None = None, top: list[str] | None = None) -> list[Attempt]:
-    """Every folder of records below ``root``. ``names``: what lies in its FOLDER, ``top``: what lies in it, if known. One that
-    cannot be listed is among them; an iteration folder that cannot be is not, as nobody knows what its records are called.
-    OSError if ``root`` or its FOLDER cannot be listed."""
+    """Finds every folder of records below ``root``, including folders that cannot be listed; but not in an iteration folder that
+    cannot be listed, as the names of its records are unknown.
+
+    Args:
+        storage: the file system.
+        root: the checkpoint directory.
+        names: names in its FOLDER, if known.
+        top: names in ``root``, if known.
+
+    Raises:
+        OSError: ``root`` or its FOLDER cannot be listed.
+    """
     found: list[Attempt] = []
     for name, step, run in attempts(storage.list(os.path.join(root, FOLDER)) if names is None else names):
         try:
@@ -65,7 +83,7 @@ def find_attempts(storage: Storage, root: str, names: list[str] | None = None, t
             if FOLDER not in content:
                 found.append(Attempt(name, step, run, "", content))
                 continue
-            # None listed: its writer died while it made the folders, or they are listed late; a name is looked up where they lie.
+            # If none is listed, the writer died while it made the folders, or the list lags behind: open it by name.
             found += attempts_within(storage, root, making) or [
                 Attempt(name, step, run, making, storage.list(os.path.join(root, making, FOLDER, name)))]
         except OSError as error:
@@ -78,8 +96,8 @@ def find_attempts(storage: Storage, root: str, names: list[str] | None = None, t
 
 
 def attempts_within(storage: Storage, root: str, iteration_dir: str) -> list[Attempt]:
-    """Of one iteration folder: those of a later save than its newest are no use, there is one. OSError if its records cannot be
-    listed."""
+    """Returns the newest attempt in one iteration folder, as a list; older ones are obsolete. Raises OSError if its records
+    cannot be listed."""
     rows = []
     for name, step, run in attempts(storage.list(os.path.join(root, iteration_dir, FOLDER))):
         try:
@@ -91,15 +109,22 @@ def attempts_within(storage: Storage, root: str, iteration_dir: str) -> list[Att
 
 def scan_records(storage: Storage, root: str, names: list[str] | None = None, brief: bool = False, top: list[str] | None = None
                  ) -> tuple[list[Candidate], set[str], list[str]]:
-    """Candidates from records and manifests alone (no rank folder is listed), newest first, the paths of all files they name,
-    and notes. ``names``, ``top``: as of ``find_attempts``. ``brief``: of a save that is certain not to be complete only one
-    record is read; its candidate then names the files of one rank."""
+    """Finds candidates from records and manifests alone, without listing a rank folder. Returns them, newest first, the paths of
+    all files that they name, and notes.
+
+    Args:
+        storage: the file system.
+        root: the checkpoint directory.
+        names: as for ``find_attempts``.
+        brief: read only one record of a save that is certainly incomplete; its candidate then names the files of one rank.
+        top: as for ``find_attempts``.
+    """
     return read_attempts(storage, root, find_attempts(storage, root, names, top), brief)
 
 
 def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool = False
                   ) -> tuple[list[Candidate], set[str], list[str]]:
-    """As ``scan_records``, of these folders of records."""
+    """Works like ``scan_records`` for given folders of records."""
     candidates, known, notes = [], set(), []
     for attempt in found:
         path, candidate, damage = attempt.path(root), None, ""
@@ -117,31 +142,32 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
                     raise RecordError(f"it is of run {manifest.run}, step {manifest.step}")
                 if not (manifest.local_ranks and {record_name(rank)
                                                   for rank in range(manifest.world_size)}.issubset(attempt.content)):
-                    candidate = _from_manifest(manifest, path, attempt.content)     # else the parts of all nodes lie together
+                    candidate = _from_manifest(manifest, path, attempt.content)     # else the files of all nodes are here
             except (RecordError, OSError) as error:
                 damage = str(error)
-                notes.append(f"{os.path.relpath(path, root)}/{MANIFEST}: {error}; judged by the records of the ranks instead")
+                notes.append(f"{os.path.relpath(path, root)}/{MANIFEST}: {error}; using the records of the ranks instead")
         if candidate is None:
             candidate = replace(_from_records(storage, path, attempt, brief), manifest_problem=damage)
         stray = next((file.path for file in candidate.all_files if ("/" in file.path) is bool(attempt.iteration_dir)), None)
         if stray is not None:
             candidate = replace(candidate, problem=candidate.refuse(
-                f"its records name {stray}, which is none of its files", stray))
-        candidate = _placed(candidate, attempt)
+                f"its records name {stray}, which does not belong to it", stray))
+        candidate = _relative_to_root(candidate, attempt)
         candidates.append(candidate)
         known.update(file.path for file in candidate.all_files)
     return sorted(candidates, key=lambda c: c.order, reverse=True), known, notes
 
 
-def _placed(candidate: Candidate, attempt: Attempt) -> Candidate:
-    """With paths relative to the root. An iteration folder under another number was renamed by hand."""
+def _relative_to_root(candidate: Candidate, attempt: Attempt) -> Candidate:
+    """Returns the candidate with paths relative to the root. Refuses an iteration folder whose number is not its step: somebody
+    renamed it."""
     if not attempt.iteration_dir:
         return candidate
     candidate = replace(candidate, iteration_dir=attempt.iteration_dir, files={
         rank: tuple(file.below(attempt.iteration_dir) for file in files) for rank, files in candidate.files.items()},
                         metadata_files=tuple(file.below(attempt.iteration_dir) for file in candidate.metadata_files))
     if attempt.iteration_dir.startswith(FOLDER + "/"):
-        return candidate                                        # in the making
+        return candidate                                        # not published yet
     candidate = replace(candidate, maybe_completed=True)        # it was renamed after its commit
     if not candidate.committed and not candidate.missing_ranks and MANIFEST not in attempt.content:
         candidate = replace(candidate, manifest_problem="it is missing")
@@ -154,7 +180,8 @@ def _placed(candidate: Candidate, attempt: Attempt) -> Candidate:
 
 
 def candidate_of(manifest: Manifest, iteration_dir: str = "", path: str | None = None) -> Candidate:
-    """What ``manifest`` says, wherever it lies. ``iteration_dir``: of an iteration folder; ``path``: of its folder of records."""
+    """Makes a candidate of a manifest, wherever it lies. ``iteration_dir``: the iteration folder; ``path``: the folder of
+    records."""
     path = attempt_name(manifest.step, manifest.run) if path is None else path
     return Candidate(
         manifest.step, OURS, manifest.files[0][0].format, dict(zip(manifest.ranks, manifest.files, strict=True)),
@@ -165,6 +192,7 @@ def candidate_of(manifest: Manifest, iteration_dir: str = "", path: str | None =
 
 
 def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candidate:
+    """Makes a candidate of a manifest; refuses it if a record is missing."""
     candidate = candidate_of(manifest, path=path)
     there = set(content)
     for rank in manifest.ranks:
@@ -175,8 +203,8 @@ def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candida
 
 
 def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = False) -> Candidate:
-    """A save without (readable) manifest: complete if the records of all its ranks are there and agree, or where nodes share no
-    disk those of all ranks that saved here."""
+    """Makes a candidate of a save without a readable manifest. It is complete if the records of all its ranks exist and agree;
+    where nodes share no disk, of all ranks that saved here."""
     step, run, content = attempt.step, attempt.run, attempt.content
     records: dict[int, Record] = {}
     checksums: dict[int, str] = {}
@@ -196,15 +224,15 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
     world = max((record.world_size for record in records.values()), default=0)
     missing = [rank for rank in range(world) if rank not in named]
     gap = _gap(storage, path, records, world) if last and problem is None and missing and records else None
-    part = _part(records.values(), world) if gap != "" else ()
-    if part:
-        missing = [rank for rank in part if rank not in named]
+    local_ranks = _local_ranks(records.values(), world) if gap != "" else ()
+    if local_ranks:
+        missing = [rank for rank in local_ranks if rank not in named]
     complete = bool(records) and problem is None and (not missing or gap == "")
-    # A record that is there but cannot be read (damaged, of a newer version, a file system in trouble) proves nothing: only an
-    # absent one makes it certain that the save never completed.
+    # Only a missing record proves that the save never completed. An unreadable one (damaged, of a newer version, a failing file
+    # system) proves nothing.
     certain = not named or bool(missing) and (not last or bool(gap))
     if problem is None and not complete:
-        expected = len(part) or world
+        expected = len(local_ranks) or world
         done = f"{expected - len(missing)} of {expected} ranks" if records else "no rank"
         problem = Refusal(step, f"the save never completed: {done} recorded what they wrote"
                           + (f", missing: rank {listed(missing)}" if missing else "")
@@ -217,11 +245,11 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
                      epoch=first.state.epoch if first else None,
                      records=tuple(checksums[rank] for rank in sorted(checksums)) if complete and not missing else (),
                      deduplicated=any(record.deduplicated for record in records.values()),
-                     missing_ranks=tuple(missing) if complete else (), local_ranks=part if complete else (),
+                     missing_ranks=tuple(missing) if complete else (), local_ranks=local_ranks if complete else (),
                      lineage=first.lineage if first else "")
 
 
-def _part(records: Collection[Record], world: int) -> tuple[int, ...]:
+def _local_ranks(records: Collection[Record], world: int) -> tuple[int, ...]:
     """Where nodes share no disk, the ranks whose records belong into one folder, by those of them that are there: of one node, or
     of several whose folders were brought together. Empty: all."""
     parts = {record.local_ranks for record in records}
@@ -231,8 +259,8 @@ def _part(records: Collection[Record], world: int) -> tuple[int, ...]:
 
 def _heads(storage: Storage, path: str, ranks: list[int], every: bool
            ) -> Iterator[tuple[int, tuple[Record, str] | Exception]]:
-    """(rank, its record and the checksum of that, or why it cannot be read), of ``ranks``. Without ``every`` it ends behind the
-    first that can be read if that tells that the save never completed, whatever the others say."""
+    """Yields for each of ``ranks`` the rank and its record with checksum, or the error that prevents reading it. Unless
+    ``every`` is set, stops after the first readable record if that proves the save incomplete."""
     def read(rank: int) -> tuple[Record, str] | Exception:
         try:
             with storage.open(os.path.join(path, record_name(rank))) as file:
@@ -252,7 +280,7 @@ def _heads(storage: Storage, path: str, ranks: list[int], every: bool
 
 
 def _gap(storage: Storage, path: str, records: Mapping[int, Record], world: int) -> str:
-    """Of the last save of a job that was dying: what none of the ranks that were left holds; empty if that is nothing."""
+    """Returns a phrase for a slice that no remaining rank of a failing job wrote in its last save; empty if there is none."""
     files = [[file.path for file in records[rank].files] if rank in records else [] for rank in range(world)]
     try:
         return missing_slices(files, any(record.deduplicated for record in records.values()),
@@ -262,6 +290,7 @@ def _gap(storage: Storage, path: str, records: Mapping[int, Record], world: int)
 
 
 def details_of(storage: Storage, path: str, rank: int) -> Details:
-    """The long part of the record of a rank; ``path``: the folder of records. RecordError or OSError if it cannot be read."""
+    """Reads the details of a rank's record. ``path``: the folder of records. Raises RecordError or OSError if they cannot be
+    read."""
     with storage.open(os.path.join(path, record_name(rank))) as file:
         return read_details(file)[1]

@@ -1,4 +1,4 @@
-"""Reads the counters of a training, which mindformers keeps as tensors of one element in every file of Checkpoint 1.0."""
+"""Reads the counters of a training, which mindformers stores as one-element tensors in every file of Checkpoint 1.0."""
 from __future__ import annotations
 
 import math
@@ -17,14 +17,14 @@ SCALARS = ("step_num", "epoch_num", "global_step", "global_batch_size", "loss_sc
 
 
 def scalars_of(storage: Storage, root: str, file: FileRecord, header: Header) -> dict[str, int | float]:
-    """Returns the counters in a file of mindformers: step_num (absolute), epoch_num, global_step ..."""
+    """Returns the counters in a file of mindformers: step_num (absolute), epoch_num, global_step, ..."""
     with storage.open(os.path.join(root, file.path)) as opened:
         found = {name: finite_scalar(opened, header, name) for name in SCALARS}
     return {name: value for name, value in found.items() if value is not None and not isinstance(value, str)}
 
 
 def finite_scalar(file: BinaryIO, header: Header, name: str) -> int | float | str | None:
-    """Returns the value of a counter. CorruptFileError as of ``read_scalar``, and for NaN or infinity."""
+    """Returns the value of a counter. Raises CorruptFileError like ``read_scalar``, and for NaN or infinity."""
     value = read_scalar(file, header, name)
     if isinstance(value, float) and not math.isfinite(value):
         raise CorruptFileError(file_name(file), f"{name} is {value}, expected a finite number", tensor=name)
@@ -33,15 +33,16 @@ def finite_scalar(file: BinaryIO, header: Header, name: str) -> int | float | st
 
 def state_from_scalars(step: int, epoch: int | None, global_step: int | None, batch: int | None, scale: float | None,
                        step_in_epoch: int = 0) -> TrainingState:
-    """Returns the training state by the counters of mindformers. The steps of an epoch follow from ``step_in_epoch`` if it is
-    known (not 0); else they are the fewest with which ``step`` lies in ``epoch``."""
+    """Returns the training state for the counters of mindformers. The steps of an epoch follow from ``step_in_epoch`` if it is
+    known (not 0); else they are the smallest number for which ``step`` lies in ``epoch``."""
     epoch = epoch or 1
     per_epoch = (step - step_in_epoch) // (epoch - 1) if epoch > 1 and step_in_epoch else -(-step // epoch)
     return TrainingState(step, max(per_epoch, 1), step if global_step is None else global_step, batch, scale)
 
 
 def is_without_step(candidate: Candidate) -> bool:
-    """Returns whether its only problem is that it names no step: its weights can be loaded, no training resumes from it."""
+    """Returns whether the only problem of a candidate is its missing step: its weights can be loaded, but no training can resume
+    from it."""
     return candidate.step is None and any(candidate.problem == no_step(file.path) for file in candidate.all_files)
 
 

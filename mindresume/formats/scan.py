@@ -1,4 +1,4 @@
-"""A folder of checkpoints of either format -> candidates, in the order in which a resume tries them."""
+"""Scans a checkpoint directory of either format into candidates, in the order in which a resume tries them."""
 from __future__ import annotations
 
 import os
@@ -12,18 +12,23 @@ from mindresume.storage.interface import Storage
 
 
 def is_root(storage: Storage, path: str) -> bool:
-    """Whether ``path`` is a folder of rank folders, of iteration folders, or of records of what was in them."""
+    """Returns whether ``path`` holds rank folders, iteration folders, a tracker, or records."""
     return any(folder_rank(name) is not None or parse_iteration(name) is not None or name in (FOLDER, TRACKER)
                for name in storage.list(path)) and not iteration_scan.is_iteration(storage, path)
 
 
 def scan(storage: Storage, root: str) -> Scan:
-    """Everything under ``root`` that looks like a saved step. Names, manifests and a few headers are read; sizes and contents are
-    checked later, only for the candidates that matter. What cannot be listed in it is a candidate that is refused; OSError if
-    ``root`` itself cannot be.
+    """Finds everything under ``root`` that looks like a saved step.
 
-    Where both formats are there, a job has changed from one to the other: first all of the one that has the newest step that may
-    be whole, then the others."""
+    Reads names, manifests and a few headers; sizes and contents are checked later, only for the candidates that matter. A folder
+    in ``root`` that cannot be listed becomes a refused candidate.
+
+    If a job has switched from one format to the other, both are present: all candidates of the format with the newest possibly
+    complete step precede the others.
+
+    Raises:
+        OSError: ``root`` itself cannot be listed.
+    """
     top, status = storage.list(root), storage.status(root)
     attempted: list[str] | None = []
     hidden: list[Candidate] = []
@@ -42,13 +47,13 @@ def scan(storage: Storage, root: str) -> Scan:
 
 
 def _newest(candidates: list[Candidate]) -> tuple[float, ...]:
-    """(run, step): all that the orders of both formats have in common."""
+    """Returns (run, step) of the newest candidate: the part of the order that both formats share."""
     newest = max((candidate for candidate in candidates if candidate.problem is None), key=lambda c: c.order, default=None)
     return (newest.order[0], newest.step or 0) if newest else ()
 
 
 def scan_one(storage: Storage, path: str) -> Scan:
-    """One iteration folder, under whatever name, alone."""
+    """Scans a single iteration folder, whatever its name."""
     root, name = os.path.split(os.path.abspath(path))
     ours, _, notes = read_attempts(storage, root, attempts_within(storage, root, name))
     found = ours or [iteration_scan.candidate_without_records(storage, root, name)]

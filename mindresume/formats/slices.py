@@ -1,8 +1,7 @@
 """Numbers the slices of a tensor as mindformers does in ``metadata.json`` of Checkpoint 2.0.
 
-The *ordinal* of a slice is its position among the pieces of all dimensions, row-major (mindformers
-checkpoint/sharded_tensor.py, _get_global_offset_and_replica_id_from_layout). The optimizer shard is part of the layout there:
-``fold_optimizer_shards``.
+The *ordinal* of a slice is its row-major position among the pieces of all dimensions (mindformers checkpoint/sharded_tensor.py,
+_get_global_offset_and_replica_id_from_layout). There, the optimizer shard is part of the layout: see ``fold_optimizer_shards``.
 """
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from mindresume.model.layout import TensorLayout
 
 
 def ordinals(layout: TensorLayout, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the ordinal of the slice of each local rank. ValueError if the shape does not divide."""
+    """Returns the ordinal of each local rank's slice. Raises ValueError if the shape is not divisible."""
     pieces, matrix = layout.pieces(shape), layout.device_matrix
     ranks = np.arange(layout.stage_size)
 
@@ -31,10 +30,11 @@ def ordinals(layout: TensorLayout, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def ordinal(layout: TensorLayout | None, shape: Sequence[int], region: Sequence[slice]) -> int:
-    """Returns the ordinal of the slice that is exactly ``region``. ValueError if none is, or several are, in an empty tensor."""
+    """Returns the ordinal of the slice that equals ``region``. Raises ValueError if there is none, or several in an empty
+    tensor."""
     pieces, lengths = _pieces(layout, shape)
     if math.prod(shape) == 0 and math.prod(pieces) > 1:
-        raise ValueError(f"shape {tuple(shape)} is empty: its {math.prod(pieces)} slices cannot be told apart")
+        raise ValueError(f"shape {tuple(shape)} is empty: its {math.prod(pieces)} slices cannot be distinguished")
     found = _row_major(((part.start or 0) // max(length, 1) for part, length in zip(region, lengths, strict=True)), pieces)
     if not 0 <= found < math.prod(pieces) or region_of(layout, shape, found) != tuple(region):
         raise ValueError(f"{tuple(region)} is no slice of shape {tuple(shape)} cut into {pieces}")
@@ -42,7 +42,7 @@ def ordinal(layout: TensorLayout | None, shape: Sequence[int], region: Sequence[
 
 
 def region_of(layout: TensorLayout | None, shape: Sequence[int], ordinal: int) -> tuple[slice, ...]:
-    """Returns the part of the global tensor that slice ``ordinal`` covers. ValueError if there is no such slice."""
+    """Returns the part of the global tensor that slice ``ordinal`` covers. Raises ValueError if there is no such slice."""
     pieces, lengths = _pieces(layout, shape)
     if not 0 <= ordinal < math.prod(pieces):
         raise ValueError(f"slice {ordinal} of shape {tuple(shape)} cut into {pieces}: there are {math.prod(pieces)}")
@@ -54,7 +54,7 @@ def region_of(layout: TensorLayout | None, shape: Sequence[int], ordinal: int) -
 
 
 def _pieces(layout: TensorLayout | None, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns number and size of the pieces, by dimension."""
+    """Returns number and size of the pieces in each dimension."""
     return ((1,) * len(shape), tuple(shape)) if layout is None else (layout.pieces(shape), layout.local_shape(shape))
 
 
@@ -66,20 +66,20 @@ def _row_major(indices: Iterable[Any], counts: Iterable[int]) -> Any:
 
 
 def fold_optimizer_shards(layout: TensorLayout) -> TensorLayout:
-    """Returns a layout with the same slices and no optimizer shard: the axes of the shard cut dimension 0 too, and the axis where
-    it begins is split if necessary (mindspore parallel/strategy.py:_NetStrategyInfo._layout_process). ValueError for a shard that
-    no axes can express."""
+    """Returns a layout with the same slices but without optimizer shards: their axes then shard dimension 0 too, and the axis
+    where they begin is split if necessary (mindspore parallel/strategy.py:_NetStrategyInfo._layout_process). Raises ValueError
+    for a shard that no axes can express."""
     if not layout.optimizer_shards or not layout.tensor_map:
         return TensorLayout(layout.device_matrix, layout.tensor_map).normalized()
     used = set(itertools.chain(*layout.axes()))
-    matrix, shard, left = [], [], layout.copies             # left: copies still to come from the axes, major first
-    split = len(layout.device_matrix)                       # no axis, so far
+    matrix, shard, left = [], [], layout.copies             # left: copies not yet found on the axes, major first
+    split = len(layout.device_matrix)                       # no axis is split yet
     for axis, size in zip(reversed(range(len(layout.device_matrix))), layout.device_matrix, strict=True):
         if axis in used or left % size == 0 and left > 1:
             matrix.append(size)
             left //= 1 if axis in used else size
         elif size % left:
-            raise ValueError(f"{layout.optimizer_pieces} optimizer shards do not end at a part of an axis: {layout}")
+            raise ValueError(f"{layout.optimizer_pieces} optimizer shards end within an axis that they do not divide: {layout}")
         else:
             matrix += [left, size // left] if left > 1 else [size]
             split, left = axis if left > 1 else split, 1
@@ -90,7 +90,7 @@ def fold_optimizer_shards(layout: TensorLayout) -> TensorLayout:
 
 
 class Slices:
-    """Holds what follows from layout and shape; shared by all parameters that are alike."""
+    """Holds values derived from a layout and a shape, shared by all parameters with both."""
 
     def __init__(self, layout: TensorLayout | None, shape: tuple[int, ...]):
         self.layout = layout
@@ -99,6 +99,7 @@ class Slices:
         self.ordinals = () if layout is None else ordinals(layout, shape)
 
     def other(self, ordinal: int, first: int, ranks: Iterable[int]) -> int | None:
-        """Returns one of ``ranks`` that is of this stage and holds another slice than ``ordinal``; None if there is none."""
+        """Returns one of ``ranks`` that belongs to this stage and holds another slice than ``ordinal``; None if there is none.
+        ``first``: the first rank of the stage."""
         held, size = self.ordinals, len(self.ordinals)
         return next((rank for rank in ranks if 0 <= rank - first < size and held[rank - first] != ordinal), None)

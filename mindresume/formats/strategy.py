@@ -1,11 +1,12 @@
-"""MindSpore's strategy files: how every parameter of a job is cut. Neither mindspore nor protobuf is imported.
+"""Reads and writes MindSpore's strategy files, which describe the sharding of every parameter of a job. Neither mindspore nor
+protobuf is imported.
 
     strategy = read_strategy("output/strategy")                 # a folder, or one file: .ckpt (protobuf) or .json
     strategy.of_rank(5)["embedding.weight"].slices(5 % strategy.stage_size, (8, 4))
-    write_strategy(strategy, "elsewhere")                       # what MindSpore reads
+    write_strategy(strategy, "elsewhere")                       # files that MindSpore reads
 
-MindSpore writes one file a rank, ``ckpt_strategy_rank_<R>.ckpt``: the parameters of the pipeline stage of that rank. A merged
-file (``mindspore.merge_pipeline_strategys``) holds all stages, its parameters are named ``<stage>-<name>``.
+MindSpore writes one file per rank, ``ckpt_strategy_rank_<R>.ckpt``, with the parameters of that rank's pipeline stage. A merged
+file (``mindspore.merge_pipeline_strategys``) holds all stages; its parameters are named ``<stage>-<name>``.
 """
 from __future__ import annotations
 
@@ -25,16 +26,21 @@ from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, read_bytes
 from mindresume.storage.posix import PosixStorage
 
-MAX_BYTES = 256 << 20                   # of a file; 2,000 parameters take 200 kB
+MAX_BYTES = 256 << 20                   # of a file; 2,000 parameters need 200 kB
 _RANK = re.compile(r"(?!merged|\.).*rank_(\d{1,9})(.*)\.(?:ckpt|json)", re.ASCII)
 _WHOLE = re.compile(r"(?!\.)(?:merged.*|.*strategy.*)\.(?:ckpt|json)")
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """``stages[s]``: {parameter: layout} of pipeline stage s; ``source``: where it was read, for messages.
+    """The sharding of all parameters of a job.
 
-    Every stage has a parameter, and all layouts have the same ``stage_size``: else StrategyError.
+    Attributes:
+        stages: for each pipeline stage {parameter: layout}.
+        source: where it was read, for messages.
+
+    Raises:
+        StrategyError: A stage has no parameter, or layouts differ in ``stage_size``.
     """
     stages: tuple[Layouts, ...]
     source: str = field(default="", compare=False)
@@ -42,14 +48,14 @@ class Strategy:
     def __post_init__(self) -> None:
         if not self.stages or not all(self.stages):
             raise StrategyError(f"{self._where}{len(self.stages)} stages, {sum(map(bool, self.stages))} of them with parameters; "
-                                f"a strategy has at least one, and each has parameters")
+                                f"expected at least one stage, each with parameters")
         one_form = {layout: layout.normalized() for stage in self.stages for layout in stage.values()}
         stages = tuple({name: one_form[layout] for name, layout in stage.items()} for stage in self.stages)
         object.__setattr__(self, "stages", stages)
         if len({layout.stage_size for layout in one_form}) > 1:
             sizes = {layout.stage_size: f"{layout.stage_size} ({name} of stage {number})"
                      for number, stage in enumerate(self.stages) for name, layout in stage.items()}
-            raise StrategyError(f"{self._where}all layouts of a job are over the same number of ranks a stage, found "
+            raise StrategyError(f"{self._where}all layouts of a job must have the same number of ranks per stage, found "
                                 + listed(list(sizes.values()), 5))
         if self.world_size > MAX_RANKS:
             raise StrategyError(f"{self._where}{len(self.stages)} stages of {self.stage_size} ranks; a job has up to {MAX_RANKS}")
@@ -60,28 +66,29 @@ class Strategy:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of each pipeline stage."""
+        """Returns the number of ranks in each pipeline stage."""
         return next(iter(self.stages[0].values())).stage_size
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Returns the number of ranks of the job."""
         return len(self.stages) * self.stage_size
 
     def of_rank(self, rank: int) -> Layouts:
-        """{parameter: layout} of what the rank holds; its number within the stage is ``rank % stage_size``."""
+        """Returns {parameter: layout} of the tensors that ``rank`` holds; its number within the stage is ``rank % stage_size``.
+        Raises StrategyError for a rank that does not exist."""
         if not 0 <= rank < self.world_size:
             raise StrategyError(f"{self._where}rank {rank} is not one of the {self.world_size} ranks of this strategy")
         return self.stages[rank // self.stage_size]
 
     def stage_of(self, name: str) -> int | None:
-        """The first stage that holds the parameter, None if no stage does."""
+        """Returns the first stage that holds the parameter; None if no stage does."""
         return next((number for number, stage in enumerate(self.stages) if name in stage), None)
 
     def fit_dimensions(self, dimensions: Mapping[str, int]) -> Strategy:
-        """The same with the layouts of these parameters read for so many dimensions. A file says ``[1, 0]`` both for a matrix
-        and for a vector cut by two axes, and nothing about dimensions where a stage is one rank. StrategyError if a layout
-        does not fit."""
+        """Returns the strategy with its layouts adapted to the given numbers of dimensions. A file has ``[1, 0]`` both for a
+        matrix and for a vector sharded by two axes, and no dimensions at all if a stage is one rank. Raises StrategyError if a
+        layout does not fit."""
         known: dict[tuple[TensorLayout, int], TensorLayout] = {}
 
         def fit(name: str, layout: TensorLayout) -> TensorLayout:
@@ -94,7 +101,7 @@ class Strategy:
                 elif not cuts and layout.stage_size == 1:
                     cuts = (-1,) * count
                 else:
-                    raise StrategyError(f"{self._where}parameter {name} has {count} dimensions, the strategy cuts "
+                    raise StrategyError(f"{self._where}parameter {name} has {count} dimensions, the strategy has "
                                         f"{len(cuts)}: {layout}; does it belong to this model?")
                 known[layout, count] = TensorLayout(layout.device_matrix, cuts, layout.optimizer_shards).normalized()
             return known[layout, count]
@@ -102,14 +109,14 @@ class Strategy:
         return Strategy(tuple({name: fit(name, layout) for name, layout in stage.items()} for stage in self.stages), self.source)
 
     def to_json(self) -> dict[str, Any]:
-        """A value for JSON that ``from_json`` takes back; each distinct layout is in it once."""
+        """Returns a JSON value that ``from_json`` reads; it contains each distinct layout once."""
         layouts: dict[TensorLayout, int] = {}
         stages = [{name: layouts.setdefault(layout, len(layouts)) for name, layout in stage.items()} for stage in self.stages]
         return {"source": self.source, "layouts": [layout.to_json() for layout in layouts], "stages": stages}
 
     @classmethod
     def from_json(cls, value: Any) -> Strategy:
-        """StrategyError if it is not what ``to_json`` gives; unknown keys are ignored."""
+        """Reads the result of ``to_json``; ignores unknown keys. Raises StrategyError for anything else."""
         try:
             layouts = [TensorLayout.from_json(layout) for layout in value["layouts"]]
             if not all(is_count(index, 0, len(layouts) - 1) for stage in value["stages"] for index in stage.values()):
@@ -123,10 +130,14 @@ class Strategy:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 def read_strategy(path: str, storage: Storage = PosixStorage()) -> Strategy:          # noqa: B008  it has no state
-    """The strategy of a file, or of a folder of them; a merged file in a folder counts only where no rank's file is.
+    """Reads the strategy of a file, or of a folder of files. In a folder, a merged file is used only if there are no files of
+    ranks.
 
-    One file a stage is enough. What cannot be seen: that files of the last stages are missing, all of them. StrategyError for
-    damage, for files of different jobs side by side, for missing stages and for uneven cuts; OSError if reading fails.
+    One file per stage is enough. Not detected: missing files of all of the last stages.
+
+    Raises:
+        StrategyError: A file is damaged, files of different jobs are mixed, stages are missing, or a tensor is sharded unevenly.
+        OSError: Reading failed.
     """
     found = storage.status(path)
     if found is None:
@@ -141,20 +152,21 @@ def read_strategy(path: str, storage: Storage = PosixStorage()) -> Strategy:    
     contents = {_content(storage, os.path.join(path, name)): name for name in reversed(wholes)}
     if len(contents) != 1:
         raise StrategyError(f"{path}: no file of a rank (ckpt_strategy_rank_<R>.ckpt or .json), "
-                            + (f"and {len(wholes)} others that differ: {listed(wholes, 5)}; name one of them" if wholes else
-                               f"nor a merged one; found {listed(names, 5) or 'nothing'}"))
+                            + (f"but {len(wholes)} others that differ: {listed(wholes, 5)}; give one of them" if wholes else
+                               f"and no merged file; found {listed(names, 5) or 'nothing'}"))
     (content, name), = contents.items()
     return _complete(decode_strategy(content, os.path.join(path, name)), path)
 
 
 def _rank_of(name: str) -> re.Match[str] | None:
+    """Returns the match of a file name with a rank; None for any other name."""
     found = _RANK.fullmatch(name)
     return found if found and (not found[2] or "strategy" in name) else None        # net_rank_0-1_10.ckpt holds weights
 
 
 def _of_ranks(folder: str, files: list[tuple[int, str]], storage: Storage) -> Strategy:
-    """``files``: (rank, name). Files with the same bytes are parsed once."""
-    contents: dict[bytes, bytes] = {}           # one copy of each, however many ranks have it
+    """Reads the files of ranks. ``files``: (rank, name). Parses files with the same bytes once."""
+    contents: dict[bytes, bytes] = {}           # one object for all ranks with the same bytes
     parsed: dict[int, dict[int, Layouts]] = {}
 
     def load(name: str) -> bytes:
@@ -167,8 +179,8 @@ def _of_ranks(folder: str, files: list[tuple[int, str]], storage: Storage) -> St
         if id(content) not in parsed:
             parsed[id(content)] = decode_strategy(content, os.path.join(folder, name))
         if len(parsed[id(content)]) != 1:
-            raise StrategyError(f"{folder}: {name} is named like the file of rank {rank}, but holds {len(parsed[id(content)])} "
-                                f"stages; remove it, or give it alone")
+            raise StrategyError(f"{folder}: {name} has the name of rank {rank}'s file, but holds {len(parsed[id(content)])} "
+                                f"stages; remove it, or give the path of this file")
         (stage, layouts), = parsed[id(content)].items()
         if rank in held:
             raise StrategyError(f"{folder}: {held[rank][0]} and {name} are both the file of rank {rank}; keep those of one job")
@@ -176,7 +188,7 @@ def _of_ranks(folder: str, files: list[tuple[int, str]], storage: Storage) -> St
         other, known = first.setdefault(stage, (name, layouts))
         if known is not layouts and known != layouts:
             differing = next(name for name in [*known, *layouts] if known.get(name) != layouts.get(name))
-            raise StrategyError(f"{folder}: {other} and {name} are both of stage {stage} and differ, in {differing}: "
+            raise StrategyError(f"{folder}: {other} and {name} are both of stage {stage} and differ in {differing}: "
                                 f"{known.get(differing, 'absent')} and {layouts.get(differing, 'absent')}; are files of "
                                 f"different jobs mixed? Keep those of one job")
     strategy = _complete({stage: layouts for stage, (_, layouts) in first.items()}, folder)
@@ -190,6 +202,7 @@ def _of_ranks(folder: str, files: list[tuple[int, str]], storage: Storage) -> St
 
 
 def _complete(stages: Mapping[int, Layouts], source: str) -> Strategy:
+    """Returns the strategy of all stages. Raises StrategyError if a stage is missing."""
     missing = max(stages) + 1 - len(stages)
     if missing:
         gap = next(stage for stage in range(max(stages)) if stage not in stages)
@@ -199,9 +212,10 @@ def _complete(stages: Mapping[int, Layouts], source: str) -> Strategy:
 
 
 def _content(storage: Storage, path: str) -> bytes:
+    """Reads a strategy file. Raises StrategyError if it is too large to be one."""
     found = storage.status(path)
     if found is not None and found.size > MAX_BYTES:
-        raise StrategyError(f"{path}: {found.size} bytes; no strategy file has more than {MAX_BYTES}, is it one?")
+        raise StrategyError(f"{path}: {found.size} bytes, expected a strategy file of at most {MAX_BYTES}")
     return read_bytes(storage, path, MAX_BYTES)
 
 
@@ -209,15 +223,19 @@ def _content(storage: Storage, path: str) -> bytes:
 
 def write_strategy(strategy: Strategy, folder: str, fmt: str = "ckpt",
                    storage: Storage = PosixStorage()) -> list[str]:                    # noqa: B008  it has no state
-    """Writes ``ckpt_strategy_rank_<R>.<fmt>`` of all ranks and returns the paths, in order of rank. Each file appears complete or
-    not at all; one that is there already with the same bytes stays. StrategyError as for ``encode_strategy``, before the first
-    byte, and if the folder holds another strategy; OSError if writing fails."""
+    """Writes ``ckpt_strategy_rank_<R>.<fmt>`` for all ranks and returns the paths in order of rank. Publishes each file
+    atomically; keeps an existing file with the same bytes.
+
+    Raises:
+        StrategyError: As for ``encode_strategy``, before the first byte; or the folder holds another strategy.
+        OSError: Writing failed.
+    """
     stages = [encode_strategy({number: stage}, fmt) for number, stage in enumerate(strategy.stages)]
     wanted = {f"ckpt_strategy_rank_{rank}.{fmt}": stages[rank // strategy.stage_size] for rank in range(strategy.world_size)}
     present = [name for name in storage.list(folder) if _rank_of(name)]
     for name in present:
         if name not in wanted or _content(storage, os.path.join(folder, name)) != wanted[name]:
-            raise StrategyError(f"{folder}: {name} is there already and of another strategy; give an empty folder")
+            raise StrategyError(f"{folder}: {name} exists and belongs to another strategy; give an empty folder")
     storage.make_folder(folder)
     parallel(storage, lambda name: publish(storage, os.path.join(folder, name), [wanted[name]], "strategy"),
              [name for name in wanted if name not in present])

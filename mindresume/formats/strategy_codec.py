@@ -1,7 +1,7 @@
-"""One strategy file of MindSpore, its bytes to layouts and back: protobuf (``.ckpt``) or ``.json``. Neither mindspore nor
+"""Converts one strategy file of MindSpore between bytes and layouts: protobuf (``.ckpt``) or ``.json``. Neither mindspore nor
 protobuf is imported; field numbers are those of ``mindspore/train/node_strategy_pb2.py``.
 
-Layouts come in one form each: a tuple of a tensor map has two axes or more, no optimizer shard is 0.
+Layouts are normalized: a tuple in a tensor map has at least two axes, and a layout without optimizer shards has 0 of them.
 """
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.model.training_state import is_count
 from mindresume.tensor_files.protobuf import decode_varint, encode_varint, signed
 
-MAX_FIELDS = 1 << 22                    # of a message; a file has one for each operator and parameter
+MAX_FIELDS = 1 << 22                    # fields of a message; a file has one for each operator and parameter
 _PREFIX = re.compile(r"(0|[1-9]\d{0,5})-(.+)", re.ASCII | re.DOTALL)
 
 Layouts = Mapping[str, TensorLayout]
 
 
 def decode_strategy(content: bytes, path: str) -> dict[int, Layouts]:
-    """{stage: {parameter: layout}} of the bytes of one file; ``path`` decides the format (.json, or else protobuf) and is what
-    errors name. One stage unless it is a merged file. StrategyError, whatever the bytes."""
+    """Returns {stage: {parameter: layout}} for the bytes of one file. There is one stage, unless it is a merged file. Raises
+    StrategyError for any invalid bytes.
+
+    Args:
+        content: the bytes.
+        path: decides the format (.json, else protobuf), and is named in errors.
+    """
     try:
         if not content:
             raise ValueError("it is empty; a failed compile leaves such a file")
@@ -32,13 +37,13 @@ def decode_strategy(content: bytes, path: str) -> dict[int, Layouts]:
         layouts: dict[str, TensorLayout] = {}
         for name, layout in items:
             if layouts.setdefault(name, layout) != layout:
-                raise ValueError(f"parameter {name!r}"[:200] + f" is in it twice, as {layouts[name]} and as {layout}")
+                raise ValueError(f"parameter {name!r}"[:200] + f" occurs twice, as {layouts[name]} and as {layout}")
         if not layouts:
             raise ValueError("it names no parameter; a failed compile leaves such a file")
         prefixed = {name: found for name in layouts if (found := _PREFIX.fullmatch(name))}
         if prefixed and len(prefixed) < len(layouts):
             odd = next(name for name in layouts if name not in prefixed)
-            raise ValueError(f"{next(iter(prefixed))!r} begins with a stage, as in a merged file, and {odd!r} does not"[:400])
+            raise ValueError(f"{next(iter(prefixed))!r} begins with a stage, as in a merged file, but {odd!r} does not"[:400])
         if not prefixed:
             return {stage: layouts}
         stages: dict[int, dict[str, TensorLayout]] = {}
@@ -46,22 +51,22 @@ def decode_strategy(content: bytes, path: str) -> dict[int, Layouts]:
             stages.setdefault(int(found[1]), {})[found[2]] = layouts[name]
         return stages
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise StrategyError(f"{path}: not a strategy file that can be used: {_reason(error)}"[:1000]) from error
+        raise StrategyError(f"{path}: not a usable strategy file: {_reason(error)}"[:1000]) from error
 
 
 def _reason(error: Exception) -> str:
-    """Our own errors are sentences; others say little without their type."""
+    """Returns the text of an error; with its type unless mindresume raised it."""
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
 
 def _layout(matrix: list[Any], cuts: list[Any], step: Any, size: Any, uneven: bool) -> TensorLayout:
-    """ValueError if it is impossible or not supported. What a file says of the optimizer shard: ``size`` pieces, ``step`` ranks
-    apart; none if either is 0."""
+    """Makes a layout. ``size``, ``step``: optimizer shards and their distance in ranks; none if either is 0. Raises ValueError if
+    the layout is impossible or not supported."""
     if uneven:
-        raise ValueError("it is cut unevenly (field, param_split_shape or indices_offset is set), which is not supported")
+        raise ValueError("it is sharded unevenly (field, param_split_shape or indices_offset is set), which is not supported")
     if not is_count(step, 0, MAX_RANKS):
         raise ValueError(f"opt_weight_shard_step is {step!r}"[:200] + ", expected a number of ranks")
-    # One rank a stage is an empty matrix.
+    # The matrix of a stage with one rank is empty.
     layout = TensorLayout.from_json({"device_matrix": matrix or [1], "tensor_map": cuts, "optimizer_shards": size if step else 0})
     if layout.optimizer_pieces > 1 and step != layout.optimizer_stride:
         raise ValueError(f"opt_weight_shard_step is {step}, expected {layout.optimizer_stride} ranks: {layout}")
@@ -89,7 +94,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         for name, value in pairs:
             if found[name] != value:
-                raise ValueError(f"{name!r}"[:200] + " is in it twice, with different values")
+                raise ValueError(f"{name!r}"[:200] + " occurs twice, with different values")
     return encodable(found)
 
 
@@ -98,7 +103,7 @@ def _protobuf_items(content: bytes) -> Items:
     if not top[2]:
         raise ValueError("it has no strategy items (parallel_strategy_item); a failed compile leaves such a file")
     stage = _stage(_one(_message(_one(_message(top[2][0], {2}), 2), {1}), 1, int))
-    known: dict[bytes, TensorLayout] = {}               # a model has thousands of parameters, but few kinds of them
+    known: dict[bytes, TensorLayout] = {}               # a model has thousands of parameters but few layouts
 
     def layout(body: bytes) -> TensorLayout:
         if body not in known:
@@ -106,7 +111,7 @@ def _protobuf_items(content: bytes) -> Items:
             if not 1 <= len(row[2]) <= MAX_AXES:
                 raise ValueError(f"{len(row[2])} tensor maps, expected one, or one for each of up to {MAX_AXES} dimensions")
             maps = [_numbers(part) for part in row[2]]
-            # One message for all dimensions; or one for each, if one of them is cut by several axes.
+            # One message for all dimensions; or one for each, if several axes shard one of them.
             cuts = maps[0] if len(maps) == 1 else [axes for axes in maps if axes]
             uneven = any(_numbers(part) for part in row[3] + row[4]) or _one(row, 5, int) != 0
             known[body] = _layout(_numbers(_one(row, 1)), cuts, _one(row, 6, int), _one(row, 7, int), uneven)
@@ -136,8 +141,8 @@ def _stage(value: Any) -> int:
 # ---- protobuf --------------------------------------------------------------------------------------------------------
 
 def _message(data: Any, wanted: set[int]) -> dict[int, list[Any]]:
-    """{field: its values in order} of the wanted fields, [] for absent ones: whole numbers, or bytes. Others are skipped.
-    ValueError if a length leaves the message."""
+    """Returns {field: values in order} of the wanted fields, [] for absent ones. Values are integers or bytes. Skips other
+    fields. Raises ValueError if a length exceeds the message."""
     if not isinstance(data, bytes):
         raise ValueError(f"expected a message, found the number {data}")
     found: dict[int, list[Any]] = {number: [] for number in wanted}
@@ -164,7 +169,7 @@ def _message(data: Any, wanted: set[int]) -> dict[int, list[Any]]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Returns the signed number of 64 bits at ``position``, and the position behind it."""
+    """Returns the signed 64-bit integer at ``position``, and the position after it."""
     try:
         value, position = decode_varint(data, position)
     except ValueError as error:
@@ -173,16 +178,16 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def _one(message: Mapping[int, list[Any]], number: int, kind: type = bytes) -> Any:
-    """The value of a field that is there exactly once."""
+    """Returns the value of a field that must occur exactly once."""
     values = message[number]
     if len(values) != 1 or not isinstance(values[0], kind):
-        raise ValueError(f"field {number} of a message is there {len(values)} times, expected one "
+        raise ValueError(f"field {number} of a message occurs {len(values)} times, expected one "
                          f"{'number' if kind is int else 'message or text'}")
     return values[0]
 
 
 def _numbers(data: Any) -> list[int]:
-    """Of a message ``repeated dim = 1``, packed or not."""
+    """Returns the numbers of a message ``repeated dim = 1``, packed or not."""
     found: list[int] = []
     for value in _message(data, {1})[1]:
         position = 0
@@ -195,7 +200,7 @@ def _numbers(data: Any) -> list[int]:
 
 
 def _field(number: int, value: int | str | bytes | Iterable[int]) -> bytes:
-    """One field: a number, a text, an encoded message, or numbers (a message ``repeated dim = 1``)."""
+    """Encodes one field: an integer, a string, an encoded message, or integers (a message ``repeated dim = 1``)."""
     if isinstance(value, int):
         return encode_varint(number << 3) + encode_varint(value)
     data = value.encode() if isinstance(value, str) else value
@@ -207,12 +212,16 @@ def _field(number: int, value: int | str | bytes | Iterable[int]) -> bytes:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 def encode_strategy(stages: Mapping[int, Layouts], fmt: str = "ckpt") -> bytes:
-    """The bytes of the file of one stage, or of a merged file if there are more. StrategyError for what MindSpore's files cannot
-    hold or its reader cannot take: it names the parameter. ValueError for a format other than ckpt and json."""
+    """Returns the bytes of the file of one stage, or of a merged file for several.
+
+    Raises:
+        StrategyError: MindSpore's files cannot hold a parameter, which the message names, or its reader cannot read it.
+        ValueError: The format is neither ckpt nor json.
+    """
     if fmt not in ("ckpt", "json"):
         raise ValueError(f"format {fmt!r}: a strategy file is ckpt or json")
     if not stages or not all(stages.values()):
-        raise StrategyError("a strategy file holds at least one stage, and each has parameters")
+        raise StrategyError("a strategy file needs at least one stage, each with parameters")
     rows, maps = {}, {}
     for stage, layouts in stages.items():
         for name, layout in layouts.items():
@@ -224,7 +233,7 @@ def encode_strategy(stages: Mapping[int, Layouts], fmt: str = "ckpt") -> bytes:
                         "indices_offset": [], "field": 0, "opt_weight_shard_step": layout.optimizer_stride,
                         "opt_weight_shard_size": layout.optimizer_shards} for name, layout in rows.items()}
         return json.dumps({"current_stage": 1, "parallel_strategy_item": operators, "parallel_layout_item": items}).encode()
-    pieces = [_field(1, 1)]                     # current_stage: required, read by nobody
+    pieces = [_field(1, 1)]                     # current_stage: required but unused
     for stage in stages:
         pieces.append(_field(2, _field(1, f"operator_{stage}") + _field(2, _field(1, stage) + _field(2, (1,)))))
     bodies = {layout: b"".join([_field(1, layout.device_matrix), *(_field(2, part) for part in parts), _field(3, ()),
@@ -236,16 +245,16 @@ def encode_strategy(stages: Mapping[int, Layouts], fmt: str = "ckpt") -> bytes:
 
 
 def _maps(name: str, layout: TensorLayout, fmt: str) -> list[tuple[int, ...]]:
-    """The TensorMap messages: one, or one for each dimension if an axis is not enough for one of them."""
+    """Returns the TensorMap messages of a layout: one, or one for each dimension if a dimension needs several axes."""
     if "-" in name:
-        raise StrategyError(f"parameter {name}: MindSpore cannot read a name with '-', which ends the number of a stage")
+        raise StrategyError(f"parameter {name}: MindSpore cannot read a name with '-', its separator after the stage")
     if not name or any("\ud800" <= letter <= "\udfff" for letter in name):
-        raise StrategyError(f"parameter {name!r}: a name is not empty, and UTF-8")
+        raise StrategyError(f"parameter {name!r}: a name must be UTF-8 and not empty")
     if all(isinstance(cut, int) for cut in layout.tensor_map):
         return [layout.tensor_map]
     if fmt == "json":
-        raise StrategyError(f"parameter {name}: MindSpore cannot read from json that several axes cut one dimension; write ckpt: "
+        raise StrategyError(f"parameter {name}: MindSpore cannot read a dimension sharded by several axes from json; write ckpt: "
                             f"{layout}")
     if len(layout.tensor_map) == 1:
-        raise StrategyError(f"parameter {name}: no strategy file can say that several axes cut a vector: {layout}")
+        raise StrategyError(f"parameter {name}: no strategy file can express a vector sharded by several axes: {layout}")
     return [cut if isinstance(cut, tuple) else (cut,) for cut in layout.tensor_map]

@@ -1,4 +1,4 @@
-"""Looks at files of weights where they lie: headers, sizes, times."""
+"""Reads headers, sizes and times of weight files."""
 from __future__ import annotations
 
 import os
@@ -12,7 +12,7 @@ from mindresume.tensor_files import Header, read_header
 
 
 def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
-    """Returns the header of a file. CorruptFileError if it is missing, truncated or malformed."""
+    """Returns the header of a file. Raises CorruptFileError if it is missing, truncated or malformed."""
     path = os.path.join(root, file.path)
     try:
         with storage.open(path) as opened:
@@ -24,7 +24,7 @@ def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
 
 
 def status_of(storage: Storage, root: str, file: FileRecord) -> Status | None:
-    """Returns the current status of a file; None if it is missing or cannot be read: for times and sizes that are only shown."""
+    """Returns the status of a file, for display; None if it is missing or cannot be read."""
     try:
         return storage.status(os.path.join(root, file.path))
     except OSError:
@@ -32,12 +32,12 @@ def status_of(storage: Storage, root: str, file: FileRecord) -> Status | None:
 
 
 def file_sizes(storage: Storage, root: str, files: Iterable[FileRecord]) -> list[int | None]:
-    """Returns the current size of each file in bytes, None for a missing one."""
+    """Returns the size of each file in bytes; None for a missing one."""
     found = parallel(storage, lambda file: storage.status(os.path.join(root, file.path)), files)
     return [status.size if status else None for status in found]
 
 
 def sizes_match(storage: Storage, root: str, files: Iterable[FileRecord]) -> bool:
-    """Returns whether all files are there with their recorded sizes (any but 0 where none was recorded), by their status."""
+    """Returns whether all files exist with their recorded sizes (any size but 0 if none was recorded), without opening them."""
     files = list(files)
     return all(size and file.size in (None, size) for file, size in zip(files, file_sizes(storage, root, files), strict=True))

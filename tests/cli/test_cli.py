@@ -244,7 +244,7 @@ def test_which_ls_and_verify_of_a_folder_of_something_else(tmp_path, call, read)
     (tmp_path / "data.bin").write_bytes(b"x")
     for command, status in (("which", 3), ("ls", 2), ("verify", 2)):
         found = call(command, tmp_path)
-        assert found[0] == status and "is no folder of checkpoints: " in found[1] + found[2], command
+        assert found[0] == status and "is not a checkpoint directory: " in found[1] + found[2], command
     save(tmp_path / "a", 5)
     save(tmp_path / "b", 5)
     for command, status in (("which", 3), ("ls", 2), ("verify", 2)):

@@ -279,7 +279,7 @@ def test_a_strategy_of_another_job_for_the_source(tmp_path, refused):
     stage = dict(Plan.parse("tp2", LITTLE).stages[0])
     stage["layers.0.weight"] = Plan.parse("tp2", {"w": Spec((2, 2, 2), 2, "first")}).stages[0]["w"]
     write_strategy(Strategy((stage,)), str(tmp_path / "shapes"))
-    assert "parameter layers.0.weight has 2 dimensions, the strategy cuts 3" in refused(
+    assert "parameter layers.0.weight has 2 dimensions, the strategy has 3" in refused(
         tmp_path / "checkpoint", "--to", "dp=2", "--from", tmp_path / "shapes")
 
 
@@ -321,7 +321,7 @@ def test_a_bad_plan(little, refused, plan, message):
 
 def test_a_plan_for_what_was_never_cut(tmp_path, refused):
     recorded(tmp_path / "a", Plan.parse("dp2", LITTLE), FEW)
-    assert "no tensor of the source is cut, so it does not say which dimension" in refused(tmp_path / "a", "--to", "tp=2")
+    assert "no tensor of the source is sharded, so the dimension" in refused(tmp_path / "a", "--to", "tp=2")
 
 
 @pytest.mark.parametrize("option, value, message", [

@@ -168,7 +168,7 @@ def test_tensors_that_the_index_does_not_name_are_ignored_and_said(unified):
 def test_parts_of_gradient_sums_are_said(unified):
     put(unified / HYPER, {**counters(STEP), "accu_grads.a": np.zeros(4, np.float32)})
     found = read(unified)
-    assert found.tensors["accu_grads.a"] == HYPER and len(found.notes) == 1 and "not merged" in found.notes[0]
+    assert found.tensors["accu_grads.a"] == HYPER and len(found.notes) == 1 and "does not merge" in found.notes[0]
 
 
 def test_links_are_followed(unified, tmp_path):
@@ -208,14 +208,14 @@ def test_folders_of_ranks_are_not_complete(tmp_path):
     put(tmp_path / "records" / "model.safetensors", WEIGHTS)
     for path in (tmp_path / "ours", tmp_path / "theirs", tmp_path / "records"):
         assert is_root(STORAGE, str(path)) and not complete(path)
-        refused(path, ConfigError, says="single ranks")
+        refused(path, ConfigError, says="files of ranks")
 
 
 def test_what_lies_in_the_folder_of_a_rank_is_not_complete(tmp_path, monkeypatch):
     write_foreign(tmp_path, 5, world=1)
     path = path_of(tmp_path, 5, 0)
     assert not complete(path) and not complete(path.parent) and not complete(f"{path.parent}/")
-    refused(path, ConfigError, says="single ranks")
+    refused(path, ConfigError, says="files of ranks")
     monkeypatch.chdir(path.parent)
     assert not complete(path.name) and not complete(".")
 

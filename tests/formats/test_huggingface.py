@@ -172,7 +172,7 @@ def test_template_is_compared_by_name(converters):
     class TransposeConvertOp:
         hf_names, mf_names = ["model.norm.weight"], ["decoder.final_layernorm.weight"]
     assert compare_with_template([*converters[DENSE], TransposeConvertOp()], GROUPED) == [
-        "TransposeConvertOp for decoder.final_layernorm.weight is no operation that is known"]
+        "TransposeConvertOp for decoder.final_layernorm.weight is an unknown operation"]
 
 
 # ---- as arithmetic ---------------------------------------------------------------------------------------------------
@@ -264,5 +264,5 @@ def test_contiguous_orders_and_tensor_parallelism():
                            {QKV: optimizer, FC1: optimizer, "decoder.layers.0.mlp.linear_fc2.weight": TensorLayout((2,), (-1, 0)),
                                    "decoder.final_layernorm.weight": TensorLayout((2, 2), (-1,)), "x": TensorLayout((2,), ())})
     for name in (QKV, FC1, f"adam_m.{FC1}"):
-        with pytest.raises(ConfigError, match=r"linear_.*cut by tensor parallelism \(2\)"):
+        with pytest.raises(ConfigError, match=r"linear_.*sharded by tensor parallelism \(2\)"):
             check_contiguous_order(model, {name: tensor})

@@ -142,7 +142,7 @@ def test_what_a_first_start_finds_or_leaves(tmp_path, names):
     (("checkpoint/epoch_5.pt",), "found checkpoint"), (("checkpoint",), "found checkpoint"),
     (("rank_0/net_rank_3-1_5.ckpt",), "found rank_0/net_rank_3-1_5.ckpt"),
     (("checkpoint/", "merged/part0.safetensors"), "weights lie in .*/merged"),
-    (("model.safetensors",), "holds weights alone"), (("checkpoint/", "qwen/a.ckpt"), "weights lie in .*/qwen. To load them")])
+    (("model.safetensors",), "holds only weights"), (("checkpoint/", "qwen/a.ckpt"), "weights lie in .*/qwen. To load them")])
 def test_a_folder_of_something_else(tmp_path, names, found):
     make(tmp_path, *names)
     assert re.search(found, why(tmp_path))
@@ -151,7 +151,7 @@ def test_a_folder_of_something_else(tmp_path, names, found):
 def test_a_tracker_says_that_there_was_a_checkpoint(tmp_path):
     iterations.save(tmp_path, 5)
     shutil.rmtree(iterations.folder_of(tmp_path, 5))
-    assert "names step 5, and there is no iteration folder beside it" in why(tmp_path)
+    assert "names step 5, but there is no iteration folder beside it" in why(tmp_path)
     assert fresh_start_refusal(STORAGE, str(tmp_path), True) != ""
     for content in ("0", "", "x"):
         iterations.track(tmp_path, content)

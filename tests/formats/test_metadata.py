@@ -105,7 +105,7 @@ def test_no_parameters():
     (dict(dtype="complex64"), "dtype"), (dict(dtype="Float32"), "dtype"), (dict(shape=(5, 3)), "divide"),
     (dict(shape=(4,)), "dimensions"), (dict(name="\ud800"), "surrogate"), (dict(stored={}), "expected all of 2"),
     (dict(stored={0: ()}), "expected all of 2"), (dict(first=MAX_RANKS - 1), "rank"),
-    (dict(layout=TensorLayout((2, 3), (-1, -1), 2)), "end at a part of an axis")])
+    (dict(layout=TensorLayout((2, 3), (-1, -1), 2)), "end within an axis")])
 def test_what_could_not_be_read_back_is_not_written(change, reason):
     tensor = described("w", TensorLayout((2, 2), (0, -1)), (4, 3), first=FIRST)
     with pytest.raises(ValueError, match=reason):

@@ -94,7 +94,7 @@ def test_tensors_without_any_layout_make_an_empty_description():
 
 def test_stages_of_different_size_are_refused():
     two, four = row(TensorLayout((2,), (0,)), (8,)), row(TensorLayout((4,), (0,)), (8,))
-    with pytest.raises(RecordError, match="cut over 4 ranks, other tensors over 2"):
+    with pytest.raises(RecordError, match="sharded over 4 ranks, other tensors over 2"):
         made(4, [{"a": two, "b": four}] * 4)
-    with pytest.raises(RecordError, match="cut over 2 ranks, of 3"):
+    with pytest.raises(RecordError, match="sharded over 2 ranks, which does not divide 3"):
         made(3, [{"a": two}] * 3)

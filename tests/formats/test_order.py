@@ -88,7 +88,7 @@ def test_two_prefixes_go_by_time_and_a_note_says_so(tmp_path, meta):
     (tmp_path / "rank_0" / "meta.json").unlink(missing_ok=True)
     os.utime(path_of(tmp_path, 5, 0), (300.0, 300.0))
     assert order(tmp_path) == [(5, MINDFORMERS), (10, MINDFORMERS)]
-    assert "the names of 'net', 'other' have nothing in common" in scan(STORAGE, str(tmp_path)).notes[0]
+    assert "the names of 'net', 'other' have no common prefix" in scan(STORAGE, str(tmp_path)).notes[0]
 
 
 FIXTURES = sorted(path.parents[1] for path in (Path(__file__).parents[2] / "st" / "fixtures").glob("*/output/checkpoint"))

@@ -48,13 +48,13 @@ def test_ranks_of_a_plan():
 
 
 @pytest.mark.parametrize("text, says", [
-    ("dp=2,xp=2", "'xp=2' is not dp=, tp= (or mp=), pp= or opt= and a number, as in dp=2,tp=4,pp=2,opt=2"),
+    ("dp=2,xp=2", "'xp=2' is not dp=, tp= (or mp=), pp= or opt= with a number, as in dp=2,tp=4,pp=2,opt=2"),
     ("dp=2,", "'' is not"), ("dp=two", "dp is 'two', expected a whole number >= 1"), ("dp=0", "dp is '0', expected"),
     ("tp=-1", "tp is '-1', expected"),
     ("dp=1.5", "dp is '1.5', expected"), ("dp=", "dp is '', expected"), ("pp=٢", "pp is '٢', expected"),
     ("dp=all", "dp is 'all'"),
     ("opt=0", "opt is '0', expected a whole number >= 1, or all for as many pieces as there are replicas"),
-    ("dp=2,dp=2", "dp=2 gives dp a second time"), ("tp=2,mp=2", "mp=2 gives tp a second time (mp is another word for tp)"),
+    ("dp=2,dp=2", "dp=2 gives dp a second time"), ("tp=2,mp=2", "mp=2 gives tp a second time (mp is a synonym of tp)"),
     ("dp=1000,tp=1000", f"1000000 ranks; a job has at most {MAX_RANKS}"), ("dp=9999999999", "dp is '9999999999'"),
 ])
 def test_wrong_plans_are_plans_and_say_what_is_wrong(text, says):
@@ -157,11 +157,11 @@ def test_a_moment_has_its_own_layout():
 
 @pytest.mark.parametrize("tensors, plan, says", [
     ({"w": ((8, 8), TensorLayout((2, 2), (1, 0)), (0,))}, "tp=2",
-     "the source cuts w of shape (8, 8) along dimensions 0 and 1, a plan can cut along one; give a strategy file"),
+     "the source shards w of shape (8, 8) along dimensions 0 and 1; a plan can shard only one; give a strategy file"),
     ({"w": ((8, 8), WHOLE, (0,)), "b": ((8,), PLAIN, (0,)), "s": ((), None, ())}, "tp=2",
-     "no tensor of the source is cut, so it does not say which dimension tensor parallelism cuts; give a strategy file"),
+     "no tensor of the source is sharded, so the dimension for tensor parallelism is unknown; give a strategy file"),
     ({"w": ((6, 8), ROWS, (0,))}, "tp=4",
-     "w of shape (6, 8) has 6 elements in dimension 0, which tensor parallelism cuts and tp=4 does not divide"),
+     "w of shape (6, 8) has 6 elements in dimension 0, which tp=4 does not divide"),
     ({"w": ((8, 3), COLUMNS, (0,))}, "dp=3,tp=2", "w of shape (8, 3) has 3 elements in dimension 1"),
     ({"w": ((8,), ROWS, (0,))}, "tp=2", "w has the shape (8,), its layout in the source is for 2 dimensions"),
     ({}, "tp=2", "there are no tensors"),

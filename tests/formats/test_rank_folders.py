@@ -284,7 +284,7 @@ def test_a_flipped_bit_in_a_manifest_is_said(tmp_path):
     flip_bit(tmp_path / FOLDER / attempt_name(5, RUN) / "manifest.json", 60)
     scanned = found(tmp_path)
     assert scanned.candidates[0].problem is None and not scanned.candidates[0].committed
-    assert "truncated or altered; judged by the records" in scanned.notes[0]
+    assert "truncated or altered; using the records" in scanned.notes[0]
 
 
 @pytest.mark.parametrize("content", [b"", b"torn"])

@@ -101,7 +101,7 @@ def test_records_that_name_files_of_the_other_format_are_refused(tmp_path, itera
         os.makedirs(tmp_path / FOLDER, exist_ok=True)
         os.rename(records_of(folder_of(tmp_path, 10), 10), tmp_path / FOLDER / attempt_name(10, RUN))
     candidate, = candidates(tmp_path)
-    assert "which is none of its files" in candidate.problem.reason
+    assert "which does not belong to it" in candidate.problem.reason
 
 
 def test_a_manifest_of_another_step_is_not_believed(tmp_path):
@@ -109,7 +109,7 @@ def test_a_manifest_of_another_step_is_not_believed(tmp_path):
     shutil.copy(records_of(folder_of(tmp_path, 10), 10) / MANIFEST, records_of(folder_of(tmp_path, 15), 15) / MANIFEST)
     found, _, notes = scan_records(STORAGE, str(tmp_path))
     assert [(c.step, c.committed, c.problem) for c in found] == [(15, False, None), (10, True, None)]
-    assert "it is of run" in notes[0] and "judged by the records" in notes[0] and notes[0].startswith("iteration_00000015/")
+    assert "it is of run" in notes[0] and "using the records" in notes[0] and notes[0].startswith("iteration_00000015/")
 
 
 def test_a_file_system_in_trouble_makes_a_manifest_doubtful_but_loses_nothing(tmp_path):

@@ -133,7 +133,7 @@ def test_a_stage_of_one_rank_says_nothing_about_dimensions():
 
 @pytest.mark.parametrize("layout, dimensions", [(W, 3), (W, 0), (B, 2), (N, 1), (TensorLayout((4,), ()), 1)])
 def test_other_dimensions_do_not_fit(layout, dimensions):
-    says = f"here: parameter w has {dimensions} dimensions, the strategy cuts {len(layout.tensor_map)}"
+    says = f"here: parameter w has {dimensions} dimensions, the strategy has {len(layout.tensor_map)}"
     with pytest.raises(StrategyError, match=says):
         Strategy(({"w": layout},), "here").fit_dimensions({"w": dimensions})
 
@@ -221,7 +221,7 @@ def parameter(row, name="layers.0.w"):
     return items() + _field(3, _field(1, name) + _field(2, row))
 
 
-UNEVEN = "parameter 'layers.0.w': .*cut unevenly"
+UNEVEN = "parameter 'layers.0.w': .*sharded unevenly"
 
 
 @pytest.mark.parametrize("content, says", [
@@ -243,13 +243,13 @@ UNEVEN = "parameter 'layers.0.w': .*cut unevenly"
     (parameter(body(matrix=(1,) * 33)), f"at most {MAX_AXES} axes"),
     (parameter(body(maps=((-1,),) * 33)), "33 tensor maps"),
     (parameter(body(maps=())), "layers.0.w'"),
-    (parameter(body() + body()), "there 2 times, expected one"),
+    (parameter(body() + body()), "occurs 2 times, expected one"),
     (parameter(body())[:-1], "truncated"),
     (parameter(body()) + b"\x0b", "wire type 3"), (parameter(body()) + b"\x00\x00", "field 0"),
     (parameter(body()) + encode_varint(3 << 3 | 2) + encode_varint(-5), "field 3 has -5 bytes"),
     (parameter(body()) + b"\x08" + b"\xff" * 12, "does not end"),
     (parameter(body()) + _field(3, _field(1, b"\xff") + _field(2, body())), "utf-8"),
-    (parameter(body()) + _field(3, _field(1, "layers.0.w") + _field(2, body(maps=((-1, 0),)))), "'layers.0.w' is in it twice"),
+    (parameter(body()) + _field(3, _field(1, "layers.0.w") + _field(2, body(maps=((-1, 0),)))), "'layers.0.w' occurs twice"),
     (parameter(body(), "0-w") + _field(3, _field(1, "00-w") + _field(2, body())), "'0-w' begins with a stage.*'00-w' does not"),
     (parameter(body(), "0-w") + _field(3, _field(1, "b") + _field(2, body())), "'0-w' begins with a stage.*'b' does not"),
 ])
@@ -257,7 +257,7 @@ def test_refused_with_path_and_reason(tmp_path, content, says):
     path = tmp_path / "ckpt_strategy_rank_0.ckpt"
     path.write_bytes(content)
     for where in (path, tmp_path):
-        with pytest.raises(StrategyError, match=f"{path}: not a strategy file that can be used: .*{says}"):
+        with pytest.raises(StrategyError, match=f"{path}: not a usable strategy file: .*{says}"):
             read_strategy(str(where))
 
 
@@ -283,7 +283,7 @@ def json_of(rows, operators=OPERATORS):
     (json_of(""), "names no parameter"), (f"{{{OPERATORS}}}", "names no parameter"),
     (json_of('"w": 3'), "parameter 'w': AttributeError"), (json_of('"w": {}'), "parameter 'w': KeyError: 'dev_matrix'"),
     (json_of(f'"\\ud800": {json.dumps(ROW)}'), "surrogates"),
-    (json_of(f'"w": {json.dumps(ROW)}, "w": {json.dumps({**ROW, "tensor_map": [-1, -1]})}'), "'w' is in it twice"),
+    (json_of(f'"w": {json.dumps(ROW)}, "w": {json.dumps({**ROW, "tensor_map": [-1, -1]})}'), "'w' occurs twice"),
     *((json_of(f'"w": {json.dumps({**ROW, **change})}'), says) for change, says in [
         ({"field": 1}, "unevenly"), ({"param_split_shape": [3, 5]}, "unevenly"), ({"indices_offset": [0, 3]}, "unevenly"),
         ({"dev_matrix": [2, True]}, "integer"), ({"dev_matrix": 4}, "not a tensor layout"),
@@ -294,7 +294,7 @@ def json_of(rows, operators=OPERATORS):
 def test_json_is_refused_with_path_and_reason(tmp_path, content, says):
     path = tmp_path / "strategy.json"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(StrategyError, match=f"{path}: not a strategy file that can be used: (?s:.*){says}"):
+    with pytest.raises(StrategyError, match=f"{path}: not a usable strategy file: (?s:.*){says}"):
         read_strategy(str(path))
 
 
@@ -313,7 +313,7 @@ def put(jobs, source, rank, to):
 
 @pytest.mark.parametrize("change, says", [
     (lambda jobs: put(jobs, "other", 2, 2),
-     "rank_0.ckpt and ckpt_strategy_rank_2.ckpt are both of stage 0 and differ, in w: .*Keep"),
+     "rank_0.ckpt and ckpt_strategy_rank_2.ckpt are both of stage 0 and differ in w: .*Keep"),
     (lambda jobs: put(jobs, "job", 1, 8),
      "rank_8.ckpt is of stage 0; with 4 ranks a stage and 2 stages, rank 8 is one too many, there are 8"),
     (lambda jobs: put(jobs, "small", 1, 2) or put(jobs, "small", 3, 3), "are both of stage 0 and differ, in"),
@@ -322,7 +322,7 @@ def put(jobs, source, rank, to):
     (lambda jobs: shutil.copyfile(jobs / "job" / "ckpt_strategy_rank_3.ckpt", jobs / "job" / "x_rank_03.ckpt"),
      "ckpt_strategy_rank_3.ckpt and x_rank_03.ckpt are both the file of rank 3"),
     (lambda jobs: (jobs / "job" / "ckpt_strategy_rank_3.ckpt").write_bytes(encode_strategy(numbered(TWO))),
-     "rank_3.ckpt is named like the file of rank 3, but holds 2 stages"),
+     "rank_3.ckpt has the name of rank 3's file, but holds 2 stages"),
     (lambda jobs: (jobs / "job" / "ckpt_strategy_rank_6.ckpt").write_bytes(b""), "rank_6.ckpt: .*it is empty"),
 ])
 def test_files_of_several_jobs_or_missing_stages_are_refused(jobs, change, says):
@@ -336,7 +336,7 @@ def test_a_file_of_another_stage_than_its_rank_is_refused(jobs):
         put(jobs, "other", 4, rank)     # stage 1
     for rank in range(4, 8):
         put(jobs, "small", 0, rank)     # stage 0, of 2 ranks
-    with pytest.raises(StrategyError, match=r"same number of ranks a stage, found 2 \(w of stage 0\), 4 \(. of stage 1\)"):
+    with pytest.raises(StrategyError, match=r"same number of ranks per stage, found 2 \(w of stage 0\), 4 \(. of stage 1\)"):
         read_strategy(str(jobs / "job"))
     for rank in range(4, 8):
         put(jobs, "other", 0, rank)
@@ -347,14 +347,14 @@ def test_a_file_of_another_stage_than_its_rank_is_refused(jobs):
 def test_what_is_no_strategy_at_all(tmp_path):
     with pytest.raises(StrategyError, match="nowhere: there is no such strategy file or folder"):
         read_strategy(str(tmp_path / "nowhere"))
-    with pytest.raises(StrategyError, match="no file of a rank .* nor a merged one; found nothing"):
+    with pytest.raises(StrategyError, match="no file of a rank .* and no merged file; found nothing"):
         read_strategy(str(tmp_path))
     (tmp_path / "llama_rank_0-1_10.ckpt").touch()
     with pytest.raises(StrategyError, match="found llama_rank_0-1_10.ckpt"):
         read_strategy(str(tmp_path))
     (tmp_path / "a_strategy.ckpt").write_bytes(b"a")
     (tmp_path / "b_strategy.ckpt").write_bytes(b"b")
-    with pytest.raises(StrategyError, match="2 others that differ: a_strategy.ckpt, b_strategy.ckpt; name one of them"):
+    with pytest.raises(StrategyError, match="2 others that differ: a_strategy.ckpt, b_strategy.ckpt; give one of them"):
         read_strategy(str(tmp_path))
     with open(tmp_path / "large.ckpt", "wb") as file:
         file.truncate(module.MAX_BYTES + 1)
@@ -391,9 +391,9 @@ def test_broken_values_of_json_are_refused(value):
 
 
 @pytest.mark.parametrize("name, layout, fmt, says", [
-    ("layers-0", W, "ckpt", "parameter layers-0: MindSpore cannot read a name with '-'"), ("", W, "json", "a name is not empty"),
-    ("\ud800", W, "json", "UTF-8"), ("w", N, "json", "parameter w: MindSpore cannot read from json"),
-    ("w", TensorLayout((2, 2), ((1, 0),)), "ckpt", "parameter w: no strategy file can say that several axes cut a vector"),
+    ("layers-0", W, "ckpt", "parameter layers-0: MindSpore cannot read a name with '-'"), ("", W, "json", "a name must be UTF-8 and not empty"),
+    ("\ud800", W, "json", "UTF-8"), ("w", N, "json", "parameter w: MindSpore cannot read a dimension sharded by several axes from json"),
+    ("w", TensorLayout((2, 2), ((1, 0),)), "ckpt", "parameter w: no strategy file can express a vector sharded by several axes"),
 ])
 def test_what_mindspore_cannot_read_is_not_written(tmp_path, name, layout, fmt, says):
     strategy = Strategy(({"b": B}, {name: layout}))
@@ -416,7 +416,7 @@ def test_a_folder_with_another_strategy_is_not_written_into(jobs):
     before = {path.name: path.read_bytes() for path in (jobs / "job").iterdir()}
     for other in (Strategy((ONE,)), Strategy((ONE, {"v": W})), Strategy((*TWO.stages, {"x": W}))):
         fmt = "json" if len(other.stages) == 3 else "ckpt"
-        with pytest.raises(StrategyError, match="job: ckpt_strategy_rank_. ?.*is there already"):
+        with pytest.raises(StrategyError, match="job: ckpt_strategy_rank_. ?.*exists and belongs"):
             write_strategy(other, str(jobs / "job"), fmt)
     assert {path.name: path.read_bytes() for path in (jobs / "job").iterdir()} == before
 

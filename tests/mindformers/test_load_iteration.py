@@ -115,7 +115,7 @@ def test_nothing_there_is_a_fresh_start_and_with_weights_wanted_an_error(tmp_pat
 
 def test_the_folder_above_will_do_and_one_of_something_else_is_no_fresh_start(tmp_path, current):
     (tmp_path / "data.bin").write_bytes(b"x")
-    with pytest.raises(MissingCheckpointError, match="is no folder of checkpoints: .* found data.bin"):
+    with pytest.raises(MissingCheckpointError, match="is not a checkpoint directory: .* found data.bin"):
         load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True), current, STORAGE)
     saved(tmp_path / "checkpoint", 5)
     config = config_of(load_checkpoint=str(tmp_path), resume_training=True)

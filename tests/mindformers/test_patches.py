@@ -180,7 +180,7 @@ def test_the_folder_above_will_do(tmp_path, current, place):
 
 def test_a_folder_of_something_else_is_no_fresh_start(tmp_path, current):
     (tmp_path / "data.bin").write_bytes(b"x")
-    with pytest.raises(MissingCheckpointError, match="is no folder of checkpoints: .* found data.bin"):
+    with pytest.raises(MissingCheckpointError, match="is not a checkpoint directory: .* found data.bin"):
         job_start.select_checkpoint(config_of(tmp_path), current)
     save(tmp_path / "a", 5, world=1)
     save(tmp_path / "b", 5, world=1)

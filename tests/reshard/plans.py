@@ -35,7 +35,7 @@ Tensors = Mapping[str, np.ndarray]
 
 
 class Spec(NamedTuple):
-    """``cut``: dimension cut by tensor parallelism, None = replicated. ``place``: layer, "first", "last" or "ends", which is
+    """``cut``: dimension sharded by tensor parallelism, None = replicated. ``place``: layer, "first", "last" or "ends", which is
     both."""
     shape: tuple[int, ...]
     cut: int | None

@@ -57,7 +57,7 @@ def in_memory():
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A recorded checkpoint of two ranks, cut by tensor parallelism."""
+    """A recorded checkpoint of two ranks, sharded by tensor parallelism."""
     root = tmp_path_factory.mktemp("source") / "checkpoint"
     recorded(root, Plan.parse("tp2", TINY), TENSORS, extra=STEP_NUM)
     return root

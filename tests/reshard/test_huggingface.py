@@ -246,7 +246,7 @@ def test_network_with_contiguous_orders(tmp_path):
     folder = folder_of(tmp_path / "hf", model, tensors)
     one = network_of(model, TensorLayout((1,), (-1, -1)))(0, "float32")
     same(read_network(STORAGE, folder, *one, network=network), assemble(rules(model), tensors))
-    with pytest.raises(ConfigError, match="cut by tensor parallelism"):
+    with pytest.raises(ConfigError, match="sharded by tensor parallelism"):
         read_network(STORAGE, folder, *network_of(model, TensorLayout((2,), (0, -1)))(0, "float32"), network=network)
 
 

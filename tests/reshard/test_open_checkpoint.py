@@ -252,7 +252,7 @@ def test_a_strategy_of_other_shapes(tmp_path):
     stages = [dict(stage) for stage in PLAN.stages]
     stages[0]["embedding.weight"] = replace(stages[0]["embedding.weight"], tensor_map=(0, -1, -1))
     write_strategy(Strategy(tuple(stages)), str(tmp_path / "wrong"))
-    with pytest.raises(StrategyError, match="parameter embedding.weight has 2 dimensions, the strategy cuts 3"):
+    with pytest.raises(StrategyError, match="parameter embedding.weight has 2 dimensions, the strategy has 3"):
         opened(tmp_path / "checkpoint", strategy=str(tmp_path / "wrong"))
 
 

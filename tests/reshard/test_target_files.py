@@ -131,7 +131,7 @@ def test_a_shape_that_does_not_divide_is_named(shape, layout, message):
 
 def test_another_number_of_dimensions_is_named():
     weights = weights_of({"w": Spec((8, 4), 0, "first")})
-    with pytest.raises(StrategyError, match="plan.ckpt: parameter w has 2 dimensions, the strategy cuts 3"):
+    with pytest.raises(StrategyError, match="plan.ckpt: parameter w has 2 dimensions, the strategy has 3"):
         holdings(weights, Strategy(({"w": TensorLayout((2,), (0, -1, -1))},), "plan.ckpt"))
 
 

@@ -217,7 +217,7 @@ def test_of_mindformers_with_its_strategy(tmp_path, fmt, world):
 @pytest.mark.parametrize("strategy, said", [
     (STRATEGY, "by strategy a part of "), (None, "without strategy files of that job"),
     (Strategy(({"layer.bias": TensorLayout((4, 2), (-1,))},), "poor"), "embedding.weight (8, 4) has no layout"),
-    (Strategy(({name: TensorLayout((4, 2), (-1, -1, -1)) for name in LAYOUTS},), "alien"), "dimensions, the strategy cuts 3"),
+    (Strategy(({name: TensorLayout((4, 2), (-1, -1, -1)) for name in LAYOUTS},), "alien"), "dimensions, the strategy has 3"),
     (Strategy(({name: TensorLayout((2, 2), LAYOUTS[name].tensor_map) for name in LAYOUTS},), "small"), "no file of rank 1")])
 def test_of_mindformers_without_proof(tmp_path, strategy, said):
     foreign(tmp_path, 5, range(WORLD))

@@ -85,7 +85,7 @@ def test_nothing_anywhere_is_a_fresh_start(tmp_path):
 def test_a_folder_of_something_else_on_one_node_is_no_fresh_start(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "data.bin").write_bytes(b"x")
-    with pytest.raises(MissingCheckpointError, match="rank 2: .* is no folder of checkpoints"):
+    with pytest.raises(MissingCheckpointError, match="rank 2: .* is not a checkpoint directory"):
         choose(tmp_path)
 
 

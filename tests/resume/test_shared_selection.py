@@ -139,7 +139,7 @@ def test_a_torn_or_altered_record(saved, content):
 def test_a_torn_manifest_is_made_up_for_by_the_records(saved):
     (attempt(saved, 15) / MANIFEST).write_bytes(b"{")
     choice = choose(saved)
-    assert choice.chosen.step == 15 and any("judged by the records" in note for note in choice.notes)
+    assert choice.chosen.step == 15 and any("using the records" in note for note in choice.notes)
 
 
 def test_records_of_all_ranks_without_manifest_are_complete(saved):

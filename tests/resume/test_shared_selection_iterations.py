@@ -68,38 +68,38 @@ def test_a_tracker_that_was_set_back_by_hand(saved, text):
     track(saved, text)
     choice = choose(saved)
     assert taken(choice) == (10, RUN) and choice.refused == ()
-    assert told(choice) == f"newer than step 10, which {TRACKER} names, and only taken if no other can be: step 15"
+    assert told(choice) == f"newer than step 10, which {TRACKER} names, so only used as a last resort: step 15"
 
 
 def test_a_tracker_that_names_a_step_that_is_not_there(saved):
     track(saved, 12)
     choice = choose(saved)
     assert taken(choice) == (10, RUN)
-    assert told(choice) == (f"{TRACKER} names step 12, which is not there | newer than step 12, which {TRACKER} names, and only "
-                            f"taken if no other can be: step 15")
+    assert told(choice) == (f"{TRACKER} names step 12, which does not exist | newer than step 12, which {TRACKER} names, so only "
+                            f"used as a last resort: step 15")
 
 
 def test_a_tracker_that_names_a_later_step_than_any(saved):
     track(saved, 10**17)
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and told(choice) == f"{TRACKER} names step {10**17}, which is not there"
+    assert taken(choice) == (15, RUN) and told(choice) == f"{TRACKER} names step {10**17}, which does not exist"
 
 
 def test_a_tracker_older_than_everything_is_no_reason_to_begin_afresh(saved):
     track(saved, 0)
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and "only taken if no other can be: step 15, 10, 5" in told(choice)
+    assert taken(choice) == (15, RUN) and "only used as a last resort: step 15, 10, 5" in told(choice)
 
 
 @pytest.mark.parametrize("content, reason", [
     (b"", "it is empty"), (b" \n", "it is empty"), (b"\xff\xfe\x00", "it is not text"), (b"-15", "is negative"),
-    (b"9" * 40, "a number of 40 digits"), (b"1" * 5000, "a number of 1024 digits"), (b"10.0", "no whole number"),
-    (b"release", "no whole number"), ("١٠".encode(), "no whole number"), (b"10 5", "no whole number"),
-    (b"\0", "no whole number")])
+    (b"9" * 40, "a number of 40 digits"), (b"1" * 5000, "a number of 1024 digits"), (b"10.0", "not a whole number"),
+    (b"release", "not a whole number"), ("١٠".encode(), "not a whole number"), (b"10 5", "not a whole number"),
+    (b"\0", "not a whole number")])
 def test_a_tracker_that_says_nothing_is_named_and_the_newest_is_taken(saved, content, reason):
     track(saved, content)
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and reason in told(choice) and "the newest one that is whole is taken" in told(choice)
+    assert taken(choice) == (15, RUN) and reason in told(choice) and "taking the newest complete one" in told(choice)
     assert len(told(choice)) < 200
 
 
@@ -107,7 +107,7 @@ def test_without_a_tracker_the_newest_is_taken(saved):
     os.remove(saved / TRACKER)
     choice = choose(saved)
     assert taken(choice) == (15, RUN)
-    assert told(choice) == f"{TRACKER} is not there; the newest one that is whole is taken"
+    assert told(choice) == f"{TRACKER} is missing; taking the newest complete one"
 
 
 def test_a_tracker_that_is_a_folder(saved):
@@ -150,7 +150,7 @@ def test_what_all_ranks_have_finished_waits_behind_a_tracker_that_was_set_back(s
     write_all(saved, 20)
     track(saved, 5)
     choice = choose(saved)
-    assert taken(choice) == (5, RUN) and "only taken if no other can be: step 20, 15, 10" in told(choice)
+    assert taken(choice) == (5, RUN) and "only used as a last resort: step 20, 15, 10" in told(choice)
 
 
 def test_a_run_that_began_at_a_tracker_set_back_is_found_where_it_died_before_the_rename(saved):
@@ -224,7 +224,7 @@ def test_the_one_that_is_named_is_damaged_and_the_next_older_one_is_taken(saved,
     track(saved, 10)
     damage(saved)
     choice = choose(saved)
-    assert taken(choice) == (5, RUN) and "only taken if no other can be: step 15" in told(choice)
+    assert taken(choice) == (5, RUN) and "only used as a last resort: step 15" in told(choice)
     (step, said), = refused(choice)
     assert step == 10 and reason in said
 
@@ -255,7 +255,7 @@ def test_the_small_files_are_not_needed_where_records_say_the_same(saved, name):
 def test_a_damaged_manifest_is_made_up_for_by_the_records(saved):
     (records_of(folder_of(saved, 15), 15) / MANIFEST).write_bytes(b"torn")
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and "judged by the records of the ranks instead" in told(choice)
+    assert taken(choice) == (15, RUN) and "using the records of the ranks instead" in told(choice)
 
 
 def test_a_folder_that_was_renamed_to_another_step_is_refused(saved):

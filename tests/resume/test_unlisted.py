@@ -167,7 +167,8 @@ def test_records_that_could_not_be_listed_a_moment_ago_are_not_taken_for_none(tm
             return super().list(folder)
     found = scan(ClosedOnce(), str(tmp_path)).candidates
     assert calls and [(c.step, c.origin, c.listing_error) for c in found] == [
-        (10, MINDFORMERS, f"iteration_00000010/{FOLDER} cannot be listed: it holds records, and a moment ago it could not be"),
+        (10, MINDFORMERS, f"iteration_00000010/{FOLDER} cannot be listed: it holds records that could not be "
+                          f"listed a moment ago"),
         (5, OURS, "")]
 
 
