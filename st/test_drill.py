@@ -28,7 +28,7 @@ def test_every_cell_passes_and_nothing_is_left_behind(tmp_path, fmt, every, soak
     assert not bad, bad[:5]
     assert done.returncode == 0 and (found["every"], found["possible"] - len(cells) > 0) == (every, every > 1)
     assert not [name for name in set(os.listdir(folder)) - before if name.startswith("mindresume-drill-")]
-    counts = Counter(cell["story"] for cell in cells)
+    counts = Counter(cell["scenario"] for cell in cells)
     assert len(counts) == 7 and min(counts.values()) > 100 / every, counts
     assert {cell["format"] for cell in cells} == {fmt}
     assert {cell["fault"] for cell in cells} >= {"EIO", "ENOSPC", "EDQUOT", "ESTALE", "torn", "power", "reorder", "late"}
@@ -40,7 +40,7 @@ def test_it_finds_a_file_system_that_does_not_keep_its_word(tmp_path):
     program.write_text(
         "import sys\n"
         "from mindresume.fault_injection import faults\n"
-        "faults.Machine.synced = lambda self, folder: None\n"
+        "faults.FaultInjector.make_durable = lambda self, folder: None\n"
         "from mindresume.cli import main\n"
         "if __name__ == '__main__':              # its worker processes import this file, too\n"
         "    sys.argv[0] = 'mindresume'\n"

@@ -2,7 +2,7 @@
 really called, on which file, and what the kernel's answers do to the code above it.
 
 First the order of the calls alone. Then every call of a save once more, killed in it or failing with an error of the disk, and
-the judge of the drill says what a resume takes: the previous or the new checkpoint, bit by bit. ``-s`` shows the table,
+the oracle of the drill says what a resume takes: the previous or the new checkpoint, bit by bit. ``-s`` shows the table,
 ST_SYSCALLS_JSON=FILE gets every cell.
 """
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.fault_injection.faults import Machine
-from mindresume.fault_injection.oracle import PASS, judge
-from mindresume.fault_injection.ranks import Turns
-from mindresume.fault_injection.scenarios import RUNS, World, save_quietly
+from mindresume.fault_injection.faults import FaultInjector
+from mindresume.fault_injection.oracle import PASS, check_resume
+from mindresume.fault_injection.scenarios import RUNS, Sandbox, save_without_faults
+from mindresume.fault_injection.scheduler import Scheduler
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
@@ -183,7 +183,7 @@ def prepare(base: Path, setup: Setup) -> Path:
     """``base`` with the folder of checkpoints in which step 10 is committed."""
     base.mkdir(parents=True, exist_ok=True)
     if not setup.first:
-        save_quietly(str(base / "checkpoint"), setup.format, 1, 0, PAST)
+        save_without_faults(str(base / "checkpoint"), setup.format, 1, 0, PAST)
     return base
 
 
@@ -292,26 +292,26 @@ def strike_all(base: Path, setup: Setup, strikes: list[tuple[Target, str]], act:
     assert len(cells) >= 10, "hardly anything was struck"
 
 
-def world_of(base: Path, setup: Setup) -> World:
-    return World(Machine(PosixStorage(), Turns(1, random.Random(0))), str(base / "checkpoint"), setup.format, 1)
+def world_of(base: Path, setup: Setup) -> Sandbox:
+    return Sandbox(FaultInjector(PosixStorage(), Scheduler(1, random.Random(0))), str(base / "checkpoint"), setup.format, 1)
 
 
-def look(world: World, setup: Setup, tidy: bool) -> tuple[str, str, list[str]]:
+def look(sandbox: Sandbox, setup: Setup, tidy: bool) -> tuple[str, str, list[str]]:
     """(verdict, what a resume takes, problems)."""
     past = [] if setup.first else [(RUNS[0], PAST)]
-    found = judge(world, past, tidy=tidy)
+    found = check_resume(sandbox, past, tidy=tidy)
     problems = [] if found.verdict == PASS else [f"{found.verdict}: {found.reason}"]
     problems += [f"left behind: {', '.join(found.left)}"] if found.left else []
     step = found.chosen[1] if found.chosen else None
     if found.verdict == PASS and not tidy and step in (STEP, NEXT):
-        problems += differing(world, step)
+        problems += differing(sandbox, step)
     return found.verdict, {PAST: "previous", STEP: "new", NEXT: "next"}.get(step, "none"), problems
 
 
-def differing(world: World, step: int) -> list[str]:
-    """Tensors that are not, bit for bit, what the job had. The judge knows the small ones only."""
-    (saved,) = shard_of(SaveTarget(PosixStorage(), world.root, RUNS[0], 0, 1), step, world.format).files
-    path = os.path.join(world.root, saved.path)
+def differing(sandbox: Sandbox, step: int) -> list[str]:
+    """Tensors that are not, bit for bit, what the job had. The oracle knows the small ones only."""
+    (saved,) = shard_of(SaveTarget(PosixStorage(), sandbox.root, RUNS[0], 0, 1), step, sandbox.format).files
+    path = os.path.join(sandbox.root, saved.path)
     with open(path, "rb") as file:
         header = read_header(file, path)
         return [f"{name} of step {step} is not what was saved" for name, array in saved.tensors.items()
@@ -332,10 +332,10 @@ def killed(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
         problems.append(f"exit status {status}: {error}")
     if setup.saver == "process" and (status, saved) not in ((REPORTED, False), (0, True)):
         problems.append(f"the training did not hear of its writer's death: exit status {status}, {job.said}, {error}")
-    world = world_of(base, setup)
+    sandbox = world_of(base, setup)
     if order.recorded(STEP) or saved:
-        world.did(0, 0, STEP)
-    return finish(world, setup, target, fault, status, saved, order.broken + problems)
+        sandbox.record_saved(0, 0, STEP)
+    return finish(sandbox, setup, target, fault, status, saved, order.broken + problems)
 
 
 def failing(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
@@ -343,20 +343,20 @@ def failing(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
     name, for_good = fault.removesuffix(FOR_GOOD), fault.endswith(FOR_GOOD)
     when = f"{target.number}{FOR_GOOD if for_good else ''}"
     job = Job(base, setup, [STEP, NEXT], inject=f"{target.call.name}:error={name}:when={when}", paths=target.paths)
-    world, problems = world_of(base, setup), []
+    sandbox, problems = world_of(base, setup), []
     saved = job.next().get("saved")
     if saved:
-        world.did(0, 0, STEP)
+        sandbox.record_saved(0, 0, STEP)
     chosen, wrong = "none", []
     if saved is not None:
-        _, chosen, wrong = look(world, setup, tidy=False)
+        _, chosen, wrong = look(sandbox, setup, tidy=False)
         job.go_on()
     status, error = job.end()
     said = {line["step"]: line for line in job.said}
     if saved is None or NEXT not in said:
-        return finish(world, setup, target, fault, status, saved, [f"exit status {status}: {error}"])
+        return finish(sandbox, setup, target, fault, status, saved, [f"exit status {status}: {error}"])
     if said[NEXT]["saved"]:
-        world.did(0, 0, NEXT)
+        sandbox.record_saved(0, 0, NEXT)
     elif not for_good:
         problems.append(f"step {NEXT} was not saved: {said[NEXT]['error']}")
     calls = job.calls()
@@ -366,7 +366,7 @@ def failing(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
     if status != (0 if saved and said[NEXT]["saved"] else REPORTED):
         problems.append(f"exit status {status}: {error}")
     problems += [*wrong, *Order(calls, setup.past).broken, *told(target, name, saved, job.said)]
-    return finish(world, setup, target, fault, status, saved, problems, chosen)
+    return finish(sandbox, setup, target, fault, status, saved, problems, chosen)
 
 
 def told(target: Target, name: str, saved: bool, said: list[dict]) -> list[str]:
@@ -385,11 +385,11 @@ def told(target: Target, name: str, saved: bool, said: list[dict]) -> list[str]:
     return problems
 
 
-def finish(world: World, setup: Setup, target: Target, fault: str, status: int, saved: bool | None, problems: list[str],
+def finish(sandbox: Sandbox, setup: Setup, target: Target, fault: str, status: int, saved: bool | None, problems: list[str],
            chosen: str = "") -> Cell:
     """Judges what is there, then lets the next run save and clean up, and judges again."""
-    _, found, wrong = look(world, setup, tidy=False)
-    verdict, _, after = look(world, setup, tidy=True)
+    _, found, wrong = look(sandbox, setup, tidy=False)
+    verdict, _, after = look(sandbox, setup, tidy=True)
     return Cell(str(setup), fault, str(target.call), target.call.name, target.number, status, saved, chosen or found, verdict,
                 (*problems, *wrong, *after))
 

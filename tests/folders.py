@@ -16,10 +16,10 @@ from mindresume.model.training_state import TrainingState
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
-from mindresume.simulation.cluster import Cluster
-from mindresume.simulation.group import Communicator
+from mindresume.simulation.cluster import Cluster, current_process
+from mindresume.simulation.communicator import Communicator
+from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.schedule import Schedule
-from mindresume.simulation.standins import running, standing_in
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode
 
@@ -106,10 +106,10 @@ class Ranks:
 
         def work(rank: int) -> None:
             try:
-                results[rank] = function(communicator.member(rank, running()))
+                results[rank] = function(communicator.member(rank, current_process()))
             except Exception as error:
                 results[rank] = error
-        with standing_in(cluster):
+        with use_cluster(cluster):
             hosts = {name: cluster.host(name) for name in self.hosts}
             for rank, name in enumerate(self.hosts):
                 cluster.process(hosts[name], f"rank{rank}", lambda rank=rank: work(rank))

@@ -25,8 +25,8 @@ from mindresume.coordination.lease import LeaseHolder, ended
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.read_locks import read_locks
 from mindresume.errors import MindResumeError, NoUsableCheckpointError
-from mindresume.fault_injection.faults import DEATHS, ERRORS, Fault, Killed, Machine
-from mindresume.fault_injection.ranks import Turns
+from mindresume.fault_injection.faults import DEATHS, ERRORS, Fault, FaultInjector, Killed
+from mindresume.fault_injection.scheduler import Scheduler
 from mindresume.formats.rank_folder_naming import META, FileName, folder_name, free_suffix, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name
@@ -295,17 +295,17 @@ class Training(RuleBasedStateMachine):
     def _save(self, jump: int, policy: Policy, order: int, fault: Fault | None) -> None:
         before, entry, run = self._newest_sized(), self._next(jump), self.run
         chance = random.Random(f"{order} {fault}")
-        machine, said = Machine(STORAGE, Turns(run.world, chance), fault, chance), set()
+        machine, said = FaultInjector(STORAGE, Scheduler(run.world, chance), fault, chance), set()
 
         def work(rank: int) -> None:
-            place = SaveTarget(machine.view(rank), self.root, run.run, rank, run.world)
+            place = SaveTarget(machine.storage_of(rank), self.root, run.run, rank, run.world)
             committer = Committer(place, policy, clock=machine.clock, sleep=machine.sleep) if rank == 0 else None
             saver = SyncSaver(SaveJob(place, committer))
             saver.save(Save(self._shard(entry, rank)))
             if all(outcome.saved for outcome in saver.wait(0.0)):
                 said.add(rank)
             saver.finish(60.0)                          # of simulated seconds: every operation takes some
-        for error in machine.turns.run([lambda rank=rank: work(rank) for rank in range(run.world)]):
+        for error in machine.scheduler.run([lambda rank=rank: work(rank) for rank in range(run.world)]):
             assert error is None or isinstance(error, (Killed, MindResumeError)), repr(error)
         self._saved(entry, said, before)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _DISK, _SIMULATED = "On a file system", "In the simulation (--simulate)"
-# parameter -> option, of those that only one of the two takes
+# parameter -> option, for the options of one mode only
 _OF_THE_DISK = {"folder": "--dir", "story": "--story", "fault": "--fault", "ranks": "--ranks", "full": "--full",
                 "every": "--every", "seed": "--seed"}
 _OF_THE_SIMULATION = {"seeds": "--seeds", "first_seed": "--first-seed", "scenario": "--scenario", "way": "--way",
@@ -30,56 +30,56 @@ _OF_THE_SIMULATION = {"seeds": "--seeds", "first_seed": "--first-seed", "scenari
 @app.command()
 def drill(context: typer.Context,
           folder: Annotated[str | None, typer.Option("--dir", metavar="DIR", rich_help_panel=_DISK,
-                                                     help="Where: the file system to test, for example "
-                                                     "the shared one of the training. A folder of its own is made there and "
-                                                     "removed. Default: the folder for temporary files.")] = None,
+                                                     help="A folder on the file system to test, for example the shared one of "
+                                                     "the training. The drill creates its own folder there and removes it. "
+                                                     "Default: the folder for temporary files.")] = None,
           story: Annotated[list[str] | None, typer.Option("--story", metavar="NAME", rich_help_panel=_DISK,
-                                                          help="Only this story (again for more).")] = None,
+                                                          help="Only this scenario of the drill (repeat for more).")] = None,
           fault: Annotated[list[str] | None, typer.Option("--fault", metavar="NAME", rich_help_panel=_DISK,
-                                                          help="Only this fault (again for more).")] = None,
+                                                          help="Only this fault (repeat for more).")] = None,
           ranks: Annotated[int, typer.Option("--ranks", min=1, max=64, rich_help_panel=_DISK, help="Simulated ranks.")] = 2,
-          full: Annotated[bool, typer.Option("--full", rich_help_panel=_DISK, help="Strike every operation: some minutes on a "
-                                             "local disk. Default: a sample of them over all stories, formats and faults, which "
-                                             "takes a minute or two.")] = False,
+          full: Annotated[bool, typer.Option("--full", rich_help_panel=_DISK, help="Inject a fault at every operation: some "
+                                             "minutes on a local disk. Default: a sample of the operations of each scenario, "
+                                             "format and fault, which takes a minute or two.")] = False,
           every: Annotated[int | None, typer.Option("--every", min=1, metavar="K", rich_help_panel=_DISK,
-                                                    help="Strike every K-th operation.")] = None,
+                                                    help="Inject a fault at every K-th operation.")] = None,
           seed: Annotated[int, typer.Option("--seed", rich_help_panel=_DISK,
-                                            help="Order of the ranks, who dies, what survives.")] = 0,
-          simulate: Annotated[bool, typer.Option("--simulate", rich_help_panel=_SIMULATED, help="Whole jobs on a simulated "
-                                                 "cluster instead, in memory.")] = False,
+                                            help="Seed: order of the ranks, which ranks die, which data survives.")] = 0,
+          simulate: Annotated[bool, typer.Option("--simulate", rich_help_panel=_SIMULATED, help="Run whole jobs on a "
+                                                 "simulated in-memory cluster instead.")] = False,
           seeds: Annotated[int, typer.Option("--seeds", min=1, max=10**9, metavar="N", rich_help_panel=_SIMULATED,
-                                             help="So many random runs.")] = 200,
+                                             help="Number of random runs.")] = 200,
           first_seed: Annotated[int, typer.Option("--first-seed", min=0, metavar="S", rich_help_panel=_SIMULATED,
-                                                  help="The seed of the first.")] = 0,
+                                                  help="Seed of the first run.")] = 0,
           scenario: Annotated[list[str] | None, typer.Option("--scenario", metavar="NAME", rich_help_panel=_SIMULATED,
-                                                             help="Only this scenario (again for more).")] = None,
+                                                             help="Only this scenario (repeat for more).")] = None,
           way: Annotated[list[str] | None, typer.Option("--way", metavar="foreground|thread|process", help="Only this way of "
                                                         "saving.", rich_help_panel=_SIMULATED)] = None,
           systematic: Annotated[int | None, typer.Option("--systematic", min=0, max=5, metavar="K", rich_help_panel=_SIMULATED,
-                                                         help="Of these scenarios all schedules with at most K switches between "
-                                                         "ranks, none at random.")] = None,
+                                                         help="Run all schedules of these scenarios with at most K switches "
+                                                         "between ranks, and no random ones.")] = None,
           replay: Annotated[str | None, typer.Option("--replay", metavar="JSON|@FILE", rich_help_panel=_SIMULATED,
-                                                     help="Run this one schedule and print every operation.")] = None,
+                                                     help="Run this schedule and print every operation.")] = None,
           fmt: Annotated[list[str] | None, typer.Option("--format", metavar="safetensors|ckpt|iteration",
-                                                        help="Only this format; iteration: Checkpoint 2.0.")] = None,
+                                                        help="Only this format (iteration: Checkpoint 2.0).")] = None,
           jobs: Annotated[int, typer.Option("--jobs", min=1, max=1024, metavar="N",
-                                            help="Processes. Default: one a core.")] = os.cpu_count() or 1,
-          explain: Annotated[bool, typer.Option("--explain", help="Print what the stories and faults, scenarios and strikes "
-                                                "are, and stop.")] = False,
+                                            help="Number of processes. Default: one for each core.")] = os.cpu_count() or 1,
+          explain: Annotated[bool, typer.Option("--explain", help="Describe the scenarios and faults of both modes, and "
+                                                "stop.")] = False,
           json: AsJson = False) -> None:
-    """Proves on your file system that no crash loses a checkpoint, or shows which one does.
+    """Tests on your file system that no crash loses a checkpoint, or shows which one does.
 
     Saves tiny checkpoints in every way mindresume knows (--explain), each time with one fault at one file operation: an I/O
-    error, a full disk, a rank killed, a power failure that forgets what was not flushed, names that other hosts see late. Then
-    it asks what a resume would take, compares every tensor, and lets the next run save and clean up.
+    error, a full disk, a killed rank, a power loss that drops unflushed data, names that other hosts see late. Then it selects
+    as a resume would, compares every tensor, and lets the next run save and clean up.
 
     PASS: the newest complete checkpoint, bit for bit. LOST_WORK: an older one. HARD_FAIL: none, though one is complete.
-    SILENT_DIVERGENCE: a wrong one. A sample of the operations is struck, in a minute or two; --full strikes every one. Ctrl-C
-    ends it and prints what was found so far. Exit status: 0 all PASS, 1 not, 130 stopped by Ctrl-C.
+    SILENT_DIVERGENCE: a wrong one. The default is a sample of the operations, in a minute or two; --full takes every one. Ctrl-C
+    stops it and prints the results so far. Exit status: 0 all PASS, 1 not, 130 stopped by Ctrl-C.
 
-    --simulate tests mindresume itself instead: whole jobs on hosts, disks and clocks in memory, in random orders with random
-    faults, judged as if all had died before each operation. What it finds it makes as simple as it can, and prints the command
-    that shows it again.
+    --simulate tests mindresume itself instead: whole jobs on in-memory hosts, disks and clocks, in random orders with random
+    faults, checked as if all processes had died before each operation. It shrinks each failure and prints the command that
+    replays it.
     """
     if explain:
         _explain()
@@ -89,29 +89,30 @@ def drill(context: typer.Context,
         raise ConfigError(f"{_OF_THE_DISK[name]} is of the drill on a file system, not of --simulate" if simulate else
                           f"{_OF_THE_SIMULATION[name]} needs --simulate")
     if simulate:
-        from mindresume.cli.simulate import Asked, hunt
+        from mindresume.cli.simulate import SearchOptions, run_search
         from mindresume.cli.simulate import replay as run_again
         others = [_OF_THE_SIMULATION[name] for name in sorted(given & _OF_THE_SIMULATION.keys() - {"replay"})]
         if replay is not None and (others or fmt):
             raise ConfigError(f"--replay runs one schedule; it does not go with {', '.join(others) or '--format'}")
-        asked = Asked(seeds, first_seed, tuple(scenario or ()), tuple(fmt or ()), tuple(way or ()), systematic, jobs, json)
-        sys.exit(hunt(asked) if replay is None else run_again(replay, json))
+        options = SearchOptions(seeds, first_seed, tuple(scenario or ()), tuple(fmt or ()), tuple(way or ()), systematic,
+                                jobs, json)
+        sys.exit(run_search(options) if replay is None else run_again(replay, json))
     if full and every is not None:
-        raise ConfigError("--full strikes every operation; it does not go with --every")
+        raise ConfigError("--full takes every operation; it does not go with --every")
     sys.exit(_on_disk(folder, story, fmt, fault, ranks, 1 if full else every, seed, jobs, json))
 
 
-def _on_disk(folder: str | None, story: list[str] | None, fmt: list[str] | None, fault: list[str] | None, ranks: int,
+def _on_disk(folder: str | None, scenario: list[str] | None, fmt: list[str] | None, fault: list[str] | None, ranks: int,
              every: int | None, seed: int, jobs: int, json: bool) -> int:
-    """``every`` None: by the number of cells. Returns the exit status."""
+    """Runs the drill and returns the exit status. ``every`` None: derived from the number of cells."""
     from mindresume.fault_injection import runner
     from mindresume.fault_injection.faults import FAULTS
-    from mindresume.fault_injection.scenarios import LAYOUTS, STORIES
+    from mindresume.fault_injection.scenarios import LAYOUTS, SCENARIOS
     from mindresume.fault_injection.workers import Workers
-    stories = _chosen("story", story, tuple(STORIES))
+    scenarios = _chosen("scenario", scenario, tuple(SCENARIOS))
     faults, formats = _chosen("fault", fault, FAULTS), _chosen("format", fmt, LAYOUTS)
     if folder is not None and not os.path.isdir(folder):
-        raise ConfigError(f"{folder} is no folder; give one on the file system to test")
+        raise ConfigError(f"{folder} is not a folder; give a folder on the file system to test")
     started = time.monotonic()
     cells: list[Cell] = []
     tasks: list[Task] = []
@@ -120,26 +121,26 @@ def _on_disk(folder: str | None, story: list[str] | None, fmt: list[str] | None,
         own = tempfile.mkdtemp(prefix="mindresume-drill-", dir=folder)
         setup = runner.Setup(own, ranks, seed)
         try:
-            with Workers(jobs, own) as workers, progress_bar("striking", json, unit="cells") as meter:
-                tasks = runner.prepare_by(workers, setup, stories, formats)
+            with Workers(jobs, own) as workers, progress_bar("injecting faults", json, unit="cells") as meter:
+                tasks = runner.prepare_by(workers, setup, scenarios, formats)
                 possible = runner.count(setup, tasks, faults)
-                every = every or runner.quick(possible)
+                every = every or runner.sampling_interval(possible)
                 expected = runner.count(setup, tasks, faults, every)
                 meter.expect(expected)
-                for portion in runner.units(setup, tasks, faults, every, workers):
+                for portion in runner.run_cells(setup, tasks, faults, every, workers):
                     cells += portion
                     meter.advance(len(portion))
         except Stopped as error:
             stopped = error
-    order = {name: index for index, name in enumerate((*stories, *formats, *faults))}
-    cells.sort(key=lambda cell: (order[cell.story], order[cell.format], order[cell.fault], cell.operation))
+    order = {name: index for index, name in enumerate((*scenarios, *formats, *faults))}
+    cells.sort(key=lambda cell: (order[cell.scenario], order[cell.format], order[cell.fault], cell.operation))
     if json:
         print_json({"cells": [cell.to_json() for cell in cells], "possible": possible, "every": every})
     else:
         _print(tasks, cells, time.monotonic() - started, f"{ranks} rank(s), seed {seed}, {folder or tempfile.gettempdir()}")
         if expected < possible:
-            say(f"{len(cells):,} of {possible:,} cells, sampled: one of {every} operations for each story, format and fault; "
-                f"--full strikes every operation, another --seed others")
+            say(f"{len(cells):,} of {possible:,} cells, sampled: one of {every} operations for each scenario, format and fault; "
+                f"--full takes every operation, another --seed takes others")
     if stopped:
         raise Stopped(stopped.signal, f"the drill was stopped after {len(cells)} of {expected} cells" if expected else
                       "the drill was stopped before its first cell")
@@ -160,8 +161,8 @@ def _explain() -> None:
 
     from mindresume.cli.simulate import explained
     from mindresume.fault_injection.faults import EXPLAINED
-    from mindresume.fault_injection.scenarios import STORIES
-    tables = {"story": {name: it.about for name, it in STORIES.items()}, "fault at an operation": EXPLAINED, **explained()}
+    from mindresume.fault_injection.scenarios import SCENARIOS
+    tables = {"scenario": {name: it.about for name, it in SCENARIOS.items()}, "fault at an operation": EXPLAINED, **explained()}
     for title, rows in tables.items():
         table = Table(box=None, pad_edge=False)
         table.add_column(title)
@@ -174,24 +175,24 @@ def _explain() -> None:
 
 def _print(tasks: Sequence[Task], cells: Sequence[Cell], seconds: float, where: str) -> None:
     from mindresume.fault_injection.oracle import VERDICTS
-    say("| story | format | operations | cells | " + " | ".join(VERDICTS) + " | left behind |")
+    say("| scenario | format | operations | cells | " + " | ".join(VERDICTS) + " | left behind |")
     say("|---|---|---|---|" + "---|" * (len(VERDICTS) + 1))
     total: Counter[str] = Counter()
     for task in tasks:
-        own = [cell for cell in cells if (cell.story, cell.format) == (task.story, task.format)]
+        own = [cell for cell in cells if (cell.scenario, cell.format) == (task.scenario, task.format)]
         counts = Counter(cell.verdict for cell in own)
         counts["left"] = sum(bool(cell.left) for cell in own)
         counts["cells"] = len(own)
         total += counts
-        say(_row(task.story, task.format, len(task.operations), counts))
+        say(_row(task.scenario, task.format, len(task.operations), counts))
     say(_row("all", "", sum(len(task.operations) for task in tasks), total))
     for cell in [cell for cell in cells if cell.verdict != "PASS" or cell.left][:20]:
-        say(f"\n{cell.verdict}: {cell.story}, {cell.format}: {cell.fault} at operation {cell.operation} (rank {cell.rank}, "
+        say(f"\n{cell.verdict}: {cell.scenario}, {cell.format}: {cell.fault} at operation {cell.operation} (rank {cell.rank}, "
             f"{cell.name} {cell.path})\n    {cell.reason or 'left behind: ' + ', '.join(cell.left)}")
     say(f"\n{len(cells)} cells in {seconds:.0f} s: {where}")
 
 
-def _row(story: str, fmt: str, operations: int, counts: Counter[str]) -> str:
+def _row(scenario: str, fmt: str, operations: int, counts: Counter[str]) -> str:
     from mindresume.fault_injection.oracle import VERDICTS
     numbers = [operations, counts["cells"], *(counts[verdict] for verdict in VERDICTS), counts["left"]]
-    return f"| {story} | {fmt} | " + " | ".join(map(str, numbers)) + " |"
+    return f"| {scenario} | {fmt} | " + " | ".join(map(str, numbers)) + " |"

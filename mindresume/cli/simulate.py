@@ -1,4 +1,4 @@
-"""``mindresume drill --simulate``: looks for a schedule of a simulated cluster that breaks a promise, or runs one again."""
+"""``mindresume drill --simulate``: searches for a schedule of a simulated cluster that breaks a promise, or replays one."""
 from __future__ import annotations
 
 import json as jsons
@@ -12,15 +12,15 @@ from mindresume.cli.common import Stopped, print_json, progress_bar, say, stoppe
 from mindresume.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mindresume.simulation.explore import Counts, Failure, Search
-    from mindresume.simulation.scenarios import Play
+    from mindresume.simulation.scenarios import Simulation
+    from mindresume.simulation.search import Counts, Failure, SearchRequest
 
-FOREGROUND = "foreground"                   # the way of saving that has no name in the simulation
+FOREGROUND = "foreground"                   # the way of saving that is "" in the simulation
 _REPLAYED = ("scenario", "format", "way", "schedule")
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchOptions:
     """The options of the command."""
     seeds: int = 200
     first_seed: int = 0
@@ -33,7 +33,7 @@ class Asked:
 
 
 def needs_greenlet() -> None:
-    """ConfigError if the simulation cannot run here."""
+    """Raises ConfigError if greenlet is not installed."""
     try:
         import greenlet  # noqa: F401
     except ImportError as error:
@@ -41,37 +41,38 @@ def needs_greenlet() -> None:
                           ) from error
 
 
-def explained() -> dict[str, dict[str, str]]:
-    """Returns {title: {name: what it is}} of the simulation."""
+def explanations() -> dict[str, dict[str, str]]:
+    """Returns {title: {name: description}} for the simulation."""
     try:
         needs_greenlet()
     except ConfigError as error:
         return {"--simulate": {"": str(error)}}
-    from mindresume.simulation.explore import SCENARIOS
     from mindresume.simulation.schedule import EXPLAINED
+    from mindresume.simulation.search import SCENARIOS
     return {"scenario (--simulate)": {name: it.about for name, it in SCENARIOS.items()},
-            "strike at an operation (--simulate)": EXPLAINED}
+            "fault at an operation (--simulate)": EXPLAINED}
 
 
 # ---- searching -------------------------------------------------------------------------------------------------------
 
-def hunt(asked: Asked) -> int:
-    """Runs all schedules that were asked for, by processes. Returns the exit status; Stopped after Ctrl-C, when what was found
-    until then is printed."""
+def run_search(options: SearchOptions) -> int:
+    """Runs the requested schedules in worker processes. Returns the exit status. Raises Stopped after Ctrl-C, when it has printed
+    the findings so far."""
     needs_greenlet()
     from mindresume.fault_injection.workers import Workers
-    from mindresume.simulation import portions
-    from mindresume.simulation.explore import Counts
-    wanted = _search(asked)
-    work: Callable[[Any], portions.Found]
-    if asked.systematic is None:
-        what, work, parts = f"simulating {asked.seeds:,} seeds", portions.at_random, portions.random_portions(wanted)
+    from mindresume.simulation import search_shards
+    from mindresume.simulation.search import Counts
+    wanted = _search(options)
+    work: Callable[[Any], search_shards.Found]
+    if options.systematic is None:
+        what, work = f"simulating {options.seeds:,} seeds", search_shards.search_random
+        parts = search_shards.random_shards(wanted)
     else:
-        what, work = f"simulating at most {asked.systematic} switches", portions.all_switches
-        parts = portions.systematic_portions(wanted, asked.systematic)
+        what, work = f"simulating at most {options.systematic} switches", search_shards.search_switches
+        parts = search_shards.systematic_shards(wanted, options.systematic)
     counts, found, stopped, began = Counts(), {}, None, time.monotonic()
     try:
-        with stopped_by_signals(), Workers(asked.jobs) as workers, progress_bar(what, asked.json, unit="schedules") as meter:
+        with stopped_by_signals(), Workers(options.jobs) as workers, progress_bar(what, options.json, unit="schedules") as meter:
             for more, rows in workers.map(work, parts):
                 counts.add(more)
                 meter.advance(more.schedules)
@@ -79,26 +80,26 @@ def hunt(asked: Asked) -> int:
                     found.setdefault((row["scenario"], row["findings"][0].partition(":")[0]), row)
     except Stopped as error:
         stopped = error
-    _print_found(asked, counts, list(found.values()), time.monotonic() - began)
+    _print_found(options, counts, list(found.values()), time.monotonic() - began)
     if stopped is not None:
         raise Stopped(stopped.signal, f"the simulation was stopped after {counts.runs:,} runs")
     return 1 if found else 0
 
 
-def _search(asked: Asked) -> Search:
-    from mindresume.simulation.explore import SCENARIOS, Search
+def _search(options: SearchOptions) -> SearchRequest:
     from mindresume.simulation.scenarios import FORMATS, WAYS
-    if asked.systematic is not None and not asked.scenarios:
-        raise ConfigError("--systematic needs --scenario: of large ones there are too many schedules")
-    ways = tuple("" if way == FOREGROUND else way for way in asked.ways)
-    for what, names, known in (("scenario", asked.scenarios, tuple(SCENARIOS)), ("format", asked.formats, FORMATS),
-                               ("way", asked.ways, tuple(way or FOREGROUND for way in WAYS))):
+    from mindresume.simulation.search import SCENARIOS, SearchRequest
+    if options.systematic is not None and not options.scenarios:
+        raise ConfigError("--systematic needs --scenario: large scenarios have too many schedules")
+    ways = tuple("" if way == FOREGROUND else way for way in options.ways)
+    for what, names, known in (("scenario", options.scenarios, tuple(SCENARIOS)), ("format", options.formats, FORMATS),
+                               ("way", options.ways, tuple(way or FOREGROUND for way in WAYS))):
         for name in names:
             if name not in known:
                 raise ConfigError(f"there is no {what} {name!r}; choose from: {', '.join(known)}")
-    wanted = Search((asked.first_seed, asked.seeds), asked.scenarios, asked.formats, ways)
-    if not wanted.plays():
-        raise ConfigError(f"no scenario of {', '.join(asked.scenarios)} exists in {', '.join(asked.formats + asked.ways)}")
+    wanted = SearchRequest((options.first_seed, options.seeds), options.scenarios, options.formats, ways)
+    if not wanted.configurations():
+        raise ConfigError(f"no scenario of {', '.join(options.scenarios)} exists in {', '.join(options.formats + options.ways)}")
     return wanted
 
 
@@ -110,11 +111,11 @@ def _line(row: dict[str, Any]) -> str:
     return jsons.dumps({key: row[key] for key in _REPLAYED}, separators=(",", ":"))
 
 
-def _print_found(asked: Asked, counts: Counts, found: Sequence[dict[str, Any]], seconds: float) -> None:
+def _print_found(options: SearchOptions, counts: Counts, found: Sequence[dict[str, Any]], seconds: float) -> None:
     rate = counts.schedules / max(seconds, 1e-9)
-    if asked.json:
-        print_json({"seeds": asked.seeds if asked.systematic is None else None,
-                    "first_seed": asked.first_seed if asked.systematic is None else None, "systematic": asked.systematic,
+    if options.json:
+        print_json({"seeds": options.seeds if options.systematic is None else None,
+                    "first_seed": options.first_seed if options.systematic is None else None, "systematic": options.systematic,
                     **asdict(counts), "seconds": seconds, "found": [{**row, "replay": replay_command(row)} for row in found]})
         return
     for row in found:
@@ -122,33 +123,34 @@ def _print_found(asked: Asked, counts: Counts, found: Sequence[dict[str, Any]], 
         seed = f", seed {row['seed']}" if row["seed"] is not None else ""
         say(f"{kind.upper()}: {row['scenario']}, {row['format']}, {row['way'] or FOREGROUND}{seed}"
             f"{', ' + row['how'] if row['how'] else ''}\n    {text}\n    {_line(row)}\n    {replay_command(row)}\n")
-    seeds = f"seeds from {asked.first_seed}" if asked.systematic is None else f"all with at most {asked.systematic} switches"
+    seeds = (f"seeds from {options.first_seed}" if options.systematic is None
+             else f"all with at most {options.systematic} switches")
     say(f"{counts.runs:,} runs ({seeds}), {counts.schedules:,} schedules with every moment of death, {counts.states:,} different "
         f"disks judged, {len(found)} finding(s), {seconds:.0f} s, {rate:,.0f} schedules a second")
 
 
-# ---- once more -------------------------------------------------------------------------------------------------------
+# ---- replay ----------------------------------------------------------------------------------------------------------
 
 def replay(text: str, json: bool = False) -> int:
-    """Runs the one schedule ``text`` (JSON, or @ and a file of it), and prints all that happens. Returns the exit status."""
+    """Runs the schedule ``text`` (JSON, or @FILE) and prints every operation and event. Returns the exit status."""
     needs_greenlet()
-    from mindresume.simulation.scenarios import Play
+    from mindresume.simulation.scenarios import Simulation
     failure = _failure(text)
-    play = Play(failure.scenario, failure.format, failure.schedule, failure.way)
-    play.cluster.trace.wanted = True
-    play.run()
-    findings = [str(finding) for finding in play.findings()]
+    sim = Simulation(failure.scenario, failure.format, failure.schedule, failure.way)
+    sim.cluster.trace.wanted = True
+    sim.run()
+    findings = [str(finding) for finding in sim.findings()]
     if json:
-        print_json(_replayed(play, findings))
+        print_json(_replay_json(sim, findings))
     else:
-        _print_replayed(play, findings)
+        _print_replay(sim, findings)
     return 1 if findings else 0
 
 
 def _failure(text: str) -> Failure:
     from mindresume.bounded_json import parse_json
-    from mindresume.simulation.explore import Failure
     from mindresume.simulation.schedule import EXPLAINED
+    from mindresume.simulation.search import Failure
     try:
         if text.startswith("@"):
             with open(text[1:], "rb") as file:
@@ -156,35 +158,35 @@ def _failure(text: str) -> Failure:
         else:
             content = text.encode()
         failure = Failure.from_json(parse_json(content))
-        unknown = [strike.kind for strike in failure.schedule.strikes if strike.kind not in EXPLAINED]
+        unknown = [fault.kind for fault in failure.schedule.faults if fault.kind not in EXPLAINED]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"--replay: this is no schedule: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"--replay: not a schedule: {type(error).__name__}: {error}") from error
     if unknown:
-        raise ConfigError(f"--replay: there is no strike {unknown[0]!r}; choose from: {', '.join(EXPLAINED)}")
+        raise ConfigError(f"--replay: there is no fault {unknown[0]!r}; choose from: {', '.join(EXPLAINED)}")
     return failure
 
 
-def _replayed(play: Play, findings: list[str]) -> dict[str, Any]:
-    return {"operations": [list(row) for row in play.cluster.trace.rows],
-            "struck": [{**asdict(struck.strike), "process": struck.process, "operation": struck.name, "path": struck.path}
-                       for struck in play.cluster.struck],
+def _replay_json(sim: Simulation, findings: list[str]) -> dict[str, Any]:
+    return {"operations": [list(row) for row in sim.cluster.trace.rows],
+            "faults": [{**asdict(injected.fault), "process": injected.process, "operation": injected.name, "path": injected.path}
+                       for injected in sim.cluster.injected],
             "processes": [{"name": process.name, "exit": process.exit,
                            "events": [{"time": round(time_s, 3), **event.to_json()} for time_s, event in process.events],
                            "error": None if process.error is None else f"{type(process.error).__name__}: {process.error}"}
-                          for process in play.cluster.processes],
+                          for process in sim.cluster.processes],
             "findings": findings}
 
 
-def _print_replayed(play: Play, findings: list[str]) -> None:
+def _print_replay(sim: Simulation, findings: list[str]) -> None:
     from mindresume.events.log_lines import line_of
-    found = _replayed(play, findings)
-    struck = {row["at"]: f"   <- {row['kind']}{' ' + str(row['amount']) if row['amount'] else ''}" for row in found["struck"]}
+    found = _replay_json(sim, findings)
+    injected = {row["at"]: f"   <- {row['kind']}{' ' + str(row['amount']) if row['amount'] else ''}" for row in found["faults"]}
     wide = max((len(row[1]) for row in found["operations"]), default=0)
     for number, process, name, path in found["operations"]:
-        say(f"{number:5} {process:{wide}} {name:11} {path}{struck.pop(number, '')}")
-    for number, strike in struck.items():
-        say(f"{number:5} {'':{wide}} the end{strike}")
-    for process, ran in zip(found["processes"], play.cluster.processes, strict=True):
+        say(f"{number:5} {process:{wide}} {name:11} {path}{injected.pop(number, '')}")
+    for number, fault in injected.items():
+        say(f"{number:5} {'':{wide}} the end{fault}")
+    for process, ran in zip(found["processes"], sim.cluster.processes, strict=True):
         ended = "runs" if process["exit"] is None else f"exit status {process['exit']}"
         say(f"\n{process['name']}: {ended}{', ' + process['error'] if process['error'] else ''}")
         for time_s, event in ran.events:

@@ -1,8 +1,10 @@
-"""The drill: every operation of every way to save fails, is killed or loses its power once, and then: what would be resumed?
+"""The drill: injects one fault at each file operation of every way to save, then checks what a resume would take.
 
-    faults.py     a file system in front of the real one: counts operations, makes them fail, forgets what was not flushed
-    ranks.py      several ranks in one process, one operation at a time, in an order that a seed decides
-    scenarios.py  what is attacked: first save, save, save again, background save, removal, pointers, the next start
-    oracle.py     what a resume would take afterwards, whether it is right, and whether the next life leaves things tidy
-    runner.py     story x format x fault x operation = one cell each
+    faults.py     a ``Storage`` in front of the real one: counts operations, injects a fault, drops unflushed data
+    scheduler.py  several ranks in one process, one operation at a time, in an order that a seed decides
+    scenarios.py  the workloads: first save, save, save again, background save, pruning, pointers, the next start
+    oracle.py     what a resume takes afterwards, whether it is right, and whether the next run leaves no other files
+    tiny_checkpoints.py  the tiny checkpoints: building, comparing, leftover files (shared with the simulation)
+    runner.py     one cell for each scenario, format, fault and operation
+    workers.py    worker processes that never outlive the command
 """

@@ -1,4 +1,4 @@
-"""One cell for every story, format, fault and operation."""
+"""Runs one cell for every scenario, format, fault and operation."""
 from __future__ import annotations
 
 import os
@@ -11,22 +11,24 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mindresume.errors import MindResumeError, SaveError
-from mindresume.fault_injection.faults import FAULTS, LAG, Fault, Killed, Machine, Operation
-from mindresume.fault_injection.oracle import Verdict, judge
-from mindresume.fault_injection.ranks import Hang, Turns
-from mindresume.fault_injection.scenarios import LAYOUTS, RUNS, STORIES, Saved, Story, World
+from mindresume.fault_injection.faults import FAULTS, LAG, Fault, FaultInjector, Killed, Operation
+from mindresume.fault_injection.oracle import Verdict, check_resume
+from mindresume.fault_injection.scenarios import LAYOUTS, RUNS, SCENARIOS, Sandbox, Scenario
+from mindresume.fault_injection.scheduler import Hang, Scheduler
+from mindresume.fault_injection.tiny_checkpoints import Saved
 from mindresume.fault_injection.workers import Workers
 from mindresume.model.manifest import TRASH, strip_trash
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 
-QUICK = 3000                    # cells of a drill that is not asked for all
+QUICK = 3000                    # cells of a sampled drill
 
 
 @dataclass(frozen=True)
 class Cell:
-    """``operation``: number of the operation struck, from 1; ``name`` and ``path`` (relative to the folder) say what it was."""
-    story: str
+    """The result of one fault. ``operation``: number of the operation that it hit, from 1; ``name`` and ``path`` (relative to the
+    folder) describe that operation."""
+    scenario: str
     format: str
     ranks: int
     fault: str
@@ -45,7 +47,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Setup:
-    """``folder``: where cells make and remove theirs. ``storage``: what lies below the simulated machine."""
+    """Where cells run. ``folder``: each cell creates and removes its own folder there. ``storage``: the storage below the
+    injector."""
     folder: str
     ranks: int = 2
     seed: int = 0
@@ -54,27 +57,28 @@ class Setup:
 
 @dataclass(frozen=True)
 class Task:
-    """Everything that one story in one format goes through."""
-    story: str
+    """One scenario in one format and its operations."""
+    scenario: str
     format: str
     operations: tuple[Operation, ...]
 
 
-def prepare(setup: Setup, stories: Sequence[str] = tuple(STORIES), formats: Sequence[str] = LAYOUTS) -> list[Task]:
-    """Runs every story once without a fault, to know its operations. SaveError if that does not pass already: then this is no
-    file system for checkpoints."""
-    return [_prepared((setup, name, fmt)) for name in stories for fmt in formats]
+def prepare(setup: Setup, scenarios: Sequence[str] = tuple(SCENARIOS), formats: Sequence[str] = LAYOUTS) -> list[Task]:
+    """Runs every scenario once without a fault to list its operations. Raises SaveError if one fails: then the file system is not
+    suitable for checkpoints."""
+    return [_prepared((setup, name, fmt)) for name in scenarios for fmt in formats]
 
 
 def _prepared(what: tuple[Setup, str, str]) -> Task:
     setup, name, fmt = what
-    machine, verdict = _play(setup, STORIES[name], fmt, None)
+    injector, verdict = _run_scenario(setup, SCENARIOS[name], fmt, None)
     if verdict.verdict != "PASS":
         raise SaveError(f"{setup.folder}: {name}, {fmt}: without any fault: {verdict.verdict}: {verdict.reason}")
-    return Task(name, fmt, tuple(machine.operations))
+    return Task(name, fmt, tuple(injector.operations))
 
 
 def cells(setup: Setup, task: Task, faults: Sequence[str] = FAULTS) -> Iterator[Cell]:
+    """Yields the cells of a task."""
     for kind in faults:
         for operation in task.operations:
             fault = Fault(kind, operation.number)
@@ -83,41 +87,44 @@ def cells(setup: Setup, task: Task, faults: Sequence[str] = FAULTS) -> Iterator[
 
 
 def cell(setup: Setup, task: Task, fault: Fault) -> Cell:
-    machine, verdict = _play(setup, STORIES[task.story], task.format, fault)
-    done = machine.operations                   # fewer than without the fault, if that changes what a rank sees
-    struck = done[fault.at - 1] if fault.at <= len(done) else next(o for o in task.operations if o.number == fault.at)
-    return Cell(task.story, task.format, setup.ranks, fault.kind, fault.at, struck.rank, struck.name, struck.path,
+    """Runs a task with one fault."""
+    injector, verdict = _run_scenario(setup, SCENARIOS[task.scenario], task.format, fault)
+    done = injector.operations                  # fewer than without the fault if that changes what a rank sees
+    hit = done[fault.at - 1] if fault.at <= len(done) else next(o for o in task.operations if o.number == fault.at)
+    return Cell(task.scenario, task.format, setup.ranks, fault.kind, fault.at, hit.rank, hit.name, hit.path,
                 verdict.verdict, verdict.reason, verdict.chosen, verdict.left)
 
 
-def _play(setup: Setup, story: Story, fmt: str, fault: Fault | None) -> tuple[Machine, Verdict]:
-    """The order of the ranks depends on the seed alone, so that a number means the same operation with and without a fault."""
+def _run_scenario(setup: Setup, scenario: Scenario, fmt: str, fault: Fault | None) -> tuple[FaultInjector, Verdict]:
+    """Runs a scenario and checks the result. The order of the ranks depends on the seed alone, so that a number means the same
+    operation with and without a fault."""
     folder = tempfile.mkdtemp(prefix="cell-", dir=setup.folder)
     root = os.path.join(folder, "checkpoint")
     hook, threading.excepthook = threading.excepthook, _quiet(threading.excepthook)
     try:
-        story.prepare(root, fmt, setup.ranks)
-        chance = random.Random(f"{setup.seed} {story.name} {fmt} {fault}")
-        machine = Machine(setup.storage(), Turns(setup.ranks, random.Random(setup.seed)), fault, chance)
-        world = World(machine, root, fmt, setup.ranks)
+        scenario.prepare(root, fmt, setup.ranks)
+        rng = random.Random(f"{setup.seed} {scenario.name} {fmt} {fault}")
+        injector = FaultInjector(setup.storage(), Scheduler(setup.ranks, random.Random(setup.seed)), fault, rng)
+        sandbox = Sandbox(injector, root, fmt, setup.ranks)
         try:
-            results = story.run(world)
+            results = scenario.run(sandbox)
         except Hang as error:
-            return _relative(machine, folder), Verdict("HARD_FAIL", f"the ranks hang: {error}")
+            return _relative(injector, folder), Verdict("HARD_FAIL", f"the ranks hang: {error}")
         for error in results:
             if isinstance(error, BaseException) and not isinstance(error, (Killed, OSError, MindResumeError)):
-                return _relative(machine, folder), Verdict("HARD_FAIL", f"{type(error).__name__}: {error}")
-        machine.sleep(LAG + 1)
-        return _relative(machine, folder), judge(world, [(RUNS[run], step) for run, step in story.past])
+                return _relative(injector, folder), Verdict("HARD_FAIL", f"{type(error).__name__}: {error}")
+        injector.sleep(LAG + 1)
+        return _relative(injector, folder), check_resume(sandbox, [(RUNS[run], step) for run, step in scenario.past])
     finally:
         threading.excepthook = hook
         shutil.rmtree(folder)
 
 
-def _relative(machine: Machine, folder: str) -> Machine:
-    """Paths below ``folder``, and without the digits that keep names of trash apart: the same in every run."""
-    machine.operations = [replace(o, path=_plain(os.path.relpath(o.path, folder))) for o in machine.operations]
-    return machine
+def _relative(injector: FaultInjector, folder: str) -> FaultInjector:
+    """Makes the paths of operations relative to ``folder``, and drops the random digits of trash names: they are equal in every
+    run."""
+    injector.operations = [replace(o, path=_plain(os.path.relpath(o.path, folder))) for o in injector.operations]
+    return injector
 
 
 def _plain(path: str) -> str:
@@ -126,44 +133,44 @@ def _plain(path: str) -> str:
 
 
 def _quiet(usual: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A writer thread that was killed says nothing."""
+    """Returns an excepthook for threads that does not report killed ones."""
     return lambda args: None if issubclass(args.exc_type, Killed) else usual(args)
 
 
-def prepare_by(workers: Workers, setup: Setup, stories: Sequence[str], formats: Sequence[str]) -> list[Task]:
-    """``prepare``, by processes."""
-    order = [(name, fmt) for name in stories for fmt in formats]
-    made = {(task.story, task.format): task for task in workers.map(_prepared, [(setup, *what) for what in order])}
+def prepare_by(workers: Workers, setup: Setup, scenarios: Sequence[str], formats: Sequence[str]) -> list[Task]:
+    """Prepares the tasks in worker processes."""
+    order = [(name, fmt) for name in scenarios for fmt in formats]
+    made = {(task.scenario, task.format): task for task in workers.map(_prepared, [(setup, *what) for what in order])}
     return [made[what] for what in order]
 
 
 def sampled(setup: Setup, task: Task, kind: str, every: int) -> list[Operation]:
-    """Returns each ``every``-th operation that the fault ``kind`` can hit, at least one. Where it begins differs by story, format
-    and fault, so that together they hit different operations; the same ones for the same seed."""
+    """Returns each ``every``-th operation that the fault ``kind`` can hit, at least one. The first one differs by scenario,
+    format and fault, so that together they hit different operations; it is the same for the same seed."""
     hit = [operation for operation in task.operations if Fault(kind, operation.number).hits(operation.name)]
-    chance = random.Random(f"{setup.seed} {task.story} {task.format} {kind}")
-    return hit[chance.randrange(min(every, len(hit))):][::every] if hit else []
+    rng = random.Random(f"{setup.seed} {task.scenario} {task.format} {kind}")
+    return hit[rng.randrange(min(every, len(hit))):][::every] if hit else []
 
 
 def count(setup: Setup, tasks: Sequence[Task], faults: Sequence[str] = FAULTS, every: int = 1) -> int:
-    """Returns how many cells ``units`` will give."""
+    """Returns the number of cells of ``run_cells``."""
     return sum(len(sampled(setup, task, kind, every)) for task in tasks for kind in faults)
 
 
-def quick(cells: int) -> int:
-    """Returns the ``every`` by which so many cells take about a minute on two cores and a fast disk."""
+def sampling_interval(cells: int) -> int:
+    """Returns the interval of operations with which ``cells`` cells take about a minute on two cores and a fast disk."""
     return max(1, -(-cells // QUICK))
 
 
-def units(setup: Setup, tasks: Sequence[Task], faults: Sequence[str] = FAULTS, every: int = 1, workers: Workers | None = None
-          ) -> Iterator[list[Cell]]:
-    """Yields all cells, in portions as they are ready. ``every``: as of ``sampled``. ``workers``: who does it; None: this
-    process."""
-    work = [(setup, Task(task.story, task.format, tuple(sampled(setup, task, kind, every))), kind)
+def run_cells(setup: Setup, tasks: Sequence[Task], faults: Sequence[str] = FAULTS, every: int = 1, workers: Workers | None = None
+              ) -> Iterator[list[Cell]]:
+    """Yields all cells in batches as they are ready. ``every``: as for ``sampled``. ``workers``: None runs them in this process.
+    """
+    work = [(setup, Task(task.scenario, task.format, tuple(sampled(setup, task, kind, every))), kind)
             for task in tasks for kind in faults]
-    yield from workers.map(_unit, work) if workers else map(_unit, work)
+    yield from workers.map(_run_unit, work) if workers else map(_run_unit, work)
 
 
-def _unit(unit: tuple[Setup, Task, str]) -> list[Cell]:
+def _run_unit(unit: tuple[Setup, Task, str]) -> list[Cell]:
     setup, task, kind = unit
     return list(cells(setup, task, (kind,)))

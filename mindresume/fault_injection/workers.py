@@ -1,11 +1,10 @@
-"""Processes that work for this one and never outlive it.
+"""Worker processes that never outlive this one.
 
     with Workers(2, folder) as workers:
-        for result in workers.map(function, arguments): ...         # in the order in which they are ready
+        for result in workers.map(function, arguments): ...         # in the order of completion
 
-Whatever ends the block ends the workers at once and removes ``folder``: the end of the work, Ctrl-C, an error. If this process is
-killed, each worker ends by itself, and a small process that waits for that removes ``folder``. Without one there is nothing to
-remove.
+The end of the block, by completion, Ctrl-C or an error, ends the workers at once and removes ``folder``. If this process is
+killed, each worker ends by itself, and a small shell process that waits for that removes ``folder``. ``folder`` is optional.
 """
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _CLEANER = 'read -r word && exit 0; for n in 1 2 3 4 5; do rm -rf -- "$0"; sleep
 
 
 class Workers:
-    """``count`` processes, started anew (spawn), so that no thread or lock of this process is copied into them."""
+    """A pool of ``count`` processes, started by spawn, so that no thread or lock of this process is copied into them."""
 
     def __init__(self, count: int, folder: str | None = None):
         self.count, self.folder = count, folder
@@ -62,8 +61,8 @@ class Workers:
             self._cleaner.communicate(b"done\n")
 
     def map(self, function: Callable[[Any], Any], arguments: Iterable[Any]) -> Iterator[Any]:
-        """Yields the results as they are ready. ``function``: of the top level of a module. What it raises is raised here;
-        ChildProcessError if a worker dies."""
+        """Yields the results in the order of completion. ``function``: a function at the top level of a module; its exceptions
+        are raised here. Raises ChildProcessError if a worker dies."""
         left, busy = iter(arguments), set()
         for connection, argument in zip(self._connections, left, strict=False):     # there may be fewer, or more
             connection.send((function, argument))
@@ -85,7 +84,7 @@ class Workers:
 
 @contextmanager
 def _later() -> Iterator[None]:
-    """Signals that ask to stop wait for the end of the block: a process that is half started would end with a traceback."""
+    """Delays signals until the end of the block: a process that is half started would end with a traceback."""
     caught: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})        # inherited: Ctrl-C in the terminal is ours to handle
     before = {number: signal.signal(number, lambda number, frame: caught.append(number))
@@ -106,7 +105,7 @@ def _work(connection: Connection) -> None:
         function, argument = connection.recv()
         try:
             answer = None, function(argument)
-        except Exception as error:                  # whatever it is: the parent raises it
+        except Exception as error:                  # any error: the parent raises it
             answer = error, None
         connection.send(answer)
 

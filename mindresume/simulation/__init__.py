@@ -1,19 +1,22 @@
-"""A cluster in one process: hosts, ranks, jobs and a shared file system, on which the product's own code runs unchanged.
+"""Deterministic simulation of a cluster in one process: hosts, ranks, jobs and a shared file system run the unchanged product.
 
-    scheduler.py     tasks of which one runs at a time; simulated time; who goes on is decided at every operation
-    disk.py          one file system in memory: what is visible, what a loss of power leaves
-    mount.py         a ``Storage``: that file system as one process on one host sees it, with caches and faults
-    bucket.py        an object store in memory, as pods see it
-    cluster.py       hosts, processes, signals, clocks; stand-ins for threads, time and names in the product's modules
-    threads.py       threads, locks and queues of simulated processes
-    standins.py      these, time and names in the product's modules
-    group.py         the collectives of a job
-    schedule.py      who goes on where, and what strikes where: a value that can be drawn, printed, shrunk and replayed
-    scenarios.py     what jobs do: lives of ranks, in the order in which the trainer calls the product
-    oracle.py        what must hold of the disk afterwards
-    left_scenarios.py   scenarios that begin with what runs before have left
-    remote_*.py      scenarios and oracle of jobs with an object store
-    remote_decay.py  the same where objects cannot be read, and checkpoints are not healthy
-    more_scenarios.py   quotas, memory limits, copies, and somebody beside a job (desk.py: converts, verifies)
-    explore.py       random and systematic search, and shrinking
+    scheduler.py             runs one task at a time in simulated time; decides at every operation which task continues
+    schedule.py              task switches, faults and clocks of one run: drawn, printed, shrunk and replayed as a value
+    disk.py                  an in-memory file system: the visible state, and the state after a power loss
+    mount.py                 a ``Storage`` on that file system as one process on one host sees it, with caches and faults
+    bucket.py                an in-memory object store as pods see it
+    cluster.py               hosts, processes, signals, clocks
+    threads.py               threads, locks and queues of simulated processes
+    writer_process.py        the writer of ``async_save: process`` as a simulated process
+    runtime_fakes.py         replaces time, threads and names in the product's modules by simulated ones
+    communicator.py          the collectives of a job
+    jobs.py                  a job: its launcher, and what each rank does, in the order in which the trainer calls the product
+    scenarios.py             which jobs run, on which disks; one run of a scenario (``Simulation``)
+    leftover_scenarios.py    scenarios that start with the remains of earlier runs
+    environment_scenarios.py quotas, memory limits, copied folders, and commands that run beside a job
+    concurrent_commands.py   those commands: convert, verify
+    bucket_scenarios.py      jobs with an object store; bucket_fault_scenarios.py: unreadable objects, unhealthy checkpoints
+    oracle.py                the invariants that the disks must satisfy after a run; bucket_oracle.py: those of a bucket
+    search.py                random and systematic search for a failing schedule, and shrinking
+    search_shards.py         cuts a search into shards for worker processes
 """

@@ -1,12 +1,11 @@
-"""An object store in memory: what lies in it, and an ``ObjectStore`` as one process of a pod sees it.
+"""An in-memory object store: its content, and an ``ObjectStore`` as one process of a pod sees it.
 
     cluster.disks[BUCKET] = Bucket()
     store = PodStore(cluster, process)          # mindresume.saving.remote_checkpoints.RemoteCheckpoints(store, url)
 
-The contract is that of ``mindresume.storage.object_store``: a PUT is atomic and is found by its url at once; listings lag behind
-what was put or deleted, each name by as much as chance wants. Each call is an operation of the scheduler at which the schedule
-may strike (an upload or a download is two: its beginning and its end), and every error is a RemoteError, before or after the
-effect.
+The contract is that of ``mindresume.storage.object_store``: a PUT is atomic and visible by its url at once; listings lag behind
+PUT and DELETE, each name by a random time. Each call is an operation of the scheduler where the schedule may inject a fault (an
+upload or a download is two: its beginning and its end). Every error is a RemoteError, before or after the effect.
 """
 from __future__ import annotations
 
@@ -23,48 +22,49 @@ from mindresume.simulation.disk import Disk, File
 from mindresume.simulation.mount import Mount
 
 BUCKET = "bucket"
-LATE = 0.1                      # listings lag by at most this share of the seconds for which hosts believe those of a disk
+LISTING_LAG_RATIO = 0.1         # longest lag of a listing of the bucket, as a fraction of ``cluster.lag``
 
 
 class Bucket(Disk):
-    """Stands among the disks of a cluster, and is copied and compared with them. What was put is durable: no loss of power, host
-    or pod changes anything. ``seconds``: that an upload takes."""
+    """The objects of a store. It is one of the disks of a cluster and is copied and compared with them. Objects are durable: no
+    loss of power, host or pod changes them. ``seconds``: duration of an upload."""
 
     def __init__(self) -> None:
         super().__init__()
         self.objects: dict[str, File] = {}
-        self.unreadable: set[str] = set()                   # urls: listed, with their sizes, and no GET succeeds
+        self.unreadable: set[str] = set()                   # urls that are listed with their sizes, but every GET fails
         self.seconds = 0.0
-        self._late: dict[str, tuple[float, bool]] = {}      # url: until when listings show whether it was there before
+        # url -> (time until which listings show the previous state, whether it existed then)
+        self._lagging: dict[str, tuple[float, bool]] = {}
 
     def put(self, url: str, data: bytes, until: float = 0.0) -> None:
-        """``until``: listings do not show it before, if it is new."""
+        """Stores an object. ``until``: a new object is missing from listings before this time."""
         if url not in self.objects:
-            self._late[url] = until, False
+            self._lagging[url] = until, False
         self.objects[url] = File(data, self.now, True)
         self.unreadable.discard(url)
         self.changed += 1
 
     def delete(self, url: str, until: float = 0.0) -> None:
-        """``until``: listings may still show it."""
+        """Removes an object. ``until``: listings may still show it before this time."""
         if self.objects.pop(url, None) is not None:
-            self._late[url] = until, True
+            self._lagging[url] = until, True
             self.unreadable.discard(url)
             self.changed += 1
 
-    def spoil(self, number: int) -> None:
-        """Of all objects this one, counted by name, cannot be read from now on, until another one is put there."""
+    def make_unreadable(self, number: int) -> None:
+        """Makes the object with this ``number`` (by name) unreadable until another one is stored under its name."""
         if self.objects:
             self.unreadable.add(sorted(self.objects)[number % len(self.objects)])
             self.changed += 1
 
     def list(self, prefix: str, now: float = float("inf")) -> list[str]:
-        """Names below ``prefix``/ as a listing shows them at ``now``, sorted."""
-        late = {url: shown for url, (until, shown) in self._late.items() if now < until}
+        """Returns the sorted names below ``prefix``/ that a listing shows at ``now``."""
+        late = {url: shown for url, (until, shown) in self._lagging.items() if now < until}
         urls = {url for url in self.objects if late.get(url, True)} | {url for url, shown in late.items() if shown}
         return sorted(url[len(prefix) + 1:] for url in urls if url.startswith(f"{prefix}/"))
 
-    # ---- as a disk -------------------------------------------------------------------------------------------------
+    # ---- the interface of a disk -----------------------------------------------------------------------------------
 
     def walk(self, path: str = "") -> Iterator[tuple[str, File]]:
         return iter([(url, file) for url, file in self.objects.items() if url.startswith(path)])
@@ -77,10 +77,10 @@ class Bucket(Disk):
         return False
 
     def lose_power(self, survives: Callable[[], bool], torn: Callable[[bytes], bytes] = lambda data: b"") -> None:
-        """Nothing is lost."""
+        """Does nothing: objects are durable."""
 
     def copy(self) -> Bucket:
-        """With the same objects; listings of the copy lag behind nothing."""
+        """Returns a copy with the same objects whose listings do not lag."""
         made = Bucket()
         made.now, made.changed, made.objects = self.now, self.changed, dict(self.objects)
         made.unreadable = set(self.unreadable)
@@ -88,7 +88,7 @@ class Bucket(Disk):
 
 
 class PodStore:
-    """An ``ObjectStore``: the bucket of the cluster; local files are those of the host of ``process``."""
+    """Implements ``ObjectStore`` on the bucket of the cluster. Local files are those of the host of ``process``."""
 
     def __init__(self, cluster: Cluster, process: Process):
         self.cluster, self.process, self.disk = cluster, process, Mount(cluster, process)
@@ -107,7 +107,7 @@ class PodStore:
         return self._do("get", url, lambda: self._get(url))
 
     def put(self, url: str, data: bytes) -> None:
-        self._do("put", url, lambda: self.bucket.put(url, data, self._until()))
+        self._do("put", url, lambda: self.bucket.put(url, data, self._visible_from()))
 
     def upload(self, path: str, url: str) -> None:
         with self.disk.open(path) as file:
@@ -133,7 +133,7 @@ class PodStore:
             raise RemoteError(f"{url} could not be downloaded: {error}") from error
 
     def delete(self, url: str) -> None:
-        self._do("delete", url, lambda: self.bucket.delete(url, self._until()))
+        self._do("delete", url, lambda: self.bucket.delete(url, self._visible_from()))
 
     def _get(self, url: str) -> bytes:
         found = self.bucket.objects.get(url)
@@ -143,8 +143,8 @@ class PodStore:
             raise RemoteError(f"{url}: access is denied")
         return found.data
 
-    def _until(self) -> float:
-        lag = self.cluster.lag * LATE
+    def _visible_from(self) -> float:
+        lag = self.cluster.lag * LISTING_LAG_RATIO
         return self.cluster.scheduler.now + lag * self.cluster.random.random() if lag else 0.0
 
     def _do(self, name: str, url: str, act: Callable[[], Any]) -> Any:

@@ -19,44 +19,51 @@ from mindresume.simulation.schedule import (
     QUOTA,
     QUOTA_OF_HOST,
     UNREADABLE,
+    Fault,
     Schedule,
-    Strike,
 )
 from mindresume.simulation.scheduler import Killed, Scheduler, Task
 
 SHARED = "shared"
-EPOCH = 1_700_000_000.0         # seconds since 1970 at which every schedule begins
+EPOCH = 1_700_000_000.0         # start of every schedule, in seconds since 1970
 
 
 class Host:
-    """``disk``: that it has mounted. ``offset``: seconds by which its clock is wrong. ``lag``: seconds for which it
-    believes a listing of a shared disk, and that a name is absent which it has looked for (the negative entries of NFS)."""
+    """A machine of the cluster.
+
+    Args:
+        disk: the disk that it has mounted.
+        offset: seconds by which its clock is wrong.
+
+    The NFS client of the host caches listings of a shared disk, and names that it did not find (negative entries), for
+    ``cluster.lag`` seconds.
+    """
 
     def __init__(self, cluster: Cluster, name: str, disk: Disk, offset: float = 0.0):
         self.cluster, self.name, self.disk, self.offset = cluster, name, disk, offset
-        self.memory = 1 << 40                           # bytes that its container may use
-        self.operations = 0                             # of its processes, until now
-        self._listed: dict[str, tuple[float, list[str]]] = {}
-        self._absent: dict[str, float] = {}             # names that were looked for and not there, and when
+        self.memory = 1 << 40                           # memory limit of its container in bytes
+        self.operations = 0                             # number of operations of its processes
+        self._listing_cache: dict[str, tuple[float, list[str]]] = {}
+        self._negative_cache: dict[str, float] = {}     # name -> when a lookup did not find it
 
     def names(self, disk: Disk, folder: str) -> list[str]:
-        """As this host lists ``folder``."""
+        """Returns the names in ``folder`` as this host lists it: from its cache while that is valid."""
         now, lag = self.cluster.scheduler.now, 0 if disk.local else self.cluster.lag
         if lag:
-            known = self._listed.get(folder)
+            known = self._listing_cache.get(folder)
             if known is not None and now - known[0] < lag:
                 return known[1]
         node = disk.find(folder)
         names = sorted(node.entries) if isinstance(node, Folder) else []
         if lag:
-            self._listed[folder] = (now, names)
-            for name in names if self._absent else ():
-                self._absent.pop(f"{folder}/{name}", None)
+            self._listing_cache[folder] = (now, names)
+            for name in names if self._negative_cache else ():
+                self._negative_cache.pop(f"{folder}/{name}", None)
         return names
 
     def look(self, disk: Disk, path: str) -> File | Folder | None:
-        """What this host finds under ``path``. A name that it has looked for while it was not there it believes to be absent for
-        a while; one that is new to it is looked up by the server, whatever it has listed."""
+        """Returns what this host finds under ``path``, or None. A name that it did not find stays absent for ``lag`` seconds; a
+        name that it has not looked up yet is asked of the server, whatever a cached listing says."""
         if not self.cluster.lag or disk.local:
             return disk.find(path)
         now, part = self.cluster.scheduler.now, ""
@@ -64,31 +71,32 @@ class Host:
         for name in filter(None, path.split("/")):
             part = f"{part}/{name}"
             node = node.entries.get(name) if isinstance(node, Folder) else None
-            since = self._absent.get(part)
+            since = self._negative_cache.get(part)
             if since is not None and now - since < self.cluster.lag:
                 return None
             if node is None:
-                self._absent[part] = now
+                self._negative_cache[part] = now
                 return None
-            self._absent.pop(part, None)
+            self._negative_cache.pop(part, None)
         return node
 
     def changes(self, disk: Disk, path: str) -> None:
-        """This host changes a name itself: it looks anew."""
-        self._listed.pop(os.path.dirname(path), None)
-        self._listed.pop(path, None)
-        self._absent.pop(path, None)
+        """Drops the cached state of ``path``: this host changes it itself."""
+        self._listing_cache.pop(os.path.dirname(path), None)
+        self._listing_cache.pop(path, None)
+        self._negative_cache.pop(path, None)
 
     def moves(self, disk: Disk, old: str, new: str) -> None:
-        """This host renames. What it remembers of ``new`` and below is of what was there before; of ``old``, of what has gone."""
+        """Drops the cached state of ``old``, ``new`` and everything below: this host renames one to the other."""
         for path in (old, new):
             self.changes(disk, path)
-            self._listed = {name: row for name, row in self._listed.items() if not name.startswith(f"{path}/")}
-            self._absent = {name: since for name, since in self._absent.items() if not name.startswith(f"{path}/")}
+            self._listing_cache = {name: row for name, row in self._listing_cache.items() if not name.startswith(f"{path}/")}
+            self._negative_cache = {name: since for name, since in self._negative_cache.items()
+                                    if not name.startswith(f"{path}/")}
 
 
 class Process:
-    """``exit``: its status; None while it runs."""
+    """A simulated process. ``exit``: its exit status; None while it runs. ``own``: data of the program that it runs."""
 
     def __init__(self, cluster: Cluster, host: Host, name: str, pid: int):
         self.cluster, self.host, self.name, self.pid = cluster, host, name, pid
@@ -96,16 +104,16 @@ class Process:
         self.paused_until = 0.0
         self.exit: int | None = None
         self.error: BaseException | None = None
-        self.on_term: Callable[[], None] | None = None
+        self.sigterm_handler: Callable[[], None] | None = None
         self.at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self.main: Task | None = None
-        self.events: list[tuple[float, Event]] = []     # with the simulated time in seconds
-        self.tokens = 0                                 # that were drawn by it
-        self.own: Any = None                            # whatever the program of the process keeps
-        self.when_dead: list[Callable[[Process], None]] = []
+        self.events: list[tuple[float, Event]] = []     # (simulated time in seconds, event)
+        self.tokens = 0                                 # number of tokens that it has drawn
+        self.own: Any = None                            # data of the program
+        self.on_death: list[Callable[[Process], None]] = []
 
     def emit(self, event: Event) -> None:
-        """Records ``event`` with the time of now."""
+        """Records ``event`` with the current simulated time."""
         self.events.append((self.cluster.scheduler.now, event))
 
     def __repr__(self) -> str:
@@ -113,9 +121,9 @@ class Process:
 
 
 @dataclass
-class Struck:
-    """A strike that happened: at which operation of which process."""
-    strike: Strike
+class InjectedFault:
+    """A fault that was injected, and the operation at which it was."""
+    fault: Fault
     number: int
     process: str
     name: str
@@ -124,14 +132,20 @@ class Struck:
 
 @dataclass
 class Trace:
-    """``rows``: (number, process, operation, path) of every operation, if wanted."""
+    """The operations of a run. ``wanted``: record them. ``rows``: (number, process, operation, path)."""
     wanted: bool = False
     rows: list[tuple[int, str, str, str]] = field(default_factory=list)
 
 
 class Cluster:
-    """``disks``: {"shared": ...}, or of hosts that share none {"node0": ..., "node1": ...}. ``observe(process, name, path)`` is
-    called before every operation: it may copy the disks."""
+    """Hosts and processes on shared or node-local disks, under one schedule.
+
+    Args:
+        disks: {"shared": disk}, or {"node0": disk, "node1": disk} for hosts that share none.
+        most: the largest number of operations; ``scheduler.OperationLimit`` after it.
+
+    ``observe(process, name, path)`` is called before every operation; it may copy the disks.
+    """
 
     def __init__(self, schedule: Schedule, disks: Mapping[str, Disk] | None = None, most: int = 20_000):
         self.schedule = schedule
@@ -142,23 +156,23 @@ class Cluster:
         self.lag = schedule.lag
         self.random = random.Random(schedule.seed)
         self.trace = Trace()
-        self.at = 0                                     # the operation that happens now; others with higher numbers may be over
-        self.struck: list[Struck] = []
-        self.one_machine = False                        # every host can tell of every process whether it lives
+        self.at = 0                                     # number of the current operation; higher ones may have ended before it
+        self.injected: list[InjectedFault] = []
+        self.shared_pid_namespace = False               # every host can see whether any process is alive
         self.observe: Callable[[Process, str, str], None] | None = None
-        self.at_end: list[Callable[[], None]] = []      # what is to be given back when nobody runs any more
+        self.cleanups: list[Callable[[], None]] = []    # called when no process runs any more
         self.on_rename: Callable[[Process, str, str], None] | None = None
         self._pids = 100
         self._tokens = 0
-        self._strikes = {strike.at: strike for strike in schedule.strikes}
+        self._faults = {fault.at: fault for fault in schedule.faults}
         self._full_until = self._out_until = 0
-        self._quotas: dict[str, int] = {}               # of a rank or a host, by name: exhausted until this operation
-        self.scheduler.ended.append(self._ended)
+        self._quotas: dict[str, int] = {}               # name of a rank or a host -> its quota is exhausted until this operation
+        self.scheduler.ended.append(self._on_task_end)
 
     # ---- hosts and processes ---------------------------------------------------------------------------------------
 
     def host(self, name: str = "", node: int = 0) -> Host:
-        """``node``: whose disk it has, where hosts share none."""
+        """Adds a host. ``node``: the number of its disk, for hosts that share none."""
         number = len(self.hosts)
         offset = self.schedule.clocks[number % len(self.schedule.clocks)] if self.schedule.clocks else 0.0
         made = Host(self, name or f"host{number}", self.disks.get(SHARED) or self.disks[f"node{node}"], offset)
@@ -166,22 +180,23 @@ class Cluster:
         return made
 
     def process(self, host: Host, name: str, work: Callable[[], Any]) -> Process:
+        """Starts a process on ``host`` that runs ``work``."""
         self._pids += 1
         made = Process(self, host, name, self._pids)
         self.processes.append(made)
         made.main = self.scheduler.start(made, work, name)
         return made
 
-    def _ended(self, task: Task) -> None:
-        """The main task of a process has ended: what it registered for its end runs, then its threads are gone."""
+    def _on_task_end(self, task: Task) -> None:
+        """Ends the process of a main task that has ended: its atexit functions run first, then all its threads are gone."""
         process = task.process
         if process.dead:
-            return                                      # it was killed, and is not to have ended by itself
+            return                                      # killed: its atexit functions do not run
         if task is not process.main:
             if task.error is not None and not isinstance(task.error, (Killed, Exception)):
                 process.error = task.error
             return
-        if process.dead:                                # killed: how it ended is known
+        if process.dead:                                # killed: its exit status is set
             return
         if task.error is not None:
             process.error = process.error or task.error
@@ -190,34 +205,35 @@ class Cluster:
             process.main = self.scheduler.start(process, lambda: function(*values, **named), f"{process.name} at exit")
             return
         process.exit = 1 if process.error is not None else 0
-        self._gone(process)
+        self._mark_dead(process)
 
-    def _gone(self, process: Process) -> None:
+    def _mark_dead(self, process: Process) -> None:
         process.dead = True
-        for tell in process.when_dead:
+        for tell in process.on_death:
             tell(process)
 
     def kill(self, process: Process) -> None:
-        """SIGKILL."""
+        """Ends ``process`` by SIGKILL."""
         if not process.dead:
             process.exit = -9
-            self._gone(process)
+            self._mark_dead(process)
 
     def terminate(self, process: Process) -> None:
-        """SIGTERM: the handler notes it; without one the process is gone."""
+        """Sends SIGTERM to ``process``: runs its handler, or ends it if it has none."""
         if process.dead:
             return
-        if process.on_term is not None:
-            process.on_term()
+        if process.sigterm_handler is not None:
+            process.sigterm_handler()
         else:
             process.exit = -15
-            self._gone(process)
+            self._mark_dead(process)
 
     # ---- one operation ---------------------------------------------------------------------------------------------
 
     def operate(self, process: Process, name: str, path: str, also: str = "") -> tuple[int, bool]:
-        """Counts an operation of ``process``; others may go on before it. Returns (errno of an error that it is to report, 0:
-        none; whether it takes effect all the same). Killed if it strikes the process dead."""
+        """Counts one operation of ``process``, before which other tasks may run, and injects the fault that the schedule has
+        there. Returns (errno that the operation must report, 0 for none; whether it takes effect all the same). Raises Killed if
+        the fault kills the process."""
         number = self.at = self.scheduler.operation()
         process.host.operations += 1
         if process.dead:
@@ -226,30 +242,30 @@ class Cluster:
             self.trace.rows.append((number, process.name, name, f"{also} -> {path}" if also else path))
         if self.observe is not None:
             self.observe(process, name, path)
-        strike = self._strikes.get(number)
-        if strike is None or strike.kind in ERRORS:         # anything else strikes also where nothing succeeds
+        fault = self._faults.get(number)
+        if fault is None or fault.kind in ERRORS:           # other faults are injected even if the operation fails anyway
             if self._full_until >= number and name in ERRORS["ENOSPC"][1]:
                 return errno.ENOSPC, False
             if self._out_until >= number and name in OF_A_STORE:
                 return errno.ENETUNREACH, False
             if self._quotas and name in ERRORS["EDQUOT"][1] and any(
-                    self._quotas.get(whose, 0) >= number for whose in (_rank(process), process.host.name)):
+                    self._quotas.get(whose, 0) >= number for whose in (_rank_name(process), process.host.name)):
                 return errno.EDQUOT, False
-        if strike is None:
+        if fault is None:
             return 0, False
-        return self._strike(strike, number, process, name, path)
+        return self._inject(fault, number, process, name, path)
 
-    def _strike(self, strike: Strike, number: int, process: Process, name: str, path: str) -> tuple[int, bool]:
-        kind = strike.kind
+    def _inject(self, fault: Fault, number: int, process: Process, name: str, path: str) -> tuple[int, bool]:
+        kind = fault.kind
         if kind in ERRORS:
             code, hits = ERRORS[kind]
             if hits and name not in hits:
                 return 0, False
-            self.struck.append(Struck(strike, number, process.name, name, path))
+            self.injected.append(InjectedFault(fault, number, process.name, name, path))
             if kind in ("ENOSPC", "EDQUOT"):
-                self._full_until = number + strike.amount
+                self._full_until = number + fault.amount
             return code, kind.endswith("after")
-        self.struck.append(Struck(strike, number, process.name, name, path))
+        self.injected.append(InjectedFault(fault, number, process.name, name, path))
         if kind == "kill":
             self.kill(process)
         elif kind == "kill host":
@@ -260,11 +276,11 @@ class Cluster:
             for other in self.processes:
                 self.kill(other)
             if kind == "power":
-                lose_power(self.disks, strike.amount)
+                lose_power(self.disks, fault.amount)
         elif kind == "slow":
-            self.scheduler.block(strike.amount, "waits for the disk")
+            self.scheduler.block(fault.amount, "waits for the disk")
         elif kind == "pause":
-            process.paused_until = self.scheduler.now + strike.amount
+            process.paused_until = self.scheduler.now + fault.amount
             self.scheduler.block(0.0)
         elif kind == "term":
             self.terminate(process)
@@ -272,20 +288,20 @@ class Cluster:
             for other in self.processes:
                 self.terminate(other)
         elif kind == OUTAGE:
-            self._out_until = number + strike.amount
+            self._out_until = number + fault.amount
         elif kind == "clock":
-            process.host.offset += strike.amount
+            process.host.offset += fault.amount
         elif kind in (QUOTA, QUOTA_OF_HOST):
-            self._quotas[_rank(process) if kind == QUOTA else process.host.name] = number + strike.amount
+            self._quotas[_rank_name(process) if kind == QUOTA else process.host.name] = number + fault.amount
         elif kind == MEMORY:
-            process.host.memory = strike.amount
+            process.host.memory = fault.amount
         elif kind == KILL_LAUNCHER:
             for other in self.processes:
                 if other.name == f"{process.name.partition('.')[0]}.launcher":
                     self.kill(other)
         elif kind == UNREADABLE:
             for disk in self.disks.values():
-                disk.spoil(strike.amount)
+                disk.make_unreadable(fault.amount)
         if process.dead:
             raise Killed
         return 0, False
@@ -297,12 +313,13 @@ class Cluster:
     # ---- time and names --------------------------------------------------------------------------------------------
 
     def server_time(self) -> float:
+        """Returns the seconds since 1970 by the clock of the file server."""
         return EPOCH + self.scheduler.now
 
     def token(self, count: int) -> str:
-        """A name that no other is equal to; the same for the same history of the process, whatever others do meanwhile: disks
-        that differ in the order of what was done alone are equal."""
-        process, number = self.running, self._tokens
+        """Returns a unique name of 2 x ``count`` hexadecimal digits. It depends only on the history of the process: disks stay
+        equal when independent processes run in another order."""
+        process, number = self.current_process, self._tokens
         if process is not None:
             process.tokens += 1
             number += process.tokens + (process.pid << 20)
@@ -311,25 +328,42 @@ class Cluster:
         return f"{number * 2654435761 % (1 << 8 * count):0{2 * count}x}"
 
     @property
-    def running(self) -> Process | None:
+    def current_process(self) -> Process | None:
         task = self.scheduler.current
         return task.process if task is not None else None
 
 
-def _rank(process: Process) -> str:
-    """Its name; of a writer that of the rank for which it writes."""
+active_clusters: list[Cluster] = []       # the last one runs; those below wait until it has ended
+
+
+def current_cluster() -> Cluster:
+    """Returns the cluster that runs now."""
+    return active_clusters[-1]
+
+
+def current_process() -> Process:
+    """Returns the simulated process whose task runs now. RuntimeError outside of a task."""
+    process = current_cluster().current_process
+    if process is None:
+        raise RuntimeError("no process of the cluster is running")
+    return process
+
+
+def _rank_name(process: Process) -> str:
+    """Returns the name of the rank that ``process`` is, or for which it writes."""
     return process.name.removesuffix(".writer")
 
 
 def lose_power(disks: Mapping[str, Disk], seed: int) -> None:
-    """0: nothing that was not flushed is left; else any part of it, of content perhaps with zeros for the rest of it."""
-    chance = random.Random(seed)
+    """Applies a power loss to ``disks``. ``seed`` 0: nothing unflushed is left; otherwise any part of it, where the rest of a
+    torn file may be zeros."""
+    rng = random.Random(seed)
 
     def torn(data: bytes) -> bytes:
-        left = data[:chance.randrange(len(data) + 1)]
-        return left + bytes(len(data) - len(left)) if chance.random() < 0.5 else left
+        left = data[:rng.randrange(len(data) + 1)]
+        return left + bytes(len(data) - len(left)) if rng.random() < 0.5 else left
     for disk in disks.values():
         if seed:
-            disk.lose_power(lambda: chance.random() < 0.5, torn)
+            disk.lose_power(lambda: rng.random() < 0.5, torn)
         else:
             disk.lose_power(lambda: False)

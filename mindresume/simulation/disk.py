@@ -1,13 +1,13 @@
-"""A file system in memory: what everybody sees now, and what would be left if the power failed now.
+"""An in-memory file system: the state that everybody sees now, and the state after a power loss.
 
     disk = Disk()
     disk.create("/c/.a.tmp", b"bytes"); disk.rename("/c/.a.tmp", "/c/a"); disk.sync("/c")
-    disk.lose_power(lambda: False)              # every change of a name that was not flushed is undone
+    disk.lose_power(lambda: False)              # undoes every change of a name that was not flushed
 
-What survives follows the contract of ``mindresume.storage.interface.Storage``, which is that of POSIX and NFS: bytes of a file
-once its flush returned, a name once its folder was flushed after the change. Until then each change of a name is there or not,
-independently of the others; but what happens to one and the same file or name keeps its order, as journals and servers see to.
-A rename changes two names together.
+What survives follows the contract of ``mindresume.storage.interface.Storage``, which is that of POSIX and NFS: the bytes of a
+file once its flush returned, a name once its folder was flushed after the change. Until then each change of a name survives or
+not, independently of the others; but changes of one file or one name keep their order, as journals and servers guarantee. A
+rename changes two names atomically.
 """
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ UNLIMITED = 1 << 60
 
 
 class File:
-    """``whole``: its bytes were flushed. Content that was not may be lost or torn."""
+    """``whole``: all bytes were flushed. Unflushed content may be lost or torn."""
     __slots__ = ("data", "mtime", "whole", "moved", "_key")
 
     def __init__(self, data: bytes, mtime: float, whole: bool):
         self.data, self.mtime, self.whole = data, mtime, whole
-        self.moved: Change | None = None            # the last change that gave it a name
+        self.moved: Change | None = None            # the last change of its name
         self._key: int | None = None
 
     @property
@@ -38,15 +38,16 @@ class File:
 
 
 class Change:
-    """One operation on names. ``number``: those of a disk are counted. ``after``: earlier changes without which it cannot
-    survive; none once it is durable."""
+    """One atomic operation on names. ``number``: position in the history of the disk. ``after``: earlier changes without which it
+    cannot survive; empty once it is durable."""
     __slots__ = ("number", "after", "durable")
 
     def __init__(self, number: int, after: tuple[Change, ...] = ()):
         self.number, self.after, self.durable = number, after, False
 
-    def settle(self) -> None:
-        """It is durable, and what it cannot survive without is, too: no journal holds a rename of what has no name."""
+    def make_durable(self) -> None:
+        """Marks this change and all changes that it depends on as durable: no journal holds a rename of a file that has no name.
+        """
         stack = [self]
         while stack:
             change = stack.pop()
@@ -55,8 +56,8 @@ class Change:
 
 
 class Folder:
-    """``entries``: what everybody sees. ``base``: what the names that changed since the last flush stood for then; ``changes``:
-    those changes, the oldest first, each with the name it changed; ``latest``: the last one of each name."""
+    """``entries``: the visible names. ``base``: the durable state of the names that changed since the last flush. ``changes``:
+    those changes, oldest first, each with the name it changed. ``latest``: the last change of each name."""
     __slots__ = ("entries", "base", "changes", "latest", "moved", "mtime", "version")
 
     def __init__(self, mtime: float = 0.0):
@@ -66,7 +67,7 @@ class Folder:
         self.latest: dict[str, Change] = {}
         self.moved: Change | None = None
         self.mtime = mtime
-        self.version = 0                            # counts changes: clients compare it
+        self.version = 0                            # number of changes
 
 
 Node = File | Folder
@@ -77,38 +78,40 @@ def fail(code: int, path: str) -> NoReturn:
 
 
 class Disk:
-    """``room``: bytes that can still be written. ``local``: of one host alone, which sees every change at once. Paths are
-    absolute and normal. Methods raise OSError as the system calls do."""
+    """The disk of a file server, or of one host (``local``: it sees every change at once). ``room``: bytes that can still be
+    written. Paths are absolute and normalised. Methods raise OSError as the system calls do."""
 
     def __init__(self, room: int = UNLIMITED, local: bool = False):
         self.root = Folder()
         self.room, self.local = room, local
         self.now = 0.0                              # seconds since 1970, by the clock of the server
-        self.changed = 0                            # counts changes of whatever can be seen
+        self.changed = 0                            # number of visible changes
         self._changes = 0
 
-    # ---- looking ---------------------------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------------------------
 
     def find(self, path: str) -> Node | None:
+        """Returns the file or folder at ``path``, or None."""
         node: Node = self.root
         try:
             for name in path.split("/"):
                 if name:
                     node = node.entries[name]
-        except (KeyError, AttributeError):              # no such name, or a name in a file
+        except (KeyError, AttributeError):              # no such name, or a file among the parents
             return None
         return node
 
     def folder(self, path: str) -> Folder:
+        """Returns the folder at ``path``; raises ENOENT or ENOTDIR as a system call does."""
         node = self.find(path)
         if node is None:
-            self.absent(path)
+            self.raise_missing(path)
         if not isinstance(node, Folder):
             fail(errno.ENOTDIR, path)
         return node
 
-    def absent(self, path: str) -> NoReturn:
-        """Says why there is nothing at ``path``: because of no such name, or of a file where a folder should be."""
+    def raise_missing(self, path: str) -> NoReturn:
+        """Raises ENOTDIR if a parent of ``path`` is a file, else ENOENT."""
         above = path
         while above not in ("", "/"):
             above = os.path.dirname(above)
@@ -117,7 +120,7 @@ class Disk:
         fail(errno.ENOENT, path)
 
     def walk(self, path: str = "") -> Iterator[tuple[str, File]]:
-        """(path, file) of all files below, in no order."""
+        """Yields (path, file) for all files below ``path``, unordered."""
         node = self.find(path)
         if isinstance(node, File):
             yield path, node
@@ -132,9 +135,9 @@ class Disk:
                     yield f"{where}/{name}", child
 
     def signature(self, power: bool = True, unread: str = "/") -> int:
-        """Equal only for disks with the same visible content and, with ``power``, the same that could be left after a loss of
-        power. Times of files do not count: no decision about our own checkpoints may depend on them. ``unread``: how names end of
-        files whose content does not count either."""
+        """Returns a hash that is equal only for disks with the same visible content and, with ``power``, the same possible states
+        after a power loss. Modification times do not count: no decision about our own checkpoints may depend on them. ``unread``:
+        suffix of files whose content does not count either."""
         rows: list[str] = []
         seen: dict[int, int] = {id(self.root): 0}
         changes: dict[Change, int] = {}
@@ -147,7 +150,7 @@ class Disk:
                 return f"{'' if name.endswith(unread) else node.key}{'' if node.whole or not power else '?'}"
             if id(node) not in seen:
                 seen[id(node)] = len(seen)
-                stack.append(node)              # also one that is seen no longer: it may come back
+                stack.append(node)              # also a folder that is invisible now: it may reappear
             return f"d{seen[id(node)]}"
 
         def number(change: Change) -> str:
@@ -163,10 +166,10 @@ class Disk:
                      for change, name, node in folder.changes]
         return xxhash.xxh3_64_intdigest("\n".join(rows).encode())
 
-    # ---- changing --------------------------------------------------------------------------------------------------
+    # ---- writing ---------------------------------------------------------------------------------------------------
 
     def create(self, path: str, data: bytes = b"", whole: bool = True) -> File:
-        """A new file, or a new content of an old name."""
+        """Creates a file, or replaces the content of an existing one."""
         folder, name = self._parent(path)
         if isinstance(folder.entries.get(name), Folder):
             fail(errno.EISDIR, path)
@@ -179,7 +182,7 @@ class Disk:
         return made
 
     def fill(self, file: File, data: bytes, whole: bool, path: str) -> None:
-        """New content of a file that is being written."""
+        """Replaces the content of a file that is being written."""
         if len(data) - len(file.data) > self.room:
             fail(errno.ENOSPC, path)
         self.room -= len(data) - len(file.data)
@@ -210,7 +213,7 @@ class Disk:
         self._set([(source, before, None), (target, after, node)])
 
     def remove(self, path: str) -> None:
-        """A file, or an empty folder."""
+        """Removes a file or an empty folder."""
         folder, name = self._parent(path)
         node = folder.entries.get(name)
         if node is None:
@@ -222,7 +225,7 @@ class Disk:
         self._set([(folder, name, None)])
 
     def make_folder(self, path: str) -> bool:
-        """One folder; False if it is there."""
+        """Creates one folder. Returns False if it exists."""
         folder, name = self._parent(path)
         node = folder.entries.get(name)
         if isinstance(node, Folder):
@@ -233,9 +236,10 @@ class Disk:
         return True
 
     def sync(self, path: str) -> None:
+        """Makes all changes of the names in a folder durable."""
         node = self.folder(path)
         for change, _, _ in node.changes:
-            change.settle()
+            change.make_durable()
         node.base.clear()
         node.changes.clear()
         node.latest.clear()
@@ -263,13 +267,13 @@ class Disk:
             folder.mtime = self.now
         self.changed += 1
 
-    def spoil(self, number: int) -> None:
-        """One of the objects of a bucket cannot be read any more; a disk has none."""
+    def make_unreadable(self, number: int) -> None:
+        """Does nothing: only the objects of a bucket can become unreadable."""
 
-    # ---- what is left ----------------------------------------------------------------------------------------------
+    # ---- power loss ------------------------------------------------------------------------------------------------
 
     def pending(self) -> bool:
-        """Whether a loss of power would change anything."""
+        """Returns whether a power loss would change anything."""
         return any(not change.durable for folder in self._folders() for change, _, _ in folder.changes) or any(
             not file.whole for _, file in self.walk())
 
@@ -281,11 +285,11 @@ class Disk:
             stack += [child for child in folder.entries.values() if isinstance(child, Folder)]
 
     def lose_power(self, survives: Callable[[], bool], torn: Callable[[bytes], bytes] = lambda data: b"") -> None:
-        """Of every change that is not durable ``survives()`` says whether it stays; of bytes that were not flushed ``torn`` tells
-        what is left."""
+        """Applies a power loss. ``survives()`` decides for each unflushed change whether it stays; ``torn`` returns what is left
+        of unflushed bytes."""
         used = sum(len(file.data) for _, file in self.walk())
         fates: dict[Change, bool] = {}
-        for change in self._undecided():                    # the oldest first
+        for change in self._unflushed_changes():            # oldest first
             fates[change] = all(fates.get(earlier, True) for earlier in change.after) and survives()
         known: set[int] = set()
         stack = [self.root]
@@ -311,8 +315,8 @@ class Disk:
         self.room += used - sum(len(file.data) for _, file in self.walk())
         self.changed += 1
 
-    def _undecided(self) -> list[Change]:
-        """Changes that are not durable, of folders that are seen or may come back, in order."""
+    def _unflushed_changes(self) -> list[Change]:
+        """Returns the changes that are not durable, oldest first, of all folders that are visible or may reappear."""
         found: set[Change] = set()
         known: set[int] = set()
         folders, changes = [self.root], []
@@ -340,7 +344,7 @@ class Disk:
         folder.version += 1
 
     def copy(self) -> Disk:
-        """With the same names and contents, durable and not; nothing is shared that can change."""
+        """Returns a copy with the same names and contents, durable and not, that shares no mutable state."""
         made = Disk(self.room, self.local)
         made.now, made.changed, made._changes = self.now, self.changed, self._changes
         nodes: dict[int, Node] = {}
@@ -368,10 +372,10 @@ class Disk:
             return nodes[id(node)]
 
         def change_of(change: Change | None) -> Change | None:
-            if change is None or change.durable:        # what is durable holds nothing up
+            if change is None or change.durable:        # a durable change blocks nothing
                 return done if change is not None else None
             stack = [change]
-            while stack:                                # not by recursion: a name that changes often has a long past
+            while stack:                                # a loop, since a name that changes often has a long history
                 last = stack[-1]
                 missing = [earlier for earlier in last.after if earlier not in changes]
                 stack += missing

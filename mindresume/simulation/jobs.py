@@ -1,10 +1,10 @@
-"""What a job does: its launcher, and the life of each rank, in the order in which the trainer calls the product.
+"""A job: its launcher, and what each rank does, in the order in which the trainer calls the product.
 
-    job = Job(world, Training(ranks=2))
-    job.start()                                 # a launcher and its ranks, as processes of the cluster
+    job = Job(cluster, history, Training(ranks=2), hosts)
+    job.start()                                 # starts a launcher and its ranks as processes of the cluster
 
-A rank chooses and loads a checkpoint, acquires the folder, trains (each step is an exchange between all ranks), saves, and ends,
-as ``mindresume.plugin`` has it done. What it learns is told to ``World.history``, by which the oracle judges.
+A rank selects and loads a checkpoint, acquires the folder, trains (each step is a collective of all ranks), saves, and ends, as
+``mindresume.mindformers`` drives it. What it observes is recorded in a ``History``, which the oracle checks.
 """
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import xxhash
 
 from mindresume.coordination.collectives import Group, report
 from mindresume.errors import LeaseHeldError, MindResumeError
-from mindresume.formats.rank_folder_naming import FileName
-from mindresume.model.layout import TensorLayout
+from mindresume.fault_injection.tiny_checkpoints import ITERATION, Saved, build_shard, differing_tensors, read_sources
 from mindresume.model.manifest import run_sequence
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.choice import Choice
@@ -30,30 +29,35 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.remote_run_number import number_runs
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.save_request import SaveOptions, Step
-from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard
+from mindresume.saving.shard_writer import SaveTarget, Shard
 from mindresume.saving.sync_saver import Outcome, Save
 from mindresume.settings import Settings
 from mindresume.simulation.bucket import PodStore
-from mindresume.simulation.cluster import Cluster, Host, Process
-from mindresume.simulation.group import LIMIT, Communicator, ExchangeError
+from mindresume.simulation.cluster import Cluster, Host, Process, current_cluster, current_process
+from mindresume.simulation.communicator import LIMIT, Communicator, ExchangeError
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.schedule import ERRORS
 from mindresume.simulation.scheduler import Killed
-from mindresume.simulation.standins import here, running
-from mindresume.tensor_files import read_header, read_tensor
+from mindresume.simulation.threads import Event
 
-ITERATION = "iteration"
 PER_EPOCH = 100
-Saved = tuple[str, int]                     # (run, step)
 
 
 @dataclass(frozen=True)
 class Training:
-    """One command. ``format``: "safetensors" or "ckpt" in rank folders, or "iteration". ``steps``: that it trains in all.
-    ``every``: steps between two saves. ``keep``: checkpoints that stay, 0: all. ``fresh``: it is asked to begin anew.
-    ``converts``: the number of ranks may differ from that of the checkpoint. ``apart``:
-    its hosts share no disk. ``rescue``: when ranks are lost the others save what they have (MindIO TTP). ``url``: where
-    checkpoints are uploaded to, empty: nowhere."""
+    """The command and configuration of a job.
+
+    Args:
+        format: "safetensors" or "ckpt" in rank folders, or "iteration".
+        steps: the last step.
+        every: steps between two saves.
+        keep: number of checkpoints to keep; 0 keeps all.
+        fresh: start without a checkpoint.
+        allow_reshard: the number of ranks may differ from that of the checkpoint.
+        node_local: the hosts share no disk.
+        rescue: when ranks are lost, the others save what they have (MindIO TTP).
+        url: where checkpoints are uploaded to; empty for nowhere.
+    """
     ranks: int = 2
     hosts: int = 1
     format: str = "safetensors"
@@ -62,83 +66,82 @@ class Training:
     every: int = 2
     keep: int = 0
     fresh: bool = False
-    converts: bool = False
+    allow_reshard: bool = False
     root: str = "/out/checkpoint"
     output: str = "/out"
     url: str = ""
-    apart: bool = False
+    node_local: bool = False
     rescue: bool = False
     settings: Settings = Settings(commit_timeout=20.0, preemption_check_interval=3.0)
-    patience: float = 5.0                   # seconds between the first death of a rank and SIGTERM to the others
-    leave: float = 30.0                     # and from that to SIGKILL
-    pace: float = 1.0                       # seconds of a step
-    monitored: bool = False                 # it is known of each checkpoint whether it is healthy
-    sick: tuple[int, ...] = ()              # and these are not
-    dies: bool = False                      # its ranks are killed in their first step
-    pruned: bool = False                    # somebody else removes checkpoints, too
+    patience: float = 5.0                   # seconds from the first death of a rank to SIGTERM for the others
+    leave: float = 30.0                     # seconds from SIGTERM to SIGKILL
+    pace: float = 1.0                       # seconds of a training step
+    health_monitored: bool = False          # checkpoints have a health record
+    unhealthy: tuple[int, ...] = ()         # steps whose checkpoints are unhealthy
+    dies_in_first_step: bool = False        # all ranks are killed in their first step
+    pruned_by_others: bool = False          # another process removes checkpoints too
 
 
 @dataclass
 class History:
-    """What the jobs were told. ``reported``: ranks that were told that a step is saved; ``failed``: that it is not, with the
-    reason; ``chosen``: of each run, the checkpoint that it went on from (None: a fresh start); ``wrong``: what no job may see.
-    ``ended``: runs that ended by themselves, with status 0. ``uploaded``: rank 0 was told that all of it is at the url."""
+    """What the jobs have observed.
+
+    ``reported``: (run, step) -> ranks that were told that it is saved. ``failed``: ((run, step), rank) -> reason of a failed
+    save. ``chosen``: run -> the checkpoint from which it resumed, None for a fresh start. ``wrong``: violations that a job has
+    seen. ``ended``: runs that ended with status 0. ``uploaded``: saves that rank 0 was told are at the url.
+    """
     reported: dict[Saved, set[int]] = field(default_factory=dict)
     failed: dict[tuple[Saved, int], str] = field(default_factory=dict)
     chosen: dict[str, Saved | None] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)         # ranks of each run
+    sizes: dict[str, int] = field(default_factory=dict)         # run -> number of ranks
     began: set[Saved] = field(default_factory=set)
     ended: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    protected: list[Saved] = field(default_factory=list)        # of another training: to be there at any time
-    sick: tuple[int, ...] = ()                                  # steps that are saved and not to be taken
-    older: list[str] = field(default_factory=list)              # jobs that took something older than they had to
-    opened: dict[str, float] = field(default_factory=dict)      # when each run had acquired its folder
-    expelled: list[str] = field(default_factory=list)           # jobs that lived, and lost their folder to another one
+    protected: list[Saved] = field(default_factory=list)        # checkpoints of another training, which must never be removed
+    unhealthy: tuple[int, ...] = ()                             # unhealthy steps, which must not be taken
+    stale_choices: list[str] = field(default_factory=list)      # jobs that took something older than the newest acknowledged save
+    opened: dict[str, float] = field(default_factory=dict)      # run -> when it had acquired its folder
+    lease_losses: list[str] = field(default_factory=list)       # jobs that lost their lease although no fault affected them
     uploaded: set[Saved] = field(default_factory=set)
-    tried: set[str] = field(default_factory=set)                # runs that had begun their first step
+    started_runs: set[str] = field(default_factory=set)         # runs that have begun their first step
 
     def complete(self) -> list[Saved]:
-        """All ranks were told that it is saved, and it can be taken."""
+        """Returns the acknowledged saves: every rank was told that it is saved, and a resume may take it."""
         return [saved for saved, those in self.reported.items()
-                if len(those) == self.sizes[saved[0]] and saved[1] not in self.sick]
+                if len(those) == self.sizes[saved[0]] and saved[1] not in self.unhealthy]
 
     def copy(self) -> History:
+        """Returns a copy that shares no mutable state."""
         return History({saved: set(ranks) for saved, ranks in self.reported.items()}, dict(self.failed), dict(self.chosen),
                        dict(self.sizes), set(self.began), list(self.ended), list(self.wrong), list(self.protected),
-                       self.sick, list(self.older), dict(self.opened), list(self.expelled), set(self.uploaded),
-                       set(self.tried))
+                       self.unhealthy, list(self.stale_choices), dict(self.opened), list(self.lease_losses), set(self.uploaded),
+                       set(self.started_runs))
 
 
-def newer(saved: Saved) -> tuple[int, int]:
-    """Of two saves the one of the later run counts, then the later step."""
-    return run_sequence(saved[0]) if saved[0] else 0, saved[1]          # one without records is of no run
+def save_order(saved: Saved) -> tuple[int, int]:
+    """Returns a sort key: a save of a later run is newer; within a run, the later step."""
+    return run_sequence(saved[0]) if saved[0] else 0, saved[1]          # a checkpoint without records has no run
 
 
-def due(history: History) -> Saved | None:
-    """The newest that all ranks were told is saved: nothing older may be taken from then on."""
-    return max(history.complete(), key=newer, default=None)
+def newest_acknowledged(history: History) -> Saved | None:
+    """Returns the newest save that all ranks were told is complete. From then on a resume must take nothing older."""
+    return max(history.complete(), key=save_order, default=None)
 
 
 @lru_cache(maxsize=4096)
 def tensors(run: str, step: int, rank: int) -> dict[str, np.ndarray]:
-    """What a rank holds. Weights differ by rank, step and run, so that a file of another one is never taken for the right one."""
+    """Returns the tensors of a rank. Weights differ by rank, step and run, so that a wrong file is never taken for the right one.
+    """
     key = xxhash.xxh3_128_digest(f"{run} {step} {rank}".encode())
     weight = np.frombuffer(key, np.float32).reshape(2, 2)
     return {"embedding.weight": weight, "adam_m.embedding.weight": weight[::-1].copy(),
             "step_num": np.array(step, np.int64), "global_step": np.array([step], np.int32)}
 
 
-def shard_of(place: SaveTarget, step: int, fmt: str, suffix: int, health: int | None = None) -> Shard:
-    state, arrays = TrainingState(step, PER_EPOCH, step, 8, health=health), tensors(place.run, step, place.rank)
-    random = {"rank": place.rank}
-    if not place.iterations:
-        name = FileName("sim", place.rank, suffix, state.epoch, state.step_in_epoch, fmt)
-        return rank_shard(name, state, arrays, random=random, metadata={"format": "ms"})
-    cut = TensorLayout((place.world_size,), (0, -1)), (2 * place.world_size, 2)
-    weights = {name: array for name, array in arrays.items() if name == "embedding.weight"}
-    others = {name: array for name, array in arrays.items() if name not in weights}
-    return iteration_shard("sim", place, state, weights, others, {name: cut for name in arrays if "embedding" in name}, random)
+def make_shard(place: SaveTarget, step: int, fmt: str, suffix: int, health: int | None = None) -> Shard:
+    """Returns the files that a rank saves at ``step``."""
+    state = TrainingState(step, PER_EPOCH, step, 8, health=health)
+    return build_shard("sim", place, state, tensors(place.run, step, place.rank), fmt, suffix)
 
 
 class _Step(Step):
@@ -147,7 +150,7 @@ class _Step(Step):
         self.manager, self.training, self.history = manager, training, history
 
     def collect(self) -> Save:
-        """Collecting is an exchange, as where pipeline stages share a parameter."""
+        """Collects this rank's shard. It is a collective, as where pipeline stages share a parameter."""
         self.manager.group.gather(b"")
         return Save(self.rescue())
 
@@ -155,13 +158,13 @@ class _Step(Step):
         session, training = self.manager.session, self.training
         saved = (session.place.run, self.number)
         self.history.began.add(saved)
-        self.history.failed.pop((saved, session.place.rank), None)      # it is saved once more
-        health = (1 if self.number in training.sick else 0) if training.monitored else None
-        return shard_of(session.place, self.number, training.format, session.suffix, health)
+        self.history.failed.pop((saved, session.place.rank), None)      # a repeated save replaces a failed one
+        health = (1 if self.number in training.unhealthy else 0) if training.health_monitored else None
+        return make_shard(session.place, self.number, training.format, session.suffix, health)
 
 
 class _RemoteCheckpoints(RemoteCheckpoints):
-    """Tells the history of uploads."""
+    """Records committed uploads in the history."""
     history: History
 
     def commit(self, place: SaveTarget, step: int, data_dir: str) -> None:
@@ -170,7 +173,7 @@ class _RemoteCheckpoints(RemoteCheckpoints):
 
 
 class _Manager(CheckpointManager):
-    """Tells the history of failed saves. ``uploader``: what uploads, also after its end."""
+    """Records the outcome of saves in the history. ``uploader``: the uploader, also after its end."""
     history: History
     uploader: Any = None
 
@@ -189,7 +192,7 @@ class _Manager(CheckpointManager):
 
 
 class Job:
-    """``name``: of its processes. The launcher ends all ranks when one of them has died."""
+    """A launcher and its ranks. The launcher ends all ranks when one has died. ``name``: prefix of the process names."""
 
     def __init__(self, cluster: Cluster, history: History, training: Training, hosts: list[Host], name: str = "job"):
         self.cluster, self.history, self.training, self.hosts, self.name = cluster, history, training, hosts, name
@@ -198,30 +201,29 @@ class Job:
         self.launcher: Process | None = None
 
     def start(self) -> Process:
-        """Returns the launcher, which ends when all ranks have."""
+        """Starts and returns the launcher, which ends when all ranks have ended."""
         self.launcher = self.cluster.process(self.hosts[0], f"{self.name}.launcher", self._launch)
         return self.launcher
 
-    def struck(self, kinds: tuple[str, ...]) -> bool:
-        """Whether anything has struck one of its processes, or one of ``kinds`` or a strike at all the cluster."""
-        return any(row.process.startswith(f"{self.name}.") or row.strike.kind in (*kinds, "kill all", "term all", "power")
-                   for row in self.cluster.struck)
+    def is_affected(self, kinds: tuple[str, ...]) -> bool:
+        """Returns whether a fault hit one of its processes, or a fault of ``kinds`` or one for everybody hit the cluster."""
+        return any(row.process.startswith(f"{self.name}.") or row.fault.kind in (*kinds, "kill all", "term all", "power")
+                   for row in self.cluster.injected)
 
     @property
     def over(self) -> bool:
         return bool(self.ranks) and all(process.dead for process in self.ranks)
 
     def _launch(self) -> None:
-        from mindresume.simulation.standins import Event
         changed, training = Event(), self.training
         per_host = -(-training.ranks // training.hosts)
         for rank in range(training.ranks):
             process = self.cluster.process(self.hosts[rank // per_host], f"{self.name}.{rank}",
-                                           lambda rank=rank: _life(self, rank))
-            process.when_dead.append(lambda _: changed.set())
+                                           lambda rank=rank: _run_rank(self, rank))
+            process.on_death.append(lambda _: changed.set())
             self.ranks.append(process)
-        mine = running()
-        mine.on_term = lambda: [self.cluster.terminate(process) for process in self.ranks] and None
+        mine = current_process()
+        mine.sigterm_handler = lambda: [self.cluster.terminate(process) for process in self.ranks] and None
         while not self.over:
             changed.wait(None)
             changed.clear()
@@ -236,20 +238,21 @@ class Job:
                 self.cluster.kill(process)
 
 
-def _life(job: Job, rank: int) -> None:
+def _run_rank(job: Job, rank: int) -> None:
+    """Runs a rank. Records a violation if the job loses its lease although no fault affected it."""
     opened: list[str] = []
     try:
         _live(job, rank, opened)
     except LeaseHeldError as error:
-        if opened and not job.struck(("ENOSPC", "EDQUOT")):
-            job.history.expelled.append(f"{job.name}, which nothing has struck, has lost its folder: {error}")
+        if opened and not job.is_affected(("ENOSPC", "EDQUOT")):
+            job.history.lease_losses.append(f"{job.name}, which no fault affected, has lost its lease: {error}")
         raise
 
 
 def _live(job: Job, rank: int, opened: list[str]) -> None:
-    """``opened``: is told the run, as soon as there is one."""
+    """Trains as one rank. ``opened``: receives the run id as soon as there is one."""
     training, history = job.training, job.history
-    process, least = running(), due(job.history)
+    process, required = current_process(), newest_acknowledged(job.history)
     group = job.communicator.member(rank, process)
     storage = Mount(job.cluster, process)
     choice, load_attempt, hold = None, None, None
@@ -258,11 +261,11 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     if not training.fresh:
         found = CheckpointSelector(storage, group, training.settings, process.emit, _no_complete_weights, remote=remote,
                                    saved_to=lambda: {training.root}, shared_groups=shared_groups).select(
-            SelectionRequest(training.root, output_dir=training.output, any_layout=training.converts,
-                             health_dir=training.output if training.monitored else None))
+            SelectionRequest(training.root, output_dir=training.output, any_layout=training.allow_reshard,
+                             health_dir=training.output if training.health_monitored else None))
         choice, load_attempt, hold = found.choice, found.load_attempt, found.read_lock
         if choice is None and history.uploaded:
-            history.wrong.append(f"{job.name} begins afresh, though {max(history.uploaded, key=newer)} is at the url")
+            history.wrong.append(f"{job.name} starts fresh, though {max(history.uploaded, key=save_order)} is at the url")
     start = _loaded(job, choice, storage, rank) if choice is not None else 0
     options = SaveOptions(training.root, "sim", training.every, async_save=training.async_save,
                           iterations=training.format == ITERATION)
@@ -271,10 +274,10 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     manager.history, process.own = history, manager
     manager.open(shared_groups, choice, partial(number_runs, remote, process.emit), leases={})
     opened.append(manager.place.run)
-    history.opened.setdefault(manager.place.run, here().scheduler.now)
+    history.opened.setdefault(manager.place.run, current_cluster().scheduler.now)
     history.sizes[manager.place.run] = training.ranks
     if rank == 0 and not training.fresh:
-        _judge_choice(job, choice, least)
+        _check_choice(job, choice, required)
     if rank == 0:
         history.chosen[manager.place.run] = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
     if hold is not None:
@@ -283,12 +286,12 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
     manager.meet()
     manager.listen()
     step, left = start, ""
-    history.tried.add(manager.place.run)
+    history.started_runs.add(manager.place.run)
     manager.begin_load_attempt()
     for step in range(start + 1, training.steps + 1):
         try:
             _train(group, training.pace)
-            if training.dies:
+            if training.dies_in_first_step:
                 job.cluster.kill(process)
                 raise Killed
         except ExchangeError:
@@ -300,7 +303,7 @@ def _live(job: Job, rank: int, opened: list[str]) -> None:
             break
     manager.end(_Step(step, manager, training, history))
     if left:
-        report(group, lambda: None)             # as mindresume.mindformers.patches does: who ends first would end the others
+        report(group, lambda: None)             # as mindresume.mindformers.patches: the first rank to end would end the others
     if rank == 0:
         history.ended.append(manager.place.run)
 
@@ -312,56 +315,52 @@ def _remote_of(job: Job, process: Process) -> RemoteCheckpoints:
 
 
 def _no_complete_weights(storage: Any, path: str) -> Choice:
-    raise AssertionError(f"{path} is taken for complete weights")
+    raise AssertionError(f"{path} was selected as complete weights")
 
 
-def _judge_choice(job: Job, choice: Choice | None, least: Saved | None) -> None:
-    """Of a job that has acquired the folder. ``least``: what all ranks had been told is saved when it began. With an error it may
-    be passed over, and so may one on which jobs have died."""
+def _check_choice(job: Job, choice: Choice | None, required: Saved | None) -> None:
+    """Records a violation if the job resumes from something older than ``required``, the newest acknowledged save at its start.
+    After an I/O error, or if jobs have died after loading it, a checkpoint may be skipped."""
     refused = choice.refused if choice is not None else ()
-    if least is None or job.struck(tuple(ERRORS)) or any("suspected" in row.reason for row in refused):
+    if required is None or job.is_affected(tuple(ERRORS)) or any("suspected" in row.reason for row in refused):
         return
     chosen = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
-    if chosen is None or newer(chosen) < newer(least):
-        job.history.older.append(f"{job.name} takes {chosen}, though all ranks were told that {least} is saved")
+    if chosen is None or save_order(chosen) < save_order(required):
+        job.history.stale_choices.append(f"{job.name} takes {chosen}, though all ranks were told that {required} is saved")
 
 
 def _train(group: Group, seconds: float) -> None:
-    """One step: nobody is faster than the slowest."""
-    here().scheduler.sleep(seconds)
+    """Trains one step: a collective that ends with the slowest rank."""
+    current_cluster().scheduler.sleep(seconds)
     group.gather(b"")
 
 
 def _loaded(job: Job, choice: Choice, storage: Mount, rank: int) -> int:
-    """Reads what was chosen, as this rank. Returns its step; what is wrong with it is told."""
+    """Reads the selected checkpoint as this rank, records what is wrong with it, and returns its step."""
     chosen = choice.chosen
     saved = (chosen.run or "", chosen.step or 0)
-    proven = [proof.rank for proof in choice.shards] if job.training.converts else [rank]
+    proven = [proof.rank for proof in choice.shards] if job.training.allow_reshard else [rank]
     for text in wrong_content(storage, choice, proven):
         job.history.wrong.append(text)
     return saved[1]
 
 
 def wrong_content(storage: Any, choice: Choice, ranks: list[int]) -> list[str]:
-    """What of the chosen checkpoint is not, bit for bit, what was saved. OSError if that cannot be read now."""
+    """Returns which tensors of the selected checkpoint are not, bit for bit, what was saved. Raises OSError if it cannot be read
+    now."""
     chosen, found = choice.chosen, []
     shards = {proof.rank: proof for proof in choice.shards}
     for rank in ranks:
         if rank not in shards:
             found.append(f"step {chosen.step} of {chosen.run}: rank {rank} proved nothing")
             continue
-        read: dict[str, np.ndarray] = {}
-        for source in shards[rank].sources:
-            path = f"{choice.root}/{source.file.path}"
-            try:
-                with storage.open(path) as file:
-                    header = read_header(file, path)
-                    read.update({name: read_tensor(file, header.tensors[name]) for name in source.names or header.tensors})
-            except MindResumeError as error:
-                found.append(f"step {chosen.step} of {chosen.run} was chosen and cannot be read by rank {rank}: {error}")
-        for name, array in tensors(chosen.run or "", chosen.step or 0, rank).items():
-            if name not in read or read[name].tobytes() != array.tobytes():
-                found.append(f"{name} of rank {rank} is not what was saved in step {chosen.step} of {chosen.run}")
+        try:
+            read = read_sources(storage.open, choice.root, shards[rank].sources)
+        except MindResumeError as error:
+            found.append(f"step {chosen.step} of {chosen.run} was selected and cannot be read by rank {rank}: {error}")
+            continue
+        found += [f"{name} of rank {rank} is not what was saved in step {chosen.step} of {chosen.run}"
+                  for name in differing_tensors(tensors(chosen.run or "", chosen.step or 0, rank), read)]
     return found
 
 

@@ -1,8 +1,8 @@
 """A ``Storage``: the file system of a simulated cluster as one process on one host sees it.
 
-Each call is one operation of the scheduler (a write is two: half of it, then all), at which the schedule may strike: an error
-before or after the effect, the death of the process, of its host or of the server. A host remembers listings as an NFS client
-does: for ``lag`` seconds it believes them, unless it changed the folder itself; it looks in vain for what it once found absent.
+Each call is one operation of the scheduler (a write is two: half of the bytes, then all). The schedule may inject a fault there:
+an error before or after the effect, or the death of the process, its host or the server. A host caches listings and absent names
+for ``lag`` seconds, as an NFS client does, unless it changed the folder itself.
 """
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mindresume.storage.interface import UNKNOWN_SPACE, NewFile, Status
 
 
 class Mount:
-    """``width`` 1: operations of one process come one after the other, so that their numbers mean something."""
+    """Implements ``Storage``. ``width`` 1: a process does one operation at a time, so that operation numbers are reproducible."""
     width = 1
 
     def __init__(self, cluster: Cluster, process: Process):
         self.cluster, self.process, self.host = cluster, process, process.host
 
-    # ---- looking ---------------------------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------------------------
 
     def list(self, folder: str) -> list[str]:
         return self._do("list", folder, lambda disk: list(self.host.names(disk, folder)))
 
     def status(self, path: str) -> Status | None:
         def act(disk: Disk) -> Status | None:
-            node = self._look(disk, path)
+            node = self._lookup(disk, path)
             if node is None:
                 return None
             if isinstance(node, Folder):
@@ -42,9 +42,9 @@ class Mount:
 
     def open(self, path: str) -> BinaryIO:
         def act(disk: Disk) -> BinaryIO:
-            node = self._look(disk, path)
+            node = self._lookup(disk, path)
             if node is None:
-                disk.absent(path)
+                disk.raise_missing(path)
             if isinstance(node, Folder):
                 fail(errno.EISDIR, path)
             return io.BytesIO(node.data)
@@ -54,10 +54,10 @@ class Mount:
         return self._do("free_space", folder, lambda disk: UNKNOWN_SPACE if disk.room > UNLIMITED // 2 else disk.room,
                         fails=False)
 
-    def _look(self, disk: Disk, path: str) -> File | Folder | None:
+    def _lookup(self, disk: Disk, path: str) -> File | Folder | None:
         return self.host.look(disk, path)
 
-    # ---- changing --------------------------------------------------------------------------------------------------
+    # ---- writing ---------------------------------------------------------------------------------------------------
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
         made = self.create(path, size, name="write")
@@ -72,7 +72,7 @@ class Mount:
 
     def create(self, path: str, size: int, name: str = "create") -> _NewFile:
         def act(disk: Disk) -> _NewFile:
-            pieces = name == "create"                   # then it has its size at once, and must be new
+            pieces = name == "create"                   # a file of known size must be new
             if pieces and disk.find(path) is not None:
                 fail(errno.EEXIST, path)
             if size > disk.room:
@@ -109,7 +109,7 @@ class Mount:
         for folder in reversed(missing):
             def act(disk: Disk, folder: str = folder) -> None:
                 disk.make_folder(folder)
-                disk.sync(os.path.dirname(folder))          # the contract: the new names are durable
+                disk.sync(os.path.dirname(folder))          # contract of Storage: a new folder is durable
                 self.host.changes(disk, folder)
             self._do("make_folder", folder, act)
 
@@ -128,7 +128,7 @@ class Mount:
 
 
 class _NewFile(NewFile):
-    """Visible with what was written, of the last piece the first half; at the end with all, flushed."""
+    """A file that is being written. Of each piece, the first half is visible before the rest; ``finish`` flushes it."""
 
     def __init__(self, mount: Mount, path: str, file: File):
         self.mount, self.path, self.file = mount, path, file

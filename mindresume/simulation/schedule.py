@@ -1,10 +1,10 @@
-"""A schedule: who goes on where, what strikes where, and how the hosts differ. A value that can be drawn, printed and shrunk.
+"""A schedule: which task continues at which operation, which faults are injected, and how the hosts differ. A value.
 
-    schedule = draw(random.Random(7), operations=200)
+    schedule = random_schedule(random.Random(7), operations=200)
     schedule.to_json();  Schedule.from_json(...)
 
-Without switches the ranks run one after the other, each as far as it gets; ``switches`` says before which operations another one
-goes on instead. So a schedule is what is unusual about a run, and leaving parts of it out makes it simpler.
+Without switches the ranks run one after the other, each until it blocks; a switch says before which operation another task
+continues instead. So a schedule holds only the exceptions of a run, and leaving out parts of it makes it simpler.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindresume.simulation.scheduler import TICK, Task
 
 _FULL = ("write", "create", "flush", "rename", "make_folder")
 _EFFECTS = ("write", "create", "flush", "rename", "sync", "remove", "make_folder", "put", "delete")
-OF_A_STORE = ("list objects", "size", "get", "put", "upload", "download", "delete")      # operations on objects
+OF_A_STORE = ("list objects", "size", "get", "put", "upload", "download", "delete")      # operations on an object store
 # kind -> (errno, operations that it can hit; (): all)
 ERRORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "EIO": (errno.EIO, ()), "ESTALE": (errno.ESTALE, ()), "ENOSPC": (errno.ENOSPC, _FULL), "EDQUOT": (errno.EDQUOT, _FULL),
@@ -30,32 +30,37 @@ EXPLAINED = {
     "EIO": "the operation fails once", "ESTALE": "it fails once, as on NFS after the server forgot a file",
     "ENOSPC": "the disk is full, for this and some later operations",
     "EDQUOT": "the quota is exhausted, for this and some later operations",
-    "EIO after": "it takes effect and reports an error all the same",
-    "ESTALE after": "it takes effect and reports an error all the same, as on NFS",
-    "kill": "the process is killed right before it", "kill host": "all processes of the host are killed",
-    "kill all": "all processes are killed", "power": "power fails: nothing that was not flushed is left, or any part of it",
-    "slow": "the operation takes so many seconds", "pause": "the process stands still for so many seconds, then goes on",
+    "EIO after": "the operation takes effect and reports an error nevertheless",
+    "ESTALE after": "the operation takes effect and reports an error nevertheless, as on NFS",
+    "kill": "the process is killed right before the operation", "kill host": "all processes of the host are killed",
+    "kill all": "all processes are killed", "power": "power loss: unflushed data is lost, entirely or in part",
+    "slow": "the operation takes AMOUNT seconds", "pause": "the process is suspended for AMOUNT seconds",
     "term": "SIGTERM to the process", "term all": "SIGTERM to all processes",
-    "clock": "the clock of the host jumps by so many seconds",
-    "outage": "no call to the object store succeeds, for this and some later operations",
-    "quota": "the quota of this rank is exhausted, for some operations of all: the others can write",
-    "quota of the host": "the quota of this host is exhausted, for some operations of all: other hosts can write",
-    "memory": "the container of the host may use so many bytes from now on",
-    "kill launcher": "the launcher of the job is killed, its ranks are not",
-    "unreadable": "one of the objects in the bucket cannot be read any more"}
-_PICKS = 24                     # moments at which nobody has to be interrupted, of the first of which some are drawn
+    "clock": "the clock of the host jumps by AMOUNT seconds",
+    "outage": "every call to the object store fails, for this and some later operations",
+    "quota": "the quota of this rank is exhausted for some operations; others can write",
+    "quota of the host": "the quota of this host is exhausted for some operations; others can write",
+    "memory": "the memory limit of the host becomes AMOUNT bytes",
+    "kill launcher": "the launcher of the job is killed, but not its ranks",
+    "unreadable": "one object in the bucket becomes unreadable"}
+_PICKS = 24                     # picks are drawn for the first moments at which a task blocks
 _TICKS = (TICK, TICK, TICK, 0.05, 0.25)
-OUTAGE = "outage"               # of an object store: no call succeeds
+OUTAGE = "outage"               # every call to the object store fails
 QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE = "quota", "quota of the host", "memory", "kill launcher", "unreadable"
 _AMOUNTS = {OUTAGE: (3, 30, 300), QUOTA: (20, 200, 2000), QUOTA_OF_HOST: (20, 200, 2000), MEMORY: (0, 100, 1 << 40),
-            UNREADABLE: range(1000)}                        # of those that few scenarios have
+            UNREADABLE: range(1000)}                        # of the faults of few scenarios
 
 
 @dataclass(frozen=True)
-class Strike:
-    """``at``: number of the operation, counted over all processes from 1. ``amount``: of a slow operation, a pause or a clock the
-    seconds, of a full disk, a quota and an outage the operations for which it lasts, of a loss of power what is left (0: only
-    what was flushed; else a seed), of memory the bytes, of an unreadable object which one."""
+class Fault:
+    """A fault at one operation.
+
+    Args:
+        at: number of the operation, counted over all processes from 1.
+        kind: one of ``EXPLAINED``.
+        amount: seconds of a slow operation, a pause or a clock jump; operations for which a full disk, quota or outage lasts;
+            what is left by a power loss (0: flushed data only; else a seed); bytes of memory; the number of an unreadable object.
+    """
     at: int
     kind: str
     amount: int = 0
@@ -63,41 +68,47 @@ class Strike:
 
 @dataclass(frozen=True)
 class Schedule:
-    """``switches``: (number of the operation, how many tasks further on in the list of those that can go on). ``picks``: the same
-    for the moments at which the running task cannot go on, counted from 1. ``lag``: seconds for which hosts believe listings.
-    ``clocks``: by host, seconds by which its clock is wrong. ``tick``: seconds that an operation takes: where it is long, those
-    who look again after a pause do so in the middle of what others do."""
+    """All choices of a run.
+
+    Args:
+        switches: (number of the operation, offset of the next task in the list of those that are ready).
+        picks: the same for the moments at which the running task blocks, counted from 1.
+        faults: the faults, by operation.
+        lag: seconds for which hosts cache listings.
+        clocks: by host, seconds by which its clock is wrong.
+        tick: seconds that an operation takes. Where it is long, processes that poll do so in the middle of what others do.
+    """
     seed: int = 0
     switches: tuple[tuple[int, int], ...] = ()
     picks: tuple[tuple[int, int], ...] = ()
-    strikes: tuple[Strike, ...] = ()
+    faults: tuple[Fault, ...] = ()
     lag: float = 0.0
     clocks: tuple[float, ...] = ()
     tick: float = TICK
 
-    def chooser(self) -> _Listed:
-        return _Listed(dict(self.switches), dict(self.picks))
+    def chooser(self) -> _ScriptedChooser:
+        return _ScriptedChooser(dict(self.switches), dict(self.picks))
 
     @property
     def size(self) -> int:
-        return len(self.switches) + len(self.picks) + len(self.strikes) + bool(self.lag) + bool(self.clocks) + (self.tick != TICK)
+        return len(self.switches) + len(self.picks) + len(self.faults) + bool(self.lag) + bool(self.clocks) + (self.tick != TICK)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Schedule:
-        """Reads what ``to_json`` gives; what is not there is as usual. AttributeError, KeyError, TypeError or ValueError if it
-        is something else."""
+        """Reads what ``to_json`` returns; missing keys have their defaults. Raises AttributeError, KeyError, TypeError or
+        ValueError for anything else."""
         pairs = {name: tuple((int(at), int(further)) for at, further in value.get(name, ())) for name in ("switches", "picks")}
-        strikes = tuple(Strike(int(row["at"]), str(row["kind"]), int(row.get("amount", 0))) for row in value.get("strikes", ()))
-        return cls(int(value.get("seed", 0)), **pairs, strikes=strikes, lag=float(value.get("lag", 0.0)),
+        faults = tuple(Fault(int(row["at"]), str(row["kind"]), int(row.get("amount", 0))) for row in value.get("faults", ()))
+        return cls(int(value.get("seed", 0)), **pairs, faults=faults, lag=float(value.get("lag", 0.0)),
                    clocks=tuple(map(float, value.get("clocks", ()))), tick=float(value.get("tick", TICK)))
 
-    def simpler(self) -> list[Schedule]:
-        """Schedules with less, the largest steps first."""
-        found = [replace(self, **{name: ()}) for name in ("switches", "picks", "strikes") if len(getattr(self, name)) > 1]
-        for name in ("switches", "picks", "strikes"):
+    def shrink_candidates(self) -> list[Schedule]:
+        """Returns simpler schedules, the largest reductions first."""
+        found = [replace(self, **{name: ()}) for name in ("switches", "picks", "faults") if len(getattr(self, name)) > 1]
+        for name in ("switches", "picks", "faults"):
             rows = getattr(self, name)
             if len(rows) > 3:
                 half = len(rows) // 2
@@ -112,14 +123,14 @@ class Schedule:
         return found
 
 
-class _Listed:
-    """Who goes on, as a schedule lists it."""
+class _ScriptedChooser:
+    """Chooses the tasks that a schedule lists."""
     __slots__ = ("switches", "picks", "picked")
 
     def __init__(self, switches: dict[int, int], picks: dict[int, int]):
         self.switches, self.picks, self.picked = switches, picks, 0
 
-    def wants(self, number: int) -> bool:
+    def may_switch(self, number: int) -> bool:
         return number in self.switches
 
     def choose(self, number: int, current: Task | None, ready: Sequence[Task]) -> Task:
@@ -130,27 +141,27 @@ class _Listed:
         return others[(self.switches[number] - 1) % len(others)] if others else current
 
 
-def draw(chance: random.Random, operations: int, kinds: Sequence[str] = KINDS, lags: Sequence[float] = (0.0, 0.0, 30.0, 60.0),
-         hosts: int = 2, most_strikes: int = 3) -> Schedule:
-    """A random one for a run of about ``operations``."""
+def random_schedule(rng: random.Random, operations: int, kinds: Sequence[str] = KINDS,
+                    lags: Sequence[float] = (0.0, 0.0, 30.0, 60.0), hosts: int = 2, max_faults: int = 3) -> Schedule:
+    """Draws a schedule for a run of about ``operations``."""
     def moments(count: int, most: int = operations) -> list[int]:
-        return sorted(chance.randrange(1, most + 1) for _ in range(count))
-    few = chance.random() < 0.5
-    switches = tuple((at, chance.randrange(1, 4)) for at in sorted(set(moments(chance.randrange(5 if few else operations // 4)))))
-    picks = tuple((at, chance.randrange(1, 4)) for at in sorted(set(moments(chance.randrange(4), _PICKS))))
-    count = chance.choice((0, 1, 1, 1, 2, 2, most_strikes))
-    strikes = []
+        return sorted(rng.randrange(1, most + 1) for _ in range(count))
+    few = rng.random() < 0.5
+    switches = tuple((at, rng.randrange(1, 4)) for at in sorted(set(moments(rng.randrange(5 if few else operations // 4)))))
+    picks = tuple((at, rng.randrange(1, 4)) for at in sorted(set(moments(rng.randrange(4), _PICKS))))
+    count = rng.choice((0, 1, 1, 1, 2, 2, max_faults))
+    faults = []
     for at in sorted(set(moments(count))):
-        kind = chance.choice(kinds)
-        amount = {"pause": chance.choice((1, 20, 100, 1000)), "slow": chance.choice((1, 20, 100, 1000)),
-                  "clock": chance.choice((-3600, 3600, 10**7)),
-                  "power": chance.choice((0, 0, chance.randrange(1, 10**6))),
-                  "ENOSPC": chance.choice((0, 20, 200)), "EDQUOT": chance.choice((0, 20, 200))}.get(kind, 0)
+        kind = rng.choice(kinds)
+        amount = {"pause": rng.choice((1, 20, 100, 1000)), "slow": rng.choice((1, 20, 100, 1000)),
+                  "clock": rng.choice((-3600, 3600, 10**7)),
+                  "power": rng.choice((0, 0, rng.randrange(1, 10**6))),
+                  "ENOSPC": rng.choice((0, 20, 200)), "EDQUOT": rng.choice((0, 20, 200))}.get(kind, 0)
         if kind in _AMOUNTS:
-            amount = chance.choice(_AMOUNTS[kind])
-        strikes.append(Strike(at, kind, amount))
-    clocks = tuple(chance.choice((0.0, 0.0, -7200.0, 86400.0)) for _ in range(hosts)) if chance.random() < 0.3 else ()
-    if chance.random() < 0.5:                               # somebody else goes on before the struck one can react
-        switches = tuple(sorted({**{strike.at + 1: chance.randrange(1, 4) for strike in strikes}, **dict(switches)}.items()))
-    seed, lag, tick = chance.randrange(1 << 30), chance.choice(lags), chance.choice(_TICKS)
-    return Schedule(seed, switches, picks, tuple(strikes), lag, clocks, tick)
+            amount = rng.choice(_AMOUNTS[kind])
+        faults.append(Fault(at, kind, amount))
+    clocks = tuple(rng.choice((0.0, 0.0, -7200.0, 86400.0)) for _ in range(hosts)) if rng.random() < 0.3 else ()
+    if rng.random() < 0.5:                                  # another task continues before the affected one can react
+        switches = tuple(sorted({**{fault.at + 1: rng.randrange(1, 4) for fault in faults}, **dict(switches)}.items()))
+    seed, lag, tick = rng.randrange(1 << 30), rng.choice(lags), rng.choice(_TICKS)
+    return Schedule(seed, switches, picks, tuple(faults), lag, clocks, tick)

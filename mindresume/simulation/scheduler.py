@@ -1,11 +1,11 @@
-"""Tasks that take turns in one thread, in simulated time.
+"""A cooperative scheduler: tasks in one thread, in simulated time.
 
-    scheduler = Scheduler(Script({17: 1}))
+    scheduler = Scheduler(Schedule(switches=((17, 1),)).chooser())
     task = scheduler.start(process, work)
-    scheduler.run()                             # until nobody can go on
+    scheduler.run()                             # until every task has ended
 
-A task runs until it blocks (``sleep``, ``wait``) or calls ``operation``, where a ``Chooser`` may let another task go on. Nothing
-takes real time: when every task waits, the clock jumps to the first moment at which one of them need not wait any longer.
+A task runs until it blocks (``sleep``, ``block``) or calls ``operation``, where a ``Chooser`` may switch to another task. Nothing
+takes real time: when every task waits, the clock jumps to the first moment at which one of them is ready.
 """
 from __future__ import annotations
 
@@ -19,41 +19,46 @@ NEVER = float("inf")
 
 
 class Chooser(Protocol):
-    """Decides who goes on."""
+    """Decides which task continues."""
 
-    def wants(self, number: int) -> bool:
-        """Whether another task than the running one may go on before operation ``number``."""
+    def may_switch(self, number: int) -> bool:
+        """Returns whether another task than the running one may continue before operation ``number``."""
 
     def choose(self, number: int, current: Task | None, ready: Sequence[Task]) -> Task:
-        """Returns one of ``ready`` (by number of the task, ascending), before operation ``number`` of ``current``; None: the
-        one that ran until now cannot go on."""
+        """Returns one of ``ready`` (ascending by task number), before operation ``number`` of ``current``. ``current`` None: the
+        task that ran until now has blocked."""
 
 
 class Killed(BaseException):
-    """The process is gone. No except clause of the product can make it come back, as none can catch SIGKILL."""
+    """The process is gone. It is no Exception, so that no except clause of the product catches it: none can catch SIGKILL."""
 
 
-class Stuck(Exception):
-    """Tasks wait for each other, and no time limit will end that."""
+class Deadlock(Exception):
+    """Tasks wait for each other without a time limit."""
 
 
-class TooLong(Exception):
-    """More operations than a schedule may have: tasks that wait for something in a loop without an end."""
+class OperationLimit(Exception):
+    """The run has more operations than allowed: a task probably polls in an endless loop."""
 
 
 class Task:
-    """``process``: whatever owns it; it must have ``dead`` and ``paused_until``. ``wakes``: the moment at which it goes on by
-    itself; None: it is ready."""
-    __slots__ = ("number", "process", "name", "glet", "wakes", "done", "error", "woken", "where")
+    """A greenlet of a simulated process.
+
+    Args:
+        process: its owner, which has ``dead`` and ``paused_until``.
+
+    ``wake_time``: the moment at which it becomes ready; None while it is ready. ``where``: what it waits for, for messages.
+    """
+    __slots__ = ("number", "process", "name", "greenlet_task", "wake_time", "done", "error", "woken", "where")
 
     def __init__(self, number: int, process: Any, name: str, work: Callable[[], Any], hub: greenlet):
         self.number, self.process, self.name = number, process, name
-        self.wakes: float | None = None
+        self.wake_time: float | None = None
         self.woken = False
         self.done = False
         self.error: BaseException | None = None
-        self.where = ""                             # what it waits for, for people
-        self.glet = greenlet(lambda: self._run(work), hub)
+        self.where = ""                             # what it waits for, for messages
+        self.greenlet_task = greenlet(lambda: self._run(work), hub)
 
     def _run(self, work: Callable[[], Any]) -> None:
         try:
@@ -67,7 +72,8 @@ class Task:
 
 
 class Scheduler:
-    """``operations``: how many there were. ``most``: TooLong after so many. ``tick``: seconds that one takes."""
+    """Runs tasks. ``operations``: how many there were. ``most``: raises OperationLimit after so many. ``tick``: seconds of each.
+    """
 
     def __init__(self, chooser: Chooser, most: int = 20_000, tick: float = TICK):
         self.chooser, self.most, self.tick = chooser, most, tick
@@ -75,7 +81,7 @@ class Scheduler:
         self.operations = 0
         self.tasks: list[Task] = []
         self.current: Task | None = None
-        self.ended: list[Callable[[Task], None]] = []       # told whenever a task has ended
+        self.ended: list[Callable[[Task], None]] = []       # called when a task has ended
         self._hub = getcurrent()
         self._numbers = 0
 
@@ -88,16 +94,16 @@ class Scheduler:
     # ---- called by tasks -------------------------------------------------------------------------------------------
 
     def operation(self) -> int:
-        """A moment at which others may go on first. Returns the number of the operation, from 1."""
+        """Counts an operation, before which another task may continue. Returns its number, from 1."""
         number, me = self.operations + 1, self._me()
         self.operations = number
         self.now += self.tick
-        if me is None:                                      # the hub itself looks: nobody else runs
+        if me is None:                                      # called outside of tasks: no other task runs
             return number
         if number > self.most:
-            self._hub.switch()                              # the product could take an error here for one of its own
+            self._hub.switch()                              # an exception here could be handled by the product
             raise Killed
-        if self.chooser.wants(number):
+        if self.chooser.may_switch(number):
             other = self.chooser.choose(number, me, self._ready())
             if other is not me:
                 self._next = other
@@ -106,47 +112,49 @@ class Scheduler:
         return number
 
     def sleep(self, seconds: float) -> None:
+        """Blocks the running task for ``seconds``."""
         self.block(max(seconds, 0.0), "sleeps")
 
     def block(self, seconds: float | None, where: str = "") -> bool:
-        """Waits until somebody wakes this task, at most ``seconds`` (None: for ever). Returns whether it was woken."""
+        """Blocks the running task until it is woken, at most ``seconds`` (None: no limit). Returns whether it was woken."""
         me = self._me()
-        if me is None:                                      # the hub: its own time passes
+        if me is None:                                      # called outside of tasks: only time passes
             self.now += seconds or 0.0
             return False
-        me.wakes, me.woken, me.where = (NEVER if seconds is None else self.now + seconds), False, where
+        me.wake_time, me.woken, me.where = (NEVER if seconds is None else self.now + seconds), False, where
         self._hub.switch()
         self.check()
         return me.woken
 
     def wake(self, task: Task) -> None:
-        if task.wakes is not None:
-            task.wakes, task.woken, task.where = None, True, ""
+        """Makes a blocked task ready."""
+        if task.wake_time is not None:
+            task.wake_time, task.woken, task.where = None, True, ""
 
     def _me(self) -> Task | None:
-        """The running task. Killed in a task of a process that is gone: Python unwinds its stack when nobody refers to it any
-        more, and what its except clauses do then must not happen."""
+        """Returns the running task. Raises Killed if its process is gone: when Python unwinds the stack of a task to which
+        nothing refers any more, the except clauses of the product must have no effect."""
         me = self.current
-        if me is not None and (me.process.dead or getcurrent() is not me.glet):
+        if me is not None and (me.process.dead or getcurrent() is not me.greenlet_task):
             raise Killed
         if me is None and getcurrent() is not self._hub:
             raise Killed
         return me
 
     def check(self) -> None:
-        """Killed if the process of the running task is gone."""
+        """Raises Killed if the process of the running task is gone."""
         if self.current is not None and self.current.process.dead:
             raise Killed
 
-    # ---- called by whoever owns the scheduler ----------------------------------------------------------------------
+    # ---- called by the owner of the scheduler ----------------------------------------------------------------------
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Until every task has ended or ``until()``. Stuck if those that are left wait without an end."""
+        """Runs until every task has ended or ``until()``. Raises Deadlock if the tasks that are left wait without a limit."""
         self._hub = getcurrent()
         self._next: Task | None = None
         last: Task | None = None
         while not until():
-            self._bury(task for task in self.tasks if task.process.dead)
+            self._unwind(task for task in self.tasks if task.process.dead)
             self.tasks = [task for task in self.tasks if not task.done and not task.process.dead]
             if not self.tasks:
                 return
@@ -154,53 +162,53 @@ class Scheduler:
             if task is None or task.done or task.process.dead:
                 ready = self._ready()
                 if not ready:
-                    self._jump()
+                    self._advance_clock()
                     continue
-                task = self.chooser.choose(0, None, _after(ready, last))
-            task.wakes = None
+                task = self.chooser.choose(0, None, _round_robin(ready, last))
+            task.wake_time = None
             last = self.current = task
-            task.glet.parent = self._hub
-            task.glet.switch()
+            task.greenlet_task.parent = self._hub
+            task.greenlet_task.switch()
             self.current = None
             if self.operations > self.most:
-                raise TooLong(f"{self.operations} operations")
+                raise OperationLimit(f"{self.operations} operations")
             if task.done:
                 for tell in self.ended:
                     tell(task)
 
     def end(self) -> None:
-        """Nobody goes on any more."""
+        """Ends all tasks."""
         tasks, self.tasks = self.tasks, []
         for task in tasks:
             task.process.dead = True
-        self._bury(tasks)
+        self._unwind(tasks)
 
-    def _bury(self, tasks: Iterable[Task]) -> None:
-        """Unwinds the stacks of killed tasks, of which every operation fails. Python would do that when nobody refers to them any
-        more, at a moment that nobody knows, perhaps in the middle of another cluster."""
+    def _unwind(self, tasks: Iterable[Task]) -> None:
+        """Unwinds the stacks of killed tasks; each of their operations fails. Otherwise Python would do so when the last
+        reference goes, at an unpredictable moment, perhaps while another cluster runs."""
         for task in tasks:
-            while task.glet and not task.done:              # begun, and not at its end
+            while task.greenlet_task and not task.done:     # started and not ended
                 self.current = task
-                task.glet.parent = getcurrent()
-                task.glet.throw(Killed)
+                task.greenlet_task.parent = getcurrent()
+                task.greenlet_task.throw(Killed)
             task.done, self.current = True, None
 
     def _ready(self) -> list[Task]:
         now = self.now
         return [task for task in self.tasks if not task.done and not task.process.dead
-                and (task.wakes is None or task.wakes <= now) and task.process.paused_until <= now]
+                and (task.wake_time is None or task.wake_time <= now) and task.process.paused_until <= now]
 
-    def _jump(self) -> None:
-        """To the first moment at which a task can go on."""
-        moments = [max(task.wakes or 0.0, task.process.paused_until) for task in self.tasks]
+    def _advance_clock(self) -> None:
+        """Advances the clock to the first moment at which a task is ready."""
+        moments = [max(task.wake_time or 0.0, task.process.paused_until) for task in self.tasks]
         moment = min(moments)
         if moment == NEVER:
-            raise Stuck("; ".join(f"{task.name} {task.where}" for task in self.tasks))
+            raise Deadlock("; ".join(f"{task.name} {task.where}" for task in self.tasks))
         self.now = max(self.now, moment)
 
 
-def _after(ready: list[Task], last: Task | None) -> list[Task]:
-    """In turn: those behind the one that ran last go first."""
+def _round_robin(ready: list[Task], last: Task | None) -> list[Task]:
+    """Returns ``ready`` in round-robin order: tasks after the one that ran last come first."""
     if last is None:
         return ready
     return [task for task in ready if task.number > last.number] + [task for task in ready if task.number <= last.number]

@@ -1,6 +1,6 @@
-"""What ``threading`` and ``queue`` offer, for tasks of a simulated cluster.
+"""The classes of ``threading`` and ``queue`` for tasks of a simulated cluster.
 
-They behave as the real ones in what the product uses, errors of wrong use included; waiting is that of the scheduler.
+They behave as the real ones where the product uses them, errors of wrong use included; waiting is that of the scheduler.
 """
 from __future__ import annotations
 
@@ -9,35 +9,21 @@ from collections.abc import Callable
 from typing import Any
 
 from mindresume.events import ERROR, Notice
-from mindresume.simulation.cluster import Cluster, Process
+from mindresume.simulation.cluster import current_cluster, current_process
 from mindresume.simulation.scheduler import Killed, Task
 
-_cluster: list[Cluster] = []
 
-
-def here() -> Cluster:
-    """The cluster that runs."""
-    return _cluster[-1]
-
-
-def running() -> Process:
-    process = here().running
-    if process is None:
-        raise RuntimeError("no process of the cluster is running")
-    return process
-
-
-class _Waiters:
-    """Tasks that wait for something."""
+class WaitQueue:
+    """Tasks that wait for one condition."""
 
     def __init__(self) -> None:
         self._tasks: list[Task] = []
 
     def wait(self, timeout: float | None, where: str) -> bool:
-        scheduler = here().scheduler
+        scheduler = current_cluster().scheduler
         task = scheduler.current
         if task is None:
-            raise RuntimeError(f"nobody can wait here ({where})")
+            raise RuntimeError(f"only a task of the cluster can wait ({where})")
         self._tasks.append(task)
         try:
             return scheduler.block(timeout, where)
@@ -48,13 +34,13 @@ class _Waiters:
     def wake(self, count: int = 1 << 30) -> None:
         for task in [task for task in self._tasks if not task.process.dead][:count]:
             self._tasks.remove(task)
-            here().scheduler.wake(task)
+            current_cluster().scheduler.wake(task)
 
 
 class Event:
     def __init__(self) -> None:
         self._set = False
-        self._waiters = _Waiters()
+        self._waiters = WaitQueue()
 
     def is_set(self) -> bool:
         return self._set
@@ -73,16 +59,16 @@ class Event:
 
 
 class Lock:
-    """Who has it waits for itself if it takes it again. What a killed process had is free."""
+    """A lock. A task that acquires it twice blocks. A lock of a killed process is free."""
     again = False
 
     def __init__(self) -> None:
         self._owner: Task | None = None
         self._depth = 0
-        self._waiters = _Waiters()
+        self._waiters = WaitQueue()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        scheduler = here().scheduler
+        scheduler = current_cluster().scheduler
         me = scheduler.current
         until = None if timeout < 0 else scheduler.now + timeout
         while self.locked() and not (self.again and self._owner is me):
@@ -97,21 +83,21 @@ class Lock:
     def release(self) -> None:
         if not self._depth:
             raise RuntimeError("release unlocked lock")
-        if self.again and self._owner is not here().scheduler.current:
+        if self.again and self._owner is not current_cluster().scheduler.current:
             raise RuntimeError("cannot release un-acquired lock")
         self._depth -= 1
         if not self._depth:
             self._free()
 
     def _free(self) -> tuple[Task | None, int]:
-        """Returns what ``_take`` needs to have it again."""
+        """Releases the lock entirely and returns the state that ``_take`` needs to restore it."""
         had = self._owner, self._depth
         self._owner, self._depth = None, 0
         self._waiters.wake(1)
         return had
 
     def _take(self, had: tuple[Task | None, int]) -> None:
-        me = here().scheduler.current
+        me = current_cluster().scheduler.current
         if me is None or not me.process.dead:
             self.acquire()
         self._owner, self._depth = had
@@ -120,8 +106,8 @@ class Lock:
         return self._depth > 0 and not (self._owner is not None and self._owner.process.dead)
 
     def owned(self) -> bool:
-        """By the running task; of a lock that need not be taken and released by the same one: by anybody."""
-        return self.locked() and (not self.again or self._owner is here().scheduler.current)
+        """Returns whether the running task holds the lock. A lock that another task may release counts as held by any task."""
+        return self.locked() and (not self.again or self._owner is current_cluster().scheduler.current)
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -131,14 +117,14 @@ class Lock:
 
 
 class RLock(Lock):
-    """Who has it may take it again."""
+    """A lock that its holder may acquire again."""
     again = True
 
 
 class Condition:
     def __init__(self, lock: Lock | None = None):
         self._lock = lock or RLock()
-        self._waiters = _Waiters()
+        self._waiters = WaitQueue()
         self.acquire, self.release = self._lock.acquire, self._lock.release
 
     def __enter__(self) -> bool:
@@ -157,7 +143,7 @@ class Condition:
             self._lock._take(had)
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        scheduler = here().scheduler
+        scheduler = current_cluster().scheduler
         until = None if timeout is None else scheduler.now + timeout
         while not (result := predicate()):
             left = None if until is None else until - scheduler.now
@@ -176,7 +162,7 @@ class Condition:
 
 
 class Thread:
-    """A task of the process that starts it; it ends with the process, as a daemon does."""
+    """A task of the process that starts it. It ends with the process, as a daemon thread does."""
 
     def __init__(self, group: None = None, target: Callable[..., Any] | None = None, name: str = "thread", args: tuple = (),
                  kwargs: dict[str, Any] | None = None, daemon: bool | None = None):
@@ -190,26 +176,26 @@ class Thread:
             self._target(*self._values, **self._named)
 
     def start(self) -> None:
-        process = running()
+        process = current_process()
         if self._task is not None:
             raise RuntimeError("threads can only be started once")
 
         def run() -> None:
             try:
                 self.run()
-            except Killed:                                  # with its process: nobody hears of it
+            except Killed:                                  # with its process: no message
                 raise
             except SystemExit:
                 pass
             except BaseException as error:                  # noqa: B036  as Python: a message, and the thread is gone
                 process.emit(Notice(f"error in thread {self.name}: {type(error).__name__}: {error}", ERROR))
             self._ended.set()
-        self._task = here().scheduler.start(process, run, f"{process.name}/{self.name}")
+        self._task = current_cluster().scheduler.start(process, run, f"{process.name}/{self.name}")
 
     def join(self, timeout: float | None = None) -> None:
         if self._task is None:
             raise RuntimeError("cannot join thread before it is started")
-        if self._task is here().scheduler.current:
+        if self._task is current_cluster().scheduler.current:
             raise RuntimeError("cannot join current thread")
         self._ended.wait(timeout)
 
@@ -220,17 +206,17 @@ class Thread:
 class SimpleQueue:
     def __init__(self) -> None:
         self._items: list[Any] = []
-        self._waiters = _Waiters()
+        self._waiters = WaitQueue()
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        here().scheduler.check()                    # the other end may be another process, which hears nothing of the dead
+        current_cluster().scheduler.check()         # a dead process sends no message to another one
         self._items.append(item)
         self._waiters.wake(1)
 
     put_nowait = put
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        scheduler = here().scheduler
+        scheduler = current_cluster().scheduler
         until = None if timeout is None else scheduler.now + timeout
         while not self._items:
             left = None if until is None else until - scheduler.now
@@ -240,7 +226,7 @@ class SimpleQueue:
         return self._items.pop(0)
 
     def wait(self, timeout: float) -> None:
-        """Until there may be a message."""
+        """Blocks until there may be a message."""
         if not self._items:
             self._waiters.wait(timeout, "waits for a message")
 

@@ -18,7 +18,7 @@ def test_a_sample_is_the_default_and_says_what_it_left_out(call, read, tmp_path)
     status, out, err = call("--dir", tmp_path, *SMALL)
     *_, cells, left_out = out.splitlines()
     assert status == 0 and "cells in" in cells
-    assert left_out.endswith("--full strikes every operation, another --seed others")
+    assert left_out.endswith("--full takes every operation, another --seed takes others")
     status, found = read("--dir", tmp_path, *SMALL)
     assert status == 0 and found["every"] == -(-found["possible"] // 30)
     assert 0 < len(found["cells"]) < found["possible"] and os.listdir(tmp_path) == []
@@ -37,4 +37,4 @@ def test_full_is_every_operation(call, read):
 
 def test_full_and_every(call):
     status, out, err = call("--full", "--every", "3")
-    assert (status, out) == (2, "") and "--full strikes every operation; it does not go with --every" in err
+    assert (status, out) == (2, "") and "--full takes every operation; it does not go with --every" in err

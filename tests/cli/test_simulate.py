@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mindresume.fault_injection import workers
-from mindresume.simulation import explore, portions, schedule
+from mindresume.simulation import schedule, search, search_shards
 from mindresume.simulation.mount import Mount
 
 COMMAND = "drill"
@@ -42,9 +42,9 @@ def unflushed(monkeypatch):
     """A product that flushes no folder. What was judged before does not count."""
     monkeypatch.setattr(Mount, "sync", lambda self, folder: None)
     monkeypatch.setattr(workers, "Workers", InThisProcess)
-    monkeypatch.setattr(explore, "known_here", explore.Known())
-    monkeypatch.setattr(explore, "_sizes", {})
-    monkeypatch.setattr(portions, "_seen", set())
+    monkeypatch.setattr(search, "known_states", search.KnownStates())
+    monkeypatch.setattr(search, "_sizes", {})
+    monkeypatch.setattr(search_shards, "_seen", set())
 
 
 def test_nothing_is_found_by_processes(read):
@@ -59,7 +59,7 @@ def test_what_is_found_is_printed_and_replayed(call, unflushed, monkeypatch, tmp
     head, text, line, command = out.splitlines()[:4]
     assert re.fullmatch(r"LOST: save, ckpt, foreground, seed \d+", head) and "all ranks were told" in text
     found = json.loads(line)["schedule"]
-    assert [strike["kind"] for strike in found["strikes"]] == ["power"] and not found["switches"]
+    assert [fault["kind"] for fault in found["faults"]] == ["power"] and not found["switches"]
     program, *arguments = shlex.split(command)
     assert program == "mindresume" and arguments[-1] == line.strip()
     status, out, err = call(*arguments[1:])
@@ -75,17 +75,17 @@ def test_what_is_found_is_printed_and_replayed(call, unflushed, monkeypatch, tmp
 
 
 def test_a_replay_as_json(read):
-    strikes = [{"at": 9, "kind": "power"}]
+    faults = [{"at": 9, "kind": "power"}]
     status, found = read("--simulate", "--replay", json.dumps(
-        {"scenario": "save", "format": "ckpt", "way": "", "schedule": {"strikes": strikes}}))
-    assert status == 0 and found["findings"] == [] and found["struck"][0]["at"] == 9
+        {"scenario": "save", "format": "ckpt", "way": "", "schedule": {"faults": faults}}))
+    assert status == 0 and found["findings"] == [] and found["faults"][0]["at"] == 9
     assert [row[0] for row in found["operations"]] == list(range(1, 10))
     assert {process["name"]: process["exit"] for process in found["processes"]} == {"rank0": -9, "rank1": -9}
 
 
 def test_power_that_fails_after_the_end(call, unflushed):
     status, out, err = call("--simulate", "--replay", json.dumps(
-        {"scenario": "save", "format": "ckpt", "way": "", "schedule": {"strikes": [{"at": 1000, "kind": "power"}]}}))
+        {"scenario": "save", "format": "ckpt", "way": "", "schedule": {"faults": [{"at": 1000, "kind": "power"}]}}))
     assert status == 1 and re.search(r"^ 1000 +the end   <- power$", out, re.MULTILINE) and "rank1: exit status 0" in out
     assert out.splitlines()[-1].startswith("lost: ")
 
@@ -97,18 +97,18 @@ def test_all_schedules_with_few_switches(call, unflushed):
 
 
 def test_the_parts_of_a_systematic_search_are_the_whole():
-    wanted = explore.Search((0, 1), ("save",), ("ckpt",), ("",))
-    whole, parts = explore.Counts(), explore.Counts()
-    assert not list(explore.systematic(explore.SCENARIOS["save"], "ckpt", "", 1, whole, every=7))
-    cut = list(portions.systematic_portions(wanted, 1))
-    assert len(cut) == portions.PARTS and len(set(cut)) == len(cut)
+    wanted = search.SearchRequest((0, 1), ("save",), ("ckpt",), ("",))
+    whole, parts = search.Counts(), search.Counts()
+    assert not list(search.systematic(search.SCENARIOS["save"], "ckpt", "", 1, whole, every=7))
+    cut = list(search_shards.systematic_shards(wanted, 1))
+    assert len(cut) == search_shards.PARTS and len(set(cut)) == len(cut)
     for part in range(3):
-        assert not list(explore.systematic(explore.SCENARIOS["save"], "ckpt", "", 1, parts, every=7, part=(part, 3)))
+        assert not list(search.systematic(search.SCENARIOS["save"], "ckpt", "", 1, parts, every=7, part=(part, 3)))
     assert parts.runs == whole.runs > 3
 
 
 def test_portions_cover_every_seed_once():
-    cut = list(portions.random_portions(explore.Search((5, 11))))
+    cut = list(search_shards.random_shards(search.SearchRequest((5, 11))))
     assert [seed for part in cut for seed in range(part.seeds[0], sum(part.seeds))] == list(range(5, 16))
 
 
@@ -125,12 +125,12 @@ def test_portions_cover_every_seed_once():
     (("--simulate", "--scenario", "nodes", "--format", "iteration"), "no scenario of nodes exists in iteration"),
     (("--simulate", "--replay", "{}", "--seeds", "2"), "it does not go with --seeds"),
     (("--simulate", "--replay", "@/nowhere"), "/nowhere"),
-    *((("--simulate", "--replay", text), "this is no schedule") for text in (
+    *((("--simulate", "--replay", text), "not a schedule") for text in (
         "", "[]", "{}", '{"scenario": "x"}', "[" * 10_000, '{"scenario":"save","format":"x","way":"","schedule":{}}',
         '{"scenario":"save","format":"ckpt","way":"","schedule":{"switches":[1]}}',
-        '{"scenario":"save","format":"ckpt","way":"","schedule":{"strikes":[{"at":"x"}]}}')),
-    (("--simulate", "--replay", '{"scenario":"save","format":"ckpt","way":"","schedule":{"strikes":[{"at":1,"kind":"x"}]}}'),
-     "there is no strike 'x'")])
+        '{"scenario":"save","format":"ckpt","way":"","schedule":{"faults":[{"at":"x"}]}}')),
+    (("--simulate", "--replay", '{"scenario":"save","format":"ckpt","way":"","schedule":{"faults":[{"at":1,"kind":"x"}]}}'),
+     "there is no fault 'x'")])
 def test_what_cannot_be_asked(call, arguments, says):
     status, out, err = call(*arguments)
     assert (status, out) == (2, "") and says in err and err.count("\n") == 1
@@ -180,24 +180,24 @@ def test_a_signal_ends_it_with_what_was_found_so_far(number):
 
 
 def test_every_strike_that_can_be_drawn_is_explained():
-    drawn = {kind for scenario in explore.SCENARIOS.values() for kind in scenario.kinds}
+    drawn = {kind for scenario in search.SCENARIOS.values() for kind in scenario.kinds}
     assert drawn == set(schedule.EXPLAINED)
 
 
 @pytest.mark.parametrize("name", ["save", "bucket"])
 def test_what_is_known_is_neither_copied_nor_judged_again(name, monkeypatch):
     """The same run once more: nothing new. And the signature of a disk is that of its copy after all have died."""
-    known, first, again = explore.Known(), explore.Counts(), explore.Counts()
-    wanted = explore.SCENARIOS[name], "ckpt", "", schedule.Schedule(switches=((20, 1),))
-    assert explore.run(*wanted, known, first, share=32) is None and first.states > 10
-    assert explore.run(*wanted, known, again, share=32) is None and (again.states, again.schedules) == (0, first.schedules)
-    for disk in explore.Play(wanted[0], "ckpt", wanted[3]).run().cluster.disks.values():
+    known, first, again = search.KnownStates(), search.Counts(), search.Counts()
+    wanted = search.SCENARIOS[name], "ckpt", "", schedule.Schedule(switches=((20, 1),))
+    assert search.run(*wanted, known, first, share=32) is None and first.states > 10
+    assert search.run(*wanted, known, again, share=32) is None and (again.states, again.schedules) == (0, first.schedules)
+    for disk in search.Simulation(wanted[0], "ckpt", wanted[3]).run().cluster.disks.values():
         copy = disk.copy()
         copy.lose_power(lambda: True, lambda data: data)
         assert copy.signature() == copy.signature(power=False) == disk.signature(power=False)
 
 
 def test_a_finding_makes_nothing_known(unflushed):
-    known, wanted = explore.Known(), (explore.SCENARIOS["save"], "ckpt", "", schedule.Schedule())
-    first, again = (explore.run(*wanted, known, explore.Counts()) for _ in range(2))
+    known, wanted = search.KnownStates(), (search.SCENARIOS["save"], "ckpt", "", schedule.Schedule())
+    first, again = (search.run(*wanted, known, search.Counts()) for _ in range(2))
     assert first is not None and first == again

@@ -15,9 +15,9 @@ from mindresume.coordination.collectives import (
     followed,
     report,
 )
-from mindresume.simulation import standins
-from mindresume.simulation.group import ExchangeError
-from mindresume.simulation.standins import here
+from mindresume.simulation import runtime_fakes
+from mindresume.simulation.cluster import current_cluster
+from mindresume.simulation.communicator import ExchangeError
 
 
 def fail(rank, on):
@@ -51,10 +51,10 @@ def test_the_ranks_exchange_while_one_of_them_works():
 
         def noted(message):
             if group.rank == 0:
-                moments.append(here().scheduler.now)
+                moments.append(current_cluster().scheduler.now)
             return gather(message)
         group.gather = noted
-        return report(group, lambda: group.rank == 0 or here().scheduler.sleep(600.0), Waiting(patience=1e9))
+        return report(group, lambda: group.rank == 0 or current_cluster().scheduler.sleep(600.0), Waiting(patience=1e9))
     assert Ranks(2).run(work) == [[True, None]] * 2
     pauses = [later - before for before, later in pairwise(moments)]
     assert len(pauses) > 300 and max(pauses) == pytest.approx(LONGEST_PAUSE)
@@ -63,17 +63,18 @@ def test_the_ranks_exchange_while_one_of_them_works():
 
 def test_nobody_waits_longer_than_the_work_takes():
     def work(group):
-        report(group, lambda: here().scheduler.sleep(600.0), Waiting(patience=1e9))
-        return here().scheduler.now
+        report(group, lambda: current_cluster().scheduler.sleep(600.0), Waiting(patience=1e9))
+        return current_cluster().scheduler.now
     assert Ranks(2).run(work) == [600.0] * 2
 
 
 def test_work_without_progress_is_given_up_by_all_ranks_together():
     def work(group):
         try:
-            return report(group, lambda: group.rank != 2 or here().scheduler.block(None), Waiting("checking", patience=100.0))
+            return report(group, lambda: group.rank != 2 or current_cluster().scheduler.block(None),
+                          Waiting("checking", patience=100.0))
         except CollectiveError as error:
-            return str(error), here().scheduler.now
+            return str(error), current_cluster().scheduler.now
     found = Ranks(3).run(work)
     assert len(set(found)) == 1 and found[0][0].startswith("rank 2: checking: no progress for 10") and 100 < found[0][1] < 110
 
@@ -81,8 +82,8 @@ def test_work_without_progress_is_given_up_by_all_ranks_together():
 def test_work_with_progress_is_waited_for():
     """As long as a number changes, however slowly; here until second 900."""
     def work(group):
-        waiting = Waiting(progress=lambda: min(900.0, here().scheduler.now) // 30, patience=50.0)
-        return report(group, lambda: group.rank == 0 or here().scheduler.sleep(1000.0 if late else 940.0), waiting)
+        waiting = Waiting(progress=lambda: min(900.0, current_cluster().scheduler.now) // 30, patience=50.0)
+        return report(group, lambda: group.rank == 0 or current_cluster().scheduler.sleep(1000.0 if late else 940.0), waiting)
     late = False
     assert Ranks(2).run(work) == [[True, None]] * 2
     late = True
@@ -100,7 +101,7 @@ def test_a_rank_that_gets_no_thread_works_in_its_own(monkeypatch):
     """An error of this rank alone would leave the others waiting."""
     def refuse(thread):
         raise RuntimeError("can't start new thread")
-    monkeypatch.setattr(standins.Thread, "start", refuse)
+    monkeypatch.setattr(runtime_fakes.Thread, "start", refuse)
     assert Ranks(2).run(lambda group: report(group, lambda: group.rank, Waiting())) == [[0, 1]] * 2
 
 
@@ -111,7 +112,7 @@ def test_work_that_is_followed_is_finished_even_if_another_rank_is_lost():
     def work(group):
         if group.rank:
             raise ValueError("this rank has ended")
-        followed(group, lambda: done.append(here().scheduler.sleep(900.0)), Waiting(patience=1e9))
+        followed(group, lambda: done.append(current_cluster().scheduler.sleep(900.0)), Waiting(patience=1e9))
     error, _ = Ranks(2).run(work)
     assert isinstance(error, ExchangeError) and done == [None]
 
@@ -120,6 +121,6 @@ def test_work_that_is_followed_is_done_on_all_ranks_when_it_returns():
     done = []
 
     def work(group):
-        followed(group, lambda: here().scheduler.sleep(60.0 * group.rank) or done.append(group.rank), Waiting())
+        followed(group, lambda: current_cluster().scheduler.sleep(60.0 * group.rank) or done.append(group.rank), Waiting())
         return len(done)
     assert Ranks(3).run(work) == [3] * 3

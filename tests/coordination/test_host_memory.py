@@ -4,7 +4,7 @@ from folders import Ranks
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.host_memory import UNKNOWN, left, levels, share_of_rank
-from mindresume.simulation import standins
+from mindresume.simulation import runtime_fakes
 
 GIB = 1 << 30
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw"
@@ -122,7 +122,7 @@ def share(group, machines):
 @pytest.fixture
 def kernel(monkeypatch):
     """Simulated ranks read the files of these machines."""
-    monkeypatch.setattr(standins, "_levels", levels)
+    monkeypatch.setattr(runtime_fakes, "_levels", levels)
 
 
 @pytest.mark.usefixtures("kernel")

@@ -14,7 +14,7 @@ from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.model.manifest import FOLDER, run_name, run_sequence
 from mindresume.model.record_codec import encode_head
-from mindresume.simulation.standins import here
+from mindresume.simulation.cluster import current_cluster
 
 
 @pytest.mark.parametrize("name", [f".tracker-0000000004.{run_name(7, '0000aaaa')}.mindresume-tmp",
@@ -112,9 +112,9 @@ def test_a_claim_beats_by_itself(tmp_path):
     def work():
         lease = acquire(STORAGE, str(tmp_path), ME).start()
         (begun,) = lease_holders(STORAGE, str(tmp_path))
-        here().scheduler.sleep(2.5 * BEAT)
+        current_cluster().scheduler.sleep(2.5 * BEAT)
         (living,) = lease_holders(STORAGE, str(tmp_path))
         lease.release()
-        here().scheduler.sleep(2.5 * BEAT)
+        current_cluster().scheduler.sleep(2.5 * BEAT)
         return living.beat - begun.beat, lease_holders(STORAGE, str(tmp_path))
     assert simulated(work) == (2, [])

@@ -2,22 +2,22 @@
 import pytest
 
 from mindresume.fault_injection.faults import FAULTS
-from mindresume.fault_injection.runner import Setup, count, prepare, units
+from mindresume.fault_injection.runner import Setup, count, prepare, run_cells
 
 
-def troubles(setup, stories, every=1, **how):
+def troubles(setup, scenarios, every=1, **how):
     """(cells, those that do not pass or leave something behind)"""
-    tasks = prepare(setup, stories, **how)
-    done = [cell for unit in units(setup, tasks, every=every) for cell in unit]
+    tasks = prepare(setup, scenarios, **how)
+    done = [cell for unit in run_cells(setup, tasks, every=every) for cell in unit]
     assert len(done) == count(setup, tasks, every=every)
     assert {cell.fault for cell in done} == set(FAULTS)
     return len(done), [cell for cell in done if cell.verdict != "PASS" or cell.left]
 
 
-@pytest.mark.parametrize("story, fmt", [("first save", "safetensors"), ("first save", "iteration"), ("pointers", "ckpt"),
+@pytest.mark.parametrize("scenario, fmt", [("first save", "safetensors"), ("first save", "iteration"), ("pointers", "ckpt"),
                                         ("pointers", "iteration")])
-def test_every_fault(folder, story, fmt):
-    cells, found = troubles(Setup(folder), [story], every=5, formats=[fmt])
+def test_every_fault(folder, scenario, fmt):
+    cells, found = troubles(Setup(folder), [scenario], every=5, formats=[fmt])
     assert found == [] and cells > 20
 
 

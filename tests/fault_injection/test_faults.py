@@ -7,14 +7,15 @@ from itertools import product
 
 import pytest
 
-from mindresume.fault_injection.faults import DEATHS, ERRORS, EXPLAINED, FAULTS, LAG, Fault, Killed, Machine
-from mindresume.fault_injection.ranks import Turns
+from mindresume.fault_injection.faults import DEATHS, ERRORS, EXPLAINED, FAULTS, LAG, Fault, FaultInjector, Killed
+from mindresume.fault_injection.scheduler import Scheduler
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.posix import PosixStorage
 
 
 def machine_of(kind=None, at=1, ranks=1, seed=0):
-    return Machine(PosixStorage(), Turns(ranks, random.Random(0)), Fault(kind, at) if kind else None, random.Random(seed))
+    return FaultInjector(PosixStorage(), Scheduler(ranks, random.Random(0)), Fault(kind, at) if kind else None,
+                         random.Random(seed))
 
 
 def content(root):
@@ -55,13 +56,13 @@ def attempt(call):
 @pytest.mark.parametrize("operation", ["list", "status", "open", "write", "rename", "sync", "remove", "make_folder",
                                        "free_space"])
 def test_an_operation_fails_once_and_does_nothing(root, kind, operation):
-    before, view = content(root), machine_of(kind).view(0)
+    before, storage = content(root), machine_of(kind).storage_of(0)
     path = os.path.join(root, "a", "f")
-    calls = {"list": lambda: view.list(os.path.dirname(path)), "status": lambda: view.status(path),
-             "open": lambda: view.open(path).close(), "write": lambda: view.write(path + "2", [b"x"]),
-             "rename": lambda: view.rename(path, path + "2"), "sync": lambda: view.sync(os.path.dirname(path)),
-             "remove": lambda: view.remove(path), "make_folder": lambda: view.make_folder(os.path.join(root, "b")),
-             "free_space": lambda: view.free_space(root)}
+    calls = {"list": lambda: storage.list(os.path.dirname(path)), "status": lambda: storage.status(path),
+             "open": lambda: storage.open(path).close(), "write": lambda: storage.write(path + "2", [b"x"]),
+             "rename": lambda: storage.rename(path, path + "2"), "sync": lambda: storage.sync(os.path.dirname(path)),
+             "remove": lambda: storage.remove(path), "make_folder": lambda: storage.make_folder(os.path.join(root, "b")),
+             "free_space": lambda: storage.free_space(root)}
     assert attempt(calls[operation]) == ERRORS[kind][0]
     assert content(root) == before
     assert not isinstance(attempt(calls[operation]), int) or operation in ("write", "free_space")     # a count, no error
@@ -70,21 +71,21 @@ def test_an_operation_fails_once_and_does_nothing(root, kind, operation):
 
 @pytest.mark.parametrize("kind, code", [("ENOSPC", errno.ENOSPC), ("EDQUOT", errno.EDQUOT)])
 def test_a_full_disk_stays_full_and_what_takes_no_room_works(root, kind, code):
-    machine = machine_of(kind, at=2)
-    view, path = machine.view(0), os.path.join(root, "a", "f")
-    assert view.write(path + "2", [b"x"]) == 1
-    assert [attempt(lambda: view.write(path + "3", [b"x"])) for _ in range(3)] == [code] * 3
-    assert attempt(lambda: view.rename(path, path + "4")) == attempt(lambda: view.make_folder(root + "/b")) == code
-    view.remove(path)
-    assert sorted(view.list(root + "/a")) == ["f2", "g"]
+    injector = machine_of(kind, at=2)
+    storage, path = injector.storage_of(0), os.path.join(root, "a", "f")
+    assert storage.write(path + "2", [b"x"]) == 1
+    assert [attempt(lambda: storage.write(path + "3", [b"x"])) for _ in range(3)] == [code] * 3
+    assert attempt(lambda: storage.rename(path, path + "4")) == attempt(lambda: storage.make_folder(root + "/b")) == code
+    storage.remove(path)
+    assert sorted(storage.list(root + "/a")) == ["f2", "g"]
 
 
 def test_an_error_that_is_reported_late_has_taken_effect(root):
-    view = machine_of("EIO after", at=1).view(0)
-    assert attempt(lambda: view.remove(os.path.join(root, "a", "f"))) == errno.EIO
+    storage = machine_of("EIO after", at=1).storage_of(0)
+    assert attempt(lambda: storage.remove(os.path.join(root, "a", "f"))) == errno.EIO
     assert list(content(root)) == ["a", "a/g"]
-    view = machine_of("EIO after", at=1).view(0)
-    assert view.list(root) == ["a"]                                     # a listing changes nothing: not hit
+    storage = machine_of("EIO after", at=1).storage_of(0)
+    assert storage.list(root) == ["a"]                               # a listing changes nothing: not hit
 
 
 def test_combinations_that_cannot_be():
@@ -97,14 +98,14 @@ def test_combinations_that_cannot_be():
 
 def dead_after(folder, kind, seed=0, ranks=4):
     """Ranks that are dead after rank 1 was struck at the second operation."""
-    machine = machine_of(kind, 2, ranks, seed)
-    machine.view(0).list("/")
+    injector = machine_of(kind, 2, ranks, seed)
+    injector.storage_of(0).list("/")
     with pytest.raises(Killed):
-        machine.view(1).write(folder + "/never", [b"x"])
+        injector.storage_of(1).write(folder + "/never", [b"x"])
 
     def dies(rank):
         try:
-            machine.view(rank).list("/")
+            injector.storage_of(rank).list("/")
         except Killed:
             return True
         return False
@@ -122,34 +123,34 @@ def test_who_is_killed(folder):
 
 
 def test_no_except_clause_of_the_product_catches_a_death(root):
-    view = machine_of("kill one", 2).view(0)
+    storage = machine_of("kill one", 2).storage_of(0)
     with pytest.raises(Killed):
-        publish(view, os.path.join(root, "a", "h"), [b"x"], "t")
+        publish(storage, os.path.join(root, "a", "h"), [b"x"], "t")
     assert sorted(content(root)) == ["a", "a/.h.t.mindresume-tmp", "a/f", "a/g"]       # killed before the rename, nothing cleaned
 
 
 def test_a_kill_keeps_what_the_operating_system_has(root):
-    view = machine_of("kill all", 3).view(0)
-    view.write(root + "/a/h", [b"new"])
-    view.rename(root + "/a/f", root + "/a/i")
+    storage = machine_of("kill all", 3).storage_of(0)
+    storage.write(root + "/a/h", [b"new"])
+    storage.rename(root + "/a/f", root + "/a/i")
     with pytest.raises(Killed):
-        view.sync(root + "/a")
+        storage.sync(root + "/a")
     assert content(root) == {"a": None, "a/g": b"two", "a/h": b"new", "a/i": b"one"}
 
 
 def test_a_torn_write_leaves_its_first_half(root):
-    view = machine_of("torn").view(0)
+    storage = machine_of("torn").storage_of(0)
     with pytest.raises(Killed):
-        view.write(root + "/a/h", iter([b"0123", memoryview(b"456789")]))
+        storage.write(root + "/a/h", iter([b"0123", memoryview(b"456789")]))
     assert content(root)["a/h"] == b"01234"
 
 
 def test_writes_out_of_order_leave_a_hole(root):
     found = set()
     for seed in range(12):
-        machine = machine_of("reorder", seed=seed)
+        injector = machine_of("reorder", seed=seed)
         with pytest.raises(Killed):
-            machine.view(0).write(root + "/a/h", [bytes(range(1, 13))])
+            injector.storage_of(0).write(root + "/a/h", [bytes(range(1, 13))])
         found.add(content(root).get("a/h"))
         if os.path.exists(root + "/a/h"):
             os.remove(root + "/a/h")
@@ -159,88 +160,89 @@ def test_writes_out_of_order_leave_a_hole(root):
 # ---- loss of power -------------------------------------------------------------------------------------------------
 
 def lost(root, steps, survives=lambda: False):
-    """What is left of ``steps(view)`` after the power was lost."""
-    machine = machine_of()
-    steps(machine.view(0))
-    machine.lose_power(survives)
+    """What is left of ``steps(storage)`` after the power was lost."""
+    injector = machine_of()
+    steps(injector.storage_of(0))
+    injector.lose_power(survives)
     return content(root)
 
 
 def test_unsynced_names_are_lost_and_synced_ones_stay(root):
-    def steps(view):
-        view.write(root + "/a/h", [b"three"])
-        view.sync(root + "/a")
-        view.write(root + "/a/i", [b"four"])
+    def steps(storage):
+        storage.write(root + "/a/h", [b"three"])
+        storage.sync(root + "/a")
+        storage.write(root + "/a/i", [b"four"])
     assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two", "a/h": b"three"}
 
 
 def test_a_replaced_file_is_as_before(root):
-    def steps(view):
-        view.write(root + "/a/t", [b"new"])
-        view.rename(root + "/a/t", root + "/a/f")
+    def steps(storage):
+        storage.write(root + "/a/t", [b"new"])
+        storage.rename(root + "/a/t", root + "/a/f")
     assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two"}
 
 
 def test_publish_is_durable(root):
-    assert lost(root, lambda view: publish(view, root + "/a/f", [b"new"], "t")) == {"a": None, "a/f": b"new", "a/g": b"two"}
+    assert lost(root, lambda storage: publish(storage, root + "/a/f", [b"new"], "t")) == {"a": None, "a/f": b"new",
+                                                                                                "a/g": b"two"}
 
 
 def test_a_removal_comes_back_until_it_is_synced(root):
-    assert lost(root, lambda view: view.remove(root + "/a/f")) == {"a": None, "a/f": b"one", "a/g": b"two"}
+    assert lost(root, lambda storage: storage.remove(root + "/a/f")) == {"a": None, "a/f": b"one", "a/g": b"two"}
 
-    def steps(view):
-        view.remove(root + "/a/f")
-        view.sync(root + "/a")
+    def steps(storage):
+        storage.remove(root + "/a/f")
+        storage.sync(root + "/a")
     assert lost(root, steps) == {"a": None, "a/g": b"two"}
 
 
 def test_a_folder_has_its_name_back_with_all_that_is_in_it(root):
-    assert lost(root, lambda view: view.rename(root + "/a", root + "/b")) == {"a": None, "a/f": b"one", "a/g": b"two"}
+    assert lost(root, lambda storage: storage.rename(root + "/a", root + "/b")) == {"a": None, "a/f": b"one", "a/g": b"two"}
 
 
 def test_changes_inside_a_renamed_folder_belong_to_it(root):
-    def steps(view):
-        view.rename(root + "/a", root + "/b")
-        view.remove(root + "/b/f")
-        view.write(root + "/b/h", [b"x"])
+    def steps(storage):
+        storage.rename(root + "/a", root + "/b")
+        storage.remove(root + "/b/f")
+        storage.write(root + "/b/h", [b"x"])
     assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two"}
 
-    def synced_inside(view):
-        view.rename(root + "/a", root + "/b")
-        view.remove(root + "/b/f")
-        view.sync(root + "/b")
+    def synced_inside(storage):
+        storage.rename(root + "/a", root + "/b")
+        storage.remove(root + "/b/f")
+        storage.sync(root + "/b")
     assert lost(root, synced_inside) == {"a": None, "a/g": b"two"}
 
 
 def test_a_folder_that_was_renamed_and_removed_is_there_again(root):
-    def steps(view):
-        view.rename(root + "/a", root + "/b")
+    def steps(storage):
+        storage.rename(root + "/a", root + "/b")
         for name in "fg":
-            view.remove(f"{root}/b/{name}")
-        view.remove(root + "/b")
+            storage.remove(f"{root}/b/{name}")
+        storage.remove(root + "/b")
     assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two"}
 
 
 def test_a_folder_whose_removal_is_durable_does_not_come_back(root):
-    def steps(view):
+    def steps(storage):
         for name in "fg":
-            view.remove(f"{root}/a/{name}")
-        view.remove(root + "/a")
-        view.sync(root)
+            storage.remove(f"{root}/a/{name}")
+        storage.remove(root + "/a")
+        storage.sync(root)
     assert lost(root, steps) == {}
 
 
 def test_of_a_rename_to_another_folder_both_names_change_or_none(root):
     os.mkdir(root + "/b")
 
-    def steps(view):
-        view.rename(root + "/a", root + "/b/c")
+    def steps(storage):
+        storage.rename(root + "/a", root + "/b/c")
     assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two", "b": None}
     for survives, synced in ((True, None), (False, "/b"), (False, "")):
-        def then(view, synced=synced):
-            steps(view)
+        def then(storage, synced=synced):
+            steps(storage)
             if synced is not None:
-                view.sync(root + synced)
+                storage.sync(root + synced)
         assert lost(root, then, lambda survives=survives: survives) == {
             "b": None, "b/c": None, "b/c/f": b"one", "b/c/g": b"two"}, (survives, synced)
         os.rename(root + "/b/c", root + "/a")
@@ -252,11 +254,11 @@ def test_a_folder_that_makes_way_for_another(root, fates):
     os.makedirs(root + "/hidden/new")
     os.rename(root + "/a", root + "/old")
 
-    def steps(view):
-        view.rename(root + "/old", root + "/hidden/trash")
-        view.rename(root + "/hidden/new", root + "/old")
-        view.write(root + "/old/x", [b"x"])
-        view.sync(root + "/old")
+    def steps(storage):
+        storage.rename(root + "/old", root + "/hidden/trash")
+        storage.rename(root + "/hidden/new", root + "/old")
+        storage.write(root + "/old/x", [b"x"])
+        storage.sync(root + "/old")
     left = iter(fates)
     found = {name for name in lost(root, steps, lambda: next(left)) if not name.endswith(("f", "g"))}
     new = {(True, True): {"old", "old/x"}, (True, False): {"hidden/new", "hidden/new/x"},
@@ -266,25 +268,25 @@ def test_a_folder_that_makes_way_for_another(root, fates):
 
 
 def test_a_new_folder_makes_the_changes_beside_it_durable(root):
-    def steps(view):
-        view.rename(root + "/a", root + "/b")
-        view.make_folder(root + "/a")
+    def steps(storage):
+        storage.rename(root + "/a", root + "/b")
+        storage.make_folder(root + "/a")
     assert set(lost(root, steps)) == {"a", "b", "b/f", "b/g"}
 
 
 def test_a_new_folder_is_durable_at_once(root):
-    assert "b/c" in lost(root, lambda view: view.make_folder(root + "/b/c"))
+    assert "b/c" in lost(root, lambda storage: storage.make_folder(root + "/b/c"))
 
 
 def test_power_at_an_operation_strikes_all_ranks(root):
-    machine = machine_of("power", 3, ranks=2)
-    machine.view(0).write(root + "/a/h", [b"x"])
-    machine.view(1).write(root + "/a/i", [b"x"])
+    injector = machine_of("power", 3, ranks=2)
+    injector.storage_of(0).write(root + "/a/h", [b"x"])
+    injector.storage_of(1).write(root + "/a/i", [b"x"])
     with pytest.raises(Killed):
-        machine.view(0).sync(root + "/a")
+        injector.storage_of(0).sync(root + "/a")
     assert content(root) == {"a": None, "a/f": b"one", "a/g": b"two"}
     with pytest.raises(Killed):
-        machine.view(1).list(root)
+        injector.storage_of(1).list(root)
 
 
 def test_reordering_keeps_any_subset(folder):
@@ -295,13 +297,13 @@ def test_reordering_keeps_any_subset(folder):
         for name in "xy":
             with open(f"{root}/{name}", "wb") as file:
                 file.write(b"old")
-        machine = machine_of("reorder", 4, seed=seed)
-        view = machine.view(0)
-        view.write(root + "/z", [b"new"])
-        view.remove(root + "/x")
-        view.rename(root + "/y", root + "/w")
+        injector = machine_of("reorder", 4, seed=seed)
+        storage = injector.storage_of(0)
+        storage.write(root + "/z", [b"new"])
+        storage.remove(root + "/x")
+        storage.rename(root + "/y", root + "/w")
         with pytest.raises(Killed):
-            view.sync(root)
+            storage.sync(root)
         found = content(root)
         assert ("y" in found) != ("w" in found), "a rename happens or it does not"
         return "z" in found, "x" in found, "w" in found
@@ -313,23 +315,23 @@ def test_reordering_keeps_any_subset(folder):
 # ---- seeing late ---------------------------------------------------------------------------------------------------
 
 def test_names_of_others_arrive_late_and_own_ones_at_once(root):
-    machine = machine_of("late", at=1000, ranks=2)
-    mine, other = machine.view(0), machine.view(1)
+    injector = machine_of("late", at=1000, ranks=2)
+    mine, other = injector.storage_of(0), injector.storage_of(1)
     assert mine.list(root + "/a") == other.list(root + "/a") == ["f", "g"]
     other.write(root + "/a/h", [b"x"])
     assert other.list(root + "/a") == ["f", "g", "h"] and other.status(root + "/a/h") is not None
     assert mine.list(root + "/a") == ["f", "g"] and mine.status(root + "/a/h") is None
     with pytest.raises(FileNotFoundError):
         mine.open(root + "/a/h")
-    machine.sleep(LAG / 2)
+    injector.sleep(LAG / 2)
     assert mine.status(root + "/a/h") is None
-    machine.sleep(LAG / 2)
+    injector.sleep(LAG / 2)
     assert mine.status(root + "/a/h").size == 1 and mine.list(root + "/a") == ["f", "g", "h"]
 
 
 def test_a_host_that_changes_a_folder_looks_anew(root):
-    machine = machine_of("late", at=1000, ranks=2)
-    mine, other = machine.view(0), machine.view(1)
+    injector = machine_of("late", at=1000, ranks=2)
+    mine, other = injector.storage_of(0), injector.storage_of(1)
     mine.list(root + "/a")
     other.write(root + "/a/h", [b"x"])
     mine.remove(root + "/a/f")
@@ -337,16 +339,16 @@ def test_a_host_that_changes_a_folder_looks_anew(root):
 
 
 def test_without_that_fault_everybody_sees_everything(root):
-    machine = machine_of("power", at=1000, ranks=2)
-    assert machine.view(0).list(root + "/a") == ["f", "g"]
-    machine.view(1).write(root + "/a/h", [b"x"])
-    assert machine.view(0).list(root + "/a") == ["f", "g", "h"]
+    injector = machine_of("power", at=1000, ranks=2)
+    assert injector.storage_of(0).list(root + "/a") == ["f", "g"]
+    injector.storage_of(1).write(root + "/a/h", [b"x"])
+    assert injector.storage_of(0).list(root + "/a") == ["f", "g", "h"]
 
 
 def test_operations_are_counted_over_all_ranks(root):
-    machine = machine_of(ranks=2)
-    machine.view(1).list(root)
-    machine.view(0).write(root + "/h", [b"x"])
-    assert [(o.number, o.rank, o.name, o.path) for o in machine.operations] == [
+    injector = machine_of(ranks=2)
+    injector.storage_of(1).list(root)
+    injector.storage_of(0).write(root + "/h", [b"x"])
+    assert [(o.number, o.rank, o.name, o.path) for o in injector.operations] == [
         (1, 1, "list", root), (2, 0, "write", root + "/h")]
-    assert machine.clock() > 0
+    assert injector.clock() > 0

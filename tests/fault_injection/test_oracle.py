@@ -10,10 +10,10 @@ import pytest
 from mindresume.coordination.lease import holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.fault_injection import oracle as judging
-from mindresume.fault_injection.faults import Machine
-from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, PASS, SILENT_DIVERGENCE, judge
-from mindresume.fault_injection.ranks import Turns
-from mindresume.fault_injection.scenarios import RUNS, World, save_quietly, shard
+from mindresume.fault_injection.faults import FaultInjector
+from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, PASS, SILENT_DIVERGENCE, check_resume
+from mindresume.fault_injection.scenarios import RUNS, Sandbox, save_without_faults, shard
+from mindresume.fault_injection.scheduler import Scheduler
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import TRACKER
 from mindresume.model.manifest import FOLDER, attempt_name
@@ -30,27 +30,27 @@ OLD, NEW = (RUNS[0], 10), (RUNS[0], 20)
 
 
 @pytest.fixture(params=["safetensors", "ckpt"])
-def world(request, folder):
-    machine = Machine(PosixStorage(), Turns(RANKS, random.Random(0)))
-    return World(machine, os.path.join(folder, "checkpoint"), request.param, RANKS)
+def sandbox(request, folder):
+    injector = FaultInjector(PosixStorage(), Scheduler(RANKS, random.Random(0)))
+    return Sandbox(injector, os.path.join(folder, "checkpoint"), request.param, RANKS)
 
 
-def saved(world, *steps, run=0, **how):
+def saved(sandbox, *steps, run=0, **how):
     for step in steps:
-        save_quietly(world.root, world.format, RANKS, run, step, **how)
-    return world
+        save_without_faults(sandbox.root, sandbox.format, RANKS, run, step, **how)
+    return sandbox
 
 
-def file_of(world, step, rank, run=0):
-    place = world.place(rank, run)
-    return os.path.join(place.data_dir(step), shard(place, step, world.format).files[0].path)
+def file_of(sandbox, step, rank, run=0):
+    place = sandbox.place(rank, run)
+    return os.path.join(place.data_dir(step), shard(place, step, sandbox.format).files[0].path)
 
 
 def cut(path):
     os.truncate(path, os.path.getsize(path) // 2)
 
 
-def flip(world, path, name="embedding.weight"):
+def flip(sandbox, path, name="embedding.weight"):
     with open(path, "rb") as file:
         at = read_header(file, path).tensors[name].ranges[0][0]
     with open(path, "r+b") as file:
@@ -60,147 +60,147 @@ def flip(world, path, name="embedding.weight"):
         file.write(bytes([byte[0] ^ 1]))
 
 
-def write_altered(world, step, **arrays):
+def write_altered(sandbox, step, **arrays):
     """All ranks record other tensors than the story would have saved."""
     for rank in range(RANKS):
-        place = world.place(rank, 0, PosixStorage())
-        part = shard(place, step, world.format)
+        place = sandbox.place(rank, 0, PosixStorage())
+        part = shard(place, step, sandbox.format)
         kept = {name: array for name, array in {**part.files[0].tensors, **arrays}.items() if array is not None}
         altered = replace(part, files=(replace(part.files[0], tensors=kept),))
         write_shard(place, altered)
-    Committer(world.place(0, 0, PosixStorage())).saved(step)
+    Committer(sandbox.place(0, 0, PosixStorage())).saved(step)
 
 
 # ---- PASS ----------------------------------------------------------------------------------------------------------
 
-def test_the_newest_is_taken_and_the_next_run_tidies_up(world):
-    found = judge(saved(world, 10, 20), [OLD, NEW])
+def test_the_newest_is_taken_and_the_next_run_tidies_up(sandbox):
+    found = check_resume(saved(sandbox, 10, 20), [OLD, NEW])
     assert (found.verdict, found.reason, found.chosen, found.left) == (PASS, "", NEW, ())
-    assert os.listdir(os.path.join(world.root, FOLDER)) == [attempt_name(90, RUNS[2])]
+    assert os.listdir(os.path.join(sandbox.root, FOLDER)) == [attempt_name(90, RUNS[2])]
 
 
-def test_a_fresh_start_where_nothing_was_complete(world):
-    found = judge(saved(world, 10, commit=False, only=1), [])
+def test_a_fresh_start_where_nothing_was_complete(sandbox):
+    found = check_resume(saved(sandbox, 10, commit=False, only=1), [])
     assert (found.verdict, found.reason, found.chosen, found.left) == (PASS, "nothing was complete", None, ())
 
 
-def test_an_empty_folder(world):
-    assert judge(world, []).verdict == PASS
+def test_an_empty_folder(sandbox):
+    assert check_resume(sandbox, []).verdict == PASS
 
 
-def test_newer_than_needed_is_no_lost_work(world):
-    assert judge(saved(world, 10, 20), [OLD], tidy=False).chosen == NEW
+def test_newer_than_needed_is_no_lost_work(sandbox):
+    assert check_resume(saved(sandbox, 10, 20), [OLD], tidy=False).chosen == NEW
 
 
-def test_what_all_ranks_have_finished_is_due(world):
+def test_what_all_ranks_have_finished_is_due(sandbox):
     """``complete``: also what nobody committed."""
     for rank in range(RANKS):
-        world.did(rank, 0, 20)
-    assert world.complete == [NEW]
-    assert judge(saved(world, 10), [OLD], tidy=False).verdict == LOST_WORK
-    assert judge(saved(world, 20, commit=False), [OLD], tidy=False).verdict == PASS
+        sandbox.record_saved(rank, 0, 20)
+    assert sandbox.complete == [NEW]
+    assert check_resume(saved(sandbox, 10), [OLD], tidy=False).verdict == LOST_WORK
+    assert check_resume(saved(sandbox, 20, commit=False), [OLD], tidy=False).verdict == PASS
 
 
-def test_what_some_ranks_have_finished_is_not_due(world):
-    world.did(0, 0, 20)
-    assert judge(saved(world, 10), [OLD], tidy=False).chosen == OLD
+def test_what_some_ranks_have_finished_is_not_due(sandbox):
+    sandbox.record_saved(0, 0, 20)
+    assert check_resume(saved(sandbox, 10), [OLD], tidy=False).chosen == OLD
 
 
-def test_tidy_is_left_out_on_demand(world):
-    judge(saved(world, 10), [OLD], tidy=False)
-    assert os.listdir(os.path.join(world.root, FOLDER)) == [attempt_name(10, RUNS[0])]
+def test_tidy_is_left_out_on_demand(sandbox):
+    check_resume(saved(sandbox, 10), [OLD], tidy=False)
+    assert os.listdir(os.path.join(sandbox.root, FOLDER)) == [attempt_name(10, RUNS[0])]
 
 
 # ---- LOST_WORK -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("damage", [cut, os.remove, lambda path: os.truncate(path, 0)])
-def test_an_older_one_than_needed(world, damage):
-    saved(world, 10, 20)
-    damage(file_of(world, 20, 1))
-    found = judge(world, [OLD, NEW])
+def test_an_older_one_than_needed(sandbox, damage):
+    saved(sandbox, 10, 20)
+    damage(file_of(sandbox, 20, 1))
+    found = check_resume(sandbox, [OLD, NEW])
     assert (found.verdict, found.chosen) == (LOST_WORK, OLD)
     assert "20" in found.reason and "rank 1" in found.reason
 
 
-def test_a_later_run_is_newer_than_a_higher_step(world):
-    saved(world, 10, 30)
-    saved(world, 20, run=1)
-    assert judge(world, [(RUNS[0], 30), (RUNS[1], 20)], tidy=False).verdict == PASS
-    flip(world, file_of(world, 20, 0, run=1))
-    found = judge(world, [(RUNS[0], 30), (RUNS[1], 20)])
+def test_a_later_run_is_newer_than_a_higher_step(sandbox):
+    saved(sandbox, 10, 30)
+    saved(sandbox, 20, run=1)
+    assert check_resume(sandbox, [(RUNS[0], 30), (RUNS[1], 20)], tidy=False).verdict == PASS
+    flip(sandbox, file_of(sandbox, 20, 0, run=1))
+    found = check_resume(sandbox, [(RUNS[0], 30), (RUNS[1], 20)])
     assert (found.verdict, found.chosen) == (LOST_WORK, (RUNS[0], 30))
 
 
 # ---- HARD_FAIL -----------------------------------------------------------------------------------------------------
 
-def test_nothing_can_be_used(world):
-    saved(world, 10)
-    flip(world, file_of(world, 10, 0))
-    found = judge(world, [OLD])
+def test_nothing_can_be_used(sandbox):
+    saved(sandbox, 10)
+    flip(sandbox, file_of(sandbox, 10, 0))
+    found = check_resume(sandbox, [OLD])
     assert found.verdict == HARD_FAIL and found.reason.startswith("no resume: ")
 
 
-def test_a_fresh_start_though_something_was_complete(world):
-    found = judge(saved(world, 10, commit=False, only=1), [OLD])
+def test_a_fresh_start_though_something_was_complete(sandbox):
+    found = check_resume(saved(sandbox, 10, commit=False, only=1), [OLD])
     assert found.verdict == HARD_FAIL and "a fresh start" in found.reason
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"last_epoch": 1}', b'{"last_ckpt_file": "no_such_file.ckpt"}',
                                      b'{"last_ckpt_file": 5}', b"\xff"])
-def test_a_pointer_that_leads_nowhere(world, content):
-    saved(world, 10)
-    with open(os.path.join(world.root, "rank_1", "meta.json"), "wb") as file:
+def test_a_pointer_that_leads_nowhere(sandbox, content):
+    saved(sandbox, 10)
+    with open(os.path.join(sandbox.root, "rank_1", "meta.json"), "wb") as file:
         file.write(content)
-    found = judge(world, [OLD])
-    assert found.verdict == HARD_FAIL and found.reason.startswith("rank_1/meta.json leads nowhere")
+    found = check_resume(sandbox, [OLD])
+    assert found.verdict == HARD_FAIL and found.reason.startswith("rank_1/meta.json ")
 
 
-def test_a_pointer_to_a_torn_file(world):
+def test_a_pointer_to_a_torn_file(sandbox):
     """Of a save that never completed: mindresume would not take it, but mindformers alone would."""
-    saved(world, 20, commit=False, only=1)
-    saved(world, 10)
-    cut(file_of(world, 20, 0))
-    with open(os.path.join(world.root, "rank_0", "meta.json"), "w") as file:
-        json.dump({"last_ckpt_file": os.path.basename(file_of(world, 20, 0))}, file)
-    found = judge(world, [OLD])
-    assert found.verdict == HARD_FAIL and found.reason.startswith("rank_0/meta.json leads nowhere")
+    saved(sandbox, 20, commit=False, only=1)
+    saved(sandbox, 10)
+    cut(file_of(sandbox, 20, 0))
+    with open(os.path.join(sandbox.root, "rank_0", "meta.json"), "w") as file:
+        json.dump({"last_ckpt_file": os.path.basename(file_of(sandbox, 20, 0))}, file)
+    found = check_resume(sandbox, [OLD])
+    assert found.verdict == HARD_FAIL and found.reason.startswith("rank_0/meta.json ")
 
 
 @pytest.mark.parametrize("damage", [cut, os.remove])
-def test_an_older_one_that_is_committed_and_not_whole(world, damage):
+def test_an_older_one_that_is_committed_and_not_whole(sandbox, damage):
     """Nobody needs it now; who names it, or has to fall back to it, would be let down."""
-    saved(world, 10, 20)
-    damage(file_of(world, 10, 1))
-    found = judge(world, [OLD, NEW])
-    assert (found.verdict, found.chosen) == (HARD_FAIL, NEW) and found.reason.startswith("committed and not whole: step 10")
+    saved(sandbox, 10, 20)
+    damage(file_of(sandbox, 10, 1))
+    found = check_resume(sandbox, [OLD, NEW])
+    assert (found.verdict, found.chosen) == (HARD_FAIL, NEW) and "step 10" in found.reason
 
 
-def test_the_next_run_is_kept_out(world):
-    saved(world, 10)
-    acquire(PosixStorage(), world.root, holder_of_this_process("saving", RANKS), 0.0)
-    found = judge(world, [OLD])
+def test_the_next_run_is_kept_out(sandbox):
+    saved(sandbox, 10)
+    acquire(PosixStorage(), sandbox.root, holder_of_this_process("saving", RANKS), 0.0)
+    found = check_resume(sandbox, [OLD])
     assert found.verdict == HARD_FAIL and found.reason.startswith("the next run cannot save")
 
 
-def test_the_next_run_cannot_write(world):
+def test_the_next_run_cannot_write(sandbox):
     class Full(PosixStorage):
         def write(self, path, pieces, size=0):
             raise OSError(28, "No space left on device", path)
-    found = judge(saved(world, 10), [OLD], storage=Full())
+    found = check_resume(saved(sandbox, 10), [OLD], storage=Full())
     assert found.verdict == HARD_FAIL and "No space left" in found.reason
 
 
-def test_what_the_next_run_saved_is_not_taken(world, monkeypatch):
-    monkeypatch.setattr(judging, "save_quietly", lambda *args, **how: None)       # it says that it saved
-    found = judge(saved(world, 10), [OLD])
+def test_what_the_next_run_saved_is_not_taken(sandbox, monkeypatch):
+    monkeypatch.setattr(judging, "save_without_faults", lambda *args, **how: None)  # it says that it saved
+    found = check_resume(saved(sandbox, 10), [OLD])
     assert (found.verdict, found.chosen) == (LOST_WORK, OLD) and found.reason.startswith("after the next run: ")
 
 
-def test_an_unreadable_folder(world):
+def test_an_unreadable_folder(sandbox):
     class Broken(PosixStorage):
         def list(self, folder):
             raise OSError(5, "Input/output error", folder)
-    found = judge(saved(world, 10), [OLD], storage=Broken())
+    found = check_resume(saved(sandbox, 10), [OLD], storage=Broken())
     assert found.verdict == HARD_FAIL and "Input/output error" in found.reason
 
 
@@ -210,57 +210,57 @@ def test_an_unreadable_folder(world):
     ({"embedding.weight": np.zeros((6, 4), np.float32)}, "embedding.weight"),
     ({"adam_m.embedding.weight": None}, "adam_m.embedding.weight"),
     ({"global_step": np.array([19], np.int32)}, "global_step")])
-def test_other_tensors_than_were_saved(world, altered, named):
-    saved(world, 10)
-    write_altered(world, 20, **altered)
-    found = judge(world, [OLD, NEW])
+def test_other_tensors_than_were_saved(sandbox, altered, named):
+    saved(sandbox, 10)
+    write_altered(sandbox, 20, **altered)
+    found = check_resume(sandbox, [OLD, NEW])
     assert (found.verdict, found.chosen) == (SILENT_DIVERGENCE, NEW) and named in found.reason
 
 
-def chosen_by_hand(world, monkeypatch, **change):
+def chosen_by_hand(sandbox, monkeypatch, **change):
     """``select`` takes step 20 whatever is wrong with it."""
-    choice = judging.select(PosixStorage(), world.root, judging.SingleProcess(),
+    choice = judging.select(PosixStorage(), sandbox.root, judging.SingleProcess(),
                             SelectionPolicy(RANKS, ranks_to_verify=every_rank))
     monkeypatch.setattr(judging, "select", lambda *args, **how: replace(choice, **change))
     return choice
 
 
-def test_files_of_the_wrong_ranks(world, monkeypatch):
-    choice = chosen_by_hand(saved(world, 20), monkeypatch)
+def test_files_of_the_wrong_ranks(sandbox, monkeypatch):
+    choice = chosen_by_hand(saved(sandbox, 20), monkeypatch)
     files = {0: choice.chosen.files[0]}
-    chosen_by_hand(world, monkeypatch, chosen=replace(choice.chosen, files=files))
-    assert judge(world, [NEW]).verdict == SILENT_DIVERGENCE
+    chosen_by_hand(sandbox, monkeypatch, chosen=replace(choice.chosen, files=files))
+    assert check_resume(sandbox, [NEW]).verdict == SILENT_DIVERGENCE
 
 
-def test_a_file_that_was_chosen_and_cannot_be_read(world, monkeypatch):
-    chosen_by_hand(saved(world, 20), monkeypatch)
-    cut(file_of(world, 20, 0))
-    assert judge(world, [NEW]).verdict == SILENT_DIVERGENCE
+def test_a_file_that_was_chosen_and_cannot_be_read(sandbox, monkeypatch):
+    chosen_by_hand(saved(sandbox, 20), monkeypatch)
+    cut(file_of(sandbox, 20, 0))
+    assert check_resume(sandbox, [NEW]).verdict == SILENT_DIVERGENCE
 
 
-def test_files_that_no_record_names(world, monkeypatch):
-    choice = chosen_by_hand(saved(world, 20), monkeypatch)
+def test_files_that_no_record_names(sandbox, monkeypatch):
+    choice = chosen_by_hand(saved(sandbox, 20), monkeypatch)
     assert isinstance(choice, Choice) and isinstance(choice.chosen, Candidate)
-    chosen_by_hand(world, monkeypatch, chosen=replace(choice.chosen, run=None))
-    assert judge(world, [NEW]).verdict == SILENT_DIVERGENCE
+    chosen_by_hand(sandbox, monkeypatch, chosen=replace(choice.chosen, run=None))
+    assert check_resume(sandbox, [NEW]).verdict == SILENT_DIVERGENCE
 
 
 # ---- what is left --------------------------------------------------------------------------------------------------
 
-def test_everything_that_belongs_to_no_checkpoint_is_listed(world):
-    saved(world, 10)
-    os.makedirs(os.path.join(world.root, FOLDER, "odd"))
+def test_everything_that_belongs_to_no_checkpoint_is_listed(sandbox):
+    saved(sandbox, 10)
+    os.makedirs(os.path.join(sandbox.root, FOLDER, "odd"))
     strays = [f"{FOLDER}/claim-0001-0000aaaa.json.tmp", f"rank_1/.x.{RUNS[2]}.mindresume-tmp", "rank_0/drill_rank_0_7-1_3.ckpt"]
     for stray in strays:
-        with open(os.path.join(world.root, stray), "wb") as file:
+        with open(os.path.join(sandbox.root, stray), "wb") as file:
             file.write(b"x")
-    found = judge(world, [OLD])
+    found = check_resume(sandbox, [OLD])
     assert (found.verdict, sorted(found.left)) == (PASS, sorted([*strays, f"{FOLDER}/odd"]))
 
 
-def test_checkpoints_that_should_have_gone_are_listed(world, monkeypatch):
+def test_checkpoints_that_should_have_gone_are_listed(sandbox, monkeypatch):
     monkeypatch.setattr(judging, "KeepLast", lambda count: KEEP_ALL)
-    found = judge(saved(world, 10, 20), [OLD, NEW])
+    found = check_resume(saved(sandbox, 10, 20), [OLD, NEW])
     assert sorted(found.left) == [f"{FOLDER}/{attempt_name(step, RUNS[0])}" for step in (10, 20)]
 
 
@@ -268,16 +268,16 @@ def test_checkpoints_that_should_have_gone_are_listed(world, monkeypatch):
 
 @pytest.fixture
 def iterations(folder):
-    machine = Machine(PosixStorage(), Turns(RANKS, random.Random(0)))
-    return World(machine, os.path.join(folder, "checkpoint"), "iteration", RANKS)
+    injector = FaultInjector(PosixStorage(), Scheduler(RANKS, random.Random(0)))
+    return Sandbox(injector, os.path.join(folder, "checkpoint"), "iteration", RANKS)
 
 
-def visible(world, step, *more):
-    return os.path.join(world.root, f"iteration_{step:08d}", *more)
+def visible(sandbox, step, *more):
+    return os.path.join(sandbox.root, f"iteration_{step:08d}", *more)
 
 
 def test_iterations_pass_and_only_the_name_of_the_run_is_left(iterations):
-    found = judge(saved(iterations, 10, 20), [OLD, NEW])
+    found = check_resume(saved(iterations, 10, 20), [OLD, NEW])
     assert (found.verdict, found.reason, found.chosen, found.left) == (PASS, "", NEW, ())
     assert os.listdir(os.path.join(iterations.root, FOLDER)) == [f"ended-{RUNS[2]}.json"]
     assert sorted(os.listdir(iterations.root)) == [FOLDER, "iteration_00000090", TRACKER]
@@ -288,27 +288,27 @@ def test_a_tracker_that_leads_nowhere(iterations, content):
     saved(iterations, 10, 20)
     with open(os.path.join(iterations.root, TRACKER), "w") as file:
         file.write(content)
-    found = judge(iterations, [OLD] if content == "15" else [OLD, NEW], tidy=False)
-    assert found.verdict == HARD_FAIL and found.reason.startswith(f"{TRACKER} leads nowhere")
+    found = check_resume(iterations, [OLD] if content == "15" else [OLD, NEW], tidy=False)
+    assert found.verdict == HARD_FAIL and found.reason.startswith(f"{TRACKER} ")
 
 
 def test_a_tracker_that_takes_an_older_one_is_lost_work(iterations):
     saved(iterations, 10, 20)
     with open(os.path.join(iterations.root, TRACKER), "w") as file:
         file.write("10")
-    assert judge(iterations, [OLD, NEW]).verdict == LOST_WORK
+    assert check_resume(iterations, [OLD, NEW]).verdict == LOST_WORK
 
 
 @pytest.mark.parametrize("name", ["common.json", "metadata.json"])
 def test_small_files_count_although_a_resume_can_do_without_them(iterations, name):
     os.remove(visible(saved(iterations, 10, 20), 10, name))
-    found = judge(iterations, [OLD, NEW], tidy=False)
-    assert found.verdict == HARD_FAIL and found.reason.startswith("committed and not whole") and name in found.reason
+    found = check_resume(iterations, [OLD, NEW], tidy=False)
+    assert found.verdict == HARD_FAIL and found.reason.startswith("committed") and name in found.reason
 
 
 def test_weights_of_an_iteration_that_are_not_what_was_saved(iterations):
     write_altered(iterations, 10, **{"embedding.weight": np.zeros((6, 4), np.float32)})
-    found = judge(iterations, [OLD])
+    found = check_resume(iterations, [OLD])
     assert found.verdict == SILENT_DIVERGENCE and "embedding.weight" in found.reason
 
 
@@ -319,4 +319,4 @@ def test_what_is_left_of_iterations(iterations):
     for stray in strays:
         with open(os.path.join(iterations.root, stray), "w") as file:
             file.write("x")
-    assert judge(iterations, [OLD]).left == tuple(strays)
+    assert check_resume(iterations, [OLD]).left == tuple(strays)

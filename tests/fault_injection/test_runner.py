@@ -7,9 +7,9 @@ import pytest
 from mindresume.errors import LoadError, SaveError
 from mindresume.fault_injection import runner, scenarios
 from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault, Operation
-from mindresume.fault_injection.ranks import Hang, Turns
-from mindresume.fault_injection.runner import QUICK, Setup, Task, cell, cells, count, prepare, quick, sampled
-from mindresume.fault_injection.scenarios import STORIES, Story
+from mindresume.fault_injection.runner import QUICK, Setup, Task, cell, cells, count, prepare, sampled, sampling_interval
+from mindresume.fault_injection.scenarios import SCENARIOS, Scenario
+from mindresume.fault_injection.scheduler import Hang, Scheduler
 from mindresume.storage.posix import PosixStorage
 
 
@@ -26,11 +26,11 @@ def test_the_same_seed_gives_the_same_operations(setup, folder):
 
 def test_every_story_and_format_and_rank_has_operations(setup, folder):
     tasks = prepare(setup)
-    assert {(task.story, task.format) for task in tasks} == {(name, fmt) for name in STORIES
-                                                          for fmt in ("safetensors", "ckpt", "iteration")}
+    assert {(task.scenario, task.format) for task in tasks} == {(name, fmt) for name in SCENARIOS
+                                                             for fmt in ("safetensors", "ckpt", "iteration")}
     for task in tasks:
         assert [operation.number for operation in task.operations] == list(range(1, len(task.operations) + 1))
-        assert {operation.rank for operation in task.operations} == ({0} if task.story == "pointers" else {0, 1})
+        assert {operation.rank for operation in task.operations} == ({0} if task.scenario == "pointers" else {0, 1})
         assert all(not os.path.isabs(operation.path) for operation in task.operations)
     assert os.listdir(folder) == []
 
@@ -46,9 +46,9 @@ def test_one_cell_for_every_fault_and_operation_it_can_hit(setup, monkeypatch):
     assert list(cells(setup, task, ["torn"])) == [fault for fault in found if fault.kind == "torn"]
 
 
-@pytest.mark.parametrize("story, fmt", [("save", "ckpt"), ("background", "ckpt"), ("start", "ckpt"), ("save", "iteration")])
-def test_a_number_means_the_same_operation_with_a_fault(setup, story, fmt):
-    task, = prepare(setup, [story], [fmt])
+@pytest.mark.parametrize("scenario, fmt", [("save", "ckpt"), ("background", "ckpt"), ("start", "ckpt"), ("save", "iteration")])
+def test_a_number_means_the_same_operation_with_a_fault(setup, scenario, fmt):
+    task, = prepare(setup, [scenario], [fmt])
     for kind in FAULTS:                     # who sees names "late" may do something else before it is struck
         for operation in task.operations[7::31]:
             if Fault(kind, operation.number).hits(operation.name):
@@ -62,7 +62,7 @@ def test_a_cell_can_be_repeated(setup, kind):
     number = next(operation.number for operation in task.operations[20:] if operation.name == "write")
     first = cell(setup, task, Fault(kind, number))
     assert first == cell(setup, task, Fault(kind, number))
-    assert (first.story, first.format, first.ranks, first.fault, first.operation) == ("prune", "safetensors", 2, kind, number)
+    assert (first.scenario, first.format, first.ranks, first.fault, first.operation) == ("prune", "safetensors", 2, kind, number)
     assert first.to_json()["verdict"] == first.verdict == "PASS"
 
 
@@ -72,46 +72,46 @@ def test_a_death_ends_the_rank_and_an_error_does_not(setup):
     number = next(operation.number for operation in task.operations if operation.name == "write")
 
     def operations(kind):
-        machine, _ = runner._play(setup, STORIES["first save"], "ckpt", Fault(kind, number))
-        return len(machine.operations)
+        injector, _ = runner._run_scenario(setup, SCENARIOS["first save"], "ckpt", Fault(kind, number))
+        return len(injector.operations)
     assert all(operations(kind) == number for kind in DEATHS if kind not in ("kill one", "kill some"))
     assert operations("kill one") > number and operations("EIO") > number
 
 
-def broken(attack, past=((0, 10),)):
-    return Story("broken", "of this test", attack, past)
+def broken(workload, past=((0, 10),)):
+    return Scenario("broken", "of this test", workload, past)
 
 
 def test_what_fails_without_a_fault_is_not_drilled(setup, monkeypatch):
-    def loses(world, rank):
-        world.did(rank, 0, 20)                  # it says so
-    monkeypatch.setattr(runner, "STORIES", {"broken": broken(loses)})
+    def loses(sandbox, rank):
+        sandbox.record_saved(rank, 0, 20)       # it says so
+    monkeypatch.setattr(runner, "SCENARIOS", {"broken": broken(loses)})
     with pytest.raises(SaveError, match="broken, ckpt: without any fault: LOST_WORK"):
         prepare(setup, ["broken"], ["ckpt"])
 
 
 def test_an_exception_that_no_product_should_raise_is_a_hard_fail(setup, monkeypatch):
-    def raises(world, rank):
-        world.machine.view(rank).list(world.root)
+    def raises(sandbox, rank):
+        sandbox.injector.storage_of(rank).list(sandbox.root)
         raise ZeroDivisionError("in the product")
-    monkeypatch.setattr(runner, "STORIES", {"broken": broken(raises)})
+    monkeypatch.setattr(runner, "SCENARIOS", {"broken": broken(raises)})
     found = cell(setup, Task("broken", "ckpt", ()), Fault("EIO", 1))
     assert (found.verdict, found.reason) == ("HARD_FAIL", "ZeroDivisionError: in the product")
 
 
 def test_an_error_of_the_product_is_not(setup, monkeypatch):
-    def raises(world, rank):
-        world.machine.view(rank).list(world.root)
+    def raises(sandbox, rank):
+        sandbox.injector.storage_of(rank).list(sandbox.root)
         raise LoadError("said clearly")
-    monkeypatch.setattr(runner, "STORIES", {"broken": broken(raises)})
+    monkeypatch.setattr(runner, "SCENARIOS", {"broken": broken(raises)})
     assert cell(setup, Task("broken", "ckpt", ()), Fault("EIO", 1)).verdict == "PASS"
 
 
 def test_ranks_that_hang_are_a_hard_fail(setup, monkeypatch):
     def hangs(self, works):
         raise Hang("ranks [0] hang")
-    monkeypatch.setattr(Turns, "run", hangs)
-    machine, verdict = runner._play(setup, STORIES["first save"], "ckpt", None)
+    monkeypatch.setattr(Scheduler, "run", hangs)
+    injector, verdict = runner._run_scenario(setup, SCENARIOS["first save"], "ckpt", None)
     assert verdict.verdict == "HARD_FAIL" and "ranks [0] hang" in verdict.reason
 
 
@@ -119,7 +119,7 @@ def test_a_fault_that_is_never_reached(setup):
     """It may change what a rank sees so much that the run ends earlier."""
     task, = prepare(setup, ["pointers"], ["ckpt"])
     missed = Operation(len(task.operations) + 1, 0, "write", "never")
-    found = cell(setup, Task(task.story, task.format, (missed,)), Fault("EIO", missed.number))
+    found = cell(setup, Task(task.scenario, task.format, (missed,)), Fault("EIO", missed.number))
     assert (found.verdict, found.operation, found.path) == ("PASS", missed.number, "never")
 
 
@@ -149,13 +149,13 @@ def test_weights_differ_by_run_step_and_rank():
 
 def test_a_sample_hits_every_story_format_and_fault_and_other_operations_in_each(setup):
     tasks = prepare(setup, ["first save", "save", "pointers"])
-    found = {(task.story, task.format, kind): [operation.number for operation in sampled(setup, task, kind, 10)]
+    found = {(task.scenario, task.format, kind): [operation.number for operation in sampled(setup, task, kind, 10)]
              for task in tasks for kind in FAULTS}
     assert all(found.values())
     assert count(setup, tasks, every=10) == sum(map(len, found.values())) < count(setup, tasks) / 8
     for task in tasks:
-        struck = {number for kind in FAULTS for number in found[task.story, task.format, kind]}
-        assert len(struck) > len(task.operations) / 3       # not the same tenth twelve times
+        hit = {number for kind in FAULTS for number in found[task.scenario, task.format, kind]}
+        assert len(hit) > len(task.operations) / 3          # not the same tenth twelve times
     again = Setup(setup.folder, seed=0), Setup(setup.folder, seed=1)
     assert [sampled(again[0], task, "EIO", 10) for task in tasks] == [sampled(setup, task, "EIO", 10) for task in tasks]
     assert [sampled(again[1], task, "EIO", 10) for task in tasks] != [sampled(setup, task, "EIO", 10) for task in tasks]
@@ -165,4 +165,5 @@ def test_every_one_is_all_of_them(setup):
     task, = prepare(setup, ["pointers"], ["ckpt"])
     for kind in FAULTS:
         assert sampled(setup, task, kind, 1) == [o for o in task.operations if Fault(kind, o.number).hits(o.name)]
-    assert quick(0) == quick(QUICK) == 1 and quick(QUICK + 1) == 2 and quick(24_442) == 9
+    assert sampling_interval(0) == sampling_interval(QUICK) == 1 and sampling_interval(QUICK + 1) == 2
+    assert sampling_interval(24_442) == 9

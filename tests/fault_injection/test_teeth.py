@@ -16,10 +16,10 @@ from mindresume.coordination import lease, lease_acquisition
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.fault_injection import oracle as judging
 from mindresume.fault_injection import runner, scenarios
-from mindresume.fault_injection.faults import Fault, View
+from mindresume.fault_injection.faults import Fault, RankStorage
 from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, SILENT_DIVERGENCE
 from mindresume.fault_injection.runner import Cell, Setup, Task, cell, prepare
-from mindresume.fault_injection.scenarios import Story, World
+from mindresume.fault_injection.scenarios import Sandbox, Scenario
 from mindresume.formats import rank_folders
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name
 from mindresume.formats.rank_folder_naming import META, folder_name, meta_json, parse_name
@@ -44,11 +44,11 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Mutant:
-    """``verdict``: what the drill says of it in ``story`` under ``fault``. ``where``: only operations with this in their name or
-    path, to be fast. ``seed``: an order of the ranks in which it matters. ``format``: default one of the rank folders."""
+    """``verdict``: what the drill says of it in ``scenario`` under ``fault``. ``where``: only operations with this in their name
+    or path, to be fast. ``seed``: an order of the ranks in which it matters. ``format``: default one of the rank folders."""
     name: str
     mutate: Callable[[Patch], None]
-    story: str
+    scenario: str
     fault: str
     verdict: str
     where: str = ""
@@ -501,7 +501,7 @@ MUTANTS = [
     Mutant("records removed before weights", records_removed_before_weights, "prune", "kill all", LEFT, "remove"),
     Mutant("weights removed without sync", weights_removed_without_sync, "prune", "reorder", LEFT, "trash"),
     Mutant("trash is never emptied", trash_is_never_emptied, "prune", "kill all", LEFT),
-    *(replace(mutant, format=scenarios.ITERATION) for mutant in ITERATION_MUTANTS),
+    *(replace(mutant, format=scenarios.LAYOUTS[-1]) for mutant in ITERATION_MUTANTS),
 ]
 
 
@@ -524,29 +524,30 @@ def table() -> Iterator[list[str]]:
     print("\n" + "\n".join(["| mutant | found by | in | fault | cells |", "|---|---|---|---|---|", *rows]))
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}, {mutant.story}, {mutant.format}")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}, {mutant.scenario}, {mutant.format}")
 def test_a_mutant_is_found(mutant, folder, table):
     setup, fmt = Setup(folder, seed=mutant.seed), mutant.format or FORMATS[MUTANTS.index(mutant) % 2]
-    right, = prepare(setup, [mutant.story], [fmt])
+    right, = prepare(setup, [mutant.scenario], [fmt])
     with pytest.MonkeyPatch.context() as patch:
         mutant.mutate(patch)
         if mutant.verdict == CONTROL:
-            table.append(f"| {mutant.name} | the story itself | {mutant.story}, {fmt} | {mutant.fault} | 1 |")
+            table.append(f"| {mutant.name} | the story itself | {mutant.scenario}, {fmt} | {mutant.fault} | 1 |")
             if mutant.fault:
-                assert runner._play(setup, scenarios.STORIES[mutant.story], fmt, Fault(mutant.fault, FAR))[1].verdict != "PASS"
+                assert runner._run_scenario(setup, scenarios.SCENARIOS[mutant.scenario], fmt,
+                                            Fault(mutant.fault, FAR))[1].verdict != "PASS"
             else:
                 with pytest.raises(SaveError, match="without any fault"):
-                    prepare(setup, [mutant.story], [fmt])
+                    prepare(setup, [mutant.scenario], [fmt])
             return
-        task, = prepare(setup, [mutant.story], [fmt])
+        task, = prepare(setup, [mutant.scenario], [fmt])
         cells = ((number, found) for number, found in enumerate(hunt(setup, task, mutant), 1) if verdict_of(found) != "PASS")
         needed, found = next(cells, (0, None))
     assert found is not None, "the mutant survives"
     assert verdict_of(found) == mutant.verdict, found
-    table.append(f"| {mutant.name} | {mutant.verdict} | {mutant.story}, {fmt} | {mutant.fault} | {needed} |")
+    table.append(f"| {mutant.name} | {mutant.verdict} | {mutant.scenario}, {fmt} | {mutant.fault} | {needed} |")
     # ... and it was the mutant: the product passes when the same operation is struck.
-    struck = [o.number for o in right.operations if (o.rank, o.name, o.path) == (found.rank, found.name, found.path)]
-    for number in struck[:2] or [min(found.operation, len(right.operations))]:
+    hit = [o.number for o in right.operations if (o.rank, o.name, o.path) == (found.rank, found.name, found.path)]
+    for number in hit[:2] or [min(found.operation, len(right.operations))]:
         fault = Fault(mutant.fault, number)
         assert not fault.hits(right.operations[number - 1].name) or verdict_of(cell(setup, right, fault)) == "PASS"
 
@@ -558,23 +559,24 @@ def test_there_is_a_mutant_for_every_way_to_fail():
 
 # ---- what the seven stories do not reach, with stories and disks of this test -----------------------------------------
 
-def play(patch: Patch, folder: str, story: Story, fault: Fault | None = None, disk: type[PosixStorage] = PosixStorage) -> str:
+def play(patch: Patch, folder: str, scenario: Scenario, fault: Fault | None = None,
+         disk: type[PosixStorage] = PosixStorage) -> str:
     """The verdict of one run of a story."""
-    patch.setattr(runner, "STORIES", {**scenarios.STORIES, story.name: story})
-    return runner._play(Setup(folder, storage=disk), story, "safetensors", fault)[1].verdict
+    patch.setattr(runner, "SCENARIOS", {**scenarios.SCENARIOS, scenario.name: scenario})
+    return runner._run_scenario(Setup(folder, storage=disk), scenario, "safetensors", fault)[1].verdict
 
 
-def _taken_over(world: World, rank: int) -> None:
+def _taken_over(sandbox: Sandbox, rank: int) -> None:
     """Run 1 was taken for dead; now it wakes up and goes on."""
     try:
-        shard_writer.write_shard(world.place(rank, 0), scenarios.shard(world.place(rank, 0), 30, world.format))
+        shard_writer.write_shard(sandbox.place(rank, 0), scenarios.shard(sandbox.place(rank, 0), 30, sandbox.format))
     except LeaseHeldError:
         return
     raise AssertionError("a run that lost its folder saves into it")
 
 
-TAKEN_OVER = Story("taken over", "a run that was taken for dead wakes up", _taken_over,
-                   also=lambda root, fmt, ranks: scenarios.save_quietly(root, fmt, ranks, 1, 20))
+TAKEN_OVER = Scenario("taken over", "a run that was taken for dead wakes up", _taken_over,
+                      leave_behind=lambda root, fmt, ranks: scenarios.save_without_faults(root, fmt, ranks, 1, 20))
 
 
 def test_a_late_writer_without_a_fence(folder, monkeypatch):
@@ -583,20 +585,20 @@ def test_a_late_writer_without_a_fence(folder, monkeypatch):
     assert play(monkeypatch, folder, TAKEN_OVER) == HARD_FAIL
 
 
-def _same_names(world: World, rank: int) -> None:
+def _same_names(sandbox: Sandbox, rank: int) -> None:
     """Another job saves step 10 under the names of the first run."""
-    place, part = world.place(rank, 1), scenarios.shard(world.place(rank, 1), 10, world.format)
-    taken = scenarios.shard(world.place(rank, 0), 10, world.format).files[0].path
+    place, part = sandbox.place(rank, 1), scenarios.shard(sandbox.place(rank, 1), 10, sandbox.format)
+    taken = scenarios.shard(sandbox.place(rank, 0), 10, sandbox.format).files[0].path
     shard_writer.write_shard(place, replace(part, files=(replace(part.files[0], path=taken),)))
 
 
-SAME_NAMES = Story("same names", "another job uses the names of the first run", _same_names)
+SAME_NAMES = Scenario("same names", "another job uses the names of the first run", _same_names)
 
 
 def test_files_that_are_overwritten(folder, monkeypatch):
     assert play(monkeypatch, folder, SAME_NAMES) == "PASS"
     assert {play(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(1, 12)} == {"PASS"}
-    monkeypatch.setattr(View, "status", lambda self, path: None)            # "nothing is there"
+    monkeypatch.setattr(RankStorage, "status", lambda self, path: None)     # "nothing is there"
     assert HARD_FAIL in [play(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(8, 20)]
 
 
@@ -615,7 +617,7 @@ class Rotten(PosixStorage):
 
 
 def test_a_disk_that_lies(folder, monkeypatch):
-    save = scenarios.STORIES["save"]
+    save = scenarios.SCENARIOS["save"]
     assert play(monkeypatch, folder, save, disk=Rotten) == LOST_WORK            # refused, and the step before is taken
     believe_everything(monkeypatch)
     assert play(monkeypatch, folder, save, disk=Rotten) == SILENT_DIVERGENCE

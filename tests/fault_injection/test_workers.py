@@ -81,4 +81,4 @@ def test_a_signal_ends_the_drill_and_nothing_stays(tmp_path, number):
     if number == signal.SIGKILL:
         assert drill.returncode == -number
     else:
-        assert drill.returncode == 128 + number and "the drill was stopped" in err and out.startswith("| story | format |")
+        assert drill.returncode == 128 + number and "the drill was stopped" in err and out.startswith("| scenario | format |")

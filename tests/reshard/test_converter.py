@@ -22,8 +22,8 @@ from reshard.plans import COUNTERS, MODEL, STEP, Plan, Spec, arrays_of, foreign,
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import ConfigError, CorruptFileError, OutOfSpaceError, SaveError
 from mindresume.events import WARNING, ignore
-from mindresume.fault_injection.faults import Fault, Killed, Machine, View
-from mindresume.fault_injection.ranks import Turns
+from mindresume.fault_injection.faults import Fault, FaultInjector, Killed, RankStorage
+from mindresume.fault_injection.scheduler import Scheduler
 from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE, read_complete
 from mindresume.formats.rank_folder_naming import META, parse_label
 from mindresume.formats.scan import scan
@@ -105,21 +105,21 @@ def stamps(folder):
 CTRL_C = "Ctrl-C"
 
 
-class Disk(View):
+class Disk(RankStorage):
     """The view of a rank with files that are written in pieces."""
 
     def create(self, path, size):
         folder, name = os.path.split(path)
 
         def act():
-            self.machine.changing(folder, name)
+            self.injector.before_change(folder, name)
             made = STORAGE.create(path, size)
-            self.machine.changed({folder: {name: b""}})           # its bytes are not durable yet
+            self.injector.record_change({folder: {name: b""}})           # its bytes are not durable yet
             return made
         return Pieces(self, path, self._do("create", path, act))
 
     def count(self, name):
-        return sum(operation.name == name for operation in self.machine.operations)
+        return sum(operation.name == name for operation in self.injector.operations)
 
 
 class Pieces:
@@ -132,7 +132,7 @@ class Pieces:
     def finish(self):
         def act():
             self.inner.finish()
-            self.disk.machine.changed({
+            self.disk.injector.record_change({
                 os.path.dirname(self.path): {os.path.basename(self.path): Path(self.path).read_bytes()}})
         try:
             self.disk._do("finish", self.path, act)
@@ -141,14 +141,14 @@ class Pieces:
             raise
 
     def abandon(self):
-        if not self.disk.machine.dead:
+        if not self.disk.injector.dead:
             self.inner.abandon()
         elif self.inner._handle >= 0:               # a file of a process that is gone is closed and stays
             os.close(self.inner._handle)
             self.inner._handle = -1
 
 
-class Interrupting(Machine):
+class Interrupting(FaultInjector):
     """Ctrl-C right after operation number ``fault.at``."""
 
     def operate(self, rank, name, path, act, half):
@@ -168,8 +168,8 @@ def disk(kind="EIO", at=0):
     """Strikes at operation number ``at``, from 1; 0: never."""
     chance = random.Random(at)
     if kind == CTRL_C:
-        return Disk(Interrupting(STORAGE, Turns(1, chance), CtrlC(kind, at), chance), 0)
-    return Disk(Machine(STORAGE, Turns(1, chance), Fault(kind, at), chance), 0)
+        return Disk(Interrupting(STORAGE, Scheduler(1, chance), CtrlC(kind, at), chance), 0)
+    return Disk(FaultInjector(STORAGE, Scheduler(1, chance), Fault(kind, at), chance), 0)
 
 
 def struck_by(kind, names):
@@ -191,7 +191,7 @@ def expected(root, tmp_path_factory):
         out, watched = tmp_path_factory.mktemp(what), disk()
         carry_out(conversion(on(watched, job(root)), out / "new", watched))
         assert os.listdir(out) == ["new"]
-        names = [operation.name for operation in watched.machine.operations]
+        names = [operation.name for operation in watched.injector.operations]
         found[what] = contents(out / "new"), names
         assert len(set(names)) == 12                # every kind there is
     return found
@@ -212,16 +212,16 @@ def test_an_error_or_ctrl_c_at_any_operation(in_memory, root, expected, what, ki
             carry_out(conversion(on(failing, job), out / "new", failing, log.append))
         except (OSError, SaveError, KeyboardInterrupt):
             raised += 1
-            assert not out.exists() or not os.listdir(out) or contents(out / "new") == wanted, failing.machine.operations[at - 1]
+            assert not out.exists() or not os.listdir(out) or contents(out / "new") == wanted, failing.injector.operations[at - 1]
         else:                                       # meta.json is a hint, whose failure is only told
             made = contents(out / "new")
-            assert made == wanted or log and without_hints(made) == without_hints(wanted), failing.machine.operations[at - 1]
-        struck = failing.machine.operations[at - 1]
+            assert made == wanted or log and without_hints(made) == without_hints(wanted), failing.injector.operations[at - 1]
+        struck = failing.injector.operations[at - 1]
         locks = {os.path.basename(struck.path)} if struck.path.endswith(LOCK) else set()      # its removal failed: next time
         assert not out.exists() or set(os.listdir(out)) <= {"new", *locks}, struck
         carry_out(conversion(job, out / "new"))
-        assert without_hints(contents(out / "new")) == without_hints(wanted), failing.machine.operations[at - 1]
-        assert os.listdir(out) == ["new"], failing.machine.operations[at - 1]
+        assert without_hints(contents(out / "new")) == without_hints(wanted), failing.injector.operations[at - 1]
+        assert os.listdir(out) == ["new"], failing.injector.operations[at - 1]
     assert raised > len(numbers) * 2 // 3 and contents(root) == before
 
 
@@ -238,7 +238,7 @@ def test_death_at_any_operation(in_memory, root, expected, what, kind):
             carry_out(made)
         if made._lock >= 0:
             os.close(made._lock)                    # as the kernel does
-        struck = dying.machine.operations[at - 1]
+        struck = dying.injector.operations[at - 1]
         there = (out / "new").exists()
         assert not there or contents(out / "new") == wanted, struck
         done = {int(name[:-len(".json")]) for name in STORAGE.list(f"{made.work}/done") if not name.startswith(".")}
@@ -254,7 +254,7 @@ def test_death_at_any_operation(in_memory, root, expected, what, kind):
 def test_power_that_is_lost_after_the_end_takes_nothing(in_memory, root, expected, what):
     durable = disk()
     carry_out(conversion(on(durable, JOBS[what](root)), in_memory / "deep" / "new", durable))
-    durable.machine.lose_power(lambda: False)
+    durable.injector.lose_power(lambda: False)
     assert contents(in_memory / "deep" / "new") == expected[what][0] and os.listdir(in_memory / "deep") == ["new"]
 
 
@@ -317,7 +317,7 @@ def test_the_same_conversion_again_does_nothing(tmp_path, root, what):
     made = conversion(JOBS[what](root), tmp_path / "new", again)
     assert made.finished()
     assert stamps(tmp_path) == before
-    assert {operation.name for operation in again.machine.operations} <= {"list", "status", "open"}
+    assert {operation.name for operation in again.injector.operations} <= {"list", "status", "open"}
 
 
 def other_jobs(root):
@@ -451,7 +451,7 @@ class Room(Disk):
 
 def test_too_little_room_is_seen_before_the_first_byte(tmp_path, root):
     job = ranks_job(root)
-    small = Room(Machine(STORAGE, Turns(1, random.Random(0))), 0)
+    small = Room(FaultInjector(STORAGE, Scheduler(1, random.Random(0))), 0)
     small.bytes = job.size() + module._SPARE - 1
     (tmp_path / "out").mkdir()
     with pytest.raises(OutOfSpaceError, match=r"new needs 1\.0 MiB, there is room for 1\.0 MiB. Nothing was written"):
@@ -467,7 +467,7 @@ def test_what_is_there_already_needs_no_room(tmp_path, root):
     first.prepare()
     first.write(writer("direct", first), [0])
     first._release()
-    small = Room(Machine(STORAGE, Turns(1, random.Random(0))), 0)
+    small = Room(FaultInjector(STORAGE, Scheduler(1, random.Random(0))), 0)
     small.bytes = module._SPARE + (Path(first.work) / "rank_0" / "net_rank_0-2_5.safetensors").stat().st_size
     carry_out(conversion(job, tmp_path / "new", small))
 
@@ -546,7 +546,7 @@ def test_the_other_one_commits_between_our_looking_and_our_lock(tmp_path, root, 
 
 @pytest.mark.parametrize("operation", ["sync", "rename"])
 def test_nobody_starts_between_the_end_of_the_lock_and_the_rename(tmp_path, root, expected, operation):
-    committing = Meanwhile(Machine(STORAGE, Turns(1, random.Random(0))), 0)
+    committing = Meanwhile(FaultInjector(STORAGE, Scheduler(1, random.Random(0))), 0)
     first, second, started = conversion(ranks_job(root), tmp_path / "new", committing), conversion(
         ranks_job(root), tmp_path / "new"), []
     committing.when = lambda name, path: name == operation and path == first.work and not os.path.exists(path + LOCK)

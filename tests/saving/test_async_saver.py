@@ -21,10 +21,10 @@ from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.saving.staging import Staging
 from mindresume.saving.sync_saver import Extra, Outcome, Save
-from mindresume.simulation.cluster import Cluster
+from mindresume.simulation.cluster import Cluster, current_cluster, current_process
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.schedule import Schedule, Strike
-from mindresume.simulation.standins import here, running, standing_in
+from mindresume.simulation.runtime_fakes import use_cluster
+from mindresume.simulation.schedule import Fault, Schedule
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
 
@@ -105,7 +105,7 @@ class Job:
     """Rank 0 of a simulated job: its saver, and its disk."""
 
     def __init__(self, kind, world, policy, timeout):
-        self.storage, self.world, self.events = Mount(here(), running()), world, []
+        self.storage, self.world, self.events = Mount(current_cluster(), current_process()), world, []
         self.saver = AsyncSaver(SaveTarget(self.storage, ROOT, RUN, 0, world), policy, kind, emit=self.events.append,
                                 timeout=timeout)
 
@@ -120,13 +120,13 @@ class Job:
         return [event for event in self.events if isinstance(event, kind)]
 
     def kill_writer(self):
-        here().kill(self.saver._writer._process)
+        current_cluster().kill(self.saver._writer._process)
 
 
 def simulated(work, kind, world=1, policy=KEEP_ALL, timeout=PATIENCE, slow=0):
     """``work(job)`` in simulated time. ``slow``: number of an operation on the disk that takes 100 s."""
-    cluster = Cluster(Schedule(strikes=(Strike(slow, "slow", 100),) if slow else ()))
-    with standing_in(cluster):
+    cluster = Cluster(Schedule(faults=(Fault(slow, "slow", 100),) if slow else ()))
+    with use_cluster(cluster):
         process = cluster.process(cluster.host(), "rank0", lambda: work(Job(kind, world, policy, timeout)))
         cluster.scheduler.run()
     if process.error is not None:
@@ -150,9 +150,9 @@ def test_a_writer_that_the_training_did_not_wait_for_writes_no_zeros():
 def test_the_training_goes_on_while_it_is_written(kind):
     def work(job):
         job.saver.save(Save(shard(5)))
-        assert job.saver.busy() and job.saver.poll() == [] and here().scheduler.now == 0.0
+        assert job.saver.busy() and job.saver.poll() == [] and current_cluster().scheduler.now == 0.0
         assert [outcome.step for outcome in job.saver.wait(PATIENCE)] == [5]
-        assert not job.saver.busy() and job.saver.counts.waited == 0 and here().scheduler.now > 100.0
+        assert not job.saver.busy() and job.saver.counts.waited == 0 and current_cluster().scheduler.now > 100.0
         job.saver.finish(PATIENCE)
     simulated(work, kind, slow=9)
 
@@ -164,7 +164,7 @@ def test_the_next_save_waits_and_is_counted(kind):
         job.saver.save(Save(shard(6)))
         (outcome,) = job.saver.poll()
         assert not outcome.saved and "step 5 is still being written after 2 s" in str(outcome.error)
-        assert job.saver.counts.waited == 1 and 2.0 <= here().scheduler.now < 2.1
+        assert job.saver.counts.waited == 1 and 2.0 <= current_cluster().scheduler.now < 2.1
         job.saver.timeout = PATIENCE
         job.saver.save(Save(shard(7)))
         assert [(o.step, o.saved) for o in job.saver.finish(PATIENCE)] == [(5, True), (7, True)]
@@ -360,11 +360,11 @@ def test_rank_0_commits_what_another_rank_completes_later(kind):
         job.saver.save(Save(shard(5)))
         assert job.saver.wait(PATIENCE)[0].saved and job.steps() == []
         job.saver.poll()
-        here().scheduler.sleep(1.0)
+        current_cluster().scheduler.sleep(1.0)
         assert job.steps() == []
         job.write(5, 1)
         job.saver.poll()
-        here().scheduler.sleep(1.0)
+        current_cluster().scheduler.sleep(1.0)
         assert job.steps() == [5]
         job.saver.finish(PATIENCE)
     simulated(work, kind, world=2, policy=KeepLast(1))
@@ -376,10 +376,10 @@ def test_the_end_waits_for_the_other_ranks_and_names_them(kind):
         job.saver.save(Save(shard(5)))
         job.write(5, 2)
         job.saver.wait(PATIENCE)
-        began = here().scheduler.now
+        began = current_cluster().scheduler.now
         job.saver.finish(30.0)
         assert [(event.step, event.missing_ranks) for event in job.emitted(SaveAbandoned)] == [(5, (1,))]
-        assert 30.0 <= here().scheduler.now - began < 31.0
+        assert 30.0 <= current_cluster().scheduler.now - began < 31.0
     simulated(work, kind, world=3)
 
 

@@ -28,8 +28,8 @@ from mindresume.events import (
     UploadFailed,
     UploadsSkipped,
 )
-from mindresume.fault_injection.faults import Fault, Killed, Machine
-from mindresume.fault_injection.ranks import Turns
+from mindresume.fault_injection.faults import Fault, FaultInjector, Killed
+from mindresume.fault_injection.scheduler import Scheduler
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import remote_fetch
@@ -44,7 +44,7 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus, r
 from mindresume.saving.remote_run_number import keep_run_marker
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.uploader import AGAIN, Uploader
-from mindresume.simulation.standins import here
+from mindresume.simulation.cluster import current_cluster
 from mindresume.storage.object_store import MoxingStore
 
 URL = "obs://bucket/job/checkpoint"
@@ -781,10 +781,10 @@ def test_the_worker_is_a_thread_that_ends_with_the_training(world):
         uploaders = [Uploader(RemoteCheckpoints(world.remote.store, URL), world.place(rank), None if rank else KEEP_ALL).start()
                      for rank in range(2)]
         saved(world, uploaders, 5)
-        here().scheduler.sleep(60.0)
+        current_cluster().scheduler.sleep(60.0)
         uploaded = world.committed()
         saved(world, uploaders, 10)
-        return uploaded, [one.finish(60.0) for one in uploaders], here().scheduler.now
+        return uploaded, [one.finish(60.0) for one in uploaders], current_cluster().scheduler.now
     uploaded, errors, now = simulated(work)
     assert uploaded == [5] and errors == [[], []] and now < 90.0
     assert world.committed() == [10, 5] and world.remote.read_status(RUN).ended
@@ -1009,8 +1009,8 @@ def test_a_disk_that_fails_in_the_middle_of_a_fetch(tmp_path, monkeypatch, fmt):
     while True:
         at += 1
         world.empty_disk()
-        machine = Machine(STORAGE, Turns(1, random.Random(0)), Fault("kill all", at), random.Random(0))
-        view = machine.view(0)
+        machine = FaultInjector(STORAGE, Scheduler(1, random.Random(0)), Fault("kill all", at), random.Random(0))
+        view = machine.storage_of(0)
         try:
             RemoteSelection(view, world.remote, str(world.disk), SingleProcess()).select(
                 lambda view=view: select_shared(view, str(world.disk), SingleProcess(),

@@ -6,15 +6,15 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.uploader import Uploader
 from mindresume.simulation import jobs
 from mindresume.simulation.bucket import BUCKET, Bucket, PodStore
-from mindresume.simulation.cluster import Cluster
+from mindresume.simulation.bucket_oracle import check_bucket
+from mindresume.simulation.bucket_scenarios import LATER
+from mindresume.simulation.cluster import Cluster, current_cluster
 from mindresume.simulation.disk import Disk
-from mindresume.simulation.explore import SCENARIOS, Search, search
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.remote_oracle import judge_bucket
-from mindresume.simulation.remote_scenarios import LATER
-from mindresume.simulation.scenarios import Play
-from mindresume.simulation.schedule import Schedule, Strike
-from mindresume.simulation.standins import here, standing_in
+from mindresume.simulation.runtime_fakes import use_cluster
+from mindresume.simulation.scenarios import Simulation
+from mindresume.simulation.schedule import Fault, Schedule
+from mindresume.simulation.search import SCENARIOS, SearchRequest, search_seeds
 
 NAMES = ("bucket", "bucket nodes", "bucket slow", "bucket archived", "two pods", "bucket afresh")
 
@@ -23,7 +23,7 @@ def in_pod(work, schedule=None, bucket=None):
     """Returns what ``work(store, disk)`` returned or raised, as the one process of a pod."""
     cluster = Cluster(schedule or Schedule(), {"node0": Disk(local=True), BUCKET: bucket or Bucket()})
     found = []
-    with standing_in(cluster):
+    with use_cluster(cluster):
         host = cluster.host()
 
         def run():
@@ -70,7 +70,7 @@ def test_an_error_before_or_after_the_effect(kind, there):
         with pytest.raises(RemoteError):
             store.put("obs://b/x", b"bytes")
         return store.size("obs://b/x") is not None
-    assert in_pod(work, Schedule(strikes=(Strike(1, kind),))) is there
+    assert in_pod(work, Schedule(faults=(Fault(1, kind),))) is there
 
 
 def test_a_download_that_fails_is_removed():
@@ -82,7 +82,7 @@ def test_a_download_that_fails_is_removed():
             store.download("obs://b/x", "/x")
         return disk.list("/")
     for at in (1, 2, 3, 4):                             # its beginning, the new file, the bytes, the flush
-        assert in_pod(work, Schedule(strikes=(Strike(at, "EIO"),)), bucket.copy()) == []
+        assert in_pod(work, Schedule(faults=(Fault(at, "EIO"),)), bucket.copy()) == []
 
 
 def test_an_outage_lasts():
@@ -94,7 +94,7 @@ def test_an_outage_lasts():
             except RemoteError:
                 found.append(None)
         return found
-    assert in_pod(work, Schedule(strikes=(Strike(1, "outage", 2),))) == [[], None, None, [], []]
+    assert in_pod(work, Schedule(faults=(Fault(1, "outage", 2),))) == [[], None, None, [], []]
 
 
 def test_what_is_unreadable_is_listed_and_cannot_be_read():
@@ -116,11 +116,11 @@ def test_listings_lag_behind_and_urls_do_not():
         for name in "abcd":
             store.put(f"obs://b/{name}", b"bytes")
             moments.append((store.size(f"obs://b/{name}"), store.list("obs://b")))
-        here().scheduler.sleep(6.0)
+        current_cluster().scheduler.sleep(6.0)
         found = [store.list("obs://b")]
         store.delete("obs://b/a")
         found += [store.size("obs://b/a"), store.list("obs://b")]
-        here().scheduler.sleep(6.0)
+        current_cluster().scheduler.sleep(6.0)
         return moments, [*found, store.list("obs://b")]
     moments, found = in_pod(work, Schedule(lag=60.0))
     assert moments == [(5, [])] * 4
@@ -132,23 +132,23 @@ def test_where_nothing_strikes_the_last_step_is_uploaded(name):
     scenario = SCENARIOS[name]
     for fmt in scenario.formats:
         for way in scenario.ways:
-            play = Play(scenario, fmt, Schedule(), way).run()
-            assert not play.findings()
-            assert max(step for _, step in play.history.uploaded) == scenario.training.steps
+            sim = Simulation(scenario, fmt, Schedule(), way).run()
+            assert not sim.findings()
+            assert max(step for _, step in sim.history.uploaded) == scenario.training.steps
 
 
 @pytest.mark.parametrize("seed", range(len(LATER)))
 def test_of_two_pods_one_is_overtaken_and_both_end_well(seed):
-    play = Play(SCENARIOS["two pods"], "ckpt", Schedule(seed=seed)).run()
-    stopped = [[process.own.uploader._stopped or "" for process in job.ranks] for job in play.jobs]
+    sim = Simulation(SCENARIOS["two pods"], "ckpt", Schedule(seed=seed)).run()
+    stopped = [[process.own.uploader._stopped or "" for process in job.ranks] for job in sim.jobs]
     assert sorted("taken over" in rows[0] for rows in stopped) == [False, True]
-    assert not play.findings() and not any(process.exit for job in play.jobs for process in job.ranks)
+    assert not sim.findings() and not any(process.exit for job in sim.jobs for process in job.ranks)
 
 
 @pytest.mark.parametrize("way", ["manifest", "weights", "changed", "debris"])
 def test_the_oracle_sees_what_is_wrong(way, monkeypatch):
-    play = Play(SCENARIOS["bucket"], "ckpt", Schedule()).run()
-    bucket = play.cluster.disks[BUCKET]
+    sim = Simulation(SCENARIOS["bucket"], "ckpt", Schedule()).run()
+    bucket = sim.cluster.disks[BUCKET]
     weights = next(url for url in bucket.objects if url.endswith(".ckpt"))
     if way == "manifest":
         bucket.delete(next(url for url in bucket.objects if url.endswith("manifest.json")))
@@ -158,19 +158,19 @@ def test_the_oracle_sees_what_is_wrong(way, monkeypatch):
         bucket.put(weights, bucket.objects[weights].data[:-1] + b"?")
     else:
         monkeypatch.setattr(RemoteCheckpoints, "prune", lambda *_: [])
-    kinds = {finding.kind for finding in judge_bucket(play.cluster.disks, play.history, play.training)}
-    assert kinds == {{"manifest": "lost", "weights": "wrong", "changed": "wrong", "debris": "untidy"}[way]}
+    kinds = {finding.kind for finding in check_bucket(sim.cluster.disks, sim.history, sim.training)}
+    assert kinds == {{"manifest": "lost", "weights": "wrong", "changed": "wrong", "debris": "leftover"}[way]}
 
 
 def test_an_overtaken_rank_0_tells_its_ranks(monkeypatch):
     """The job that has overtaken it dies before it uploads anything, and so removes nothing."""
     def findings(schedule):
-        play = Play(SCENARIOS["two pods"], "ckpt", schedule)
-        play.cluster.trace.wanted = True
-        return play.run().cluster.trace.rows, [finding.kind for finding in play.findings()]
+        sim = Simulation(SCENARIOS["two pods"], "ckpt", schedule)
+        sim.cluster.trace.wanted = True
+        return sim.run().cluster.trace.rows, [finding.kind for finding in sim.findings()]
     rows, _ = findings(Schedule(seed=2))
     at = next(number for number, process, name, path in rows if (process, name) == ("job1.0", "write") and "_4.ckpt" in path)
-    schedule = Schedule(seed=2, strikes=(Strike(at, "kill host"),))
+    schedule = Schedule(seed=2, faults=(Fault(at, "kill host"),))
     assert findings(schedule)[1] == []
     end = Uploader._end
 
@@ -180,12 +180,12 @@ def test_an_overtaken_rank_0_tells_its_ranks(monkeypatch):
             return None
         return end(uploader)
     monkeypatch.setattr(Uploader, "_end", silent)
-    assert findings(schedule)[1] == ["told"]
+    assert findings(schedule)[1] == ["misreported"]
 
 
 def test_a_run_that_is_numbered_without_looking_into_the_bucket_is_found(monkeypatch):
     monkeypatch.setattr(jobs, "number_runs", lambda *_: None)
-    counts, found = search(Search((0, 6), ("bucket nodes",)))
+    counts, found = search_seeds(SearchRequest((0, 6), ("bucket nodes",)))
     assert found
 
 
@@ -199,8 +199,8 @@ def test_uploads_of_what_the_nodes_do_not_keep_are_found(way, monkeypatch):
         return start(uploader)
     monkeypatch.setattr(Uploader, "start", unbound)
     monkeypatch.setattr(Uploader, "schedule", lambda uploader, name: None)
-    assert "lost" in {finding.kind for finding in Play(SCENARIOS["bucket slow"], "ckpt", Schedule(), way).run().findings()}
+    assert "lost" in {finding.kind for finding in Simulation(SCENARIOS["bucket slow"], "ckpt", Schedule(), way).run().findings()}
 
 
 def test_random_schedules():
-    assert search(Search((0, 4), NAMES))[1] == []
+    assert search_seeds(SearchRequest((0, 4), NAMES))[1] == []

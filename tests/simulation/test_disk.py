@@ -9,8 +9,8 @@ import pytest
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.mount import Mount
+from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.schedule import Schedule
-from mindresume.simulation.standins import standing_in
 from mindresume.storage.posix import PosixStorage
 
 
@@ -30,14 +30,14 @@ def all_left(disk):
     found, pending = [], [()]
     while pending:
         answers = pending.pop()
-        asked = []
+        options = []
 
-        def survives(answers=answers, asked=asked):
-            asked.append(answers[len(asked)] if len(asked) < len(answers) else False)
-            return asked[-1]
+        def survives(answers=answers, options=options):
+            options.append(answers[len(options)] if len(options) < len(answers) else False)
+            return options[-1]
         result = left(disk, survives)
-        if len(answers) < len(asked):
-            pending += [(*asked[:position], True) for position in range(len(answers), len(asked))]
+        if len(answers) < len(options):
+            pending += [(*options[:position], True) for position in range(len(answers), len(options))]
         if result not in found:
             found.append(result)
     return found
@@ -84,7 +84,7 @@ def run_both(tmp_path, operations):
             results.append((*row, look(mount, ""), look(real, root)))
             if row[2] != row[3] or results[-1][4] != results[-1][5]:
                 return
-    with standing_in(cluster):
+    with use_cluster(cluster):
         process = cluster.process(cluster.host(), "one", work)
         cluster.scheduler.run()
     assert process.exit == 0, process.error
@@ -98,20 +98,20 @@ def check_both(tmp_path, operations):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_same_operations_on_the_disk_and_on_a_real_folder_give_the_same(tmp_path, seed):
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     parts = ["a", "b", "c"]
 
     def path():
-        return "".join(f"/{chance.choice(parts)}" for _ in range(chance.choice((1, 1, 2, 2, 3))))
+        return "".join(f"/{rng.choice(parts)}" for _ in range(rng.choice((1, 1, 2, 2, 3))))
     operations = []
     for _ in range(120):
-        kind = chance.choice(("write", "write", "make_folder", "make_folder", "rename", "rename", "rename", "remove", "open",
-                              "list", "status", "create"))
+        kind = rng.choice(("write", "write", "make_folder", "make_folder", "rename", "rename", "rename", "remove", "open",
+                           "list", "status", "create"))
         arguments = [path(), path()] if kind == "rename" else [path()]
         if kind == "write":
-            arguments.append([chance.randbytes(chance.randrange(5)) for _ in range(chance.randrange(3))])
+            arguments.append([rng.randbytes(rng.randrange(5)) for _ in range(rng.randrange(3))])
         if kind == "create":
-            arguments.append(chance.randrange(7))
+            arguments.append(rng.randrange(7))
         operations.append((kind, *arguments))
     check_both(tmp_path, operations)
 
@@ -372,18 +372,18 @@ def test_disks_of_which_something_else_could_be_left_have_other_signatures(one, 
 @pytest.mark.parametrize("seed", range(6))
 def test_equal_signatures_mean_that_the_same_can_be_left(seed):
     """Over random short histories of two files and two folders."""
-    chance, by_signature = random.Random(seed), {}
+    rng, by_signature = random.Random(seed), {}
     for _ in range(120):
         disk = Disk()
         for folder in ("/a", "/b"):
             disk.make_folder(folder)
         for folder in ("/", "/a", "/b"):
             disk.sync(folder)
-        for _ in range(chance.randrange(1, 6)):
-            path, other = (f"/{chance.choice('ab')}/{chance.choice('xy')}" for _ in range(2))
+        for _ in range(rng.randrange(1, 6)):
+            path, other = (f"/{rng.choice('ab')}/{rng.choice('xy')}" for _ in range(2))
             with suppress(OSError):
-                chance.choice((lambda p=path, d=disk: d.create(p, chance.choice((b"1", b"2"))),
-                               lambda p=path, q=other, d=disk: d.rename(p, q), lambda p=path, d=disk: d.remove(p),
-                               lambda p=path, d=disk: d.sync(os.path.dirname(p))))()
+                rng.choice((lambda p=path, d=disk: d.create(p, rng.choice((b"1", b"2"))),
+                            lambda p=path, q=other, d=disk: d.rename(p, q), lambda p=path, d=disk: d.remove(p),
+                            lambda p=path, d=disk: d.sync(os.path.dirname(p))))()
         possible = sorted(map(str, all_left(disk)))
         assert by_signature.setdefault(disk.signature(), possible) == possible

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.simulation.explore import Failure, replay
+from mindresume.simulation.search import Failure, replay
 
 FOUND = sorted((Path(__file__).parent / "found").glob("*.json"))
 

@@ -3,12 +3,12 @@ import errno
 
 import pytest
 
-from mindresume.simulation.cluster import SHARED, Cluster
+from mindresume.simulation.cluster import SHARED, Cluster, current_cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.schedule import Schedule, Strike
+from mindresume.simulation.runtime_fakes import use_cluster
+from mindresume.simulation.schedule import Fault, Schedule
 from mindresume.simulation.scheduler import Killed
-from mindresume.simulation.standins import here, standing_in
 
 
 def disk_with_files():
@@ -25,14 +25,14 @@ def run(*works, disk=None, **schedule):
     """Each ``work(mount)`` in a process on a host of its own. Returns (cluster, what they returned or their OSError)."""
     cluster, found = Cluster(Schedule(**schedule), {SHARED: disk or disk_with_files()}), {}
     cluster.trace.wanted = True
-    with standing_in(cluster):
+    with use_cluster(cluster):
         for number, work in enumerate(works):
-            def life(number=number, work=work):
+            def attempt(number=number, work=work):
                 try:
                     found[number] = work(Mount(cluster, cluster.processes[number]))
                 except OSError as error:
                     found[number] = error
-            cluster.process(cluster.host(), f"p{number}", life)
+            cluster.process(cluster.host(), f"p{number}", attempt)
         cluster.scheduler.run()
     return cluster, [found.get(number) for number in range(len(works))]
 
@@ -57,14 +57,14 @@ AFTER = {"write": {"/c/a": b"old", "/c/b": b"1234"}, "rename": {"/c/b": b"old"},
 @pytest.mark.parametrize("kind", ["EIO", "ESTALE"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_error_before_the_effect_has_none(name, kind):
-    cluster, (found,) = run(OPERATIONS[name], strikes=(Strike(1, kind),))
+    cluster, (found,) = run(OPERATIONS[name], faults=(Fault(1, kind),))
     assert found.errno == getattr(errno, kind) and files(cluster) == {"/c/a": b"old"}
-    assert cluster.disks[SHARED].find("/c/new") is None and [struck.name for struck in cluster.struck] == [name]
+    assert cluster.disks[SHARED].find("/c/new") is None and [injected.name for injected in cluster.injected] == [name]
 
 
 @pytest.mark.parametrize("name", ["write", "rename", "remove", "make_folder", "sync"])
 def test_an_error_after_the_effect_is_reported_all_the_same(name):
-    cluster, (found,) = run(OPERATIONS[name], strikes=(Strike(1, "EIO after"),))
+    cluster, (found,) = run(OPERATIONS[name], faults=(Fault(1, "EIO after"),))
     assert found.errno == errno.EIO
     expected = {"/c/a": b"old", "/c/b": b""} if name == "write" else AFTER.get(name, {"/c/a": b"old"})
     assert files(cluster) == expected and (cluster.disks[SHARED].find("/c/new") is not None) == (name == "make_folder")
@@ -72,19 +72,19 @@ def test_an_error_after_the_effect_is_reported_all_the_same(name):
 
 @pytest.mark.parametrize("name", ["list", "status", "open"])
 def test_who_only_looks_is_not_told_of_errors_after_the_effect(name):
-    cluster, (found,) = run(OPERATIONS[name], strikes=(Strike(1, "EIO after"),))
-    assert not isinstance(found, OSError) and cluster.struck == []
+    cluster, (found,) = run(OPERATIONS[name], faults=(Fault(1, "EIO after"),))
+    assert not isinstance(found, OSError) and cluster.injected == []
 
 
 @pytest.mark.parametrize("kind", ["EIO", "EIO after", "ENOSPC"])
 def test_a_write_whose_flush_fails_removes_the_file(kind):
-    cluster, (found,) = run(OPERATIONS["write"], strikes=(Strike(2, kind),))
+    cluster, (found,) = run(OPERATIONS["write"], faults=(Fault(2, kind),))
     assert found.errno in (errno.EIO, errno.ENOSPC) and files(cluster) == {"/c/a": b"old"}
     assert [name for _, _, name, _ in cluster.trace.rows] == ["write", "flush", "remove"]
 
 
 def test_a_write_that_cannot_even_be_removed_tells_the_first_error():
-    cluster, (found,) = run(OPERATIONS["write"], strikes=(Strike(2, "EIO"), Strike(3, "ESTALE")))
+    cluster, (found,) = run(OPERATIONS["write"], faults=(Fault(2, "EIO"), Fault(3, "ESTALE")))
     assert found.errno == errno.EIO and files(cluster) == {"/c/a": b"old", "/c/b": b"12"}
 
 
@@ -103,7 +103,7 @@ def test_an_error_of_whoever_gives_the_pieces_removes_the_file():
 @pytest.mark.parametrize("kind", ["kill", "kill host", "kill all", "power"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_who_is_killed_before_an_operation_has_not_done_it(name, kind):
-    cluster, found = run(OPERATIONS[name], strikes=(Strike(1, kind),))
+    cluster, found = run(OPERATIONS[name], faults=(Fault(1, kind),))
     assert found == [None] and files(cluster) == {"/c/a": b"old"} and cluster.processes[0].exit == -9
     assert isinstance(cluster.processes[0].main.error, Killed)
 
@@ -119,7 +119,7 @@ def test_between_the_two_operations_of_a_write_half_of_it_is_there():
 
 @pytest.mark.parametrize(("kind", "left"), [("kill", b"12"), ("power", None)])
 def test_a_write_of_a_killed_process_stays_as_it_is(kind, left):
-    cluster, _ = run(OPERATIONS["write"], strikes=(Strike(2, kind),))
+    cluster, _ = run(OPERATIONS["write"], faults=(Fault(2, kind),))
     assert files(cluster).get("/c/b") == left and len(cluster.trace.rows) == 2
 
 
@@ -167,7 +167,7 @@ def test_a_full_disk_stays_full_for_a_while_and_can_be_read():
                 except OSError as error:
                     told.append(error.errno)
         return told
-    _, (found,) = run(work, strikes=(Strike(1, "ENOSPC", 5),))
+    _, (found,) = run(work, faults=(Fault(1, "ENOSPC", 5),))
     full = errno.ENOSPC
     assert found == [full, "ok", full, full, "ok", full, "ok", "ok", "ok"]
 
@@ -193,14 +193,14 @@ def watched(seconds, change, look=lambda mount: mount.list("/c")):
     """What a host sees before, right after and ``seconds`` after another one has made ``change``."""
     def watcher(mount):
         told = [look(mount)]
-        here().scheduler.sleep(2.0)
+        current_cluster().scheduler.sleep(2.0)
         told.append(look(mount))
-        here().scheduler.sleep(seconds)
+        current_cluster().scheduler.sleep(seconds)
         told.append(look(mount))
         return told
 
     def changer(mount):
-        here().scheduler.sleep(1.0)
+        current_cluster().scheduler.sleep(1.0)
         change(mount)
         return look(mount)
     return run(watcher, changer, lag=30.0)[1]
@@ -221,12 +221,12 @@ def test_a_name_that_was_removed_can_still_be_listed_but_not_opened():
 def test_an_own_change_shows_what_others_have_done_meanwhile():
     def watcher(mount):
         told = [mount.list("/c")]
-        here().scheduler.sleep(2.0)
+        current_cluster().scheduler.sleep(2.0)
         mount.write("/c/own", [b"1"])
         return [*told, mount.list("/c"), mount.open("/c/b").read()]
 
     def changer(mount):
-        here().scheduler.sleep(1.0)
+        current_cluster().scheduler.sleep(1.0)
         mount.write("/c/b", [b"2"])
     assert run(watcher, changer, lag=30.0)[1][0] == [["a"], ["a", "b", "own"], b"2"]
 
@@ -238,11 +238,11 @@ def test_without_lag_and_on_a_local_disk_everything_is_seen_at_once():
     def watcher(mount):
         mount.list("/c")
         mount.status("/c/b")
-        here().scheduler.sleep(2.0)
+        current_cluster().scheduler.sleep(2.0)
         return mount.list("/c"), mount.status("/c/b").size
 
     def changer(mount):
-        here().scheduler.sleep(1.0)
+        current_cluster().scheduler.sleep(1.0)
         mount.write("/c/b", [b"2"])
     for schedule in ({"lag": 0.0}, {"lag": 30.0, "disk": disk}):
         assert run(watcher, changer, **schedule)[1][0] == (["a", "b"], 1)
@@ -250,7 +250,7 @@ def test_without_lag_and_on_a_local_disk_everything_is_seen_at_once():
 
 def test_times_of_files_are_those_of_the_server():
     def work(mount):
-        here().scheduler.sleep(5.0)
+        current_cluster().scheduler.sleep(5.0)
         mount.write("/c/b", [b"1"])
-        return mount.status("/c/b").mtime - here().server_time()
+        return mount.status("/c/b").mtime - current_cluster().server_time()
     assert run(work, clocks=(86400.0,))[1][0] == pytest.approx(0.0, abs=0.1)

@@ -5,13 +5,14 @@ from functools import cache
 
 import pytest
 
+from mindresume.fault_injection.tiny_checkpoints import ITERATION
 from mindresume.simulation import jobs, oracle
 from mindresume.simulation.cluster import SHARED, Cluster
 from mindresume.simulation.disk import Disk, Folder
-from mindresume.simulation.jobs import ITERATION, History, Job, Training
-from mindresume.simulation.oracle import LOST, STUCK, TOLD, UNEQUAL, UNTIDY, WRONG, judge
+from mindresume.simulation.jobs import History, Job, Training
+from mindresume.simulation.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG, check_disks
+from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.schedule import Schedule
-from mindresume.simulation.standins import standing_in
 
 FORMATS = ("safetensors", "ckpt", ITERATION)
 ROOT = "/out/checkpoint"
@@ -25,7 +26,7 @@ def trained(fmt):
     """(disk, history) after three saves."""
     disk, history, cluster = Disk(), History(), None
     cluster = Cluster(Schedule(), {SHARED: disk})
-    with standing_in(cluster):
+    with use_cluster(cluster):
         Job(cluster, history, training(fmt), [cluster.host()], "past").start()
         cluster.scheduler.run()
     assert not any(process.exit for process in cluster.processes)
@@ -40,7 +41,7 @@ def judged(fmt, damage=lambda disk, fmt: None, live=True):
     disk, history = once(fmt)
     disk = disk.copy()
     damage(disk, fmt)
-    return judge({SHARED: disk}, history.copy(), training(fmt), live)
+    return check_disks({SHARED: disk}, history.copy(), training(fmt), live)
 
 
 def kinds(findings):
@@ -199,14 +200,14 @@ def all_three_damaged(disk, fmt):
 
 
 ALL, RANKS, FOLDERS = FORMATS, FORMATS[:2], FORMATS[2:]
-OLDER, ANOTHER = {LOST}, {LOST, UNEQUAL}                # people are told of damage that only a look into the files shows
+OLDER, ANOTHER = {LOST}, {LOST, INCONSISTENT}           # people are told of damage that only a look into the files shows
 CASES = [(damage, fmt, expected) for damage, formats, expected in (
     (a_bit_of_weights, ALL, ANOTHER), (a_bit_of_weights_of_rank_0, ALL, ANOTHER), (a_bit_of_a_record, ALL, ANOTHER),
     (a_bit_of_the_manifest, ALL, {WRONG}), (a_bit_of_the_checksum_of_the_manifest, ALL, {WRONG}),
     (no_file_of_a_rank, ALL, OLDER), (files_of_two_steps_swapped, ALL, ANOTHER), (files_of_two_ranks_swapped, ALL, ANOTHER),
     (no_manifest, RANKS, set()),                        # the records of all ranks are the commit
     (no_manifest, FOLDERS, {WRONG}), (no_record, ALL, OLDER), (no_folder_of_records, RANKS, OLDER),
-    (no_folder_of_records, FOLDERS, {WRONG, LOST, UNEQUAL}), (a_truncated_file, ALL, OLDER), (an_empty_file, ALL, OLDER),
+    (no_folder_of_records, FOLDERS, {WRONG, LOST, INCONSISTENT}), (a_truncated_file, ALL, OLDER), (an_empty_file, ALL, OLDER),
     (zeros, ALL, ANOTHER), (a_bit_of_common_json, FOLDERS, {WRONG}), (a_bit_of_metadata_json, FOLDERS, {WRONG}),
     (stale_pointer, FOLDERS, OLDER), (pointer_to_nothing, FOLDERS, OLDER), (everything, ALL, OLDER),
     (all_three_damaged, ALL, {STUCK, LOST})) for fmt in formats]
@@ -219,8 +220,8 @@ def test_a_disk_that_is_well(fmt):
 
 @pytest.mark.parametrize(("damage", "fmt", "expected"), CASES)
 def test_damage_is_reported_as_what_it_is(damage, fmt, expected):
-    looked = kinds(judged(fmt, damage, live=False))
-    assert looked == expected
+    selected = kinds(judged(fmt, damage, live=False))
+    assert selected == expected
     lived = kinds(judged(fmt, damage))
     assert lived == expected
 
@@ -229,7 +230,7 @@ def test_damage_is_reported_as_what_it_is(damage, fmt, expected):
 def test_what_is_left_over_after_the_next_life(stray, formats):
     for fmt in formats:
         (found,) = judged(fmt, stray)
-        assert found.kind == UNTIDY and "notes." in found.text and judged(fmt, stray, live=False) == []
+        assert found.kind == LEFTOVER and "notes." in found.text and judged(fmt, stray, live=False) == []
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -252,7 +253,7 @@ def test_a_checkpoint_that_proves_itself_and_holds_something_else(fmt, monkeypat
     disk, history = trained(fmt)
     monkeypatch.undo()
     for live in (False, True):
-        found = judge({SHARED: disk.copy()}, history.copy(), training(fmt), live)
+        found = check_disks({SHARED: disk.copy()}, history.copy(), training(fmt), live)
         assert kinds(found) == {WRONG} and all("rank 1" in finding.text for finding in found)
 
 
@@ -265,8 +266,8 @@ def test_what_the_jobs_were_told(fmt):
         history = told.copy()
         for name, value in changed.items():
             getattr(history, name).update(value) if isinstance(value, dict) else getattr(history, name).extend(value)
-        return judge({SHARED: disk.copy()}, history, training(fmt))
-    assert kinds(found(failed={((run, 6), 1): "no room"})) == {TOLD}
+        return check_disks({SHARED: disk.copy()}, history, training(fmt))
+    assert kinds(found(failed={((run, 6), 1): "no room"})) == {MISREPORTED}
     assert kinds(found(failed={((run, 6), 1): "it may not be complete"})) == set()
     assert kinds(found(reported={(run, 8): {0, 1}})) == {LOST} and found(reported={(run, 8): {0}}) == []
     assert kinds(found(wrong=["two lives were mixed"])) == {WRONG}
@@ -285,7 +286,7 @@ def test_as_many_stay_as_are_to_be_kept(fmt):
         history = told.copy()
         for name, value in changed.items():
             getattr(history, name).extend(value) if isinstance(value, list) else getattr(history, name).update(value)
-        return judge({SHARED: disk.copy()}, history, replace(training(fmt), keep=keep), live=False)
+        return check_disks({SHARED: disk.copy()}, history, replace(training(fmt), keep=keep), live=False)
     given_up = {(run, 5): {0, 1}}
     assert found(4) == [] and found(3, reported=given_up) == [] and kinds(found(4, reported=given_up)) == {LOST}
     assert kinds(found(3, reported=given_up, protected=[(run, 2)])) == {LOST}
@@ -294,31 +295,31 @@ def test_as_many_stay_as_are_to_be_kept(fmt):
 def test_who_died_before_the_first_step_says_nothing_of_the_checkpoint():
     disk, told = once("ckpt")
     (run,) = told.sizes
-    disk, died = disk.copy(), "0002-00000000"
-    note = {"output": "/out", "deaths": [], "began": {"run": died}}
+    disk, apply_death = disk.copy(), "0002-00000000"
+    note = {"output": "/out", "deaths": [], "began": {"run": apply_death}}
     put(disk, f"{ROOT}/.mindresume/trial-step-0000000006-run-{run}", json.dumps(note).encode())
-    (found,) = judge({SHARED: disk.copy()}, told.copy(), training("ckpt"), live=False)
-    assert found.kind == LOST and died in found.text
+    (found,) = check_disks({SHARED: disk.copy()}, told.copy(), training("ckpt"), live=False)
+    assert found.kind == LOST and apply_death in found.text
     history = told.copy()
-    history.tried.add(died)
-    assert judge({SHARED: disk.copy()}, history, training("ckpt"), live=False) == []
+    history.started_runs.add(apply_death)
+    assert check_disks({SHARED: disk.copy()}, history, training("ckpt"), live=False) == []
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_where_nothing_struck_the_pointers_are_those_of_the_last_save(fmt):
     disk, told = once(fmt)
-    assert oracle.pointed({SHARED: disk.copy()}, told, training(fmt)) == []
+    assert oracle.check_pointers({SHARED: disk.copy()}, told, training(fmt)) == []
     disk = disk.copy()
     stale_pointer(disk, fmt)
-    (found,) = oracle.pointed({SHARED: disk}, told, training(fmt))
+    (found,) = oracle.check_pointers({SHARED: disk}, told, training(fmt))
     assert found.kind == LOST
-    assert oracle.pointed({SHARED: disk}, History(), training(fmt)) == []       # of a run that may not have come so far
+    assert oracle.check_pointers({SHARED: disk}, History(), training(fmt)) == []  # of a run that may not have come so far
 
 
 def test_people_and_the_job_are_given_different_answers(monkeypatch):
     real = oracle.list_checkpoints
     monkeypatch.setattr(oracle, "list_checkpoints", lambda *values: (None, real(*values)[1][1:]))
-    assert kinds(judged("ckpt")) == {UNEQUAL}
+    assert kinds(judged("ckpt")) == {INCONSISTENT}
 
 
 def test_a_job_that_does_not_start_is_stuck(monkeypatch):
@@ -330,13 +331,13 @@ def test_a_job_that_does_not_start_is_stuck(monkeypatch):
 
 
 def test_a_job_that_waits_for_ever_is_stuck(monkeypatch):
-    monkeypatch.setattr(jobs, "_train", lambda *_: jobs.here().scheduler.block(None, "for nothing"))
+    monkeypatch.setattr(jobs, "_train", lambda *_: jobs.current_cluster().scheduler.block(None, "for nothing"))
     (found,) = judged("ckpt")
-    assert found.kind == STUCK and "the next life: TooLong" in found.text        # it goes on giving signs of life
+    assert found.kind == STUCK and "OperationLimit" in found.text     # its heartbeat never ends
 
 
 def test_an_older_one_is_one_of_an_earlier_run_or_step():
     history = History(reported={("0001-00000000", 8): {0, 1}, ("0002-00000000", 2): {0, 1}, ("0002-00000000", 4): {0}},
                       sizes={"0001-00000000": 2, "0002-00000000": 2})
-    assert oracle.due(history) == ("0002-00000000", 2) and oracle.due(History()) is None
-    assert oracle.newer(("", 9)) < oracle.newer(("0001-00000000", 1))
+    assert oracle.newest_acknowledged(history) == ("0002-00000000", 2) and oracle.newest_acknowledged(History()) is None
+    assert oracle.save_order(("", 9)) < oracle.save_order(("0001-00000000", 1))

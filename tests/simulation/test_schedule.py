@@ -15,47 +15,47 @@ from mindresume.simulation.schedule import (
     QUOTA,
     QUOTA_OF_HOST,
     UNREADABLE,
+    Fault,
     Schedule,
-    Strike,
-    draw,
+    random_schedule,
 )
 
-DRAWN = [draw(random.Random(seed), 150) for seed in range(200)]
+DRAWN = [random_schedule(random.Random(seed), 150) for seed in range(200)]
 
 
 def test_the_same_seed_draws_the_same():
-    assert [draw(random.Random(seed), 150) for seed in range(200)] == DRAWN
+    assert [random_schedule(random.Random(seed), 150) for seed in range(200)] == DRAWN
     assert len({schedule.seed for schedule in DRAWN}) == 200
 
 
 def test_everything_that_can_happen_is_drawn():
-    strikes = [strike for schedule in DRAWN for strike in schedule.strikes]
-    assert {strike.kind for strike in strikes} == set(KINDS) and {*ERRORS, *DEATHS} < set(KINDS)
-    assert {len(schedule.strikes) for schedule in DRAWN} == {0, 1, 2, 3}
+    faults = [fault for schedule in DRAWN for fault in schedule.faults]
+    assert {fault.kind for fault in faults} == set(KINDS) and {*ERRORS, *DEATHS} < set(KINDS)
+    assert {len(schedule.faults) for schedule in DRAWN} == {0, 1, 2, 3}
     assert {bool(schedule.lag) for schedule in DRAWN} == {bool(schedule.clocks) for schedule in DRAWN} == {True, False}
     assert any(len(schedule.switches) > 20 for schedule in DRAWN) and any(not schedule.switches for schedule in DRAWN)
     assert any(schedule.picks for schedule in DRAWN)
-    power = {strike.amount == 0 for strike in strikes if strike.kind == "power"}
+    power = {fault.amount == 0 for fault in faults if fault.kind == "power"}
     assert power == {True, False}
 
 
 def test_all_moments_are_in_the_run_in_order_and_there_once():
     for schedule in DRAWN:
-        for rows in (schedule.switches, [(strike.at, 0) for strike in schedule.strikes]):
+        for rows in (schedule.switches, [(fault.at, 0) for fault in schedule.faults]):
             moments = [at for at, _ in rows]
             assert moments == sorted(set(moments)) and all(1 <= at <= 151 for at in moments)     # 151: behind the last strike
 
 
 def test_only_what_is_asked_for_strikes():
-    drawn = [draw(random.Random(seed), 150, kinds=("kill",), lags=(5.0,)) for seed in range(50)]
-    assert {strike.kind for schedule in drawn for strike in schedule.strikes} == {"kill"}
+    drawn = [random_schedule(random.Random(seed), 150, kinds=("kill",), lags=(5.0,)) for seed in range(50)]
+    assert {fault.kind for schedule in drawn for fault in schedule.faults} == {"kill"}
     assert {schedule.lag for schedule in drawn} == {5.0}
 
 
 def test_what_strikes_in_few_scenarios_has_amounts_of_its_own():
     rare = (OUTAGE, QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE)
-    strikes = [strike for seed in range(200) for strike in draw(random.Random(seed), 150, kinds=rare).strikes]
-    amounts = {kind: {strike.amount for strike in strikes if strike.kind == kind} for kind in rare}
+    faults = [fault for seed in range(200) for fault in random_schedule(random.Random(seed), 150, kinds=rare).faults]
+    amounts = {kind: {fault.amount for fault in faults if fault.kind == kind} for kind in rare}
     assert amounts[QUOTA] == amounts[QUOTA_OF_HOST] == {20, 200, 2000} and amounts[OUTAGE] == {3, 30, 300}
     assert amounts[MEMORY] == {0, 100, 1 << 40} and amounts[KILL_LAUNCHER] == {0} and len(amounts[UNREADABLE]) > 20
     assert not set(rare) & set(KINDS) and {*rare, *KINDS} == set(EXPLAINED)
@@ -69,27 +69,28 @@ def test_as_json_and_back(schedule):
 
 def test_what_is_simpler_is_smaller_and_part_of_it():
     for schedule in DRAWN:
-        for simpler in schedule.simpler():
-            assert simpler.size < schedule.size and simpler.seed == schedule.seed
-            for name in ("switches", "picks", "strikes"):
-                assert set(getattr(simpler, name)) <= set(getattr(schedule, name))
-            assert simpler.lag in (schedule.lag, 0.0) and simpler.clocks in (schedule.clocks, ())
+        for shrink_candidates in schedule.shrink_candidates():
+            assert shrink_candidates.size < schedule.size and shrink_candidates.seed == schedule.seed
+            for name in ("switches", "picks", "faults"):
+                assert set(getattr(shrink_candidates, name)) <= set(getattr(schedule, name))
+            assert shrink_candidates.lag in (schedule.lag, 0.0) and shrink_candidates.clocks in (schedule.clocks, ())
 
 
 def test_everything_can_be_left_out_one_by_one():
     for schedule in DRAWN:
-        assert len({simpler for simpler in schedule.simpler() if simpler.size == schedule.size - 1}) == schedule.size
-        while schedule.simpler():
-            schedule = schedule.simpler()[-1]
+        assert len({shrink_candidates for shrink_candidates in schedule.shrink_candidates()
+                    if shrink_candidates.size == schedule.size - 1}) == schedule.size
+        while schedule.shrink_candidates():
+            schedule = schedule.shrink_candidates()[-1]
         assert schedule.size == 0 and schedule == Schedule(schedule.seed)
 
 
 def test_large_steps_come_first():
     schedule = Schedule(switches=tuple((at, 1) for at in range(1, 11)))
-    sizes = [simpler.size for simpler in schedule.simpler()]
+    sizes = [shrink_candidates.size for shrink_candidates in schedule.shrink_candidates()]
     assert sizes == sorted(sizes) and sizes.count(9) == 10 and sizes.count(5) == 2
 
 
 def test_the_size_counts_what_is_unusual():
-    assert Schedule(seed=5).size == 0 and Schedule(seed=5).simpler() == []
-    assert Schedule(1, ((1, 1), (2, 1)), ((1, 1),), (Strike(1, "kill"),), 30.0, (5.0,)).size == 6
+    assert Schedule(seed=5).size == 0 and Schedule(seed=5).shrink_candidates() == []
+    assert Schedule(1, ((1, 1), (2, 1)), ((1, 1),), (Fault(1, "kill"),), 30.0, (5.0,)).size == 6

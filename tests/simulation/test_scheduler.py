@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindresume.simulation.schedule import Schedule
-from mindresume.simulation.scheduler import TICK, Killed, Scheduler, Stuck, TooLong
+from mindresume.simulation.scheduler import TICK, Deadlock, Killed, OperationLimit, Scheduler
 
 
 def made(most=1000, **schedule):
@@ -131,13 +131,13 @@ def test_to_wake_one_that_does_not_wait_is_nothing_it_remembers():
 
 def test_tasks_that_wait_for_each_other_are_stuck():
     scheduler = made()
-    with pytest.raises(Stuck, match="t0 for b; t1 for a"):
+    with pytest.raises(Deadlock, match="t0 for b; t1 for a"):
         ran(scheduler, lambda: scheduler.block(None, "for b"), lambda: scheduler.block(None, "for a"))
 
 
 def test_who_has_a_limit_is_not_stuck():
     scheduler = made()
-    with pytest.raises(Stuck, match="^t0 $"):
+    with pytest.raises(Deadlock, match="^t0 $"):
         ran(scheduler, lambda: scheduler.block(None), lambda: scheduler.block(7.0))
     assert scheduler.now == 7.0
 
@@ -171,7 +171,7 @@ def test_a_loop_without_an_end_is_too_long_whatever_it_catches():
             except Exception as error:                      # as a rank does that tells the others
                 caught.append(error)
                 return
-    with pytest.raises(TooLong):
+    with pytest.raises(OperationLimit):
         ran(scheduler, work)
     assert caught == []
     scheduler.end()
@@ -190,10 +190,10 @@ class Effects:
     """What a task does, and tries to do when it is killed."""
 
     def __init__(self, scheduler):
-        self.scheduler, self.done, self.tried = scheduler, [], []
+        self.scheduler, self.done, self.started_runs = scheduler, [], []
 
     def operation(self, name):
-        self.tried.append(name)
+        self.started_runs.append(name)
         self.scheduler.operation()
         self.done.append(name)
 
@@ -230,7 +230,7 @@ def test_a_killed_task_has_no_effect_any_more(how):
     scheduler.start(victim, lambda: effects.work(wait), "victim")
     scheduler.start(process(), kills, "kills")
     scheduler.run()
-    assert effects.done == ["begin"] and "finally" in effects.tried
+    assert effects.done == ["begin"] and "finally" in effects.started_runs
     assert scheduler.operations == (2 if how == "is about to operate" else 1)
 
 
@@ -308,12 +308,12 @@ def test_at_the_end_nothing_of_those_that_are_left_happens():
     effects = Effects(scheduler)
     one = process()
     scheduler.start(one, lambda: effects.work(lambda: scheduler.block(None)), "one")
-    with pytest.raises(Stuck):
+    with pytest.raises(Deadlock):
         scheduler.run()
     scheduler.end()
-    assert effects.done == ["begin"] and "finally" in effects.tried and one.dead
+    assert effects.done == ["begin"] and "finally" in effects.started_runs and one.dead
     gc.collect()
-    assert effects.tried.count("finally") == 1 and scheduler.tasks == []
+    assert effects.started_runs.count("finally") == 1 and scheduler.tasks == []
 
 
 def test_a_run_ends_when_it_is_told_to_and_can_go_on():

@@ -39,10 +39,10 @@ from mindresume.saving import (
     sync_saver,
     uploader,
 )
-from mindresume.simulation.explore import SCENARIOS, Counts, Failure, Known, operations_of, run
-from mindresume.simulation.oracle import LOST, STUCK, TOLD, UNTIDY, WRONG
-from mindresume.simulation.schedule import Schedule, Strike, draw
-from mindresume.simulation.standins import replaced
+from mindresume.simulation.oracle import LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
+from mindresume.simulation.runtime_fakes import patched_product
+from mindresume.simulation.schedule import Fault, Schedule, random_schedule
+from mindresume.simulation.search import SCENARIOS, Counts, Failure, KnownStates, count_operations, run
 from mindresume.storage import atomic_publish
 
 Patch = pytest.MonkeyPatch
@@ -85,14 +85,14 @@ class Draws:
     schedule: Callable[[int, int, Sequence[str]], Schedule]
 
 
-AT_RANDOM = Draws("at random", lambda seed, operations, kinds: draw(random.Random(seed), operations, kinds))
+AT_RANDOM = Draws("at random", lambda seed, operations, kinds: random_schedule(random.Random(seed), operations, kinds))
 SWITCHES = Draws("switches at random", lambda seed, operations, _: _switches(random.Random(seed), operations))
 ONE_SWITCH = Draws("one switch", lambda seed, operations, _: Schedule(switches=((1 + seed % operations, 1),)))
 
 
-def _switches(chance: random.Random, operations: int) -> Schedule:
-    moments = sorted(chance.sample(range(1, operations + 1), chance.randrange(8, 30)))
-    return Schedule(switches=tuple((at, chance.randrange(1, 4)) for at in moments))
+def _switches(rng: random.Random, operations: int) -> Schedule:
+    moments = sorted(rng.sample(range(1, operations + 1), rng.randrange(8, 30)))
+    return Schedule(switches=tuple((at, rng.randrange(1, 4)) for at in moments))
 
 
 def each(kind: str, amount: int = 0, then: int = 0, later: tuple[int, str] | None = None, **more: Any) -> Draws:
@@ -100,8 +100,8 @@ def each(kind: str, amount: int = 0, then: int = 0, later: tuple[int, str] | Non
     many operations later something else strikes. ``more``: of the schedule."""
     def schedule(seed: int, operations: int, _: Sequence[str]) -> Schedule:
         at = 1 + seed % operations
-        strikes = (Strike(at, kind, amount), *([Strike(at + later[0], later[1])] if later else []))
-        return Schedule(strikes=strikes, switches=((at + 1, then),) if then else (), **more)
+        faults = (Fault(at, kind, amount), *([Fault(at + later[0], later[1])] if later else []))
+        return Schedule(faults=faults, switches=((at + 1, then),) if then else (), **more)
     return Draws(f"one {kind}{f', then {later[1]}' if later else ''}", schedule)
 
 
@@ -113,7 +113,7 @@ def undisturbed(lag: float = 0.0) -> Draws:
 @dataclass(frozen=True)
 class Mutant:
     """``kinds`` of finding of which one is expected in ``scenario``. ``first``: the seed with which the test begins; it is found
-    ``within`` so many. ``deaths``: as of ``explore.run``. ``draws``: the schedule of a seed."""
+    ``within`` so many. ``deaths``: as of ``search.run``. ``draws``: the schedule of a seed."""
     name: str
     edits: tuple[Edit, ...]
     scenario: str
@@ -139,13 +139,13 @@ MUTANTS = [
     mutant("what was committed meanwhile is reported as failed", [
         Edit(shard_writer, "_settled", "found = _recorded(place, step, place.data_dirs(step))", "found = None"),
         Edit(shard_writer, "_settled", "may not be saved", "was not saved")],
-        ("save", "iteration", ""), TOLD, deaths=False, first=40, within=25, draws=each("ESTALE after")),
+        ("save", "iteration", ""), MISREPORTED, deaths=False, first=40, within=25, draws=each("ESTALE after")),
     mutant("retention removes what is of another training", [
         Edit(committer.Committer, "prune", "self._is_over, self.place.lineage)", "self._is_over, None)")],
         ("afresh", "safetensors", ""), LOST),
     mutant("trash has no name of its own, and one victim that fails stops the rest", [
         Edit(manifest, "trash_name", ".{secrets.token_hex(4)}", ""), Edit(garbage_collector, "carry_out", "continue", "raise")],
-        ("orphan", "iteration", ""), UNTIDY, deaths=False),
+        ("orphan", "iteration", ""), LEFTOVER, deaths=False),
     mutant("a job counts against a checkpoint from the moment it was chosen", [
         Edit(checkpoint_manager.CheckpointManager, "begin", "agreed(self.group",
              "self.meet(); self.begin_load_attempt(); agreed(self.group")],
@@ -174,13 +174,13 @@ MUTANTS = [
     mutant("a manifest in the bucket that cannot be read ends all retention there", [
         Edit(remote_checkpoints.RemoteCheckpoints, "_known", "except (RecordError, RemoteError) as error:",
              "except RecordError as error:")],
-        ("bucket archived", "safetensors", ""), UNTIDY, deaths=False),
+        ("bucket archived", "safetensors", ""), LEFTOVER, deaths=False),
     mutant("rank 0 is overtaken at the url and tells nobody", [
         Edit(uploader.Uploader, "_end", "if self.place.rank == 0:", "if self.place.rank == 0 and not self._stopped:")],
-        ("two pods", "safetensors", ""), TOLD, deaths=False, draws=undisturbed(lag=30.0)),
+        ("two pods", "safetensors", ""), MISREPORTED, deaths=False, draws=undisturbed(lag=30.0)),
     mutant("an attempt without inner folders is no attempt", [
         Edit(records, "find_attempts", "attempts_within(storage, root, making) or [",
-             "attempts_within(storage, root, making) or 0 * [")], ("prune", "iteration", ""), UNTIDY),
+             "attempts_within(storage, root, making) or 0 * [")], ("prune", "iteration", ""), LEFTOVER),
     mutant("a late tracker counts as set back while a later save has no name", [
         Edit(iteration_scan, "_from_tracker", " and (c.step in intended or parse_iteration(c.iteration_dir) is not None)", "")],
         ("prune", "iteration", ""), LOST, deaths=False, first=135, within=25,
@@ -211,7 +211,7 @@ MUTANTS = [
         first=25, within=10, draws=each("EIO")),
     mutant("earlier runs' complete saves are not adopted", [
         Edit(committer.Committer, "adopt", "storage, root, adopted = self.place.storage, self.place.root, []", "return []")],
-        ("save", "iteration", ""), UNTIDY),
+        ("save", "iteration", ""), LEFTOVER),
     mutant("the oldest is adopted last", [
         Edit(committer.Committer, "adopt", "reversed(found)", "found")], ("uncommitted", "iteration", ""), LOST),
     mutant("an iteration folder of that name is not made way", [
@@ -221,7 +221,7 @@ MUTANTS = [
     mutant("what a dead job intended with the tracker is not settled", [
         Edit(committer.Committer, "adopt",
              "iteration_publisher.finish_tracker(storage, root, scan_records(storage, root)[0], self.place.run)",
-             "pass")], ("save", "iteration", ""), UNTIDY),
+             "pass")], ("save", "iteration", ""), LEFTOVER),
     mutant("the intent goes before the tracker is changed", [
         Edit(iteration_publisher, "publish_iteration", "set_tracker(storage, root, step, place.run)",
              "storage.remove(intent); set_tracker(storage, root, step, "
@@ -263,13 +263,13 @@ MUTANTS = [
         draws=each("EIO", later=(9, "EIO"), seed=2)),
     mutant("a note on trial stays while the training goes on from another", [
         Edit(crash_loop.LoadAttempt, "_clear_others", "if self.limit else ()", "if False else ()")],
-        ("damaged", "safetensors", ""), UNTIDY, deaths=False),
+        ("damaged", "safetensors", ""), LEFTOVER, deaths=False),
     mutant("the number of a run is used again", [
         Edit(lease, "next_run", "max(map(run_sequence, used), default=0) + 1", "max(map(run_sequence, used), default=1)")],
-        ("restarts", "safetensors", ""), f"{STUCK} {UNTIDY} {LOST} {WRONG}"),
+        ("restarts", "safetensors", ""), f"{STUCK} {LEFTOVER} {LOST} {WRONG}"),
     mutant("ranks do not agree on a suffix", [
         Edit(save_session, "open_save_session", "[row[1] for row in rows if row] + suffixes)",
-             "[row[1] for row in rows if row] + [suffixes[group.rank]])")], ("restarts", "safetensors", ""), f"{UNTIDY} {LOST}",
+             "[row[1] for row in rows if row] + [suffixes[group.rank]])")], ("restarts", "safetensors", ""), f"{LEFTOVER} {LOST}",
         first=4),
     mutant("what rank 0 finds decides alone", [
         Edit(group_verification, "verify_on_all_ranks", 'for row in rows if "refusal" in row]',
@@ -293,12 +293,12 @@ def mutated(one: Mutant) -> Iterator[None]:
         yield
 
 
-def hunt(one: Mutant, seeds: range, changed: bool = True) -> tuple[int | None, Failure | None, Counts]:
+def run_search(one: Mutant, seeds: range, changed: bool = True) -> tuple[int | None, Failure | None, Counts]:
     """Returns the first of ``seeds`` that finds something; what; and the counts until then. ``changed`` False: of the product
     as it is."""
-    scenario, counts, known = SCENARIOS[one.scenario], Counts(), Known()
-    with replaced():
-        size = operations_of(scenario, one.format, one.way)     # and the past, by the product as it is
+    scenario, counts, known = SCENARIOS[one.scenario], Counts(), KnownStates()
+    with patched_product():
+        size = count_operations(scenario, one.format, one.way)  # and the past, by the product as it is
         with mutated(one) if changed else pytest.MonkeyPatch.context():
             for seed in seeds:
                 schedule = one.draws.schedule(seed, size, scenario.kinds)
@@ -327,12 +327,12 @@ def table() -> Iterator[list[str]]:
 @pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.name)
 def test_a_mutant_is_found(one, table):
     began = time.process_time()
-    seed, failure, counts = hunt(one, range(one.first, one.first + one.within))
+    seed, failure, counts = run_search(one, range(one.first, one.first + one.within))
     assert failure is not None, "the mutant survives"
     assert failure.findings[0].kind in one.kinds, failure.findings
     table.append(row_of(one, failure, counts, time.process_time() - began))
     # ... and it was the mutant
-    assert hunt(one, range(one.first, seed + 1), changed=False)[1] is None
+    assert run_search(one, range(one.first, seed + 1), changed=False)[1] is None
 
 
 def main(part: str = "", seconds: float = 60.0) -> None:
@@ -341,7 +341,7 @@ def main(part: str = "", seconds: float = 60.0) -> None:
     for one in [one for one in MUTANTS if part in one.name]:
         began, seed, counts, failure = time.process_time(), 0, Counts(), None
         while failure is None and time.process_time() - began < seconds:
-            first, (found, failure, more) = seed, hunt(one, range(seed, seed + STRIDE))
+            first, (found, failure, more) = seed, run_search(one, range(seed, seed + STRIDE))
             counts.add(more)
             seed += STRIDE
         spent = time.process_time() - began
@@ -349,7 +349,7 @@ def main(part: str = "", seconds: float = 60.0) -> None:
             print(f"| {one.name} | SURVIVES | | {one.draws.about} | {counts.schedules:,} | {spent:.1f} s |", flush=True)
             continue
         wrong = [] if failure.findings[0].kind in one.kinds else [f"found as {failure.findings[0]}"]
-        control = hunt(one, range(first, found + 1), changed=False)[1]
+        control = run_search(one, range(first, found + 1), changed=False)[1]
         wrong += [f"without the mutant: {control.to_json()}"] if control else []
         print(f"{row_of(one, failure, counts, spent)} seed {found} {' '.join(wrong)}", flush=True)
 

@@ -1,8 +1,8 @@
 """The writer of ``async_save: process`` as a process of a simulated cluster.
 
-It keeps the contract of ``mindresume.saving.async_saver._Process``: it shares nothing with the training but messages and the
-staging buffer, takes no signal that asks to end, finishes what it has begun when the training is gone, and then waits for others
-no longer than a living training would.
+It keeps the contract of ``mindresume.saving.async_saver._Process``: it shares only messages and the staging buffer with the
+training, ignores SIGTERM, finishes what it has begun when the training has died, and then waits for other ranks no longer than a
+living training would.
 """
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from mindresume.saving.async_saver import serve
 from mindresume.saving.retention import Policy
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.staging import Staging
+from mindresume.simulation.cluster import current_cluster, current_process
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.standins import SimpleQueue, here, running
+from mindresume.simulation.threads import SimpleQueue
 
-_CHECK = 1.0                    # seconds between two looks for the training
+_CHECK = 1.0                    # seconds between checks of the training
 
 
-class Writer:
+class WriterProcess:
+    """The training's end of the writer."""
+
     def __init__(self, place: SaveTarget, policy: Policy | None, staging: Staging, timeout: float):
         self._inbox, self._outbox = SimpleQueue(), SimpleQueue()
-        training, cluster = running(), here()
+        training, cluster = current_process(), current_cluster()
         self._process = cluster.process(training.host, f"{training.name}.writer", lambda: None)
-        self._process.on_term = lambda: None
-        (place, policy), memory = _sent((replace(place, storage=None), policy)), Staging(fd=os.dup(staging.fd))
+        self._process.sigterm_handler = lambda: None
+        (place, policy), memory = _pickled((replace(place, storage=None), policy)), Staging(fd=os.dup(staging.fd))
         mine = replace(place, storage=Mount(cluster, self._process))
-        cluster.at_end.append(memory.close)
-        cluster.scheduler.start(self._process, _bound(training, self._process, timeout), f"{training.name}.writer/bound")
+        cluster.cleanups.append(memory.close)
+        cluster.scheduler.start(self._process, _deadline_task(training, self._process, timeout), f"{training.name}.writer/bound")
         self._process.main = cluster.scheduler.start(
             self._process, lambda: serve(mine, policy, memory, self._receive(training),
-                                         lambda message: self._outbox.put(_sent(message))), self._process.name)
+                                         lambda message: self._outbox.put(_pickled(message))), self._process.name)
 
     def _receive(self, training: Any) -> Callable[[], Any]:
         def receive() -> Any:
@@ -47,8 +50,8 @@ class Writer:
 
     def send(self, message: Any) -> None:
         if self._process.dead:
-            raise BrokenPipeError("the writer is gone")
-        self._inbox.put(_sent(message))
+            raise BrokenPipeError("the writer process has ended")
+        self._inbox.put(_pickled(message))
 
     def receive(self, patience: float) -> Any:
         if self._outbox.empty() and patience:
@@ -63,22 +66,23 @@ class Writer:
 
     def join(self) -> None:
         while self.alive():
-            here().scheduler.sleep(_CHECK)
+            current_cluster().scheduler.sleep(_CHECK)
 
     def end(self) -> str:
         return f"exit status {self._process.exit}"
 
 
-def _sent(message: Any) -> Any:
-    """As it arrives at the other end of a pipe."""
+def _pickled(message: Any) -> Any:
+    """Returns ``message`` as it arrives at the other end of a pipe."""
     return pickle.loads(pickle.dumps(message))
 
 
-def _bound(training: Any, process: Any, timeout: float) -> Callable[[], None]:
+def _deadline_task(training: Any, process: Any, timeout: float) -> Callable[[], None]:
+    """Returns a task that kills the writer ``timeout`` seconds after the death of its training."""
     def work() -> None:
-        scheduler = here().scheduler
+        scheduler = current_cluster().scheduler
         while not training.dead:
             scheduler.sleep(_CHECK)
         scheduler.sleep(timeout)
-        here().kill(process)
+        current_cluster().kill(process)
     return work

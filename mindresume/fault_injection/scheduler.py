@@ -1,7 +1,7 @@
-"""Several ranks in one process, as threads of which one at a time does one operation, in an order that a seed decides.
+"""A seeded scheduler: ranks are threads, and one of them does one operation at a time.
 
-    turns = Turns(2, random.Random(7))
-    results = turns.run([work_of_rank_0, work_of_rank_1])       # the same order for the same seed
+    scheduler = Scheduler(2, random.Random(7))
+    results = scheduler.run([work_of_rank_0, work_of_rank_1])   # the same order for the same seed
 """
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-PATIENCE = 120.0                    # real seconds after which a drill that hangs is an error
+PATIENCE = 120.0                    # real seconds after which waiting ranks are an error
 
 
 class Hang(Exception):
-    """Ranks wait for each other. No OSError, which the product would take for trouble of the file system."""
+    """Ranks wait for each other. It is no OSError, which the product would handle as an error of the file system."""
 
 
-class Turns:
-    """``take`` before an operation, ``give`` after it. A turn is given when every rank that still works waits for one. Operations
-    of one rank may come from several threads, as long as only one of them is at work at a time."""
+class Scheduler:
+    """Orders the operations of ranks: ``acquire_turn`` before an operation, ``release_turn`` after it. The next rank is drawn
+    when every rank that still works waits for its turn. Operations of one rank may come from several threads, one at a time."""
 
-    def __init__(self, size: int, chance: random.Random):
-        self.size, self.chance = size, chance
+    def __init__(self, size: int, rng: random.Random):
+        self.size, self.rng = size, rng
         self._condition = threading.Condition()
         self._working: set[int] = set()
         self._waiting: set[int] = set()
-        self._turn: int | None = None
+        self._current_rank: int | None = None
 
     def run(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Calls all of them side by side. Returns their results; an exception is a result too."""
+        """Runs all works concurrently. Returns their results; an exception is a result too."""
         results: list[Any] = [None] * len(works)
         self._working = set(range(len(works)))
 
@@ -49,20 +49,20 @@ class Turns:
             raise Hang(f"ranks {sorted(self._working)} hang: they wait for more than {PATIENCE:.0f} s")
         return results
 
-    def take(self, rank: int) -> None:
+    def acquire_turn(self, rank: int) -> None:
         with self._condition:
-            if rank not in self._working:       # outside of run: one rank alone
+            if rank not in self._working:       # outside of ``run``: no other rank
                 return
             self._waiting.add(rank)
             self._choose()
-            if not self._condition.wait_for(lambda: self._turn == rank, PATIENCE):
-                raise Hang(f"rank {rank} got no turn within {PATIENCE:.0f} s; working: {sorted(self._working)}")
+            if not self._condition.wait_for(lambda: self._current_rank == rank, PATIENCE):
+                raise Hang(f"rank {rank} was not scheduled within {PATIENCE:.0f} s; working: {sorted(self._working)}")
             self._waiting.discard(rank)
 
-    def give(self, rank: int) -> None:
+    def release_turn(self, rank: int) -> None:
         with self._condition:
-            if self._turn == rank:
-                self._turn = None
+            if self._current_rank == rank:
+                self._current_rank = None
                 self._choose()
 
     def _leave(self, rank: int) -> None:
@@ -72,6 +72,6 @@ class Turns:
             self._choose()
 
     def _choose(self) -> None:
-        if self._turn is None and self._waiting and self._waiting >= self._working:
-            self._turn = self.chance.choice(sorted(self._waiting))
+        if self._current_rank is None and self._waiting and self._waiting >= self._working:
+            self._current_rank = self.rng.choice(sorted(self._waiting))
             self._condition.notify_all()

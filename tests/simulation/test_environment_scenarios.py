@@ -14,24 +14,24 @@ from mindresume.resume.remote_selection import RemoteSelection
 from mindresume.saving import remote_checkpoints
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.sync_saver import SaveJob
-from mindresume.simulation import desk
+from mindresume.simulation import concurrent_commands
 from mindresume.simulation.bucket import BUCKET
 from mindresume.simulation.cluster import SHARED
 from mindresume.simulation.disk import Disk
-from mindresume.simulation.explore import SCENARIOS, Counts, Known, operations_of, run
-from mindresume.simulation.more_scenarios import MOMENTS, cloned
-from mindresume.simulation.scenarios import Play
+from mindresume.simulation.environment_scenarios import MOMENTS, clone_folder
+from mindresume.simulation.runtime_fakes import patched_product
+from mindresume.simulation.scenarios import Simulation
 from mindresume.simulation.schedule import (
     KILL_LAUNCHER,
     MEMORY,
     QUOTA,
     QUOTA_OF_HOST,
     UNREADABLE,
+    Fault,
     Schedule,
-    Strike,
-    draw,
+    random_schedule,
 )
-from mindresume.simulation.standins import replaced
+from mindresume.simulation.search import SCENARIOS, Counts, KnownStates, count_operations, run
 
 NAMES = ("quota", "memory", "launcher", "copied", "snapshot", "conversion", "conversion of files", "verify", "bucket unreadable",
          "bucket health")
@@ -41,21 +41,22 @@ RARE = {QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE}
 NOTHING = Schedule()
 
 
-def played(name, schedule=NOTHING, fmt="ckpt", way=""):
-    return Play(SCENARIOS[name], fmt, schedule, way).run()
+def simulated(name, schedule=NOTHING, fmt="ckpt", way=""):
+    return Simulation(SCENARIOS[name], fmt, schedule, way).run()
 
 
-def kinds_of(play):
-    return {finding.kind for finding in play.findings()}
+def kinds_of(sim):
+    return {finding.kind for finding in sim.findings()}
 
 
 def found(name, seeds, fmt="ckpt", way=""):
     """Kinds of what the first seed finds, of random schedules without a death at every moment."""
     scenario = SCENARIOS[name]
-    with replaced():
-        size = operations_of(scenario, fmt, way)
+    with patched_product():
+        size = count_operations(scenario, fmt, way)
         for seed in range(seeds):
-            failure = run(scenario, fmt, way, draw(random.Random(seed), size, scenario.kinds), Known(), Counts(), deaths=False)
+            failure = run(scenario, fmt, way, random_schedule(random.Random(seed), size, scenario.kinds), KnownStates(), Counts(),
+                          deaths=False)
             if failure is not None:
                 return {finding.kind for finding in failure.findings}
     return set()
@@ -67,8 +68,8 @@ def found(name, seeds, fmt="ckpt", way=""):
 def test_without_a_strike_everybody_ends_well(name):
     scenario = SCENARIOS[name]
     for fmt in scenario.formats:
-        play = played(name, fmt=fmt, way=scenario.ways[-1])
-        assert play.findings() == [] and not any(process.exit for process in play.cluster.processes)
+        sim = simulated(name, fmt=fmt, way=scenario.ways[-1])
+        assert sim.findings() == [] and not any(process.exit for process in sim.cluster.processes)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -84,14 +85,14 @@ def test_what_strikes_here_strikes_nowhere_else():
 
 # ---- strikes ---------------------------------------------------------------------------------------------------------
 
-def first(play, process, name):
-    return next(number for number, who, what, _ in play.cluster.trace.rows if (who, what) == (process, name))
+def first(sim, process, name):
+    return next(number for number, who, what, _ in sim.cluster.trace.rows if (who, what) == (process, name))
 
 
 def traced(name, fmt="ckpt", way=""):
-    play = Play(SCENARIOS[name], fmt, Schedule(), way)
-    play.cluster.trace.wanted = True
-    return play.run()
+    sim = Simulation(SCENARIOS[name], fmt, Schedule(), way)
+    sim.cluster.trace.wanted = True
+    return sim.run()
 
 
 @pytest.mark.parametrize("way", ["", "thread", "process"])
@@ -100,47 +101,47 @@ def test_a_quota_is_of_one_rank_and_its_writer(way, kind, alone):
     rows = traced("quota", way=way).cluster.trace.rows
     at = next(number for number, who, name, path in rows
               if who == f"job0.1{'.writer' if way == 'process' else ''}" and name == "write" and "_1_" in path)
-    play = played("quota", Schedule(strikes=(Strike(at, kind, 10_000),)), way=way)
-    assert play.findings() == []
-    failed = {(process, "quota" in text.lower()) for (_, process), text in play.history.failed.items()}
+    sim = simulated("quota", Schedule(faults=(Fault(at, kind, 10_000),)), way=way)
+    assert sim.findings() == []
+    failed = {(process, "quota" in text.lower()) for (_, process), text in sim.history.failed.items()}
     assert (1, True) in failed and (0, True) not in failed
 
 
 def test_an_exhausted_quota_ends():
     at = first(traced("quota"), "job0.1", "write")
-    assert not played("quota", Schedule(strikes=(Strike(at, QUOTA, 20),))).history.failed
+    assert not simulated("quota", Schedule(faults=(Fault(at, QUOTA, 20),))).history.failed
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("way", ["thread", "process"])
 def test_a_rank_without_memory_saves_in_the_training(seed, way):
-    play = played("memory", Schedule(seed=seed), way=way)
-    for rank, process in enumerate(play.jobs[0].ranks):
+    sim = simulated("memory", Schedule(seed=seed), way=way)
+    for rank, process in enumerate(sim.jobs[0].ranks):
         assert any(isinstance(event, SaveNotStaged) for _, event in process.events) == bool(seed >> rank & 1)
-    assert play.findings() == []
+    assert sim.findings() == []
 
 
 def test_memory_changes_at_an_operation():
     at = first(traced("memory", way="thread"), "job0.1", "write")
-    play = played("memory", Schedule(strikes=(Strike(at, MEMORY, 0),)), way="thread")
-    assert [host.memory for host in play.cluster.hosts[:2]] == [1 << 40, 0] and play.findings() == []
+    sim = simulated("memory", Schedule(faults=(Fault(at, MEMORY, 0),)), way="thread")
+    assert [host.memory for host in sim.cluster.hosts[:2]] == [1 << 40, 0] and sim.findings() == []
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_launcher_alone_is_killed(seed):
     at = first(traced("launcher"), "job0.1", "write")
-    play = played("launcher", Schedule(seed, strikes=(Strike(at, KILL_LAUNCHER),)))
-    first_job, *others = play.jobs
+    sim = simulated("launcher", Schedule(seed, faults=(Fault(at, KILL_LAUNCHER),)))
+    first_job, *others = sim.jobs
     assert first_job.launcher.exit == -9 and [process.exit for process in first_job.ranks] == [0, 0]
     assert others and any("in use" in str(process.error) for job in others for process in job.ranks)
-    assert play.findings() == []
+    assert sim.findings() == []
 
 
 def test_an_object_that_cannot_be_read_stays_in_listings_until_it_is_put_again():
-    play = played("bucket unreadable")
-    bucket = play.cluster.disks[BUCKET]
+    sim = simulated("bucket unreadable")
+    bucket = sim.cluster.disks[BUCKET]
     names = bucket.list("obs://bucket")
-    bucket.spoil(len(names) + 1)
+    bucket.make_unreadable(len(names) + 1)
     url = sorted(bucket.objects)[1]
     assert bucket.unreadable == bucket.copy().unreadable == {url} and bucket.list("obs://bucket") == names
     assert bucket.signature() != replace_in(bucket, url).signature() and not replace_in(bucket, url).unreadable
@@ -156,10 +157,10 @@ def replace_in(bucket, url):
 
 def test_times_of_copies_differ_by_seed():
     def times(seed):
-        play = Play(SCENARIOS["copied"], "ckpt", Schedule(seed=seed))
-        SCENARIOS["copied"].attack(play)
-        files = sorted(play.cluster.disks[SHARED].walk())
-        return play.variant, [path for path, _ in sorted(files, key=lambda row: row[1].mtime)], len({f.mtime for _, f in files})
+        sim = Simulation(SCENARIOS["copied"], "ckpt", Schedule(seed=seed))
+        SCENARIOS["copied"].workload(sim)
+        files = sorted(sim.cluster.disks[SHARED].walk())
+        return sim.variant, [path for path, _ in sorted(files, key=lambda row: row[1].mtime)], len({f.mtime for _, f in files})
     rows = [times(seed) for seed in range(40)]
     assert {variant.split(" ")[0] for variant, *_ in rows} == {"at", "in", "backwards"}
     assert {distinct == 1 for _, _, distinct in rows} == {True, False}
@@ -170,19 +171,19 @@ def test_a_clone_is_whole_durable_and_apart():
     disk.make_folder("/a")
     disk.make_folder("/a/b")
     file = disk.create("/a/b/x", b"bytes")
-    cloned(disk, "/a", "/c")
+    clone_folder(disk, "/a", "/c")
     file.data = b"other"
     disk.lose_power(lambda: False)
     assert disk.find("/c/b/x").data == b"bytes"
-    cloned(disk, "/missing", "/d")
+    clone_folder(disk, "/missing", "/d")
     assert disk.find("/d") is None
 
 
 @pytest.mark.parametrize("seed", range(len(MOMENTS)))
 def test_a_job_goes_on_from_a_snapshot_beside_the_one_of_which_it_is(seed):
-    play = played("snapshot", Schedule(seed=seed))
-    (start,) = play.history.chosen.values()
-    assert play.findings() == [] and (start is not None) == (seed > 0)
+    sim = simulated("snapshot", Schedule(seed=seed))
+    (start,) = sim.history.chosen.values()
+    assert sim.findings() == [] and (start is not None) == (seed > 0)
 
 
 # ---- broken products -------------------------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ def test_what_a_quota_prevents_and_is_called_saved_is_found(monkeypatch):
 
 def test_memory_that_is_taken_and_not_there_is_found(monkeypatch):
     monkeypatch.setattr(AsyncSaver, "_cannot_stage", lambda *_: None)
-    assert "stuck" in kinds_of(played("memory", Schedule(seed=3), way="thread"))
+    assert "stuck" in kinds_of(simulated("memory", Schedule(seed=3), way="thread"))
 
 
 def test_a_job_that_throws_orphans_out_is_found(monkeypatch):
@@ -235,11 +236,12 @@ def test_a_conversion_without_a_hold_is_found(name, fmt, monkeypatch):
 
 
 def test_a_target_that_is_not_whole_is_found(monkeypatch):
-    play = played("conversion of files")
-    disk = play.cluster.disks[SHARED]
-    path = next(path for path, _ in disk.walk(desk.TARGETS) if path.endswith(".ckpt"))
+    sim = simulated("conversion of files")
+    disk = sim.cluster.disks[SHARED]
+    path = next(path for path, _ in disk.walk(concurrent_commands.TARGETS) if path.endswith(".ckpt"))
     disk.remove(path)
-    assert "wrong" in {finding.kind for finding in desk.judge_conversions(play.cluster.disks, play.history, play.training)}
+    assert "wrong" in {finding.kind
+                       for finding in concurrent_commands.check_conversions(sim.cluster.disks, sim.history, sim.training)}
 
 
 def test_a_verify_that_looks_once_is_found(monkeypatch):
@@ -249,10 +251,10 @@ def test_a_verify_that_looks_once_is_found(monkeypatch):
 
 def test_a_fresh_start_beside_an_unreadable_bucket_is_found(monkeypatch):
     def kinds():
-        play = played("bucket unreadable")
-        bucket = play.cluster.disks[BUCKET]
+        sim = simulated("bucket unreadable")
+        bucket = sim.cluster.disks[BUCKET]
         bucket.unreadable |= {url for url in bucket.objects if url.endswith("manifest.json")}
-        return kinds_of(play)
+        return kinds_of(sim)
     assert kinds() == set()
     select_ = RemoteSelection.select
 
@@ -274,10 +276,10 @@ def test_a_store_that_is_not_asked_for_older_ones_is_found(monkeypatch):
 def test_a_bucket_that_loses_its_last_healthy_checkpoint_is_found(monkeypatch):
     saved = remote_checkpoints._RetentionRow
     monkeypatch.setattr(remote_checkpoints, "_RetentionRow", lambda step, at, metrics, health: saved(step, at, metrics, 0))
-    assert "lost" in kinds_of(played("bucket health"))
+    assert "lost" in kinds_of(simulated("bucket health"))
 
 
 def test_an_unhealthy_checkpoint_that_is_taken_from_a_bucket_is_found(monkeypatch):
     monkeypatch.setattr(remote_selection, "is_unhealthy", lambda *_: False)
     monkeypatch.setattr(shared_selection, "is_unhealthy", lambda *_: False)
-    assert kinds_of(played("bucket health")) & {"unequal", "wrong"}
+    assert kinds_of(simulated("bucket health")) & {"inconsistent", "wrong"}

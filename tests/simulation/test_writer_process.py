@@ -6,13 +6,13 @@ from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.sync_saver import Save
-from mindresume.simulation.cluster import SHARED, Cluster
+from mindresume.simulation.cluster import SHARED, Cluster, current_cluster, current_process
 from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import shard_of
+from mindresume.simulation.jobs import make_shard
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.schedule import Schedule, Strike
-from mindresume.simulation.standins import here, running, standing_in
-from mindresume.simulation.writer import Writer
+from mindresume.simulation.runtime_fakes import use_cluster
+from mindresume.simulation.schedule import Fault, Schedule
+from mindresume.simulation.writer_process import WriterProcess
 
 ROOT, RUN, TIMEOUT = "/out/checkpoint", "0001-1111aaaa", 20.0
 WRITER = "rank0.writer"
@@ -24,9 +24,9 @@ def run(work, *others, ranks=1, most=20_000, **schedule):
     cluster.trace.wanted = True
 
     def training():
-        place = SaveTarget(Mount(cluster, running()), ROOT, RUN, 0, ranks, False, (), RUN)
+        place = SaveTarget(Mount(cluster, current_process()), ROOT, RUN, 0, ranks, False, (), RUN)
         found.append(work(AsyncSaver(place, KEEP_ALL, "process", timeout=TIMEOUT), place))
-    with standing_in(cluster):
+    with use_cluster(cluster):
         host = cluster.host()
         cluster.process(host, "rank0", training)
         for number, other in enumerate(others):
@@ -40,7 +40,7 @@ def writer_of(cluster):
 
 
 def save(saver, place, step=2):
-    saver.save(Save(shard_of(place, step, "ckpt", 1)))
+    saver.save(Save(make_shard(place, step, "ckpt", 1)))
 
 
 def committed(cluster):
@@ -55,7 +55,7 @@ def complete(saver, place):
     save(saver, place)
     outcomes = saver.wait(TIMEOUT)
     outcomes += saver.finish(TIMEOUT, 5.0)
-    return [(outcome.step, outcome.saved) for outcome in outcomes], running().cluster.scheduler.now
+    return [(outcome.step, outcome.saved) for outcome in outcomes], current_process().cluster.scheduler.now
 
 
 def test_a_save_is_written_and_committed_by_a_process_of_its_own_which_ends_with_the_training():
@@ -68,16 +68,16 @@ def test_a_save_is_written_and_committed_by_a_process_of_its_own_which_ends_with
 def test_it_is_deaf_to_sigterm():
     undisturbed, _ = run(complete)
     for number in operations(undisturbed):
-        cluster, (outcomes, _) = run(complete, strikes=(Strike(number, "term"),))
-        assert cluster.struck[0].process == WRITER
+        cluster, (outcomes, _) = run(complete, faults=(Fault(number, "term"),))
+        assert cluster.injected[0].process == WRITER
         assert outcomes == [(2, True)] and len(committed(cluster)) == 1 and writer_of(cluster).exit == 0
 
 
-def dies(saver, place):
+def dies_in_first_step(saver, place):
     save(saver, place)
     save(saver, place, 4)                               # waits for the first; then the training is gone
-    here().kill(running())
-    here().scheduler.sleep(1.0)
+    current_cluster().kill(current_process())
+    current_cluster().scheduler.sleep(1.0)
 
 
 @pytest.mark.parametrize("end", ["kill", "error"])
@@ -86,7 +86,7 @@ def test_what_was_begun_is_finished_when_the_training_dies(end):
         save(saver, place)
         save(saver, place, 4)
         raise ValueError
-    cluster, _ = run(dies if end == "kill" else fails)
+    cluster, _ = run(dies_in_first_step if end == "kill" else fails)
     assert cluster.processes[0].exit == (-9 if end == "kill" else 1)
     assert len(committed(cluster)) == 2 and writer_of(cluster).exit == 0
     assert cluster.scheduler.now < TIMEOUT
@@ -95,7 +95,7 @@ def test_what_was_begun_is_finished_when_the_training_dies(end):
 def test_it_ends_with_its_host():
     undisturbed, _ = run(complete)
     number = operations(undisturbed)[3]
-    cluster, _ = run(complete, strikes=(Strike(number, "kill host"),))
+    cluster, _ = run(complete, faults=(Fault(number, "kill host"),))
     assert writer_of(cluster).exit == cluster.processes[0].exit == -9 and operations(cluster)[-1] == number
 
 
@@ -105,28 +105,28 @@ def test_after_the_death_of_the_training_it_waits_for_others_no_longer_than_its_
         save(saver, place)
         saver.wait(TIMEOUT)
         saver._send(("finish", 10_000.0), None)
-        here().scheduler.sleep(1.0)
-        here().kill(running())
-        here().scheduler.sleep(1.0)
+        current_cluster().scheduler.sleep(1.0)
+        current_cluster().kill(current_process())
+        current_cluster().scheduler.sleep(1.0)
     cluster, _ = run(work, ranks=2)
     assert committed(cluster) == [] and writer_of(cluster).dead
     assert TIMEOUT <= cluster.scheduler.now <= TIMEOUT + 5.0
 
 
 def test_a_process_that_hangs_ends_after_its_timeout():
-    undisturbed, _ = run(dies)
+    undisturbed, _ = run(dies_in_first_step)
     number = operations(undisturbed)[-3]
-    cluster, _ = run(dies, strikes=(Strike(number, "slow", 10_000),))
-    assert cluster.struck[0].process == WRITER
+    cluster, _ = run(dies_in_first_step, faults=(Fault(number, "slow", 10_000),))
+    assert cluster.injected[0].process == WRITER
     assert writer_of(cluster).exit not in (0, None) and cluster.scheduler.now < TIMEOUT + 10.0
 
 
 def test_a_training_that_lives_is_served_however_long_it_takes():
     def work(saver, place):
-        here().scheduler.sleep(10 * TIMEOUT)
+        current_cluster().scheduler.sleep(10 * TIMEOUT)
         save(saver, place)
         first = saver.wait(TIMEOUT)
-        here().scheduler.sleep(10 * TIMEOUT)
+        current_cluster().scheduler.sleep(10 * TIMEOUT)
         save(saver, place, 4)
         return [outcome.saved for outcome in first + saver.wait(TIMEOUT) + saver.finish(TIMEOUT, 5.0)]
     cluster, found = run(work)
@@ -143,7 +143,7 @@ def test_the_training_hears_of_its_death_and_takes_another_one():
         save(saver, place, 4)
         second = saver.wait(TIMEOUT) + saver.finish(TIMEOUT, 5.0)
         return [(outcome.step, outcome.saved, str(outcome.error or "")) for outcome in first + second]
-    cluster, found = run(work, strikes=(Strike(number, "kill"),))
+    cluster, found = run(work, faults=(Fault(number, "kill"),))
     assert [row[:2] for row in found] == [(2, False), (4, True)] and "died (exit status -9)" in found[0][2]
     assert [process.exit for process in cluster.processes if process.name == WRITER] == [-9, 0]
 
@@ -151,7 +151,7 @@ def test_the_training_hears_of_its_death_and_takes_another_one():
 def test_it_shares_no_object_with_the_training():
     """What is sent is pickled, as on a pipe; what cannot be is an error here, too."""
     def work(saver, place):
-        writer = Writer(place, KEEP_ALL, saver._staging, TIMEOUT)
+        writer = WriterProcess(place, KEEP_ALL, saver._staging, TIMEOUT)
         message = ["poll", {"a": 1}]
         with pytest.raises((AttributeError, TypeError)):
             writer.send(("save", lambda: None))
@@ -160,7 +160,7 @@ def test_it_shares_no_object_with_the_training():
         taken = writer._inbox.get()
         writer.close()
         while writer.alive():
-            here().scheduler.sleep(1.0)
+            current_cluster().scheduler.sleep(1.0)
         with pytest.raises(BrokenPipeError):
             writer.send(None)
         return taken, writer.end()

@@ -1,0 +1,30 @@
+"""Jobs that begin with what runs before have left."""
+import pytest
+
+from mindresume.events import CandidateRefused, SaveCommitted
+from mindresume.simulation.leftover_scenarios import SCENARIOS
+from mindresume.simulation.scenarios import FORMATS, RUN, WAYS, Simulation
+from mindresume.simulation.schedule import Schedule
+
+
+def simulated(name, fmt, way="", schedule=None):
+    sim = Simulation(SCENARIOS[name], fmt, schedule or Schedule(), way).run()
+    chosen = [sim.history.chosen[run] for run in sorted(sim.history.chosen)][1:]
+    return sim, chosen
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_nobody_committed_is_taken_and_committed(fmt, way):
+    sim, chosen = simulated("uncommitted", fmt, way)
+    assert chosen == [(RUN, 6)] and sim.findings() == []
+    events = [event for _, event in sim.jobs[0].ranks[0].events if isinstance(event, SaveCommitted)]
+    assert [event.step for event in events if event.run_id == RUN] == [4, 6]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_what_is_damaged_is_passed_over(fmt):
+    sim, chosen = simulated("damaged", fmt)
+    assert [step for _, step in chosen] == [4, 2] and sim.findings() == []
+    assert [job.launcher.exit for job in sim.jobs] == [0, 0] and [process.exit for process in sim.jobs[0].ranks] == [-9, -9]
+    assert any(isinstance(event, CandidateRefused) and event.step == 4 for _, event in sim.jobs[1].ranks[0].events)
