@@ -134,7 +134,7 @@ class Catalog:
     def __repr__(self) -> str:
         return f"<mindresume.Catalog of {self.path}>"
 
-    # ---- listing ----------------------------------------------------------------------------------------------------
+    # ---- listing -----------------------------------------------------------------------------------------------------
 
     def list(self) -> Listing:
         """Lists every saved step, complete or not, in the order in which a resume tries them, newest first.
@@ -183,7 +183,7 @@ class Catalog:
     def __len__(self) -> int:
         return len(self.steps())
 
-    # ---- selection -------------------------------------------------------------------------------------------------
+    # ---- selection ---------------------------------------------------------------------------------------------------
 
     def select(self, world_size: int | None = None, *, name: str | None = None, verify: bool = True, progress: Progress = SILENT
                ) -> Selection:
@@ -217,11 +217,11 @@ class Catalog:
                                                                              strategy_of))
         return Selection(
             root, self._checkpoint(self._locate(), root, chosen) if chosen else None,
-            tuple(problem_of(root, refusal)
-                  for refusal in choice.refused), choice.notes, choice.is_fresh_start, choice.bytes_verified,
-            describe_candidate(choice.chosen, choice.bytes_verified) if choice.chosen else "", local, preview.error)
+            tuple(problem_of(root, refusal) for refusal in choice.refused), choice.notes, choice.is_fresh_start,
+            choice.bytes_verified, describe_candidate(choice.chosen, choice.bytes_verified) if choice.chosen else "", local,
+            preview.error)
 
-    # ---- verification ---------------------------------------------------------------------------------------------
+    # ---- verification ------------------------------------------------------------------------------------------------
 
     def verify(self, step: int | None = None, *, progress: Progress = SILENT) -> VerificationReport:
         """Reads every byte, and names the damaged files and tensors.

@@ -201,8 +201,8 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
     """
     storage = PosixStorage()
     document, path = read_config(storage, os.fspath(config))
-    model = model_from_config(document, path,
-                              *(CONTIGUOUS if given else INTERLEAVED for given in (contiguous_attention, contiguous_mlp)))
+    attention, mlp = (CONTIGUOUS if given else INTERLEAVED for given in (contiguous_attention, contiguous_mlp))
+    model = model_from_config(document, path, attention, mlp)
     limit = None if memory_limit_bytes is None else memory_limit_bytes * BUFFERS // (BUFFERS + COMPOSED_MEMORY)
     tile = tile_for(limit, workers)
     with opened(src, step, strategy, hold=not dry_run) as source:

@@ -49,7 +49,7 @@ OPENING = Waiting("opening the checkpoint")
 _TRANSFORMING = Waiting("transforming by MindSpore's engine", watched)
 
 
-# ---- at the selection ----------------------------------------------------------------------------------------------
+# ---- at the selection ------------------------------------------------------------------------------------------------
 
 def prepare(config: Any, plan: ResumePlan, context: TrainingContext, storage: Storage, aside: bool = True) -> ResumePlan:
     """Broadcasts the strategy of the source, and with ``aside`` moves old strategy files aside. All ranks call it after the
@@ -105,7 +105,7 @@ def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity:
     return checkpoint_of(storage, choice.root, candidate, strategy, identity, scalars)
 
 
-# ---- at the load ---------------------------------------------------------------------------------------------------
+# ---- at the load -----------------------------------------------------------------------------------------------------
 
 def read_arrays(config: Any, network: Any, context: TrainingContext, storage: Storage) -> tuple[dict[str, Any], int,
                                                                                                 str] | Choice:

@@ -66,7 +66,7 @@ class CheckpointMonitor(BuiltIn):
     def storage(self) -> Storage:
         return PosixStorage()
 
-    # ---- callbacks -------------------------------------------------------------------------------------------------
+    # ---- callbacks ---------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, run_context: Any) -> None:
         if not self._ours:
@@ -151,7 +151,7 @@ class CheckpointMonitor(BuiltIn):
         """Saves after ranks were lost, see ``CheckpointManager.rescue``. Returns False if the built-in may try instead."""
         return not upstream_check.is_off(upstream.RESCUE) and self._checkpoints.rescue(_MonitorStep(self, cb_params))
 
-    # ---- start -----------------------------------------------------------------------------------------------------
+    # ---- start -------------------------------------------------------------------------------------------------------
 
     def _start(self, context: training_context.TrainingContext) -> None:
         """Opens the save session together with the other ranks, cleans up, and restores the random state."""

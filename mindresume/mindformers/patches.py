@@ -53,7 +53,7 @@ def _argument_binder(original: Callable[..., Any]) -> Callable[[tuple[Any, ...],
     return bind
 
 
-# ---- the wrappers --------------------------------------------------------------------------------------------------
+# ---- the wrappers ----------------------------------------------------------------------------------------------------
 
 def _wrap_train(original: Any) -> Any:
     @functools.wraps(original)
@@ -251,7 +251,7 @@ def _wrap_clear_auto_trans_output(original: Any) -> Any:
     return clear
 
 
-# ---- Checkpoint 2.0: mindformers reads common.json and loads --------------------------------------------------------
+# ---- Checkpoint 2.0: mindformers reads common.json and loads ---------------------------------------------------------
 
 def _wrap_get_checkpoint_path(original: Any) -> Any:
     @functools.wraps(original)
