@@ -1,7 +1,7 @@
 """Runs MindSpore Transformers with mindresume: ``python run_mindformer.py --help``.
 
-Takes the command line of the script of the same name in MindSpore Transformers. mindformers is imported only once the
-arguments are known to be right.
+It takes the command line of the script of the same name in MindSpore Transformers. It imports mindformers only after the
+arguments are checked.
 """
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NAME = "run_mindformer.py"
 
 
 def run_pynative(launch: Launch) -> None:
-    """Runs the PyNative trainer, which takes everything from the configuration file."""
-    say("--mode 1: mindresume is not active in PyNative mode yet; mindformers saves and resumes with its own code")
+    """Runs the PyNative trainer, which reads the configuration file alone."""
+    say("--mode 1: mindresume does not support PyNative mode yet; mindformers saves and resumes with its own code")
     unused = launch.without_effect_in_pynative()
     if unused:
         say(f"--mode 1 reads the configuration file alone; without effect: {', '.join(unused)}")
@@ -39,7 +39,7 @@ def run_graph(launch: Launch) -> None:
     from mindformers.trainer import Trainer
     from mindformers.utils.file_utils import set_output_path
 
-    # The run mode selects the sections that the defaults of mindformers fill in, so it must be known while reading.
+    # mindformers' defaults depend on the run mode, so it must be known while the file is read.
     given = {"run_mode": launch.flags["run_mode"]} if "run_mode" in launch.flags else {}
     config = MindFormerConfig(launch.config, **given)
     for note in apply(config, launch):
@@ -57,18 +57,19 @@ def run_graph(launch: Launch) -> None:
 
 
 def set_register_path(path: str) -> None:
-    """Sets where ``auto_register`` of mindformers looks for classes of the user."""
+    """Sets the folder in which ``auto_register`` of mindformers looks for the user's classes."""
     os.environ["REGISTER_PATH"] = path
     if path not in sys.path:
         sys.path.append(path)
 
 
 def say(text: str) -> None:
+    """Prints a line to stderr."""
     print(f"{NAME}: {text}", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 done (also: nothing left to train), 1 the run failed, 2 a wrong argument or setting."""
+    """Returns the exit status: 0 finished (also: nothing left to train), 1 the run failed, 2 a wrong argument or setting."""
     launch = parse(argv, os.path.dirname(os.path.abspath(__file__)))
     if "register_path" in launch.flags:
         set_register_path(launch.flags["register_path"])
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         say(f"error{where}: {error}")
         return 2
-    except MindResumeError as error:        # its message says all: a traceback would only push it out of sight
+    except MindResumeError as error:        # the message is complete; a traceback would hide it
         say(f"failed{where}: {type(error).__name__}: {error}")
         return 1
     except Exception as error:

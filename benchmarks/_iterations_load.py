@@ -45,7 +45,7 @@ class Ours:
         from mindresume.storage.posix import PosixStorage
         storage, traffic = PosixStorage(), Traffic()
         weights = view_of_iteration(storage, root, scan(storage, root).candidates[0])
-        wanted = adapter.wanted_of(self.optimizer)
+        wanted = adapter.parameters_to_load(self.optimizer)
         shapes = {name: shape for name, (shape, _) in wanted.items()}
         layouts = strategy_layouts(self.strategies.of_rank[self.rank], shapes, print)
         arrays = read_regions(weights, wanted_regions(weights, wanted, layouts, self.rank), traffic=traffic)
@@ -63,7 +63,7 @@ class Ours:
         total, size, position = 0, os.path.getsize(path), 0
         with open(path, "rb", buffering=0) as file:
             arrays = []
-            for shape, dtype in adapter.wanted_of(self.optimizer).values():
+            for shape, dtype in adapter.parameters_to_load(self.optimizer).values():
                 arrays.append(np.empty(shape, dtype))
                 left = memoryview(arrays[-1].reshape(-1).view(np.uint8))
                 while left:

@@ -1,15 +1,15 @@
-"""Checkpoint and resume for MindSpore Transformers (``mindformers``).
+"""Saves and resumes trainings of MindSpore Transformers (``mindformers``).
 
-A training takes it in with ``import mindresume.plugin`` (or the repository's ``run_mindformer.py``); the command line is
-``mindresume``. Its Python API, described in docs/api.md:
+A training installs it with ``import mindresume.plugin`` (or with the repository's ``run_mindformer.py``). ``mindresume`` is the
+command line. docs/api.md describes the Python API:
 
     catalog = mindresume.open("output/checkpoint")
     catalog.steps(), catalog.latest(), catalog.select(world_size=8).chosen, catalog.verify().damaged
     catalog[500].tensors["embedding.weight"].shape, catalog[500].read("embedding.weight")
     mindresume.convert("output/checkpoint", "new", to="dp=4,tp=2")
 
-Importing this package, like the command line, imports neither mindspore nor mindformers; what a name of the API needs is imported
-when the name is used for the first time.
+Importing this package, like the command line, imports neither mindspore nor mindformers. A name of the API imports its module
+when it is first used.
 """
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {                    # of each name of the API: the module that it is imported from when it is used
+_MODULES = {                    # {module: names of the API that are imported from it at their first use}
     "api.catalog": ("Catalog", "Selection", "open"),
     "api.checkpoint": ("Checkpoint",),
     "api.comparison": ("Comparison", "TensorDifference", "compare"),
@@ -49,7 +49,7 @@ _MODULES = {                    # of each name of the API: the module that it is
     "errors": ("MindResumeError",),
     "saving.retention": ("KeepAny", "KeepBest", "KeepEverySteps", "KeepLast", "KeepPerMinutes"),
 }
-_WHERE = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Catalog", "Checkpoint", "CheckpointInfo", "CheckpointVerification", "Comparison", "ConversionResult", "DirectoryUser",
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = _WHERE.get(name)
+    module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{module}"), name)

@@ -75,7 +75,7 @@ def test_slices_of_four_ranks_without_redundancy(sequences, device, graphs, tmp_
     second = ended(run)
     assert second.chosen() == [15] and steps_of(second) == [16, 17, 18, 19, 20]
     assert distance(NODUP, second.steps) <= TOLERANCE and bits(second.steps)[:len(first.steps)] == bits(first.steps)
-    assert "unified_checkpoint is there already" in run.log()
+    assert "unified_checkpoint exists already" in run.log()
     merged = run.folder / "output" / "unified_checkpoint"
     assert compare(open_checkpoint(STORAGE, str(merged)).weights,
                    open_checkpoint(STORAGE, str(run.checkpoints), 15, str(kept)).weights) == []

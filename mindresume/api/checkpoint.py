@@ -1,4 +1,4 @@
-"""One saved step: its state, its tensors in global shape, and the bytes of any region of them.
+"""Reads one saved step: its state, its tensors in global shape, and the bytes of any region of them.
 
     with mindresume.open("output/checkpoint")[500] as checkpoint:       # held until the end of the block
         checkpoint.state.epoch, checkpoint.tensors["embedding.weight"].shape
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """One saved step of a catalog. Made by ``Catalog``; nothing but its listing is read until it is asked for.
+    """One saved step of a catalog. ``Catalog`` returns it; only its listing is read until more is needed.
 
-    A job that saves into the same folder removes old checkpoints. So a checkpoint is *held* (a small file in the folder of
-    records, as the command line and a loading job write it) from the first time that its tensors are asked for, or from the
-    beginning of a ``with`` block, until ``release()``, the end of the block, or until Python no longer uses this object. Where
-    nothing can be written, and after ``mindresume.open(..., hold=False)``, it is read without; ``notes`` says so in the first
-    case.
+    A job that saves into the same folder removes old checkpoints. So a checkpoint is *held*: a small file in the folder of
+    records, as the command line and a loading job write it, keeps it from being removed. The hold begins when its tensors are
+    first needed, or with a ``with`` block; it ends with ``release()``, with the block, or when Python deletes this object. If
+    nothing can be written, or after ``mindresume.open(..., hold=False)``, it is read without a hold; in the first case ``notes``
+    says so.
 
     Attributes:
-        info: The listing: step, ranks, files, size, what is wrong with it.
+        info: The listing: step, ranks, files, size, problems.
     """
 
     def __init__(self, storage: Storage, root: str, info: CheckpointInfo, candidate: Candidate, strategy: str | None = None,
@@ -48,19 +48,19 @@ class Checkpoint:
         self.info, self._complete_path = info, complete_path
         self._storage, self._root, self._candidate, self._strategy, self._holds = storage, root, candidate, strategy, hold
         self._notes: list[str] = []
-        self._claims: list[Lease] = []
-        self._finalizer = weakref.finalize(self, _leave, self._claims)
+        self._leases: list[Lease] = []
+        self._finalizer = weakref.finalize(self, _release, self._leases)
 
     def __repr__(self) -> str:
         return f"<mindresume.Checkpoint step {self.step} in {self._root}, {self.info.state}>"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the listing: see ``CheckpointInfo``."""
+        """Returns the listing, as ``CheckpointInfo.to_json``."""
         return self.info.to_json()
 
     @property
     def step(self) -> int | None:
-        """Absolute optimizer step; None for weights without a step."""
+        """The absolute optimizer step; None for weights without a step."""
         return self.info.step
 
     @property
@@ -70,14 +70,15 @@ class Checkpoint:
 
     @cached_property
     def state(self) -> TrainingState | None:
-        """Where the training stood: step, steps per epoch, samples consumed, loss scale, position in the data, metrics.
+        """The training state: step, steps per epoch, samples consumed, loss scale, position in the data, metrics. None for
+        weights alone.
 
-        From the records of mindresume, or the counters in the files of mindformers (MindSpore's ``step_num``, ``epoch_num``,
-        ``global_step``, ``loss_scale``, ``global_batch_size``; ``common.json`` in Checkpoint 2.0). None for weights alone.
+        It comes from the records of mindresume, or from the counters in the files of mindformers (MindSpore's ``step_num``,
+        ``epoch_num``, ``global_step``, ``loss_scale``, ``global_batch_size``; ``common.json`` in Checkpoint 2.0).
 
         Raises:
             CorruptFileError: The file with the counters is missing or damaged.
-            MindResumeError: As for ``tensors``, of complete weights.
+            MindResumeError: As for ``tensors``, for complete weights.
         """
         if self._candidate.state is not None:
             return self._candidate.state
@@ -90,68 +91,68 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """{name: TensorInfo} of every tensor, also of the optimizer's state and the counters; shapes are global, in elements.
+        """{name: TensorInfo} of every tensor, including the optimizer state and the counters; shapes are global, in elements.
 
         Headers and records of all ranks are read and checked, contents are not.
 
         Raises:
             MissingCheckpointError: It was removed meanwhile.
             NoUsableCheckpointError: Its save never completed, or its records contradict each other.
-            CorruptFileError: A file is missing, truncated, or not what its record says.
-            StrategyError: Nothing says how the ranks cut its tensors: mindformers wrote it on several ranks, and there is no
-                folder ``strategy`` beside it. Give ``strategy`` to ``mindresume.open``.
+            CorruptFileError: A file is missing, truncated, or differs from its record.
+            StrategyError: The layouts are unknown: mindformers wrote it on several ranks, and there is no folder ``strategy``
+                beside it. Give ``strategy`` to ``mindresume.open``.
             LoadError: A part of a tensor is in no file.
         """
         return tensors_of(self.source().weights)
 
     def read(self, name: str, region: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Reads a tensor, or a region of it, from whatever files hold its parts; no other bytes are read.
+        """Reads a tensor, or a region of it, from the files that hold its parts; reads no other bytes.
 
         Args:
             name: Name of the tensor, one of ``tensors``.
-            region: A slice of each dimension, in elements of the global shape, with step 1; dimensions left out at the end are
-                whole. None: the whole tensor.
+            region: A slice of each dimension, in elements of the global shape, with step 1; omitted last dimensions are whole.
+                None: the whole tensor.
 
         Returns:
-            An array of the global shape, or the shape of the region. Its dtype is that of the file; bfloat16 is
-            ``ml_dtypes.bfloat16``. What is read of a piece that lies whole in the region is compared with its recorded checksum.
+            An array with the shape of the region, in the dtype of the file; bfloat16 is ``ml_dtypes.bfloat16``. A piece that lies
+                entirely in the region is compared with its recorded checksum.
 
         Raises:
             KeyError: There is no such tensor.
             ValueError: ``region`` has too many dimensions, or a step.
-            CorruptFileError: A byte is not what was written, or a file is truncated.
+            CorruptFileError: A byte differs from what was written, or a file is truncated.
             MindResumeError: As for ``tensors``.
         """
         from mindresume.reshard.region_load import read_regions
         weights = self.source().weights
         if name not in weights.tensors:
-            raise KeyError(f"{weights.name}, step {self.step}: there is no tensor {name!r}; it has {len(weights.tensors)}, see "
-                           f"Checkpoint.tensors")
+            raise KeyError(f"{weights.name}, step {self.step}: there is no tensor {name!r}; Checkpoint.tensors has the names of "
+                           f"all {len(weights.tensors)}")
         wanted = region_of(weights.tensors[name].shape, region)
         return read_regions(weights, {name: wanted})[name]
 
     # ---- the hold ----------------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Keeps jobs and ``prune`` from removing it until ``release()``. Does nothing if it is held, or if nobody removes it
-        (what mindformers wrote, complete weights).
+        """Keeps jobs and ``prune`` from removing it until ``release()``. Does nothing if it is held already, or if no job removes
+        it (mindformers wrote it, or it is complete weights).
 
         Raises:
             MissingCheckpointError: It was removed already.
         """
-        if self._holds and not self._claims:
+        if self._holds and not self._leases:
             lease = hold_candidate(self._storage, self._root, self._candidate, texts_into(self._notes))
             if lease is not None:
-                self._claims.append(lease)
+                self._leases.append(lease)
 
     @property
     def is_held(self) -> bool:
         """Whether this object holds it now."""
-        return bool(self._claims)
+        return bool(self._leases)
 
     def release(self) -> None:
-        """Lets it go: whoever removes old checkpoints may remove it from now on. The next read holds it again."""
-        _leave(self._claims)
+        """Ends the hold, so that jobs and ``prune`` may remove it. The next read holds it again."""
+        _release(self._leases)
 
     def __enter__(self) -> Checkpoint:
         self.hold()
@@ -160,10 +161,10 @@ class Checkpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
 
-    # ---- for the other modules of this room --------------------------------------------------------------------------
+    # ---- for the other modules of this package -----------------------------------------------------------------------
 
     def source(self) -> OpenCheckpoint:
-        """Returns it as the functions of ``mindresume.reshard`` take it, opened once, and held."""
+        """Returns it as an OpenCheckpoint, opened once, and held."""
         self.hold()
         return self._source
 
@@ -182,13 +183,13 @@ class Checkpoint:
         return source
 
 
-def _leave(leases: list[Lease]) -> None:
+def _release(leases: list[Lease]) -> None:
     while leases:
         leases.pop().release()
 
 
 def region_of(shape: tuple[int, ...], region: tuple[slice, ...] | None) -> Region:
-    """Returns ``region`` of a tensor of ``shape`` as (start, stop) of each dimension. ValueError if it is none."""
+    """Returns ``region`` of a tensor of ``shape`` as (start, stop) of each dimension. Raises ValueError if it is invalid."""
     if region is None:
         return whole(shape)
     parts = region if isinstance(region, tuple) else (region,)

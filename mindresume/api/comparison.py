@@ -1,4 +1,4 @@
-"""Two checkpoints compared tensor by tensor, bit by bit, whatever their layouts and formats.
+"""Compares two checkpoints tensor by tensor, bit by bit, in any layouts and formats.
 
     found = mindresume.compare("output/checkpoint", "merged")
     found.equal, [difference.name for difference in found.differences]
@@ -37,17 +37,17 @@ class TensorForm(Result):
 
 @dataclass(frozen=True)
 class TensorDifference(Result):
-    """One tensor that is not the same, bit for bit. All but the first four are None unless ``kind`` is "values".
+    """One tensor that differs in a bit. All but the first four fields are None unless ``kind`` is "values".
 
     Attributes:
         name: Name of the tensor.
         kind: "only in A", "only in B", "shape", "dtype" or "values".
-        a: As A has it; None if it has not.
-        b: As B has it; None if it has not.
+        a: The tensor in A; None if A lacks it.
+        b: The tensor in B; None if B lacks it.
         elements: Number of its elements.
-        differing: How many of them have other bits.
+        differing: Number of elements with different bits.
         bits_only: How many of these have equal values (0.0 and -0.0; two NaN).
-        largest_absolute: Largest difference of two values, exact for integers; inf where a number stands against NaN.
+        largest_absolute: Largest difference of two values, exact for integers; inf for a number against NaN.
         largest_relative: Largest difference relative to the larger one of both values.
         first_index: Index, in the global tensor, of the first element that differs.
         first_values: The values there, of A and of B.
@@ -65,7 +65,7 @@ class TensorDifference(Result):
     first_values: tuple[float, float] | None = None
 
     def within(self, tolerance: float | None) -> bool:
-        """Whether no value is further from the other than ``tolerance``; None: bits must be equal."""
+        """Returns whether no difference of values exceeds ``tolerance``. None: bits must be equal."""
         return tolerance is not None and self.largest_absolute is not None and self.largest_absolute <= tolerance
 
 
@@ -74,11 +74,11 @@ class ComparedCheckpoint(Result):
     """One side of a comparison.
 
     Attributes:
-        source: What was read: path, step, number of ranks.
+        source: Path, step and number of ranks.
         step: None for weights without a step.
         tensors: Number of its tensors.
         world_size: Number of ranks that saved it; None for complete weights.
-        refused: Newer checkpoints of that folder that could not be taken.
+        refused: Newer checkpoints of that folder that could not be used.
         notes: What was assumed or ignored, as sentences.
     """
     source: str
@@ -99,10 +99,11 @@ class Comparison(Result):
         equal: Whether both have the same tensors, bit for bit.
         within_tolerance: Whether all differences are within ``tolerance``.
         tolerance: As given.
-        tensors: Number of tensors of both that were looked at.
-        compared: How many of them are on both sides in one dtype and shape, so that their values were compared.
+        tensors: Number of examined tensors of both.
+        compared: Number of tensors that both have in one dtype and shape, so that their values were compared.
         size_bytes: Bytes of these, of each side.
-        differences: Every tensor that differs; those that have no values to compare first, then the largest difference first.
+        differences: Every tensor that differs; first those without values to compare, then by size of the difference, largest
+            first.
     """
     a: ComparedCheckpoint
     b: ComparedCheckpoint
@@ -118,21 +119,21 @@ class Comparison(Result):
 def compare(a: CheckpointLike, b: CheckpointLike, *, step_a: int | None = None, step_b: int | None = None,
             strategy_a: str | os.PathLike[str] | None = None, strategy_b: str | os.PathLike[str] | None = None,
             tensors: str | None = None, tolerance: float | None = None, progress: Progress = SILENT) -> Comparison:
-    """Compares two checkpoints tensor by tensor, bit by bit; counters too.
+    """Compares two checkpoints tensor by tensor, bit by bit, including counters.
 
-    Every byte of both is read once; of ranks that store the same piece, that of one. Recorded checksums are not looked at
-    (``Catalog.verify`` does). Both are held meanwhile.
+    It reads every byte of both once; if several ranks store the same piece, that of one rank. It ignores recorded checksums
+    (``Catalog.verify`` checks them). Both are held meanwhile.
 
     Args:
         a: Path of a checkpoint of any layout and format, or a Checkpoint of a catalog.
         b: The other one.
         step_a: The step of ``a``; None: the newest that can be opened.
         step_b: The same for ``b``.
-        strategy_a: Strategy file or folder ``a`` was saved with, for what mindformers wrote on several ranks.
+        strategy_a: Strategy file or folder with which ``a`` was saved, if mindformers wrote it on several ranks.
         strategy_b: The same for ``b``.
         tensors: Only tensors whose names match this pattern (as of ``fnmatch``), such as "layers.0.*".
-        tolerance: Differences of values up to this are accepted; 0: values must be equal, bits need not. None: bits must be.
-        progress: Receives how many bytes of each side are to be compared, and were.
+        tolerance: Accepted differences of values; 0: values must be equal, bits need not. None: bits must be equal.
+        progress: Receives the numbers of bytes of each side to compare, and of bytes compared.
 
     Returns:
         A Comparison.
@@ -146,14 +147,14 @@ def compare(a: CheckpointLike, b: CheckpointLike, *, step_a: int | None = None, 
             raise ConfigError(f"{path} is a strategy, which has no tensors to compare; `mindresume inspect` shows it")
     with ExitStack() as stack:
         sources = (stack.enter_context(opened(a, step_a, strategy_a)), stack.enter_context(opened(b, step_b, strategy_b)))
-        if sources[0].is_iteration != sources[1].is_iteration:      # one has as tensors what the other has in common.json
+        if sources[0].is_iteration != sources[1].is_iteration:      # counters are tensors in one, and in common.json of the other
             sources = with_counters(sources[0]), with_counters(sources[1])
         mine, other = (source.weights for source in sources)
         for weights in (mine, other):
             check_replicas(weights, read=True)
         names = {name for name in (*mine.tensors, *other.tensors) if tensors is None or fnmatchcase(name, tensors)}
         if tensors is not None and not names:
-            raise ConfigError(f"neither {a} nor {b} has a tensor that is called like {tensors!r}")
+            raise ConfigError(f"no tensor of {a} or {b} matches {tensors!r}")
         compared, size = bits.comparable(mine, other, names)
         progress.expect(size)
         found = tuple(map(_difference, bits.by_size(bits.compare(mine, other, names, progress=progress.advance))))

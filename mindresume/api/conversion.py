@@ -1,11 +1,11 @@
-"""Checkpoints in another layout or format: cut for another parallel strategy, merged, or in the naming of Hugging Face.
+"""Converts checkpoints to another layout or format: cut for another parallel strategy, merged, or with the names of Hugging Face.
 
     mindresume.convert("output/checkpoint", "new", to="dp=4,tp=2")
     mindresume.merge("output/checkpoint", "merged", drop=["adam_*"])
     mindresume.export_hf("output/checkpoint", "hf", config="Qwen3-8B/config.json", dtype="bfloat16")
 
-The source is only read, and held meanwhile; the target appears whole or not at all. Whatever fails, Ctrl-C included, leaves
-nothing; after a kill the same call goes on with what is missing.
+The source is only read, and held meanwhile. The target appears completely or not at all. Any failure, including Ctrl-C, leaves
+nothing behind; after a kill, the same call continues with what is missing.
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from mindresume.storage.posix import PosixStorage
 
 SAME, ITERATION = "same", "iteration"
 TARGET_FORMATS = (*FORMATS, ITERATION)
-MAX_SHARD_BYTES = 5 << 30           # as transformers' save_pretrained cuts
+MAX_SHARD_BYTES = 5 << 30           # the default of transformers' save_pretrained
 
 Path = str | os.PathLike[str]
 
@@ -49,25 +49,25 @@ class ConversionResult(Result):
     """What was converted, or would be.
 
     Attributes:
-        source: What was read: path, step, number of ranks.
+        source: Path, step and number of ranks of the source.
         target: Path of the new folder.
         engine: "direct" or "mindspore".
-        files: Number of files of tensors in the target.
+        files: Number of weight files in the target.
         tensors: Number of tensors in the target.
         dtypes: Their dtypes, sorted.
-        model_type: "qwen3" and so on, of an export to Hugging Face; None otherwise.
+        model_type: Such as "qwen3", for an export to Hugging Face; None otherwise.
         bytes_needed: Bytes of the source's tensors that are needed, each counted once.
         bytes_to_read: The same, counted once for each group of files that needs them.
         bytes_to_write: Bytes of the target's tensors.
         over_read: ``bytes_to_read / bytes_needed``.
         memory_bytes: Most memory for buffers.
-        dry_run: Whether nothing was written because that was asked for.
-        finished: Whether the target is there, whole; it may have been there before.
-        bytes_read: Bytes of tensors that this call read; 0 if the target was there already.
+        dry_run: Whether nothing was written because that was requested.
+        finished: Whether the complete target exists; it may have existed before.
+        bytes_read: Bytes of tensors that this call read; 0 if the target existed.
         bytes_written: Bytes of tensors that this call wrote.
         bytes_verified: How many of ``bytes_read`` were compared with recorded checksums.
-        seconds: How long it took; None if nothing was done.
-        refused: Newer checkpoints of the source that could not be taken.
+        seconds: Duration; None if nothing was done.
+        refused: Newer checkpoints of the source that could not be used.
         notes: What was assumed, ignored or done, as sentences.
     """
     source: str
@@ -95,35 +95,35 @@ class ConversionResult(Result):
 def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None = None, strategy: Path | None = None,
             format: str | None = None, engine: str = "auto", workers: int = 2, memory_limit_bytes: int | None = None,
             dry_run: bool = False, progress: Progress = SILENT) -> ConversionResult:
-    """Cuts a checkpoint for another parallel strategy, or turns it into another format, or both. Tensors are copied bit for bit.
+    """Cuts a checkpoint for another parallel strategy, converts it to another format, or both. Tensors are copied bit for bit.
 
     Args:
         src: Path of a checkpoint, or a Checkpoint of a catalog.
-        dst: The folder to make; it must not exist, or be empty.
-        to: How the new one is cut: a plan such as "dp=2,tp=4,pp=2,opt=2" (``opt=all``: as many pieces as replicas), the path of a
+        dst: The folder to create; it must not exist, or be empty.
+        to: The new layout: a plan such as "dp=2,tp=4,pp=2,opt=2" (``opt=all``: as many pieces as replicas), the path of a
             strategy file or folder (mindformers with ``only_save_strategy: True`` writes one), or "same". A plan takes from
-            ``src`` which dimension of each tensor tensor parallelism cuts, and spreads layers evenly over pp.
+            ``src`` which dimension of each tensor tensor parallelism cuts, and distributes layers evenly over pp.
         step: The step of ``src``; None: the newest that can be opened.
-        strategy: Strategy file or folder that ``src`` was saved with, for what mindformers wrote on several ranks.
+        strategy: Strategy file or folder with which ``src`` was saved, if mindformers wrote it on several ranks.
         format: "safetensors" or "ckpt": rank folders (Checkpoint 1.0) with such files; "iteration": an iteration folder
             (Checkpoint 2.0). None: as ``src``.
-        engine: "direct" reads only the bytes that are needed and compares them with recorded checksums; "mindspore" goes through
+        engine: "direct" reads only the bytes that are needed and compares them with recorded checksums; "mindspore" calls
             ``mindspore.transform_checkpoints``; "auto": mindspore for ckpt sources, where it can.
         workers: Threads of the direct engine, processes of the other one.
-        memory_limit_bytes: Most memory for buffers of the direct engine; None: 12 MiB a worker.
+        memory_limit_bytes: Most memory for buffers of the direct engine; None: 12 MiB per worker.
         dry_run: Whether to write nothing, and only return what would be done.
-        progress: Receives how many bytes are to be written, and were written.
+        progress: Receives the numbers of bytes to write, and of bytes written.
 
     Returns:
-        A ConversionResult. If the target is this very conversion already, nothing is done.
+        A ConversionResult. If the target is already this conversion, nothing is done.
 
     Raises:
         ConfigError: An argument is wrong, ``to`` does not fit, or ``dst`` holds something else.
-        StrategyError: Nothing says how ``src`` is cut, or ``to`` does not fit its tensors.
-        CorruptFileError: A byte of ``src`` is not what was written.
-        OutOfSpaceError: The disk has too little room for ``dst``.
+        StrategyError: The layout of ``src`` is unknown, or ``to`` does not fit its tensors.
+        CorruptFileError: A byte of ``src`` differs from what was written.
+        OutOfSpaceError: The disk has too little space for ``dst``.
         SaveError: ``dst`` could not be written, or the same conversion is running.
-        EngineError: MindSpore's transform failed, and was asked for by name.
+        EngineError: MindSpore's engine was requested, and failed.
         MindResumeError: As for ``Checkpoint.tensors``.
     """
     with opened(src, step, strategy, hold=not dry_run) as source:
@@ -138,7 +138,7 @@ def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None
 def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: Path | None = None, hf_index: bool = False,
           drop: Sequence[str] = (), part_size_bytes: int = PART_BYTES, engine: str = "auto", workers: int = 2,
           memory_limit_bytes: int | None = None, dry_run: bool = False, progress: Progress = SILENT) -> ConversionResult:
-    """Puts the slices of all ranks together: complete weights, as MindSpore's ``unified_safetensors`` makes them.
+    """Merges the slices of all ranks into complete weights, as MindSpore's ``unified_safetensors`` does.
 
     Args:
         src: As for ``convert``.
@@ -147,7 +147,7 @@ def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: 
         strategy: As for ``convert``.
         hf_index: Whether to write model-00001-of-0000N.safetensors and model.safetensors.index.json, without counters. Names and
             shapes stay those of MindSpore.
-        drop: Patterns (as of ``fnmatch``) of tensors that are left away, such as "adam_*".
+        drop: Patterns (as of ``fnmatch``) of tensors to leave out, such as "adam_*".
         part_size_bytes: Most bytes of tensors in one file.
         engine: As for ``convert``.
         workers: As for ``convert``.
@@ -170,24 +170,24 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
               contiguous_attention: bool = False, contiguous_mlp: bool = False, step: int | None = None,
               strategy: Path | None = None, workers: int = 2, memory_limit_bytes: int | None = None, dry_run: bool = False,
               progress: Progress = SILENT) -> ConversionResult:
-    """Writes the weights of a checkpoint as a Hugging Face folder, which ``transformers`` loads: Qwen3 and Qwen3-MoE.
+    """Writes the weights of a checkpoint as a Hugging Face folder for ``transformers``: Qwen3 and Qwen3-MoE.
 
     Names, shapes and order become those of Hugging Face: q_proj, k_proj and v_proj instead of linear_qkv, and so on. Counters and
-    the state of the optimizer are left away. The tokenizer is not part of a checkpoint.
+    the optimizer state are left out. A checkpoint contains no tokenizer.
 
     Args:
         src: As for ``convert``.
         dst: As for ``convert``.
-        config: The config.json of the Hugging Face model, or a folder with it: how many heads, layers and experts there are. It
-            is copied into ``dst``, with the dtype of the weights there.
-        dtype: "bfloat16", "float32" or "keep". float32 becomes bfloat16 by rounding to the nearest, ties to even.
+        config: The config.json of the Hugging Face model, or a folder with it: numbers of heads, layers and experts. It is copied
+            into ``dst``, with the dtype of the new weights.
+        dtype: "bfloat16", "float32" or "keep". float32 is rounded to bfloat16 to the nearest, ties to even.
         max_shard_size_bytes: Most bytes of tensors in one file.
-        contiguous_attention: Whether it was trained with ``use_contiguous_weight_layout_attention: True``.
-        contiguous_mlp: Whether it was trained with ``use_interleaved_weight_layout_mlp: False``.
+        contiguous_attention: Whether the model was trained with ``use_contiguous_weight_layout_attention: True``.
+        contiguous_mlp: Whether the model was trained with ``use_interleaved_weight_layout_mlp: False``.
         step: As for ``convert``.
         strategy: As for ``convert``.
         workers: Threads.
-        memory_limit_bytes: Most memory for buffers; None: about 56 MiB a worker.
+        memory_limit_bytes: Most memory for buffers; None: about 56 MiB per worker.
         dry_run: As for ``convert``.
         progress: As for ``convert``.
 
@@ -195,14 +195,14 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
         A ConversionResult with ``model_type``.
 
     Raises:
-        LoadError: A tensor that the model needs is missing or has another shape, or one belongs to no rule.
-        ConfigError: ``config`` is missing, or of a model without rules.
+        LoadError: A tensor that the model needs is missing or has another shape, or no rule applies to a tensor.
+        ConfigError: ``config`` is missing, or its model has no rules.
         MindResumeError: As for ``convert``.
     """
     storage = PosixStorage()
     document, path = read_config(storage, os.fspath(config))
-    model = model_from_config(document, path,
-                              *(CONTIGUOUS if given else INTERLEAVED for given in (contiguous_attention, contiguous_mlp)))
+    attention, mlp = (CONTIGUOUS if given else INTERLEAVED for given in (contiguous_attention, contiguous_mlp))
+    model = model_from_config(document, path, attention, mlp)
     limit = None if memory_limit_bytes is None else memory_limit_bytes * BUFFERS // (BUFFERS + COMPOSED_MEMORY)
     tile = tile_for(limit, workers)
     with opened(src, step, strategy, hold=not dry_run) as source:
@@ -238,7 +238,7 @@ def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
 
 def _run(job: ConversionPlan, target: Path, source_format: str, engine: str, workers: int, memory_limit_bytes: int | None,
          dry_run: bool, progress: Progress) -> ConversionResult:
-    """Carries out a conversion, unless it is a dry run or the target is there already."""
+    """Runs a conversion, unless it is a dry run or the target exists already."""
     if engine not in ENGINES:
         raise ConfigError(f"engine is {engine!r}; choose one of {', '.join(ENGINES)}")
     notes, traffic = [*job.source.notes], Traffic()
@@ -256,7 +256,7 @@ def _run(job: ConversionPlan, target: Path, source_format: str, engine: str, wor
         except EngineError as error:
             if engine != "auto":
                 raise
-            notes.append(f"MindSpore's engine cannot do this, the direct one did: {error}")
+            notes.append(f"MindSpore's engine cannot convert this, so the direct engine did: {error}")
             planned = replace(planned, engine="direct")
             conversion.write(writer("direct", conversion, workers, tile, traffic, texts_into(notes)))
     seconds = _carry_out(conversion, lambda: None, write, traffic, progress)
@@ -265,13 +265,13 @@ def _run(job: ConversionPlan, target: Path, source_format: str, engine: str, wor
 
 def _carry_out(conversion: Conversion, check: Callable[[], None], write: Callable[[], None], traffic: Traffic, progress: Progress
                ) -> float:
-    """Prepares, checks, writes and commits; whatever fails, nothing is left. Returns how many seconds it took."""
+    """Prepares, checks, writes and commits; a failure leaves nothing behind. Returns the seconds that it took."""
     started = time.monotonic()
 
     def work() -> None:
         check()
         progress.expect(_bytes_to_write(conversion.plan))
-        traffic.progress = progress.advance            # of what is written, not of what ``check`` reads
+        traffic.progress = progress.advance            # counts what is written, not what ``check`` reads
         write()
     conversion.run(work)
     return round(time.monotonic() - started, 3)
@@ -279,7 +279,7 @@ def _carry_out(conversion: Conversion, check: Callable[[], None], write: Callabl
 
 def _planned(job: ConversionPlan, target: str, engine: str, memory_bytes: int, dry_run: bool, finished: bool,
              model_type: str | None = None) -> ConversionResult:
-    """Returns the result of a conversion before anything was done."""
+    """Returns the result of a conversion before anything is done."""
     source, tensors = job.source, job.source.weights.tensors
     groups = [{name for number in group for name in job.files[number].holds} for group in job.groups]
     names = set[str]().union(*groups)

@@ -1,4 +1,4 @@
-"""What a checkpoint or a strategy holds: every tensor in its global shape, how it is cut, and which rank stores what.
+"""Shows what a checkpoint or a strategy holds: every tensor in its global shape, how it is cut, and which rank stores what.
 
     found = mindresume.inspect("output/checkpoint", tensors="layers.0.*")
     [(tensor.name, tensor.shape, tensor.cut) for tensor in found.tensors]
@@ -29,7 +29,7 @@ Slices = Callable[[TensorInfo, Sequence[int]], list[TensorSlice]]
 
 @dataclass(frozen=True)
 class DtypeTotal(Result):
-    """How many tensors have a dtype, and their bytes, each tensor counted once."""
+    """The number of tensors of a dtype, and their bytes, each tensor counted once."""
     tensors: int
     size_bytes: int
 
@@ -39,9 +39,9 @@ class Inspection(Result):
     """What a checkpoint or a strategy holds.
 
     Attributes:
-        path: Where it lies.
+        path: Its path.
         kind: "checkpoint", "complete weights" or "strategy".
-        source: What was read, as a phrase: path, step, number of ranks.
+        source: Path, step and number of ranks, as a phrase.
         origin: "mindresume" or "mindformers"; None for complete weights and strategies.
         run_id: The run that saved it; None unless mindresume did.
         step: None for weights without a step, and for strategies.
@@ -50,15 +50,15 @@ class Inspection(Result):
         stages: Number of pipeline stages; None if no tensor has a layout.
         stage_size: Ranks of a stage; None if no tensor has a layout.
         tensor_count: Number of all its tensors.
-        dtypes: {dtype: how many tensors have it, and their bytes}; empty for strategies.
+        dtypes: {dtype: number of its tensors, and their bytes}; empty for strategies.
         size_bytes: Bytes of all its tensors, each counted once; None for strategies.
-        bytes_on_disk: Bytes of its files of weights; None for strategies.
-        files: Number of its files of weights; None for strategies.
+        bytes_on_disk: Bytes of its weight files; None for strategies.
+        files: Number of its weight files; None for strategies.
         notes: What was assumed or ignored, as sentences.
-        refused: Newer checkpoints that could not be taken.
-        tensors: Those that were asked for; all without a pattern.
+        refused: Newer checkpoints that could not be used.
+        tensors: The tensors that match the pattern; all without one.
         rank: The rank that was asked for.
-        slices: Which ranks store which slice of them; None unless a pattern, or a rank, was asked for.
+        slices: Which ranks store which slice of these tensors; None unless a pattern or a rank was given.
     """
     path: str
     kind: str
@@ -84,26 +84,26 @@ class Inspection(Result):
 
 def inspect(subject: CheckpointLike, *, step: int | None = None, strategy: str | os.PathLike[str] | None = None,
             tensors: str | None = None, rank: int | None = None) -> Inspection:
-    """Shows what a checkpoint or a strategy holds. Only headers and records are read; nothing is held.
+    """Returns what a checkpoint or a strategy holds. It reads only headers and records, and holds nothing.
 
     Args:
         subject: Path of a checkpoint, or of a strategy file or folder; or a Checkpoint of a catalog.
         step: The step of a checkpoint; None: the newest that can be opened.
-        strategy: Strategy file or folder the checkpoint was saved with, for what mindformers wrote on several ranks.
+        strategy: Strategy file or folder with which the checkpoint was saved, if mindformers wrote it on several ranks.
         tensors: Only tensors whose names match this pattern (as of ``fnmatch``), and which ranks store which slice of them.
-        rank: What this rank stores: the slice of each tensor.
+        rank: Only what this rank stores: its slice of each tensor.
 
     Returns:
         An Inspection.
 
     Raises:
-        ConfigError: No tensor matches, there is no such rank, or an argument does not belong to a strategy.
+        ConfigError: No tensor matches, there is no such rank, or an argument does not apply to a strategy.
         MindResumeError: As for ``Checkpoint.tensors``.
     """
     storage = PosixStorage()
     if not isinstance(subject, Checkpoint) and is_strategy(storage, path := existing(subject)):
         if strategy is not None or step is not None:
-            raise ConfigError(f"{path} is a strategy; a strategy and a step belong to a checkpoint")
+            raise ConfigError(f"{path} is a strategy; the arguments strategy and step apply to checkpoints only")
         given = read_strategy(path, storage)
         rows = tensors_of_strategy(given)
         found = Inspection(given.source, STRATEGY, given.source, None, None, None, None, given.world_size, len(given.stages),
@@ -115,6 +115,7 @@ def inspect(subject: CheckpointLike, *, step: int | None = None, strategy: str |
 
 
 def _of_checkpoint(source: OpenCheckpoint) -> Inspection:
+    """Returns the inspection of all tensors of a checkpoint."""
     weights, candidate, storage = source.weights, source.candidate, source.weights.storage
     rows = tuple(tensors_of(weights).values())
     stage_sizes = {row.layout.stage_size for row in rows if row.layout}
@@ -134,15 +135,15 @@ def _of_checkpoint(source: OpenCheckpoint) -> Inspection:
 
 
 def _asked(found: Inspection, pattern: str | None, rank: int | None, world_size: int, slices: Slices) -> Inspection:
-    """Returns ``found`` with the tensors, and the slices, that were asked for."""
+    """Returns ``found`` with the tensors and slices that were asked for."""
     rows = tuple(row for row in found.tensors if pattern is None or fnmatchcase(row.name, pattern))
     if not rows:
-        raise ConfigError(f"{found.path}: none of its {found.tensor_count} tensors is called like {pattern!r}")
+        raise ConfigError(f"{found.path}: none of its {found.tensor_count} tensors matches {pattern!r}")
     if rank is None and pattern is None:
         return found
     if rank is not None and not 0 <= rank < world_size:
-        raise ConfigError(f"{found.path}: there is no rank {rank}, it is of {ranks_count(world_size)}")
+        raise ConfigError(f"{found.path}: there is no rank {rank}; it has {ranks_count(world_size)}")
     if rank is not None and rows[0].file is not None:
-        raise ConfigError(f"{found.path} holds complete weights, which belong to no rank; leave the rank away")
+        raise ConfigError(f"{found.path} holds complete weights, which belong to no rank; leave out the rank")
     ranks = range(world_size) if rank is None else range(rank, rank + 1)
     return replace(found, tensors=rows, rank=rank, slices=tuple(part for row in rows for part in slices(row, ranks)))

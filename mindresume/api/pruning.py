@@ -1,4 +1,4 @@
-"""Removing old checkpoints by a policy, and what such a removal did.
+"""Removes old checkpoints by a policy.
 
     mindresume.prune("output/checkpoint", policy=mindresume.KeepLast(3), dry_run=True).removed
 """
@@ -31,7 +31,7 @@ from mindresume.storage.posix import PosixStorage
 
 @dataclass(frozen=True)
 class PrunedCheckpoint(Result):
-    """What was decided about one saved step.
+    """The decision about one saved step.
 
     Attributes:
         step: Absolute optimizer step; None if it is unknown.
@@ -39,7 +39,7 @@ class PrunedCheckpoint(Result):
         saved_at: Seconds since 1970; None if it is unknown.
         size_bytes: Bytes of its weights.
         committed: Whether it was a committed checkpoint, and not an incomplete save.
-        reason: Which rules keep it, why it goes, or who holds it.
+        reason: The rules that keep it, the reason of its removal, or who holds it.
     """
     step: int | None
     run_id: str | None
@@ -51,16 +51,16 @@ class PrunedCheckpoint(Result):
 
 @dataclass(frozen=True)
 class PruneResult(Result):
-    """What stays, what went (of a dry run: what would go), and why. Each group is newest first.
+    """What stays, what was removed (in a dry run: would be), and why. Each group is newest first.
 
     Attributes:
-        root: The folder of checkpoints.
+        root: The checkpoint folder.
         dry_run: Whether nothing was removed.
         kept: Checkpoints that stay, and incomplete saves of a job that may still run.
-        removed: What went.
-        held: What was to go and stays for now, because somebody reads it, or because it could not be removed.
-        resumed_removals: Names of removals that an earlier process had begun, and that were finished too.
-        freed_bytes: Bytes of weights that were removed.
+        removed: What was removed.
+        held: What should be removed but stays for now, because a process reads it, or because the removal failed.
+        resumed_removals: Removals that an earlier process began, and that were finished too.
+        freed_bytes: Bytes of the removed weights.
     """
     root: str
     dry_run: bool
@@ -74,14 +74,14 @@ class PruneResult(Result):
 def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool = False, dry_run: bool = False) -> PruneResult:
     """Removes the checkpoints that ``policy`` does not keep, and saves that never completed.
 
-    Always stay: the newest checkpoint whose files are whole, what a job is reading now, incomplete saves of a job that may still
-    run, and everything that mindformers wrote alone (rules: ``mindresume/saving/protection.py``).
+    These always stay: the newest checkpoint whose files are complete, what a job is reading, incomplete saves of a job that may
+    still run, and everything that mindformers wrote alone (rules: ``mindresume/saving/protection.py``).
 
     Args:
-        path: The checkpoint folder, or the output folder or the folder of the run above it.
-        policy: Which ones stay: ``KeepLast``, ``KeepEverySteps``, ``KeepBest``, ``KeepPerMinutes``, or ``KeepAny`` of several.
-        all_trainings: Whether the checkpoints of all trainings in the folder are counted and removed. False: those of the
-            training that saved last; where one began afresh in the folder of another, the latter's stay.
+        path: The checkpoint folder, or the output folder or run folder above it.
+        policy: ``KeepLast``, ``KeepEverySteps``, ``KeepBest``, ``KeepPerMinutes``, or ``KeepAny`` of several.
+        all_trainings: Whether the checkpoints of all trainings in the folder are counted and removed. False: only those of the
+            training that saved last; if it started afresh in the folder of another training, those of the other one stay.
         dry_run: Whether to change nothing, and only return what would be done.
 
     Returns:
@@ -89,7 +89,7 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
 
     Raises:
         FileNotFoundError: ``path`` does not exist.
-        ConfigError: It is not a folder of checkpoints.
+        ConfigError: It is not a checkpoint folder.
         MissingCheckpointError: Several folders below it hold checkpoints.
     """
     path = os.fspath(path)
@@ -98,33 +98,35 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
     storage = _ReadOnly() if dry_run else PosixStorage()
     root = locate(storage, path)
     if not os.path.isdir(root) or folder_rank(os.path.basename(os.path.abspath(root))) is not None:
-        raise ConfigError(f"{root} is not a checkpoint folder; give the folder of the rank folders")
+        raise ConfigError(f"{root} is not a checkpoint folder; give the folder that contains the rank folders")
     held, records = read_locks(storage, root), os.path.join(root, FOLDER)
     lineage = None if all_trainings else newest_lineage(scan_records(storage, root)[0])
-    made = plan(storage, root, policy, held, ended=ended(storage, root), lineage=lineage)
+    planned = plan(storage, root, policy, held, ended=ended(storage, root), lineage=lineage)
     begun = [name for name in storage.list(records) if name.startswith(TRASH) and strip_trash(name) not in held]
-    going = [*made.to_delete, *made.orphans]
-    sized = {c.commit_dir: _size(storage, root, c.commit_dir) for c in (*made.kept, *made.unfinished, *made.read_locked, *going)}
+    going = [*planned.to_delete, *planned.orphans]
+    listed = (*planned.kept, *planned.unfinished, *planned.read_locked, *going)
+    sized = {candidate.commit_dir: _size(storage, root, candidate.commit_dir) for candidate in listed}
     left = {name: _size(storage, root, os.path.join(records, name)) for name in begun}
     events: list[Event] = []
-    removed = going if dry_run else carry_out(storage, root, made, ReadLocks(storage, root), events.append)
+    removed = going if dry_run else carry_out(storage, root, planned, ReadLocks(storage, root), events.append)
     left = {name: count for name, count in left.items() if dry_run or storage.status(os.path.join(records, name)) is None}
 
     def rows(candidates: list[Candidate]) -> tuple[PrunedCheckpoint, ...]:
         candidates.sort(key=lambda c: c.order, reverse=True)
         return tuple(PrunedCheckpoint(c.step, c.run, c.saved_at, sized[c.commit_dir], c.committed, reasons[c.commit_dir])
                      for c in candidates)
-    stayed = [c for c in going if c not in removed]         # held, removed by somebody else, or not removable, meanwhile
+    stayed = [c for c in going if c not in removed]         # meanwhile held, removed by another process, or not removable
     postponed = {event.path: event.reason for event in events if isinstance(event, RemovalPostponed)}
-    reasons = {**made.reasons,
-               **{c.commit_dir: postponed.get(c.commit_dir, "held since a moment ago, or removed by somebody else")
+    reasons = {**planned.reasons,
+               **{c.commit_dir: postponed.get(c.commit_dir, "just became held, or was removed by another process")
                                   for c in stayed}}
-    return PruneResult(root, dry_run, rows([*made.kept, *made.unfinished]), rows([*removed]), rows([*made.read_locked, *stayed]),
-                       tuple(map(_removal_text, left)), sum(sized[c.commit_dir] for c in removed) + sum(left.values()))
+    return PruneResult(
+        root, dry_run, rows([*planned.kept, *planned.unfinished]), rows([*removed]), rows([*planned.read_locked, *stayed]),
+        tuple(map(_removal_text, left)), sum(sized[c.commit_dir] for c in removed) + sum(left.values()))
 
 
 class _ReadOnly(PosixStorage):
-    """For a dry run: whatever is called, nothing can change."""
+    """Storage of a dry run: every change raises an OSError."""
 
     def _refuse(self, *paths: Any) -> NoReturn:
         raise OSError(errno.EROFS, "a dry run changes nothing", *paths[:1])
@@ -133,8 +135,8 @@ class _ReadOnly(PosixStorage):
 
 
 def _size(storage: Storage, root: str, commit_dir: str) -> int:
-    """Returns the bytes of the weights of a save, recorded or not, that are there now and can be looked at. ``commit_dir``: its
-    iteration folder, or its records."""
+    """Returns the bytes of the existing, readable weights of a save, recorded or not. ``commit_dir``: its iteration folder, or
+    its records."""
     try:
         if holds_weights(storage, commit_dir):
             paths = [os.path.join(commit_dir, name) for name in storage.list(commit_dir) if parse_weight_file(name)]
@@ -146,5 +148,6 @@ def _size(storage: Storage, root: str, commit_dir: str) -> int:
 
 
 def _removal_text(trash: str) -> str:
+    """Returns a removal as text: its step, or the name of its folder."""
     found = parse_attempt(strip_trash(trash))
     return f"step {found[0]}" if found else trash

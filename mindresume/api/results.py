@@ -1,8 +1,7 @@
-"""What the calls of the API return: frozen values. ``to_json()`` gives plain JSON values whose keys are the names of the fields.
+"""Defines the results of the API: frozen values. ``to_json()`` returns plain JSON values whose keys are the names of the fields.
 
-In JSON a tuple is a list, a path is a text, and a number that JSON does not have is one of the texts "nan", "inf", "-inf".
-Names of fields tell the unit: ``..._bytes`` or ``bytes_...`` in bytes, ``seconds`` in seconds, ``..._at`` and ``since`` in
-seconds since 1970.
+In JSON a tuple becomes a list, a path a text, and a number that JSON lacks one of the texts "nan", "inf", "-inf". Field names
+contain the unit: ``..._bytes`` or ``bytes_...`` in bytes, ``seconds`` in seconds, ``..._at`` and ``since`` in seconds since 1970.
 """
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def json_value(value: Any) -> Any:
 
 
 class Result:
-    """Base of the results: dataclasses whose fields are all in ``to_json()``."""
+    """Base class of the results: dataclasses with all fields in ``to_json()``."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns {name of a field: its value as plain JSON values}."""
@@ -44,14 +43,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Problem(Result):
-    """Why a checkpoint is not used, or what of it is damaged or missing.
+    """Why a checkpoint is not used, or what is damaged or missing in it.
 
     Attributes:
         step: The step of the checkpoint; None if it is unknown.
         reason: What was expected and found, as a sentence.
-        file: Path of the file concerned; None if it is not one file.
-        rank: The rank concerned; None if it is not one rank.
-        tensors: Names of the damaged tensors in ``file``; empty if the damage is not in a tensor, or not known by tensor.
+        file: Path of the file; None if it is not one file.
+        rank: The rank; None if it is not one rank.
+        tensors: Names of the damaged tensors in ``file``; empty if the damage is outside the tensors, or its tensors are unknown.
     """
     step: int | None
     reason: str
@@ -61,7 +60,7 @@ class Problem(Result):
 
 
 def problem_of(root: str, refusal: Refusal) -> Problem:
-    """Returns ``refusal``, whose file is relative to ``root``, with the path of that file."""
+    """Returns ``refusal`` as a Problem, with its file as a path below ``root``."""
     return Problem(refusal.step, refusal.reason, os.path.join(root, refusal.file) if refusal.file else None, refusal.rank,
                    refusal.tensors)
 
@@ -73,11 +72,11 @@ class CheckpointInfo(Result):
     ``to_json()`` has these fields and ``usable``.
 
     Attributes:
-        step: Absolute optimizer step, counted since the training began; None for weights without a step.
+        step: Absolute optimizer step since the training began; None for weights without a step.
         epoch: Epoch of that step, from 1; None if it is unknown.
-        state: "complete"; "incomplete" (the save never completed, nothing is lost with it); "unusable" (damaged, or not for
-            ``world_size`` ranks of the job asked about); "of this node" (where nodes share no disk: this node's part is here).
-        problem: Why a resume passes it over; None if it can be used.
+        state: "complete"; "incomplete" (the save never completed, so nothing is lost with it); "unusable" (damaged, or not for a
+            job of ``world_size`` ranks); "of this node" (nodes share no disk, and this node's part is here).
+        problem: Why a resume skips it; None if it can be used.
         warnings: What is wrong with it although it can be used, as sentences.
         format: Format of its files, "safetensors" or "ckpt".
         iteration_dir: Name of its iteration folder (Checkpoint 2.0); None for rank folders and complete weights.
@@ -85,11 +84,11 @@ class CheckpointInfo(Result):
         run_id: The run that saved it; None unless ``origin`` is "mindresume".
         committed: Whether its manifest was written.
         world_size: Number of ranks that saved it; 1 for complete weights.
-        missing_ranks: Ranks that wrote nothing to it; the others hold all that they held.
+        missing_ranks: Ranks that wrote nothing to it; the others wrote everything that they held.
         local_ranks: Where nodes share no disk, the ranks whose files are on this node; empty otherwise.
-        saved_at: Seconds since 1970; None if no record tells.
-        size_bytes: Bytes of its files that are there.
-        files: Paths of its files of weights, in the order of the ranks.
+        saved_at: Seconds since 1970; None if no record says.
+        size_bytes: Bytes of its existing files.
+        files: Paths of its weight files, in the order of the ranks.
     """
     step: int | None
     epoch: int | None
@@ -117,12 +116,12 @@ class CheckpointInfo(Result):
         return {**super().to_json(), "usable": self.usable}
 
 
-def info_of(storage: Storage, root: str, seen: CheckpointStatus) -> CheckpointInfo:
-    """Returns the listing of one row of a survey of ``root``; looks up the size of each file."""
-    found: Candidate = seen.candidate
+def info_of(storage: Storage, root: str, status: CheckpointStatus) -> CheckpointInfo:
+    """Returns the listing of one step below ``root``; looks up the size of each file."""
+    found: Candidate = status.candidate
     return CheckpointInfo(
-        found.step, found.epoch, seen.state, problem_of(root,
-                                                        seen.problem) if seen.problem else None, seen.warnings, found.format,
+        found.step, found.epoch, status.state, problem_of(root, status.problem) if status.problem else None, status.warnings,
+        found.format,
         found.iteration_dir or None, found.origin, found.run, found.committed, found.world_size,
         found.missing_ranks, found.local_ranks, found.saved_at,
         size_of(storage, root, found), tuple(os.path.join(root, file.path) for file in found.all_files))
@@ -130,12 +129,13 @@ def info_of(storage: Storage, root: str, seen: CheckpointStatus) -> CheckpointIn
 
 @dataclass(frozen=True)
 class DirectoryUser(Result):
-    """A process that saves into the folder, or reads a checkpoint of it.
+    """A process that saves into the folder, or reads one of its checkpoints.
 
     Attributes:
-        holder: Who it is: ``purpose`` ("saving", "loading"), ``run``, ``host``, ``pid``, ``world_size``, ``since`` (seconds since
-            1970), ``holds`` (names of what it reads), ``step`` (the last one known), ``every`` (seconds between heartbeats).
-        alive: Whether the process lives; None if it runs on another machine, where only its heartbeat tells.
+        holder: The process: ``purpose`` ("saving", "loading"), ``run``, ``host``, ``pid``, ``world_size``, ``since`` (seconds
+            since 1970), ``holds`` (names of what it reads), ``step`` (the last one known), ``every`` (seconds between
+            heartbeats).
+        alive: Whether the process runs; None if it is on another machine, where only its heartbeat shows that.
     """
     holder: LeaseHolder
     alive: bool | None
@@ -147,13 +147,13 @@ class DirectoryUser(Result):
 
 @dataclass(frozen=True)
 class Listing(Result):
-    """Everything in a folder that looks like a saved step. Iterating gives the checkpoints.
+    """Everything in a folder that looks like a saved step. Iteration yields the checkpoints.
 
     Attributes:
-        root: The folder of checkpoints that was found at, or below, the path that was opened.
+        root: The checkpoint folder, at or below the path that was opened.
         checkpoints: In the order in which a resume tries them, newest first.
         notes: What was assumed or ignored, as sentences.
-        in_use_by: Who saves there, or reads.
+        in_use_by: The processes that save there, or read.
     """
     root: str
     checkpoints: tuple[CheckpointInfo, ...]
@@ -169,19 +169,19 @@ class Listing(Result):
 
 @dataclass(frozen=True)
 class CheckpointVerification(Result):
-    """What reading every byte of one checkpoint has shown.
+    """The result of reading every byte of one checkpoint.
 
     Attributes:
         step: None for weights without a step.
         run_id: None unless mindresume saved it.
         origin: "mindresume", "mindformers" or "merged".
-        state: "verified" (every byte is as it was written), "unverifiable" (mindformers wrote no checksums; headers, sizes and
-            counters are right), "damaged", or "incomplete" (the save never completed).
+        state: "verified" (every byte is as written), "unverifiable" (mindformers wrote no checksums; headers, sizes and counters
+            are right), "damaged", or "incomplete" (the save never completed).
         world_size: Number of ranks that saved it.
         missing_ranks: Ranks that wrote nothing to it.
         local_ranks: Where nodes share no disk, the ranks that were read; empty: all.
-        problems: What is damaged or missing, each with its file and, where checksums tell, its tensors.
-        notes: What is unusual about it and no damage, as sentences.
+        problems: What is damaged or missing, each with its file and, where checksums show them, its tensors.
+        notes: What is unusual about it but no damage, as sentences.
     """
     step: int | None
     run_id: str | None
@@ -196,15 +196,15 @@ class CheckpointVerification(Result):
 
 @dataclass(frozen=True)
 class VerificationReport(Result):
-    """What reading every byte of the checkpoints of a folder has shown.
+    """The result of reading every byte of the checkpoints of a folder.
 
     Attributes:
-        root: The folder of checkpoints.
-        damaged: Whether any checkpoint that was complete once is damaged.
+        root: The checkpoint folder.
+        damaged: Whether a checkpoint that was complete once is damaged.
         checkpoints: Newest first.
-        removed_steps: Steps that a job, or somebody, removed while they were read; that is no damage.
-        bytes_read: Bytes that were read.
-        seconds: How long it took.
+        removed_steps: Steps that were removed while they were read; that is no damage.
+        bytes_read: Number of bytes read.
+        seconds: Duration.
         notes: What was assumed or ignored, as sentences.
     """
     root: str
@@ -217,5 +217,5 @@ class VerificationReport(Result):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What is damaged or missing, of all checkpoints."""
+        """What is damaged or missing in all checkpoints."""
         return tuple(problem for found in self.checkpoints for problem in found.problems)

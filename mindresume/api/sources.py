@@ -1,4 +1,4 @@
-"""How a caller names a checkpoint to read: a path, or a ``Checkpoint`` of a catalog."""
+"""Opens the checkpoint that a caller names: by a path, or as a ``Checkpoint`` of a catalog."""
 from __future__ import annotations
 
 import os
@@ -22,13 +22,13 @@ CheckpointLike: TypeAlias = "str | os.PathLike[str] | Checkpoint"
 @contextmanager
 def opened(subject: CheckpointLike, step: int | None = None, strategy: str | os.PathLike[str] | None = None, hold: bool = True
            ) -> Iterator[OpenCheckpoint]:
-    """Opens what a caller named, and holds it until the end of the block.
+    """Opens a checkpoint, and holds it until the end of the block.
 
     Args:
-        subject: A path as for ``mindresume.open``, or a Checkpoint, which knows its step and strategy.
-        step: The step to take; None: the newest that can be opened.
-        strategy: Strategy file or folder that mindformers saved with.
-        hold: False: it is not held (nothing is written anywhere).
+        subject: A path as for ``mindresume.open``, or a Checkpoint, which has its step and strategy.
+        step: The step; None: the newest that can be opened.
+        strategy: Strategy file or folder with which mindformers saved.
+        hold: False: it is not held, and nothing is written.
 
     Raises:
         ConfigError: ``step`` or ``strategy`` is given beside a Checkpoint.
@@ -37,7 +37,7 @@ def opened(subject: CheckpointLike, step: int | None = None, strategy: str | os.
     """
     if isinstance(subject, Checkpoint):
         if step is not None or strategy is not None:
-            raise ConfigError(f"{subject!r} knows its step and its strategy; leave step and strategy away")
+            raise ConfigError(f"{subject!r} has a step and a strategy; leave out the arguments step and strategy")
         yield subject.source()
         return
     storage, path = PosixStorage(), existing(subject)
@@ -51,7 +51,7 @@ def opened(subject: CheckpointLike, step: int | None = None, strategy: str | os.
 
 
 def existing(path: str | os.PathLike[str]) -> str:
-    """Returns ``path`` as text. FileNotFoundError if it does not exist."""
+    """Returns ``path`` as text. Raises FileNotFoundError if it does not exist."""
     path = os.fspath(path)
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path} does not exist")
@@ -59,7 +59,8 @@ def existing(path: str | os.PathLike[str]) -> str:
 
 
 def is_strategy(storage: Storage, path: str) -> bool:
-    """Whether ``path`` is a strategy, or a folder of them. Files of weights have the extension .ckpt too, but begin otherwise."""
+    """Returns whether ``path`` is a strategy, or a folder of strategies. Weight files may end in .ckpt too, but their first byte
+    differs."""
     status = storage.status(path)
     names = [path]
     if status is not None and status.is_folder:

@@ -1,4 +1,4 @@
-"""What is known of a tensor without reading it: dtype, shape, layout, and which ranks store which part."""
+"""Describes tensors without reading their contents: dtype, shape, layout, and which ranks store which part."""
 from __future__ import annotations
 
 import math
@@ -27,7 +27,7 @@ class TensorInfo(Result):
 
     Attributes:
         name: MindSpore's name of the parameter.
-        dtype: Such as "bfloat16"; None in a strategy, which does not know it.
+        dtype: Such as "bfloat16"; None in a strategy.
         shape: Global shape in elements; None in a strategy.
         layout: How the ranks of a pipeline stage cut it; None: each has all of it.
         stages: Pipeline stages that hold it, from 0; empty: all of them, or complete weights.
@@ -44,12 +44,12 @@ class TensorInfo(Result):
 
     @property
     def local_shape(self) -> tuple[int, ...] | None:
-        """Shape in elements of the part that one rank holds; None in a strategy."""
+        """Shape in elements of the part of one rank; None in a strategy."""
         return self.shape if self.shape is None or self.layout is None else self.layout.local_shape(self.shape)
 
     @property
     def size_bytes(self) -> int | None:
-        """Bytes of the whole tensor, once; None in a strategy."""
+        """Bytes of the whole tensor, counted once; None in a strategy."""
         return None if self.shape is None or self.dtype is None else math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
@@ -67,12 +67,13 @@ class TensorSlice(Result):
 
     Attributes:
         name: Name of the tensor.
-        region: (start, stop) of each dimension, in ``unit``; None: the file of these ranks holds another shape than it should.
+        region: (start, stop) of each dimension, in ``unit``; None: the file of these ranks holds another shape than the layout
+            says.
         of: The whole shape, in ``unit``.
-        ranks: Ranks whose files store it; none for complete weights.
-        missing_ranks: Ranks that hold it by the layout, and whose files lack it: a redundant copy that was not written, or a lost
+        ranks: Ranks whose files store it; empty for complete weights.
+        missing_ranks: Ranks that hold it by the layout, but whose files lack it: a redundant copy that was not written, or a lost
             file.
-        unit: "elements"; "pieces" in a strategy, which knows no shapes: into how many pieces a dimension is cut.
+        unit: "elements"; "pieces" in a strategy, which has no shapes: the number of pieces of a dimension.
     """
     name: str
     region: Region | None
@@ -83,12 +84,12 @@ class TensorSlice(Result):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the tensor."""
+        """Whether it is the whole tensor."""
         return self.region == whole(self.of)
 
 
 def cut_text(layout: TensorLayout | None) -> str:
-    """Returns a layout in words: "dim 0 / 2 over axis 0 of [2, 2]; optimizer shard 2"."""
+    """Returns a layout in words, as ``TensorInfo.cut``."""
     if layout is None:
         return "not cut"
     matrix, words = layout.device_matrix, []
@@ -118,7 +119,7 @@ def _info(weights: CheckpointView, tensor: Tensor) -> TensorInfo:
 
 
 def slices_in(weights: CheckpointView, storage: Storage, tensor: TensorInfo, ranks: Sequence[int]) -> list[TensorSlice]:
-    """Returns which slice of ``tensor`` each of ``ranks`` stores, as the headers of their files say."""
+    """Returns which slice of ``tensor`` each of ``ranks`` stores, by the headers of their files."""
     assert tensor.shape is not None
     if tensor.file is not None:
         return [TensorSlice(tensor.name, whole(tensor.shape), tensor.shape, ())]
@@ -138,7 +139,7 @@ def slices_in(weights: CheckpointView, storage: Storage, tensor: TensorInfo, ran
 # ---- of a strategy ---------------------------------------------------------------------------------------------------
 
 def tensors_of_strategy(strategy: Strategy) -> list[TensorInfo]:
-    """Returns every parameter of ``strategy``; one that stages cut differently has a row for each layout."""
+    """Returns every parameter of ``strategy``; a parameter that stages cut differently has a row for each layout."""
     stages: dict[tuple[str, TensorLayout], list[int]] = {}
     for number, stage in enumerate(strategy.stages):
         for item in stage.items():

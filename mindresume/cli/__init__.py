@@ -1,4 +1,5 @@
-"""The command line: one file a command. Starts without mindspore, and imports what a command needs when it runs."""
+"""Defines the command line: one module per command. It starts without mindspore, and imports what a command needs when it
+runs."""
 from __future__ import annotations
 
 import typer
@@ -6,26 +7,27 @@ import typer
 app = typer.Typer(
     name="mindresume", no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Looks at folders of checkpoints as a resume would: what is there, what would be taken, is every byte as written.\n\n"
+    help="Lists, checks, converts and removes checkpoints, and reports on trainings.\n\n"
          "[bold]mindresume ls output/checkpoint[/bold]      every saved step, complete or not\n\n"
-         "[bold]mindresume which output/checkpoint[/bold]   what a resume would take, and why nothing newer\n\n"
-         "[bold]mindresume verify output/checkpoint[/bold]  reads everything and names what is damaged\n\n"
+         "[bold]mindresume which output/checkpoint[/bold]   the checkpoint that a resume would take, and why nothing newer\n\n"
+         "[bold]mindresume verify output/checkpoint[/bold]  reads every byte and names what is damaged\n\n"
          "[bold]mindresume report output[/bold]             one page: loss, failures, lost steps, goodput, timeline\n\n"
-         "[bold]mindresume prune output/checkpoint --keep-last 3[/bold]  removes the others safely; --dry-run only shows them\n\n"
-         "[bold]mindresume drill --dir /shared[/bold]       proves on your file system that no crash loses a checkpoint\n\n"
+         "[bold]mindresume prune output/checkpoint --keep-last 3[/bold]  removes older checkpoints; --dry-run only shows them\n\n"
+         "[bold]mindresume drill --dir /shared[/bold]       tests on your file system that no crash loses a checkpoint\n\n"
          "[bold]mindresume convert output/checkpoint new --to dp=4[/bold]  cuts a checkpoint for another parallel strategy\n\n"
-         "[bold]mindresume merge output/checkpoint merged[/bold]  puts the slices of all ranks together\n\n"
+         "[bold]mindresume merge output/checkpoint merged[/bold]  merges the slices of all ranks\n\n"
          "[bold]mindresume export-hf output/checkpoint hf --config config.json[/bold]  writes a Hugging Face folder\n\n"
-         "[bold]mindresume inspect output/checkpoint[/bold]  every tensor: whole shape, how it is cut, which rank holds what\n\n"
+         "[bold]mindresume inspect output/checkpoint[/bold]  every tensor: global shape, layout, which rank stores what\n\n"
          "[bold]mindresume diff output/checkpoint merged[/bold]  compares two checkpoints of any layout, bit by bit\n\n"
-         "Folders written by mindformers alone are understood too. --json prints one JSON document for programs.")
+         "Folders that mindformers alone wrote are supported too. --json prints one JSON document for programs.")
 
 
 def main() -> None:
-    """Entry point of the console script. Exit status 2 and one line for errors of ours, as for wrong arguments."""
+    """Runs the console script. Errors of mindresume and of the system print one line and exit with status 2, as wrong arguments
+    do."""
     import sys
 
-    from mindresume.cli import (  # noqa: F401  each registers its command
+    from mindresume.cli import (  # noqa: F401  each module registers its command
         convert,
         diff,
         drill,

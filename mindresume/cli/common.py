@@ -1,4 +1,4 @@
-"""What the commands share: arguments, tables, sizes, the progress bar."""
+"""Contains what the commands share: arguments, tables, sizes, the progress bar."""
 from __future__ import annotations
 
 import json
@@ -23,18 +23,22 @@ if TYPE_CHECKING:
     from mindresume.api.results import CheckpointInfo
 
 Folder = Annotated[str, typer.Argument(
-    metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder above it, or the folder of "
-                        "the run, will do), a rank folder, or one file.")]
+    metavar="DIR", help="The checkpoint folder (which contains the rank folders; or the output folder or run folder "
+                        "above it), a rank folder, or one file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 WorldSize = Annotated[int | None, typer.Option(
-    "--world-size", min=1, max=MAX_RANKS, metavar="N", help="Ranks of the job that would resume. Default: that of the manifest, "
-                                                            "else of the strategy folder beside, else the number of rank "
+    "--world-size", min=1, max=MAX_RANKS, metavar="N", help="Ranks of the job that would resume. Default: as the manifest says, "
+                                                            "else the strategy folder beside it, else the number of rank "
                                                             "folders.")]
 
 
 def locate(folder: str) -> str:
-    """Returns ``folder``, or the one folder of checkpoints below it. FileNotFoundError if there is nothing;
-    MissingCheckpointError if there are several."""
+    """Returns ``folder``, or the one checkpoint folder below it.
+
+    Raises:
+        FileNotFoundError: ``folder`` does not exist.
+        MissingCheckpointError: Several folders below it hold checkpoints.
+    """
     from mindresume.formats import location
     from mindresume.storage.posix import PosixStorage
     if not os.path.exists(folder):
@@ -43,17 +47,18 @@ def locate(folder: str) -> str:
 
 
 def say(text: object = "", error: bool = False) -> None:
-    """Prints ``text``, of one line or several; what would be no text on a terminal is escaped."""
+    """Prints ``text``, of one line or several; characters that a terminal cannot show are escaped."""
     stream = sys.stderr if error else sys.stdout
     line = shown(text, keep="\n")
     print(line.encode(stream.encoding or "ascii", "backslashreplace").decode(stream.encoding or "ascii"), file=stream)
 
 
-WIDE = 1000                     # columns of a table that goes into a file or a pipe: nothing is wrapped
-NOTHING = 3                     # exit status: there is no checkpoint, or none that can be used
+WIDE = 1000                     # columns of a table in a file or a pipe: nothing is wrapped
+NOTHING = 3                     # exit status: there is no usable checkpoint
 
 
 def print_json(value: Any) -> None:
+    """Prints ``value`` as one JSON document."""
     try:
         text = json.dumps(value, indent=1, allow_nan=False)
     except ValueError:                              # JSON has no NaN and no infinity
@@ -62,7 +67,7 @@ def print_json(value: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with null for every number that is none."""
+    """Returns ``value`` with null for every number that is nan or infinite."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -71,11 +76,12 @@ def _finite(value: Any) -> Any:
 
 
 def time_text(seconds: float | None) -> str:
+    """Returns a local time as text, or "?" if it is unknown."""
     return "?" if not seconds else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def step_text(step: int | None) -> str:
-    """Returns a step, an epoch, or "?" where it is unknown."""
+    """Returns a step or an epoch as text, or "?" if it is unknown."""
     return "?" if step is None else str(step)
 
 
@@ -93,7 +99,7 @@ def run_text(info: CheckpointInfo) -> str:
 
 
 class Stopped(BaseException):
-    """A signal asked the command to stop. ``signal``: its number; ``str``: what was done until then."""
+    """A signal stopped the command. ``signal``: its number; ``str``: what was done before."""
 
     def __init__(self, number: int, text: str = "stopped"):
         super().__init__(text)
@@ -102,7 +108,7 @@ class Stopped(BaseException):
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM raise Stopped in the main thread. Only for work that cleans up after itself."""
+    """Makes Ctrl-C and SIGTERM raise Stopped in the main thread. Only for work that cleans up after itself."""
     def stop(number: int, frame: object) -> None:
         raise Stopped(number)
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -115,7 +121,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Progress]:
-    """Shows progress on stderr: a bar on a terminal, elsewhere a line every ten seconds; nothing if ``quiet``."""
+    """Shows progress on stderr: a bar on a terminal, else a line every ten seconds; nothing if ``quiet``."""
     if quiet:
         yield SILENT
         return
@@ -148,6 +154,7 @@ def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Progre
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], hidden: Sequence[str] = ()) -> None:
+    """Prints a table without the ``hidden`` columns."""
     from rich.console import Console
     from rich.table import Table
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")

@@ -1,4 +1,4 @@
-"""``mindresume convert``"""
+"""Implements ``mindresume convert``."""
 from __future__ import annotations
 
 from typing import Annotated
@@ -14,8 +14,8 @@ CHOICES = ("safetensors", "ckpt", "iteration")
 
 @app.command()
 def convert(src: Src, dst: Dst,
-            to: Annotated[str, typer.Option("--to", metavar="STRATEGY|PLAN", help="How the new checkpoint is cut: a strategy "
-                                            "file or folder (mindformers with only_save_strategy: True writes it), or a plan "
+            to: Annotated[str, typer.Option("--to", metavar="STRATEGY|PLAN", help="The new layout: a strategy file or folder "
+                                            "(mindformers with only_save_strategy: True writes one), or a plan "
                                             "such as \"dp=2,tp=4,pp=2,opt=2\" (opt=all: as many pieces as replicas).")] = "same",
             strategy: From = None, step: Step = None,
             fmt: Annotated[str | None, typer.Option("--format", metavar="|".join(CHOICES), help="safetensors and ckpt: rank "
@@ -23,16 +23,16 @@ def convert(src: Src, dst: Dst,
                                                     "(Checkpoint 2.0, always safetensors). Default: as SRC.")] = None,
             engine: Engine = "auto", workers: Workers = 2, memory: Memory = None, dry_run: DryRun = False, json: AsJson = False
             ) -> None:
-    """Cuts a checkpoint for another parallel strategy, or turns it into the other format, or both.
+    """Cuts a checkpoint for another parallel strategy, converts it to another format, or both.
 
     [bold]mindresume convert output/checkpoint new --to dp=4,opt=all[/bold]
 
     [bold]mindresume convert output/checkpoint new --to other/strategy --step 200 --format safetensors[/bold]
 
-    [bold]mindresume convert output/checkpoint new --format iteration[/bold]      Checkpoint 1.0 to 2.0, cut as it is
+    [bold]mindresume convert output/checkpoint new --format iteration[/bold]      Checkpoint 1.0 to 2.0, same layout
 
-    A plan takes from SRC which dimension of each tensor tensor parallelism cuts, and spreads layers evenly over pp; where that is
-    not what the model does, give strategy files. Tensors are copied bit for bit. The result has records and layouts of its own.
+    A plan takes from SRC which dimension of each tensor tensor parallelism cuts, and distributes layers evenly over pp; if the
+    model does otherwise, give strategy files. Tensors are copied bit for bit. The result has its own records and layouts.
     """
     from mindresume.api import conversion
     with progress_bar("converting", json or dry_run) as progress:

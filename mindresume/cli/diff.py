@@ -1,4 +1,4 @@
-"""``mindresume diff``"""
+"""Implements ``mindresume diff``."""
 from __future__ import annotations
 
 import sys
@@ -15,29 +15,28 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 20
 
-
-A = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: the folder of the rank folders (or of the run), a rank "
-                                  "folder, a folder of complete weights, or one file.")]
+A = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: the folder that contains the rank folders (or the run "
+                                  "folder), a rank folder, a folder of complete weights, or one file.")]
 B = Annotated[str, typer.Argument(metavar="B", help="The other one, of any layout and format.")]
-FromA = Annotated[str | None, typer.Option("--from-a", metavar="STRATEGY", help="Strategy file or folder A was saved with, where "
-                                           "A neither knows its layouts nor has the folder 'strategy' beside it.")]
+FromA = Annotated[str | None, typer.Option("--from-a", metavar="STRATEGY", help="Strategy file or folder with which A was "
+                                           "saved, if A has neither layouts nor the folder 'strategy' beside it.")]
 FromB = Annotated[str | None, typer.Option("--from-b", metavar="STRATEGY", help="The same for B.")]
-StepA = Annotated[int | None, typer.Option("--step-a", metavar="N", help="This step of A; default the newest that is whole.")]
+StepA = Annotated[int | None, typer.Option("--step-a", metavar="N", help="The step of A; default: the newest complete one.")]
 StepB = Annotated[int | None, typer.Option("--step-b", metavar="N", help="The same for B.")]
-Pattern = Annotated[str | None, typer.Option("--tensor", metavar="PATTERN", help="Only tensors called like this, such as "
+Pattern = Annotated[str | None, typer.Option("--tensor", metavar="PATTERN", help="Only tensors whose names match, such as "
                                              "'layers.0.*'.")]
-Tolerance = Annotated[float | None, typer.Option("--tolerance", min=0, metavar="X", help="Differences up to X are accepted; 0: "
-                                                 "values must be equal, bits need not.")]
+Tolerance = Annotated[float | None, typer.Option("--tolerance", min=0, metavar="X", help="Accept differences up to X; 0: values "
+                                                 "must be equal, bits need not.")]
 
 
 @app.command()
 def diff(a: A, b: B, json: AsJson = False, from_a: FromA = None, from_b: FromB = None, step_a: StepA = None,
          step_b: StepB = None, pattern: Pattern = None, tolerance: Tolerance = None) -> None:
-    """Compares two checkpoints tensor by tensor, bit by bit, whatever their layouts and formats; counters too.
+    """Compares two checkpoints of any layouts and formats tensor by tensor, bit by bit, including counters.
 
-    Bits are compared: 0.0 and -0.0 differ, the same NaN does not. Relative differences are to the larger one of both values.
-    Every byte of both is read once, of ranks with the same piece that of one; recorded checksums are not looked at (`verify`
-    does). Exit status: 0 equal, or all within --tolerance; 1 different; 2 an error.
+    Bits are compared: 0.0 and -0.0 differ, two identical NaN do not. A relative difference refers to the larger value. Every byte
+    of both is read once; if several ranks store the same piece, that of one rank. Recorded checksums are ignored (`verify` checks
+    them). Exit status: 0 equal, or all within --tolerance; 1 different; 2 an error.
     """
     from mindresume.api import comparison
     with progress_bar("comparing", json) as progress:
@@ -53,7 +52,7 @@ def diff(a: A, b: B, json: AsJson = False, from_a: FromA = None, from_b: FromB =
 def _print(found: Comparison) -> None:
     for label, side in (("A", found.a), ("B", found.b)):
         for refused in side.refused:
-            say(f"{label}, not taken: step {step_text(refused.step)}: {refused.reason}")
+            say(f"{label}, not usable: step {step_text(refused.step)}: {refused.reason}")
     if found.differences:
         say(f"A: {found.a.source}")
         say(f"B: {found.b.source}")
@@ -66,10 +65,10 @@ def _print(found: Comparison) -> None:
     if found.equal:
         say(f"equal: {same}, bit for bit")
     elif not outside:
-        say(f"equal within {found.tolerance:g}: {same}; {len(found.differences)} of them not bit for bit")
+        say(f"equal within {found.tolerance:g}: {same}; {len(found.differences)} of them differ in bits")
     else:
         say(f"different: {outside} of {found.tensors} tensors"
-            + ("" if found.tolerance is None else f", in more than values up to {found.tolerance:g}"))
+            + ("" if found.tolerance is None else f" by more than {found.tolerance:g}, or in shape or dtype"))
 
 
 def _row(found: TensorDifference) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""``mindresume export-hf``"""
+"""Implements ``mindresume export-hf``."""
 from __future__ import annotations
 
 from typing import Annotated
@@ -17,28 +17,28 @@ _CONTIGUOUS_HELP = "The model was trained with {}."
 @app.command("export-hf")
 def export_hf(src: Src, dst: Dst,
               config: Annotated[str | None, typer.Option("--config", metavar="FILE|DIR", help="The config.json of the Hugging "
-                                                         "Face model, or a folder with it: how many heads, layers and experts "
-                                                         "there are, which a checkpoint does not say. It is copied into DST, "
-                                                         "with the dtype of the weights there.")] = None,
-              dtype: Annotated[str, typer.Option("--dtype", metavar="|".join(DTYPES), help="Of the weights in DST. float32 "
-                                                 "becomes bfloat16 by rounding to the nearest.")] = "keep",
-              part: Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="Of the tensors in one file.")] = "5GiB",
+                                                         "Face model, or a folder with it: numbers of heads, layers and "
+                                                         "experts, which a checkpoint does not contain. It is copied into DST, "
+                                                         "with the dtype of the new weights.")] = None,
+              dtype: Annotated[str, typer.Option("--dtype", metavar="|".join(DTYPES), help="Dtype of the weights in DST. "
+                                                 "float32 is rounded to the nearest bfloat16.")] = "keep",
+              part: Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="Most bytes in one file.")] = "5GiB",
               contiguous_attention: Annotated[bool, typer.Option("--contiguous-attention", help=_CONTIGUOUS_HELP.format(
                   "use_contiguous_weight_layout_attention: True"))] = False,
               contiguous_mlp: Annotated[bool, typer.Option("--contiguous-mlp", help=_CONTIGUOUS_HELP.format(
                   "use_interleaved_weight_layout_mlp: False"))] = False,
               strategy: From = None, step: Step = None, workers: Workers = 2, memory: Memory = None, dry_run: DryRun = False,
               json: AsJson = False) -> None:
-    """Writes the weights of a checkpoint as a Hugging Face folder, which transformers loads: Qwen3 and Qwen3-MoE.
+    """Writes the weights of a checkpoint as a Hugging Face folder for transformers: Qwen3 and Qwen3-MoE.
 
     [bold]mindresume export-hf output/checkpoint hf --config Qwen3-8B/config.json --dtype bfloat16[/bold]
 
     Names, shapes and order become those of Hugging Face: q_proj, k_proj and v_proj instead of linear_qkv, and so on. Counters and
-    the state of the optimizer stay away. The tokenizer is not part of a checkpoint: copy its files yourself.
+    the optimizer state are left out. A checkpoint contains no tokenizer: copy its files yourself.
     """
     if config is None:
-        raise ConfigError("--config is missing: the config.json of the Hugging Face model (or a folder with it), which says how "
-                          "many heads, layers and experts it has; a checkpoint does not. The one the training began with will do")
+        raise ConfigError("--config is missing: give the config.json of the Hugging Face model (or a folder with it), such as "
+                          "that of the initial weights. It has the numbers of heads, layers and experts; a checkpoint has not")
     from mindresume.api import conversion
     with progress_bar("exporting", json or dry_run) as progress:
         result = conversion.export_hf(

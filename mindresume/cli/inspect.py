@@ -1,4 +1,4 @@
-"""``mindresume inspect``"""
+"""Implements ``mindresume inspect``."""
 from __future__ import annotations
 
 import re
@@ -17,28 +17,27 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
-
-Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint (the folder of the rank folders or of the run, a rank "
-                                                        "folder, a folder of complete weights, one file), or a strategy file or "
-                                                        "folder.")]
-From = Annotated[str | None, typer.Option("--from", metavar="STRATEGY", help="Strategy file or folder the checkpoint was saved "
-                                          "with, where it neither knows its layouts nor has the folder 'strategy' beside it.")]
-Step = Annotated[int | None, typer.Option("--step", metavar="N", help="This step; default the newest that is whole.")]
-Rank = Annotated[int | None, typer.Option("--rank", min=0, metavar="R", help="What this rank holds: the slice of each tensor.")]
-Pattern = Annotated[str | None, typer.Option("--tensor", metavar="PATTERN", help="Only tensors called like this, such as "
+Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint (the folder that contains the rank folders, the run "
+                                                        "folder, a rank folder, a folder of complete weights, one file), or a "
+                                                        "strategy file or folder.")]
+From = Annotated[str | None, typer.Option("--from", metavar="STRATEGY", help="Strategy file or folder with which the "
+                                          "checkpoint was saved, if it has neither layouts nor the folder 'strategy' beside it.")]
+Step = Annotated[int | None, typer.Option("--step", metavar="N", help="The step; default: the newest complete one.")]
+Rank = Annotated[int | None, typer.Option("--rank", min=0, metavar="R", help="Only the slices that this rank holds.")]
+Pattern = Annotated[str | None, typer.Option("--tensor", metavar="PATTERN", help="Only tensors whose names match, such as "
                                              "'layers.0.*', and which ranks hold which slice of them.")]
-All = Annotated[bool, typer.Option("--all", help="One row a tensor: names that differ only in a number are not folded into one.")]
+All = Annotated[bool, typer.Option("--all", help="One row per tensor: do not merge names that differ only in a number.")]
 
 
 @app.command()
 def inspect(path: Path, json: AsJson = False, strategy: From = None, step: Step = None, rank: Rank = None,
             pattern: Pattern = None, everything: All = False) -> None:
-    """Shows what a checkpoint or strategy holds: every tensor in its whole shape, how it is cut, and who holds what.
+    """Shows what a checkpoint or strategy holds: every tensor with its global shape, its cut, and the ranks that store it.
 
-    Only headers and records are read. How to read a cut: "dim 0 / 2 over axis 0 of [2, 2]; optimizer shard 2": the ranks of a
-    stage are a matrix of 2 x 2, numbered row by row; dimension 0 is halved along its axis 0, the last one (axes count from the
-    right); each half is halved again, in dimension 0, among the ranks that would hold the same. stage: the pipeline stages that
-    have it; copies: ranks of one of them that hold each element. Slices are written as in Python: [0:4, :].
+    Only headers and records are read. A cut such as "dim 0 / 2 over axis 0 of [2, 2]; optimizer shard 2" means: the ranks of a
+    stage form a 2 x 2 matrix, numbered row by row; dimension 0 is halved along its axis 0, the last one (axes count from the
+    right); each half is halved again, in dimension 0, among the ranks that would hold the same half. stage: the pipeline stages
+    that hold it; copies: ranks of a stage that hold each element. Slices are written as in Python: [0:4, :].
     """
     from mindresume.api import inspection
     found = inspection.inspect(path, step=step, strategy=strategy, tensors=pattern, rank=rank)
@@ -49,7 +48,7 @@ def inspect(path: Path, json: AsJson = False, strategy: From = None, step: Step 
         say(line)
     say()
     if found.slices is None:
-        _print_tensors([(row.name, [row]) for row in found.tensors] if everything else fold_optimizer_shards(found.tensors))
+        _print_tensors([(row.name, [row]) for row in found.tensors] if everything else merge_similar_rows(found.tensors))
     elif not found.slices:
         say(f"rank {rank} holds none of {len(found.tensors)} tensors")
     else:
@@ -60,19 +59,19 @@ def _lines(found: Inspection) -> list[str]:
     if found.kind == "strategy":
         return [f"{found.source}: a strategy of {found.tensor_count} parameters, "
                 f"{_ranks_text(found.world_size, found.stage_size)}",
-                "A strategy knows neither shapes nor dtypes: inspect a checkpoint (--from this strategy) to see them."]
+                "A strategy has neither shapes nor dtypes: inspect a checkpoint (--from this strategy) to see them."]
     dtypes = ", ".join(f"{total.tensors} {dtype} ({size_text(total.size_bytes)})" for dtype, total in found.dtypes.items())
-    return [*(f"not taken: step {step_text(refused.step)}: {refused.reason}" for refused in found.refused), found.source,
+    return [*(f"not usable: step {step_text(refused.step)}: {refused.reason}" for refused in found.refused), found.source,
             *([f"written by {origin_text(found.origin, found.run_id)}, {found.format}; "
                f"{_ranks_text(found.world_size, found.stage_size)}"] if found.origin else []),
-            f"{found.tensor_count} tensors, whole {size_text(found.size_bytes)}: {dtypes}",
+            f"{found.tensor_count} tensors, {size_text(found.size_bytes)}: {dtypes}",
             f"{size_text(found.bytes_on_disk)} on disk, files: {found.files}", *found.notes]
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 def slice_text(part: TensorSlice) -> str:
-    """Returns a slice as Python writes it: "[0:4, :]", "whole", or "?" if it is unknown."""
+    """Returns a slice in Python's notation: "[0:4, :]"; "whole"; or "?" if it is unknown."""
     if part.region is None:
         return "?"
     if part.is_whole:
@@ -83,8 +82,8 @@ def slice_text(part: TensorSlice) -> str:
                            for (start, stop), size in zip(part.region, part.of, strict=True)) + "]"
 
 
-def fold_optimizer_shards(rows: Iterable[TensorInfo]) -> list[tuple[str, list[TensorInfo]]]:
-    """Rows that differ only in numbers between the dots of their names, and in the stage, as one: 'layers.*.weight'."""
+def merge_similar_rows(rows: Iterable[TensorInfo]) -> list[tuple[str, list[TensorInfo]]]:
+    """Merges rows whose names differ only in the numbers between dots, and in the stage, into one: 'layers.*.weight'."""
     groups: dict[Any, list[TensorInfo]] = {}
     for row in rows:
         groups.setdefault((_NUMBER.sub("*", row.name), row.dtype, row.shape, row.layout), []).append(row)
@@ -94,7 +93,7 @@ def fold_optimizer_shards(rows: Iterable[TensorInfo]) -> list[tuple[str, list[Te
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
-    """'0,2,4-7'"""
+    """Returns numbers as ranges: '0,2,4-7'."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][-1] + 1:
@@ -114,7 +113,7 @@ def _ranks_text(ranks: int, stage_size: int | None) -> str:
 
 
 def _print_tensors(groups: Sequence[tuple[str, list[TensorInfo]]]) -> None:
-    """``groups``: (name, tensors that are alike)."""
+    """Prints one row per group. ``groups``: (name, tensors of the same form)."""
     known = groups[0][1][0].shape is not None
     table = []
     for name, rows in groups:

@@ -1,4 +1,4 @@
-"""``mindresume ls``"""
+"""Implements ``mindresume ls``."""
 from __future__ import annotations
 
 import os
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @app.command()
 def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> None:
-    """Lists every saved step, newest first: complete or not, and what is wrong with it.
+    """Lists every saved step, newest first, complete or not, with its problems.
 
-    Names, records and sizes are checked, contents are not (that is `verify`).
+    It checks names, records and sizes; `verify` checks the contents.
     """
     from mindresume.api import catalog
     from mindresume.formats import MINDFORMERS
@@ -29,7 +29,7 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     for note in (*(["run -: written by mindformers, without records"] if foreign else []), *listing.notes):
         say(note)
     for user in listing.in_use_by:
-        state = {True: "alive", False: "dead, the next job takes over", None: "on another machine: its heartbeat tells"}
+        state = {True: "alive", False: "dead, the next job takes over the folder", None: "on another machine, see its heartbeat"}
         say(f"{user.holder.purpose}: {user.holder}; {state[user.alive]}")
 
 
@@ -39,7 +39,7 @@ def _print(listing: Listing) -> None:
     if not listing.checkpoints:
         say(f"{listing.root}: no checkpoints")
         return
-    say(listing.root)                               # not as a title, which would be broken at blanks
+    say(listing.root)                               # not as a title, which would wrap at spaces
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("step", "epoch", "ranks", "size", "format", "run", "saved", "state"):
         table.add_column(name, justify="right" if name in ("step", "epoch", "ranks", "size") else "left", no_wrap=True)

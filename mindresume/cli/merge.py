@@ -1,4 +1,4 @@
-"""``mindresume merge``"""
+"""Implements ``mindresume merge``."""
 from __future__ import annotations
 
 from typing import Annotated
@@ -12,15 +12,15 @@ from mindresume.cli.conversions import DryRun, Dst, Engine, From, Memory, Src, S
 
 @app.command()
 def merge(src: Src, dst: Dst, strategy: From = None, step: Step = None,
-          hf: Annotated[bool, typer.Option("--hf-index", help="model-00001-of-0000N.safetensors and "
+          hf: Annotated[bool, typer.Option("--hf-index", help="Write model-00001-of-0000N.safetensors and "
                                            "model.safetensors.index.json, without counters; names and shapes stay those of "
                                            "MindSpore.")] = False,
-          drop: Annotated[list[str] | None, typer.Option("--drop", metavar="PATTERN", help="Tensors that stay away, such as "
+          drop: Annotated[list[str] | None, typer.Option("--drop", metavar="PATTERN", help="Leave out these tensors, such as "
                                                          "\"adam_*\"; may be given several times.")] = None,
-          part: Annotated[str, typer.Option("--part-size", metavar="SIZE", help="Of the tensors in one file.")] = "3GiB",
+          part: Annotated[str, typer.Option("--part-size", metavar="SIZE", help="Most bytes in one file.")] = "3GiB",
           engine: Engine = "auto", workers: Workers = 2, memory: Memory = None, dry_run: DryRun = False, json: AsJson = False
           ) -> None:
-    """Puts the slices of all ranks together: complete weights, as MindSpore's unified_safetensors makes them.
+    """Merges the slices of all ranks into complete weights, as MindSpore's unified_safetensors does.
 
     [bold]mindresume merge output/checkpoint merged[/bold]                       to resume from it, or to convert it again
 

@@ -1,4 +1,4 @@
-"""``mindresume prune``"""
+"""Implements ``mindresume prune``."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
@@ -14,31 +14,32 @@ if TYPE_CHECKING:
     from mindresume.api.pruning import PrunedCheckpoint, PruneResult
     from mindresume.saving.retention import Policy
 
-Root = Annotated[str, typer.Argument(metavar="DIR", help="The checkpoint folder (that of the rank folders; the output folder "
-                                                         "above it, or the folder of the run, will do).")]
+Root = Annotated[str, typer.Argument(metavar="DIR", help="The checkpoint folder (which contains the rank folders; or the output "
+                                                         "folder or run folder above it).")]
 
 
 @app.command()
 def prune(folder: Root, json: AsJson = False,
-          last: Annotated[int | None, typer.Option("--keep-last", min=1, metavar="N", help="The N newest stay.")] = None,
-          every: Annotated[int | None, typer.Option("--keep-every-steps", min=1, metavar="N", help="The first checkpoint at or "
-                                                    "behind every multiple of N steps stays.")] = None,
-          best: Annotated[int | None, typer.Option("--keep-best", min=1, metavar="N", help="The N best by a metric stay, of "
+          last: Annotated[int | None, typer.Option("--keep-last", min=1, metavar="N", help="Keep the N newest.")] = None,
+          every: Annotated[int | None, typer.Option("--keep-every-steps", min=1, metavar="N", help="Keep the first checkpoint "
+                                                    "at or after every multiple of N steps.")] = None,
+          best: Annotated[int | None, typer.Option("--keep-best", min=1, metavar="N", help="Keep the N best by a metric, of "
                                                    "those that have it recorded.")] = None,
-          metric: Annotated[str | None, typer.Option("--metric", metavar="NAME", help="For --keep-best; loss unless "
-                                                     "given.")] = None,
-          mode: Annotated[str | None, typer.Option("--mode", metavar="min|max", help="For --keep-best: are the smallest the "
-                                                   "best (min, unless given) or the largest?")] = None,
-          minutes: Annotated[float | None, typer.Option("--keep-minutes", metavar="M", help="One every M minutes "
-                                                        "stays.")] = None,
+          metric: Annotated[str | None, typer.Option("--metric", metavar="NAME", help="For --keep-best; default: "
+                                                     "loss.")] = None,
+          mode: Annotated[str | None, typer.Option("--mode", metavar="min|max", help="For --keep-best: min (default): small "
+                                                   "values are better; max: large ones.")] = None,
+          minutes: Annotated[float | None, typer.Option("--keep-minutes", metavar="M", help="Keep one every M "
+                                                        "minutes.")] = None,
           all_trainings: Annotated[bool, typer.Option("--all-trainings", help="Count and remove the checkpoints of all trainings "
                                                       "in this folder, not only of the one that saved last.")] = False,
-          dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False) -> None:
+          dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False) -> None:
     """Removes the checkpoints that no --keep option keeps, and saves that never completed.
 
-    Where a training was begun afresh in the folder of another one, those of the training that saved last are meant.
-    At least one --keep option is needed; what any of them keeps stays. Always stay: the newest checkpoint whose files are whole,
-    what a job is reading now, incomplete saves of a job that may still run, and everything that mindformers wrote alone.
+    At least one --keep option is needed; a checkpoint stays if any of them keeps it. If several trainings started afresh in the
+    folder, only the checkpoints of the one that saved last are counted and removed. These always stay: the newest checkpoint
+    whose files are complete, what a job is reading, incomplete saves of a job that may still run, and everything that mindformers
+    wrote alone.
     """
     from mindresume.api import pruning
     policy = _policy(last, every, best, metric, mode, minutes)
@@ -59,7 +60,7 @@ def _policy(last: int | None, every: int | None, best: int | None, metric: str |
     policies += [] if best is None else [KeepBest(metric or "loss", best, mode or "min")]
     policies += [] if minutes is None else [KeepPerMinutes(minutes)]
     if not policies:
-        raise ConfigError("prune: nothing says what to keep; give at least one of --keep-last, --keep-every-steps, --keep-best, "
+        raise ConfigError("prune: no policy is given; give at least one of --keep-last, --keep-every-steps, --keep-best, "
                           "--keep-minutes")
     return any_of(policies)
 
@@ -69,10 +70,10 @@ def _print(result: PruneResult) -> None:
     from rich.table import Table
 
     from mindresume.model.manifest import run_sequence
-    words = {"kept": "kept", "held": "held", "removed": "would go" if result.dry_run else "removed"}
+    words = {"kept": "kept", "held": "held", "removed": "would be removed" if result.dry_run else "removed"}
     rows = [(name, row) for name in words for row in getattr(result, name)]
     if not rows:
-        say(f"{result.root}: nothing that mindresume saved; what mindformers wrote alone is never removed")
+        say(f"{result.root}: mindresume saved nothing here; what mindformers wrote alone is never removed")
     else:
         say(result.root)
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -83,13 +84,13 @@ def _print(result: PruneResult) -> None:
                           words[name], shown(row.reason), style="yellow" if name == "removed" else "")
         Console(markup=False, emoji=False).print(table)
     if result.resumed_removals:
-        say(f"{'would be finished' if result.dry_run else 'finished'} too: {len(result.resumed_removals)} removal(s) cut short "
-            f"earlier ({', '.join(result.resumed_removals)})")
+        say(f"{'would also finish' if result.dry_run else 'also finished'} {len(result.resumed_removals)} interrupted "
+            f"removal(s) ({', '.join(result.resumed_removals)})")
     freed = size_text(result.freed_bytes)
-    say(f"{freed} would be freed; this is a dry run, nothing was touched" if result.dry_run else f"{freed} freed")
+    say(f"{freed} would be freed; dry run, nothing was changed" if result.dry_run else f"{freed} freed")
 
 
 def _order(row: PrunedCheckpoint) -> tuple[int, int]:
-    """Sorts as a resume does: by run, then by step."""
+    """Returns the sort key of a resume: by run, then by step."""
     from mindresume.model.manifest import run_sequence
     return run_sequence(str(row.run_id)), row.step or 0

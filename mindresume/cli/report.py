@@ -1,4 +1,4 @@
-"""``mindresume report``"""
+"""Implements ``mindresume report``."""
 from __future__ import annotations
 
 import os
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 Output = Annotated[str, typer.Argument(metavar="OUTPUT_DIR", help="The output folder of the training, with its logs, event "
                                        "files and checkpoint folder (or the folder above it, or the checkpoint folder).")]
 Page = Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="The page; the figure beside it has the same "
-                                          "name, with .png. Default report.html, none with --json.")]
+                                          "name with .png. Default: report.html, with --json none.")]
 Logs = Annotated[list[str] | None, typer.Option("--logs", metavar="DIR", help="Another folder with logs or event files: "
                                                 "LOG_MF_PATH, or LOG_DIR of msrun_launcher.sh. May be given several times.")]
 
 
 @app.command()
 def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs = None) -> None:
-    """Makes one page on a training over all of its restarts: losses, saves, failures, lost steps, goodput and timeline.
+    """Writes one page about a training over all its restarts: losses, saves, failures, lost steps, goodput and timeline.
 
-    Reads mindresume's event files (mindresume_events/*.jsonl) and mindformers' logs (log*/rank_*/info.log*,
-    msrun_log*/worker_*.log) below OUTPUT_DIR, and the records of the checkpoints. What is missing is left out, and the page
-    says so. Writes nothing but the page and the figure.
+    It reads mindresume's event files (mindresume_events/*.jsonl) and mindformers' logs (log*/rank_*/info.log*,
+    msrun_log*/worker_*.log) below OUTPUT_DIR, and the records of the checkpoints. The page says what is missing. Only the page
+    and the figure are written.
     """
     from mindresume.report.builder import build_report, to_json
     output, root = places(folder)
@@ -66,7 +66,8 @@ def places(folder: str) -> tuple[str, str]:
 
 
 def write(report: Report, target: Path) -> list[str]:
-    """Writes the page and the figure, and returns their paths. The page is replaced at once: a browser never sees half of it."""
+    """Writes the page and the figure, and returns their paths. The page is replaced atomically, so that a browser never reads a
+    part of it."""
     from mindresume.report import chart, page
     figure = chart.draw(report.accounts) if report.accounts else None
     picture = target.with_suffix(".png")

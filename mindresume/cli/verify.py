@@ -1,4 +1,4 @@
-"""``mindresume verify``"""
+"""Implements ``mindresume verify``."""
 from __future__ import annotations
 
 import sys
@@ -19,9 +19,9 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
            step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.")] = None) -> None:
     """Reads every byte of every checkpoint and names the damaged file and tensor.
 
-    What mindformers wrote has no checksums: there headers, sizes and counters are checked, and it is said so. What a job removes
-    while it is read is no damage.
-    Exit status: 0 all is as it was written, 1 something is damaged or missing, 3 there is no checkpoint.
+    What mindformers wrote has no checksums: its headers, sizes and counters are checked, and the output says so. What a job
+    removes while it is read is no damage.
+    Exit status: 0 everything is as written, 1 something is damaged or missing, 3 there is no checkpoint.
     """
     from mindresume.api import catalog
     with progress_bar("verifying", json) as progress:
@@ -35,7 +35,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
         say(f"{size_text(report.bytes_read)} read in {report.seconds:.1f} s ({size_text(rate)}/s)" if report.checkpoints else
             f"{report.root}: no checkpoints")
         if report.removed_steps:
-            say(f"step {', '.join(map(str, report.removed_steps))}: removed by a job or by hand while it was read")
+            say(f"step {', '.join(map(str, report.removed_steps))}: was removed while it was read")
         for note in report.notes:
             say(note)
     sys.exit(NOTHING if not report.checkpoints else 1 if report.damaged else 0)

@@ -1,4 +1,4 @@
-"""``mindresume which``"""
+"""Implements ``mindresume which``."""
 from __future__ import annotations
 
 import os
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @app.command()
 def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
-          name: Annotated[str | None, typer.Option("--name", metavar="FILE", help="Ask for this checkpoint, as "
-                                                   "resume_training: FILE does; the rank in the name does not "
-                                                   "matter.")] = None,
-          quick: Annotated[bool, typer.Option("--quick", help="Do not read the contents: a flipped bit stays "
-                                              "unseen.")] = False) -> None:
-    """Prints the checkpoint a resume would take and, for each newer one, why it would not.
+          name: Annotated[str | None, typer.Option("--name", metavar="FILE", help="Request this checkpoint, as "
+                                                   "resume_training: FILE does; the rank in the name is "
+                                                   "ignored.")] = None,
+          quick: Annotated[bool, typer.Option("--quick", help="Do not read the contents, so that a flipped bit "
+                                              "is not found.")] = False) -> None:
+    """Prints the checkpoint that a resume would take, and why it would refuse each newer one.
 
-    Does what the job does at its start, for all ranks at once: every byte of the chosen checkpoint is checked.
-    On one of several nodes that share no disk: the newest step of which this node's part is whole.
+    It selects as a job does at its start, for all ranks at once, and checks every byte of the chosen checkpoint.
+    On one of several nodes that share no disk: the newest step of which this node's part is complete.
     Exit status: 0 there is one, 3 there is none (a resume would start afresh, or stop with an error).
     """
     from mindresume.api import catalog
@@ -41,7 +41,7 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
 def _print(found: Selection) -> None:
     for refused in found.refused:
         if found.local is not None and refused.step == found.local.step and refused.file is None:
-            break                                       # that it is a part; nothing older is asked for
+            break                                       # the refusal only says that it is a part; older ones are not needed
         say(f"refused  step {step_text(refused.step)}: {refused.reason}" + (f"\n         {refused.file}" if refused.file else ""))
     for note in found.notes:
         say(f"note     {note}")
@@ -56,7 +56,7 @@ def _print(found: Selection) -> None:
     elif found.local is not None:
         from mindresume.formatting import listed
         say(f"part     step {found.local.step}, epoch {found.local.epoch}: rank {listed(found.local.local_ranks)} of "
-            f"{found.local.world_size}, all that this node has. Nodes that share no disk saved it: their job takes the "
+            f"{found.local.world_size}, which are on this node. Nodes that share no disk saved it; their job takes the "
             f"newest step that all of them have")
     else:
         say(f"chosen   none: a resume stops with an error\n{found.error}" if not found.refused else

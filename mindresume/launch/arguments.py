@@ -1,10 +1,10 @@
-"""The command line of ``run_mindformer.py``: what may be written there and what it means. Changes no configuration.
+"""Parses the command line of ``run_mindformer.py``. Changes no configuration.
 
     launch = parse(sys.argv[1:], script_folder)
     launch.flags["load_checkpoint"], launch.options, launch.free     # given flags; key=value pairs in order
 
-Names, meaning and order of effect are those of MindSpore Transformers. Imports neither mindspore nor mindformers, so
-that ``--help`` and a wrong argument answer at once.
+Names, meaning and order of effect are those of MindSpore Transformers. It imports neither mindspore nor mindformers, so that
+``--help`` and a wrong argument respond at once.
 """
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ any other key of the configuration:
 
 start:
   python run_mindformer.py --config configs/qwen3.yaml --run_mode train --train_dataset_dir /data/wiki.mindrecord
-resume from the newest good checkpoint of ./output/checkpoint (several devices: scripts/msrun_launcher.sh):
+resume from the newest usable checkpoint of ./output/checkpoint (several devices: scripts/msrun_launcher.sh):
   python run_mindformer.py --config configs/qwen3.yaml --load_checkpoint ./output/checkpoint --resume_training True
 """
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. ``key``: the configuration key it sets, None = treated specially; ``late``: takes effect after
-    --options; ``many``: takes several values."""
+    """One flag. ``key``: the configuration key that it sets, None: handled separately. ``late``: takes effect after --options.
+    ``many``: takes several values."""
 
     name: str
     kind: Callable[[str], Any]
@@ -57,16 +57,16 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("use_parallel", parse_bool, "use_parallel", "run on several devices"),
         Flag("seed", int, "seed", "random seed"),
         Flag("output_dir", str, "output_dir", "folder of logs, strategies and checkpoints", late=True),
-        Flag("remote_save_url", str, "remote_save_url", "remote folder that receives the output"),
+        Flag("remote_save_url", str, "remote_save_url", "folder in an object store to which the output is uploaded"),
         Flag("profile", parse_bool, "profile", "record a profile"),
         Flag("trust_remote_code", parse_bool, "trust_remote_code", "let a Hugging Face tokenizer run its own code",
              late=True),
-        Flag("register_path", str, None, "folder of your own registered classes; relative to this script"),
+        Flag("register_path", str, None, "folder of your registered classes; relative to this script"),
     ),
     "checkpoint and resume": (
         Flag("load_checkpoint", str, "load_checkpoint", "folder or file to load"),
         Flag("resume_training", parse_bool_or_name, "resume_training",
-             "True: go on from the newest good checkpoint; or the name of one; False: load weights only"),
+             "True: resume from the newest usable checkpoint; or the name of one; False: load weights only"),
         Flag("auto_trans_ckpt", parse_bool, "auto_trans_ckpt", "convert the checkpoint to the layout of this run"),
         Flag("src_strategy_path_or_dir", str, "src_strategy_path_or_dir", "strategy files of that checkpoint"),
         Flag("transform_process_num", int, "transform_process_num", "processes that convert"),
@@ -79,7 +79,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("eval_dataset_dir", str, "eval_dataset.data_loader.dataset_dir", "data to evaluate on", late=True),
         Flag("do_eval", parse_bool, "do_eval", "evaluate during training"),
         Flag("epochs", int, "runner_config.epochs", "epochs to train", late=True),
-        Flag("batch_size", int, "runner_config.batch_size", "samples a step on each data-parallel rank", late=True),
+        Flag("batch_size", int, "runner_config.batch_size", "samples per step on each data-parallel rank", late=True),
         Flag("gradient_accumulation_steps", int, "runner_config.gradient_accumulation_steps",
              "steps whose gradients are added up before an update", late=True),
         Flag("sink_mode", parse_bool, "runner_config.sink_mode", "data sink mode", late=True),
@@ -90,7 +90,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("predict_batch_size", int, None, "batch size of a prediction", late=True),
         Flag("modal_type", str, None, "kind of each --predict_data: text, image or video", late=True, many=True),
         Flag("adapter_id", str, None, "LoRA adapters to predict with (slora)", late=True, many=True),
-        Flag("do_sample", parse_bool, "model.model_config.do_sample", "sample instead of taking the likeliest token",
+        Flag("do_sample", parse_bool, "model.model_config.do_sample", "sample instead of taking the most likely token",
              late=True),
     ),
 }
@@ -99,7 +99,8 @@ FLAGS = {flag.name: flag for group in GROUPS.values() for flag in group}
 
 @dataclass(frozen=True)
 class Launch:
-    """A parsed command line. ``flags`` holds only what was given; ``options`` and ``free`` keep the order written."""
+    """A parsed command line. ``flags`` holds only the given flags; ``options`` and ``free`` keep the order of the command
+    line."""
 
     config: str
     mindresume: bool = True
@@ -109,21 +110,22 @@ class Launch:
 
     @property
     def pynative(self) -> bool:
+        """Whether the PyNative trainer runs."""
         return self.flags.get("mode") == 1
 
     def without_effect_in_pynative(self) -> list[str]:
-        """What was given although the PyNative trainer reads the configuration file alone."""
+        """Returns the given arguments that have no effect on the PyNative trainer, which reads the configuration file alone."""
         return ([f"--{name}" for name in self.flags if name not in ("mode", "register_path")]
                 + ["--options"] * bool(self.options) + [f"--{key}" for key, _ in self.free])
 
 
 def parse(argv: Sequence[str], folder: str) -> Launch:
-    """Parses the arguments; relative paths of --config and --register_path are relative to ``folder`` (the script's).
+    """Parses the arguments. Relative paths of --config and --register_path are relative to ``folder``, that of the script.
 
-    A wrong argument ends the process with status 2 and a last line that names the flag, as argparse does.
+    A wrong argument ends the process with status 2; the last printed line names the flag, as with argparse.
     """
     parser = _build_parser()
-    # An own option of the name --train_dataset would make abbreviations such as --train_data ambiguous.
+    # A separate option --train_dataset would make abbreviations such as --train_data ambiguous.
     argv = [_replace_alias(word, "--train_dataset", "--train_dataset_dir") for word in argv]
     given, rest = parser.parse_known_args(argv)
     try:
@@ -139,7 +141,8 @@ def parse(argv: Sequence[str], folder: str) -> Launch:
 
 
 def find_file(path: str, folder: str) -> str:
-    """The configuration file: absolute, in ``folder``, or in the working directory. ValueError if there is none."""
+    """Returns the path of the configuration file: absolute, in ``folder``, or in the working directory. Raises ValueError if
+    there is none."""
     candidates = list(dict.fromkeys((os.path.join(folder, path), os.path.abspath(path))))
     for candidate in candidates:
         if os.path.isfile(candidate):
@@ -175,7 +178,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _named(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """argparse shows the message of an ArgumentTypeError and puts the name of the flag before it."""
+    """Returns ``kind`` as a type for argparse, which prints the name of the flag before the message of an ArgumentTypeError."""
     if kind in (str, int):
         return kind
 
@@ -206,13 +209,13 @@ def _pair(word: str) -> tuple[str, Any]:
 
 
 def _free_pairs(words: Sequence[str]) -> list[tuple[str, Any]]:
-    """``--key value`` and ``--key=value``; only the first = counts."""
+    """Returns the pairs of ``--key value`` and ``--key=value``; only the first = separates."""
     pairs, words = [], list(words)
     while words:
         word = words.pop(0)
         key, equals, text = word[2:].partition("=")
         if not word.startswith("--") or not key:
-            raise ValueError(f"unexpected argument {word!r}: it belongs to no flag; other keys of the configuration "
+            raise ValueError(f"unexpected argument {word!r}: it follows no flag; other keys of the configuration "
                              f"are written --key value or --key=value")
         if not equals:
             if not words or (words[0].startswith("--") and words[0] != "--"):

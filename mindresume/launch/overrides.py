@@ -1,4 +1,4 @@
-"""Writes a parsed command line into a configuration (any nesting of dictionaries and lists).
+"""Writes a parsed command line into a configuration of nested dictionaries and lists.
 
     notes = apply(config, launch)      # then print the notes
 """
@@ -16,7 +16,7 @@ from mindresume.resume.data_skip import lift_data_skip
 
 SHIM_CLASS = "mindresume_plugin.MindResume"
 PREDICT_MODES = ("predict", "predict_with_train_model")
-# Top-level keys that mindformers or mindresume read although no default puts them into every configuration.
+# Top-level keys that mindformers or mindresume read, although not every configuration has them by default.
 KNOWN_KEYS = {"checkpoint", "mindresume", "remove_redundancy", "resume_by_last_timestamp_ckpt", "use_graceful_exit",
               "use_checkpoint_health_monitor", "mindio_pool_capacity", "rank_id"}
 SECTION_KEYS = {"load_checkpoint": "load_path", "balanced_load": "load_balanced", "resume_training": "no_load_optim",
@@ -26,9 +26,12 @@ MODALITIES = {"image": IMAGES, "video": (".mp4", ".avi", ".mkv")}
 
 
 def apply(config: MutableMapping, launch: Launch) -> list[str]:
-    """Sets everything the command line gives, in the order: flags, --options, late flags, free keys; the last wins.
+    """Sets everything that the command line gives, in the order: flags, --options, late flags, free keys; the last one wins.
 
-    Returns remarks for the user, one sentence each. ConfigError: a key without parent, a wrong index, a wrong run mode.
+    Returns:
+        Notes for the user, one sentence each.
+    Raises:
+        ConfigError: A key has no parent, an index or the run mode is wrong.
     """
     notes = drop_shim(config) + lift_data_skip(config)
     if "run_mode" in launch.flags:
@@ -49,8 +52,8 @@ def apply(config: MutableMapping, launch: Launch) -> list[str]:
 
 
 def into_section(config: MutableMapping, given: Collection[str]) -> list[str]:
-    """What the command line says of loading goes into the ``checkpoint:`` section too, where the section has a word on it: there
-    mindformers would listen to the section alone (trainer/utils.py:compatible_with_both_old_new_config). Returns remarks."""
+    """Writes the flags of the load into the ``checkpoint:`` section too, where the section sets the same thing: mindformers would
+    use the section alone (trainer/utils.py:compatible_with_both_old_new_config). Returns notes."""
     section, notes = config.get("checkpoint"), []
     for old, new in SECTION_KEYS.items():
         if not isinstance(section, MutableMapping) or old not in given or section.get(new) is None:
@@ -63,9 +66,12 @@ def into_section(config: MutableMapping, given: Collection[str]) -> list[str]:
 
 
 def set_key(config: MutableMapping, key: str, value: Any, origin: str) -> list[str]:
-    """Sets ``a.b.1.c``; numbers index lists. The parents must exist, the last part may be new (then a remark says so).
+    """Sets ``a.b.1.c``; numbers index lists. The parents must exist; if the last part is new, a note says so.
 
-    ``origin``: how the user wrote it, for messages.
+    Args:
+        origin: the argument as the user wrote it, for messages.
+    Raises:
+        ConfigError: A parent is missing, or has no keys.
     """
     *parents, last = key.split(".")
     node, path = config, ""
@@ -76,7 +82,7 @@ def set_key(config: MutableMapping, key: str, value: Any, origin: str) -> list[s
         return []
     if not isinstance(node, MutableMapping):
         raise ConfigError(f"{origin}: {path or 'the configuration'} is {_describe(node)}, so it has no key {last!r}. "
-                          f"To replace it as a whole: {path}=VALUE.")
+                          f"To replace all of it: {path}=VALUE.")
     if not last:
         raise ConfigError(f"{origin}: the key {key!r} ends in a dot.")
     new = last not in node and (parents or last not in KNOWN_KEYS)
@@ -85,11 +91,12 @@ def set_key(config: MutableMapping, key: str, value: Any, origin: str) -> list[s
 
 
 def drop_shim(config: Mapping) -> list[str]:
-    """Removes the line that loads mindresume from an unmodified run_mindformer.py; this one decides about it itself."""
+    """Removes the line that loads mindresume in mindformers' own run_mindformer.py; this script loads it by itself. Returns
+    notes."""
     trainer = config.get("trainer")
     if isinstance(trainer, MutableMapping) and trainer.get("auto_register") == SHIM_CLASS:
         del trainer["auto_register"]
-        return [f"trainer.auto_register: {SHIM_CLASS} is not needed with this script and is ignored"]
+        return [f"trainer.auto_register: {SHIM_CLASS} is not needed with this script, and is ignored"]
     return []
 
 
@@ -109,7 +116,7 @@ def _apply_flags(config: MutableMapping, launch: Launch, late: bool) -> None:
 
 
 def _set_num_samples(config: MutableMapping, count: int) -> None:
-    """Of every data set that is configured; a training without evaluation has no eval_dataset."""
+    """Sets the number of samples of every configured data set; a training without evaluation has no eval_dataset."""
     for name in ("train_dataset", "eval_dataset"):
         loader = (config.get(name) or {}).get("data_loader")
         if loader:
@@ -117,7 +124,8 @@ def _set_num_samples(config: MutableMapping, count: int) -> None:
 
 
 def strategy_file(path: str) -> str:
-    """A strategy file, or the one in a folder: the only .ckpt file, else that of this rank. ConfigError if unclear."""
+    """Returns a strategy file; in a folder the only .ckpt file, else the one of this rank. Raises ConfigError if that is
+    ambiguous."""
     if not os.path.isdir(path):
         return path
     files = sorted(name for name in os.listdir(path) if name.endswith(".ckpt"))
@@ -139,7 +147,7 @@ def _apply_predict(config: MutableMapping, flags: Mapping[str, Any]) -> None:
 
 
 def predict_input(data: list[str] | None, modal_types: list[str] | None) -> Any:
-    """What Trainer.predict gets: None, a text, a list of texts or files, or [[{modality: text or file}, ...]].
+    """Returns the argument of Trainer.predict: None, a text, a list of texts or files, or [[{modality: text or file}, ...]].
 
     One folder becomes the list of the images below it; a backslash and n in a text become a line break.
     """
@@ -169,7 +177,7 @@ def _multi_modal(data: list[str] | None, modal_types: list[str]) -> list[dict[st
 
 
 def _child(node: Any, part: str, path: str, origin: str) -> Any:
-    """One step down. ConfigError names what is missing and lists what is there."""
+    """Returns the child ``part`` of ``node``. Raises ConfigError that names what is missing and lists what exists."""
     if isinstance(node, (list, tuple)):
         return node[_index(node, part, path, origin)]
     if isinstance(node, Mapping) and part in node:
@@ -180,12 +188,12 @@ def _child(node: Any, part: str, path: str, origin: str) -> Any:
         whole = f"{path}.{part}" if path else part
         raise ConfigError(f"{origin}: {here} has no key {part!r}{f' (did you mean {near[0]!r}?)' if near else ''}; "
                           f"it has: {', '.join(sorted(map(str, node))) or 'nothing'}. "
-                          f"To add it, give it as a whole: {whole}='{{key: value}}'.")
+                          f"To add it, give all of it: {whole}='{{key: value}}'.")
     raise ConfigError(f"{origin}: {here} is {_describe(node)}, so it has no key {part!r}.")
 
 
 def _index(node: list | tuple, part: str, path: str, origin: str) -> int:
-    """``part`` as a position in the list at ``path``."""
+    """Returns ``part`` as an index of the list at ``path``. Raises ConfigError if it is none."""
     entries = ", ".join(f"{i}: {item.get('type', '...') if isinstance(item, Mapping) else repr(item)}"
                         for i, item in enumerate(node))
     if not re.fullmatch(r"\d+", part) or int(part) >= len(node):
@@ -195,11 +203,12 @@ def _index(node: list | tuple, part: str, path: str, origin: str) -> int:
 
 
 def _describe(node: Any) -> str:
+    """Returns a value as a phrase for messages."""
     return "empty" if node is None else f"{node!r}, not a section"
 
 
 def _as_config(value: Any, parent: MutableMapping, origin: str) -> Any:
-    """A dictionary becomes the type of the configuration, which reads its keys as attributes."""
+    """Converts a dictionary to the type of the configuration, which reads its keys as attributes."""
     if not isinstance(value, dict):
         return value
     if not all(isinstance(key, str) for key in value):
@@ -214,7 +223,7 @@ def _new_key_note(node: Mapping, last: str, path: str, origin: str) -> str:
 
 
 def _refuse_misspelled_flag(key: str) -> None:
-    """``--load_chekpoint X`` would start a training from random weights without a word."""
+    """Raises ConfigError for a misspelled flag: ``--load_chekpoint X`` would silently start a training from random weights."""
     near = difflib.get_close_matches(key, [*FLAGS, "config", "options", "no-mindresume"], 1, 0.85)
     if near:
         raise ConfigError(f"--{key} is neither a flag nor a key of the configuration; did you mean --{near[0]}?")

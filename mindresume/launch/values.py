@@ -1,10 +1,10 @@
-"""Text of the command line -> values.
+"""Parses text of the command line into values.
 
     parse_value("1e-5") == 1e-5      parse_value("True") is True        parse_value("[1, [2, x]]") == [1, [2, "x"]]
     parse_value("None") is None      parse_value("'1'") == "1"          parse_value("{a: 1}") == {"a": 1}
 
-Plain YAML is not used for single words: it would turn ``on`` into True, ``12:30`` into 750, ``2024-01-01`` into a date
-and would leave ``1e-5`` a string.
+Plain YAML is not used for single words: it would turn ``on`` into True, ``12:30`` into 750 and ``2024-01-01`` into a date, and
+would leave ``1e-5`` a string.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLOAT = re.compile(r"[+-]?((\d+\.\d*|\.\d+|\d+)(e[+-]?\d+)?|inf|nan)", re.IGNOR
 
 
 def parse_bool(text: str) -> bool:
-    """true/false, 1/0 or yes/no in any case; ValueError for anything else."""
+    """Parses true/false, 1/0 or yes/no in any case. Raises ValueError for anything else."""
     word = text.strip().lower()
     if word in TRUE or word in FALSE:
         return word in TRUE
@@ -29,17 +29,19 @@ def parse_bool(text: str) -> bool:
 
 
 def parse_bool_or_name(text: str) -> bool | str:
-    """What ``--resume_training`` takes: a truth value, or the name of a checkpoint. ValueError if empty."""
+    """Parses a value of ``--resume_training``: a truth value, or the name of a checkpoint. Raises ValueError if it is empty."""
     if not text.strip():
         raise ValueError("expected true, false or the name of a checkpoint, got an empty value")
     return parse_bool(text) if text.strip().lower() in TRUE + FALSE else text
 
 
 def parse_value(text: str, *, split_commas: bool = False) -> Any:
-    """The value of a configuration key: bool, None, int, float, list, tuple, dict or str.
+    """Parses the value of a configuration key: bool, None, int, float, list, tuple, dict or str. Quoted text stays a string.
 
-    ``split_commas``: ``a,b`` is the list ["a", "b"], as ``--options`` has it. Quotes keep text a string.
-    ValueError: the text begins like a list, dictionary or quoted string but is not one.
+    Args:
+        split_commas: ``a,b`` is the list ["a", "b"], as in ``--options``.
+    Raises:
+        ValueError: The text begins like a list, dictionary or quoted string, but is none.
     """
     text = text.strip()
     if text[:1] in ("[", "{", "(", "'", '"'):
@@ -60,8 +62,8 @@ def _word(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML structure only: lists, dictionaries and texts. Every unquoted word goes through ``_word``. Tags (``!!timestamp``) and
-    references (``*a``), with which a value can hold itself, are errors."""
+    """Loads YAML lists, dictionaries and texts only. ``_word`` parses unquoted words. Tags (``!!timestamp``) and references
+    (``*a``), with which a value can contain itself, are errors."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
     yaml_constructors: dict[str, Any] = {}
@@ -76,7 +78,7 @@ def _construct(_: yaml.Loader, node: yaml.ScalarNode) -> Any:
     if node.style:
         return node.value
     if node.value.count("(") != node.value.count(")"):
-        raise yaml.YAMLError("a tuple of unquoted words inside a list")      # YAML would tear it into "(a" and "b)"
+        raise yaml.YAMLError("a tuple of unquoted words inside a list")      # YAML would split it into "(a" and "b)"
     return _word(node.value)
 
 
@@ -92,7 +94,7 @@ def _structure(text: str) -> Any:
         if isinstance(value, (list, tuple, dict, str)):
             return value
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):     # TypeError: a list as a key
-        pass                                     # then it is YAML, or nothing
+        pass                                     # then it must be YAML
     if text[0] == "(" and text[-1] == ")":
         return tuple(_structure(f"[{text[1:-1]}]"))
     try:

@@ -1,1 +1,1 @@
-"""The only package that imports mindformers and mindspore. Importing it installs nothing: ``mindresume.plugin`` does."""
+"""Contains all code that imports mindformers or mindspore. Importing it installs nothing: ``mindresume.plugin`` does."""

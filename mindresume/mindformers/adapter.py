@@ -1,4 +1,4 @@
-"""Calls mindformers and MindSpore for the other modules. What is called is listed in the table of ``upstream``."""
+"""Calls mindformers and MindSpore for the other modules. The table of ``upstream`` lists every name that is called."""
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
@@ -8,16 +8,17 @@ from mindresume.errors import SaveError
 from mindresume.mindformers import upstream, upstream_check
 from mindresume.mindformers.network_state import is_parallel
 
-ALIAS = "CheckpointMonitor"            # the trainer injects arguments only into a callback of this very name
+ALIAS = "CheckpointMonitor"            # the trainer passes its arguments only to a callback of this name
 
 
 def logger() -> Any:
+    """Returns mindformers' logger."""
     from mindformers.tools.logger import logger as mindformers_logger
     return mindformers_logger
 
 
 def register_monitor(monitor: type) -> None:
-    """Puts our callback under the name CheckpointMonitor; the built-in stays importable."""
+    """Registers our callback under the name CheckpointMonitor. The built-in class stays importable."""
     import mindformers.core.callback  # noqa: F401  registers the built-in; ours must come after it
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
     MindFormerRegister.register_cls(monitor, module_type=MindFormerModuleType.CALLBACK, alias=ALIAS)
@@ -30,15 +31,15 @@ def built_in_monitor() -> type:
 
 
 def has_loss() -> bool:
-    """Returns whether the loss this rank sees is that of the model: with pipeline stages only the last one computes it
-    (mindformers core/callback/callback.py, MFLossMonitor)."""
+    """Returns whether this rank computes the loss of the model: with pipeline stages only the last stage does (mindformers
+    core/callback/callback.py, MFLossMonitor)."""
     from mindformers.tools.utils import is_last_pipeline_stage
     from mindspore import context
     return context.get_auto_parallel_context("pipeline_stages") <= 1 or is_last_pipeline_stage()
 
 
 def tensorboard_writer() -> Any:
-    """Returns mindformers' writer on this rank, None if it is disabled."""
+    """Returns mindformers' TensorBoard writer of this rank, or None if it is disabled."""
     if upstream_check.is_off(upstream.TENSORBOARD):
         return None
     from mindformers.utils.tensorboard import get_tensorboard_writer
@@ -52,20 +53,25 @@ def output_root() -> str:
 
 
 def parameters_to_save(network: Any, integrated: bool, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
-    """Returns (name, tensor) of everything mindspore.save_checkpoint would save of ``network`` on this rank, in its order. All
-    ranks must call it: pipeline stages send each other the parameters that they share, and with ``integrated`` slices are
-    gathered."""
+    """Returns (name, tensor) of everything that mindspore.save_checkpoint would save of ``network`` on this rank, in its order.
+
+    All ranks must call it: pipeline stages exchange the parameters that they share, and with ``integrated`` slices are gathered.
+    """
     from mindspore import Tensor
     found = _saved_by_mindspore(network, integrated, choose)
-    return found + [(name, Tensor(parameter.data)) for name, parameter in _left_out(network, found, choose)]
+    return found + [(name, Tensor(parameter.data)) for name, parameter in _unsaved_counters(network, found, choose)]
 
 
 def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
-    """Returns the same as ``parameters_to_save``, for the ranks that remain when others are gone: what MindSpore would save
-    (save_checkpoint of train/serialization.py with __exception_save__) without the exchanges that it begins with, and copied to
-    the host on a stream of its own, because that of the training may wait for ever. A parameter that several pipeline stages
-    share is saved by the stage that owns it; the others mark what they receive, and leave it out of every save. SaveError for one
-    that this rank receives, but without the mark: its newest value is elsewhere."""
+    """Returns what ``parameters_to_save`` does, without any exchange, for the ranks that are left when others are lost.
+
+    As MindSpore does with __exception_save__ (save_checkpoint of train/serialization.py), it copies to the host on a separate
+    stream, because the stream of the training may wait forever. A parameter that several pipeline stages share is saved by the
+    stage that owns it; the others mark what they receive, and leave it out of every save.
+
+    Raises:
+        SaveError: This rank receives a parameter that has no mark: its newest value is on another rank.
+    """
     from mindspore import Tensor, hal
     from mindspore._c_expression import TensorPy
     from mindspore.train import serialization
@@ -73,32 +79,33 @@ def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tupl
     chosen = serialization._convert_cell_param_and_names_to_dict(network, choose, parallel)
     received = _received(network) & set(chosen)
     if received:
-        raise SaveError(f"the ranks that are left cannot save {min(received)}: another pipeline stage has its newest value, and "
-                        f"asking for it would wait for ranks that are gone. The newest checkpoint stays")
+        raise SaveError(f"the remaining ranks cannot save {min(received)}: another pipeline stage has its newest value, and the "
+                        f"exchange would wait for lost ranks. The newest checkpoint stays")
     found: list[tuple[str, Any]] = []
     stream = hal.Stream()
     with hal.StreamCtx(stream):
         for name, parameter in chosen.items():
             offloaded = parameter.data.offload_file_path() != ""
             found.append((name, parameter.data if offloaded else Tensor(TensorPy.move_to(parameter, "CPU", False))))
-        found += [(name, Tensor(parameter.move_to("CPU", False))) for name, parameter in _left_out(network, found, choose)]
+        found += [(name, Tensor(parameter.move_to("CPU", False)))
+                  for name, parameter in _unsaved_counters(network, found, choose)]
     stream.synchronize()
     return found
 
 
-def collecting_exchanges(network: Any, integrated: bool) -> bool:
+def collect_is_collective(network: Any, integrated: bool) -> bool:
     """Returns whether ``parameters_to_save``, or mindspore.save_checkpoint, waits for other ranks."""
     return integrated and is_parallel() or any(row[8] for row in _shared_rows(network).values())
 
 
 def _received(network: Any) -> set[str]:
-    """Returns the names of parameters that this pipeline stage gets from another one before each save."""
+    """Returns the names of the parameters that this pipeline stage receives from another one before each save."""
     return {name for name, row in _shared_rows(network).items() if row[8] and not row[9]}
 
 
 def _shared_rows(network: Any) -> dict[str, Any]:
-    """Returns {name: layout} that mindspore.parallel.sync_pipeline_shared_parameters reads. Items 8 and 9 of a layout: whether
-    stages share the parameter, and whether this one sends it."""
+    """Returns {name: layout}, as mindspore.parallel.sync_pipeline_shared_parameters reads it. Item 8 of a layout: whether stages
+    share the parameter; item 9: whether this stage sends it."""
     from mindspore import context
     if context.get_auto_parallel_context("pipeline_stages") < 2:
         return {}
@@ -116,23 +123,25 @@ def _saved_by_mindspore(network: Any, integrated: bool, choose: Callable[[str], 
     return [(row["name"], row["data"][1] if isinstance(row["data"], list) else row["data"]) for row in rows]
 
 
-def _left_out(network: Any, found: list[tuple[str, Any]], choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
-    """Returns the counters (``_is_counter``) that MindSpore did not save."""
+def _unsaved_counters(network: Any, found: list[tuple[str, Any]], choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
+    """Returns (name, parameter) of the counters (``_is_counter``) that MindSpore did not save."""
     saved = {name for name, _ in found}
     return [(parameter.name, parameter) for _, parameter in network.parameters_and_names()
             if _is_counter(parameter) and parameter.name not in saved and choose(parameter.name)] if is_parallel() else []
 
 
 def _is_counter(parameter: Any) -> bool:
-    """Returns whether it is one number, such as ``global_step`` or ``scale_sense``. Where several ranks compile a graph together,
-    MindSpore marks all parameters of it as sliced and saves what is marked; of a graph out of its compile cache it marks those
-    alone that have a layout, which these have not."""
+    """Returns whether ``parameter`` is a single number, such as ``global_step`` or ``scale_sense``.
+
+    If several ranks compile a graph together, MindSpore marks all its parameters as sliced and saves the marked ones. If the
+    graph comes from the compile cache, it marks only parameters that have a layout, and counters have none.
+    """
     return parameter.size == 1 and not parameter.has_init and not parameter.param_info.is_pipeline_shared_param
 
 
 def own_share(network: Any, rank: int, world_size: int) -> Callable[[str], bool]:
-    """Returns which parameters this rank saves with the redundancy removal of Checkpoint 1.0, by MindSpore's own assignment of
-    replicas (mindformers core/callback/callback.py, remove_redundancy)."""
+    """Returns a filter of the parameters that this rank saves with the redundancy removal of Checkpoint 1.0, by MindSpore's own
+    assignment of replicas (mindformers core/callback/callback.py, remove_redundancy)."""
     from mindspore import context
     from mindspore.train._utils import get_parameter_redundancy, remove_param_redundancy
     table = network.parameter_layout_dict
@@ -146,8 +155,8 @@ def own_share(network: Any, rank: int, world_size: int) -> Callable[[str], bool]
 
 
 def compile_for_load(config: Any, model: Any, dataset: Any, do_eval: bool = False, do_predict: bool = False) -> None:
-    """Compiles the network so that its parameters have their slices (and the strategy files are written); then waits for
-    the other ranks, as mindformers does before it loads. ``do_eval``, ``do_predict``: it is not trained."""
+    """Compiles the network, which cuts its parameters into slices and writes the strategy files; then waits for the other ranks,
+    as mindformers does before it loads. ``do_eval``, ``do_predict``: the network is not trained."""
     from mindformers.trainer.utils import compile_model
     from mindspore.communication.comm_func import barrier
     runner = config.runner_config
@@ -156,9 +165,9 @@ def compile_for_load(config: Any, model: Any, dataset: Any, do_eval: bool = Fals
     barrier()
 
 
-def when_compiled(network: Any, work: Callable[[], None]) -> None:
-    """Calls ``work`` once, as soon as the next call of ``network`` has compiled it and is about to compute; at once where nothing
-    is compiled. mindspore nn/cell.py, compile_and_run."""
+def call_when_compiled(network: Any, work: Callable[[], None]) -> None:
+    """Calls ``work`` once, when the next call of ``network`` has compiled it and is about to compute; at once if nothing is
+    compiled (mindspore nn/cell.py, compile_and_run)."""
     from mindspore import context
     if context.get_context("mode") != context.GRAPH_MODE:
         work()
@@ -173,19 +182,19 @@ def when_compiled(network: Any, work: Callable[[], None]) -> None:
 
 
 def pet_type(config: Any) -> str:
-    """Returns ``pet_type`` of ``pet_config``, for which mindformers adds parameters to the network, such as those of LoRA; empty
-    without it."""
+    """Returns ``pet_type`` of ``pet_config``, such as LoRA, for which mindformers adds parameters to the network; empty if it is
+    not set."""
     found: Any = config
     for key in ("model", "model_config", "pet_config", "pet_type"):
         found = found.get(key) if hasattr(found, "get") else getattr(found, key, None)
     return str(found or "")
 
 
-def only_by_mindformers(network: Any, names: Iterable[str], known: bool) -> str:
-    """Returns why mindformers' own code must load these tensors into this network; empty if it need not. ``known``: a folder of
-    Hugging Face that mindresume can take apart itself."""
+def reason_for_builtin_load(network: Any, names: Iterable[str], known: bool) -> str:
+    """Returns why mindformers' own code must load these tensors into this network; empty if mindresume can. ``known``: the
+    tensors are a Hugging Face folder that mindresume can convert."""
     if hasattr(network, "llm_boost"):
-        return "llm_boost takes the weights apart itself"
+        return "llm_boost converts the weights itself"
     if known and getattr(core_network(network), "template", None) is not None or set(names) & set(network.parameters_dict()):
         return ""
     translate = _translation(network)
@@ -194,7 +203,7 @@ def only_by_mindformers(network: Any, names: Iterable[str], known: bool) -> str:
 
 
 def _translation(network: Any) -> Callable[[str], str] | None:
-    """Returns the network's own translation of Hugging Face names; None if it has none."""
+    """Returns the network's own translation of Hugging Face names, or None."""
     from mindformers.utils.load_checkpoint_utils import _get_origin_network
     origin, found = _get_origin_network(network)
 
@@ -207,39 +216,39 @@ def _translation(network: Any) -> Callable[[str], str] | None:
 
 
 def core_network(network: Any) -> Any:
-    """Returns the model itself, without the cells that a trainer puts around it."""
+    """Returns the model without the cells that a trainer wraps around it."""
     from mindformers.checkpoint.utils import get_core_network
     return get_core_network(network)
 
 
 def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool) -> list[str]:
-    """Hands the arrays to the parameters, without a copy; ``arrays`` is emptied on the way. With ``remove_redundancy`` replicas
-    receive what other ranks loaded. Returns the names of parameters of the network that got nothing."""
+    """Hands the arrays to the parameters without a copy, and empties ``arrays``. With ``remove_redundancy`` replicas receive what
+    other ranks loaded. Returns the names of the network's parameters that got no value."""
     from mindspore import load_param_into_net
-    parameters = {name: _parameter(name, tensor_of(arrays.pop(name))) for name in list(arrays)}
+    parameters = {name: _parameter(name, to_tensor(arrays.pop(name))) for name in list(arrays)}
     return load_param_into_net(network, parameters, remove_redundancy=remove_redundancy)[0]
 
 
 def _parameter(name: str, tensor: Any) -> Any:
-    """Returns a parameter in the memory of ``tensor``: ``Parameter(tensor)`` would copy it, ``set_data`` does not."""
+    """Returns a parameter that uses the memory of ``tensor``: ``Parameter(tensor)`` would copy it, ``set_data`` does not."""
     from mindspore import Parameter, Tensor
     parameter = Parameter(Tensor([0], tensor.dtype), name=name)
     return parameter.set_data(tensor, slice_shape=True)
 
 
-def tensor_of(array: Any) -> Any:
-    """Returns a MindSpore tensor with the bits of ``array``, in its memory. ``array``: C-contiguous, writable."""
+def to_tensor(array: Any) -> Any:
+    """Returns a MindSpore tensor that uses the memory of ``array``, which must be C-contiguous and writable."""
     import ml_dtypes
     from mindspore import Tensor
     from mindspore.common import np_dtype
     if array.dtype == ml_dtypes.bfloat16:
-        array = array.view(np_dtype.bfloat16)          # MindSpore's own type of the same bits
+        array = array.view(np_dtype.bfloat16)          # MindSpore's type with the same bits
     return Tensor.from_numpy(array)
 
 
-def wanted_of(network: Any, offered: Container[str] = ()) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Returns {name: (shape, dtype)} of the parameters this rank holds. ``offered``: what there is to load; counters that
-    MindSpore does not count among them (``_is_counter``) are wanted if they are offered."""
+def parameters_to_load(network: Any, offered: Container[str] = ()) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Returns {name: (shape, dtype)} of the parameters that this rank holds. ``offered``: the names that can be loaded; of the
+    counters that MindSpore does not mark as sliced (``_is_counter``) only these are returned."""
     parallel = is_parallel()
     wanted = {}
     for _, parameter in network.parameters_and_names():

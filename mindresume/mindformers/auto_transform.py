@@ -1,14 +1,14 @@
 """Implements ``auto_trans_ckpt`` in the trainer: loads any checkpoint into the layout of this job.
 
-    at the choice   rank 0 reads the source's strategy, before the compiler writes new ones over it ─▶ all ranks
-                    the folder of old strategies is set aside
-    at the load     layouts of the compiled network ─▶ each rank reads the byte ranges of its own slices from the source
-                    ckpt files, in another layout: transformed to output/transformed_checkpoint first, by so many processes as
-                    transform_process_num says; then each rank loads its own new file
-                    ``mindresume: {unified_checkpoint: 1}``: complete weights to output/unified_checkpoint besides;
-                    ``{transform_engine: mindspore}``: safetensors go that way too, merged by MindSpore
+    at the selection  rank 0 reads the strategy of the source, before the compiler overwrites it ─▶ all ranks
+                      the folder of old strategies is moved aside
+    at the load       layouts of the compiled network ─▶ each rank reads the byte ranges of its own slices from the source
+                      ckpt files in another layout: first converted to output/transformed_checkpoint, by as many processes as
+                      transform_process_num says; then each rank loads its own new file
+                      ``mindresume: {unified_checkpoint: 1}``: complete weights are also written to output/unified_checkpoint
+                      ``{transform_engine: mindspore}``: safetensors are first merged by MindSpore too
 
-Sources are only read. Outputs appear by a rename, and one that is there already is used again.
+Sources are only read. Outputs appear by a rename; an existing output of the same conversion is reused.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.formatting import ranks_count
 from mindresume.mindformers import adapter, upstream, upstream_check
-from mindresume.mindformers.load_progress import traffic_of_load, waiting
+from mindresume.mindformers.load_progress import load_traffic, waiting_for
 from mindresume.mindformers.network_state import layouts as network_layouts
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
 from mindresume.reshard.checkpoint_view import CheckpointView
@@ -49,29 +49,35 @@ OPENING = Waiting("opening the checkpoint")
 _TRANSFORMING = Waiting("transforming by MindSpore's engine", watched)
 
 
-# ---- at the choice -------------------------------------------------------------------------------------------------
+# ---- at the selection ------------------------------------------------------------------------------------------------
 
 def prepare(config: Any, plan: ResumePlan, context: TrainingContext, storage: Storage, aside: bool = True) -> ResumePlan:
-    """Broadcasts the source's strategy, and with ``aside`` moves old strategy files aside; on all ranks, after the choice.
-    Returns the plan with ``open_source``. CollectiveError."""
+    """Broadcasts the strategy of the source, and with ``aside`` moves old strategy files aside. All ranks call it after the
+    selection. Returns the plan with ``open_source``.
+
+    Raises:
+        CollectiveError: It failed on rank 0.
+    """
     choice, group = plan.choice, context.group
     given = config.get("src_strategy_path_or_dir") or None
     folder = os.path.join(config.output_dir, STRATEGY) if aside else None
-    told = decide(group, partial(_decide, storage, choice, given, folder, plan.open_source is None), OPENING)
-    for note in told["notes"]:
+    reply = decide(group, partial(_strategy_of_source, storage, choice, given, folder, plan.open_source is None), OPENING)
+    for note in reply["notes"]:
         context.emit(Notice(note))
     if plan.open_source is not None:
         return plan
-    strategy = Strategy.from_json(told["strategy"]) if told["strategy"] else None
-    return replace(plan, open_source=partial(_open, storage, choice, strategy, told["identity"]))
+    strategy = Strategy.from_json(reply["strategy"]) if reply["strategy"] else None
+    return replace(plan, open_source=partial(_open, storage, choice, strategy, reply["identity"]))
 
 
-def _decide(storage: Storage, choice: Choice, given: str | None, folder: str | None, ranks: bool) -> dict[str, Any]:
-    """Returns, on rank 0, the strategy of what was selected. Records know their layouts. A strategy that is given besides must
-    agree with them, unless it is of another number of ranks: after a change of layout the same command finds newer checkpoints in
-    the folder."""
+def _strategy_of_source(storage: Storage, choice: Choice, given: str | None, folder: str | None, ranks: bool) -> dict[str, Any]:
+    """Returns, on rank 0, the strategy of the selected checkpoint.
+
+    Records contain the layouts. A strategy that the user gives as well must agree with them; if it has another number of ranks it
+    is ignored, because after a change of layout the same command finds newer checkpoints in the folder.
+    """
     candidate, notes, strategy, identity = choice.chosen, [], None, None
-    if candidate.iteration_dir:                                      # an iteration folder knows its layouts
+    if candidate.iteration_dir:                                      # an iteration folder contains its layouts
         return {"strategy": None, "notes": notes, "identity": identity_of(storage, choice.root, candidate)}
     if ranks:
         identity = identity_of(storage, choice.root, candidate)
@@ -82,8 +88,8 @@ def _decide(storage: Storage, choice: Choice, given: str | None, folder: str | N
                 raise
             notes.append(f"src_strategy_path_or_dir: {error}; the records of the checkpoint are used")
         if candidate.origin == OURS and strategy and strategy.world_size != candidate.world_size:
-            notes.append(f"src_strategy_path_or_dir: {given} is of {ranks_count(strategy.world_size)}, step {candidate.step} was "
-                         f"saved by {candidate.world_size}; its own records are used")
+            notes.append(f"src_strategy_path_or_dir: {given} is of {ranks_count(strategy.world_size)}, but step {candidate.step} "
+                         f"was saved by {candidate.world_size}; the records of the checkpoint are used")
             strategy = None
         with_world_size(choice.root, candidate, strategy)
     aside = set_aside(storage, folder, strategy, identity) if folder else ""
@@ -93,20 +99,27 @@ def _decide(storage: Storage, choice: Choice, given: str | None, folder: str | N
 
 
 def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity: Any) -> OpenCheckpoint:
-    """Returns what was selected, as weights. Its bytes were verified by the selection."""
+    """Opens the selected checkpoint as weights. The selection has verified its bytes."""
     candidate = with_world_size(choice.root, choice.chosen, strategy)
-    scalars = choice.shards[0].scalars if choice.shards else {}     # with records, a rank may have had none to prove
+    scalars = choice.shards[0].scalars if choice.shards else {}     # with records, a rank may have verified no file
     return checkpoint_of(storage, choice.root, candidate, strategy, identity, scalars)
 
 
-# ---- at the load ---------------------------------------------------------------------------------------------------
+# ---- at the load -----------------------------------------------------------------------------------------------------
 
-def arrays_for(config: Any, network: Any, context: TrainingContext, storage: Storage) -> tuple[dict[str, Any], int, str] | Choice:
-    """Returns, after the compilation, ({name: array} of everything this rank loads, bytes read, the source for people); or, if
-    ckpt files were transformed on disk, the choice of the new ones. Whatever fails on one rank is CollectiveError on all."""
+def read_arrays(config: Any, network: Any, context: TrainingContext, storage: Storage) -> tuple[dict[str, Any], int,
+                                                                                                str] | Choice:
+    """Loads the selected checkpoint after the compilation.
+
+    Returns:
+        ({name: array} of everything that this rank loads, bytes read, description of the source); or, if ckpt files were
+            converted on disk, the choice of the new ones.
+    Raises:
+        CollectiveError: On all ranks, if one fails.
+    """
     group, emit = context.group, context.emit
     source = agreed(group, context.plan.open_source, OPENING)
-    shapes = adapter.wanted_of(network, source.weights.tensors)
+    shapes = adapter.parameters_to_load(network, source.weights.tensors)
     table = getattr(network, "parameter_layout_dict", None) if adapter.is_parallel() else None
     layouts = network_layouts(table, {name: shape for name, (shape, _) in shapes.items()},
                               lambda text: emit(warning(text)))
@@ -121,17 +134,18 @@ def arrays_for(config: Any, network: Any, context: TrainingContext, storage: Sto
         folder = transform_files(config, context, storage, source)
         emit(Notice(f"transformed to {folder}; it can be loaded later without auto_trans_ckpt"))
         return select_shared(storage, folder, group, SelectionPolicy(group.size, verify=context.settings.verify))
-    traffic, until_read = traffic_of_load(bytes_of(source.weights, regions), emit)
+    traffic, until_read = load_traffic(bytes_of(source.weights, regions), emit)
     arrays = agreed(group, partial(read_regions, source.weights, regions, traffic=traffic), until_read)
     return arrays, traffic.read, source.what
 
 
 def _needs_files(group: Group, weights: CheckpointView, regions: Mapping[str, Region]) -> bool:
-    """Returns whether some rank's file is not exactly what that rank loads. The same answer on all ranks."""
-    return not all(report(group, partial(_as_it_is, group.rank, group.size, weights, regions)))
+    """Returns whether some rank's file differs from what that rank loads. All ranks get the same answer."""
+    return not all(report(group, partial(_file_fits, group.rank, group.size, weights, regions)))
 
 
-def _as_it_is(rank: int, size: int, weights: CheckpointView, regions: Mapping[str, Region]) -> bool:
+def _file_fits(rank: int, size: int, weights: CheckpointView, regions: Mapping[str, Region]) -> bool:
+    """Returns whether the file of ``rank`` holds exactly ``regions``."""
     path = weights.path_of(rank, next(iter(regions), ""))
     header = weights.header(path) if path and size == weights.world_size else None
     return header is not None and all(name in header.tensors and _held_by(rank, weights, name) == region
@@ -139,6 +153,7 @@ def _as_it_is(rank: int, size: int, weights: CheckpointView, regions: Mapping[st
 
 
 def _held_by(rank: int, weights: CheckpointView, name: str) -> Region | None:
+    """Returns the region of a tensor that ``rank`` stores, or None."""
     tensor = weights.tensors[name]
     if tensor.layout is None:
         return whole(tensor.shape)
@@ -147,8 +162,8 @@ def _held_by(rank: int, weights: CheckpointView, name: str) -> Region | None:
 
 
 def unify(config: Any, context: TrainingContext, storage: Storage, source: OpenCheckpoint) -> str:
-    """Writes complete weights to output/unified_checkpoint, every rank a share of the parts. Returns the folder. CollectiveError
-    on all ranks."""
+    """Writes complete weights to output/unified_checkpoint; every rank writes some of the files. Returns the folder. Raises
+    CollectiveError on all ranks."""
     group = context.group
     job, folder = to_complete(source, MINDSPORE), os.path.join(config.output_dir, UNIFIED)
     if context.settings.transform_engine == "mindspore":
@@ -160,15 +175,19 @@ def unify(config: Any, context: TrainingContext, storage: Storage, source: OpenC
 
 
 def transform_files(config: Any, context: TrainingContext, storage: Storage, source: OpenCheckpoint) -> str:
-    """Writes ckpt files for the ranks of this job. Returns their folder. ConfigError, StrategyError; CollectiveError on all
-    ranks."""
+    """Writes ckpt files for the ranks of this job, and returns their folder.
+
+    Raises:
+        ConfigError: ``transform_process_num`` does not divide the ranks of the job.
+        StrategyError, EngineError, CollectiveError: On all ranks.
+    """
     group, emit = context.group, context.emit
     processes = config.get("transform_process_num") or 1
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1 or group.size % processes:
-        raise ConfigError(f"transform_process_num is {processes!r}; expected a number that divides the {group.size} ranks of the "
-                          f"job")
-    told = decide(group, lambda: _target_strategy(config, storage, group.size))
-    job = to_ranks(source, Strategy.from_json(told) if told else None, source.candidate.format, share=group.size // processes)
+        raise ConfigError(f"transform_process_num is {processes!r}; expected a whole number that divides {group.size}, the "
+                          f"number of ranks of the job")
+    target = decide(group, lambda: _target_strategy(config, storage, group.size))
+    job = to_ranks(source, Strategy.from_json(target) if target else None, source.candidate.format, share=group.size // processes)
     folder = os.path.join(config.output_dir, TRANSFORMED, os.path.basename(os.path.abspath(source.weights.name)))
     engine = engine_for(context.settings.transform_engine, job.files[0].format)
     if engine == "mindspore":
@@ -182,7 +201,7 @@ def transform_files(config: Any, context: TrainingContext, storage: Storage, sou
 
 
 def _target_strategy(config: Any, storage: Storage, world_size: int) -> Any:
-    """Returns the strategy that the compiler wrote for this job; None for one rank."""
+    """Returns the strategy that the compiler wrote for this job, as JSON; None for one rank."""
     if world_size == 1:
         return None
     strategy = read_strategy(os.path.join(config.output_dir, STRATEGY), storage)
@@ -192,10 +211,11 @@ def _target_strategy(config: Any, storage: Storage, world_size: int) -> Any:
 
 
 def _by_mindspore(storage: Storage, job: ConversionPlan, folder: str, processes: int, emit: Emit) -> dict[str, str]:
-    """Converts on rank 0 alone, in processes of their own. Returns {"folder"}, or {"refused"} where MindSpore's engine cannot."""
+    """Converts with MindSpore's engine, on rank 0 alone, in processes of their own. Returns {"folder"}; or {"refused": reason} if
+    the engine cannot."""
     if upstream_check.is_off(upstream.TRANSFORM):
         return {"refused": f"transform_engine: mindspore was switched off at the start of the job: {upstream.TRANSFORM.without}"}
-    conversion, finished = _free(storage, job, folder, emit)
+    conversion, finished = _free_target(storage, job, folder, emit)
     if not finished:
         try:
             conversion.run(lambda: conversion.write(writer("mindspore", conversion, processes, emit=emit)))
@@ -205,25 +225,25 @@ def _by_mindspore(storage: Storage, job: ConversionPlan, folder: str, processes:
 
 
 def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: TrainingContext, processes: int) -> str:
-    """Converts with the direct engine on ``processes`` ranks, spread over all. Returns the folder. CollectiveError on all ranks
-    if one fails; then nothing of it stays."""
+    """Converts with the direct engine on ``processes`` ranks, spread over all ranks. Returns the folder. If one rank fails,
+    raises CollectiveError on all and leaves nothing behind."""
     group, emit = context.group, context.emit
     step = max(group.size // processes, 1)
 
-    def look() -> list[Any]:
-        found, finished = _free(storage, job, folder, emit)
+    def find_target() -> list[Any]:
+        found, finished = _free_target(storage, job, folder, emit)
         return [found.target, finished]
-    target, finished = decide(group, look, OPENING)
+    target, finished = decide(group, find_target, OPENING)
     conversion = Conversion(storage, job, target, emit)
     if finished:
-        emit(Notice(f"{conversion.target} is there already, from an earlier start"))
+        emit(Notice(f"{conversion.target} exists already, from an earlier start; it is used"))
         return conversion.target
     mine = [number for number in range(len(job.groups)) if number % processes * step == group.rank]
     progress = ProgressReporter("converting", emit)
     write = writer("direct", conversion, traffic=Traffic(progress=progress.advance))
     conversion.join(decide(group, conversion.prepare, OPENING))
     try:
-        report(group, lambda: conversion.write(write, mine), waiting(progress))
+        report(group, lambda: conversion.write(write, mine), waiting_for(progress))
         decide(group, conversion.commit, Waiting("committing the conversion"))
     except BaseException:
         if group.rank == 0:
@@ -232,9 +252,13 @@ def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: T
     return conversion.target
 
 
-def _free(storage: Storage, job: ConversionPlan, folder: str, emit: Emit) -> tuple[Conversion, bool]:
-    """Returns where the conversion goes, and whether it is there already: what lies in ``folder`` and is not this conversion is
-    left alone. ConfigError if the place beside it is taken too."""
+def _free_target(storage: Storage, job: ConversionPlan, folder: str, emit: Emit) -> tuple[Conversion, bool]:
+    """Returns the conversion with its target folder, and whether it is finished already. If ``folder`` holds something else, that
+    is left alone and another name is used.
+
+    Raises:
+        ConfigError: That name is used too.
+    """
     first = Conversion(storage, job, folder, emit)
     try:
         return first, first.finished()

@@ -1,13 +1,12 @@
-"""``CheckpointMonitor``: takes the place of mindformers' callback of that name, with the same 25 arguments.
+"""Defines ``CheckpointMonitor``, which replaces mindformers' callback of that name and takes the same 25 arguments.
 
-The protocol of saving is in ``mindresume.saving.checkpoint_manager``; here is what mindformers and MindSpore expect of the
-callback. What a save consists of: ``mindresume.mindformers.state_collector``.
+This module adapts to what mindformers and MindSpore expect of the callback. ``mindresume.saving.checkpoint_manager`` implements
+the protocol of saving, ``mindresume.mindformers.state_collector`` collects what is saved. Both formats are supported, rank
+folders and (``use_legacy_format: False``) iteration folders; only the content of a shard differs.
 
-Both formats: rank folders, or with ``use_legacy_format: False`` iteration folders. Only what a shard consists of differs.
-
-A subclass of the built-in, because mindformers and MindSpore look for its class and reach into it: ``_append_dict``,
-``_append_step_num``, ``_last_triggered_step``, ``_prefix``, ``_save_ckpt`` (mindspore train/model.py, mindformers
-trainer/base_trainer.py). Encryption is left to the built-in.
+It is a subclass of the built-in, because mindformers and MindSpore look for that class and use its ``_append_dict``,
+``_append_step_num``, ``_last_triggered_step``, ``_prefix`` and ``_save_ckpt`` (mindspore train/model.py, mindformers
+trainer/base_trainer.py). Encrypted saves are left to the built-in.
 """
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from mindresume.formats.rank_folder_naming import stem
 from mindresume.formatting import ranks_count
 from mindresume.mindformers import adapter, training_context, upstream, upstream_check
 from mindresume.mindformers import network_state as live
-from mindresume.mindformers.monitor_arguments import checked
+from mindresume.mindformers.monitor_arguments import checked_arguments
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.state_collector import StateCollector
 from mindresume.resume.health import add
@@ -40,22 +39,25 @@ from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 
-_RESCUE = "__exception_save__"          # MindSpore's sign in the appended values: an emergency save (train_fault_tolerance.py)
+_RESCUE = "__exception_save__"          # MindSpore appends this key in an emergency save (train_fault_tolerance.py)
 
 
 class CheckpointMonitor(BuiltIn):
-    """Saves the checkpoints of a training. Arguments: those of mindformers.core.CheckpointMonitor. ConfigError if one is wrong.
+    """Saves the checkpoints of a training. Its arguments are those of mindformers.core.CheckpointMonitor.
 
-    Raises SaveError out of a step if a save failed and ``mindresume.on_save_error`` is ``raise``, or after
-    ``max_failed_saves`` failures in a row; LeaseHeldError if another job saves into the folder.
+    Raises:
+        ConfigError: An argument is wrong.
+        SaveError: In a step, if a save failed and ``mindresume.on_save_error`` is ``raise``, or after ``max_failed_saves``
+            failures in a row.
+        LeaseHeldError: Another job saves into the folder.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self._asked = checked(BuiltIn.__init__, args, kwargs)
+        self._asked = checked_arguments(BuiltIn.__init__, args, kwargs)
         super().__init__(**self._asked)
         self._iterations = not self.use_legacy_format
         self._ours = self._iterations or not self._asked["enc_key"]
-        self._checkpoints: CheckpointManager | None = None      # of the training that it is in
+        self._checkpoints: CheckpointManager | None = None      # of the training that it saves
         self._collector: StateCollector | None = None
         self._context: training_context.TrainingContext | None = None
         self._since = time.monotonic()
@@ -64,7 +66,7 @@ class CheckpointMonitor(BuiltIn):
     def storage(self) -> Storage:
         return PosixStorage()
 
-    # ---- callbacks -------------------------------------------------------------------------------------------------
+    # ---- callbacks ---------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, run_context: Any) -> None:
         if not self._ours:
@@ -76,10 +78,10 @@ class CheckpointMonitor(BuiltIn):
     def step_end(self, run_context: Any) -> None:
         if not self._ours:
             return super().step_end(run_context)
-        if self._checkpoints is None:                       # it is in no training
-            training_context.current().resources.load_attempt.end()
+        if self._checkpoints is None:                       # it belongs to no training
+            training_context.current().resources.pending_load.end()
             return self._save_ckpt(run_context.original_args())
-        step, progress = _Step(self, run_context.original_args()), self._context.progress
+        step, progress = _MonitorStep(self, run_context.original_args()), self._context.progress
         progress.step = step.number
         reason = self._checkpoints.step_end(step)
         if reason:
@@ -88,36 +90,36 @@ class CheckpointMonitor(BuiltIn):
         return None
 
     def settle(self) -> None:
-        """Finishes the save in flight after an error of the training, see ``CheckpointManager.settle``."""
+        """Finishes the save in flight after the training failed, see ``CheckpointManager.settle``."""
         if self._checkpoints is not None:
             self._checkpoints.settle()
 
     def on_train_step_begin(self, run_context: Any) -> None:
         if not self._ours:
             return super().on_train_step_begin(run_context)
-        load_attempt = training_context.current().resources.load_attempt.load_attempt
-        if load_attempt is not None and not load_attempt.begun:
-            adapter.when_compiled(run_context.original_args().train_network, self._checkpoints.begin_load_attempt)
-        return super(BuiltIn, self).on_train_step_begin(run_context)        # the built-in polls its own writer here
+        attempt = training_context.current().resources.pending_load.attempt
+        if attempt is not None and not attempt.begun:
+            adapter.call_when_compiled(run_context.original_args().train_network, self._checkpoints.begin_load_attempt)
+        return super(BuiltIn, self).on_train_step_begin(run_context)        # skips the built-in, which polls its own writer here
 
     def on_train_end(self, run_context: Any) -> None:
         if not self._ours:
             return super().on_train_end(run_context)
-        return super(BuiltIn, self).on_train_end(run_context)           # and here it would save by itself
+        return super(BuiltIn, self).on_train_end(run_context)           # skips the built-in, which would save here
 
     def end(self, run_context: Any) -> None:
         if not self._ours:
             return super().end(run_context)
         if self._checkpoints is not None:
-            self._checkpoints.end(_Step(self, run_context.original_args()), self._close)
+            self._checkpoints.end(_MonitorStep(self, run_context.original_args()), self._close)
         return None
 
     def _close(self) -> None:
         self._context.monitor = None
 
     def _save_ckpt(self, cb_params: Any, force_to_save: bool = False) -> None:
-        """MindIO TTP calls this with ``__exception_save__`` in ``_append_dict``, of a monitor that is in no training (mindformers
-        trainer/base_trainer.py, ckpt_save_func); the one that is knows where and what to save."""
+        """Saves if the step is due. MindIO TTP calls this with ``__exception_save__`` in ``_append_dict``, on a monitor that
+        belongs to no training (mindformers trainer/base_trainer.py, ckpt_save_func); the monitor of the training then saves."""
         if _RESCUE in self._append_dict:
             saving = training_context.current().monitor
             if saving is None or not saving.rescue(cb_params):
@@ -126,7 +128,7 @@ class CheckpointMonitor(BuiltIn):
             return None
         if not self._saves:
             return super()._save_ckpt(cb_params, force_to_save)
-        step = _Step(self, cb_params)
+        step = _MonitorStep(self, cb_params)
         if not self._checkpoints.wants(step.number, force_to_save):
             return None
         if self._need_flush_from_cache:
@@ -136,34 +138,34 @@ class CheckpointMonitor(BuiltIn):
 
     @property
     def _saves(self) -> bool:
-        """Returns whether this monitor saves in a training; else the built-in does."""
+        """Returns whether this monitor saves in a training; if not, the built-in does."""
         return self._checkpoints is not None and self._checkpoints.saving
 
     def save_checkpoint(self, cb_params: Any) -> None:
-        """Saves all that a resume needs: network, optimizer, counters; and the weights for inference that were asked for."""
+        """Saves everything that a resume needs (network, optimizer, counters), and the inference weights that were asked for."""
         if not self._saves or _RESCUE in self._append_dict:
             return super().save_checkpoint(cb_params)
-        return self._checkpoints.hand_over(_Step(self, cb_params))
+        return self._checkpoints.hand_over(_MonitorStep(self, cb_params))
 
     def rescue(self, cb_params: Any) -> bool:
-        """Saves after ranks were lost, see ``CheckpointManager.rescue``. False: the built-in may try."""
-        return not upstream_check.is_off(upstream.RESCUE) and self._checkpoints.rescue(_Step(self, cb_params))
+        """Saves after ranks were lost, see ``CheckpointManager.rescue``. Returns False if the built-in may try instead."""
+        return not upstream_check.is_off(upstream.RESCUE) and self._checkpoints.rescue(_MonitorStep(self, cb_params))
 
-    # ---- start -----------------------------------------------------------------------------------------------------
+    # ---- start -------------------------------------------------------------------------------------------------------
 
     def _start(self, context: training_context.TrainingContext) -> None:
-        """Agrees with the other ranks on the run and on the suffix of the names, cleans up, restores random states."""
+        """Opens the save session together with the other ranks, cleans up, and restores the random state."""
         resources, plan = context.resources, context.plan
         self._context, resources.group = context, group_of_job()
-        policy = self._policy(context.settings)             # on every rank: keys that contradict each other stop all of them
+        policy = self._policy(context.settings)             # on every rank, so that contradicting keys stop all ranks
         asked = self._asked
         options = SaveOptions(self._root(), self.origin_prefix, asked["save_checkpoint_steps"], asked["save_checkpoint_seconds"],
                               asked["async_save"], self._iterations, self._directory)
         self._checkpoints = manager = CheckpointManager(self.storage, resources.group, context.settings, options, policy,
-                                                        context.emit, resources.load_attempt, self._since)
+                                                        context.emit, resources.pending_load, self._since)
         resumed, origin = (plan.choice, plan.selected or plan.choice) if plan.resumes else (None, None)
         home = manager.open(resources.topology, origin, partial(number_runs, resources.remote, context.emit))
-        resources.release()                                 # every rank has loaded before it comes here
+        resources.release()                                 # all ranks have loaded the checkpoint before they come here
         if not self._iterations:
             self._prefix = stem(self.origin_prefix, resources.group.rank, home.suffix)
         self._collector = self._make_collector(home, context)
@@ -174,7 +176,7 @@ class CheckpointMonitor(BuiltIn):
             self._restore_random(context)
 
     def _restore_random(self, context: training_context.TrainingContext) -> None:
-        """Restores the random state, the last part of a resume, and emits the summary of all of it."""
+        """Restores the random state, the last part of a resume, and emits the summary of the resume."""
         details = context.shard.details if context.shard else None
         restored = live.restore_random(details.random) if details and details.random else []
         saved_by, size, lost = context.plan.choice.chosen.world_size, context.group.size, context.plan.lost
@@ -184,6 +186,7 @@ class CheckpointMonitor(BuiltIn):
                              lost and lost.steps, lost and lost.seconds(time.time())))
 
     def _root(self) -> str:
+        """Returns the checkpoint directory."""
         if not self._iterations:
             return os.path.dirname(self._directory)
         return os.path.realpath(self.directory or os.path.join(adapter.output_root(), "checkpoint"))
@@ -191,7 +194,7 @@ class CheckpointMonitor(BuiltIn):
     def _make_collector(self, home: SaveSession, context: training_context.TrainingContext) -> StateCollector:
         inference = [(self.save_trainable_params, self.trainable_directory, "trainable_params"),
                      (self.save_network_params, self.network_directory, "network")]
-        if self._iterations:                            # mindformers ignores them there (callback.py, step_end)
+        if self._iterations:                            # mindformers ignores both settings then (callback.py, step_end)
             inference.clear()
         return StateCollector(self._config, home.place, self.origin_prefix, home.suffix, self._append_step_num, self._append_dict,
                         self.global_batch_size, self.save_optimizer, context.progress, context.emit,
@@ -203,19 +206,20 @@ class CheckpointMonitor(BuiltIn):
         return policy_of(self._asked["keep_checkpoint_max"], self._asked["keep_checkpoint_per_n_minutes"],
                          settings.keep_every_steps, settings.keep_best, settings.keep_best_metric, settings.keep_best_mode)
 
-    # ---- what ------------------------------------------------------------------------------------------------------
+    # ---- collecting --------------------------------------------------------------------------------------------------
 
     def _collect(self, cb_params: Any) -> Save:
-        """Collects a save, on all ranks, because it can be an exchange."""
+        """Collects a save. All ranks call it, because it can be collective."""
         state = self._collector.state(cb_params)
         return Save(self._collector.shard(cb_params, state), tuple(self._collector.extras(cb_params, state)))
 
     def _collect_rescue(self, cb_params: Any) -> Shard:
-        """Collects all that this rank holds, when others are lost."""
+        """Collects everything that this rank holds, when other ranks are lost."""
         state = self._collector.state(cb_params, rescue=True)
         return self._collector.shard(cb_params, state, rescue=True)
 
     def _record_health(self, health: int, name: str) -> None:
+        """Records the health of a checkpoint in the list of mindformers' health monitor, on rank 0."""
         if self._checkpoints.place.rank != 0:
             return
         try:
@@ -224,8 +228,8 @@ class CheckpointMonitor(BuiltIn):
             raise SaveError(f"the health of {name} was not recorded in {self.health_ckpts_record_dir}: {error}") from error
 
 
-class _Step(Step):
-    """Gives a save what it needs of a ``CheckpointMonitor`` at the end of a step. ``cb_params``: from MindSpore."""
+class _MonitorStep(Step):
+    """Implements ``Step`` for a ``CheckpointMonitor`` at the end of a step. ``cb_params``: from MindSpore."""
 
     def __init__(self, monitor: CheckpointMonitor, cb_params: Any):
         super().__init__(monitor._append_step_num + cb_params.cur_step_num)
@@ -251,4 +255,4 @@ class _Step(Step):
         return self.monitor._collect_rescue(self.cb_params)
 
     def exchanges(self) -> bool:
-        return adapter.collecting_exchanges(self.cb_params.train_network, bool(self.monitor._config.integrated_save))
+        return adapter.collect_is_collective(self.cb_params.train_network, bool(self.monitor._config.integrated_save))

@@ -1,4 +1,4 @@
-"""Installs mindresume into mindformers: all or nothing, as the table of upstream symbols says. Nothing is patched on disk."""
+"""Installs mindresume into mindformers, completely or not at all, by the table of upstream symbols. No file is patched."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,9 +12,12 @@ from mindresume.mindformers.upstream import Kind, Symbol
 
 
 def install() -> None:
-    """Checks the table of upstream symbols, then registers the CheckpointMonitor and wraps what the table says. Idempotent.
+    """Checks the table of upstream symbols, then registers the CheckpointMonitor and wraps the functions that the table lists.
+    Idempotent.
 
-    Raises ConfigError that lists all symbols that are absent or have another signature; then nothing is patched."""
+    Raises:
+        ConfigError: It lists all symbols that are absent or have another signature; nothing is patched then.
+    """
     require_moxing()
     profile, notice = upstream_check.profile_for(upstream_check.installed_versions())
     off, notices = upstream_check.require(profile)
@@ -31,7 +34,7 @@ def install() -> None:
 
 
 def replace(symbol: Symbol, make: Callable[[Any], Any]) -> None:
-    """Replaces a symbol by ``make(original)``, a static or class method as such. Twice is once."""
+    """Replaces a symbol by ``make(original)``; a static or class method stays one. Does nothing the second time."""
     found = upstream_check.resolve(symbol)
     bound = isinstance(found, (classmethod, staticmethod))
     original = found.__func__ if bound else found

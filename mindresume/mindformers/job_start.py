@@ -1,4 +1,5 @@
-"""Prepares the start of a job: fingerprint of its data set; the selected checkpoint, written into its configuration."""
+"""Prepares the start of a job: computes the fingerprint of the data set, and writes the selected checkpoint into the
+configuration."""
 from __future__ import annotations
 
 import os
@@ -17,20 +18,21 @@ from mindresume.storage.posix import PosixStorage
 
 
 def fingerprint(config: Any, context: TrainingContext) -> dict[str, str]:
-    """Returns the fingerprint of the data set as rank 0 sees it, before mindformers takes its configuration apart."""
+    """Returns the fingerprint of the data set as rank 0 sees it, before mindformers changes its configuration."""
     try:
         return decide(context.group, lambda: dataset_identity(PosixStorage(), config.get("train_dataset"), config.get("seed")),
                       Waiting("looking at the data set"))
     except CollectiveError as error:
-        context.emit(warning(f"a change of the data set cannot be noticed: {error}"))
+        context.emit(warning(f"the data set has no fingerprint, so a change of it stays unnoticed: {error}"))
         return {}
 
 
 def select_checkpoint(config: Any, context: TrainingContext) -> None:
     """Sets ``load_checkpoint``, ``resume_training`` and ``load_ckpt_format`` of ``config``, and the plan of ``context``, to what
-    was selected by all ranks.
+    all ranks selected.
 
-    Raises NoUsableCheckpointError, MissingCheckpointError or CollectiveError on all ranks together.
+    Raises:
+        NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: On all ranks together.
     """
     storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
     if load_iteration.applies(config):
@@ -39,8 +41,8 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
         return weights_only.select(config, TRAIN, context, storage)
     if not config.load_checkpoint:
         return None
-    path, named = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
-    plan = selection.select(config, path, named, context, storage, converts=bool(config.auto_trans_ckpt),
+    path, requested = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
+    plan = selection.select(config, path, requested, context, storage, any_layout=bool(config.auto_trans_ckpt),
                             healthy=bool(config.get("use_checkpoint_health_monitor")))
     if plan is None:
         config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
@@ -54,18 +56,21 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
     config.resume_training = True
     context.plan = replace(plan, request=LoadRequest(config.load_checkpoint))
     if plan.open_source is not None:
-        config.auto_trans_ckpt = False                      # mindformers has nothing left to do, to require, or to clear
+        config.auto_trans_ckpt = False                      # mindformers must neither convert nor clear anything
     return None
 
 
 def check_not_cleared(output: str, *sources: Any, load_ckpt_format: str) -> None:
-    """Protects sources: with auto_trans_ckpt mindformers empties folders below ``output``. ConfigError if one of ``sources`` lies
-    in one of them, also by another name of it (mindformers compares texts and misses ``./output/strategy`` or a trailing
-    slash)."""
+    """Protects sources: with auto_trans_ckpt mindformers empties folders below ``output``.
+
+    Raises:
+        ConfigError: One of ``sources`` lies in such a folder. Real paths are compared: mindformers compares texts, and misses
+            ``./output/strategy`` or a trailing slash.
+    """
     cleared = [os.path.realpath(os.path.join(output, name)) for name in
                (STRATEGY, TRANSFORMED if load_ckpt_format == "ckpt" else UNIFIED)]
     for source in filter(None, sources):
         for folder in cleared:
             if os.path.commonpath([folder, os.path.realpath(source)]) == folder:
                 raise ConfigError(f"{source} lies in {folder}, which mindformers empties at the start of a conversion "
-                                  f"(auto_trans_ckpt). Move it, or give another output_dir")
+                                  f"(auto_trans_ckpt). Move the source, or give another output_dir")

@@ -1,11 +1,11 @@
-"""Loading in Checkpoint 2.0 (``use_legacy_format: False``, or a ``checkpoint:`` section): any checkpoint into the layout of this
-job, while it is loaded; nothing is converted on disk.
+"""Loads a checkpoint in Checkpoint 2.0 (``use_legacy_format: False``, or a ``checkpoint:`` section): any checkpoint into the
+layout of this job, without a conversion on disk.
 
-    at the start   both dialects of the keys -> LoadRequest ─▶ the choice, agreed by all ranks ─▶ both dialects are set to it
-    the counters   mindformers computes them from common.json: it is given numbers that come out as ours
-    at the load    network compiled ─▶ layouts of this job ─▶ regions of this rank ─▶ byte ranges ─▶ read, verified, loaded
+    at the start    both dialects of the keys ─▶ LoadRequest ─▶ the selection by all ranks ─▶ both dialects are set to it
+    the counters    mindformers computes them from common.json: it receives numbers from which it computes ours
+    at the load     compiled network ─▶ layouts of this job ─▶ regions of this rank ─▶ byte ranges ─▶ read, verified, loaded
 
-Sources are iteration folders and, so that a job can go over to Checkpoint 2.0 in the middle, rank folders and complete weights.
+Sources are iteration folders; also rank folders and complete weights, so that a job can switch to Checkpoint 2.0.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mindresume.formats.iteration_naming import COMMON
 from mindresume.formatting import listed
 from mindresume.mindformers import adapter, selection, state_restorer
 from mindresume.mindformers.auto_transform import OPENING
-from mindresume.mindformers.load_progress import traffic_of_load
+from mindresume.mindformers.load_progress import load_traffic
 from mindresume.mindformers.network_state import job_layouts
 from mindresume.mindformers.process_group import TensorBroadcaster
 from mindresume.mindformers.training_context import LoadRequest, ResumePlan, TrainingContext
@@ -51,19 +51,23 @@ def applies(config: Any) -> bool:
 
 
 def load_request(config: Any) -> LoadRequest:
-    """Returns what both dialects ask for: what one does not say, the other does. ConfigError that names both if they contradict
-    each other: to pass over one of them silently, as mindformers does, would load other weights than were asked for."""
+    """Returns what the configuration asks for. A key that one dialect leaves out is taken from the other.
+
+    Raises:
+        ConfigError: The dialects contradict each other, or a value is wrong. mindformers ignores one of them silently, and so
+            could load other weights than requested.
+    """
     section, asked = config.get("checkpoint") or {}, config.get("resume_training")
     path, old = str(section.get("load_path") or ""), str(config.get("load_checkpoint") or "")
     if path and old and os.path.realpath(path) != os.path.realpath(old):
-        raise ConfigError(f"checkpoint.load_path is {path}, load_checkpoint is {old}, and both mean the same thing: "
+        raise ConfigError(f"checkpoint.load_path is {path}, load_checkpoint is {old}; both name the checkpoint to load: "
                           f"remove one of them")
     path = path or old
     without = section.get("no_load_optim")
     if asked and without is True:
-        raise ConfigError("resume_training is set, and checkpoint.no_load_optim: True, which loads weights alone and starts at "
-                          "step 0; remove one of them")
-    # Without any of the keys in a configuration made in Python, mindformers resumes.
+        raise ConfigError("resume_training is set, but checkpoint.no_load_optim: True loads weights alone and starts at step 0; "
+                          "remove one of them")
+    # If a configuration that was made in Python has none of the keys, mindformers resumes.
     resume = bool(asked) or without is False or (without is None and "resume_training" not in config and bool(path))
     if isinstance(asked, str):
         raise ConfigError(f"The resume_training must be a boolean value in Checkpoint 2.0, found {asked!r}. To resume from a "
@@ -77,26 +81,31 @@ def load_request(config: Any) -> LoadRequest:
 
 
 def select(config: Any, context: TrainingContext, storage: Storage) -> None:
-    """Sets the keys of both dialects, and the plan of ``context``, to what was selected by all ranks, or to a fresh start. Errors
-    as of ``choosing.select``; ConfigError for keys that contradict each other."""
+    """Sets the keys of both dialects, and the plan of ``context``, to what all ranks selected.
+
+    Raises:
+        ConfigError: Keys contradict each other.
+        NoUsableCheckpointError, MissingCheckpointError, CollectiveError: As ``selection.select``.
+    """
     asked = load_request(config)
     for callback in config.get("callbacks") or []:
         if callback.get("type") == adapter.ALIAS and callback.get("checkpoint_format", "ckpt") == "ckpt":
-            callback["checkpoint_format"] = "safetensors"           # document 004: converted by itself
+            callback["checkpoint_format"] = "safetensors"           # document 004: mindformers converts it by itself
     pretrained = str(config.get("pretrained_model_dir") or "")
     if not asked.path and not pretrained:
         return
     plan, resume = None, False
     if asked.path and not decide(context.group, lambda: is_pretrained(storage, asked.path)):
-        plan = selection.select(config, asked.path, None, context, storage, converts=True, resume=asked.resume,
-                                healthy=asked.resume and _health_matters(config), instead=f"of {pretrained}" if pretrained else
+        plan = selection.select(config, asked.path, None, context, storage, any_layout=True, resume=asked.resume,
+                                healthy=asked.resume and _monitors_health(config), fresh_weights=f"of {pretrained}" if pretrained
+                                else
                                 "are initialised at random")
         resume = asked.resume and plan is not None
-        folder = _shown(plan.choice.root, plan.choice.chosen.iteration_dir) if plan else pretrained
+        folder = _folder_with_common(plan.choice.root, plan.choice.chosen.iteration_dir) if plan else pretrained
     elif asked.resume and asked.path:
-        raise ConfigError(f"{asked.path} holds weights of Hugging Face, from which no training can be resumed: they have no "
-                          f"optimizer state and no step. To begin with them set resume_training: False (no_load_optim: True), or "
-                          f"give them as pretrained_model_dir and the folder of checkpoints as load_checkpoint")
+        raise ConfigError(f"{asked.path} holds Hugging Face weights, from which no training can resume: they have no optimizer "
+                          f"state and no step. To begin with them set resume_training: False (no_load_optim: True), or give them "
+                          f"as pretrained_model_dir and the checkpoint folder as load_checkpoint")
     else:
         folder = asked.path or pretrained
     if plan is None and folder:
@@ -106,12 +115,12 @@ def select(config: Any, context: TrainingContext, storage: Storage) -> None:
     config.load_checkpoint, config.resume_training, config.load_ckpt_format = folder, resume, "safetensors"
     if config.get("checkpoint"):
         config.checkpoint.load_path, config.checkpoint.no_load_optim = folder, not resume
-    config.auto_trans_ckpt = False                                  # there is nothing left to be converted, or cleared
+    config.auto_trans_ckpt = False                                  # mindformers must neither convert nor clear anything
 
 
-def _shown(root: str, iteration_dir: str) -> str:
-    """Returns the folder that mindformers is given. It reads ``common.json`` there: without one, a temporary folder that has
-    it."""
+def _folder_with_common(root: str, iteration_dir: str) -> str:
+    """Returns the folder for mindformers, which reads ``common.json`` there: the iteration folder, or if it has no such file a
+    temporary folder that has one."""
     folder = os.path.abspath(os.path.join(root, iteration_dir))
     if os.path.isfile(os.path.join(folder, COMMON)):
         return folder
@@ -123,26 +132,30 @@ def _shown(root: str, iteration_dir: str) -> str:
 
 
 def is_pretrained(storage: Storage, path: str) -> bool:
-    """Returns whether ``path`` is a Hugging Face folder: complete weights, and the configuration of the model beside them."""
+    """Returns whether ``path`` is a Hugging Face folder: complete weights with the configuration of the model beside them."""
     return storage.status(os.path.join(path, CONFIG)) is not None and is_complete(storage, path)
 
 
-def _health_matters(config: Any) -> bool:
+def _monitors_health(config: Any) -> bool:
+    """Returns whether the configuration sets a limit for mindformers' health monitor."""
     monitor = config.get("monitor_config") or {}
     return bool((monitor.get("health_checkpoint") or {}).get("embedding_local_norm_threshold"))
 
 
 # ---- counters --------------------------------------------------------------------------------------------------------
 
-def common_for(config: Any, dataset_size: int, context: TrainingContext) -> dict[str, Any]:
-    """Returns numbers of ``common.json`` with which the formulas of mindformers (trainer/base_trainer.py, training_process) give
-    the progress of this run: at its own global batch size nothing is scaled any more. ProgressError: see
-    ``loading.progress_for``."""
+def common_info(config: Any, dataset_size: int, context: TrainingContext) -> dict[str, Any]:
+    """Returns the numbers of ``common.json`` from which mindformers (trainer/base_trainer.py, training_process) computes the
+    progress of this run: with this run's own global batch size it scales nothing.
+
+    Raises:
+        ProgressError: As ``state_restorer.progress_for``.
+    """
     progress, scale = state_restorer.progress_for(config, dataset_size, context)
     runner, epoch = config.runner_config, progress.initial_epoch
-    if not runner.sink_mode:                                        # it subtracts one within an epoch
+    if not runner.sink_mode:                                        # mindformers subtracts one within an epoch
         epoch += progress.initial_step % dataset_size != 0
-    if scale is None:                                               # it would be set to that
+    if scale is None:                                               # mindformers would set the scale to None
         scale = state_restorer.runner_scale(config)
         scale = getattr(scale, "loss_scale_value", scale)
     return {"epoch_num": epoch, "step_num": progress.initial_step, "global_step": progress.global_step, "loss_scale": scale,
@@ -152,14 +165,17 @@ def common_for(config: Any, dataset_size: int, context: TrainingContext) -> dict
 # ---- at the load -----------------------------------------------------------------------------------------------------
 
 def load(network: Any, optimizer: Any, context: TrainingContext) -> None:
-    """Loads what was selected: all parameters of the train network, or without resume those of ``network``. CollectiveError on
-    all ranks for whatever fails on one."""
+    """Loads the selected checkpoint: all parameters of the train network, or without resume the parameters of ``network``.
+
+    Raises:
+        CollectiveError: On all ranks, if one fails.
+    """
     plan, train = context.plan, context.objects.model._train_network
     if plan.request.pretrained:
         load_pretrained(train, network, plan.request.path, context)
         return
     source = agreed(context.group, plan.open_source, OPENING)
-    shapes, of_model = adapter.wanted_of(train, source.weights.tensors), set(network.parameters_dict())
+    shapes, of_model = adapter.parameters_to_load(train, source.weights.tensors), set(network.parameters_dict())
     of_optimizer = set(optimizer.parameters_dict()) if optimizer is not None else set()
     names = set(shapes) if plan.request.resume else of_model & set(shapes)
     optional = _optional(context, names - of_model - of_optimizer)
@@ -169,17 +185,17 @@ def load(network: Any, optimizer: Any, context: TrainingContext) -> None:
 
 
 def load_pretrained(train: Any, network: Any, folder: str, context: TrainingContext) -> None:
-    """Loads weights of Hugging Face, this rank's slices only. ``train``: what was compiled, with ``network`` in it."""
+    """Loads this rank's slices of Hugging Face weights. ``train``: the compiled cell, which contains ``network``."""
     core, emit = adapter.core_network(network), context.emit
     template = getattr(core, "template", None)
     if template is None:
-        raise ConfigError(f"{folder}: {type(core).__name__} has no conversion of Hugging Face weights in mindformers; there is "
-                          f"one for {', '.join(ARCHITECTURES)}. Convert the weights first, and load them as load_checkpoint")
+        raise ConfigError(f"{folder}: mindformers cannot convert Hugging Face weights for {type(core).__name__}, only for "
+                          f"{', '.join(ARCHITECTURES)}. Convert the weights first, and give them as load_checkpoint")
     names = set(network.parameters_dict())
-    wanted = {name: row for name, row in adapter.wanted_of(train).items() if name in names and not is_transient(name)}
+    wanted = {name: row for name, row in adapter.parameters_to_load(train).items() if name in names and not is_transient(name)}
     layouts = job_layouts(train, {name: shape for name, (shape, _) in wanted.items()}, context.group.size,
                           lambda text: emit(warning(text)))
-    traffic, waiting = traffic_of_load(
+    traffic, waiting = load_traffic(
         sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in wanted.values()), emit)
     arrays = agreed(context.group, lambda: read_network(
         PosixStorage(), folder, wanted, layouts, context.group.rank, network=core.get_gpt_transformer_config(),
@@ -190,16 +206,16 @@ def load_pretrained(train: Any, network: Any, folder: str, context: TrainingCont
 
 def _arrays(network: Any, source: OpenCheckpoint, shapes: Mapping[str, tuple[tuple[int, ...], str]], of_model: Collection[str],
             context: TrainingContext, optional: Callable[[str], bool]) -> tuple[dict[str, Any], int]:
-    """Returns ({name: array} of the parameters ``shapes`` of this rank of a compiled network, bytes read from files)."""
+    """Returns ({name: array} of the parameters ``shapes`` of this rank, bytes read from files). The network is compiled."""
     emit, group, request = context.emit, context.group, context.plan.request
     layouts = job_layouts(network, {name: shape for name, (shape, _) in shapes.items()}, group.size,
                           lambda text: emit(warning(text)))
     regions = agreed(group, lambda: _regions(source.weights, shapes, layouts, of_model, group.rank, optional))
     initialised = [name for name in shapes if name not in regions and not is_transient(name)]
     if initialised and group.rank == 0:
-        emit(warning(f"not in {source.what}, and left as they are initialised: {listed(initialised)}"))
+        emit(warning(f"not in {source.what}, so they keep their initial values: {listed(initialised)}"))
     mine, exchanges = _shared(source.weights, regions, layouts, context) if request.balanced else (regions, [])
-    traffic, waiting = traffic_of_load(bytes_of(source.weights, mine), emit)
+    traffic, waiting = load_traffic(bytes_of(source.weights, mine), emit)
     arrays = agreed(group, partial(read_regions, source.weights, mine, max(WORKERS, request.workers), traffic), waiting)
     if exchanges:
         broadcaster = TensorBroadcaster()
@@ -213,7 +229,7 @@ def _arrays(network: Any, source: OpenCheckpoint, shapes: Mapping[str, tuple[tup
 
 def _shared(weights: CheckpointView, regions: Mapping[str, Region], layouts: Mapping[str, Any], context: TrainingContext
             ) -> tuple[Mapping[str, Region], list[Exchange]]:
-    """Returns, for a balanced load, what this rank reads and what the ranks broadcast to each other."""
+    """Returns, for a balanced load, what this rank reads, and what the ranks broadcast to each other."""
     mine, exchanges = plan_broadcasts(regions, layouts, {name: DTYPES[weights.tensors[name].dtype].itemsize for name in regions},
                            context.group.rank)
     if not any(report(context.group, lambda: bool(exchanges))):
@@ -224,6 +240,8 @@ def _shared(weights: CheckpointView, regions: Mapping[str, Region], layouts: Map
 
 def _regions(weights: CheckpointView, shapes: Mapping[str, tuple[tuple[int, ...], str]], layouts: Mapping[str, Any],
              of_model: Collection[str], rank: int, optional: Callable[[str], bool]) -> dict[str, Region]:
+    """Returns the region of each tensor that this rank reads. Raises LoadError if the checkpoint lacks the optimizer state or a
+    tensor."""
     absent = [name for name in shapes if name not in weights.tensors and not optional(name)]
     weights_alone = all(name in of_model or tensor.is_counter for name, tensor in weights.tensors.items())
     if absent and weights_alone and not any(name in of_model for name in absent):
@@ -233,8 +251,9 @@ def _regions(weights: CheckpointView, shapes: Mapping[str, tuple[tuple[int, ...]
 
 
 def _optional(context: TrainingContext, of_step: Collection[str]) -> Callable[[str], bool]:
-    """Returns which parameters a checkpoint need not have: those that live within a step, those that the user allows, the
-    optimizer's counter of steps, which is set anyway, and ``of_step``, those of the train step, which mindformers never saves."""
+    """Returns which parameters may be missing in a checkpoint: those that exist only within a step, those that the user allows,
+    the optimizer's step counter, which is set separately, and ``of_step``, the parameters of the train step, which mindformers
+    never saves."""
     def optional(name: str) -> bool:
         return is_transient(name) or name == "global_step" or name in of_step or context.settings.allows(name)
     return optional

@@ -1,6 +1,5 @@
-"""Decides which object store ``remote_save_url`` names: moxing's in ModelArts, elsewhere the one that fsspec has a driver for.
-Only obs:// has no effect outside of ModelArts, as in mindformers.
-"""
+"""Decides which object store ``remote_save_url`` names: in ModelArts the one of moxing, elsewhere the one that fsspec has a
+driver for. Outside ModelArts obs:// is ignored, as in mindformers."""
 from __future__ import annotations
 
 import os
@@ -14,33 +13,37 @@ from mindresume.resume.remote_selection import CHECKPOINT
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.object_store import FsspecStore, MoxingStore
 
-# mindformers tools/utils.py: check_in_modelarts, which cannot be asked before mindformers imports moxing
+# as in mindformers tools/utils.py, check_in_modelarts, which cannot be called before mindformers imports moxing
 VARIABLES = ("MA_LOG_DIR", "MA_JOB_DIR", "MA_LOCAL_LOG_PATH", "BATCH_GROUP_NAME")
 
 
-def variable() -> str | None:
-    """Returns the variable by which a job knows that it is in ModelArts."""
+def modelarts_variable() -> str | None:
+    """Returns the name of the environment variable that shows that this job runs in ModelArts, or None."""
     return next((name for name in VARIABLES if name in os.environ), None)
 
 
 def require_moxing() -> None:
-    """Raises ConfigError in ModelArts without moxing, which mindformers imports there at once."""
-    if variable() and find_spec("moxing") is None:
-        raise ConfigError(f"this job runs in ModelArts ({variable()} is set), where mindformers needs the package moxing, and it "
-                          f"is not installed. Use an image of ModelArts, which has it, or unset {variable()}")
+    """Raises ConfigError in ModelArts if moxing is not installed: mindformers imports it there at once."""
+    variable = modelarts_variable()
+    if variable and find_spec("moxing") is None:
+        raise ConfigError(f"this job runs in ModelArts ({variable} is set), where mindformers needs the package moxing, and "
+                          f"moxing is not installed. Use an image of ModelArts, which has it, or unset {variable}")
 
 
 def remote_of(config: Any, emit: Emit = ignore) -> RemoteCheckpoints | None:
-    """Returns where checkpoints are kept besides, None: nowhere. ConfigError if ``remote_save_url`` is no address of an object
-    store, or the package with its driver is not installed."""
+    """Returns the object store to which checkpoints are uploaded, or None.
+
+    Raises:
+        ConfigError: ``remote_save_url`` is no address of an object store, or the driver for it is not installed.
+    """
     url = config.get("remote_save_url")
     if not url:
         return None
-    if variable() is None and isinstance(url, str):
+    if modelarts_variable() is None and isinstance(url, str):
         if not url.startswith("obs://"):
             return RemoteCheckpoints(FsspecStore(url), f"{url.rstrip('/')}/{CHECKPOINT}")
         emit(warning(f"remote_save_url: {url} is ignored: this job does not run in ModelArts (none of {', '.join(VARIABLES)} is "
-                     f"set). Checkpoints are on the disk of output_dir only. Elsewhere give the bucket as s3://, and its "
+                     f"set). Checkpoints stay on the disk of output_dir. Outside ModelArts give the bucket as s3://, and its "
                      f"endpoint as AWS_ENDPOINT_URL"))
         return None
     if not isinstance(url, str) or not url.startswith(("obs://", "s3://")):         # mindformers' check_obs_url: a TypeError
@@ -48,9 +51,9 @@ def remote_of(config: Any, emit: Emit = ignore) -> RemoteCheckpoints | None:
     return RemoteCheckpoints(MoxingStore(), f"{url.rstrip('/')}/{CHECKPOINT}")
 
 
-def saved_to(config: Any) -> set[str]:
-    """Returns the real paths of the roots of the CheckpointMonitor. In Checkpoint 1.0 a folder of its own lies in ``directory``,
-    in 2.0 that is it."""
+def checkpoint_roots(config: Any) -> set[str]:
+    """Returns the real paths of the checkpoint directories of the CheckpointMonitor. In Checkpoint 1.0 the directory is
+    ``checkpoint`` below ``directory``, in 2.0 it is ``directory`` itself; both are returned."""
     given = [callback.get("directory") for callback in config.get("callbacks") or [] if callback.get("type") == adapter.ALIAS]
     folders = [folder for folder in given if folder]
     found = [*folders, *(os.path.join(folder, CHECKPOINT) for folder in folders)]

@@ -1,8 +1,8 @@
-"""Checks the arguments of ``CheckpointMonitor`` before anything is made of them: the trainer would report a wrong one late,
-under another name, or not at all.
+"""Checks the arguments of ``CheckpointMonitor`` before they are used: the trainer would report a wrong one late, under another
+name, or not at all.
 
-What two keys of one kind mean is decided by what the user wrote: MindSpore takes the one that has a default (a step each, five
-files) and drops the other in silence.
+If two keys exclude each other, the one that the user wrote counts. MindSpore takes the one that has a default (every step, five
+files), and ignores the other silently.
 """
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ _FLAGS = ("integrated_save", "save_network_params", "save_trainable_params", "ex
 _PAIRS = (("save_checkpoint_steps", "save_checkpoint_seconds"), ("keep_checkpoint_max", "keep_checkpoint_per_n_minutes"))
 
 
-def checked(built_in: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns all arguments by name, defaults included. ConfigError names the key, its value and what is allowed; TypeError for
-    too many positional arguments, as Python raises it."""
+def checked_arguments(built_in: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns all arguments by name, defaults included.
+
+    Raises:
+        ConfigError: It names the key, its value and what is allowed.
+        TypeError: There are too many positional arguments, as in Python.
+    """
     signature = inspect.signature(built_in)
     known = [name for name in signature.parameters if name != "self"]
     for name in kwargs:
@@ -45,14 +49,14 @@ def checked(built_in: Callable[..., None], args: tuple[Any, ...], kwargs: dict[s
     _check("checkpoint_format", values["checkpoint_format"], values["checkpoint_format"] in FORMATS,
            f"one of {', '.join(FORMATS)}")
     _check("prefix", values["prefix"], isinstance(values["prefix"], str) and values["prefix"] != "" and
-           not set(values["prefix"]) & set("/\\\0"), "a text without / that begins the file names")
+           not set(values["prefix"]) & set("/\\\0"), "a text without /, with which file names begin")
     _check_folder(values["directory"])
     for usual, other in _PAIRS:
         if given.get(usual) and given.get(other):
             raise ConfigError(f"{usual} ({given[usual]}) and {other} ({given[other]}) contradict each other; set one of them to "
                               f"0 or leave it out")
         if given.get(other) and usual not in given:
-            values[usual] = 0                       # only its default speaks against what the user wrote
+            values[usual] = 0                       # only its default contradicts what the user wrote
     _check("keep_checkpoint_max", 0, given.get("keep_checkpoint_max") != 0 or bool(given.get("keep_checkpoint_per_n_minutes")),
            "at least 1, or null (None) to keep all checkpoints")
     for name, alone in (("exception_save", False), ("enc_key", None)):
@@ -62,15 +66,18 @@ def checked(built_in: Callable[..., None], args: tuple[Any, ...], kwargs: dict[s
     return values
 
 
-def check_section(built_in: Callable[..., None], callbacks: Iterable[Any]) -> None:
-    """Checks each ``CheckpointMonitor`` of the ``callbacks`` section before mindformers reads it: it would report a wrong value
-    under the name of another key. A ``keep_checkpoint_max`` of 0 that leaves the rule to ``keep_checkpoint_per_n_minutes``, which
-    mindformers 1.9.0 refuses (trainer/utils.py, validate_checkpoint_config), becomes None."""
+def check_callbacks(built_in: Callable[..., None], callbacks: Iterable[Any]) -> None:
+    """Checks each ``CheckpointMonitor`` of the ``callbacks`` section before mindformers reads it: mindformers would report a
+    wrong value under the name of another key.
+
+    ``keep_checkpoint_max: 0`` beside ``keep_checkpoint_per_n_minutes`` becomes None, because mindformers 1.9.0 refuses 0
+    (trainer/utils.py, validate_checkpoint_config).
+    """
     for callback in callbacks:
         if not isinstance(callback, MutableMapping) or callback.get("type") != "CheckpointMonitor":
             continue
         try:
-            checked(built_in, (), {key: value for key, value in callback.items() if key != "type"})
+            checked_arguments(built_in, (), {key: value for key, value in callback.items() if key != "type"})
         except ConfigError as error:
             raise ConfigError(f"callbacks: CheckpointMonitor: {error}") from None
         if callback.get("keep_checkpoint_max") == 0:
@@ -87,5 +94,6 @@ def _check_folder(path: Any) -> None:
     while path:
         if os.path.isdir(path):
             return
-        _check("directory", os.fspath(path), not os.path.lexists(path), "a folder, or where one can be made; this is a file")
+        _check("directory", os.fspath(path), not os.path.lexists(path), "a folder, or a path where one can be created; this is a "
+               "file")
         path = os.path.dirname(path)

@@ -1,4 +1,4 @@
-"""Reads the live MindSpore network: its parameters as numpy arrays, their layouts, random states. Imports mindspore late."""
+"""Reads the live MindSpore network: parameters as numpy arrays, layouts, random states. Imports mindspore late."""
 from __future__ import annotations
 
 import base64
@@ -18,23 +18,24 @@ from mindresume.tensor_files.header import DTYPES
 
 
 def snapshot(parameters: Iterable[tuple[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns {name: array} of MindSpore tensors or parameters, or plain numbers, bfloat16 as ml_dtypes.bfloat16.
+    """Returns {name: array} of MindSpore tensors, parameters or plain numbers; bfloat16 becomes ml_dtypes.bfloat16.
 
-    On CPU an array may share memory with the parameter: write it before the next step. SaveError for parameters that are
-    no tensors (MapParameter).
+    On CPU an array may share memory with the parameter: write it before the next step.
+
+    Raises:
+        SaveError: A parameter is no tensor (MapParameter).
     """
     return {name: to_numpy(name, value) for name, value in parameters}
 
 
 def deferred(parameters: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the same as ``snapshot``, but copies a tensor from its device only when its bytes are asked for: a whole model
-    never lies in host memory beside the copy that is being made of it. The values have dtype, shape and nbytes, and numpy takes
-    them."""
+    """Returns the same as ``snapshot``, but copies each tensor from its device only when its bytes are read, so that host memory
+    never holds a second copy of the whole model. The values have dtype, shape and nbytes, and numpy accepts them."""
     return {name: DeviceTensor.of(name, value) for name, value in parameters}
 
 
 class DeviceTensor:
-    """Stands for ``to_numpy(name, value)``."""
+    """Delays ``to_numpy(name, value)`` until numpy reads it."""
     __slots__ = ("name", "value", "dtype", "shape", "nbytes")
 
     def __init__(self, name: str, value: Any, dtype: np.dtype):
@@ -43,8 +44,8 @@ class DeviceTensor:
 
     @classmethod
     def of(cls, name: str, value: Any) -> Any:
-        """Returns a ``DeviceTensor``; the array itself for what is no tensor, has a dtype numpy does not know, or is not
-        initialised yet."""
+        """Returns a ``DeviceTensor``; or the array, if ``value`` is no tensor, is not initialised yet, or has a dtype that numpy
+        does not know."""
         dtype = DTYPES.get(str(getattr(value, "dtype", "")).lower())
         if dtype is None or not hasattr(value, "asnumpy") or getattr(value, "has_init", False):
             return to_numpy(name, value)
@@ -55,7 +56,7 @@ class DeviceTensor:
 
 
 def to_numpy(name: str, value: Any) -> np.ndarray:
-    """Returns the value as mindspore.save_checkpoint would store it: int becomes int64, float float32, both 0-d."""
+    """Returns the value as mindspore.save_checkpoint stores it: int becomes int64, float becomes float32, both 0-d."""
     if isinstance(value, str):
         return np.array(value)
     if isinstance(value, (bool, np.bool_)):
@@ -81,9 +82,9 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...
     """Returns {name: (layout, global shape)} from ``network.parameter_layout_dict`` of a compiled network.
 
     Its rows: (device matrix, tensor map, slice before the optimizer shard, field, uniform split, optimizer group, full shape,
-    ...). Of a graph out of MindSpore's compile cache they have no full shape; it follows from the slice. The number of optimizer
-    shards follows from the sizes: full shape / cuts / what this rank holds. A row that does not fit is left out
-    with a warning: such a tensor can still be saved and loaded, not re-cut.
+    ...). A graph from MindSpore's compile cache has no full shape; it follows from the slice. The number of optimizer shards
+    follows from the sizes: full shape / cuts / size of the local part. A row that does not fit is skipped with a warning: its
+    tensor can still be saved and loaded, but not re-cut.
     """
     found = {}
     for name, row in (table or {}).items():
@@ -97,7 +98,7 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...
             cuts = math.prod(matrix) // plain.replicas
             pieces = math.prod(full) // cuts // held if held else 1
             if row[5] and row[2] and not row[6] and held and pieces < 2:
-                raise ValueError(f"the optimizer cuts it over the group {row[5]}, and nothing says into how many pieces")
+                raise ValueError(f"the optimizer cuts it over the group {row[5]}, and the number of pieces is unknown")
             layout = TensorLayout(matrix, tensor_map, pieces if pieces > 1 else 0)
             expected = tuple(piece.stop - piece.start for piece in layout.slices(0, full))
         except (ValueError, ZeroDivisionError) as error:
@@ -113,7 +114,7 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...
 def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]], warn: Callable[[str], None]
                      ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
     """Returns the same as ``layouts``, from one rank's part of ``mindspore.parallel.strategy.get_strategy_metadata``: {name:
-    [Layout, dtype, global shape]}. The optimizer shard is in the tensor map there."""
+    [Layout, dtype, global shape]}. Its tensor map contains the optimizer shard."""
     found = {}
     for name, (layout, _, full) in (table or {}).items():
         if name not in shapes:
@@ -121,7 +122,7 @@ def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple
         row, full = layout.to_dict(), tuple(full)
         try:
             if row.get("interleaved_parallel"):
-                raise ValueError("interleaved_parallel: which rank holds which part is not known")
+                raise ValueError("interleaved_parallel: it is unknown which rank holds which part")
             cuts = tuple(tuple(m) if isinstance(m, (list, tuple)) else m for m in row["tensor_map"])
             known = TensorLayout(tuple(row["device_matrix"]), cuts).normalized()
             held = known.local_shape(full)
@@ -143,9 +144,9 @@ def is_parallel() -> bool:
 
 def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size: int, warn: Callable[[str], None]
                 ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
-    """Returns {name: (layout, global shape)} of the parameters of this rank, by what MindSpore says of a compiled network: its
-    strategy metadata, and where that is silent its ``parameter_layout_dict``. In a job that cuts nothing (data parallel) every
-    parameter of more than one element is whole on every rank."""
+    """Returns {name: (layout, global shape)} of this rank's parameters of a compiled network: from its strategy metadata, and for
+    parameters that it lacks from ``parameter_layout_dict``. With data parallelism alone every rank holds every parameter of more
+    than one element whole."""
     if world_size == 1:
         return {}
     if not is_parallel():
@@ -156,7 +157,7 @@ def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size:
 
 
 def _strategy_metadata(network: Any) -> Mapping[str, Any] | None:
-    """Returns the strategy metadata of this rank. None where this MindSpore has none, or the network was not compiled with
+    """Returns the strategy metadata of this rank; None if this MindSpore has none, or the network was compiled without
     ``enable_save_strategy_online``."""
     try:
         from mindspore.parallel.strategy import get_current_strategy_metadata
@@ -168,7 +169,7 @@ def _strategy_metadata(network: Any) -> Mapping[str, Any] | None:
 
 def own_share(tensors: Mapping[str, Any], tables: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int
               ) -> frozenset[str]:
-    """Returns which of the tensors that have a layout this rank writes, with redundancy removal."""
+    """Returns the names of the tensors with a layout that this rank writes, with redundancy removal."""
     if not tables:
         return frozenset()
     size = next(iter(tables.values()))[0].stage_size
@@ -178,10 +179,15 @@ def own_share(tensors: Mapping[str, Any], tables: Mapping[str, tuple[TensorLayou
 
 def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple[int, ...], str]],
               may_miss: Callable[[str], bool] = is_transient, allow: bool = False) -> None:
-    """Raises LoadError that names every tensor of the network that the checkpoint lacks or holds in another shape or dtype.
+    """Compares a checkpoint with the network.
 
-    ``wanted``: {name: (shape, dtype)} of the network; transient parameters may be missing. ``allow``: the error says how to go on
-    without those that are.
+    Args:
+        arrays: of the checkpoint.
+        wanted: {name: (shape, dtype)} of the network.
+        may_miss: whether a parameter may be missing.
+        allow: whether the error says how to continue without the missing tensors.
+    Raises:
+        LoadError: It names the tensors that the checkpoint lacks or holds in another shape or dtype.
     """
     problems, missing = [], []
     for name, (shape, dtype) in wanted.items():
@@ -201,7 +207,7 @@ def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple
 
 
 def capture_random() -> dict[str, Any]:
-    """Returns the state of Python's, numpy's and MindSpore's generators of this process."""
+    """Returns the state of the generators of Python, numpy and MindSpore in this process."""
     import mindspore as ms
 
     from mindresume.resume import random_state
@@ -213,9 +219,14 @@ def capture_random() -> dict[str, Any]:
 
 
 def restore_random(state: Mapping[str, Any]) -> list[str]:
-    """Sets the generators back; returns the names of those that were. The counters that some MindSpore kernels keep for
-    themselves (DropoutGenMask and the like in a compiled graph) are out of reach: those draw anew from their seeds.
-    LoadError if the state is none."""
+    """Restores the generators; returns the names of those that were restored.
+
+    The counters inside some MindSpore kernels (DropoutGenMask and the like in a compiled graph) cannot be restored: these kernels
+    draw from their seeds again.
+
+    Raises:
+        LoadError: ``state`` is not a valid random state.
+    """
     import mindspore as ms
 
     from mindresume.resume import random_state

@@ -1,17 +1,18 @@
-"""Wraps functions of mindformers' graph trainer: selection at the start, counters, loading. Nothing is patched on disk.
+"""Wraps functions of mindformers' graph trainer, for the selection at the start, the counters and the load. No file is patched.
 
-    MindFormerRegister.get_cls       ─▶ the documented data keys below `trainer:` do not reach the trainer's constructor
+    MindFormerRegister.get_cls       ─▶ keeps the documented data keys below `trainer:` from the trainer's constructor
     Trainer.train / finetune
       _check_config_rules             ─▶ select_checkpoint: scan, verify, agree; or a fresh start
-      get_resume_checkpoint           ─▶ the chosen file's name
+      get_resume_checkpoint           ─▶ the name of the selected file
       load_resume_context_from_...    ─▶ restore_progress: initial step and epoch, loss scale
-      _resume_hf_iterable_dataset     ─▶ streaming data goes on at its own place
-      check_runner_config             ─▶ remembers data and sink size; ends a training that is complete already
-      transform_and_load_checkpoint   ─▶ load_shard: reads what this rank verified, and verifies it again meanwhile
+      _resume_hf_iterable_dataset     ─▶ streaming data continues at its own position
+      check_runner_config             ─▶ records the data and sink size; ends a training that is already complete
+      transform_and_load_checkpoint   ─▶ load_chosen: loads what this rank verified, and verifies it again while it is read
 
-With ``auto_trans_ckpt`` and for complete weights the last one is ``mindresume.mindformers.auto_transform``. Checkpoint 2.0
-(``use_legacy_format: False``) has places of its own, and ``mindresume.mindformers.load_iteration``. Weights alone, for a training
-of Checkpoint 1.0 that does not resume, an evaluation or a prediction, are ``mindresume.mindformers.weights_only``.
+With ``auto_trans_ckpt`` and for complete weights, the last one calls ``mindresume.mindformers.auto_transform``. Checkpoint 2.0
+(``use_legacy_format: False``) has wrappers of its own and ``mindresume.mindformers.load_iteration``.
+``mindresume.mindformers.weights_only`` loads weights alone: for a training of Checkpoint 1.0 that does not resume, an evaluation
+or a prediction.
 """
 from __future__ import annotations
 
@@ -35,33 +36,33 @@ from mindresume.mindformers import (
     training_context,
     weights_only,
 )
-from mindresume.mindformers.monitor_arguments import check_section
+from mindresume.mindformers.monitor_arguments import check_callbacks
 from mindresume.resume.data_skip import DATA_KEYS, lift_data_skip
 from mindresume.storage.mounts import is_shared
 from mindresume.storage.posix import PosixStorage
 
 
-def _binder(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """Returns a function that gives the arguments of a call by the names of ``original``, defaults included."""
+def _argument_binder(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+    """Returns a function that maps the arguments of a call to the parameter names of ``original``, defaults included."""
     parameters = signature(original)
 
-    def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = parameters.bind(*args, **kwargs)
         bound.apply_defaults()
         return {**bound.arguments, **bound.arguments.get("kwargs", {})}
-    return named
+    return bind
 
 
-# ---- the wrappers --------------------------------------------------------------------------------------------------
+# ---- the wrappers ----------------------------------------------------------------------------------------------------
 
-def _training(original: Any) -> Any:
+def _wrap_train(original: Any) -> Any:
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         result, stopped = None, ""
         with training_context.training(self.config) as context:
             result = original(self, *args, **kwargs)
             stopped = context.progress.stop_reason
-            if stopped:                                     # until all ranks are done: who ends first would end the others
+            if stopped:                                     # a barrier: the first rank that exits would end the others
                 report(context.group, lambda: None)
         if stopped == preemption.BY_SIGNAL:
             raise SystemExit(preemption.STATUS)
@@ -69,7 +70,7 @@ def _training(original: Any) -> Any:
     return run
 
 
-def _inference(task: str, original: Any) -> Any:
+def _wrap_inference(task: str, original: Any) -> Any:
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         with training_context.inference(task, self.config):
@@ -77,34 +78,35 @@ def _inference(task: str, original: Any) -> Any:
     return run
 
 
-def _rules(original: Any) -> Any:
+def _wrap_check_config_rules(original: Any) -> Any:
     @functools.wraps(original)
     def check(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = training_context.current()
         for note in lift_data_skip(self.config):
             context.emit(Notice(note))
         if context.task == training_context.TRAIN:
-            check_section(adapter.built_in_monitor().__init__, self.config.get("callbacks") or ())
+            check_callbacks(adapter.built_in_monitor().__init__, self.config.get("callbacks") or ())
             context.progress.dataset_identity = job_start.fingerprint(self.config, context)
             with context.progress.timed_load():
                 job_start.select_checkpoint(self.config, context)
-        elif context.task and not getattr(getattr(self, "trainer", None), "pipeline_task", None):    # else it is loaded already
+        elif context.task and not getattr(getattr(self, "trainer", None), "pipeline_task", None):
+            # a pipeline_task has loaded its weights already
             weights_only.select(self.config, context.task, context, PosixStorage())
         return original(self, *args, **kwargs)
     return check
 
 
-def _trainer_class(original: Any) -> Any:
-    """Keeps ``ignore_data_skip`` and ``data_skip_steps`` below ``trainer:`` (documents 002 and 003) from its constructor, which
-    would raise a TypeError. The registry is asked for the class after a plug-in named in that block was loaded; so both ways in
-    work."""
+def _wrap_get_cls(original: Any) -> Any:
+    """Removes ``ignore_data_skip`` and ``data_skip_steps`` below ``trainer:`` (documents 002 and 003) from the arguments of the
+    trainer's constructor, which would raise a TypeError. The registry is asked for the class after it loads a plug-in that this
+    block names, so both ways to load mindresume work."""
     from mindformers.tools.register import MindFormerModuleType
-    named = _binder(original)
+    bind = _argument_binder(original)
 
     @functools.wraps(original)
     def get_cls(*args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
-        if named(args, kwargs)["module_type"] != MindFormerModuleType.TRAINER:
+        if bind(args, kwargs)["module_type"] != MindFormerModuleType.TRAINER:
             return found
 
         @functools.wraps(found, updated=())
@@ -114,7 +116,7 @@ def _trainer_class(original: Any) -> Any:
     return get_cls
 
 
-def _resume_name(original: Any) -> Any:
+def _wrap_get_resume_checkpoint(original: Any) -> Any:
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> Any:
         context = training_context.current()
@@ -122,25 +124,26 @@ def _resume_name(original: Any) -> Any:
         if not plan.resumes:
             return original(*args, **kwargs)
         if plan.open_source is not None:
-            return True                                     # of another number of ranks, or no file of one rank at all
+            return True                                     # of another number of ranks, or without a file of one rank
         name = os.path.basename(plan.choice.chosen.first.path)
         return name_for_rank(name, context.group.rank, plan.choice.chosen.format)
     return get
 
 
-def _only_folders(original: Any) -> Any:
-    named = _binder(original)
+def _wrap_is_hf_checkpoint(original: Any) -> Any:
+    bind = _argument_binder(original)
 
     @functools.wraps(original)
     def is_hf(*args: Any, **kwargs: Any) -> bool:
-        # 1.9.0 raises for a file and refuses to resume from one
-        return os.path.isdir(named(args, kwargs)["checkpoint_path"]) and original(*args, **kwargs)
+        # 1.9.0 raises an error for a file, and refuses to resume from one
+        return os.path.isdir(bind(args, kwargs)["checkpoint_path"]) and original(*args, **kwargs)
     return is_hf
 
 
-def _shared(original: Any) -> Any:
-    """Compares SHARED_PATHS by folders (mindformers takes /data01 for a part of /data), and knows file systems beyond NFS. For a
-    job of one node, and in ModelArts, mindformers answers before it looks at the path: it is asked about ``/``."""
+def _wrap_is_publicly_accessible_path(original: Any) -> Any:
+    """Compares SHARED_PATHS by folders (mindformers takes /data01 for a part of /data), and recognises shared file systems other
+    than NFS. mindformers is then asked about ``/``, because for a job of one node and in ModelArts it answers without looking at
+    the path."""
     parameters = signature(original)
 
     @functools.wraps(original)
@@ -153,50 +156,50 @@ def _shared(original: Any) -> Any:
     return is_accessible
 
 
-def _path_with_strategy(original: Any) -> Any:
-    named = _binder(original)
+def _wrap_resume_ckpt_path_with_strategy(original: Any) -> Any:
+    bind = _argument_binder(original)
 
     @functools.wraps(original)
     def find(*args: Any, **kwargs: Any) -> Any:
-        # With MS_ENABLE_TFT mindformers looks for the newest file by time; the choice is already made.
+        # With MS_ENABLE_TFT mindformers would take the newest file by time, instead of the selected one.
         if training_context.current().plan.resumes:
-            return named(args, kwargs)["config"].checkpoint.load_path
+            return bind(args, kwargs)["config"].checkpoint.load_path
         return original(*args, **kwargs)
     return find
 
 
-def _context(original: Any) -> Any:
-    named = _binder(original)
+def _wrap_load_resume_context(original: Any) -> Any:
+    bind = _argument_binder(original)
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> None:
         context = training_context.current()
         if not context.plan.resumes:
             return original(*args, **kwargs)
-        given = named(args, kwargs)
+        given = bind(args, kwargs)
         return state_restorer.restore_progress(given["config"], given["dataset"].get_dataset_size(), context)
     return load
 
 
-def _streaming(original: Any) -> Any:
-    named = _binder(original)
+def _wrap_resume_hf_iterable_dataset(original: Any) -> Any:
+    bind = _argument_binder(original)
 
     @functools.wraps(original)
     def resume(*args: Any, **kwargs: Any) -> None:
         context = training_context.current()
         if context.progress.restored is None:
             return original(*args, **kwargs)
-        return agreed(context.group, lambda: hf_streaming.resume_data(named(args, kwargs)["dataset"], context.progress.restored))
+        return agreed(context.group, lambda: hf_streaming.resume_data(bind(args, kwargs)["dataset"], context.progress.restored))
     return resume
 
 
-def _runner_config(original: Any) -> Any:
-    named = _binder(original)
+def _wrap_check_runner_config(original: Any) -> Any:
+    bind = _argument_binder(original)
 
     @functools.wraps(original)
     def check(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        given, context = named(args, kwargs), training_context.current()
+        given, context = bind(args, kwargs), training_context.current()
         config, run, resumes = given["config"], context.progress, context.plan.resumes
         runner, run.dataset_size = config.runner_config, config.data_size
         if not resumes:
@@ -209,7 +212,7 @@ def _runner_config(original: Any) -> Any:
     return check
 
 
-def _preload(original: Any) -> Any:
+def _wrap_preload_ckpt(original: Any) -> Any:
     @functools.wraps(original)
     def preload(*args: Any, **kwargs: Any) -> Any:
         plan = training_context.current().plan
@@ -217,12 +220,12 @@ def _preload(original: Any) -> Any:
     return preload
 
 
-def _load(original: Any) -> Any:
-    named = _binder(original)
+def _wrap_transform_and_load_checkpoint(original: Any) -> Any:
+    bind = _argument_binder(original)
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
-        given, context = named(args, kwargs), training_context.current()
+        given, context = bind(args, kwargs), training_context.current()
         config, model, dataset, resources = given["config"], given["model"], given["dataset"], context.resources
         if context.plan.weights_only and weights_only.load(config, model, given["network"], dataset, context, resources.storage,
                                                            given.get("do_eval", False), given.get("do_predict", False)):
@@ -236,65 +239,57 @@ def _load(original: Any) -> Any:
     return load
 
 
-def _clear(original: Any) -> Any:
-    named = _binder(original)
+def _wrap_clear_auto_trans_output(original: Any) -> Any:
+    bind = _argument_binder(original)
 
     @functools.wraps(original)
     def clear(*args: Any, **kwargs: Any) -> Any:
-        given = named(args, kwargs)
+        given = bind(args, kwargs)
         job_start.check_not_cleared(adapter.output_root(), given.get("load_checkpoint"), given.get("src_strategy_path_or_dir"),
                                     load_ckpt_format=given.get("load_ckpt_format", "ckpt"))
         return original(*args, **kwargs)
     return clear
 
 
-# ---- Checkpoint 2.0: where mindformers looks at common.json and loads ------------------------------------------------------
+# ---- Checkpoint 2.0: mindformers reads common.json and loads ---------------------------------------------------------
 
-def _folder(original: Any) -> Any:
+def _wrap_get_checkpoint_path(original: Any) -> Any:
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> str:
-        request = training_context.current().plan.iterations
+        request = training_context.current().plan.iterations    # mindformers would look for a healthy or a newer one by itself
         return request.path if request else original(*args, **kwargs)
     return get
 
 
-def _healthy(original: Any) -> Any:
-    @functools.wraps(original)
-    def get(*args: Any, **kwargs: Any) -> str:
-        request = training_context.current().plan.iterations    # mindformers would replace the path that the user gave
-        return request.path if request else original(*args, **kwargs)
-    return get
-
-
-def _dataset(original: Any) -> Any:
-    named = _binder(original)
+def _wrap_train_dataset_postprocess(original: Any) -> Any:
+    bind = _argument_binder(original)
 
     @functools.wraps(original)
     def postprocess(*args: Any, **kwargs: Any) -> Any:
         dataset, context = original(*args, **kwargs), training_context.current()
         if request := context.plan.iterations:
-            config = context.objects.config = named(args, kwargs)["config"]
+            config = context.objects.config = bind(args, kwargs)["config"]
             if request.resume:
-                context.objects.common = load_iteration.common_for(config, dataset.get_dataset_size(), context)
+                context.objects.common = load_iteration.common_info(config, dataset.get_dataset_size(), context)
         return dataset
     return postprocess
 
 
-def _common(original: Any) -> Any:
-    named = _binder(original)
+def _wrap_load_common(original: Any) -> Any:
+    bind = _argument_binder(original)
 
     @functools.wraps(original)
     def load_common(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        given, request, objects = named((cls, *args),
-                                        kwargs), training_context.current().plan.iterations, training_context.current().objects
+        given, context = bind((cls, *args), kwargs), training_context.current()
+        request, objects = context.plan.iterations, context.objects
         if not request or objects.common is None or os.path.dirname(given["common_filename"]) != request.path:
             return original(cls, *args, **kwargs)
-        common, objects.common = objects.common, None   # once: a fault-tolerant job loads later checkpoints from the same place
+        common, objects.common = objects.common, None   # once: a fault-tolerant job later loads other checkpoints here
         return cls(**common)
     return load_common
 
 
-def _model(original: Any) -> Any:
+def _wrap_model(original: Any) -> Any:
     @functools.wraps(original, updated=())
     def make(*args: Any, **kwargs: Any) -> Any:
         made, context = original(*args, **kwargs), training_context.current()
@@ -304,8 +299,8 @@ def _model(original: Any) -> Any:
     return make
 
 
-def _compile(original: Any) -> Any:
-    named = _binder(original)
+def _wrap_compile_model(original: Any) -> Any:
+    bind = _argument_binder(original)
 
     @functools.wraps(original)
     def compile_model(*args: Any, **kwargs: Any) -> Any:
@@ -313,21 +308,21 @@ def _compile(original: Any) -> Any:
         if not context.plan.iterations:
             return original(*args, **kwargs)
         if adapter.is_parallel():
-            given = named(args, kwargs)
+            given = bind(args, kwargs)
             adapter.compile_for_load(context.objects.config, given["model"], given["dataset"])
         return None
     return compile_model
 
 
-def _load_online(original: Any) -> Any:
-    named = _binder(original)
+def _wrap_load_checkpoint(original: Any) -> Any:
+    bind = _argument_binder(original)
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
         context = training_context.current()
         if not context.plan.iterations:
             return original(*args, **kwargs)
-        given = named(args, kwargs)
+        given = bind(args, kwargs)
         try:
             with context.progress.timed_load():
                 return load_iteration.load(given["network"], given.get("optimizer"), context)
@@ -336,29 +331,29 @@ def _load_online(original: Any) -> Any:
     return load
 
 
-WRAPPERS: dict[str, Callable[[Any], Any]] = {           # by the name of a symbol; some names are used in several modules
-    "Trainer.train": _training,
-    "Trainer.finetune": _training,
-    "Trainer.evaluate": functools.partial(_inference, training_context.EVALUATE),
-    "Trainer.predict": functools.partial(_inference, training_context.PREDICT),
-    "Trainer._check_config_rules": _rules,
-    "MindFormerRegister.get_cls": _trainer_class,
-    "get_resume_checkpoint": _resume_name,
-    "clear_auto_trans_output": _clear,
-    "is_hf_checkpoint": _only_folders,
-    "is_publicly_accessible_path": _shared,
-    "BaseTrainer.resume_ckpt_path_with_strategy": _path_with_strategy,
-    "load_resume_context_from_checkpoint": _context,
-    "_resume_hf_iterable_dataset": _streaming,
-    "check_runner_config": _runner_config,
-    "preload_ckpt": _preload,
-    "transform_and_load_checkpoint": _load,
-    "get_checkpoint_path": _folder,
-    "get_healthy_checkpoint_path": _healthy,
-    "BaseTrainer._train_dataset_postprocess": _dataset,
-    "CommonInfo.load_common": _common,
-    "Model": _model,
-    "compile_model": _compile,
-    "load_checkpoint": _load_online,
-    "load_hf_checkpoint": _load_online,
+WRAPPERS: dict[str, Callable[[Any], Any]] = {           # {name of a symbol: its wrapper}; several modules may import one name
+    "Trainer.train": _wrap_train,
+    "Trainer.finetune": _wrap_train,
+    "Trainer.evaluate": functools.partial(_wrap_inference, training_context.EVALUATE),
+    "Trainer.predict": functools.partial(_wrap_inference, training_context.PREDICT),
+    "Trainer._check_config_rules": _wrap_check_config_rules,
+    "MindFormerRegister.get_cls": _wrap_get_cls,
+    "get_resume_checkpoint": _wrap_get_resume_checkpoint,
+    "clear_auto_trans_output": _wrap_clear_auto_trans_output,
+    "is_hf_checkpoint": _wrap_is_hf_checkpoint,
+    "is_publicly_accessible_path": _wrap_is_publicly_accessible_path,
+    "BaseTrainer.resume_ckpt_path_with_strategy": _wrap_resume_ckpt_path_with_strategy,
+    "load_resume_context_from_checkpoint": _wrap_load_resume_context,
+    "_resume_hf_iterable_dataset": _wrap_resume_hf_iterable_dataset,
+    "check_runner_config": _wrap_check_runner_config,
+    "preload_ckpt": _wrap_preload_ckpt,
+    "transform_and_load_checkpoint": _wrap_transform_and_load_checkpoint,
+    "get_checkpoint_path": _wrap_get_checkpoint_path,
+    "get_healthy_checkpoint_path": _wrap_get_checkpoint_path,
+    "BaseTrainer._train_dataset_postprocess": _wrap_train_dataset_postprocess,
+    "CommonInfo.load_common": _wrap_load_common,
+    "Model": _wrap_model,
+    "compile_model": _wrap_compile_model,
+    "load_checkpoint": _wrap_load_checkpoint,
+    "load_hf_checkpoint": _wrap_load_checkpoint,
 }

@@ -8,7 +8,7 @@ from mindresume.coordination.collectives import Group, SingleProcess
 
 
 def group_of_job() -> Group:
-    """Returns the group of the job; of one process without communication."""
+    """Returns the group of the job; SingleProcess without communication."""
     from mindspore.communication import GlobalComm, get_group_size, get_rank
     if not GlobalComm.INITED or get_group_size() == 1:
         return SingleProcess()
@@ -16,9 +16,9 @@ def group_of_job() -> Group:
 
 
 class MindSporeGroup:
-    """Passes bytes through ``Broadcast`` and ``AllGather`` of int32, the type that every back end's library supports.
+    """Sends bytes through ``Broadcast`` and ``AllGather`` of int32, the type that the library of every back end supports.
 
-    A lost rank ends these calls with the time limit of the back end's collectives, as it does any step of the training.
+    If a rank is lost, these calls end at the time limit of the back end's collectives, as any step of the training does.
     """
 
     def __init__(self, rank: int, size: int):
@@ -49,21 +49,23 @@ class MindSporeGroup:
 
 
 def _words(message: bytes, length: int) -> np.ndarray:
-    """Returns ``message`` filled up with zeros to ``length`` bytes, as whole int32 words, at least one."""
+    """Returns ``message``, padded with zeros to ``length`` bytes, as whole int32 words, at least one."""
     padded = message.ljust(max(4, (length + 3) // 4 * 4), b"\0")
     return np.frombuffer(padded, np.int32).copy()
 
 
 def _bytes(words: np.ndarray, length: int) -> bytes:
+    """Returns the first ``length`` bytes of ``words``."""
     return np.ascontiguousarray(words).tobytes()[:length]
 
 
 class TensorBroadcaster:
-    """Implements ``reshard.broadcast_load.Broadcast`` on communication groups of the job, made when they are first needed.
-    ``close`` when all ranks are done. Every rank of a group makes the same calls in the same order.
+    """Implements ``reshard.broadcast_load.Broadcast`` on communication groups of the job, which are created at their first use.
+    All ranks of a group make the same calls in the same order; ``close`` when all are done.
 
-    Bits travel as int32 through ``Broadcast``. MindSpore's library on CPU has no broadcast within a part of the ranks and adds up
-    float32 only: there every 16 bits travel as one whole number below 65,536, added to zeros, which is exact."""
+    Bits are sent as int32 through ``Broadcast``. On CPU, MindSpore's library cannot broadcast within a subset of the ranks, and
+    adds only float32: there every 16 bits are sent as one whole number below 65,536 and added to zeros, which is exact.
+    """
 
     def __init__(self) -> None:
         from mindspore import get_context
@@ -91,12 +93,12 @@ class TensorBroadcaster:
 
     def close(self) -> None:
         from mindspore.communication import destroy_group
-        for name in () if self._on_cpu else self._groups.values():      # that library cannot, and says so as an error
+        for name in () if self._on_cpu else self._groups.values():      # on CPU the library logs an error instead
             destroy_group(name)
         self._groups.clear()
 
 
 def _filled(data: np.ndarray, dtype: type) -> np.ndarray:
-    """Returns bytes as words, filled up with zeros."""
+    """Returns bytes as words, padded with zeros."""
     width = np.dtype(dtype).itemsize
     return np.pad(data, (0, -len(data) % width)).view(dtype)

@@ -1,8 +1,8 @@
 """Collects what a save consists of: network, optimizer and counters as a shard of this rank; and the weights for inference.
 
     collector = StateCollector(...)                     # at the start of a training, by the CheckpointMonitor
-    state = collector.state(cb_params)                  # where the training is
-    collector.shard(cb_params, state)                   # all that a resume needs
+    state = collector.state(cb_params)                  # step, epoch, loss scale, position in the data
+    collector.shard(cb_params, state)                   # everything that a resume needs
 """
 from __future__ import annotations
 
@@ -24,45 +24,48 @@ from mindresume.saving.sync_saver import Extra
 
 @dataclass
 class StateCollector:
-    """Collects the state of one training. ``config``: mindspore's CheckpointConfig. ``prefix``, ``suffix``: of the names.
-    ``done``: steps before this process began. ``append``: what mindformers appends to each file, kept up to date. ``batch``:
-    global batch size. ``inference``: (folder, kind) of the weights alone that are asked for, of which ``keep`` stay. ``run``:
-    counters of the training. ``health(cb_params)``: not 0 if the network is unhealthy; None: not monitored."""
+    """Collects the state of one training.
+
+    ``config``: mindspore's CheckpointConfig. ``prefix``, ``suffix``: of the file names. ``steps_before``: steps done before this
+    process. ``append_dict``: what mindformers appends to each file, kept up to date. ``inference``: (folder, kind) of the
+    inference weights to write, of which the newest ``keep_inference`` stay. ``progress``: counters of the run.
+    ``health(cb_params)``: not 0 if the network is unhealthy; None: not monitored.
+    """
     config: Any
     place: SaveTarget
     prefix: str | None
     suffix: int
-    done: int
-    append: dict[str, Any]
-    batch: int | None
+    steps_before: int
+    append_dict: dict[str, Any]
+    global_batch_size: int | None
     save_optimizer: bool
-    run: RunProgress
+    progress: RunProgress
     emit: Emit
     inference: tuple[tuple[str, str], ...] = ()
-    keep: int = 0
+    keep_inference: int = 0
     health: Callable[[Any], int] | None = None
-    _share: frozenset[str] | None = None            # with redundancy removal: what this rank writes of what has a layout
+    _share: frozenset[str] | None = None            # with redundancy removal: the tensors with a layout that this rank writes
     _warned: set[str] = field(default_factory=set)
 
     def shard(self, cb_params: Any, state: TrainingState, rescue: bool = False) -> Shard:
-        """Returns all that a resume needs. Tensors are copied from the device when their bytes are asked for. ``rescue``: other
-        ranks are lost; nothing is left to them, and the device may hang."""
+        """Returns everything that a resume needs. Tensors are copied from the device when their bytes are read. ``rescue``: other
+        ranks are lost, so this rank writes all that it holds, and the device may hang."""
         return (self._iteration if self.place.iterations else self._rank_file)(cb_params, state, rescue)
 
     def state(self, cb_params: Any, rescue: bool = False) -> TrainingState:
-        """Returns where the training is after this step. ``rescue``: other ranks are not asked for anything."""
+        """Returns the training state after this step. ``rescue``: without any exchange with other ranks."""
         optimizer = cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
-        outputs, scale = cb_params.net_outputs, self.append.get("loss_scale")
-        if "loss_scale" in self.append and isinstance(outputs, (tuple, list)) and len(outputs) >= 3:
+        outputs, scale = cb_params.net_outputs, self.append_dict.get("loss_scale")
+        if "loss_scale" in self.append_dict and isinstance(outputs, (tuple, list)) and len(outputs) >= 3:
             scale = outputs[2]
-        step = self.done + cb_params.cur_step_num
-        run, health = self.run, None
+        step = self.steps_before + cb_params.cur_step_num
+        progress, health = self.progress, None
         if self.health is not None and not rescue:
             health = int(self.health(cb_params) != 0)
-        return TrainingState(step, int(cb_params.batch_num), _number(optimizer.global_step, int), self.batch,
-                             None if scale is None else _number(scale, float), run.sink_size, run.dataset_size,
-                             tuple({**(_loss(outputs) if adapter.has_loss() else {}), **run.metrics}.items()), health,
-                             *run.data_at(step, self.batch))
+        return TrainingState(step, int(cb_params.batch_num), _number(optimizer.global_step, int), self.global_batch_size,
+                             None if scale is None else _number(scale, float), progress.sink_size, progress.dataset_size,
+                             tuple({**(_loss(outputs) if adapter.has_loss() else {}), **progress.metrics}.items()), health,
+                             *progress.data_at(step, self.global_batch_size))
 
     def _file(self, state: TrainingState) -> FileName:
         return FileName(self.prefix, self.place.rank, self.suffix, state.epoch, state.step_in_epoch, self.config.format)
@@ -79,8 +82,8 @@ class StateCollector:
                           {**self._metadata(), **({"remove_redundancy": "False"} if rescue else {})})
 
     def _iteration(self, cb_params: Any, state: TrainingState, rescue: bool) -> Shard:
-        """Returns two files: what the network has, and what only the optimizer and the train step have; without save_optimizer
-        the first."""
+        """Returns two files: the tensors of the network, and those of the optimizer and the train step alone; without
+        save_optimizer only the first."""
         net, model = cb_params.train_network, set(self._model(cb_params).parameters_dict())
         save_optimizer, deduplicates = self.save_optimizer or rescue, self._deduplicates() and not rescue
 
@@ -121,19 +124,19 @@ class StateCollector:
         return {"format": "ms", "remove_redundancy": str(self._deduplicates())}
 
     def _counters(self, cb_params: Any, state: TrainingState) -> list[tuple[str, Any]]:
-        """Returns the counters that mindformers appends to each file; its resume reads them (callback.py:save_checkpoint)."""
-        append = dict(self.append)
+        """Returns the counters that mindformers appends to each file, and reads in its resume (callback.py:save_checkpoint)."""
+        appended = dict(self.append_dict)
         optimizer = cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
-        append.update(epoch_num=state.epoch, step_num=state.step, global_step=optimizer.global_step)
-        if "loss_scale" in append and state.loss_scale is not None:
-            append["loss_scale"] = state.loss_scale
-        if self.batch is not None:
-            append["global_batch_size"] = self.batch
-        self.append.update({key: append[key] for key in ("epoch_num", "step_num")})
-        return list(append.items())
+        appended.update(epoch_num=state.epoch, step_num=state.step, global_step=optimizer.global_step)
+        if "loss_scale" in appended and state.loss_scale is not None:
+            appended["loss_scale"] = state.loss_scale
+        if self.global_batch_size is not None:
+            appended["global_batch_size"] = self.global_batch_size
+        self.append_dict.update({key: appended[key] for key in ("epoch_num", "step_num")})
+        return list(appended.items())
 
     def extras(self, cb_params: Any, state: TrainingState) -> list[Extra]:
-        """Returns the files of ``checkpoint_network`` and ``checkpoint_trainable``. Both may be asked for."""
+        """Returns the files of ``checkpoint_network`` and ``checkpoint_trainable``, as far as they are asked for."""
         if not self.inference:
             return []
         net = self._model(cb_params)
@@ -144,7 +147,8 @@ class StateCollector:
             chosen = [row for row in rows if kind == "network" or row[0] in trainable]
             name = (f"{stem(self.prefix, self.place.rank, self.suffix)}-{kind}-{state.epoch}_{state.step_in_epoch}."
                     f"{self.config.format}")
-            found.append(Extra(folder, name, kind, self.config.format, live.deferred(chosen), self._metadata(), self.keep))
+            found.append(Extra(folder, name, kind, self.config.format, live.deferred(chosen), self._metadata(),
+                               self.keep_inference))
         return found
 
 
@@ -157,13 +161,13 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _number(value: Any, kind: type) -> Any:
-    """Returns a Python number for a number, a tensor or a parameter of one element."""
+    """Returns a Python number for a number, or for a tensor or parameter of one element."""
     return kind(np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value).reshape(-1)[0])
 
 
 def _loss(outputs: Any) -> dict[str, float]:
-    """Returns the loss of a step out of the outputs of the network, as mindformers' loss monitor finds it; empty if there is none
-    or it is not finite."""
+    """Returns {"loss": value} from the outputs of the network, as mindformers' loss monitor finds it; empty if there is none, or
+    it is not finite."""
     loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
     values = np.asarray(loss.asnumpy() if hasattr(loss, "asnumpy") else loss)
     if values.dtype.kind in "OSUb" or not values.size:

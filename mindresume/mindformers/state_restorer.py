@@ -14,11 +14,13 @@ from mindresume.coordination.collectives import agreed
 from mindresume.errors import LoadError
 from mindresume.events import ProgressRestored, WeightsLoaded, warning
 from mindresume.events.progress import ProgressReporter
+from mindresume.formats.rank_folder_naming import parse_name
 from mindresume.mindformers import adapter, auto_transform, hf_streaming
-from mindresume.mindformers.load_progress import waiting
+from mindresume.mindformers.load_progress import waiting_for
 from mindresume.mindformers.network_state import check_fit
 from mindresume.mindformers.training_context import RunOrigin, RunProgress, TrainingContext
 from mindresume.model.training_state import TrainingState, is_transient
+from mindresume.reshard.open_checkpoint import state_of
 from mindresume.resume.choice import Choice
 from mindresume.resume.progress import ResumeProgress, RunSettings, check_skip, data_wish, fresh_position, resume_progress
 from mindresume.resume.resume_summary import resume_warnings, summary_rows
@@ -29,9 +31,14 @@ from mindresume.tensor_files.checksum import array_checksum
 
 
 def progress_for(config: Any, dataset_size: int, context: TrainingContext) -> tuple[ResumeProgress, float | None]:
-    """Returns the counters of the run and the loss scale, from the state of the selected checkpoint; tells mindformers where its
-    data continues. ProgressError: see ``progress``."""
-    state, setting, run = state_of(context.plan.choice), _setting(config, dataset_size, context.progress), context.progress
+    """Returns the counters of the run and the loss scale, from the state of the selected checkpoint; sets the position at which
+    mindformers continues the data.
+
+    Raises:
+        ProgressError: As ``resume.progress.resume_progress``.
+    """
+    state, setting, run = selected_state(context.plan.choice), _run_settings(config, dataset_size,
+                                                                             context.progress), context.progress
     progress = resume_progress(state, setting)
     run.origin, run.restored = RunOrigin(progress.initial_step, progress.position, progress.consumed), progress
     run.global_step, run.summary = progress.global_step, summary_rows(state, progress, setting)
@@ -44,9 +51,9 @@ def progress_for(config: Any, dataset_size: int, context: TrainingContext) -> tu
 
 
 def fresh_origin(config: Any, dataset: Any, context: TrainingContext) -> RunOrigin:
-    """Returns where a run begins that does not resume. mindformers skips data at its beginning, too, if it is told to; that whole
-    passes cannot be skipped, and that in sink mode less is left then, it does not know."""
-    runner, setting = config.runner_config, _setting(config, config.data_size, context.progress)
+    """Returns where a run begins that does not resume. ``data_skip_steps`` counts at its beginning too; mindformers ignores that
+    whole passes cannot be skipped, and that in sink mode fewer steps are left then."""
+    runner, setting = config.runner_config, _run_settings(config, config.data_size, context.progress)
     sentence = check_skip(setting)
     if sentence:
         context.emit(warning(sentence))
@@ -57,7 +64,7 @@ def fresh_origin(config: Any, dataset: Any, context: TrainingContext) -> RunOrig
     return RunOrigin(0, position)
 
 
-def _setting(config: Any, dataset_size: int, run: RunProgress) -> RunSettings:
+def _run_settings(config: Any, dataset_size: int, run: RunProgress) -> RunSettings:
     runner = config.runner_config
     sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
     wish = data_wish(config.get("ignore_data_skip"), config.get("data_skip_steps"))
@@ -65,12 +72,16 @@ def _setting(config: Any, dataset_size: int, run: RunProgress) -> RunSettings:
 
 
 def _epochs(runner: Any) -> int | None:
-    """Returns the epochs of the configuration: in sink mode mindformers counts sinks in ``epochs`` later on."""
+    """Returns the epochs of the configuration: in sink mode mindformers later counts sinks in ``epochs``."""
     return getattr(runner, "origin_epochs", None) or getattr(runner, "epochs", None)
 
 
 def restore_progress(config: Any, dataset_size: int, context: TrainingContext) -> None:
-    """Sets initial step, epoch and loss scale of the run. ProgressError: see ``progress``."""
+    """Sets the initial step, the initial epoch and the loss scale of the run.
+
+    Raises:
+        ProgressError: As ``progress_for``.
+    """
     progress, scale = progress_for(config, dataset_size, context)
     runner = config.runner_config
     runner.step_scale, runner.initial_step = progress.step_scale, progress.initial_step
@@ -83,22 +94,20 @@ def restore_progress(config: Any, dataset_size: int, context: TrainingContext) -
 
 
 def runner_scale(config: Any) -> Any:
+    """Returns the loss scale of the configuration, or None."""
     wrapper = config.get("runner_wrapper")
     return None if wrapper is None else wrapper.get("scale_sense")
 
 
-def state_of(choice: Choice) -> TrainingState:
-    """Returns the state of the selected checkpoint, from its records or its files."""
-    if choice.chosen.state is not None:
-        return choice.chosen.state
-    scalars = dict(choice.shards[0].scalars)
-    step = scalars.get("step_num", choice.chosen.step)
-    return TrainingState(step, 1, int(scalars.get("global_step", step)), scalars.get("global_batch_size"),
-                         scalars.get("loss_scale"))
+def selected_state(choice: Choice) -> TrainingState:
+    """Returns the training state of the selected checkpoint, from its records or from the counters in its first file."""
+    chosen = choice.chosen
+    found = chosen.state or state_of(choice.shards[0].scalars, parse_name(os.path.basename(chosen.first.path)))
+    return found or TrainingState(0, 1, 0)              # mindformers saved before the first step
 
 
 def load_chosen(config: Any, model: Any, dataset: Any, context: TrainingContext, storage: Storage) -> None:
-    """Compiles where parameters are cut, then loads what was selected into the training network, its optimizer included."""
+    """Compiles where parameters are cut, then loads the selected checkpoint into the training network, optimizer included."""
     early, reporter, plan = None, ProgressReporter("loading", context.emit), context.plan
     if config.load_ckpt_async and plan.open_source is None:                 # read while the graph is compiled
         early = ThreadPoolExecutor(1).submit(read_shard, storage, plan.choice.root, context.shard, reporter)
@@ -107,7 +116,7 @@ def load_chosen(config: Any, model: Any, dataset: Any, context: TrainingContext,
     network = model._train_network
     with context.progress.timed_load():
         if plan.open_source is not None:
-            found = auto_transform.arrays_for(config, network, context, storage)
+            found = auto_transform.read_arrays(config, network, context, storage)
             if isinstance(found, tuple):
                 arrays, read_bytes, source = found
                 return restore_parameters(network, arrays, False, context, is_transient, read_bytes, source)
@@ -117,33 +126,44 @@ def load_chosen(config: Any, model: Any, dataset: Any, context: TrainingContext,
 
 def load_shard(network: Any, context: TrainingContext, storage: Storage, early: Future | None = None,
                reporter: ProgressReporter | None = None) -> None:
-    """Loads what this rank verified into ``network``. ``early``: reads it already, and ``reporter`` counts it. CollectiveError on
-    all ranks if it does not fit on one."""
+    """Loads what this rank verified into ``network``. ``early``: a read that runs already, counted by ``reporter``.
+
+    Raises:
+        CollectiveError: On all ranks, if it does not fit on one.
+    """
     choice, group, shard = context.plan.choice, context.group, context.shard
     reporter = reporter or ProgressReporter("loading", context.emit)
     read = early.result if early else partial(read_shard, storage, choice.root, shard, reporter)
-    arrays, deduplicated = agreed(group, read, waiting(reporter))
+    arrays, deduplicated = agreed(group, read, waiting_for(reporter))
     files = choice.chosen.files.get(group.rank)
     own = files[0].path if files else "the file of a rank that was lost"
     replicas = [source.file.path for source in shard.sources]
     if any(path != own for path in replicas):
-        context.emit(warning(f"{own} is missing; rank {group.rank} reads its tensors from replicas, proven by records or layouts:"
-                             f" {', '.join(replicas)}"))
-    agreed(group, lambda: check_fit(arrays, adapter.wanted_of(network, arrays),
+        context.emit(warning(f"{own} is missing; rank {group.rank} reads its tensors from replicas, as records or layouts prove: "
+                             f"{', '.join(replicas)}"))
+    agreed(group, lambda: check_fit(arrays, adapter.parameters_to_load(network, arrays),
                                     (lambda name: True) if deduplicated else is_transient))
     restore_parameters(network, arrays, deduplicated, context)
 
 
 def restore_parameters(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, context: TrainingContext,
         may_miss: Callable[[str], bool] = is_transient, read_bytes: int | None = None, source: str = "") -> None:
-    """Hands the arrays to the parameters. ``deduplicated``: what is missing comes from other ranks. ``read_bytes``: from files;
-    ``source``: of the weights, for people. LoadError if something is left that may not."""
+    """Assigns the arrays to the parameters.
+
+    Args:
+        deduplicated: missing parameters come from other ranks.
+        may_miss: whether a parameter may stay without a value.
+        read_bytes: bytes read from files.
+        source: describes the weights.
+    Raises:
+        LoadError: A parameter that may not miss got no value.
+    """
     if "global_step" in arrays:
         array = arrays["global_step"]
         arrays["global_step"] = np.full(array.shape, context.progress.global_step, array.dtype)
-    wanted = adapter.wanted_of(network, arrays)
+    wanted = adapter.parameters_to_load(network, arrays)
     for name in set(wanted) & set(arrays):
-        arrays[name] = arrays[name].reshape(wanted[name][0])           # () and (1,) are the same number
+        arrays[name] = arrays[name].reshape(wanted[name][0])           # () and (1,) hold the same number
     count, size = len(arrays), sum(array.nbytes for array in arrays.values())
     left = [name for name in adapter.load_into(network, arrays, deduplicated) if not may_miss(name)]
     if left:
@@ -153,8 +173,13 @@ def restore_parameters(network: Any, arrays: dict[str, np.ndarray], deduplicated
 
 def read_shard(storage: Storage, root: str, shard: VerifiedShard, reporter: ProgressReporter | None = None
                ) -> tuple[dict[str, np.ndarray], bool]:
-    """Returns {name: array}, and whether the file was saved with remove_redundancy. Every tensor with a recorded checksum is
-    hashed again while it is in memory: what was verified is what is loaded. LoadError if it changed in between."""
+    """Returns {name: array}, and whether the file was saved with remove_redundancy.
+
+    Every tensor with a recorded checksum is hashed again while it is in memory, so that exactly the verified bytes are loaded.
+
+    Raises:
+        LoadError: A tensor changed since it was verified.
+    """
     arrays, deduplicated, reporter = {}, False, reporter or ProgressReporter.silent()
     reporter.expect(sum(source.file.size or 0 for source in shard.sources))
     for source in shard.sources:

@@ -1,8 +1,8 @@
-"""Handlers of events in mindformers: its logger, and scalars where it writes for TensorBoard (``tensorboard: tensorboard_dir``),
-all below ``mindresume/``:
+"""Handles events in mindformers: writes log lines to its logger, and scalars to its TensorBoard writer (``tensorboard:
+tensorboard_dir``), all below ``mindresume/``:
 
-    save-seconds  save-stall-seconds  save-MiB      at each step that was saved; the stall: so long the training stood still
-    load-seconds  steps-lost  seconds-lost          at the step after which a training was resumed
+    save-seconds  save-stall-seconds  save-MiB      at each saved step; stall: how long the training thread waited
+    load-seconds  steps-lost  seconds-lost          at the step from which a training resumed
 """
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class MindFormersLog:
 
 
 class TensorBoard:
-    """Writes scalars with mindformers' writer, which appears while the training is set up; none where it is disabled."""
+    """Writes scalars with mindformers' writer, which is created while the training is set up; writes nothing if it is
+    disabled."""
 
     def handle(self, event: Event, time_s: float) -> None:
         rows = _scalars(event)
@@ -36,6 +37,7 @@ class TensorBoard:
 
 
 def _scalars(event: Event) -> dict[str, float | None]:
+    """Returns {name: value} of the scalars of an event."""
     if isinstance(event, SaveWritten):
         return {"save-seconds": event.write_seconds, "save-stall-seconds": event.stall_seconds,
                 "save-MiB": event.size_bytes / 2**20}

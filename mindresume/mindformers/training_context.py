@@ -1,11 +1,11 @@
-"""The context of one training of this process: the one object that is reachable from inside mindformers' calls.
+"""Holds the context of the training of this process, the one object that code inside mindformers' calls can reach.
 
     with training(config) as context: ...       # begin: event file, TensorBoard, log lines; end: outcome, resources closed
     with inference(PREDICT, config) as context: ...
     current()                                   # within them; else an idle context, for a CheckpointMonitor without Trainer
 
-A process trains one thing at a time, and mindformers passes its functions nothing of ours; so there is one current context. It is
-handed on to the functions that need it.
+mindformers passes nothing of ours through its functions, and a process runs one training at a time, so there is one current
+context. Our functions receive it as an argument.
 """
 from __future__ import annotations
 
@@ -54,13 +54,14 @@ TRAIN, EVALUATE, PREDICT = "train", "evaluate", "predict"
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Says what the configuration asks to be loaded, and how.
+    """What the configuration asks to load, and how.
 
-    ``path``: of the checkpoint, empty: nothing; once it is selected, what mindformers is shown. ``resume``: with optimizer and
-    counters, else the weights alone. ``iterations``: by the code for Checkpoint 2.0. ``balanced``: replicas are read once and
-    broadcast. ``workers``: threads that read, 0: as many as make sense. ``pretrained``: ``path`` holds Hugging Face weights.
-    ``trains``: a training begins with the weights; else they are evaluated, or predict. ``converts``: auto_trans_ckpt, as the
-    user wrote it."""
+    ``path``: of the checkpoint, empty: none; after the selection the path that mindformers receives. ``resume``: with optimizer
+    and counters, else weights alone. ``iterations``: by the code for Checkpoint 2.0. ``balanced``: replicas are read once and
+    broadcast. ``workers``: reading threads, 0: chosen automatically. ``pretrained``: ``path`` holds Hugging Face weights.
+    ``trains``: a training begins with the weights, else an evaluation or a prediction. ``converts``: auto_trans_ckpt, as the user
+    wrote it.
+    """
     path: str
     resume: bool = True
     iterations: bool = False
@@ -73,11 +74,12 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """Says what was selected and how it is loaded.
+    """What was selected and how it is loaded.
 
-    ``choice``: the checkpoint; after a conversion on disk the converted one. ``selected``: the same before any conversion.
-    ``open_source``: opens it as weights in whatever layout; None: each rank loads what it verified itself. ``lost``: on rank 0,
-    what a job that died had done after it."""
+    ``choice``: the checkpoint; after a conversion on disk the converted one. ``selected``: the checkpoint before any conversion.
+    ``open_source``: opens it as weights of any layout; None: each rank loads what it verified. ``lost``: on rank 0, the work of a
+    job that died after this checkpoint.
+    """
     request: LoadRequest | None = None
     choice: Choice | None = None
     selected: Choice | None = None
@@ -86,12 +88,12 @@ class ResumePlan:
 
     @property
     def resumes(self) -> bool:
-        """Returns whether counters and optimizer are restored; weights alone are no resume."""
+        """Returns whether counters and optimizer are restored; loading weights alone is no resume."""
         return self.choice is not None and self.choice.chosen is not None and (self.request is None or self.request.resume)
 
     @property
     def iterations(self) -> LoadRequest | None:
-        """Returns the request if it is loaded by the code for Checkpoint 2.0, else None."""
+        """Returns the request if the code for Checkpoint 2.0 loads it, else None."""
         return self.request if self.request is not None and self.request.iterations else None
 
     @property
@@ -102,7 +104,7 @@ class ResumePlan:
 
 @dataclass(frozen=True)
 class RunOrigin:
-    """Says where this run begins: its first step follows ``step``. ``consumed``: samples seen before, None: not known."""
+    """Where this run begins: its first step follows ``step``. ``consumed``: samples seen before, None: unknown."""
     step: int = 0
     position: DataPosition = DataPosition()
     consumed: int | None = 0
@@ -112,13 +114,14 @@ class RunOrigin:
 
 @dataclass
 class RunProgress:
-    """Holds the counters of the run.
+    """The counters of the run.
 
-    ``dataset_size``: steps of one pass over the data. ``sink_size``: None: not in sink mode. ``dataset_identity``: its
-    fingerprint, empty: not known. ``restored``: where a resume continues; ``global_step``: of its optimizer, scaled to the global
-    batch size of this run; ``summary``: rows for people. ``load_seconds``: spent on selecting, reading and verifying. ``step``:
-    the last one that is done. ``stop_reason``: why the training stopped before its end, with its last step saved. ``metrics``:
-    the newest value of each that the user reported."""
+    ``dataset_size``: steps of one pass over the data. ``sink_size``: None: no sink mode. ``dataset_identity``: fingerprint of the
+    data set, empty: unknown. ``restored``: where a resume continues. ``global_step``: of its optimizer, scaled to the global
+    batch size of this run. ``summary``: rows of the table of the resume. ``load_seconds``: time of selecting, reading and
+    verifying. ``step``: the last finished step. ``stop_reason``: why the training stopped before its end, after it saved its last
+    step. ``metrics``: the newest value of each reported metric.
+    """
     origin: RunOrigin = RunOrigin()
     restored: ResumeProgress | None = None
     global_step: int = 0
@@ -132,7 +135,7 @@ class RunProgress:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def data_at(self, step: int, batch: int | None) -> tuple[int | None, DataPosition | None]:
-        """Returns (samples seen, position in the data) after ``step``; None where it is not known."""
+        """Returns (samples seen, position in the data) after ``step``; None where it is unknown."""
         if not batch or not self.dataset_size:
             return None, None
         done, origin = step - self.origin.step, self.origin
@@ -151,17 +154,18 @@ class RunProgress:
 
 @dataclass
 class Resources:
-    """Holds what is opened for the run, and closed once at its end.
+    """What is opened for the run and closed once at its end.
 
-    ``storage``: verifies the selected checkpoint, and loads it. ``topology``: which ranks see the same folder, by its path.
-    ``read_lock``: keeps the selected checkpoint from being removed until all ranks have read it. ``load_attempt``: pending until
-    its first step is done. ``remote``: where checkpoints are kept besides."""
+    ``storage``: verifies and loads the selected checkpoint. ``topology``: which ranks see the same folder, by its path.
+    ``read_lock``: keeps the selected checkpoint from being removed until all ranks have read it. ``pending_load``: the load
+    attempt, until its first step is done. ``remote``: the object store to which checkpoints are uploaded.
+    """
     group: Group = field(default_factory=SingleProcess)
     emit: Emitter = field(default_factory=lambda: Emitter(MindFormersLog(), TensorBoard()))
     storage: Storage = field(default_factory=PosixStorage)
     topology: dict[str, SharedGroups] = field(default_factory=dict)
     read_lock: Lease | None = None
-    load_attempt: PendingLoadAttempt = field(default_factory=PendingLoadAttempt)
+    pending_load: PendingLoadAttempt = field(default_factory=PendingLoadAttempt)
     remote: RemoteCheckpoints | None = None
 
     def drop_verified_bytes(self) -> None:
@@ -170,7 +174,7 @@ class Resources:
             self.storage.clear()
 
     def release(self) -> None:
-        """Gives up what protects the selected checkpoint: it has been read, or nobody is going to. Idempotent."""
+        """Releases the read lock and the kept bytes: the checkpoint was read, or will not be read. Idempotent."""
         self.drop_verified_bytes()
         if self.read_lock is not None:
             self.read_lock.release()
@@ -179,7 +183,8 @@ class Resources:
 
 @dataclass
 class IterationObjects:
-    """Holds what mindformers passes on its way to a load of Checkpoint 2.0. ``common``: what it reads as common.json, once."""
+    """What mindformers passes to the wrappers before a load of Checkpoint 2.0. ``common``: what it then reads as common.json,
+    once."""
     config: Any = None
     model: Any = None
     common: dict[str, Any] | None = None
@@ -187,8 +192,8 @@ class IterationObjects:
 
 @dataclass
 class TrainingContext:
-    """Holds everything that hooks and CheckpointMonitor share. ``task``: TRAIN, EVALUATE or PREDICT; empty: idle. ``monitor``:
-    the CheckpointMonitor that saves in this training. ``requests``: to stop, from before it began
+    """Everything that wrappers and CheckpointMonitor share. ``task``: TRAIN, EVALUATE or PREDICT; empty: idle. ``monitor``: the
+    CheckpointMonitor that saves in this training. ``requests``: requests to stop from before it began
     (``coordination.preemption``)."""
     settings: Settings = field(default_factory=Settings)
     task: str = ""
@@ -209,42 +214,43 @@ class TrainingContext:
 
     @property
     def shard(self) -> VerifiedShard | None:
-        """Returns what this rank verified and loads; None if the checkpoint is of another number of ranks (it is converted
-        then)."""
+        """Returns what this rank verified and loads; None if the checkpoint has another number of ranks, and so is converted."""
         return own_shard(self.plan.choice, self.group)
 
 
-# ---- its life --------------------------------------------------------------------------------------------------------
+# ---- begin and end ---------------------------------------------------------------------------------------------------
 
 _current = [TrainingContext()]
 
 
 def current() -> TrainingContext:
+    """Returns the current context; an idle one outside of a training."""
     return _current[0]
 
 
-def begin(context: TrainingContext) -> TrainingContext:
-    """Makes it the current one."""
+def set_current(context: TrainingContext) -> TrainingContext:
+    """Makes ``context`` the current one, and returns it."""
     _current[0] = context
     return context
 
 
 @contextmanager
 def training(config: Any) -> Iterator[TrainingContext]:
-    """Opens the context of a training. Ends quietly on TrainingCompleteError; any other error passes, after it is recorded.
+    """Opens the context of a training. TrainingCompleteError ends it quietly; any other error is recorded and passes.
 
-    On every rank, also after an error: the load attempt is told of it, the selected checkpoint is released, the monitor finishes
-    the save in flight, and TrainingEnded is the last event."""
+    On every rank, also after an error: the load attempt receives the error, the read lock is released, the monitor finishes the
+    save in flight, and TrainingEnded is the last event.
+    """
     group = group_of_job()
     emit = Emitter(MindFormersLog(), TensorBoard(), EventFile(adapter.output_root(), group.rank))
     context, ended = TrainingContext(task=TRAIN, resources=Resources(group, emit)), TrainingEnded(FAILED)
-    with ExitStack() as end:                            # last in, first out
-        end.callback(begin, TrainingContext())          # an evaluation or another training after this one loads its own
-        end.callback(_close, emit)
+    with ExitStack() as end:                            # callbacks run in the reverse order
+        end.callback(set_current, TrainingContext())    # what runs in this process later has a context of its own
+        end.callback(_close_events, emit)
         end.callback(lambda: emit(ended))
-        end.callback(_settle, context)
+        end.callback(_settle_monitor, context)
         end.callback(context.resources.release)
-        begin(context)
+        set_current(context)
         try:
             emit(TrainingStarted(socket.gethostname(), os.getpid(), group.size, mindresume.__version__,
                                  time.localtime().tm_gmtoff))
@@ -252,48 +258,65 @@ def training(config: Any) -> Iterator[TrainingContext]:
             context.resources.remote = modelarts.remote_of(config, emit)
             context.requests = preemption.requests(config)
             yield context
-            reason = context.progress.stop_reason
-            ended = TrainingEnded(PREEMPTED if reason else FINISHED, reason, context.progress.step)
+            ended = _ended(context.progress)
         except TrainingCompleteError as error:
             ended = TrainingEnded(NOTHING_TO_TRAIN, str(error))
         except BaseException as error:
-            context.resources.load_attempt.end(error)
-            ended = TrainingEnded(FAILED, f"{type(error).__name__}: {error}", context.progress.step)
+            context.resources.pending_load.end(error)
+            ended = _ended(context.progress, error)
             raise
+
+
+def _ended(progress: RunProgress, error: BaseException | None = None) -> TrainingEnded:
+    """Returns how a training ended. SystemExit is no failure if its status is that of a success, or of a process that SIGTERM
+    ended."""
+    reason = progress.stop_reason
+    if isinstance(error, SystemExit) and error.code == preemption.STATUS:
+        return TrainingEnded(PREEMPTED, reason or preemption.BY_SIGNAL, progress.step)
+    if error is None or isinstance(error, SystemExit) and error.code in (None, 0):
+        return TrainingEnded(PREEMPTED if reason else FINISHED, reason, progress.step)
+    return TrainingEnded(FAILED, f"{type(error).__name__}: {error}", progress.step)
 
 
 @contextmanager
 def inference(task: str, config: Any) -> Iterator[TrainingContext]:
-    """Opens the context of an evaluation or a prediction: it loads weights alone, and saves nothing."""
+    """Opens the context of an evaluation or a prediction, which loads weights alone and saves nothing."""
     before = current()
-    context = begin(TrainingContext(Settings.load(config.get("mindresume")), task, Resources(group_of_job())))
+    context = set_current(TrainingContext(Settings.load(config.get("mindresume")), task, Resources(group_of_job())))
     try:
         yield context
     finally:
         try:
             context.resources.release()
         finally:
-            begin(before)
+            set_current(before)
 
 
-def _settle(context: TrainingContext) -> None:
+def _settle_monitor(context: TrainingContext) -> None:
+    """Finishes the save in flight, if the training failed."""
     monitor, context.monitor = context.monitor, None
-    if monitor is not None:                             # the training failed
+    if monitor is not None:
         monitor.settle()
 
 
-def _close(emit: Emitter) -> None:
-    """Closes the event file. Uploads may still end behind the training, at the exit of the process: that is said in the log."""
+def _close_events(emit: Emitter) -> None:
+    """Closes the event file. Uploads may end after the training, at the exit of the process: these are only logged."""
     emit.close()
     emit.add(MindFormersLog())
 
 
 def report_metric(name: str, value: Any) -> None:
-    """Remembers what was measured, for example the loss of an evaluation: every later save records the newest value, and
-    ``mindresume.keep_best`` can go by it (rank 0's value counts). ``value``: a number, or a tensor or array of one element;
-    one that is not finite makes the next saves go without this metric. ConfigError for anything else."""
+    """Records a measurement, such as the loss of an evaluation: every later save stores the newest value, and
+    ``mindresume.keep_best`` can rank checkpoints by it (the value of rank 0 counts).
+
+    Args:
+        name: of the metric.
+        value: a number, or a tensor or array of one element. If it is not finite, the next saves have no such metric.
+    Raises:
+        ConfigError: The name is empty, or the value is no number.
+    """
     if not isinstance(name, str) or not name.strip():
-        raise ConfigError(f"report_metric: the name is {name!r}; expected a text that is not empty")
+        raise ConfigError(f"report_metric: the name is {name!r}; expected a non-empty text")
     array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value)
     if array.size != 1 or array.dtype.kind in "OSUb":
         raise ConfigError(f"report_metric: {name} is {value!r}; expected one number")

@@ -1,8 +1,8 @@
-"""Does the jobs of one process of the reference engine.
+"""Runs the jobs of one process of the reference engine.
 
-``python -m mindresume.mindformers.transform_worker JOB.json ...`` does one job after the other. A job: {"kind": "ranks", "folder"
+``python -m mindresume.mindformers.transform_worker JOB.json ...`` runs one job after the other. A job: {"kind": "ranks", "folder"
 or "unified"; "source", "out": folders; "source_strategy", "target_strategy": files or null; "format": of the files; "ranks":
-those of the target; "processes": at most so many; "redundant": whether all ranks have all that they should hold}. It reads
+ranks of the target; "processes": most processes; "redundant": whether every rank has all tensors of its layout}. It reads
 ``<source>/rank_<R>/weights.<format>`` and writes ``<out>/rank_<R>/weights<R>.<format>``, or complete files into ``out``.
 ``transform_processes`` starts and watches it.
 """
@@ -30,8 +30,8 @@ def main(paths: list[str]) -> None:
 
 
 def end_with_parent() -> None:
-    """The parent holds the other end of the pipe and never writes; it is closed when the parent is no more, however that came.
-    Ends this process and those it started."""
+    """Ends this process, and those that it started, when the parent ends for any reason. The parent holds the other end of the
+    pipe and never writes; the kernel closes the pipe with the parent."""
     while os.read(0, 1):
         pass
     if os.getpgrp() == os.getpid():
@@ -39,9 +39,12 @@ def end_with_parent() -> None:
 
 
 def guard(engine: Any) -> None:
-    """Works around two defects of MindSpore. It hands views to ``save_file``, of which safetensors 0.8.0 ignores the strides;
-    arrays without dimensions must stay so, which ``ascontiguousarray`` does not do. And after each part ``unified_safetensors``
-    sleeps as long as more than half of the memory of the machine is in use, by whomever."""
+    """Works around two defects of MindSpore.
+
+    It passes views to ``save_file``, and safetensors 0.8.0 ignores their strides; ``ascontiguousarray`` is not used, because it
+    would give arrays without dimensions one. And ``unified_safetensors`` sleeps after each part as long as more than half of the
+    machine's memory is in use, by any process.
+    """
     save = engine.save_file
 
     def save_contiguous(tensors: dict[str, Any], *args: Any, **options: Any) -> Any:
@@ -52,8 +55,7 @@ def guard(engine: Any) -> None:
 
 
 def by_rank(job: dict[str, Any]) -> None:
-    """Transforms rank by rank, ckpt only: ``transform_safetensors_by_rank`` of MindSpore 2.9.0 raises AttributeError, whatever it
-    is given."""
+    """Transforms rank by rank, ckpt only: ``transform_safetensors_by_rank`` of MindSpore 2.9.0 always raises AttributeError."""
     import mindspore
     strategies = job["source_strategy"], job["target_strategy"]
     for rank in job["ranks"]:
@@ -65,13 +67,14 @@ def by_rank(job: dict[str, Any]) -> None:
 
 
 def by_folder(job: dict[str, Any]) -> None:
-    """Transforms all ranks at once. ``process_num`` 1: with more, what a process fails to write is just not there."""
+    """Transforms all ranks at once. ``process_num`` is 1: with more, a file that a process fails to write is silently missing."""
     import mindspore
     mindspore.transform_checkpoints(job["source"], job["out"], "weights", job["source_strategy"], job["target_strategy"],
                                     process_num=1, output_format=job["format"])
 
 
 def unified(job: dict[str, Any]) -> None:
+    """Merges the files of all ranks into complete files."""
     from mindspore.parallel import unified_safetensors
     unified_safetensors(job["source"], job["source_strategy"], job["out"], merge_with_redundancy=job["redundant"],
                         max_process_num=job["processes"])

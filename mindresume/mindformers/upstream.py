@@ -1,10 +1,10 @@
-"""The table of upstream symbols: every name of mindformers and MindSpore that mindresume wraps, overrides, calls or reads.
+"""Lists the upstream symbols: every name of mindformers and MindSpore that mindresume wraps, overrides, calls or reads.
 
     MINDFORMERS_1_9.symbols                         # the rows that must hold in this release
     to_json(MINDFORMERS_1_9)                        # the table, for people and tools
 
-A release of mindformers is a ``Profile``. ``upstream_check`` compares its rows with what is installed before anything is patched,
-so that a release that renamed a function is refused at once and not in the middle of a training.
+Each release of mindformers has a ``Profile``. Before anything is patched, ``upstream_check`` compares its rows with the installed
+packages, so that a release that renamed a function is refused at the start and not during a training.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-# Modules that hold the names that are wrapped: a name is replaced where it is used, in each module that imported it.
+# Modules whose names are wrapped: a name is replaced in each module that imported it.
 TRAINER = "mindformers.trainer.trainer"
 BASE_TRAINER = "mindformers.trainer.base_trainer"
 TRAINER_UTILS = "mindformers.trainer.utils"
@@ -36,8 +36,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Feature:
-    """Names what needs a symbol. ``without``: what is lost when the feature is switched off because one of its symbols is absent
-    or has another signature; empty: the installation is refused instead."""
+    """What needs a symbol. ``without``: what is lost when the feature is switched off, because a symbol is absent or has another
+    signature; empty: the installation is refused instead."""
     name: str
     without: str = ""
 
@@ -63,8 +63,8 @@ LAUNCHER = Feature("run_mindformer.py", "start the training with a script of you
 
 @dataclass(frozen=True)
 class Symbol:
-    """One row of the table. ``name``: dotted, within ``module``. ``signature``: parameter names and defaults, None: only its
-    existence is checked. ``since``, ``until``: releases of its package between which it is known to be there."""
+    """One row of the table. ``name``: dotted, within ``module``. ``signature``: parameter names and defaults; None: only the
+    existence is checked. ``since``, ``until``: first and last release of its package that is known to have it."""
     module: str
     name: str
     signature: str | None
@@ -80,14 +80,15 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Profile:
-    """A release of mindformers with its MindSpore. ``versions``: beginnings of the version of each package."""
+    """A release of mindformers with its MindSpore. ``versions``: the beginning of each package's version."""
     name: str
     versions: Mapping[str, str]
     symbols: tuple[Symbol, ...]
 
 
 def _rows(module: str, kind: Kind, feature: Feature, *symbols: str, since: str = "", until: str = "") -> tuple[Symbol, ...]:
-    """Returns rows of one module. ``symbols``: "name" or "name(signature)". Default releases: those in which most were found."""
+    """Returns the rows of one module. ``symbols``: "name" or "name(signature)". The default releases are those of most
+    symbols."""
     since = since or ("2.9.0" if module.startswith("mindspore") else "1.8.0")
     until = until or ("2.10.0" if module.startswith("mindspore") else "2.1.0")
     rows = []
@@ -118,7 +119,7 @@ MINDFORMERS: tuple[Symbol, ...] = (
            f"Trainer.evaluate(self, eval_dataset=None, eval_checkpoint=False, {_CHECKPOINT_ARGUMENTS}, **kwargs)",
            f"Trainer.predict(self, predict_checkpoint=None, {_CHECKPOINT_ARGUMENTS}, input_data=None, batch_size=None, "
            "**kwargs)"),
-    # ---- the choice
+    # ---- the selection
     *_rows(TRAINER, Kind.REPLACED, SELECTION, "Trainer._check_config_rules(self)"),
     *_rows(TRAINER, Kind.WRAPPED, SELECTION,
            "get_resume_checkpoint(checkpoint_dir, resume_training, resume_by_meta=True, ckpt_format='ckpt', "
@@ -183,7 +184,7 @@ MINDFORMERS: tuple[Symbol, ...] = (
     *_rows("mindformers.trainer", Kind.CALLED, LAUNCHER, "Trainer"),
 )
 
-# Outside of the profiles: run_mindformer.py starts this trainer, and mindresume does not work in it yet.
+# Not in the profiles: run_mindformer.py starts this trainer, in which mindresume does not work yet.
 PYNATIVE = _rows("mindformers.pynative.trainer", Kind.CALLED, LAUNCHER, "Trainer", since="1.9.0")
 
 _GROUP = "group='hccl_world_group'"
@@ -240,7 +241,7 @@ PROFILES = (MINDFORMERS_1_9,)
 
 
 def to_json(profile: Profile) -> list[dict[str, str | None]]:
-    """Returns the table, one object a row."""
+    """Returns the table, one object per row."""
     return [{"symbol": row.path, "signature": row.signature, "kind": row.kind.value, "feature": row.feature.name,
              "since": row.since, "until": row.until, "if_absent": row.feature.without or "the installation is refused"}
             for row in profile.symbols]

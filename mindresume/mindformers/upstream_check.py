@@ -1,7 +1,7 @@
-"""Compares the table of upstream symbols with what is installed, before anything is patched.
+"""Compares the table of upstream symbols with the installed packages, before anything is patched.
 
     profile, notice = profile_for(installed_versions())
-    off, notices = require(profile)                 # ConfigError lists every symbol without which mindresume cannot work
+    off, notices = require(profile)                 # ConfigError lists every missing symbol that mindresume needs
     switch_off(off)
 """
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 from mindresume.errors import ConfigError
 from mindresume.mindformers.upstream import PROFILES, Feature, Kind, Profile, Symbol
 
-_off: set[Feature] = set()                              # of this process, since the installation
+_off: set[Feature] = set()                              # features switched off in this process, since the installation
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Describes a symbol that is not as expected. ``found``: its signature, None: it is absent."""
+    """A symbol that differs from the table. ``found``: its signature, None: it is absent."""
     symbol: Symbol
     found: str | None
-    compatible: bool = False                            # only optional parameters or other defaults: calls go on as before
+    compatible: bool = False                            # only optional parameters or defaults differ: calls work as before
 
     def __str__(self) -> str:
         expected = "" if self.symbol.signature is None else f"expected ({self.symbol.signature}), "
@@ -35,12 +35,13 @@ class Finding:
 
 
 def installed_versions() -> dict[str, str]:
+    """Returns the versions of mindformers and mindspore."""
     return {name: metadata.version(name) for name in ("mindformers", "mindspore")}
 
 
 def profile_for(versions: Mapping[str, str]) -> tuple[Profile, str]:
-    """Returns the profile of the installed versions and a notice, empty if they are tested together. Untested ones get the last
-    profile, whose rows then decide whether the installation is possible."""
+    """Returns the profile of the installed versions, and a notice that is empty if they are tested together. Untested versions
+    get the last profile; its rows then decide whether the installation is possible."""
     for profile in PROFILES:
         if all((versions[name] + ".").startswith(wanted + ".") for name, wanted in profile.versions.items()):
             return profile, ""
@@ -51,9 +52,11 @@ def profile_for(versions: Mapping[str, str]) -> tuple[Profile, str]:
 
 
 def resolve(symbol: Symbol) -> Any:
-    """Returns the object: a descriptor of a class as it is; None for an attribute that the methods of the class set.
+    """Returns the object of a symbol: a descriptor of a class unchanged; None for an attribute that the methods of the class set.
 
-    Raises AttributeError or ImportError if it is absent."""
+    Raises:
+        AttributeError, ImportError: It is absent.
+    """
     found: Any = import_module(symbol.module)
     for part in symbol.name.split("."):
         if not isinstance(found, type):
@@ -83,16 +86,20 @@ def check(symbols: Iterable[Symbol]) -> list[Finding]:
 
 
 def require(profile: Profile) -> tuple[frozenset[Feature], list[str]]:
-    """Compares all rows of ``profile`` with what is installed. Returns the features to be switched off and the notices of them.
+    """Compares all rows of ``profile`` with the installed packages.
 
-    Raises ConfigError that lists every symbol without which mindresume cannot work."""
+    Returns:
+        The features to switch off, and the notices about them.
+    Raises:
+        ConfigError: It lists every missing symbol that mindresume cannot work without.
+    """
     findings = check(profile.symbols)
     serious = [finding for finding in findings if not finding.compatible]
     refused = [finding for finding in serious if not finding.symbol.feature.without]
     if refused:
         installed = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
         wanted = " and ".join(f"{name} {version}" for name, version in profile.versions.items())
-        raise ConfigError(f"mindresume cannot be used with {installed}: {len(refused)} of {len(profile.symbols)} places differ "
+        raise ConfigError(f"mindresume cannot be used with {installed}: {len(refused)} of {len(profile.symbols)} symbols differ "
                           f"from {profile.name}:" + "".join(f"\n  {finding}" for finding in refused) +
                           f"\nInstall {wanted}, or train without mindresume")
     off = frozenset(finding.symbol.feature for finding in serious)
@@ -101,22 +108,24 @@ def require(profile: Profile) -> tuple[frozenset[Feature], list[str]]:
         for feature in sorted(off, key=lambda feature: feature.name)]
     changed = [str(finding) for finding in findings if finding.compatible]
     if changed:
-        notices.append("these places differ from " + profile.name + " without an effect on mindresume: " + "; ".join(changed))
+        notices.append("these symbols differ from " + profile.name + " without an effect on mindresume: " + "; ".join(changed))
     return off, notices
 
 
 def switch_off(features: Iterable[Feature]) -> None:
-    """Sets the features that this process does without."""
+    """Sets the features that this process switches off."""
     _off.clear()
     _off.update(features)
 
 
 def is_off(feature: Feature) -> bool:
+    """Returns whether ``feature`` is switched off."""
     return feature in _off
 
 
 def signature_text(function: Any) -> str:
-    """Returns the parameters without annotations: ``self, a, b=None, *args, **kwargs``. ``...``: no constant default."""
+    """Returns the parameters without annotations: ``self, a, b=None, *args, **kwargs``. ``...`` stands for a default that is no
+    constant."""
     try:
         signature = inspect.signature(function.__func__ if isinstance(function, (classmethod, staticmethod)) else function)
     except (TypeError, ValueError):
@@ -134,8 +143,8 @@ def _parameter_text(parameter: inspect.Parameter) -> str:
 
 
 def _compatible(expected: str, found: str) -> bool:
-    """Returns whether every call that fits ``expected`` fits ``found`` and means the same parameters. Optional ones may be taken
-    as ``*args, **kwargs``, as by the wrapper of somebody else."""
+    """Returns whether every call that fits ``expected`` fits ``found`` with the same meaning. ``*args, **kwargs`` may take
+    optional parameters, as in another package's wrapper."""
     wanted, there = _parameters(expected), _parameters(found)
     takes_any = {"*args", "**kwargs"} <= there.keys()
     if found == "unknown" or any(name.startswith("*") and name not in there for name in wanted):
@@ -151,13 +160,13 @@ def _compatible(expected: str, found: str) -> bool:
 
 
 def _parameters(signature: str) -> dict[str, bool]:
-    """Returns whether each parameter has a default, in their order."""
+    """Returns {name: whether it has a default}, in order."""
     return {name: bool(default) for name, default in re.findall(r"(?:^|, )(\*{0,2}\w+)(=?)", signature)}
 
 
 @functools.cache
 def _assigned(holder: type) -> frozenset[str]:
-    """Returns the attributes of their instance that the methods of a class set."""
+    """Returns the attributes that the methods of a class set on their instance."""
     methods = (inspect.unwrap(value) for base in holder.__mro__ for value in vars(base).values() if inspect.isfunction(value))
     return frozenset(step.argval for method in methods if inspect.isfunction(method) for step in dis.get_instructions(method)
                      if step.opname == "STORE_ATTR")

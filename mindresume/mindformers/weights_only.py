@@ -1,11 +1,11 @@
-"""Loads weights alone in Checkpoint 1.0, with which a fine-tuning, an evaluation or a prediction begins; no training is resumed.
+"""Loads weights alone in Checkpoint 1.0, for the begin of a fine-tuning, an evaluation or a prediction; no training resumes.
 
-    at the start   the path, by whatever key it comes ─▶ the choice, proven and agreed by all ranks
+    at the start   the path, from any of its keys ─▶ the selection, verified and agreed by all ranks
     at the load    the network, compiled where parameters are cut ─▶ its parameters in the checkpoint ─▶ byte ranges of this rank
-                   ─▶ read, verified, converted to the parameters' dtype, loaded; what is missing is an error by name
+                   ─▶ read, verified, converted to the dtype of the parameters, loaded; a missing one is an error with its name
 
-What mindformers saved on as many ranks as the job has needs no layouts: each rank loads its own file. Names of Hugging Face that
-only mindformers can translate, and networks that take their weights apart themselves, are still loaded by its code.
+What mindformers saved on as many ranks as the job has needs no layouts: each rank loads its own file. mindformers' own code still
+loads Hugging Face names that only it can translate, and networks that convert their weights themselves.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.mindformers import adapter, load_iteration, selection, state_restorer
 from mindresume.mindformers.auto_transform import OPENING
-from mindresume.mindformers.load_progress import traffic_of_load, waiting
+from mindresume.mindformers.load_progress import load_traffic, waiting_for
 from mindresume.mindformers.network_state import check_fit, job_layouts
 from mindresume.mindformers.training_context import PREDICT, TRAIN, LoadRequest, TrainingContext
 from mindresume.model.training_state import is_transient
@@ -41,7 +41,7 @@ from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES
 
 _FLOATS, _INTS = ("float16", "float32", "float64", "bfloat16"), ("int8", "int16", "int32", "int64")
-_ADAPTERS = ("lora", "mindpet_delta")           # in the names of what mindformers adds to a network for pet_config
+_ADAPTERS = ("lora", "mindpet_delta")           # in the names of parameters that mindformers adds for pet_config
 
 Wanted = Mapping[str, tuple[tuple[int, ...], str]]          # {parameter: (shape, dtype)}
 
@@ -49,8 +49,8 @@ Wanted = Mapping[str, tuple[tuple[int, ...], str]]          # {parameter: (shape
 # ---- at the start ----------------------------------------------------------------------------------------------------
 
 def path_of(config: Any, task: str) -> str:
-    """Returns the path of the weights that are asked for; empty: none, or they are loaded by mindformers itself: for its
-    inference models, and with the adapters of slora, which lie elsewhere."""
+    """Returns the path of the requested weights; empty if there are none, or if mindformers loads them itself: for its inference
+    models, and with slora adapters, which lie elsewhere."""
     if config.get("only_save_strategy") or adapter.pet_type(config) == "slora":
         return ""
     if task == PREDICT and not config.get("use_legacy") and config.get("run_mode") != "predict_with_train_model":
@@ -62,18 +62,21 @@ def path_of(config: Any, task: str) -> str:
 
 
 def select(config: Any, task: str, context: TrainingContext, storage: Storage) -> None:
-    """Sets the keys of ``config``, and the plan of ``context``, to what was selected by all ranks. Errors as of
-    ``choosing.select``."""
+    """Sets the keys of ``config``, and the plan of ``context``, to what all ranks selected.
+
+    Raises:
+        NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: As ``selection.select``.
+    """
     path = path_of(config, task)
     if not path:
         return
     group, asked = context.group, config.get("resume_training")
     path = locate_checkpoints(storage, path, group, context.emit)
     converts = bool(config.get("auto_trans_ckpt"))
-    apart = not converts and group.size > 1 and any(report(group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
+    split = not converts and group.size > 1 and any(report(group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
         shared_groups_of(storage, path, group, context.resources.topology, context.emit).is_split
-    plan = selection.select(config, path, asked if isinstance(asked, str) else None, context, storage, converts=not apart,
-                            resume=False, as_it_is=not converts)
+    plan = selection.select(config, path, asked if isinstance(asked, str) else None, context, storage, any_layout=not split,
+                            resume=False, keep_layout=not converts)
     choice, chosen = plan.choice, plan.choice.chosen
     shown = path if os.path.isfile(path) else os.path.join(choice.root,
                                                            chosen.iteration_dir) if chosen.iteration_dir else choice.root
@@ -81,26 +84,30 @@ def select(config: Any, task: str, context: TrainingContext, storage: Storage) -
     config.load_checkpoint, config.resume_training, config.load_ckpt_format = shown, False, chosen.format
     if config.get("checkpoint"):
         config.checkpoint.load_path = shown
-    config.auto_trans_ckpt = False              # mindformers has nothing left to do, to require, or to clear
+    config.auto_trans_ckpt = False              # mindformers must neither convert nor clear anything
 
 
 # ---- at the load -----------------------------------------------------------------------------------------------------
 
 def load(config: Any, model: Any, network: Any, dataset: Any, context: TrainingContext, storage: Storage, do_eval: bool,
          do_predict: bool) -> bool:
-    """Loads what was selected into the parameters of ``network``. False: mindformers has to do it, and nothing was done.
-    CollectiveError on all ranks for whatever fails on one."""
+    """Loads the selected weights into the parameters of ``network``. Returns False, with nothing loaded, if mindformers must do
+    it.
+
+    Raises:
+        CollectiveError: On all ranks, if one fails.
+    """
     request, group, open_source = context.plan.request, context.group, context.plan.open_source
     path = config.checkpoint.load_path
-    if os.path.realpath(path) != os.path.realpath(request.path):                # mindformers has translated names into new files
+    if os.path.realpath(path) != os.path.realpath(request.path):          # mindformers wrote translated names into new files
         open_source = partial(open_complete, storage, path)
     source = agreed(group, open_source, OPENING) if open_source is not None else None
     if not request.trains:
         network.set_train(False)
     known = decide(group, lambda: source is not None and source.candidate is None and
-                   is_huggingface(storage, source.weights.name))        # asked of one: what follows are exchanges
-    if reason := adapter.only_by_mindformers(network, source.weights.tensors if source else (), known):
-        context.emit(warning(f"{request.path}: {reason}; mindformers loads it, and its log says what got no value"))
+                   is_huggingface(storage, source.weights.name))        # rank 0 decides, because collectives follow
+    if reason := adapter.reason_for_builtin_load(network, source.weights.tensors if source else (), known):
+        context.emit(warning(f"{request.path}: {reason}; mindformers loads it, and logs the parameters that got no value"))
         config.auto_trans_ckpt = request.converts
         return False
     if config.use_parallel and adapter.is_parallel():
@@ -120,9 +127,9 @@ def load(config: Any, model: Any, network: Any, dataset: Any, context: TrainingC
 def _load(config: Any, cell: Any, network: Any, source: OpenCheckpoint, context: TrainingContext) -> None:
     """Loads by regions, from any layout into that of the job."""
     emit, group, tensors = context.emit, context.group, source.weights.tensors
-    wanted = agreed(group, lambda: _wanted(cell, network, tensors))
+    wanted = agreed(group, lambda: _parameters_of_network(cell, network, tensors))
     optional = _optional(config, context, tensors)
-    origin = agreed(group, lambda: names_in(wanted, tensors, source.what, optional, emit))
+    origin = agreed(group, lambda: checkpoint_names(wanted, tensors, source.what, optional, emit))
     layouts = job_layouts(cell, {name: shape for name, (shape, _) in wanted.items()}, group.size,
                           lambda text: emit(warning(text)))
     stored = {origin.get(name, name): (shape, _read_as(tensors, origin.get(name, name), dtype))
@@ -131,67 +138,72 @@ def _load(config: Any, cell: Any, network: Any, source: OpenCheckpoint, context:
     regions = agreed(group, lambda: wanted_regions(
         source.weights, stored, {origin.get(name, name): row for name, row in layouts.items()}, group.rank,
         lambda name: optional(backwards.get(name, name)), allow=True))
-    traffic, until_read = traffic_of_load(bytes_of(source.weights, regions), emit)
+    traffic, until_read = load_traffic(bytes_of(source.weights, regions), emit)
     arrays = agreed(group, partial(read_regions, source.weights, regions, traffic=traffic), until_read)
-    named = {backwards.get(name, name): array for name, array in arrays.items()}
+    by_parameter = {backwards.get(name, name): array for name, array in arrays.items()}
     del arrays
-    agreed(group, lambda: _convert(named, wanted, emit))
-    _put(network, named, False, wanted, optional, source.what, context, traffic.read)
+    agreed(group, lambda: _convert(by_parameter, wanted, emit))
+    _assign(network, by_parameter, False, wanted, optional, source.what, context, traffic.read)
 
 
 def _load_own(config: Any, cell: Any, network: Any, context: TrainingContext, storage: Storage) -> None:
-    """Loads the file of this rank, of a job of as many ranks that left no layouts."""
+    """Loads the file of this rank, which a job of as many ranks saved without layouts."""
     group, what = context.group, context.plan.request.path
-    held = agreed(group, lambda: _held(storage, context), OPENING)
+    held = agreed(group, lambda: _tensors_by_source(storage, context), OPENING)
     there = {name for names in held.values() for name in names}
-    wanted = agreed(group, lambda: _wanted(cell, network, there))
+    wanted = agreed(group, lambda: _parameters_of_network(cell, network, there))
     optional = _optional(config, context, there)
     reporter = ProgressReporter("loading", context.emit)
 
     def read() -> tuple[dict[str, np.ndarray], bool]:
         parts = {source: tuple(name for name in names if name in wanted) for source, names in held.items()}
         if not any(parts.values()):
-            raise LoadError(_nothing(what, wanted, there))
+            raise LoadError(_no_match_text(what, wanted, there))
         shard = replace(context.shard, sources=tuple(replace(source, names=names) for source, names in parts.items() if names))
         arrays, deduplicated = state_restorer.read_shard(storage, context.plan.choice.root, shard, reporter)
         _convert(arrays, wanted, context.emit)
         check_fit(arrays, wanted, (lambda name: True) if deduplicated else optional, allow=True)
         return arrays, deduplicated
-    arrays, deduplicated = agreed(group, read, waiting(reporter))
-    _put(cell if deduplicated else network, arrays, deduplicated, wanted, optional, what, context)
+    arrays, deduplicated = agreed(group, read, waiting_for(reporter))
+    _assign(cell if deduplicated else network, arrays, deduplicated, wanted, optional, what, context)
 
 
-def _held(storage: Storage, context: TrainingContext) -> dict[ShardSource, tuple[str, ...]]:
-    """Returns {what this rank verified: its tensors}."""
+def _tensors_by_source(storage: Storage, context: TrainingContext) -> dict[ShardSource, tuple[str, ...]]:
+    """Returns {file that this rank verified: names of its tensors}."""
     return {source: source.names or tuple(header_of(storage, context.plan.choice.root, source.file).tensors)
             for source in context.shard.sources}
 
 
-def _put(cell: Any, arrays: dict[str, np.ndarray], deduplicated: bool, wanted: Wanted, optional: Callable[[str], bool], what: str,
-         context: TrainingContext, read_bytes: int | None = None) -> None:
+def _assign(cell: Any, arrays: dict[str, np.ndarray], deduplicated: bool, wanted: Wanted, optional: Callable[[str], bool],
+            what: str, context: TrainingContext, read_bytes: int | None = None) -> None:
+    """Hands the arrays to the parameters, and warns about those that keep their initial values."""
     absent = [name for name in wanted if name not in arrays and not is_transient(name)]
     if absent and not deduplicated:
-        context.emit(warning(f"not in {what}, and left as they are initialised: {listed(absent)}"))
+        context.emit(warning(f"not in {what}, so they keep their initial values: {listed(absent)}"))
     state_restorer.restore_parameters(cell, arrays, deduplicated, context, lambda name: name not in wanted or optional(name),
                                       read_bytes, what)
 
 
-def _wanted(cell: Any, network: Any, offered: Collection[str]) -> Wanted:
-    """Returns the parameters of the network that this rank holds. LoadError if there are none."""
+def _parameters_of_network(cell: Any, network: Any, offered: Collection[str]) -> Wanted:
+    """Returns {name: (shape, dtype)} of the network's parameters on this rank. Raises LoadError if there are none."""
     of_model = set(network.parameters_dict())
-    wanted = {name: row for name, row in adapter.wanted_of(cell, offered).items() if name in of_model}
+    wanted = {name: row for name, row in adapter.parameters_to_load(cell, offered).items() if name in of_model}
     if not wanted:
-        raise LoadError(f"none of the {len(of_model)} parameters of the network lies on this rank after the compilation; nothing "
-                        f"can be loaded")
+        raise LoadError(f"after the compilation this rank holds none of the {len(of_model)} parameters of the network, so "
+                        f"nothing can be loaded")
     return wanted
 
 
 # ---- names, dtypes, what may be missing ------------------------------------------------------------------------------
 
-def names_in(wanted: Collection[str], tensors: Mapping[str, Any], what: str, optional: Callable[[str], bool],
-             emit: Emit) -> dict[str, str]:
-    """Returns {parameter: its name in the checkpoint} where that is another one, as MindSpore and mindformers read them: tk_delta
-    for mindpet_delta, and one prefix before all that are not found. LoadError if none of the parameters is there."""
+def checkpoint_names(wanted: Collection[str], tensors: Mapping[str, Any], what: str, optional: Callable[[str], bool],
+                     emit: Emit) -> dict[str, str]:
+    """Returns {parameter: its name in the checkpoint} where the names differ, by the rules of MindSpore and mindformers: tk_delta
+    for mindpet_delta, and one common prefix of all parameters that are not found.
+
+    Raises:
+        LoadError: No parameter is in the checkpoint.
+    """
     old = {name.replace("tk_delta", "mindpet_delta"): name for name in tensors if "tk_delta" in name}
     found = {name: old[name] for name in wanted if name not in tensors and name in old}
     left = [name for name in wanted if name not in tensors and name not in found and not optional(name)]
@@ -200,23 +212,24 @@ def names_in(wanted: Collection[str], tensors: Mapping[str, Any], what: str, opt
         prefixes = [prefix for prefix in (name.removesuffix(left[0]) for name in ends)
                     if all(prefix + name in tensors for name in left)]
         if len(prefixes) == 1:
-            emit(warning(f"{what} calls {len(left)} parameters by another name, with {prefixes[0]} in front"))
+            emit(warning(f"{what} has {len(left)} parameters under another name, with the prefix {prefixes[0]}"))
             found |= {name: prefixes[0] + name for name in left}
     if not found and not any(name in tensors for name in wanted):
-        raise LoadError(_nothing(what, wanted, tensors))
+        raise LoadError(_no_match_text(what, wanted, tensors))
     return found
 
 
-def _nothing(what: str, wanted: Collection[str], there: Collection[str]) -> str:
-    return (f"{what} holds none of the {len(wanted)} parameters of the network, which are called like "
-            f"{listed(sorted(wanted), 3)}; it holds {listed(sorted(there), 3) or 'nothing'}. Are they weights of another "
-            f"model, or in the names of another framework? Convert them first, or give another load_checkpoint")
+def _no_match_text(what: str, wanted: Collection[str], there: Collection[str]) -> str:
+    """Returns the message of a checkpoint that has none of the parameters."""
+    return (f"{what} holds none of the {len(wanted)} parameters of the network, expected names such as "
+            f"{listed(sorted(wanted), 3)}; it holds {listed(sorted(there), 3) or 'nothing'}. If these are weights of another "
+            f"model or framework, convert them first, or give another load_checkpoint")
 
 
 def _optional(config: Any, context: TrainingContext, tensors: Collection[str]) -> Callable[[str], bool]:
-    """Returns which parameters may be missing: those that live within a step or a request, and those that the user allows. Where
-    a training begins with ``pet_config`` also what mindformers adds to the network for it, if the checkpoint, of the network
-    alone, has nothing of that kind."""
+    """Returns which parameters may be missing: those that exist only within a step or a request, and those that the user allows.
+    At the begin of a training with ``pet_config`` also the parameters that mindformers adds for it, if the checkpoint, saved from
+    the network alone, has none of them."""
     adapters = bool(adapter.pet_type(config)) and context.plan.request.trains and not any(map(_is_adapter, tensors))
     return lambda name: is_transient(name) or context.settings.allows(name) or adapters and _is_adapter(name)
 
@@ -232,7 +245,8 @@ def _read_as(tensors: Mapping[str, Any], name: str, dtype: str) -> str:
 
 
 def _convert(arrays: dict[str, np.ndarray], wanted: Wanted, emit: Emit) -> None:
-    """Converts to the dtypes of the parameters. LoadError if a value would become infinite, or a whole number another one."""
+    """Converts the arrays to the dtypes of the parameters. Raises LoadError if a value would become infinite, or an integer would
+    change."""
     kinds: dict[str, int] = {}
     for name, array in arrays.items():
         dtype = wanted[name][1] if name in wanted else array.dtype.name
@@ -241,9 +255,9 @@ def _convert(arrays: dict[str, np.ndarray], wanted: Wanted, emit: Emit) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
             found = array.astype(DTYPES[dtype])
         if not np.array_equal(found, array) if dtype in _INTS else np.any(np.isinf(found) & ~np.isinf(array)):
-            raise LoadError(f"{name} is {array.dtype.name} in the checkpoint and has values that {dtype}, the parameter's dtype, "
-                            f"cannot hold; set param_init_type of the model to {array.dtype.name}")
+            raise LoadError(f"{name} is {array.dtype.name} in the checkpoint and has values that {dtype}, the dtype of the "
+                            f"parameter, cannot hold; set param_init_type of the model to {array.dtype.name}")
         kinds[f"{array.dtype.name} to {dtype}"] = kinds.get(f"{array.dtype.name} to {dtype}", 0) + 1
         arrays[name] = found
     for kind, count in kinds.items():
-        emit(Notice(f"{count} tensors were converted from {kind}, as the network has them"))
+        emit(Notice(f"{count} tensors were converted from {kind}, the dtype of the network"))

@@ -1,9 +1,9 @@
-"""Computes where the steps and the seconds of a training went, and its goodput. Arithmetic on run attempts, nothing else.
+"""Computes how the steps and the seconds of a training were used, and its goodput. It only computes with run attempts.
 
     time      |startup|-----productive-----|~~lost~~|shutdown|  downtime  |startup|----productive----|shutdown|
-    attempt 1  ^ trainer is made           ^ checkpoint from which attempt 2 goes on ^ attempt 2
+    attempt 1  ^ trainer is created        ^ checkpoint from which attempt 2 resumes  ^ attempt 2
 
-A step is *lost* if a later attempt went on from a checkpoint before it: the training that there is now does not contain it.
+A step is *lost* if a later attempt resumed from a checkpoint before it, so that the present training does not contain it.
 *Goodput* is the productive share of all seconds between the first start and the last end.
 """
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mindresume.report.runs import NORMAL, RunAttempt
 
 @dataclass(frozen=True)
 class Seconds:
-    """A partition of the time between the first start and the last end.
+    """The use of the time between the first start and the last end, in seconds.
 
-    ``productive``: steps that count, and the gaps between them. ``lost``: the same of steps that were lost. ``saving``: the
-    training stood still for a save. ``startup``: from the making of the trainer to the first step, its compilation included.
+    ``productive``: steps that the training contains, and the gaps between them. ``lost``: the same for lost steps. ``saving``:
+    the training thread waited for a save. ``startup``: from the creation of the trainer to the first step, compilation included.
     ``shutdown``: after the last step. ``downtime``: between a failure and the next start. ``idle``: between a normal end and the
-    next start. ``unknown``: of attempts that did steps, and whose log is missing.
+    next start. ``unknown``: attempts that did steps, but whose log is missing.
     """
     productive: float = 0.0
     lost: float = 0.0
@@ -37,11 +37,12 @@ class Seconds:
 
     @property
     def total(self) -> float:
+        """All seconds."""
         return math.fsum(getattr(self, item.name) for item in fields(self))
 
     @property
     def goodput(self) -> float | None:
-        """The productive share, 0 to 1. None: no time passed, or of some of it the use is not known."""
+        """The productive share, 0 to 1. None: no time passed, or the use of some of it is unknown."""
         return self.productive / self.total if self.total and not self.unknown else None
 
     def __add__(self, other: Seconds) -> Seconds:
@@ -50,7 +51,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of the timeline. ``kind``: a field of Seconds, but not ``saving``. ``begin``, ``end``: seconds since 1970."""
+    """A part of the timeline. ``kind``: a field of Seconds other than ``saving``. ``begin``, ``end``: seconds since 1970."""
     kind: str
     begin: float
     end: float
@@ -58,8 +59,8 @@ class Span:
 
 @dataclass(frozen=True)
 class AttemptAccount:
-    """What became of one attempt. ``kept``: its last step that counts; later ones are lost. ``seconds``, ``timeline``: of the
-    attempt and of the time from its end to the next start."""
+    """The account of one attempt. ``kept``: its last step that the training contains; later ones are lost. ``seconds``,
+    ``timeline``: of the attempt, and of the time from its end to the next start."""
     attempt: RunAttempt
     kept: float
     steps: int
@@ -76,9 +77,11 @@ def accounts_of(attempts: Sequence[RunAttempt]) -> tuple[AttemptAccount, ...]:
 
 
 def _limits(attempts: Sequence[RunAttempt]) -> list[float]:
-    """Returns for each attempt the last of its steps that the training there is now contains: infinity if all, 0 if none.
+    """Returns for each attempt the last of its steps that the present training contains: infinity if all, 0 if none.
 
-    From the last attempt back to the one that saved the checkpoint it went on from, and so on; attempts in between are lost."""
+    It follows the attempts backwards: from the last one to the one that saved the checkpoint from which it resumed, and so on.
+    All steps of the attempts between them are lost.
+    """
     limits, limit = [0.0] * len(attempts), math.inf
     last = len(attempts) - 1
     index = next((index for index in range(last, -1, -1) if _is_link(attempts[index], index == last)), None)
@@ -89,17 +92,18 @@ def _limits(attempts: Sequence[RunAttempt]) -> list[float]:
 
 
 def _is_link(attempt: RunAttempt, is_last: bool) -> bool:
-    """Whether it did steps, or is about to."""
+    """Returns whether the attempt did steps, or as the last one will."""
     return attempt.first_step is not None or is_last and (attempt.is_fresh or attempt.resumed_from is not None)
 
 
 def _parent(attempts: Sequence[RunAttempt], index: int) -> tuple[int | None, float]:
-    """Returns the attempt that another one went on from, and the step in its count. None where neither run nor step tell."""
+    """Returns the attempt from which another one resumed, and the step in the count of that attempt; None if neither run nor step
+    identify it."""
     attempt, before = attempts[index], range(index - 1, -1, -1)
     if attempt.resumed_from is None:
         trained = next((other for other in before if attempts[other].first_step is not None), None)
         is_another = trained is not None and attempts[trained].outcome in NORMAL
-        return (trained, math.inf) if is_another else (None, 0.0)       # after a normal end it is another training
+        return (trained, math.inf) if is_another else (None, 0.0)       # what starts after a normal end is another training
     for other in before:
         if attempt.resumed_run_id is not None and attempts[other].run_id == attempt.resumed_run_id:
             return other, attempt.resumed_from
@@ -112,6 +116,7 @@ def _parent(attempts: Sequence[RunAttempt], index: int) -> tuple[int | None, flo
 
 
 def _account(attempt: RunAttempt, limit: float, next_start: float | None) -> AttemptAccount:
+    """Returns the account of one attempt. ``limit``: as of ``_limits``; ``next_start``: of the next attempt."""
     done = 0 if attempt.last_step is None else max(attempt.last_step - attempt.base_step, 0)
     lost = 0 if attempt.last_step is None else int(max(attempt.last_step - max(limit, attempt.base_step), 0))
     begin, kept, last = _edges(attempt, limit)
@@ -133,13 +138,13 @@ def _account(attempt: RunAttempt, limit: float, next_start: float | None) -> Att
 
 
 def _kind_at(at: float, begin: float, kept: float, last: float) -> str:
-    """Returns which span a save that is over at ``at`` lies in."""
+    """Returns the kind of span that contains a save that ended at ``at``."""
     return "lost" if kept < at <= last else "productive" if begin < at <= kept else "shutdown"
 
 
 def _edges(attempt: RunAttempt, limit: float) -> tuple[float, float, float]:
-    """Returns when the first step began, when the last one that counts and the last one of all were over. The first step is
-    taken to be as long as an ordinary one: what it took longer was the compilation."""
+    """Returns when the first step began, and when the last kept step and the last step ended. The first step is taken to be as
+    long as an ordinary one; the rest of its time is compilation."""
     losses = attempt.losses
     if not len(losses):
         return attempt.ended, attempt.ended, attempt.ended
@@ -154,13 +159,13 @@ def _edges(attempt: RunAttempt, limit: float) -> tuple[float, float, float]:
 
 
 def total_of(accounts: Sequence[AttemptAccount]) -> Seconds:
-    """Returns the seconds of all attempts together."""
+    """Returns the seconds of all attempts."""
     return sum((account.seconds for account in accounts), Seconds())
 
 
 def steps_at_risk(accounts: Sequence[AttemptAccount], newest: int | None) -> int | None:
-    """Returns how many steps the next start would do again, because they lie behind the newest checkpoint (``newest``: its step).
-    None if the last attempt ended normally."""
+    """Returns how many steps the next start would repeat, because they follow the newest checkpoint (``newest``: its step); None
+    if the last attempt ended normally."""
     if not accounts or accounts[-1].attempt.outcome in NORMAL:
         return None
     reached = next((account.attempt.last_step for account in reversed(accounts) if account.attempt.last_step is not None), 0)

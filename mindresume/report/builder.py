@@ -1,4 +1,4 @@
-"""Builds the report: a folder -> what is known of its training -> one JSON document."""
+"""Builds the report: reads a folder, and returns what is known about its training, also as one JSON document."""
 from __future__ import annotations
 
 import math
@@ -20,8 +20,8 @@ from mindresume.storage.interface import Storage
 
 @dataclass(frozen=True)
 class Report:
-    """``read``: the logs and event files that it is made from. ``rank``: whose log; None: there is none. ``loss_rank``: whose
-    loss, where it is that of another rank. ``notes``: what a reader has to know."""
+    """The report of one training. ``read``: the logs and event files that were used. ``rank``: the rank of the log; None: there
+    is no log. ``loss_rank``: the rank of the loss, if it is another one. ``notes``: what a reader must know."""
     output: str
     folders: tuple[str, ...]
     read: tuple[str, ...]
@@ -33,39 +33,45 @@ class Report:
 
     @property
     def attempts(self) -> tuple[RunAttempt, ...]:
+        """The run attempts."""
         return tuple(row.attempt for row in self.accounts)
 
     @property
     def restarts(self) -> int:
-        """Starts after the first one."""
+        """The number of starts after the first one."""
         return max(len(self.accounts) - 1, 0)
 
     @property
     def failures(self) -> int:
+        """The number of attempts that failed."""
         return sum(attempt.outcome == FAILED for attempt in self.attempts)
 
     @property
     def steps_done(self) -> int:
+        """The number of steps of all attempts."""
         return sum(row.steps for row in self.accounts)
 
     @property
     def steps_lost(self) -> int:
+        """The number of lost steps."""
         return sum(row.steps_lost for row in self.accounts)
 
     @property
     def reached(self) -> int | None:
-        """The last step of the training that there is now."""
+        """The last step of the present training."""
         return next((row.attempt.last_step for row in reversed(self.accounts) if row.attempt.last_step is not None), None)
 
     @property
     def steps_at_risk(self) -> int | None:
-        """Steps behind the newest checkpoint, if the last attempt did not end normally; None also where there is no directory."""
+        """The number of steps after the newest checkpoint, if the last attempt did not end normally; None also if there is no
+        checkpoint directory."""
         if not self.disk.exists:
             return None
         return accounting.steps_at_risk(self.accounts, self.disk.newest.step if self.disk.newest else None)
 
     @property
     def seconds(self) -> Seconds:
+        """The seconds of all attempts."""
         return total_of(self.accounts)
 
 
@@ -74,7 +80,7 @@ def build_report(storage: Storage, output: str, root: str, more: Sequence[str] =
 
     Args:
         storage: of the checkpoints.
-        output: folder below which the logs and the event files are.
+        output: folder that contains the logs and the event files.
         root: the checkpoint directory.
         more: other folders with logs or event files.
     """
@@ -95,8 +101,8 @@ def build_report(storage: Storage, output: str, root: str, more: Sequence[str] =
 
 def _with_true_losses(attempts: tuple[RunAttempt, ...], found: Iterable[LogFile], rank: int | None, utc_offset: int | None
                       ) -> tuple[tuple[RunAttempt, ...], list[int]]:
-    """Returns the attempts with the true loss, and the ranks it was read from. With pipeline stages the last rank has it; if the
-    number of ranks changed, another rank for each attempt."""
+    """Returns the attempts with the true loss, and the ranks whose logs have it. With pipeline stages that is the last rank; if
+    the number of ranks changed, another rank for each attempt."""
     used: list[int] = []
     by_rank = sorted({log.rank for log in found} - {rank}, reverse=True)
     todo = {attempt.number for attempt in attempts if not attempt.has_true_loss and len(attempt.losses)}
@@ -113,44 +119,46 @@ def _with_true_losses(attempts: tuple[RunAttempt, ...], found: Iterable[LogFile]
 
 
 def _notes(attempts: Sequence[RunAttempt], rank: int | None, others: Sequence[int]) -> Iterable[str]:
+    """Yields what a reader must know about missing or inferred data."""
     unrecorded = [attempt.number for attempt in attempts if not attempt.has_events]
     if unrecorded:
-        yield (f"There is no event file of {_named(unrecorded)} (mindresume was not there, or did not write events yet). What "
-               f"is known is what mindformers logged: starts, losses and times. Run id, saves, refused checkpoints and the "
-               f"reason of a failure are not known, time of saves is counted as productive or lost, and the step that it resumed "
-               f"from is inferred from the first loss.")
+        yield (f"There is no event file of {_named(unrecorded)} (mindresume was not installed, or wrote no events yet). Only "
+               f"what mindformers logged is known: starts, losses and times. Run id, saves, refused checkpoints and the reason "
+               f"of a failure are unknown, the time of saves is counted as productive or lost, and the step of the resume is "
+               f"inferred from the first loss.")
     unlogged = [attempt.number for attempt in attempts if attempt.last_step is not None and not len(attempt.losses)]
     if unlogged:
-        yield (f"There is no log of {_named(unlogged)}: its losses are not known, nor how its time was used, so there is no "
-               f"goodput.")
+        yield (f"There is no log of {_named(unlogged)}: its losses and the use of its time are unknown, so there is no goodput.")
     if rank:
         yield f"There is no log of rank 0: losses and step times are those of rank {rank}."
     if any(not attempt.has_true_loss and len(attempt.losses) for attempt in attempts) and not others:
-        yield (f"The training has pipeline stages. The loss is that of rank {rank}, not the true one: there is no log of "
-               f"the last rank.")
+        yield (f"The training has pipeline stages. The loss is that of rank {rank}, not the true one, because there is no log "
+               f"of the last rank.")
     if others:
-        yield f"The training has pipeline stages: the loss is that of rank {', '.join(map(str, sorted(others)))}, the last one."
+        yield f"The training has pipeline stages: the loss comes from rank {', '.join(map(str, sorted(others)))}, the last one."
     if attempts and attempts[0].is_cut:
-        yield "The log begins in the middle of an attempt: older lines were rotated away, and what came before is not counted."
+        yield "The log begins within an attempt: older lines were rotated away, and are not counted."
     interval = max((attempt.losses.interval for attempt in attempts), default=1)
     if interval > 1:
-        yield (f"The log has a loss every {interval} steps. An attempt that failed may have done up to {interval - 1} steps more "
-               f"than are counted.")
+        yield (f"The log has a loss every {interval} steps. A failed attempt may have done up to {interval - 1} more steps than "
+               f"are counted.")
     bad = sum(attempt.losses.not_finite for attempt in attempts)
     if bad:
         yield f"The loss is not finite (nan or inf) at {bad} steps; the curve has gaps there."
     if any(attempt.step_scale != 1 for attempt in attempts):
-        yield ("The batch size changed, so steps were renumbered. Each attempt is drawn in its own count; lost steps are counted "
-               "in that of the attempt that lost them.")
+        yield ("The batch size changed, so steps were renumbered. Each attempt is drawn with its own numbers; lost steps are "
+               "counted with those of the attempt that lost them.")
 
 
 def _time_notes(utc_offsets: Sequence[int]) -> Iterable[str]:
     if len(utc_offsets) > 1:
-        yield (f"The logs have local times {', '.join(f'{offset / 3600:+g} h' for offset in utc_offsets)} from UTC. They are "
-               f"read as times of this machine, so losses can be in the wrong attempt: make the report where the training runs.")
+        yield (f"The logs have local times with the offsets {', '.join(f'{offset / 3600:+g} h' for offset in utc_offsets)} from "
+               f"UTC. They are read as times of this machine, so a loss can be in the wrong attempt: make the report where the "
+               f"training runs.")
 
 
 def _named(numbers: Sequence[int]) -> str:
+    """Returns the attempts as text: "attempt 3", or "attempts 3, 4"."""
     shown = ", ".join(map(str, numbers[:10])) + (" ..." if len(numbers) > 10 else "")
     return f"attempt{'' if len(numbers) == 1 else 's'} {shown}"
 
@@ -158,8 +166,8 @@ def _named(numbers: Sequence[int]) -> str:
 # ---- for programs ----------------------------------------------------------------------------------------------------
 
 def to_json(report: Report) -> dict[str, Any]:
-    """Returns one document. Its fields are those of Report, RunAttempt, Save, Seconds and StoredCheckpoint, and mean the same.
-    Times are seconds since 1970, spans are seconds, sizes are bytes, ``goodput`` is a share of 1. None: not known."""
+    """Returns one document. Its fields are those of Report, RunAttempt, Save, Seconds and StoredCheckpoint, with the same
+    meaning. Times are seconds since 1970, durations seconds, sizes bytes, ``goodput`` a share of 1. None: unknown."""
     seconds = report.seconds
     return {
         "output": report.output, "root": report.disk.root,
@@ -179,12 +187,13 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def looked_for(report: Report) -> list[str]:
-    """Returns the patterns of the files that were looked for."""
+    """Returns the patterns of the files that are looked for."""
     return [os.path.join(folder, pattern) for folder in report.folders
             for pattern in (*log_discovery.LOOKED_FOR, event_log.LOOKED_FOR)]
 
 
 def _attempt(row: AttemptAccount) -> dict[str, Any]:
+    """Returns the JSON object of one attempt."""
     attempt = row.attempt
     known = attempt.has_events
     return {
@@ -201,6 +210,7 @@ def _attempt(row: AttemptAccount) -> dict[str, Any]:
 
 
 def _ends(attempt: RunAttempt) -> dict[str, float | None]:
+    """Returns the first and the last loss of an attempt."""
     losses = attempt.losses
     first, last = ((float(value) if math.isfinite(value) else None) for value in losses.values[[0, -1]]) if len(losses) else (
         None, None)

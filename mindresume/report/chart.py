@@ -1,7 +1,7 @@
-"""Draws the figure of a report: the loss over steps, and the timeline. As SVG for the page, and as a PNG.
+"""Draws the figure of a report: the loss over steps, and the timeline; as SVG for the page, and as PNG.
 
-Needs matplotlib, which is no dependency of mindresume: ``pip install mindresume[plot]``. Nothing from a log is written into it
-but numbers, and the fonts are drawn as outlines, so that it looks the same everywhere.
+It needs matplotlib, which is an optional dependency: ``pip install mindresume[plot]``. Only numbers of a log are written into the
+figure, and fonts are drawn as outlines, so that it looks the same everywhere.
 """
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mindresume.events import FAILED
 from mindresume.report.accounting import AttemptAccount
 from mindresume.report.losses import thinned
 
-POINTS = 4000                   # of all curves together: more than there are pixels
-MARKS = 1500                    # of one kind: two of them in one pixel are one
-NAMED = 12                      # failures that get a number; of more the marks are smaller, too
-SQUARES = 60                    # more saves are ticks
+POINTS = 4000                   # most points of all curves: more than there are pixels
+MARKS = 1500                    # most marks of one kind
+NAMED = 12                      # most failures with a number; with more, marks are smaller
+SQUARES = 60                    # most saves drawn as squares; more are drawn as ticks
 KEPT, LOST, DEAD, RESUMED, SAVE, IDLE = "#1f5f8b", "#f2a65a", "#b3261e", "#1b7f5c", "#4d5b66", "#c3ccd4"
 COLOURS = {"startup": IDLE, "productive": KEPT, "lost": LOST, "shutdown": IDLE, "unknown": "#e9edf0", "downtime": "#ffffff",
            "idle": "#ffffff"}
@@ -32,7 +32,7 @@ def check_installed() -> None:
     """Raises ConfigError if matplotlib is not installed. Imports nothing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the figure of a report needs matplotlib, which is not installed: pip install 'mindresume[plot]' (or "
-                          "matplotlib alone). --json works without it")
+                          "matplotlib alone); or use --json, which does not need it")
 
 
 def draw(accounts: Sequence[AttemptAccount]) -> Any:
@@ -46,7 +46,7 @@ def draw(accounts: Sequence[AttemptAccount]) -> Any:
 
 
 def svg(figure: Any) -> str:
-    """Returns the figure as SVG for a page: without prolog and metadata."""
+    """Returns the figure as SVG for a page, without prolog and metadata."""
     import matplotlib
     with matplotlib.rc_context({"svg.hashsalt": "mindresume", "svg.fonttype": "path"}):
         out = io.StringIO()
@@ -57,6 +57,7 @@ def svg(figure: Any) -> str:
 
 
 def png(figure: Any) -> bytes:
+    """Returns the figure as PNG."""
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=120)
     return out.getvalue()
@@ -66,7 +67,7 @@ def png(figure: Any) -> bytes:
 
 def _losses(axes: Any, accounts: Sequence[AttemptAccount]) -> None:
     curves = [account for account in accounts if len(account.attempt.losses)]
-    most = max(POINTS // 2 // max(sum(account.steps_lost > 0 for account in curves), 1), 8)       # of each lost part
+    most = max(POINTS // 2 // max(sum(account.steps_lost > 0 for account in curves), 1), 8)       # most points of each lost part
     for account in curves:
         if account.steps_lost:
             losses, first = account.attempt.losses, int(np.searchsorted(account.attempt.losses.steps, account.kept, side="right"))
@@ -87,8 +88,8 @@ def _losses(axes: Any, accounts: Sequence[AttemptAccount]) -> None:
 
 
 def kept_curve(accounts: Sequence[AttemptAccount]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns steps and losses of what counts, over all attempts. Where steps go back (another training, another batch size) a
-    nan cuts the curve."""
+    """Returns steps and losses that the training contains, over all attempts. Where steps go back (another training, another
+    batch size), a nan interrupts the curve."""
     steps, values = [np.empty(0)], [np.empty(0)]
     for account in accounts:
         losses = account.attempt.losses
@@ -110,7 +111,7 @@ def _line(axes: Any, steps: np.ndarray, values: np.ndarray, most: int, **style: 
 
 
 def _marks(axes: Any, accounts: Sequence[AttemptAccount], steps: np.ndarray, values: np.ndarray) -> None:
-    """Draws saves, resumes and failures. ``steps``, ``values``: of what counts, to put marks onto the curve."""
+    """Draws saves, resumes and failures. ``steps``, ``values``: the kept curve, on which the marks lie."""
     low, high = axes.get_ylim()
     saves = [save for account in accounts for save in account.attempt.saves]
     good = sorted({save.step for save in saves if save.is_committed})
@@ -147,7 +148,8 @@ def _points(axes: Any, places: Sequence[tuple[float, float]], marker: str, colou
 
 
 def _spread(steps: Sequence[float]) -> list[float]:
-    """Returns at most MARKS of them: one of each stretch of equal length, so that marks stay where they are."""
+    """Returns at most MARKS of the steps: one for each interval of equal length, so that marks do not move when steps are
+    added."""
     if len(steps) <= MARKS:
         return list(steps)
     width = (steps[-1] - steps[0]) / MARKS or 1
@@ -158,7 +160,7 @@ def _legend(axes: Any) -> None:
     from matplotlib.lines import Line2D
     handles, labels = axes.get_legend_handles_labels()
     handles = [Line2D([], [], color=KEPT, linewidth=2), Line2D([], [], color=LOST, linewidth=6, alpha=0.75), *handles]
-    axes.legend(handles, ["loss", "lost: a later attempt does not build on it", *labels], frameon=False, fontsize=8.5,
+    axes.legend(handles, ["loss", "lost: later attempts do not contain it", *labels], frameon=False, fontsize=8.5,
                 loc="upper right", borderaxespad=0.2)
 
 

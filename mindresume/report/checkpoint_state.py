@@ -1,4 +1,4 @@
-"""Reads which checkpoints a directory holds, as ``mindresume ls`` does, and which run has its lease."""
+"""Reads the checkpoints of a directory, as ``mindresume ls`` does, and the leases on it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -11,14 +11,18 @@ from mindresume.storage.interface import Storage
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """``state``: as of ``mindresume.resume.listing.CheckpointStatus``. ``reason``: why a resume does not take it, or what is
-    missing or damaged and not needed. ``run`` None: mindformers wrote it. ``size``: bytes. ``saved_at``: seconds since 1970."""
+    """A saved step. Its fields have the names of ``mindresume ls --json``.
+
+    ``state``: as of ``mindresume.resume.listing.CheckpointStatus``. ``reason``: why a resume refuses it; or what is missing or
+    damaged in it and not needed. ``run_id`` None: mindformers wrote it. ``saved_at``: seconds since 1970.
+    """
     step: int | None
     epoch: int | None
-    run: str | None
-    ranks: int
-    size: int
+    run_id: str | None
+    world_size: int
+    size_bytes: int
     format: str
+    iteration_dir: str | None
     committed: bool
     saved_at: float | None
     state: str
@@ -27,7 +31,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """What there is at ``root``. ``leases``: {run id: does its process live, None: it is on another machine}."""
+    """The checkpoints of ``root``. ``leases``: {run id: whether its process runs, None: it is on another machine}."""
     root: str
     exists: bool
     checkpoints: tuple[StoredCheckpoint, ...]
@@ -36,15 +40,15 @@ class CheckpointState:
 
     @property
     def newest(self) -> StoredCheckpoint | None:
-        """What a resume would take, as far as is known without reading it."""
+        """The checkpoint that a resume would take, as far as is known without reading it."""
         return next((row for row in self.checkpoints if row.state == COMPLETE), None)
 
 
 def read_checkpoint_state(storage: Storage, root: str) -> CheckpointState:
-    """Returns the checkpoints newest first, in the order in which a resume tries them."""
+    """Returns the checkpoints, newest first, in the order in which a resume tries them."""
     found, seen = list_checkpoints(storage, root, strategy_lookup(storage))
-    rows = [StoredCheckpoint(saved.step, saved.epoch, saved.run, saved.world_size, size_of(storage, found.root, saved), row.kind,
-                             saved.committed, saved.saved_at, row.state,
+    rows = [StoredCheckpoint(saved.step, saved.epoch, saved.run, saved.world_size, size_of(storage, found.root, saved),
+                             saved.format, saved.iteration_dir or None, saved.committed, saved.saved_at, row.state,
                              row.problem.reason if row.problem else "; ".join(row.warnings))
             for row in seen for saved in [row.candidate]]
     leases = {holder.run: is_alive(holder) for holder in known_lease_holders(storage, found.root) if holder.purpose == SAVING}

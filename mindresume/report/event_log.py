@@ -1,10 +1,10 @@
 """Finds and reads the event files of a training (``mindresume.events.event_file``):
 
     {output}/mindresume_events/20261123T052200.250-rank_0-4711.jsonl      one for each start of the training
-    {output}/mindresume_events/20261123T060102.125-rank_3-4714.jsonl      one for each rank that failed
+    {output}/mindresume_events/20261123T060102.125-rank_3-4714.jsonl      one for each failed rank
 
-Nothing in a file is trusted. A line that is torn, too long, no JSON, of a later version or with numbers that nothing can count is
-left out; lines and files are bounded in memory.
+The content of a file is not trusted. A line is skipped if it is torn, too long, no JSON, of a later version, or has numbers out
+of range. Memory per line and per file is bounded.
 """
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mindresume.events.event_file import FOLDER, LIMIT, TEXT_LIMIT
 from mindresume.report.lines import pieces_of
 from mindresume.storage.posix import open_regular
 
-LINE_LIMIT = 1 << 18            # bytes; a line that is longer is left out
-FILE_LIMIT = 4 * LIMIT          # bytes of one file: mindresume writes at most half as many
+LINE_LIMIT = 1 << 18            # bytes; longer lines are skipped
+FILE_LIMIT = 4 * LIMIT          # bytes of one file; mindresume writes at most half of it
 MAX_VALUES = 1 << 15            # JSON values of one line
-LATEST = 4e11                   # seconds since 1970: the year 14645; later times cannot be printed
-COUNTABLE = 1 << 60             # steps and bytes: more of them do not fit into the arithmetic of numpy
+LATEST = 4e11                   # seconds since 1970, the year 14645: later times cannot be formatted
+COUNTABLE = 1 << 60             # steps and bytes; larger numbers overflow in numpy
 LOOKED_FOR = f"{FOLDER}/*.jsonl"
 _NAME = re.compile(r"\d{8}T\d{6}(?:\.\d{3})?-rank_(\d{1,9})-\d{1,18}\.jsonl")
 _BEGIN = b'{"time": '
@@ -33,20 +33,20 @@ _BEGIN = b'{"time": '
 
 @dataclass(frozen=True)
 class EventLog:
-    """One event file. ``rank``: as its name says."""
+    """One event file. ``rank``: from its name."""
     path: str
     rank: int
 
 
 class RecordedEvent(NamedTuple):
-    """``time``: seconds since 1970, by the clock of the host that wrote it."""
+    """An event and its time, in seconds since 1970 by the clock of the host that wrote it."""
     time: float
     event: Event
 
 
 class Failure(NamedTuple):
-    """What one rank recorded when it failed. ``step`` None: the training ended with it; else a save of that step failed.
-    ``run_id``: of the run, if the rank recorded it."""
+    """The failure that one rank recorded. ``step`` None: the training ended with it; else a save of that step failed. ``run_id``:
+    None if the rank recorded no run."""
     time: float
     rank: int
     reason: str
@@ -55,7 +55,7 @@ class Failure(NamedTuple):
 
 
 def find_event_logs(folders: Iterable[str]) -> tuple[EventLog, ...]:
-    """Returns the event files below each of ``folders`` (output folders, or folders of event files), in order of their start."""
+    """Returns the event files in each of ``folders`` (output folders, or folders of event files), in order of their start."""
     found: dict[str, EventLog] = {}
     for folder in folders:
         for place in (folder, os.path.join(folder, FOLDER)):
@@ -67,12 +67,11 @@ def find_event_logs(folders: Iterable[str]) -> tuple[EventLog, ...]:
 
 
 def read_events(log: EventLog, kinds: tuple[type[Event], ...] = ()) -> Iterator[RecordedEvent]:
-    """Yields the events of a file in its order. ``kinds``: only these (none: all). A file that vanishes meanwhile or cannot be
-    read has none."""
+    """Yields the events of a file in order. ``kinds``: only these (empty: all). A file that cannot be read has no events."""
     marks = [f'"{kind.kind}"'.encode() for kind in kinds]
     try:
         with open_regular(log.path) as file:
-            is_inside = False                                       # of a line that is too long
+            is_inside = False                                       # within a line that is too long
             for piece in pieces_of(file, LINE_LIMIT, FILE_LIMIT):
                 is_whole = piece.endswith(b"\n")
                 if is_whole and not is_inside and (not marks or any(mark in piece for mark in marks)):
@@ -85,8 +84,8 @@ def read_events(log: EventLog, kinds: tuple[type[Event], ...] = ()) -> Iterator[
 
 
 def parse_event(line: bytes) -> RecordedEvent | None:
-    """Returns the event of a line. None if it has none that this version understands. Of a torn line and a whole one behind it on
-    the same line, the whole one counts."""
+    """Returns the event of a line; None if this version understands none. If a whole line follows a torn one on the same line,
+    the whole one is returned."""
     recorded = _parse(line)
     begin = line.rfind(_BEGIN)
     return _parse(line[begin:]) if recorded is None and begin > 0 else recorded
@@ -106,6 +105,7 @@ def _parse(line: bytes) -> RecordedEvent | None:
 
 
 def _is_countable(item: tuple[str, Any]) -> bool:
+    """Returns whether the numbers of a field are within range."""
     name, value = item
     if isinstance(value, tuple):
         return all(_is_countable((name, inner)) for inner in value)
@@ -115,7 +115,7 @@ def _is_countable(item: tuple[str, Any]) -> bool:
 
 
 def _shortened(event: Event) -> Event:
-    """Texts are as long as mindresume itself writes them."""
+    """Returns the event with texts no longer than mindresume writes them."""
     long = {field.name: text[:TEXT_LIMIT] for field in fields(event)
             if isinstance(text := getattr(event, field.name), str) and len(text) > TEXT_LIMIT}
     return replace(event, **long) if long else event
@@ -138,7 +138,8 @@ def failures_in(logs: Iterable[EventLog]) -> list[Failure]:
 
 
 def foreign_utc_offsets(logs: Iterable[EventLog]) -> list[int]:
-    """Returns in which local times mindformers logged, in seconds east of UTC: normally one. Empty: in that of this machine."""
+    """Returns the UTC offsets of the local times in which mindformers logged, in seconds east of UTC: normally one. Empty: those
+    of this machine."""
     offsets, is_own = set(), True
     for log in logs:
         for at, event in read_events(log, (TrainingStarted,)) if not log.rank else ():

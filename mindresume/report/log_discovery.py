@@ -1,7 +1,7 @@
 """Finds the log files of a training: those of mindformers (``log/rank_R/info.log``, rotated) and those of the workers.
 
-    output/log[_SUFFIX]/rank_0/info.log.2, info.log.1, info.log      all starts, one behind the other
-    output/msrun_log[_SUFFIX]/worker_0.log                           what the last start printed; the next one overwrites it
+    output/log[_SUFFIX]/rank_0/info.log.2, info.log.1, info.log      all starts, one after the other
+    output/msrun_log[_SUFFIX]/worker_0.log                           output of the last start; the next one overwrites it
 """
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LOOKED_FOR = ("log*/rank_*/info.log*", "msrun_log*/worker_*.log")
 
 @dataclass(frozen=True)
 class LogFile:
-    """One log. ``pieces``: its files in order of time: the rotated ones, the oldest first, then the current one. ``rank``: as its
-    name says."""
+    """One log. ``pieces``: its files in order of time: rotated files, oldest first, then the current one. ``rank``: from its
+    name."""
     rank: int
     pieces: tuple[str, ...]
 
 
 def find_logs(folders: Iterable[str]) -> tuple[LogFile, ...]:
-    """Returns the logs below each of ``folders`` (an output folder, or a folder of logs itself), in order of rank."""
+    """Returns the logs in each of ``folders`` (output folders, or folders of logs), in order of rank."""
     found: dict[tuple[str, ...], LogFile] = {}
     for folder in folders:
         for log in (*_of_folder(folder), *(log for name in _names(folder) if _LOG.fullmatch(name) or _WORKERS.fullmatch(name)

@@ -1,12 +1,12 @@
-"""Parses lines of the log that mindformers itself writes: the loss of each step, the start and the end of a training. What
-mindresume does stands in event files (``event_log``). Both formats of mindformers are understood, that of its files and that of
-its standard output:
+"""Parses the lines of mindformers' own log: the loss of each step, the start and the end of a training. Event files
+(``event_log``) record what mindresume does. Both formats of mindformers are understood, that of its files and that of its
+standard output:
 
     [INFO] 2026-11-21 20:50:43,411 [mindformers/core/callback/callback.py:747] print_output_info: { Epoch:[  1/  4], step:[ ...
     2026-11-21 20:50:43,411 - mindformers/home/output/log[mindformers/core/callback/callback.py:747] - INFO - { Epoch:[  1/ ...
 
-A line that is torn, or glued to the torn one of a process that was killed, is cut where a time begins; what is not whole is left
-out.
+A killed process leaves a torn line, and the next line may follow on the same line: lines are also cut where a time begins, and
+incomplete parts are skipped.
 """
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from mindresume.report.lines import pieces_of
 from mindresume.report.log_discovery import LogFile
 from mindresume.storage.posix import open_regular
 
-LINE_LIMIT = 1 << 16            # bytes: what is longer is no line of a log, and is not kept in memory
+LINE_LIMIT = 1 << 16            # bytes; a longer line is no log line
 
 START, OVER, LAST_CARD, LOSS = "start", "over", "last card", "loss"
 
 
 class LogLine(NamedTuple):
-    """``kind``: START (the trainer is made), OVER (the training is over), LAST_CARD (the loss of the last rank is the true one)
-    or LOSS. ``time``: seconds since 1970. Of LOSS only: ``step``, from 1 on over all epochs; ``loss``; ``step_seconds``."""
+    """One parsed line. ``kind``: START (the trainer is created), OVER (the training is over), LAST_CARD (the last rank has the
+    true loss) or LOSS. ``time``: seconds since 1970. Only for LOSS: ``step``, from 1 over all epochs; ``loss``;
+    ``step_seconds``."""
     time: float
     kind: str
     step: int = 0
@@ -40,8 +41,8 @@ _LOSS_MARK = "{ Epoch:["
 _MARKS = (b"{ Epoch:[", b".Init Config.", b".Training Over!", b"loss on the last card is valid")
 _WORDS = ((".Init Config.", START), (".Training Over!", OVER), ("loss on the last card is valid", LAST_CARD))
 _HEAD = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}):([0-9]{2}),([0-9]{3}) ")
-_INSIDE, _BEFORE = re.compile(r"-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2},"), len("2026-11")       # begins with a fixed character
-# No more digits than what is counted, timed or computed with can have: int() refuses thousands, numpy more than 2^63.
+_INSIDE, _BEFORE = re.compile(r"-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2},"), len("2026-11")       # a fixed first character is fast
+# Digits are limited: int() refuses thousands of them, numpy values of 2^63 and more.
 _FEW, _NUMBER = r"(\d{1,9})", r"(-?\d{1,40}(?:\.\d{1,40})?(?:e[-+]?\d{1,4})?|nan|-?inf)"
 _LOSS = re.compile(rf"{re.escape(_LOSS_MARK)} *{_FEW}/ *\d+\], step:\[ *{_FEW}/ *{_FEW}\], "
                    rf"loss:(?:\[{_NUMBER}/{_NUMBER}\]| {_NUMBER}), .*?per_step_time: (-?\d{{1,12}})ms, ")
@@ -49,7 +50,7 @@ _LOSS = re.compile(rf"{re.escape(_LOSS_MARK)} *{_FEW}/ *\d+\], step:\[ *{_FEW}/ 
 
 class Clock:
     """Converts local times of a log to seconds since 1970. ``utc_offset``: of the log, in seconds east of UTC; None: the time
-    zone of this machine. Times of the same minute are not worked out again."""
+    zone of this machine. The last minute is cached."""
 
     def __init__(self, utc_offset: int | None = None) -> None:
         self._utc_offset = utc_offset
@@ -67,8 +68,8 @@ class Clock:
 
 
 def parse(line: str, clock: Clock) -> list[LogLine]:
-    """Returns what a line without its end says: nothing or one; more if a process was killed within a line and the next one
-    wrote on there."""
+    """Returns the parsed parts of a line: none or one; more if a process was killed within a line and the next one continued
+    it."""
     heads, found = list(_heads(line)), []
     for head, end in zip(heads, [*(later.start() for later in heads[1:]), len(line)], strict=False):
         at = clock(*head.groups())
@@ -79,7 +80,7 @@ def parse(line: str, clock: Clock) -> list[LogLine]:
 
 
 def _heads(text: str) -> Iterator[re.Match[str]]:
-    """Yields every time in a text as a logger writes it."""
+    """Yields every time in a text, in the format of a logger."""
     for match in _INSIDE.finditer(text):
         head = _HEAD.match(text, match.start() - _BEFORE) if match.start() >= _BEFORE else None
         if head is not None:
@@ -99,13 +100,13 @@ def _parse(text: str, at: float) -> LogLine | None:
 
 
 def lines_of(log: LogFile, clock: Clock | None = None) -> Iterator[LogLine]:
-    """Yields the lines of a log in the order of its files. A file that vanishes meanwhile (the job rotates its logs) is left
-    out."""
+    """Yields the parsed lines of a log in the order of its files. Skips a file that vanishes, because the job rotates its
+    logs."""
     clock = clock or Clock()
     for path in log.pieces:
         try:
             file = open_regular(path)
-        except OSError:                     # is not one of the caller
+        except OSError:                     # an error of this file, not of the caller's
             continue
         with file:
             for piece in pieces_of(file, LINE_LIMIT):
@@ -114,8 +115,7 @@ def lines_of(log: LogFile, clock: Clock | None = None) -> Iterator[LogLine]:
 
 
 def merged(logs: Iterable[LogFile], utc_offset: int | None = None) -> Iterator[LogLine]:
-    """Yields the lines of several logs of one rank by time. What two of them have alike (a worker prints what it logs) is there
-    once."""
+    """Yields the lines of several logs of one rank by time, without duplicates (a worker also prints what it logs)."""
     at, seen = 0.0, set()
     for line in heapq.merge(*(lines_of(log, Clock(utc_offset)) for log in logs), key=lambda line: line.time):
         if line.time != at:

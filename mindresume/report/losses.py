@@ -1,4 +1,4 @@
-"""Holds the loss of each step as the log has it, in few bytes a step, and thins it out for a drawing."""
+"""Stores the logged loss of each step in few bytes, and thins it for a drawing."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ def _none() -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """Losses of one attempt, in order of steps, which rise. ``times``: when the line was written; ``seconds``: how long the step
-    took."""
+    """Losses of one attempt, in ascending order of steps. ``times``: when the line was written; ``seconds``: duration of the
+    step."""
     steps: np.ndarray = field(default_factory=_none)
     values: np.ndarray = field(default_factory=_none)
     times: np.ndarray = field(default_factory=_none)
@@ -24,7 +24,7 @@ class Losses:
 
     @property
     def interval(self) -> int:
-        """Steps between two lines: 1 unless the monitor prints less often, or a line is one sink."""
+        """Steps between two lines: 1, unless the monitor prints less often, or a line is one sink."""
         return int(np.median(np.diff(self.steps))) if len(self) > 1 else 1
 
     @property
@@ -34,12 +34,14 @@ class Losses:
 
     @property
     def not_finite(self) -> int:
+        """The number of losses that are nan or infinite."""
         return int(np.count_nonzero(~np.isfinite(self.values)))
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns rising indices of at most ``most`` (from 4 on) of the values: the first, the last, and of each stretch the smallest
-    and the largest, so that no peak is lost. What is not finite is no extreme; a stretch of nothing else keeps its first."""
+    """Returns ascending indices of at most ``most`` (at least 4) values: the first, the last, and the smallest and largest of
+    each interval, so that no peak is lost. Values that are not finite are no extremes; an interval without finite values keeps
+    its first."""
     count = len(values)
     if count <= most:
         return np.arange(count)

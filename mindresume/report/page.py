@@ -1,5 +1,5 @@
-"""Renders the report as one HTML page (``page.html``): no script, no font, nothing from a network. Whatever comes from a log, an
-event file or a name is escaped."""
+"""Renders the report as one HTML page (``page.html``), without scripts, fonts or network access. Everything from a log, an event
+file or a name is escaped."""
 from __future__ import annotations
 
 import time
@@ -15,28 +15,28 @@ from mindresume.report.runs import NORMAL, RUNNING, UNKNOWN, RunAttempt
 from mindresume.resume.listing import COMPLETE, NODE_LOCAL
 
 TEMPLATE = "page.html"
-SHOWN = 2000                    # rows of a table; the JSON document has all
-REASON = 400                    # characters of a reason
+SHOWN = 2000                    # most rows of a table; the JSON document has all
+REASON = 400                    # most characters of a reason
 HATCHED = "repeating-linear-gradient(-45deg,#fff 0 2px,#8b97a1 2px 3px)"
 COLOURS = {"productive": "#1f5f8b", "lost": "#f2a65a", "saving": "#4d5b66", "startup": "#aeb9c2", "shutdown": "#aeb9c2",
            "downtime": HATCHED, "idle": HATCHED, "unknown": "#e9edf0"}
-SPENT = (("productive", "Productive", "from the first step to the last, of steps that the training now contains: the goodput"),
-         ("lost", "Lost", "steps behind the checkpoint from which the next attempt went on"),
-         ("saving", "Saving", "the training stood still for a checkpoint; what is written in the background is not counted"),
+SPENT = (("productive", "Productive", "from the first to the last step, for steps that the training contains: the goodput"),
+         ("lost", "Lost", "steps after the checkpoint from which the next attempt resumed"),
+         ("saving", "Saving", "the training waited for a checkpoint; writing in the background is not counted"),
          ("startup", "Startup", "from mindformers' first line to the first step: loading, compilation"),
-         ("shutdown", "Shutdown", "from the last step to the last line: waiting for the last save"),
-         ("downtime", "Downtime", "from a failure to the next start; importing and scheduling the job is in it"),
+         ("shutdown", "Shutdown", "from the last step to the last line, including the wait for the last save"),
+         ("downtime", "Downtime", "from a failure to the next start, including scheduling and importing"),
          ("idle", "Idle", "from a normal end to the next start"),
          ("unknown", "Not known", "attempts whose log is missing"))
 
 
 def html(report: Report, figure: str) -> str:
-    """Returns the page. ``figure``: SVG, put in as it is; empty if there is nothing to draw."""
+    """Returns the page. ``figure``: SVG, inserted unchanged; empty if there is nothing to draw."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     def printed(value: Any) -> Any:
-        """Hidden characters of names and texts are shown; what is markup already is the figure."""
+        """Escapes hidden characters of names and texts; the figure is markup already."""
         return value if isinstance(value, Markup) else shown(value, keep="\n")
     environment = Environment(autoescape=True, loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
                               finalize=printed, trim_blocks=True, lstrip_blocks=True)
@@ -65,12 +65,12 @@ def summary(report: Report) -> str:
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:
-    """Returns (name, value, more)."""
+    """Returns (name, value, explanation) of the key figures."""
     attempts, seconds = report.attempts, report.seconds
     staged = [save for attempt in attempts for save in attempt.saves if save.is_staged]
     last = {RUNNING: "the last attempt is running", UNKNOWN: "how the last attempt ended is not known"}.get(
         attempts[-1].outcome, f"the last attempt: {_words(attempts[-1].outcome)}")
-    at_risk = f"; {report.steps_at_risk} more are behind the newest checkpoint" if report.steps_at_risk else ""
+    at_risk = f"; {report.steps_at_risk} more follow the newest checkpoint" if report.steps_at_risk else ""
     unrecorded = sum(not attempt.has_events for attempt in attempts)
     some = f"; not known of {_count(unrecorded, 'attempt')}" if unrecorded else ""
     return [("Restarts", str(report.restarts), f"{_count(report.failures, 'failure')}; {last}"),
@@ -86,7 +86,7 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _with_text(report: Report, figure: str) -> str:
-    """Returns the figure with its text for those who do not see it: numbers and words of mindresume alone."""
+    """Returns the figure with a text alternative, which has only numbers and words of mindresume."""
     from markupsafe import escape
     failed = [attempt for attempt in report.attempts if attempt.outcome == FAILED and attempt.last_step is not None]
     text = (f"Loss over steps 1 to {_text(report.reached)}, and below it the timeline of the run attempts. {summary(report)}. "
@@ -111,6 +111,7 @@ def _row(account: AttemptAccount) -> dict[str, Any]:
 
 
 def _resumed_from(attempt: RunAttempt) -> str:
+    """Returns where an attempt began, as a cell."""
     if attempt.resumed_from is not None:
         scaled = f" (counted on as step {attempt.base_step})" if attempt.step_scale != 1 else ""
         return f"step {attempt.resumed_from}{scaled}" + (" (inferred)" if attempt.is_inferred else "")
@@ -131,6 +132,7 @@ def _problems(attempts: Sequence[RunAttempt]) -> list[tuple[int, int | None, str
 
 
 def _spent(report: Report) -> list[dict[str, Any]]:
+    """Returns the rows of the use of the time."""
     seconds = report.seconds
     found = []
     for name, title, meaning in SPENT:

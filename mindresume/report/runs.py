@@ -1,10 +1,10 @@
-"""Builds run attempts from event files and from the lines of mindformers' log. A *run attempt* is the time between one start of
-the training and its end.
+"""Builds run attempts from event files and from the lines of mindformers' log. A *run attempt* lasts from one start of the
+training to its end.
 
     event file of rank 0 ─▶ one attempt: run id, checkpoint, saves, outcome      event files of other ranks ─▶ why it failed
-    log ─▶ losses, put into attempts by time      a start in the log without an event file ─▶ an attempt known by its log alone
+    log ─▶ losses, assigned to attempts by time      a start in the log without an event file ─▶ an attempt with losses alone
 
-What is inferred rather than recorded is inferred here, and only here; each field says from what.
+Only this module infers what is not recorded; each field says from what.
 """
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from mindresume.report.log_parser import LogLine
 from mindresume.report.losses import Losses
 
 RUNNING, UNKNOWN = "running", "unknown"             # the other outcomes are those of TrainingEnded
-NORMAL = (FINISHED, PREEMPTED, NOTHING_TO_TRAIN)    # after which nothing is lost
+NORMAL = (FINISHED, PREEMPTED, NOTHING_TO_TRAIN)    # nothing is lost after these
 KILLED = "no end was recorded: its processes were killed, a host failed, or the event file could not be written"
 
 
 @dataclass(frozen=True)
 class Save:
-    """One save of one attempt. ``time``: when the training went on. ``stall_seconds``: in which the training stood still for it.
-    ``write_seconds``, ``size_bytes``: of rank 0, None: it has not recorded that its part is durable. ``is_committed``: all ranks
-    were complete. ``failure``: why it was not saved or not committed."""
+    """One save of one attempt. ``time``: when the training continued. ``stall_seconds``: how long the training thread waited.
+    ``write_seconds``, ``size_bytes``: of rank 0, None: no record says that its part is durable. ``is_committed``: the files of
+    all ranks are complete. ``failure``: why it was not saved or not committed."""
     step: int
     time: float
     stall_seconds: float = 0.0
@@ -45,7 +45,7 @@ class Save:
 
     @property
     def is_staged(self) -> bool:
-        """Whether rank 0 wrote it, or handed it to the writer in the background."""
+        """Whether rank 0 wrote it, or passed it to the writer in the background."""
         return self.write_seconds is not None or self.is_committed or self.is_background
 
 
@@ -60,16 +60,15 @@ class RefusedCheckpoint:
 class RunAttempt:
     """One start of the training until its end.
 
-    ``started``, ``ended``: seconds since 1970, of the first and the last thing recorded; a process that is killed records no end.
-    ``is_cut``: the log begins later than the attempt. ``has_events``: there is an event file; without it ``run_id``,
-    ``world_size``, ``saves``, ``skipped_saves``, ``refused`` and the reason of a failure are not known.
-    ``outcome``: one of TrainingEnded, RUNNING or UNKNOWN; FAILED also where another start follows and no end was recorded.
-    ``reason``: of the outcome; ``failed_rank``: the rank that failed first, None: not known.
-    ``resumed_from``: step of the checkpoint, in the count of the run that saved it; None: from the beginning. ``is_inferred``:
-    it is concluded from the first loss. ``resumed_run_id``: of the run that saved it. ``checkpoint``: its description.
-    ``base_step``: the step after which this attempt counts on, which is another one after a change of the batch size.
-    ``step_scale``: steps of this attempt for one of the run that saved. ``first_step``, ``last_step``: done in this attempt;
-    None: none was. ``has_true_loss``: False where the loss of the last rank is the true one (pipeline stages).
+    ``started``, ``ended``: seconds since 1970, of the first and the last record; a killed process records no end. ``is_cut``: the
+    log begins after the attempt began. ``has_events``: there is an event file; without one, ``run_id``, ``world_size``,
+    ``saves``, ``skipped_saves``, ``refused`` and the reason of a failure are unknown. ``outcome``: one of TrainingEnded, RUNNING
+    or UNKNOWN; FAILED also if another start follows and no end was recorded. ``reason``: of the outcome. ``failed_rank``: the
+    rank that failed first, None: unknown. ``resumed_from``: step of the checkpoint, in the count of the run that saved it; None:
+    from the beginning. ``is_inferred``: it follows from the first loss. ``resumed_run_id``: the run that saved it.
+    ``checkpoint``: its description. ``base_step``: the step after which this attempt counts, which differs after a change of the
+    batch size. ``step_scale``: steps of this attempt per step of the run that saved. ``first_step``, ``last_step``: steps done in
+    this attempt; None: none. ``has_true_loss``: False if the last rank has the true loss (pipeline stages).
     """
     number: int
     started: float
@@ -100,8 +99,8 @@ class RunAttempt:
 
 def attempts_of(event_logs: Iterable[Iterable[RecordedEvent]], lines: Iterable[LogLine], failures: Iterable[Failure] = ()
                 ) -> tuple[RunAttempt, ...]:
-    """Returns the attempts in order of time. ``event_logs``: the event files of rank 0; ``lines``: of the log of one rank;
-    ``failures``: of the other ranks."""
+    """Returns the attempts in order of time. ``event_logs``: the event files of rank 0. ``lines``: the log of one rank.
+    ``failures``: those of the other ranks."""
     builders = _with_lines([builder for events in event_logs for builder in _recorded(events)], lines)
     for index, builder in enumerate(builders):
         for run_id, step in builder.committed_for_others:
@@ -114,8 +113,8 @@ def attempts_of(event_logs: Iterable[Iterable[RecordedEvent]], lines: Iterable[L
 
 
 def with_losses(attempts: Sequence[RunAttempt], lines: Iterable[LogLine]) -> tuple[RunAttempt, ...]:
-    """Returns the attempts with the loss of another rank, where that is the true one and that rank has one. Its lines are put
-    into attempts by their time."""
+    """Returns the attempts with the loss of another rank, where only that rank has the true loss. Its lines are assigned to
+    attempts by their time."""
     curves, starts = [_Curve() for _ in attempts], [attempt.started for attempt in attempts]
     for line in lines:
         index = bisect_right(starts, line.time) - 1
@@ -126,8 +125,8 @@ def with_losses(attempts: Sequence[RunAttempt], lines: Iterable[LogLine]) -> tup
 
 
 def with_outcome(attempt: RunAttempt, leases: Mapping[str, bool | None] | None) -> RunAttempt:
-    """Returns the last attempt with what its lease says of its end, if no end was recorded. ``leases``: on the checkpoint
-    directory, by run id: whether the process lives (None: it is on another machine); None: there is no such directory."""
+    """Returns the last attempt with the outcome that its lease shows, if no end was recorded. ``leases``: of the checkpoint
+    directory, by run id: whether the process runs (None: it is on another machine); None: there is no such directory."""
     if attempt.outcome != UNKNOWN or attempt.run_id is None or leases is None:
         return attempt
     if attempt.run_id not in leases:
@@ -139,7 +138,7 @@ def with_outcome(attempt: RunAttempt, leases: Mapping[str, bool | None] | None) 
 
 
 def _recorded(events: Iterable[RecordedEvent]) -> list[_AttemptBuilder]:
-    """Returns a builder for each training in one event file: normally one, more if several were written into one file."""
+    """Returns a builder for each training in one event file: normally one."""
     found: list[_AttemptBuilder] = []
     for recorded in events:
         if not found or isinstance(recorded.event, ev.TrainingStarted) and found[-1].is_begun:
@@ -149,12 +148,12 @@ def _recorded(events: Iterable[RecordedEvent]) -> list[_AttemptBuilder]:
 
 
 def _with_lines(recorded: list[_AttemptBuilder], lines: Iterable[LogLine]) -> list[_AttemptBuilder]:
-    """Puts the lines of the log into ``recorded``, and adds an attempt for each start that has no event file."""
+    """Adds the lines of the log to ``recorded``, and adds an attempt for each start without an event file."""
     found: list[_AttemptBuilder] = []
     coming = deque(sorted(recorded, key=lambda builder: builder.started))
 
     def enter(builder: _AttemptBuilder) -> None:
-        """The line of mindformers' start comes shortly before the first event."""
+        """Adds a builder. mindformers logs its start shortly before the first event."""
         if found and found[-1].is_only_start:
             builder.started, builder.has_start_line = min(found.pop().started, builder.started), True
         found.append(builder)
@@ -170,7 +169,7 @@ def _with_lines(recorded: list[_AttemptBuilder], lines: Iterable[LogLine]) -> li
 
 
 def _assign(builders: Sequence[_AttemptBuilder], failures: Iterable[Failure]) -> None:
-    """Gives each failure of another rank to the attempt of its run; where a run is not recorded, to the one of its time."""
+    """Assigns each failure of another rank to the attempt of its run; if the run is not recorded, to the attempt of its time."""
     by_run = {builder.run_id: builder for builder in builders if builder.run_id is not None}
     starts = [builder.started for builder in builders]
     for failure in failures:
@@ -182,7 +181,7 @@ def _assign(builders: Sequence[_AttemptBuilder], failures: Iterable[Failure]) ->
 
 
 class _Curve:
-    """Losses of one attempt. Steps rise; what another file repeats is left out."""
+    """Collects the losses of one attempt in ascending order of steps, without duplicates."""
 
     def __init__(self) -> None:
         self.steps, self.rows = array("q"), [array("d") for _ in range(3)]
@@ -199,7 +198,7 @@ class _Curve:
 
 
 class _AttemptBuilder:
-    """Collects what is recorded of one attempt."""
+    """Collects the records of one attempt."""
 
     def __init__(self, started: float, has_events: bool, is_cut: bool = False):
         self.started = self.ended = started
@@ -223,14 +222,15 @@ class _AttemptBuilder:
 
     @property
     def is_only_start(self) -> bool:
-        """Whether all that is known is mindformers' line of its start."""
+        """Whether only mindformers' start line is known."""
         return not self.has_events and not self.is_cut and not self.is_over and not self.curve.steps
 
     def can_take_start(self) -> bool:
-        """Whether the line of mindformers' start can belong to this attempt, whose first event came before it."""
+        """Returns whether mindformers' start line can belong to this attempt, whose first event came before it."""
         return self.has_events and not (self.has_start_line or self.end or self.is_over or self.curve.steps)
 
     def take_line(self, line: LogLine) -> None:
+        """Takes a line of mindformers' log."""
         self.ended = max(self.ended, line.time)
         if line.kind == log_parser.LOSS:
             self.curve.add(line)
@@ -244,6 +244,7 @@ class _AttemptBuilder:
     # ---- events
 
     def take(self, recorded: RecordedEvent) -> None:
+        """Takes an event."""
         at, event = recorded
         self.ended = max(self.ended, at)
         self.is_begun = self.is_begun or not isinstance(event, ev.Notice)
@@ -284,7 +285,7 @@ class _AttemptBuilder:
             self.saves[event.step] = _updated(self.saves.get(event.step, Save(event.step, at)), at, event)
 
     def fail(self, failure: Failure) -> None:
-        """Keeps the failure of the rank that failed first; the others fail because it is gone."""
+        """Keeps the failure of the rank that failed first; other ranks fail because that rank is lost."""
         if failure.step is not None:
             save = self.saves.get(failure.step)
             if save is not None and not save.is_committed and not save.failure:
@@ -294,9 +295,10 @@ class _AttemptBuilder:
         if self.failure is None or failure.time < self.failure.time:
             self.failure = failure
 
-    # ---- all of it
+    # ---- the result
 
     def build(self, number: int, next_start: float | None) -> RunAttempt:
+        """Returns the attempt. ``next_start``: of the next attempt."""
         losses, choice = self.curve.build(), self.choice
         base, scale = self._base(losses)
         last = max(int(losses.steps[-1]) if len(losses) else 0, self.reached, *self.saves, 0)
@@ -327,7 +329,7 @@ class _AttemptBuilder:
         return (UNKNOWN, "") if is_last else (FAILED, KILLED if self.has_events else "")
 
     def _base(self, losses: Losses) -> tuple[int, float]:
-        """Returns the step after which this attempt goes on, and its steps for one of the run that saved."""
+        """Returns the step after which this attempt counts, and its steps per step of the run that saved."""
         if self.progress is not None:
             return self.progress.step, self.progress.step_scale
         if isinstance(self.choice, ev.CheckpointSelected) and self.choice.step is not None and not self.choice.weights_only:

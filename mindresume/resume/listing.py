@@ -32,11 +32,6 @@ class CheckpointStatus:
             return NODE_LOCAL
         return COMPLETE if self.problem is None else UNUSABLE if self.candidate.maybe_completed else INCOMPLETE
 
-    @property
-    def kind(self) -> str:
-        """"iteration" (Checkpoint 2.0) or the format of the files."""
-        return "iteration" if self.candidate.iteration_dir else self.candidate.format
-
 
 def list_checkpoints(storage: Storage, path: str, strategy_of: StrategyOf, world_size: int | None = None
                      ) -> tuple[Scan, tuple[CheckpointStatus, ...]]:

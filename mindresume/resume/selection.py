@@ -71,7 +71,7 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
         path: the folder or file in which the checkpoints lie (``formats.location``).
         progress: receives the bytes that are verified.
     Raises:
-        MissingCheckpointError, NoUsableCheckpointError, CollectiveError: on all ranks, see ``select_shared``.
+        MissingCheckpointError, NoUsableCheckpointError, ConfigError, CollectiveError: on all ranks, see ``select_shared``.
     """
     sources, disk = sources or CheckpointSources(), uncached(storage)
     split = sources.shared is not None and sources.shared.is_split

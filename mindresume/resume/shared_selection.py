@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from mindresume.coordination.collectives import Group, Waiting, decide
-from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
+from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate, Refusal, Scan
 from mindresume.formats.scalar_state import is_without_step
@@ -53,6 +53,7 @@ def select_shared(storage: Storage, path: str, group: Group, policy: SelectionPo
     Raises:
         MissingCheckpointError: on all ranks, if the requested checkpoint cannot be used, or ``path`` is a folder of another kind.
         NoUsableCheckpointError: on all ranks, if there are checkpoints, and none can be used.
+        ConfigError: on all ranks, if ``path`` is a file of another kind.
         CollectiveError: on all ranks, if one fails in another way.
     """
     policy, progress = policy or SelectionPolicy(), progress or ProgressReporter.silent()
@@ -97,6 +98,8 @@ class CandidateQueue:
             return self._next(refusals)
         except MissingCheckpointError as error:
             return {"end": "missing", "text": str(error)}
+        except ConfigError as error:
+            return {"end": "config", "text": str(error)}
 
     def _next(self, refusals: list[Refusal]) -> dict[str, Any]:
         policy = self.policy
@@ -164,6 +167,8 @@ def _conclude(message: dict[str, Any], shards: tuple[VerifiedShard, ...], bytes_
     """Returns the choice of the last message, or raises the error that it means."""
     end = message["end"]
     refused = tuple(Refusal(**refusal) for refusal in message.get("refused", ()))
+    if end == "config":
+        raise ConfigError(message["text"])
     if end == "missing":
         raise MissingCheckpointError(message["text"], refused)
     if end == "none":

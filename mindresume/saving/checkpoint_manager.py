@@ -149,7 +149,7 @@ class CheckpointManager:
     def meet(self) -> None:
         """Counts the hosts, on all ranks together, for the load attempt of the checkpoint that was loaded."""
         hosts = len(set(report(self.group, socket.gethostname)))
-        load_attempt = self.pending.load_attempt
+        load_attempt = self.pending.attempt
         if load_attempt is not None:
             load_attempt.run, load_attempt.hosts = self.place.run, hosts
 
@@ -165,7 +165,7 @@ class CheckpointManager:
     def begin_load_attempt(self) -> None:
         """Records that the first step is about to be computed. Nothing is recorded for a job that was asked to stop before: if it
         is killed because that takes too long, the checkpoint is not the reason."""
-        load_attempt = self.pending.load_attempt
+        load_attempt = self.pending.attempt
         if load_attempt is None or load_attempt.begun or (self.preemption is not None and self.preemption.signalled):
             return
         try:

@@ -246,14 +246,14 @@ class LoadAttempt:
 @dataclass
 class PendingLoadAttempt:
     """Holds the load attempt of the checkpoint that a job has loaded until a step of it is done, or one of its ranks fails."""
-    load_attempt: LoadAttempt | None = None
+    attempt: LoadAttempt | None = None
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the load attempt, if it has not ended yet: a step is done; or this rank ends with ``error``."""
-        load_attempt, self.load_attempt = self.load_attempt, None
-        if load_attempt is not None:
+        attempt, self.attempt = self.attempt, None
+        if attempt is not None:
             with suppress(OSError):                 # the next job looks again
-                load_attempt.failed(error) if error is not None else load_attempt.passed()
+                attempt.failed(error) if error is not None else attempt.passed()
 
 
 _PROGRAM = (ImportError, NameError, AttributeError, TypeError, NotImplementedError, SyntaxError)

@@ -153,7 +153,7 @@ def test_it_is_held_within_the_block(tmp_path):
     assert prune_all_but_the_newest(tmp_path) == [5]
 
 
-def test_it_is_held_from_the_first_read_until_nobody_uses_it(tmp_path):
+def test_it_is_held_from_the_first_read_until_it_is_deleted(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, world=2, replicas=1)
     checkpoint = mindresume.open(tmp_path)[5]

@@ -51,7 +51,7 @@ def test_the_table_is_what_type_checkers_see():
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     typed = {alias.name: node.module.removeprefix("mindresume.") for node in block.body for alias in node.names}
-    assert typed == mindresume._WHERE and sorted(typed) == sorted(mindresume.__all__)
+    assert typed == mindresume._MODULE_OF and sorted(typed) == sorted(mindresume.__all__)
     assert (PACKAGE / "py.typed").exists()
 
 

@@ -23,7 +23,7 @@ def plain(result):
 
 
 def contents(folder):
-    """Files without the claims of readers, which come and go."""
+    """Returns the files without the leases of readers, which come and go."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 

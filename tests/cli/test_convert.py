@@ -87,7 +87,7 @@ def snapshot(folder):
 
 
 def files_of(source):
-    """Of a source whose reader may have been killed: its claim is left, and goes with the next removal."""
+    """Returns the files of a source without leases: a killed reader leaves one, which the next removal removes."""
     return {path: data for path, data in snapshot(source).items() if not path.name.startswith("claim-")}
 
 
@@ -137,7 +137,7 @@ def test_a_strategy_folder_and_a_format(source, tmp_path, call, fmt):
     assert (status, err) == (0, "") and len(list((tmp_path / "new").glob(f"rank_*/*.{fmt}"))) == 4
     check(tmp_path / "new", Plan.parse("dp2tp2"))
     assert f"{source}, step 15, 2 ranks\n  -> {tmp_path}/new" in out and "engine direct" in out
-    assert re.search(r"\d.* read, .* written in \d+\.\d s \(.*/s\); .* of it compared with recorded checksums", out)
+    assert re.search(r"\d.* read, .* written in \d+\.\d s \(.*/s\); .* compared with recorded checksums", out)
 
 
 def test_from_a_strategy_that_is_given_or_lies_beside(tmp_path, call):
@@ -173,7 +173,7 @@ def test_a_dry_run_writes_nothing(source, tmp_path, call, read):
     assert found["seconds"] is None and found["bytes_read"] == found["bytes_written"] == found["bytes_verified"] == 0
     assert found["files"] == 4 and found["bytes_needed"] == found["bytes_to_read"] == NBYTES and found["over_read"] == 1.0
     status, out, err = call(source, tmp_path / "deep" / "new", "--to", "dp=2,tp=2", "--dry-run")
-    assert (status, err) == (0, "") and "this is a dry run, nothing was written" in out and snapshot(tmp_path) == before
+    assert (status, err) == (0, "") and "dry run, nothing was written" in out and snapshot(tmp_path) == before
 
 
 def test_again(source, tmp_path, call, read):
@@ -184,12 +184,12 @@ def test_again(source, tmp_path, call, read):
     before, names = times(), snapshot(tmp_path)
     status, found = read(*command)
     assert status == 0 and found["finished"] is True and found["seconds"] is None
-    assert "it is there already, nothing was done" in call(*command)[1]
+    assert "it exists already, nothing was done" in call(*command)[1]
     assert read(*command, "--dry-run")[1]["finished"] is True
     assert times() == before and snapshot(tmp_path) == names
 
 
-def test_a_newer_step_that_cannot_be_used_is_told(tmp_path, call, read):
+def test_a_newer_step_that_cannot_be_used_is_printed(tmp_path, call, read):
     for step in (5, 10):
         save(tmp_path / "a", step, replicas=1)
     path = path_of(tmp_path / "a", 10, 3)
@@ -197,7 +197,7 @@ def test_a_newer_step_that_cannot_be_used_is_told(tmp_path, call, read):
     status, found = read(tmp_path / "a", tmp_path / "new", "--to", "dp=2")
     refusal, = found["refused"]
     assert status == 0 and "step 5" in found["source"] and refusal["step"] == 10 and str(path) in refusal["reason"]
-    assert call(tmp_path / "a", tmp_path / "again", "--to", "dp=2")[1].startswith("not taken: step 10: ")
+    assert call(tmp_path / "a", tmp_path / "again", "--to", "dp=2")[1].startswith("not usable: step 10: ")
     assert call(tmp_path / "a", tmp_path / "third", "--to", "dp=2", "--step", 10)[0] == 2
 
 
@@ -511,7 +511,7 @@ def test_the_one_that_runs_is_left_alone(source, tmp_path, call, running):
     check(tmp_path / "new", Plan.parse("dp2pp2"))
 
 
-def test_a_lock_that_nobody_holds_is_no_obstacle(source, tmp_path, call, running):
+def test_a_lock_without_a_holder_is_no_obstacle(source, tmp_path, call, running):
     with open(running.work + LOCK) as lock, suppress(OSError):
         running._release()
         fcntl.flock(lock, fcntl.LOCK_UN)

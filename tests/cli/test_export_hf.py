@@ -67,7 +67,7 @@ def test_dry_run_and_again(call, read, source, config, tmp_path):
     assert call(source, tmp_path / "hf", "--config", config)[0] == 0
     before = (tmp_path / "hf" / "model.safetensors").stat()
     status, out, _ = call(source, tmp_path / "hf", "--config", config)
-    assert status == 0 and "there already" in out and (tmp_path / "hf" / "model.safetensors").stat() == before
+    assert status == 0 and "exists already" in out and (tmp_path / "hf" / "model.safetensors").stat() == before
     (config / "config.json").write_text(json.dumps({**TINY, "rope_theta": 5e5}), encoding="utf-8")
     for more in ((), ("--dtype", "bfloat16")):                              # another configuration is another conversion
         status, _, err = call(source, tmp_path / "hf", "--config", config, *more)
@@ -81,7 +81,7 @@ def test_what_is_missing_or_wrong(call, source, config, tmp_path):
         status, out, err = call(source, tmp_path / "hf", *arguments)
         assert status == 2 and out == "" and not (tmp_path / "hf").exists() and err.count("\n") == 1
         return err
-    assert "--config is missing: the config.json of the Hugging Face model" in refused()
+    assert "--config is missing: give the config.json" in refused()
     assert "none/config.json does not exist" in refused("--config", tmp_path / "none" / "config.json")
     assert "choose one of bfloat16, float32, keep" in refused("--config", config, "--dtype", "int8")
     assert "--max-shard-size is 'big'" in refused("--config", config, "--max-shard-size", "big")

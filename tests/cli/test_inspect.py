@@ -11,7 +11,7 @@ from folders import RUN, save
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, put, random_tensors, recorded
 
 from mindresume.api.tensors import TensorInfo, cut_text
-from mindresume.cli.inspect import fold_optimizer_shards, ranges_text
+from mindresume.cli.inspect import merge_similar_rows, ranges_text
 from mindresume.formats.strategy import write_strategy
 from mindresume.model.layout import TensorLayout
 
@@ -170,7 +170,7 @@ def test_steps_of_a_folder(tmp_path, read, call):
     for path in tmp_path.glob("rank_*/*-1_10.*"):
         path.write_bytes(b"")
     assert read(tmp_path)["step"] == 5 and [row["step"] for row in read(tmp_path)["refused"]] == [10]
-    assert call(tmp_path)[1].startswith("not taken: step 10:")
+    assert call(tmp_path)[1].startswith("not usable: step 10:")
 
 
 def test_complete_weights_and_single_files(tmp_path, read, call):
@@ -202,7 +202,7 @@ def test_a_strategy(tmp_path, read, call, fmt):
         ([[i, i + 1], [0, 1]], [4, 1], [rank]) for i, rank in enumerate((4, 6, 5, 7))]
     assert {part["name"] for part in read(tmp_path, "--rank", 5)["slices"]} == set(PLAN.layouts(5))
     out = call(tmp_path)[1]
-    assert "knows neither shapes nor dtypes" in out and "local shape" not in out and "8 ranks = 2 stages x 4" in out
+    assert "has neither shapes nor dtypes" in out and "local shape" not in out and "8 ranks = 2 stages x 4" in out
     assert "piece (3, 0) of (4, 1)" in call(tmp_path, "--rank", 7)[1]
 
 
@@ -220,7 +220,7 @@ def test_folding():
     rows = [row("embedding"), row("layers.0.experts.0.w"), row("layers.0.experts.1.w"), row("layers.1.experts.0.w", stage=1),
             row("layers.0.b2"), row("layers.10.b2"), row("layers.0.c", (3,)), row("layers.1.c"), row("2.x"), row("3.x"),
             row("layers.1.d", layout=TensorLayout((2,), (0,))), row("layers.2.d"), row("5.0.y"), row("5.1.y")]
-    assert [(name, len(group)) for name, group in fold_optimizer_shards(rows)] == [
+    assert [(name, len(group)) for name, group in merge_similar_rows(rows)] == [
         ("embedding", 1), ("layers.*.experts.*.w", 3), ("layers.*.b2", 2), ("layers.0.c", 1), ("layers.1.c", 1), ("*.x", 2),
         ("layers.1.d", 1), ("layers.2.d", 1), ("5.*.y", 2)]
 
@@ -238,10 +238,10 @@ def test_errors_are_one_line_and_status_2(tmp_path, saved, call):
                             ((tmp_path / "notes.txt",), "notes.txt is no checkpoint"), ((ours, "--step", 3), "has no step 3"),
                             ((tmp_path / "other" / "foreign",), "no strategy is given"),
                             ((ours, "--from", tmp_path / "missing"), "there is no such strategy file"),
-                            ((ours, "--rank", 8), "there is no rank 8, it is of 8 ranks"),
-                            ((ours, "--tensor", "x*"), "tensors is called like 'x*'"),
+                            ((ours, "--rank", 8), "there is no rank 8; it has 8 ranks"),
+                            ((ours, "--tensor", "x*"), "tensors matches 'x*'"),
                             ((tmp_path / "strategy", "--rank", 9), "there is no rank 9"),
-                            ((tmp_path / "strategy", "--step", 3), "is a strategy; a strategy and a step belong to a checkpoint"),
+                            ((tmp_path / "strategy", "--step", 3), "is a strategy; the arguments strategy and step"),
                             ((tmp_path / "merged", "--rank", 0), "which belong to no rank")]:
         status, out, err = call(*arguments)
         assert (status, out) == (2, "") and err.startswith("mindresume: ") and said in err and err.count("\n") == 1, (said, err)

@@ -77,16 +77,16 @@ def test_where_one_rank_compiles_nothing_is_added(monkeypatch):
 
 def test_counters_of_a_cached_graph_are_loaded_if_they_are_offered(monkeypatch):
     network = cached_network(monkeypatch)
-    assert adapter.wanted_of(network) == {"w": ((4, 2), "float32")}
-    assert adapter.wanted_of(network, {"w", "global_step", "of_another_stage"}) == {"w": ((4, 2), "float32"),
-                                                                                   "global_step": ((1,), "int32")}
+    assert adapter.parameters_to_load(network) == {"w": ((4, 2), "float32")}
+    assert adapter.parameters_to_load(network, {"w", "global_step", "of_another_stage"}) == {"w": ((4, 2), "float32"),
+                                                                                            "global_step": ((1,), "int32")}
 
 
 # ---- the ranks that are left when others are gone --------------------------------------------------------------------------
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Nobody answers: whatever asks other ranks fails the test."""
+    """No rank answers: any exchange with other ranks fails the test."""
     from mindspore.train import serialization
 
     def ask(*arguments):
@@ -100,7 +100,7 @@ def row(shared=False, is_send=False):
     return ((2,), (0, -1), (2, 2), 0, True, "", (4, 2), (2, 2), shared, is_send, 4, 0)
 
 
-def test_a_rescue_asks_nobody(alone):
+def test_a_rescue_has_no_exchange(alone):
     network = Holder({"a": ((2, 2), ms.float32), "b": ((3,), ms.int32)})
     network.parameter_layout_dict = {"a": row()}
     network.parallel_parameter_merge_net_dict = {"a": lambda tensor: 1 / 0}            # of an earlier save with integrated_save
@@ -118,7 +118,7 @@ def test_a_shared_parameter_is_rescued_by_its_owner(alone, stages):
     network = Holder({"embedding": ((2, 2), ms.float32)})
     network.parameter_layout_dict = {"embedding": row(shared=True, is_send=True)}
     assert [name for name, _ in adapter.rescued_parameters(network, lambda name: True)] == ["embedding"]
-    assert adapter.collecting_exchanges(network, False)
+    assert adapter.collect_is_collective(network, False)
 
 
 def test_a_stage_that_receives_a_shared_parameter_leaves_it_out(alone, stages):
@@ -138,10 +138,10 @@ def test_what_may_be_old_here_is_not_rescued(alone, stages):
 def test_which_collecting_is_an_exchange(stages, monkeypatch):
     network = Holder({"a": ((2, 2), ms.float32)})
     network.parameter_layout_dict = {"a": row()}
-    assert not adapter.collecting_exchanges(network, False)
-    assert not adapter.collecting_exchanges(network, True)
+    assert not adapter.collect_is_collective(network, False)
+    assert not adapter.collect_is_collective(network, True)
     monkeypatch.setattr(adapter, "is_parallel", lambda: True)
-    assert adapter.collecting_exchanges(network, True)
+    assert adapter.collect_is_collective(network, True)
 
 
 # ---- between compiling and computing ---------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_what_is_to_be_done_between_compiling_and_computing(mode):
     ms.set_context(mode=mode)
     try:
         for _ in range(2):                              # asked again before anything was compiled: still once
-            adapter.when_compiled(network, lambda: done.append("work"))
+            adapter.call_when_compiled(network, lambda: done.append("work"))
         if mode == ms.PYNATIVE_MODE:                    # nothing will ever be compiled
             assert done == ["work", "work"]
             return
@@ -177,7 +177,7 @@ def test_a_compilation_that_fails_is_followed_by_nothing():
     network, done, before = Network({}), [], ms.get_context("mode")
     ms.set_context(mode=ms.GRAPH_MODE)
     try:
-        adapter.when_compiled(network, lambda: done.append("work"))
+        adapter.call_when_compiled(network, lambda: done.append("work"))
         with pytest.raises(ValueError, match="primitive"):
             network.compile()
     finally:

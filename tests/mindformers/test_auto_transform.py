@@ -44,7 +44,7 @@ class Network:
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     monkeypatch.setattr(adapter, "is_parallel", lambda: True)
-    monkeypatch.setattr(adapter, "wanted_of", lambda network, offered: network.wanted)
+    monkeypatch.setattr(adapter, "parameters_to_load", lambda network, offered: network.wanted)
 
 
 def job(group, path, output, plan, settings=None, **values):
@@ -63,12 +63,12 @@ def job(group, path, output, plan, settings=None, **values):
 
 def load(group, path, output, plan, settings=None, **values):
     current, config = job(group, path, output, plan, settings, **values)
-    return arrays_for(config, Network(plan, group.rank), current), current
+    return read_arrays(config, Network(plan, group.rank), current), current
 
 
-def arrays_for(config, network, current):
+def read_arrays(config, network, current):
     """The arrays; None if files were converted, which are in the plan then."""
-    found = auto_transform.arrays_for(config, network, current, STORAGE)
+    found = auto_transform.read_arrays(config, network, current, STORAGE)
     if isinstance(found, tuple):
         return found[0]
     current.plan = replace(current.plan, choice=found)
@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         network = Network(plan, group.rank, **{"new.weight": ((3,), "float32"), "norm.weight": ((8,), "float16")})
         network.parameter_layout_dict["head.weight"][6][0] *= 2
         network.wanted["head.weight"] = ((16, 8), "float32")
-        return arrays_for(config, network, current)
+        return read_arrays(config, network, current)
     for error in run(plan, attempt):
         assert isinstance(error, CollectiveError) and "rank 0: LoadError" in str(error) and "(3 tensors)" in str(error)
         for text in ("new.weight is not in the checkpoint", "norm.weight is float32 in the checkpoint, float16 in the network",
@@ -186,7 +186,7 @@ def test_transform_process_num_must_divide(tmp_path, processes):
         if processes in (0,):                                   # not given
             assert not isinstance(error, Exception)
         else:
-            assert isinstance(error, ConfigError) and "a number that divides the 2 ranks" in str(error)
+            assert isinstance(error, ConfigError) and "transform_process_num is" in str(error) and "divides 2," in str(error)
 
 
 @pytest.mark.parametrize("engine", ["auto", "mindspore"])

@@ -116,40 +116,40 @@ def committed(folder):
 @pytest.fixture(autouse=True)
 def own_session():
     before = training_context.current()
-    yield training_context.begin(training_context.TrainingContext(Settings()))
+    yield training_context.set_current(training_context.TrainingContext(Settings()))
     settle_all()
-    training_context.begin(before)
+    training_context.set_current(before)
 
 
-# ---- a checkpoint on trial -------------------------------------------------------------------------------------------
+# ---- the load attempt -------------------------------------------------------------------------------------------------
 
-class FakeTrial:
+class FakeLoadAttempt:
     def __init__(self):
-        self.told, self.begun = [], False
+        self.calls, self.begun = [], False
 
     def begin(self):
-        self.told.append(f"begins, run {self.run[:4]}, {self.hosts} host")
+        self.calls.append(f"begins, run {self.run[:4]}, {self.hosts} host")
         self.begun = True
 
     def passed(self):
-        self.told.append("passed")
+        self.calls.append("passed")
 
 
 @pytest.mark.parametrize("signalled", [False, True])
-def test_a_trial_lasts_from_the_compilation_to_the_end_of_the_first_step(tmp_path, monkeypatch, signalled):
-    load_attempt, compiled = FakeTrial(), []
-    training_context.current().resources.load_attempt.load_attempt = load_attempt
-    monkeypatch.setattr(module.adapter, "when_compiled", lambda network, work: compiled.append((network, work)))
+def test_a_load_attempt_lasts_from_the_compilation_to_the_end_of_the_first_step(tmp_path, monkeypatch, signalled):
+    load_attempt, compiled = FakeLoadAttempt(), []
+    training_context.current().resources.pending_load.attempt = load_attempt
+    monkeypatch.setattr(module.adapter, "call_when_compiled", lambda network, work: compiled.append((network, work)))
     job = Job(build(tmp_path))
     job.monitor.on_train_step_begin(job.context)
-    assert load_attempt.told == [] and compiled[0][0] is job.train
+    assert load_attempt.calls == [] and compiled[0][0] is job.train
     job.monitor._checkpoints.preemption.signalled = signalled                  # while it was compiled
     compiled[0][1]()
-    assert load_attempt.told == ([] if signalled else ["begins, run 0001, 1 host"])
+    assert load_attempt.calls == ([] if signalled else ["begins, run 0001, 1 host"])
     job.monitor._checkpoints.preemption.signalled = False
     job.steps(2)
     job.monitor.on_train_step_begin(job.context)
-    assert load_attempt.told[-1:] == ["passed"] and load_attempt.told.count("passed") == 1 and len(compiled) == 1
+    assert load_attempt.calls[-1:] == ["passed"] and load_attempt.calls.count("passed") == 1 and len(compiled) == 1
     job.end()
 
 
@@ -319,7 +319,7 @@ def test_an_error_of_the_writer_is_raised_at_a_later_step(tmp_path, own_session,
     (tmp_path / "checkpoint" / "rank_0").mkdir(parents=True, exist_ok=True)
     (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").write_text("in the way")
     job.steps(5)
-    job.monitor._checkpoints._saver._idle(600)                    # until it has failed; nobody has heard of it yet
+    job.monitor._checkpoints._saver._idle(600)                    # until it has failed; the failure is not reported yet
     with pytest.raises(SaveError, match="exists already"):
         job.steps(1)
 
@@ -364,7 +364,7 @@ def test_weights_alone_behind_the_training(tmp_path):
 
 # ---- who else saves there --------------------------------------------------------------------------------------------
 
-def test_a_claim_while_it_trains_and_none_afterwards(tmp_path):
+def test_a_lease_exists_while_it_trains_and_not_afterwards(tmp_path):
     job = Job(build(tmp_path)).steps(5)
     assert [holder.run
             for holder in lease_holders(PosixStorage(), str(tmp_path / "checkpoint"))] == [job.monitor._checkpoints.place.run]
@@ -559,11 +559,11 @@ def test_an_emergency_that_we_cannot_save_is_left_to_the_built_in(tmp_path, call
     assert calls == ["_save_ckpt"]
 
 
-def test_an_emergency_that_nobody_can_save_without_the_lost_ranks_is_an_error(tmp_path, calls, monkeypatch):
+def test_an_emergency_save_that_needs_the_lost_ranks_is_an_error(tmp_path, calls, monkeypatch):
     """The built-in would wait for them."""
     job = Job(build(tmp_path)).steps(7)
     monkeypatch.setattr(module.adapter, "rescued_parameters", lambda *_: 1 / 0)
-    monkeypatch.setattr(module.adapter, "collecting_exchanges", lambda *_: True)
+    monkeypatch.setattr(module.adapter, "collect_is_collective", lambda *_: True)
     job.monitor._append_dict["__exception_save__"] = True
     with pytest.raises(SaveError, match="step 7 was not saved before the end on rank 0: division by zero"):
         job.monitor._save_ckpt(job.params, True)
@@ -620,7 +620,8 @@ def test_a_metric_that_is_none(name, value):
 
 
 def test_a_training_keeps_what_its_settings_say(tmp_path):
-    training_context.begin(training_context.TrainingContext(Settings(keep_every_steps=20, keep_best=1, keep_best_metric="score",
+    training_context.set_current(training_context.TrainingContext(Settings(keep_every_steps=20, keep_best=1,
+        keep_best_metric="score",
                                                                      keep_best_mode="max")))
     job = Job(build(tmp_path, keep_checkpoint_max=2))
     for score in (1, 9, 3, 2, 5, 4, 8):                                     # steps 5, 10, ... 35
@@ -630,7 +631,7 @@ def test_a_training_keeps_what_its_settings_say(tmp_path):
 
 
 def test_keys_that_contradict_each_other_stop_the_start(tmp_path):
-    training_context.begin(training_context.TrainingContext(Settings(keep_best=1)))
+    training_context.set_current(training_context.TrainingContext(Settings(keep_best=1)))
     with pytest.raises(ConfigError, match="keep_best is set, but neither keep_checkpoint_max"):
         Job(build(tmp_path, keep_checkpoint_max=None))
 
@@ -697,7 +698,7 @@ def test_an_event_and_scalars_of_what_a_resume_lost(tmp_path, monkeypatch, own_s
     assert opened.checkpoint_dir == str(tmp_path / "checkpoint") and opened.world_size == 1
 
 
-def test_the_claim_tells_how_far_the_training_is(tmp_path):
+def test_the_lease_has_the_step_of_the_training(tmp_path):
     job = Job(build(tmp_path)).steps(7)
     lease = job.monitor._checkpoints.session.lease
     lease.beat()

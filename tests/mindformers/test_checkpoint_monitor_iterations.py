@@ -31,9 +31,9 @@ FILES = ["common.json", "net-model-0000000-0000001.safetensors", "net-opt-000000
 @pytest.fixture(autouse=True)
 def own_session():
     before = training_context.current()
-    yield training_context.begin(training_context.TrainingContext(Settings()))
+    yield training_context.set_current(training_context.TrainingContext(Settings()))
     settle_all()
-    training_context.begin(before)
+    training_context.set_current(before)
 
 
 def build(folder, done=0, **options):

@@ -49,14 +49,14 @@ def at(skip, begins=False):
 @pytest.fixture
 def current():
     before = training_context.current()
-    yield training_context.begin(training_context.TrainingContext(task=training_context.TRAIN))
-    training_context.begin(before)
+    yield training_context.set_current(training_context.TrainingContext(task=training_context.TRAIN))
+    training_context.set_current(before)
 
 
 def gone_on(dataset, progress, current):
     """Through the hook; the step of the training is 99."""
     current.progress.restored = progress
-    patches._streaming(_resume_hf_iterable_dataset)(dataset, 99)
+    patches._wrap_resume_hf_iterable_dataset(_resume_hf_iterable_dataset)(dataset, 99)
 
 
 @pytest.mark.parametrize("skip", [1, 3, 9, 10, 11, 13, 20])
@@ -76,9 +76,9 @@ def test_a_new_data_set_begins_at_its_beginning(states, current):
 
 
 @pytest.mark.parametrize("skip, batch, match", [
-    (2, 4, "step_2/dataset_state_rank0.json: the state of the streaming data set is of another place: {'cur_epoch': 1, "
+    (2, 4, "step_2/dataset_state_rank0.json: the state of the streaming data set is of another position: {'cur_epoch': 1, "
            "'cur_step': 2, 'cur_iter': 4}, expected {'cur_epoch': 1, 'cur_step': 2, 'cur_iter': 8}"),
-    (25, 2, "step_25/dataset_state_rank0.json: the state .* behind 25 steps cannot be read .FileNotFoundError")])
+    (25, 2, "step_25/dataset_state_rank0.json: the state .* after 25 steps cannot be read .FileNotFoundError")])
 def test_a_state_that_is_not_of_the_place_is_an_error(states, current, skip, batch, match):
     dataset, source = reader(states, batch)
     with pytest.raises(CollectiveError, match=match):

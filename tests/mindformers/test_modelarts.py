@@ -29,9 +29,9 @@ def elsewhere(monkeypatch):
 
 @pytest.mark.parametrize("name", modelarts.VARIABLES)
 def test_modelarts_is_where_mindformers_says_so(monkeypatch, name):
-    assert not modelarts.variable() and not check_in_modelarts()
+    assert not modelarts.modelarts_variable() and not check_in_modelarts()
     monkeypatch.setenv(name, "x")
-    assert modelarts.variable() == name and check_in_modelarts()
+    assert modelarts.modelarts_variable() == name and check_in_modelarts()
 
 
 def test_outside_the_url_is_ignored_with_one_warning():
@@ -92,10 +92,9 @@ def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_pa
     asked, events = [], []
     monkeypatch.setattr(remote_selection.RemoteSelection, "select", lambda self, pick: (asked.append(self.root), pick())[1])
     config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor", "directory": directory}])
-    source = remote_selection.RemoteSource(RemoteCheckpoints(None, "obs://b/c"), lambda: modelarts.saved_to(config))
+    source = remote_selection.RemoteSource(RemoteCheckpoints(None, "obs://b/c"), lambda: modelarts.checkpoint_roots(config))
     picked = remote_selection.select_with_remote(lambda: "choice", path, source, SingleProcess(), PosixStorage(),
-                                                 SelectionPolicy(1),
-                                             events.append)
+                                                 SelectionPolicy(1), events.append)
     assert picked == "choice" and bool(asked) is looked_at
     assert looked_at == (events == []) and all("obs://b/c" in event.text and path in event.text for event in events)
 

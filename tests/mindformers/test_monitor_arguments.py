@@ -2,7 +2,7 @@
 import pytest
 
 from mindresume.errors import ConfigError
-from mindresume.mindformers.monitor_arguments import check_section, checked
+from mindresume.mindformers.monitor_arguments import check_callbacks, checked_arguments
 
 
 def built_in(self, prefix="CKP", directory=None, save_checkpoint_steps=1, save_checkpoint_seconds=0, keep_checkpoint_max=5,
@@ -13,7 +13,7 @@ def built_in(self, prefix="CKP", directory=None, save_checkpoint_steps=1, save_c
 
 
 def check(*args, **kwargs):
-    return checked(built_in, args, kwargs)
+    return checked_arguments(built_in, args, kwargs)
 
 
 def test_defaults_are_filled_in():
@@ -62,12 +62,12 @@ def test_what_safetensors_cannot_hold(key, value):
 
 
 def test_the_section_is_checked_before_mindformers_reads_it():
-    """mindformers would say that save_max in checkpoint_config, which nobody wrote, should be at least 1."""
+    """mindformers would say that save_max in checkpoint_config, which is not in the file, should be at least 1."""
     monitor = {"type": "CheckpointMonitor", "keep_checkpoint_max": 0}
     with pytest.raises(ConfigError, match="^callbacks: CheckpointMonitor: keep_checkpoint_max is 0; expected at least 1"):
-        check_section(built_in, [{"type": "MFLossMonitor", "what": 1}, monitor])
+        check_callbacks(built_in, [{"type": "MFLossMonitor", "what": 1}, monitor])
     monitor["keep_checkpoint_per_n_minutes"] = 10
-    check_section(built_in, [monitor, None])
+    check_callbacks(built_in, [monitor, None])
     assert monitor == {"type": "CheckpointMonitor", "keep_checkpoint_max": None, "keep_checkpoint_per_n_minutes": 10}
 
 

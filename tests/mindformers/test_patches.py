@@ -58,8 +58,8 @@ def place(module, name):
 @pytest.fixture(autouse=True)
 def current():
     before = training_context.current()
-    yield training_context.begin(training_context.TrainingContext())
-    training_context.begin(before)
+    yield training_context.set_current(training_context.TrainingContext())
+    training_context.set_current(before)
 
 
 def config_of(path="", **values):
@@ -86,14 +86,15 @@ class TaskTrainer:
 
 def test_data_keys_below_trainer_reach_the_top_level():
     config = MindFormerConfig(trainer={"type": "X", "ignore_data_skip": True, "data_skip_steps": 7}, resume_training=False)
-    checked = patches._rules(lambda self: (self.config.ignore_data_skip, self.config.data_skip_steps, dict(self.config.trainer)))
+    checked = patches._wrap_check_config_rules(lambda self: (self.config.ignore_data_skip, self.config.data_skip_steps,
+                                                             dict(self.config.trainer)))
     assert checked(SimpleNamespace(config=config)) == (True, 7, {"type": "X"})
 
 
 def test_data_keys_that_contradict_each_other_are_an_error():
     config = MindFormerConfig(trainer={"data_skip_steps": 7}, data_skip_steps=8)
     with pytest.raises(ConfigError, match="data_skip_steps is 8 at the top level of the configuration but 7 in trainer"):
-        patches._rules(lambda self: None)(SimpleNamespace(config=config))
+        patches._wrap_check_config_rules(lambda self: None)(SimpleNamespace(config=config))
 
 
 def test_the_constructor_of_the_task_trainer_never_sees_them():
@@ -152,7 +153,7 @@ def test_a_name_chooses(tmp_path, current):
 
 
 @pytest.mark.parametrize("monitored, step", [(True, 5), (False, 10)])
-def test_a_sick_one_is_passed_over_where_health_is_monitored(tmp_path, current, monitored, step):
+def test_an_unhealthy_one_is_refused_where_health_is_monitored(tmp_path, current, monitored, step):
     for saved in (5, 10):
         save(tmp_path / "checkpoint", saved, world=1)
     listed = [{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]
@@ -280,7 +281,7 @@ def ends(outcome):
     ("failed", "ValueError: loss is nan", 7)])
 def test_the_event_file_says_how_a_training_ended(output, outcome, reason, step):
     with contextlib.suppress(ValueError):
-        patches._training(ends(outcome))(FakeTrainer())
+        patches._wrap_train(ends(outcome))(FakeTrainer())
     first, last = recorded(output)
     assert (first["event"], first["world_size"]) == ("training_started", 1)
     assert first["utc_offset_seconds"] == time.localtime().tm_gmtoff
@@ -292,24 +293,38 @@ def test_sigterm_is_no_failure(output):
     def train(self):
         training_context.current().progress.stop_reason = preemption.BY_SIGNAL
     with pytest.raises(SystemExit):
-        patches._training(train)(FakeTrainer())
+        patches._wrap_train(train)(FakeTrainer())
     assert recorded(output)[-1]["outcome"] == "preempted"
+
+
+@pytest.mark.parametrize("status, stop_reason, outcome, reason", [
+    (0, "", "finished", ""), (None, "", "finished", ""), (0, "a graceful exit", "preempted", "a graceful exit"),
+    (preemption.STATUS, "", "preempted", preemption.BY_SIGNAL), (3, "", "failed", "SystemExit: 3")])
+def test_an_exit_of_the_program_is_recorded_by_its_status(output, status, stop_reason, outcome, reason):
+    """``sys.exit(0)`` out of a training was recorded as a failure."""
+    def train(self):
+        training_context.current().progress.step, training_context.current().progress.stop_reason = 7, stop_reason
+        raise SystemExit(status)
+    with pytest.raises(SystemExit):
+        patches._wrap_train(train)(FakeTrainer())
+    last = recorded(output)[-1]
+    assert (last["outcome"], last["reason"], last["step"]) == (outcome, reason, 7)
 
 
 def test_wrong_settings_are_in_the_event_file_too(output):
     class Trainer:
         config = MindFormerConfig(mindresume={"on_save": "raise"})
     with pytest.raises(ConfigError):
-        patches._training(lambda self: None)(Trainer())
+        patches._wrap_train(lambda self: None)(Trainer())
     assert recorded(output)[-1]["outcome"] == "failed" and "on_save" in recorded(output)[-1]["reason"]
 
 
 def test_only_a_rank_that_fails_writes_a_file_besides_rank_0(output, monkeypatch):
     monkeypatch.setattr(training_context, "group_of_job", lambda: SimpleNamespace(rank=3, size=4))
-    patches._training(ends("finished"))(FakeTrainer())
+    patches._wrap_train(ends("finished"))(FakeTrainer())
     assert not output.exists()
     with pytest.raises(ValueError, match="loss is nan"):
-        patches._training(ends("failed"))(FakeTrainer())
+        patches._wrap_train(ends("failed"))(FakeTrainer())
     assert [row["rank"] for row in recorded(output)] == [3, 3] and recorded(output)[-1]["outcome"] == "failed"
 
 
@@ -322,19 +337,19 @@ def test_everything_is_closed_once_though_one_of_it_fails(output):
         current.resources.read_lock = SimpleNamespace(release=lambda: 1 / 0)
         current.monitor = SimpleNamespace(settle=lambda: closed.append("settled"))
     with pytest.raises(ZeroDivisionError):
-        patches._training(train)(FakeTrainer())
+        patches._wrap_train(train)(FakeTrainer())
     assert closed == ["settled"] and training_context.current().task == "" and recorded(output)[-1]["event"] == "training_ended"
 
 
 def test_an_evaluation_within_a_training_leaves_its_context_alone():
     def train(self):
         current = training_context.current()
-        patches._inference(training_context.EVALUATE, lambda self: training_context.current().task)(FakeTrainer())
+        patches._wrap_inference(training_context.EVALUATE, lambda self: training_context.current().task)(FakeTrainer())
         return training_context.current() is current
-    assert patches._training(train)(FakeTrainer()) is True
+    assert patches._wrap_train(train)(FakeTrainer()) is True
 
 
-def test_a_session_lives_as_long_as_its_training(tmp_path):
+def test_a_context_exists_during_its_training(tmp_path):
     save(tmp_path, 5, world=1)
 
     def train(self):
@@ -342,7 +357,7 @@ def test_a_session_lives_as_long_as_its_training(tmp_path):
         assert current.task == training_context.TRAIN
         job_start.select_checkpoint(config_of(tmp_path), current)
         return current.plan.resumes
-    assert patches._training(train)(FakeTrainer()) is True
+    assert patches._wrap_train(train)(FakeTrainer()) is True
     assert training_context.current().task == ""
     assert not training_context.current().plan.resumes   # an evaluation afterwards in this process loads what it asks for
 
@@ -354,20 +369,20 @@ def test_a_training_that_failed_settles_what_it_saves():
         training_context.current().monitor = SimpleNamespace(settle=lambda: stopped.append(True))
         raise RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
-        patches._training(train)(FakeTrainer())
+        patches._wrap_train(train)(FakeTrainer())
     assert stopped == [True] and training_context.current().monitor is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError("loss is nan"), LoadError("changed"), KeyboardInterrupt(), SystemExit(143)])
-def test_how_a_training_ends_is_told_to_the_trial(error):
-    told = []
+def test_the_load_attempt_receives_the_error_of_the_training(error):
+    failures = []
 
     def train(self):
-        training_context.current().resources.load_attempt.load_attempt = SimpleNamespace(failed=told.append)
+        training_context.current().resources.pending_load.attempt = SimpleNamespace(failed=failures.append)
         raise error
     with pytest.raises(type(error)):
-        patches._training(train)(FakeTrainer())
-    assert told == [error] and training_context.current().resources.load_attempt.load_attempt is None
+        patches._wrap_train(train)(FakeTrainer())
+    assert failures == [error] and training_context.current().resources.pending_load.attempt is None
 
 
 def test_a_complete_training_ends_quietly_and_other_errors_do_not():
@@ -376,19 +391,19 @@ def test_a_complete_training_ends_quietly_and_other_errors_do_not():
 
     def broken(self):
         raise ValueError("something else")
-    assert patches._training(done)(FakeTrainer()) is None
+    assert patches._wrap_train(done)(FakeTrainer()) is None
     with pytest.raises(ValueError, match="something else"):
-        patches._training(broken)(FakeTrainer())
+        patches._wrap_train(broken)(FakeTrainer())
     assert training_context.current().task == ""
 
 
 def test_settings_come_from_the_yaml_section():
     class Trainer:
         config = MindFormerConfig(mindresume={"on_save_error": "raise"})
-    assert patches._training(lambda self: training_context.current().settings.on_save_error)(Trainer()) == "raise"
+    assert patches._wrap_train(lambda self: training_context.current().settings.on_save_error)(Trainer()) == "raise"
     Trainer.config = MindFormerConfig(mindresume={"on_save": "raise"})
     with pytest.raises(ConfigError, match="unknown key 'on_save'"):
-        patches._training(lambda self: None)(Trainer())
+        patches._wrap_train(lambda self: None)(Trainer())
 
 
 def test_files_are_no_hf_checkpoints(tmp_path):
@@ -398,7 +413,7 @@ def test_files_are_no_hf_checkpoints(tmp_path):
 
 
 def test_preload_is_left_out_of_a_resume_only(tmp_path, current):
-    preload = patches._preload(lambda config: "loaded")
+    preload = patches._wrap_preload_ckpt(lambda config: "loaded")
     assert preload(None) == "loaded"
     save(tmp_path, 5, world=1)
     job_start.select_checkpoint(config_of(tmp_path), current)
@@ -411,7 +426,7 @@ def test_a_training_that_is_complete_already(tmp_path, current, epochs, complete
     job_start.select_checkpoint(config_of(tmp_path), current)
     config = MindFormerConfig(data_size=10, runner_config={
         "epochs": epochs, "origin_epochs": epochs, "initial_epoch": 2, "initial_step": 20, "sink_mode": False, "sink_size": 1})
-    check = patches._runner_config(lambda config, dataset: None)
+    check = patches._wrap_check_runner_config(lambda config, dataset: None)
     if complete:
         with pytest.raises(TrainingCompleteError, match="step 20 is the end of 2 epochs of 10 steps.*raise runner_config.epochs"):
             check(config, None)
@@ -564,8 +579,9 @@ def test_load_ckpt_async_reads_while_the_graph_is_compiled(tmp_path, current, mo
         return read(*arguments)
     monkeypatch.setattr(state_restorer, "read_shard", read_and_tell)
     monkeypatch.setattr(adapter, "is_parallel", lambda: True)
-    monkeypatch.setattr(adapter, "wanted_of", lambda net, offered: {p.name: (p.shape, "float32") for p in net.get_parameters()
-                                                           if p.name == "weight"})
+    monkeypatch.setattr(adapter, "parameters_to_load", lambda net,
+                        offered: {p.name: (p.shape, "float32") for p in net.get_parameters()
+                                                                    if p.name == "weight"})
     monkeypatch.setattr(adapter, "compile_for_load", lambda *arguments: seen.append(reading.wait(600 if beside else 0)))
     state_restorer.load_chosen(config_of(tmp_path, load_ckpt_async=beside, use_parallel=True),
                                SimpleNamespace(_train_network=net), None,
@@ -630,8 +646,9 @@ def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
 
 def test_counters_of_files_without_records(tmp_path, current):
     chosen(tmp_path, current, 15, foreign=True)
-    state = state_restorer.state_of(current.plan.choice)
+    state = state_restorer.selected_state(current.plan.choice)
     assert (state.step, state.global_step, state.global_batch_size, state.loss_scale) == (15, 15, 8, 1.0)
+    assert state == mindresume.open(tmp_path)[15].state                 # what the API shows is what a resume takes
 
 
 # ---- what all nodes see ----------------------------------------------------------------------------------------------
@@ -716,7 +733,7 @@ def test_nothing_is_kept_of_what_is_only_loaded_and_nothing_stays_after_the_load
     saved_network(tmp_path / "ours", network(1.0))
     job_start.select_checkpoint(config_of(tmp_path / "ours"), current)
     assert current.resources.storage.size > 0
-    net, load = network(5.0), patches._load(load_by_mindformers)
+    net, load = network(5.0), patches._wrap_transform_and_load_checkpoint(load_by_mindformers)
     config = SimpleNamespace(only_save_strategy=False, load_ckpt_async=False, use_parallel=False)
     load(config, SimpleNamespace(_train_network=net), net, None)
     assert float(net.weight.asnumpy().ravel()[0]) == 1.0 and current.resources.storage.size == 0

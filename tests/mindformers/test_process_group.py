@@ -35,16 +35,16 @@ class Wire(MindSporeGroup):
 
     def _broadcast(self, array):                            # what rank 0 would send
         message = self.messages[0]
-        return np.array([len(message)], np.int32) if array.shape == (1,) and not hasattr(self, "told") and self._tell() \
+        return np.array([len(message)], np.int32) if array.shape == (1,) and not hasattr(self, "announced") and self._tell() \
             else _words(message, len(message))
 
     def _tell(self):
-        self.told = True
+        self.announced = True
         return True
 
     def _gather(self, array):
         lengths = [len(message) for message in self.messages]
-        if not hasattr(self, "told"):
+        if not hasattr(self, "announced"):
             self._tell()
             return np.array(lengths, np.int32)
         rows = [_words(message, max(lengths)) for message in self.messages]
@@ -59,7 +59,7 @@ def test_unequal_messages_of_all_ranks(messages):
         assert Wire(rank, messages).broadcast(message if rank == 0 else b"ignored") == messages[0]
 
 
-def test_a_job_of_one_process_talks_to_nobody():
+def test_a_job_of_one_process_needs_no_communication():
     group = SingleProcess()
     assert (group.rank, group.size) == (0, 1)
     assert group.broadcast(b"x") == b"x" and group.gather(b"y") == [b"y"]

@@ -253,11 +253,11 @@ def test_a_wrapper_passes_on_what_it_does_not_know(name, monkeypatch, tmp_path):
     values = {"config": config, "checkpoint_path": str(tmp_path), "common_filename": str(tmp_path / "common.json"),
               "path": str(tmp_path), "dataset": types.SimpleNamespace(set_init_step=None), "load_checkpoint": None}
     required = [part for part in (expected.split(", ") if expected else ()) if "=" not in part and "*" not in part]
-    training_context.begin(training_context.TrainingContext())
+    training_context.set_current(training_context.TrainingContext())
     try:
         wrapper(*(values.get(part, part) for part in required), added="new")
         wrapper(**{part: values.get(part, part) for part in required if part not in ("self", "cls")}, added="newer",
                 **{part: part for part in required if part in ("self", "cls")})
     finally:
-        training_context.begin(before)
+        training_context.set_current(before)
     assert seen == ["new", "newer"]

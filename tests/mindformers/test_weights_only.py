@@ -58,7 +58,7 @@ class Network:
 def device(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     monkeypatch.setattr(adapter, "is_parallel", lambda: False)
-    monkeypatch.setattr(adapter, "wanted_of", lambda network, offered=(): network.wanted)
+    monkeypatch.setattr(adapter, "parameters_to_load", lambda network, offered=(): network.wanted)
     monkeypatch.setattr(adapter, "_translation", lambda network: None)
     monkeypatch.setattr(adapter, "core_network", lambda network: network)
     monkeypatch.setattr(weights_only, "job_layouts", lambda network, shapes, size, warn: {
@@ -69,7 +69,7 @@ def device(monkeypatch):
         return [name for name in network.wanted if name not in arrays]
     monkeypatch.setattr(adapter, "load_into", load_into)
     yield
-    training_context.begin(training_context.TrainingContext())
+    training_context.set_current(training_context.TrainingContext())
 
 
 def config_of(path, output, **values):
@@ -283,7 +283,7 @@ def test_another_dtype_of_the_same_kind_is_converted(tmp_path, stored, wanted, v
 
 
 @pytest.mark.parametrize("value, wanted, says", [
-    (np.array([1e30], np.float32), "float16", "has values that float16, the parameter's dtype, cannot hold"),
+    (np.array([1e30], np.float32), "float16", "has values that float16, the dtype of the parameter, cannot hold"),
     (np.array([2**40]), "int32", "has values that int32"),
     (np.array([1.5], np.float32), "int32", "w is float32 in the checkpoint")])
 def test_a_dtype_that_cannot_hold_it_is_an_error(tmp_path, value, wanted, says):
@@ -305,9 +305,9 @@ class Trainer:
 def begun(task, config, pipeline_task=None):
     """The session as mindformers' checks leave it."""
     found = []
-    checks = patches._rules(lambda self: found.append((training_context.current().plan.weights_only,
-                                                       training_context.current().plan.choice)))
-    patches._inference(task, lambda self: checks(self))(Trainer(config, pipeline_task))
+    checks = patches._wrap_check_config_rules(lambda self: found.append((training_context.current().plan.weights_only,
+                                                                         training_context.current().plan.choice)))
+    patches._wrap_inference(task, lambda self: checks(self))(Trainer(config, pipeline_task))
     assert training_context.current().task == "" and training_context.current().plan.choice is None
     assert training_context.current().plan.weights_only is None
     return found[0][0]
@@ -354,7 +354,7 @@ def test_names_of_hugging_face_that_only_the_network_translates_go_to_mindformer
 
     def load(config, model, network, dataset, optimizer=None, do_eval=False, do_predict=False):
         called.append((optimizer, do_eval, do_predict))
-    patches._load(load)(config, None, Network(SINGLE), None, do_eval=True)
+    patches._wrap_transform_and_load_checkpoint(load)(config, None, Network(SINGLE), None, do_eval=True)
     assert called == [(None, True, False)]
 
 
@@ -371,6 +371,6 @@ def test_the_places_that_evaluation_and_prediction_pass(tmp_path):
     for module, name in ((upstream.BASE_TRAINER, "transform_and_load_checkpoint"), (upstream.BASE_TRAINER, "preload_ckpt"),
                          (upstream.CAUSAL_TRAINER, "transform_and_load_checkpoint")):
         assert getattr(importlib.import_module(module), name)._mindresume
-    current = training_context.begin(training_context.TrainingContext())
+    current = training_context.set_current(training_context.TrainingContext())
     current.plan = training_context.ResumePlan(training_context.LoadRequest(str(tmp_path), resume=False, trains=False))
-    assert patches._preload(lambda config: pytest.fail("mindformers preloads"))(None) is None
+    assert patches._wrap_preload_ckpt(lambda config: pytest.fail("mindformers preloads"))(None) is None

@@ -4,9 +4,11 @@ import os
 import time
 from dataclasses import replace
 
+import iterations
 from folders import STORAGE, save, write_rank
 from logfiles import RUNS, ZERO, Log, Training, fail, record, two_attempts
 
+import mindresume
 from mindresume import events as ev
 from mindresume.events import FAILED
 from mindresume.report.builder import build_report, to_json
@@ -57,7 +59,7 @@ def test_the_loss_of_the_last_stage(tmp_path):
     info(tmp_path, 3, pipeline(0, 1, 5, 6.0))
     report = made(tmp_path)
     assert report.loss_rank == 3 and list(report.attempts[0].losses.values) == [6.0] * 5
-    assert len(report.read) == 2 and "the loss is that of rank 3" in report.notes[-1]
+    assert len(report.read) == 2 and "rank 3" in report.notes[-1]
 
 
 def test_the_last_stage_of_each_attempt_if_the_number_of_ranks_changed(tmp_path):
@@ -87,8 +89,8 @@ def test_what_is_missing_or_odd_is_said(tmp_path):
     log.start(9).resume(10, 35, RUNS[0], after=17, scale=0.5).save(20, 25).write_all(tmp_path)
     Log().loss(1, 1000).loss(2, 1010).loss(3, 1020, "nan").write(tmp_path / "log" / "rank_0" / "info.log")
     notes = " ".join(made(tmp_path).notes)
-    for words in ("no event file of attempt 1", "no log of attempt 2", "begins in the middle", "every 10 steps",
-                  "up to 9 steps more", "not finite", "The batch size changed"):
+    for words in ("no event file of attempt 1", "no log of attempt 2", "begins within an attempt", "every 10 steps",
+                  "up to 9 more steps", "not finite", "The batch size changed"):
         assert words in notes
 
 
@@ -147,7 +149,7 @@ def test_steps_that_the_next_start_would_do_again(tmp_path):
     Training().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 8).write_all(tmp_path)
     report = made(tmp_path)
     assert (report.steps_at_risk, report.attempts[-1].outcome, report.steps_lost) == (3, FAILED, 0)
-    report = build_report(STORAGE, str(tmp_path), str(tmp_path / "gone"))               # nobody knows what there is
+    report = build_report(STORAGE, str(tmp_path), str(tmp_path / "gone"))               # the checkpoints are unknown
     assert (report.steps_at_risk, report.attempts[-1].outcome) == (None, "unknown")
 
 
@@ -158,9 +160,15 @@ def test_checkpoints_are_those_of_ls(tmp_path):
     os.truncate(next((root / "rank_2").glob("*-1_10.*")), 9)
     write_rank(root, 15, 0, 4)
     rows = made(tmp_path).disk.checkpoints
-    assert [(row.step, row.state, row.committed, row.ranks) for row in rows] == [
+    assert [(row.step, row.state, row.committed, row.world_size) for row in rows] == [
         (15, "incomplete", False, 4), (10, "unusable", True, 4), (5, "complete", True, 4)]
-    assert "rank 2" in rows[1].reason and rows[2].reason == "" and rows[2].size > 1000
+    assert "rank 2" in rows[1].reason and rows[2].reason == "" and rows[2].size_bytes > 1000
+    iterations.save(tmp_path / "b" / "checkpoint", 20)
+    for folder in (tmp_path, tmp_path / "b"):
+        listed = mindresume.open(folder / "checkpoint").list().to_json()["checkpoints"]
+        for row, info in zip(to_json(made(folder))["checkpoints"], listed, strict=True):
+            row.pop("reason")
+            assert row == {name: info[name] for name in row}
 
 
 def test_the_document_is_json_without_odd_numbers(tmp_path):
@@ -171,7 +179,7 @@ def test_the_document_is_json_without_odd_numbers(tmp_path):
     assert document["attempts"][0]["loss"] == {"first": None, "last": None}
     assert set(document) == {"output", "root", "sources", "restarts", "failures", "goodput", "steps", "seconds", "attempts",
                              "timeline", "checkpoints", "notes"}
-    assert document["attempts"][0]["saves"] is None                     # without events nobody knows
+    assert document["attempts"][0]["saves"] is None                     # unknown without events
 
 
 def test_nothing_there(tmp_path):

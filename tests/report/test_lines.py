@@ -18,7 +18,7 @@ def test_zero_bytes_before_a_line_are_left_out_and_nothing_comes_twice(tmp_path,
     assert pieces(tmp_path / "x", b"first\n", bytes(size), *lines) == [b"first\n", *lines]
 
 
-def test_a_hole_that_nobody_wrote(tmp_path):
+def test_a_hole_of_any_size(tmp_path):
     path = tmp_path / "x"
     with open(path, "wb") as file:
         file.write(b"first\n")

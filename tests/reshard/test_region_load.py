@@ -40,7 +40,7 @@ def weights_of(roots, text, write=recorded):
     return view_of_rank_folders(STORAGE, str(root), candidate, Plan.parse(text).strategy() if write is foreign else None)
 
 
-def wanted_of(plan, rank, model=MODEL):
+def parameters_to_load(plan, rank, model=MODEL):
     """Arguments of ``wanted_regions``: parameters of the network as the rank sees them, and their layouts."""
     shard = plan.shard(random_tensors(model), rank)
     wanted = {name: (array.shape, str(array.dtype)) for name, array in {**shard, **COUNTERS}.items()}
@@ -54,7 +54,7 @@ def wanted_of(plan, rank, model=MODEL):
 def test_the_regions_of_every_rank(roots, source, target):
     weights, plan = weights_of(roots, source), Plan.parse(target)
     for rank in range(plan.world_size):
-        found = wanted_regions(weights, *wanted_of(plan, rank), rank)
+        found = wanted_regions(weights, *parameters_to_load(plan, rank), rank)
         expected = plan.regions(rank)
         assert set(found) == set(expected) | set(COUNTERS)
         assert all(found[name] == region for name, region in expected.items() if elements(region))
@@ -124,7 +124,7 @@ def test_every_rank_reads_its_part(roots, monkeypatch, source, write, target, ti
     monkeypatch.setattr(region_load, "TILE", tile)
     weights, plan = weights_of(roots, source, write), Plan.parse(target)
     for rank in range(plan.world_size):
-        check(read_regions(weights, wanted_regions(weights, *wanted_of(plan, rank), rank), 2), plan, rank)
+        check(read_regions(weights, wanted_regions(weights, *parameters_to_load(plan, rank), rank), 2), plan, rank)
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
@@ -137,7 +137,7 @@ def test_no_byte_more_than_that_is_read(tmp_path, fmt, target):
     candidate = recorded(tmp_path, Plan.parse("tp2", model), tensors, fmt)
     weights = view_of_rank_folders(STORAGE, str(tmp_path), candidate)
     for rank in range(plan.world_size):
-        wanted, layouts = wanted_of(plan, rank, model)
+        wanted, layouts = parameters_to_load(plan, rank, model)
         traffic, shown = Traffic(), []
         traffic.progress = shown.append
         found = read_regions(weights, wanted_regions(weights, wanted, layouts, rank), 2, traffic)
@@ -223,7 +223,8 @@ def test_many_threads_and_no_file_left_open(roots, workers):
 
     def rank(number):
         try:
-            check(read_regions(weights, wanted_regions(weights, *wanted_of(plan, number), number), workers), plan, number)
+            check(read_regions(weights, wanted_regions(weights, *parameters_to_load(plan, number), number), workers), plan,
+                  number)
         except BaseException as error:
             failed.append(error)
             raise

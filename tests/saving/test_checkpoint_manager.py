@@ -200,7 +200,7 @@ def test_a_trial_knows_the_run_and_ends_with_the_first_step(tmp_path, signalled)
     job.manager.preemption.signalled = False
     assert load_attempt.begun is not signalled and load_attempt.told is None
     job.steps(1)
-    assert load_attempt.told == "passed" and job.manager.pending.load_attempt is None
+    assert load_attempt.told == "passed" and job.manager.pending.attempt is None
 
 
 def test_whoever_is_asked_to_leave_saves_the_step_and_says_why(tmp_path):
