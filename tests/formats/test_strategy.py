@@ -391,8 +391,10 @@ def test_broken_values_of_json_are_refused(value):
 
 
 @pytest.mark.parametrize("name, layout, fmt, says", [
-    ("layers-0", W, "ckpt", "parameter layers-0: MindSpore cannot read a name with '-'"), ("", W, "json", "a name must be UTF-8 and not empty"),
-    ("\ud800", W, "json", "UTF-8"), ("w", N, "json", "parameter w: MindSpore cannot read a dimension sharded by several axes from json"),
+    ("layers-0", W, "ckpt", "parameter layers-0: MindSpore cannot read a name with '-'"), ("", W, "json",
+        "a name must be UTF-8 and not empty"),
+    ("\ud800", W, "json", "UTF-8"), ("w", N, "json",
+                                     "parameter w: MindSpore cannot read a dimension sharded by several axes from json"),
     ("w", TensorLayout((2, 2), ((1, 0),)), "ckpt", "parameter w: no strategy file can express a vector sharded by several axes"),
 ])
 def test_what_mindspore_cannot_read_is_not_written(tmp_path, name, layout, fmt, says):
