@@ -316,7 +316,7 @@ def put(jobs, source, rank, to):
      "rank_0.ckpt and ckpt_strategy_rank_2.ckpt are both of stage 0 and differ in w: .*Keep"),
     (lambda jobs: put(jobs, "job", 1, 8),
      "rank_8.ckpt is of stage 0; with 4 ranks a stage and 2 stages, rank 8 is one too many, there are 8"),
-    (lambda jobs: put(jobs, "small", 1, 2) or put(jobs, "small", 3, 3), "are both of stage 0 and differ, in"),
+    (lambda jobs: put(jobs, "small", 1, 2) or put(jobs, "small", 3, 3), "are both of stage 0 and differ in"),
     (lambda jobs: [(jobs / "job" / f"ckpt_strategy_rank_{rank}.ckpt").unlink() for rank in range(4)],
      "the highest pipeline stage is 1, and 1 below it are missing, the first is 0"),
     (lambda jobs: shutil.copyfile(jobs / "job" / "ckpt_strategy_rank_3.ckpt", jobs / "job" / "x_rank_03.ckpt"),
@@ -391,10 +391,9 @@ def test_broken_values_of_json_are_refused(value):
 
 
 @pytest.mark.parametrize("name, layout, fmt, says", [
-    ("layers-0", W, "ckpt", "parameter layers-0: MindSpore cannot read a name with '-'"), ("", W, "json",
-        "a name must be UTF-8 and not empty"),
-    ("\ud800", W, "json", "UTF-8"), ("w", N, "json",
-                                     "parameter w: MindSpore cannot read a dimension sharded by several axes from json"),
+    ("layers-0", W, "ckpt", "parameter layers-0: MindSpore cannot read a name with '-'"),
+    ("", W, "json", "a name must be UTF-8 and not empty"),
+    ("\ud800", W, "json", "UTF-8"), ("w", N, "json", "w: MindSpore cannot read a dimension sharded by several"),
     ("w", TensorLayout((2, 2), ((1, 0),)), "ckpt", "parameter w: no strategy file can express a vector sharded by several axes"),
 ])
 def test_what_mindspore_cannot_read_is_not_written(tmp_path, name, layout, fmt, says):
