@@ -15,7 +15,7 @@ def nested(depth, opening="[", closing="]"):
     return (opening * depth + "0" * (opening != "[") + closing * depth).encode()
 
 
-def test_as_deep_as_is_allowed():
+def test_the_deepest_allowed_nesting():
     assert parse_json(nested(MAX_DEPTH))
     assert parse_json(nested(MAX_DEPTH, '{"a":', "}"))
 
@@ -28,12 +28,12 @@ def test_deeper_is_refused(content):
 
 
 @pytest.mark.parametrize("piece", [b"[],", b"{},", b"0,"])
-def test_more_values_than_allowed_are_not_even_parsed(piece):
+def test_too_many_values_are_refused_before_parsing(piece):
     with pytest.raises(ValueError, match=f"expected at most {MAX_VALUES}"):
         parse_json(b"[" + piece * (MAX_VALUES + 1))                     # which is no JSON: nobody has looked
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b'{"a":1,"a":1}', b'{"\\ud800":1}', b"9" * 5000])
-def test_what_is_none_is_a_value_error(content):
+def test_other_content_is_a_value_error(content):
     with pytest.raises(ValueError, match="."):
         parse_json(content)

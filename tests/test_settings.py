@@ -30,7 +30,7 @@ def test_wrong_settings_are_named(section, word):
         Settings.load(section, {})
 
 
-def test_a_whole_number_is_not_cut_to_one():
+def test_a_fraction_is_not_rounded():
     with pytest.raises(ConfigError, match=r"max_failed_saves is 2\.5; expected a whole number"):
         Settings.load({"max_failed_saves": 2.5}, {})
     assert Settings.load({"max_failed_saves": 2.0, "staging_gib": 0.5}, {}).max_failed_saves == 2

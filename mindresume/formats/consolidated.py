@@ -118,7 +118,7 @@ def read_complete(storage: Storage, path: str) -> CompleteWeights:
 def _read(storage: Storage, root: str, files: list[str], index: _Index | None, kind: str, notes: list[str]) -> CompleteWeights:
     formats = {os.path.splitext(file)[1]: file for file in reversed(files)}
     if len(formats) > 1:
-        raise ConfigError(f"{root}: files of one format expected, found {' and '.join(sorted(formats.values()))}; move those of "
+        raise ConfigError(f"{root}: expected files of one format, found {' and '.join(sorted(formats.values()))}; move those of "
                           f"one format to another folder")
     files = sorted(files, key=lambda file: (file == HYPER, file))
     records = [FileRecord(file, os.path.splitext(file)[1].removeprefix(".")) for file in files]
@@ -170,7 +170,7 @@ def _index_of(storage: Storage, root: str, names: list[str]) -> tuple[_Index | N
     """Returns the index to use, its kind, and notes."""
     hubs = [name for name in names if name.endswith(_HF_INDEX) and not name.startswith(".")]
     if len(hubs) > 1:
-        raise ConfigError(f"{root}: one index expected, found {' and '.join(hubs)}; move all but one to another folder")
+        raise ConfigError(f"{root}: expected one index, found {' and '.join(hubs)}; move all but one to another folder")
     ours = _read_index(storage, os.path.join(root, MAP), flat_too=True) if MAP in names else None
     hub = _read_index(storage, os.path.join(root, hubs[0]), flat_too=False) if hubs else None
     if ours is None or hub is None:
@@ -183,7 +183,7 @@ def _index_of(storage: Storage, root: str, names: list[str]) -> tuple[_Index | N
         # mindformers writes the map, with the names of its own network, into a Hugging Face folder that it loads
         # (utils/safetensors/convert_safetensors.py:_convert_index_json); the files keep their names.
         if ours.flat and set(ours.files.values()) == set(hub.files.values()):
-            return hub, HUGGINGFACE, [f"{ours.path}: names translated by mindformers; ignored, {hubs[0]} has those of the files"]
+            return hub, HUGGINGFACE, [f"{ours.path}: names translated by mindformers; ignored, {hubs[0]} has those in the files"]
         raise CorruptFileError(ours.path, f"it and {hubs[0]} do not name the same tensors: {different[0]} is in one only; remove "
                                           f"the one that is wrong", tensor=different[0])
     return ours, MINDSPORE, []

@@ -127,7 +127,7 @@ class _Reader:
         key = layout, tuple(shape)
         cut = self.cuts[key] = self.cuts.get(key) or Slices(*key)
         if (parts := row.get("axis_fragmentations", list(cut.counts))) != list(cut.counts):
-            raise ValueError(f"axis_fragmentations is {_short(parts)}, expected {list(cut.counts)}, which the layout cuts into")
+            raise ValueError(f"axis_fragmentations is {_short(parts)}, expected {list(cut.counts)}, by its layout")
         _check_chunks(_needed(row, "chunk"), cut)
         if odd := next((number for number in copies if number >= cut.slices), None):
             raise ValueError(f"slice {odd} is stored, expected slices from 0 to {cut.slices - 1}")
@@ -189,7 +189,7 @@ def _layout(value: Any) -> tuple[TensorLayout | None, int]:
 def _check_chunks(chunks: Any, cut: Slices) -> None:
     if not isinstance(chunks, list) or len(chunks) != cut.slices:
         found = f"{len(chunks)} slices" if isinstance(chunks, list) else _short(chunks)
-        raise ValueError(f"chunk is {found}, expected {cut.slices}, which the layout cuts into")
+        raise ValueError(f"chunk is {found}, expected {cut.slices} by the layout")
     seen = set()
     for chunk in chunks:
         offset, shape = _needed(chunk, "global_offset"), _needed(chunk, "local_shape")
@@ -301,7 +301,7 @@ class _Writer:
             known = set(itertools.chain((copy.rank for copy in copies), *{copy.group for copy in copies}))
             odd = cut.other(number, tensor.first, known)
             if odd is not None:
-                raise ValueError(f"slice {number} is not that of rank {odd}: {tensor.layout}")
+                raise ValueError(f"rank {odd} holds another slice than {number}: {tensor.layout}")
             if holders and tensor.first + holders[number] not in known:
                 raise ValueError(f"slice {number}: rank {tensor.first + holders[number]} is in no group of a file that has it")
             slices.append(f"{_dump(slice_key(tensor.name, number))}:[{','.join(map(self.entry, copies))}]")

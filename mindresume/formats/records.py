@@ -250,8 +250,8 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
 
 
 def _local_ranks(records: Collection[Record], world: int) -> tuple[int, ...]:
-    """Where nodes share no disk, the ranks whose records belong into one folder, by those of them that are there: of one node, or
-    of several whose folders were brought together. Empty: all."""
+    """Returns the ranks whose records belong into one folder if nodes share no disk: those of one node, or of several whose
+    folders were merged. Empty if the folder holds all ranks. ``records``: the existing ones."""
     parts = {record.local_ranks for record in records}
     found = tuple(sorted(set().union(*parts)))
     return found if () not in parts and len(found) < world else ()

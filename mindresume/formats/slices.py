@@ -37,7 +37,7 @@ def ordinal(layout: TensorLayout | None, shape: Sequence[int], region: Sequence[
         raise ValueError(f"shape {tuple(shape)} is empty: its {math.prod(pieces)} slices cannot be distinguished")
     found = _row_major(((part.start or 0) // max(length, 1) for part, length in zip(region, lengths, strict=True)), pieces)
     if not 0 <= found < math.prod(pieces) or region_of(layout, shape, found) != tuple(region):
-        raise ValueError(f"{tuple(region)} is no slice of shape {tuple(shape)} cut into {pieces}")
+        raise ValueError(f"{tuple(region)} is not a slice of shape {tuple(shape)} with {pieces} pieces")
     return found
 
 
@@ -45,7 +45,7 @@ def region_of(layout: TensorLayout | None, shape: Sequence[int], ordinal: int) -
     """Returns the part of the global tensor that slice ``ordinal`` covers. Raises ValueError if there is no such slice."""
     pieces, lengths = _pieces(layout, shape)
     if not 0 <= ordinal < math.prod(pieces):
-        raise ValueError(f"slice {ordinal} of shape {tuple(shape)} cut into {pieces}: there are {math.prod(pieces)}")
+        raise ValueError(f"slice {ordinal} of shape {tuple(shape)} with {pieces} pieces: expected 0 to {math.prod(pieces) - 1}")
     region = []
     for count, length in zip(reversed(pieces), reversed(lengths), strict=True):
         ordinal, index = divmod(ordinal, count)

@@ -358,7 +358,7 @@ def test_formats_are_mixed(tmp_path, refused):
     put(tmp_path / "a" / "one.ckpt", {"a": TENSORS["norm.weight"]})
     put(tmp_path / "a" / "two.safetensors", {"b": TENSORS["norm.weight"]})
     error = refused(tmp_path / "a", "--to", "dp=2")
-    assert "files of one format expected, found one.ckpt and two.safetensors" in error
+    assert "expected files of one format, found one.ckpt and two.safetensors" in error
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -27,7 +27,7 @@ class Broken(Recorder):
         raise OSError("disk full")
 
 
-def test_all_handlers_receive_it_with_its_time():
+def test_all_handlers_receive_the_event_and_its_time():
     one, other = Recorder(), Recorder()
     emit = Emitter(one, clock=lambda: 5.0)
     emit(SaveBegun(1))
@@ -36,7 +36,7 @@ def test_all_handlers_receive_it_with_its_time():
     assert one.events == [SaveBegun(1), SaveBegun(2)] and other.events == [SaveBegun(2)] and one.times == [5.0, 5.0]
 
 
-def test_a_handler_that_fails_is_left_out_and_the_others_are_told():
+def test_a_failing_handler_is_removed_with_a_notice_to_the_others():
     broken, good = Broken(), Recorder()
     emit = Emitter(broken, good)
     for step in (1, 2):
@@ -47,12 +47,12 @@ def test_a_handler_that_fails_is_left_out_and_the_others_are_told():
     assert len(told) == 1 and "Broken" in told[0].text and told[0].level == "warning"
 
 
-def test_all_of_them_broken():
+def test_all_handlers_fail():
     emit = Emitter(Broken(), Broken())
     emit(SaveBegun(1))
 
 
-def test_closing_is_done_once_and_stops_nobody():
+def test_handlers_are_closed_once_despite_errors():
     good = Recorder()
     emit = Emitter(Broken(), good)
     emit.close()

@@ -69,7 +69,7 @@ def test_a_long_text_is_cut(tmp_path):
     assert len(rows) == 1 and len(rows[0]["text"]) == event_file.TEXT_LIMIT
 
 
-def test_the_oldest_files_go_when_a_run_begins(tmp_path, monkeypatch):
+def test_the_oldest_files_are_removed_when_a_run_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(event_file, "MAX_FILES", 3)
     (tmp_path / FOLDER).mkdir()
     for day in range(1, 6):
@@ -82,7 +82,7 @@ def test_the_oldest_files_go_when_a_run_begins(tmp_path, monkeypatch):
     assert [name[:15] for name in left] == ["20200104T000000", "20200105T000000", "20261123T052200", "notes.txt"]
 
 
-def test_a_failure_of_all_ranks_leaves_the_files_of_earlier_runs(tmp_path, monkeypatch):
+def test_a_failure_of_all_ranks_keeps_the_files_of_earlier_runs(tmp_path, monkeypatch):
     """One of 8,192 ranks failed, and the others because of it: each has a file."""
     monkeypatch.setattr(event_file, "MAX_FILES", 3)
     (tmp_path / FOLDER).mkdir()

@@ -20,7 +20,7 @@ def test_there_is_an_example_of_every_event():
 
 
 @pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.kind)
-def test_there_and_back(event):
+def test_events_survive_json(event):
     assert event_from_json(json.loads(json.dumps(event.to_json(), allow_nan=False))) == event
     assert pickle.loads(pickle.dumps(event)) == event               # a writer in a process of its own sends them
 
@@ -39,16 +39,16 @@ def test_kinds_are_frozen_and_hold_what_json_has(kind):
     {"event": "checkpoints_removed", "steps": ["5"], "where": "/x"}, {"event": "resumed", "step": 5, "summary": [["a", "b"]]},
     {"event": "save_staged", "step": 5, "name": "x", "stall_seconds": 1e300},
     {"event": "training_ended", "outcome": "of_a_later_version"}])
-def test_what_is_no_event_of_this_version_is_left_out(value):
+def test_unknown_events_are_ignored(value):
     assert event_from_json(value) is None
 
 
-def test_a_field_of_a_later_version_is_passed_over_and_one_with_a_default_may_be_missing():
+def test_unknown_and_missing_fields():
     found = event_from_json({"event": "save_failed", "step": None, "reason": "full", "colour": "red"})
     assert found == ev.SaveFailed(None, "full", 1)
 
 
-def test_a_number_that_json_has_not_is_none():
+def test_nan_and_infinity_become_none():
     staged = ev.WeightsLoaded(0, 1, 1)
     lost = ev.Resumed(5, load_seconds=float("nan"))
     assert "load_seconds" not in lost.to_json() and staged.to_json()["event"] == "weights_loaded"

@@ -20,7 +20,7 @@ def test_an_event_every_ten_seconds():
         (100, 10.0), (200, 20.0), (300, 30.0), (400, 40.0))]
 
 
-def test_short_work_says_nothing_and_the_end_is_said_by_others():
+def test_short_work_and_the_end_emit_no_event():
     made, now, events = reporter(30)
     for now[0] in (1.0, 9.9):
         made.advance(10)
@@ -29,7 +29,7 @@ def test_short_work_says_nothing_and_the_end_is_said_by_others():
     assert events == []
 
 
-def test_more_than_was_expected_and_beginning_anew():
+def test_exceeding_the_total_and_restarting():
     made, now, events = reporter(10)
     now[0] = 10.0
     made.advance(40)

@@ -43,7 +43,7 @@ def test_plans(text, expected):
     assert is_plan(text) and ParallelPlan.parse(text) == expected == ParallelPlan.parse(str(expected))
 
 
-def test_ranks_of_a_plan():
+def test_world_size_of_a_plan():
     assert ParallelPlan.parse("dp=2,tp=4,pp=3,opt=2").world_size == 24 and ParallelPlan().world_size == 1
 
 
@@ -64,7 +64,7 @@ def test_wrong_plans_are_plans_and_say_what_is_wrong(text, says):
 
 
 @pytest.mark.parametrize("text", ["", "strategy", "./dp=2", "/ckpt/dp=2,tp=2", "dp=2/strategy", "run=new", "dp", "a=1,b"])
-def test_paths_are_no_plans(text):
+def test_paths_are_not_plans(text):
     assert not is_plan(text)
 
 
@@ -143,7 +143,7 @@ def test_plans_of_eight_ranks_through_files(tmp_path, text, fmt):
     (TensorLayout((4, 1), (0, 1)), (8, 8), (-1, 0)), (TensorLayout((4,), (-1, -1), 4), (8, 8), (-1, -1)),
     (TensorLayout((4,), ()), (), ()), (None, (8, 8), (-1, -1)), (TensorLayout((2, 2), ((1, 0),)), (8,), (0,)),
 ])
-def test_the_dimension_that_the_source_cuts_is_cut(layout, shape, expected):
+def test_the_dimension_sharded_in_the_source_is_sharded(layout, shape, expected):
     tensors = {"w": (shape, layout, (0,)), "cut": ((8, 8), ROWS, (0,))}
     (stage,) = strategy_from_plan(ParallelPlan(dp=1, tp=4), tensors).stages
     assert stage == {"w": TensorLayout((1, 4), expected), "cut": TensorLayout((1, 4), (0, -1))}
@@ -166,12 +166,12 @@ def test_a_moment_has_its_own_layout():
     ({"w": ((8,), ROWS, (0,))}, "tp=2", "w has the shape (8,), its layout in the source is for 2 dimensions"),
     ({}, "tp=2", "there are no tensors"),
 ])
-def test_what_a_plan_cannot_cut(tensors, plan, says):
+def test_tensors_that_a_plan_cannot_shard(tensors, plan, says):
     with pytest.raises(ConfigError, match=f"plan dp=.*{re.escape(says)}"):
         strategy_from_plan(ParallelPlan.parse(plan), tensors)
 
 
-def test_without_tensor_parallelism_nothing_need_be_known_of_cuts():
+def test_without_tensor_parallelism_layouts_may_be_unknown():
     tensors = {"w": ((8, 8), TensorLayout((2, 2), (1, 0)), (0,)), "b": ((6,), None, ())}
     (stage,) = strategy_from_plan(ParallelPlan(dp=2, opt=-1), tensors).stages
     assert stage == {"w": TensorLayout((2, 1), (-1, -1), -1), "b": TensorLayout((2, 1), (-1,), -1)}
@@ -195,7 +195,7 @@ def places(pp, names, stages=None):
 @pytest.mark.parametrize("count, held, pp, expected", [
     (2, (0, 1), 2, [0, 1]), (2, (0, 1), 3, [0, 2]), (2, (0, 1), 1, [0]), (3, (0, 2), 2, [0, 1]), (3, (0, 1, 2), 2, [0, 1]),
     (3, (0, 1, 2), 3, [0, 1, 2]), (4, (0, 3), 3, [0, 2])])
-def test_what_several_stages_hold_is_in_several(count, held, pp, expected):
+def test_a_tensor_of_several_stages_stays_in_several(count, held, pp, expected):
     """A tied embedding: of two stages that is both ends."""
     tensors = {**{name: ((4,), PLAIN, ()) for name in LAYERS}, "adam_m.tok_embeddings.weight": ((4,), PLAIN, held)}
     stages = strategy_from_plan(ParallelPlan(pp=pp), tensors, count).stages
@@ -204,7 +204,7 @@ def test_what_several_stages_hold_is_in_several(count, held, pp, expected):
 
 @pytest.mark.parametrize("name, count, held", [("table", 2, (0, 1)), ("embedding", 4, (0, 1)), ("embedding", 4, (1, 2, 3)),
                                                ("layers.1.embedding", 4, (0, 3))])
-def test_where_the_source_does_not_say_which_stages_need_it(name, count, held):
+def test_ambiguous_stages_are_refused(name, count, held):
     tensors = {**{name: ((4,), PLAIN, ()) for name in LAYERS}, name: ((4,), PLAIN, held)}
     says = f"{name} is held by the pipeline stages {', '.join(map(str, held))} of {count} in the source, .* give a strategy file"
     with pytest.raises(ConfigError, match=says):
@@ -224,14 +224,14 @@ def test_layers_are_spread_evenly_in_order_of_their_numbers(name, layers, pp, ex
 LAYERS = ["layers.0.w", "layers.1.w", "layers.2.w"]
 
 
-def test_what_has_no_layer_number_by_its_name():
+def test_tensors_without_layer_number_are_placed_by_name():
     names = {"model.embed_tokens.weight": 0, "tok_embeddings.weight": 0, "adam_m.transformer.wte.weight": 0, "norm.weight": 2,
              "lm_head.weight": 2, "adam_v.lm_head.weight": 2, "mtp.layers.0.norm.weight": 2, "adam_m.mtp.layers.7.w": 2,
              "mtp.embedding.weight": 2, "global_step": 2}
     assert places(3, [*LAYERS, *names]) == {**dict(zip(LAYERS, range(3), strict=True)), **names}
 
 
-def test_what_has_no_layer_number_stays_at_its_end_of_a_source_with_stages():
+def test_tensors_without_layer_number_stay_in_their_end_stage():
     stages = {"layers.0.w": 0, "layers.1.w": 0, "layers.2.w": 1, "head": 0, "input_embed": 1, "layers.0.late": 1}
     assert places(3, [*stages, "norm", "wte"], stages) == {"layers.0.w": 0, "layers.1.w": 1, "layers.2.w": 2, "head": 0,
                                                            "input_embed": 2, "layers.0.late": 0, "norm": 2, "wte": 0}

@@ -146,7 +146,7 @@ def test_temporary_and_other_files_are_ignored(tmp_path, name):
     ('{"last_ckpt_file": "gone.ckpt"}', "names gone.ckpt, which is not there"),
     ('{"last_ckpt_file": null}', "which is not there"),
 ])
-def test_what_is_wrong_with_meta_json_is_said(tmp_path, content, told):
+def test_a_wrong_meta_json_is_noted(tmp_path, content, told):
     write_foreign(tmp_path, 5, world=2)
     (tmp_path / "rank_1" / "meta.json").write_text(content)
     note, = found(tmp_path).notes
@@ -244,7 +244,7 @@ def test_labelled_files_whose_records_were_left_behind_are_judged_like_those_of_
     assert (candidate.step, candidate.origin, candidate.problem, candidate.maybe_completed) == (10, MINDFORMERS, None, True)
 
 
-def test_they_stay_so_when_the_next_run_keeps_records_in_the_same_folder(tmp_path):
+def test_labelled_files_stay_candidates_after_the_next_run(tmp_path):
     save(tmp_path, 10, world=2)
     shutil.rmtree(tmp_path / FOLDER)                                # cp -r rank_* here, resumed ...
     write_rank(tmp_path, 15, 0, 2, run=run_name(1, "0000cccc"), suffix=1)    # ... and dead in the first save
@@ -300,7 +300,7 @@ def test_records_that_are_there_but_unreadable_do_not_prove_that_the_save_never_
     assert path_of(tmp_path, 5, 0).exists()                         # and it is not removed as debris
 
 
-def test_an_absent_record_does(tmp_path):
+def test_a_missing_record_proves_that_the_save_never_completed(tmp_path):
     write_rank(tmp_path, 5, 0, 2)
     assert [c.maybe_completed for c in found(tmp_path).candidates] == [False]
 

@@ -104,7 +104,7 @@ def test_records_that_name_files_of_the_other_format_are_refused(tmp_path, itera
     assert "which does not belong to it" in candidate.problem.reason
 
 
-def test_a_manifest_of_another_step_is_not_believed(tmp_path):
+def test_a_manifest_of_another_step_is_not_used(tmp_path):
     save(tmp_path, 10, 15)
     shutil.copy(records_of(folder_of(tmp_path, 10), 10) / MANIFEST, records_of(folder_of(tmp_path, 15), 15) / MANIFEST)
     found, _, notes = scan_records(STORAGE, str(tmp_path))

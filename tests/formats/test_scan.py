@@ -59,7 +59,7 @@ def test_files_that_ours_and_mindformers_wrote(tmp_path):
     assert scan(STORAGE, str(tmp_path)).expected_ranks is None
 
 
-def test_one_alone(tmp_path):
+def test_a_single_iteration_folder(tmp_path):
     save(tmp_path, 10, 20)
     foreign(tmp_path, "mf190_20_single", (15,), tracked=False)
     for step, run in ((10, RUN), (15, None)):

@@ -37,19 +37,19 @@ def test_an_empty_tensor_has_slices_that_only_the_ranks_tell_apart():
 
 @pytest.mark.parametrize("region", [(slice(0, 3),), (slice(1, 5),), (slice(8, 12),), (slice(-4, 0),), (slice(0, 8),), (),
                                     (slice(0, 4), slice(0, 4))])
-def test_no_slices(region):
+def test_invalid_slices(region):
     with pytest.raises(ValueError):
         ordinal(TensorLayout((2,), (0,)), (8,), region)
 
 
 @pytest.mark.parametrize("number", [-1, 2])
-def test_no_ordinals(number):
+def test_invalid_ordinals(number):
     with pytest.raises(ValueError, match="there are 2"):
         region_of(TensorLayout((2,), (0,)), (8,), number)
 
 
 @given(cuts())
-def test_folded_cuts_alike_without_an_optimizer_shard(case):
+def test_folded_layouts_have_the_same_slices(case):
     layout, shape = case
     try:
         found = fold_optimizer_shards(layout)

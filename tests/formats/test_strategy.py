@@ -164,7 +164,7 @@ def test_rank_10_comes_after_rank_2(tmp_path):
     for rank in (0, 1, 3):
         (tmp_path / f"ckpt_strategy_rank_{rank}.ckpt").unlink()
     with pytest.raises(StrategyError, match="x_rank_9_rank_2.ckpt and my_strategy_rank_10_of_12.ckpt are both of stage 0 and "
-                                            "differ, in layers.0.w"):
+                                            "differ in layers.0.w"):
         read_strategy(str(tmp_path))
 
 
@@ -344,7 +344,7 @@ def test_a_file_of_another_stage_than_its_rank_is_refused(jobs):
         read_strategy(str(jobs / "job"))
 
 
-def test_what_is_no_strategy_at_all(tmp_path):
+def test_invalid_strategy_files_and_folders(tmp_path):
     with pytest.raises(StrategyError, match="nowhere: there is no such strategy file or folder"):
         read_strategy(str(tmp_path / "nowhere"))
     with pytest.raises(StrategyError, match="no file of a rank .* and no merged file; found nothing"):
@@ -396,7 +396,7 @@ def test_broken_values_of_json_are_refused(value):
     ("\ud800", W, "json", "UTF-8"), ("w", N, "json", "w: MindSpore cannot read a dimension sharded by several"),
     ("w", TensorLayout((2, 2), ((1, 0),)), "ckpt", "parameter w: no strategy file can express a vector sharded by several axes"),
 ])
-def test_what_mindspore_cannot_read_is_not_written(tmp_path, name, layout, fmt, says):
+def test_strategies_that_mindspore_cannot_read_are_refused(tmp_path, name, layout, fmt, says):
     strategy = Strategy(({"b": B}, {name: layout}))
     with pytest.raises(StrategyError, match=says):
         encode_strategy(numbered(strategy), fmt)
@@ -405,7 +405,7 @@ def test_what_mindspore_cannot_read_is_not_written(tmp_path, name, layout, fmt, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_written_as_an_unknown_format_or_as_nothing():
+def test_unknown_formats_and_empty_strategies_are_refused():
     with pytest.raises(ValueError, match="format 'pkl'"):
         encode_strategy({0: ONE}, "pkl")
     for stages in ({}, {0: {}}):
@@ -422,7 +422,7 @@ def test_a_folder_with_another_strategy_is_not_written_into(jobs):
     assert {path.name: path.read_bytes() for path in (jobs / "job").iterdir()} == before
 
 
-def test_an_interrupted_writing_goes_on(tmp_path):
+def test_an_interrupted_write_is_continued(tmp_path):
     class Full(PosixStorage):
         width, left = 1, 3
 

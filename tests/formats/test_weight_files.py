@@ -38,7 +38,7 @@ def test_a_header_and_why_there_is_none(tmp_path):
         header_of(STORAGE, str(tmp_path), file)
 
 
-def test_the_status_of_what_cannot_be_looked_at_is_not_known(tmp_path):
+def test_the_status_of_an_inaccessible_file_is_none(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     assert status_of(STORAGE, str(tmp_path), FileRecord("gone", "ckpt")) is None
     assert status_of(STORAGE, str(tmp_path), FileRecord("loop/file", "ckpt")) is None

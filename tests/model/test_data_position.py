@@ -8,18 +8,18 @@ from mindresume.model.data_position import DataPosition, DataRequest
     (1, 40, 35, 10, 8, (5, 0)), (0, 64, 1, 5, 16, (1, 0)),
     (0, 44, 1, 10, 8, (0, 48)),                     # half a step was left over
 ])
-def test_so_many_steps_later(passes, samples, steps, size, batch, expected):
+def test_after_advances_passes_and_samples(passes, samples, steps, size, batch, expected):
     found = DataPosition(passes, samples, 2, "said", {"type": "T"}).after(steps, size, batch)
     assert (found.passes, found.samples) == expected
     assert (found.first_epoch, found.declared, found.identity) == (2, "said", {"type": "T"})
 
 
-def test_steps_from_the_beginning():
+def test_steps_counts_whole_steps():
     assert DataPosition(2, 40).steps(10, 8) == 25
     assert DataPosition(2, 47).steps(10, 8) == 25
     assert DataPosition(0, 400).steps(10, 8) == 10          # never into the next pass
 
 
-def test_a_wish_in_words():
+def test_a_data_request_as_text():
     assert [str(DataRequest(*given)) for given in ((), (True,), (False, 3), (False, 0))] == [
         "", "ignore_data_skip: True", "data_skip_steps: 3", ""]

@@ -119,7 +119,7 @@ def test_a_shape_that_does_not_divide_is_refused_by_dimension_size_pieces_and_la
             function((12, 3))
 
 
-def test_ranks_and_ranks_of_shapes_must_fit():
+def test_ranks_and_dimensions_must_fit():
     layout = TensorLayout((2, 2), (0, -1))
     for rank in (-1, 4):
         with pytest.raises(ValueError, match=f"rank {rank} is not one of the 4 ranks"):

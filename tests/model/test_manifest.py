@@ -156,7 +156,7 @@ def test_garbage_is_refused(kind, content):
         READERS[kind][1](content)
 
 
-def test_a_manifest_is_no_record_and_the_other_way_round():
+def test_manifests_and_records_are_not_interchangeable():
     with pytest.raises(RecordError, match="expected a record, found 'manifest'"):
         read_record(io.BytesIO(MANIFEST.encode()))
     with pytest.raises(RecordError, match="expected a manifest, found 'record'"):
@@ -202,7 +202,7 @@ def test_a_missing_or_ill_typed_field_is_refused(kind):
 @pytest.mark.parametrize("field, value", [("step", -1), ("step", None), ("step", "5"), ("steps_per_epoch", 0),
                                           ("global_step", 1.5)])
 @pytest.mark.parametrize("kind", READERS)
-def test_a_state_that_cannot_be_is_refused(kind, field, value):
+def test_an_impossible_state_is_refused(kind, field, value):
     content, read = READERS[kind]
     with pytest.raises(RecordError, match=field):
         read(changed(content, lambda head: head["state"].update({field: value})))
@@ -238,7 +238,7 @@ def test_a_manifest_that_counts_wrongly_is_refused():
         Manifest.read(io.BytesIO(changed(MANIFEST.encode(), lambda head: head["records"].pop())))
 
 
-def test_details_that_refer_to_a_layout_that_is_not_there_are_refused():
+def test_details_with_a_missing_layout_are_refused():
     tail = json.dumps({"tensors": {"w": ["float32", [1], "00", 3, [1]]}, "layouts": [], "random": {}}).encode()
     content = changed(RECORD.encode(DETAILS), lambda head: head.update(details=xxhash.xxh3_128_hexdigest(tail)))
     with pytest.raises(RecordError):
@@ -267,17 +267,17 @@ def test_names_are_as_documented():
 
 @pytest.mark.parametrize("name", ["", "1-1f3a9c04", "0001-1F3A9C04", "0001-1f3a9c0", "0001_1f3a9c04", "x0001-1f3a9c04",
                                   "0001-1f3a9c04\n"])
-def test_the_name_of_no_run(name):
+def test_invalid_run_ids_are_refused(name):
     with pytest.raises(RecordError, match="is not a run id"):
         run_sequence(name)
 
 
 @pytest.mark.parametrize("name", ["", "step-15-run-0001-1f3a9c04", "trash-step-0000000015-run-0001-1f3a9c04", "rank_00000.json",
                                   "step-0000000015-run-0001-1f3a9c04.tmp", ".nfs0001"])
-def test_other_names_are_no_attempts(name):
+def test_other_names_are_not_attempts(name):
     assert parse_attempt(name) is None and list(attempts([name])) == []
 
 
 @pytest.mark.parametrize("name", ["rank_0.json", "rank_00000.json.tmp", ".rank_00000.json.x.mindresume-tmp", "manifest.json"])
-def test_other_names_are_no_records(name):
+def test_other_names_are_not_records(name):
     assert record_rank(name) is None

@@ -15,7 +15,7 @@ def test_a_head_comes_back_with_its_line():
 
 
 @pytest.mark.parametrize("head", [[], "text", 7, None])
-def test_a_sealed_head_that_is_no_object_is_refused(head):
+def test_a_head_that_is_not_an_object_is_refused(head):
     with pytest.raises(RecordError):
         read_head(io.BytesIO(encode_head(head)), "record")
 
@@ -33,7 +33,7 @@ def test_ranks_as_ranges(ranks, ranges):
 
 @pytest.mark.parametrize("value", [[], [0, 1], [[0, 1]], [1, 0], [0, 0], [2], [-1], [True], [[1, 0]], [[0, 0], [0, 0]],
                                    "0", [None]])
-def test_what_is_no_choice_of_two_ranks_is_refused(value):
+def test_invalid_subsets_of_ranks_are_refused(value):
     with pytest.raises(RecordError, match="part"):
         parse_ranks(value, 2)
 
@@ -43,6 +43,6 @@ def test_empty_fields_are_left_out():
 
 
 @pytest.mark.parametrize("error", [KeyError("a"), TypeError("a"), OverflowError("a"), RecursionError("a")])
-def test_errors_of_fields_are_errors_of_the_record(error):
+def test_field_errors_become_record_errors(error):
     with pytest.raises(RecordError, match="record: a field is missing or wrong"), field_errors("record"):
         raise error

@@ -326,7 +326,7 @@ def test_ranks_of_different_formats(tmp_path):
 def test_complete_weights_of_both_formats(tmp_path):
     put(tmp_path / "a" / "one.ckpt", {"a": TENSORS["norm.weight"]})
     put(tmp_path / "a" / "two.safetensors", {"b": TENSORS["norm.weight"]})
-    with pytest.raises(ConfigError, match="files of one format expected, found one.ckpt and two.safetensors"):
+    with pytest.raises(ConfigError, match="expected files of one format, found one.ckpt and two.safetensors"):
         opened(tmp_path / "a")
 
 

@@ -10,7 +10,7 @@ from mindresume.storage.posix import PosixStorage
 STORAGE = PosixStorage()
 
 
-def test_publish_appears_complete(tmp_path):
+def test_a_published_file_is_complete(tmp_path):
     path = str(tmp_path / "a.bin")
     assert publish(STORAGE, path, [b"ab", memoryview(b"cd")], "run") == 4
     assert read_bytes(STORAGE, path) == b"abcd"
@@ -34,7 +34,7 @@ def test_a_failing_rename_leaves_no_temporary_file(tmp_path):
     assert STORAGE.list(str(tmp_path)) == ["a.bin"]
 
 
-def test_temporary_names_say_whose_they_are(tmp_path):
+def test_temporary_names_contain_the_tag(tmp_path):
     seen = []
 
     def pieces():
@@ -49,7 +49,7 @@ def test_json(tmp_path):
     assert read_bytes(STORAGE, str(tmp_path / "m.json")) == b'{"last_epoch":1}'
 
 
-def test_the_text_of_an_error_names_the_file_that_was_meant():
+def test_error_text_names_the_final_file():
     full = OSError(errno.ENOSPC, "No space left on device", "/a/.report.html.5410" + TEMPORARY)
     assert error_text(full) == "/a/report.html: No space left on device"
     assert error_text(FileNotFoundError(errno.ENOENT, "No such file or directory", "a")) == "a: No such file or directory"

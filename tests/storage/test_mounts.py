@@ -31,7 +31,7 @@ def test_a_relative_path(tmp_path, monkeypatch):
     *((kind, True) for kind in ("nfs", "nfs4", "NFS4", "dpc", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph-fuse", "fuse.sshfs",
                                 "fuse.glusterfs", "fuse.juicefs", "cifs")),
     *((kind, False) for kind in ("ext4", "overlay", "tmpfs", "xfs", "fuse", "fuse.unknown", "nfsd"))])
-def test_kinds_of_file_systems(kind, shared):
+def test_file_system_types(kind, shared):
     table = [Mount("/", "overlay"), Mount("/mnt/share", kind)]
     assert is_shared("/mnt/share/job", "", table) is shared
     assert not is_shared("/mnt/share01/job", "", table) and not is_shared("/mnt", "", table)
@@ -40,7 +40,7 @@ def test_kinds_of_file_systems(kind, shared):
 @pytest.mark.parametrize("kind, local", [
     ("ext4", True), ("overlay", True), ("tmpfs", True), ("nfs4", False), ("fuse.juicefs", False), ("9p", False),
     ("virtiofs", False), ("fuse", False)])
-def test_what_is_certain_to_be_a_disk_of_this_host(kind, local):
+def test_local_disks(kind, local):
     assert is_local("/mnt/disk/job", [Mount("/", "xfs"), Mount("/mnt/disk", kind)]) is local
     assert not is_local("/mnt/disk", [])
 

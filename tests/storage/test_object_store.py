@@ -94,7 +94,7 @@ def store(subject):
 
 # ---- the contract ----------------------------------------------------------------------------------------------------
 
-def test_what_is_put_is_found_by_url_and_in_listings(subject, store, tmp_path):
+def test_an_object_is_found_by_url_and_in_listings(subject, store, tmp_path):
     url = subject.url
     (tmp_path / "a").write_bytes(b"weights")
     assert store.list(url) == [] and store.size(f"{url}/x/a") is None
@@ -129,7 +129,7 @@ def test_an_object_without_content(subject, store, tmp_path):
     assert store.list(subject.url) == ["a", "b"]
 
 
-def test_what_others_put_and_delete_is_seen(subject, store):
+def test_changes_by_others_are_visible(subject, store):
     """No listing, and no size, is remembered."""
     url, other = subject.url, subject.another()
     store.put(f"{url}/x/a", b"1")
@@ -148,20 +148,20 @@ def test_several_threads_at_once(subject, store):
     assert store.list(subject.url) == [f"{number:02d}" for number in range(24)]
 
 
-def test_a_store_that_cannot_be_listed_is_never_taken_for_an_empty_one(subject, store):
+def test_a_failed_listing_is_not_an_empty_store(subject, store):
     store.put(f"{subject.url}/a/b", b"x")
     subject.fails("list", 99, OSError("connection reset"))
     with pytest.raises(RemoteError, match=f"{subject.url}.*connection reset"):
         store.list(subject.url)
 
 
-def test_a_listing_that_fails_once_shows_what_is_there(subject, store):
+def test_a_listing_that_fails_once_is_complete(subject, store):
     store.put(f"{subject.url}/a/b", b"x")
     subject.fails("list", 1)
     assert store.list(subject.url) == ["a/b"]
 
 
-def test_an_error_that_passes_is_tried_again_after_growing_pauses(subject, store):
+def test_a_temporary_error_is_retried_with_growing_pauses(subject, store):
     calls = subject.fails("put", TRIES - 1)
     store.put(f"{subject.url}/a", b"x")
     assert len(calls) == TRIES and subject.pauses == [1.0, 4.0, 16.0] and store.read(f"{subject.url}/a") == b"x"
@@ -173,7 +173,7 @@ def test_an_error_that_passes_is_tried_again_after_growing_pauses(subject, store
     ("upload", lambda store, url, path: store.upload(path, f"{url}/a")),
     ("download", lambda store, url, path: store.download(f"{url}/a", path + "2")),
     ("delete", lambda store, url, path: store.delete(f"{url}/a"))])
-def test_an_error_that_stays_is_one_error_with_the_url(subject, store, tmp_path, operation, work):
+def test_a_permanent_error_names_the_url(subject, store, tmp_path, operation, work):
     (tmp_path / "file").write_bytes(b"12345")
     store.put(f"{subject.url}/a", b"x")
     calls = subject.fails(operation, 99)
@@ -182,7 +182,7 @@ def test_an_error_that_stays_is_one_error_with_the_url(subject, store, tmp_path,
     assert len(calls) == TRIES and not os.path.exists(tmp_path / "file2")
 
 
-def test_what_is_not_there_cannot_be_read(subject, store, tmp_path):
+def test_a_missing_object_cannot_be_read(subject, store, tmp_path):
     store.put(f"{subject.url}/a", b"x")
     for work in (lambda: store.read(f"{subject.url}/none"), lambda: store.download(f"{subject.url}/none", str(tmp_path / "b"))):
         with pytest.raises(RemoteError, match=f"{subject.url}/none"):
@@ -198,7 +198,7 @@ def test_an_upload_that_arrives_short_is_an_error(subject, store, tmp_path):
         store.upload(str(tmp_path / "file"), f"{subject.url}/a")
 
 
-def test_half_of_a_download_does_not_stay(subject, store, tmp_path):
+def test_a_failed_download_leaves_no_file(subject, store, tmp_path):
     store.put(f"{subject.url}/a", b"12345678")
 
     def half(original, source, target):
@@ -210,7 +210,7 @@ def test_half_of_a_download_does_not_stay(subject, store, tmp_path):
     assert not (tmp_path / "file").exists()
 
 
-def test_an_upload_that_ends_in_the_middle_leaves_what_was_there(subject, store, tmp_path):
+def test_an_interrupted_upload_keeps_the_old_object(subject, store, tmp_path):
     (tmp_path / "new").write_bytes(b"12345678")
     store.put(f"{subject.url}/a", b"old")
     if subject.kind == "moxing":
@@ -227,7 +227,7 @@ def test_an_upload_that_ends_in_the_middle_leaves_what_was_there(subject, store,
     assert store.read(f"{subject.url}/a") == b"old" and store.list(subject.url) == ["a"]
 
 
-def test_a_local_file_that_is_gone_is_not_waited_for(subject, store, tmp_path):
+def test_a_missing_local_file_is_not_retried(subject, store, tmp_path):
     with pytest.raises(FileNotFoundError):
         store.upload(str(tmp_path / "gone"), f"{subject.url}/a")
     assert subject.pauses == []
@@ -261,7 +261,7 @@ def test_a_bucket_that_cannot_be_listed_is_an_error_whether_it_exists_or_not(sto
 
 
 @only_moxing
-def test_where_no_folder_can_be_made_nothing_is_known_to_be_empty(store, monkeypatch):
+def test_a_store_is_not_empty_if_no_folder_can_be_made(store, monkeypatch):
     monkeypatch.setattr(moxing.file, "make_dirs", refuse)
     with pytest.raises(RemoteError, match=f"{URL}.*403 Forbidden"):
         store.list(URL)
@@ -367,7 +367,7 @@ def test_a_process_that_was_forked_has_its_own_connections(subject, store):
 
 
 @only_s3
-def test_what_is_uploaded_when_the_interpreter_ends_arrives(subject, store):
+def test_uploads_at_the_end_of_the_interpreter_succeed(subject, store):
     """The last checkpoint of a training that failed: Python's thread pools are closed, and a host name is to be resolved."""
     run(subject, """
         import atexit, sys

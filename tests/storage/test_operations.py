@@ -27,7 +27,7 @@ def test_parallel_without_another_thread(alone):
     assert parallel(PosixStorage(), lambda item: item * 2, range(20)) == list(range(0, 40, 2))
 
 
-def test_parallel_begins_nothing_after_an_error(alone):
+def test_parallel_starts_no_item_after_an_error(alone):
     done = []
 
     def work(item):

@@ -13,7 +13,7 @@ from mindresume.storage.posix import PosixStorage
 STORAGE = PosixStorage()
 
 
-def test_absent_things(tmp_path):
+def test_missing_files_and_folders(tmp_path):
     missing = str(tmp_path / "missing")
     assert STORAGE.list(missing) == [] and STORAGE.status(missing) is None
     STORAGE.remove(missing)
@@ -32,35 +32,35 @@ def test_folders(tmp_path):
     assert STORAGE.list(str(tmp_path / "a" / "b")) == []
 
 
-def test_room_is_that_of_the_nearest_folder_there_is(tmp_path):
+def test_free_space_uses_the_nearest_existing_folder(tmp_path):
     found = os.statvfs(tmp_path)
     room = PosixStorage().free_space(str(tmp_path / "not" / "yet"))
     assert abs(room - found.f_bavail * found.f_frsize) < 1 << 30
 
 
 @pytest.mark.parametrize("told", [{}, {"f_frsize": 4096}, {"f_frsize": 4096, "f_bavail": 7}])
-def test_a_file_system_that_tells_no_size_has_room(tmp_path, monkeypatch, told):
+def test_an_unreported_size_counts_as_unlimited(tmp_path, monkeypatch, told):
     """FUSE without statfs: zeros. Unknown is not full."""
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**{"f_blocks": 0, "f_bavail": 0, "f_frsize": 0, **told}))
     assert PosixStorage().free_space(str(tmp_path)) == UNKNOWN_SPACE
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EOVERFLOW, errno.EREMOTEIO])
-def test_a_file_system_that_does_not_answer_has_room(tmp_path, monkeypatch, code):
+def test_a_failing_statvfs_counts_as_unlimited(tmp_path, monkeypatch, code):
     def fail(path):
         raise OSError(code, os.strerror(code), path)
     monkeypatch.setattr(os, "statvfs", fail)
     assert PosixStorage().free_space(str(tmp_path)) == UNKNOWN_SPACE
 
 
-def test_a_full_disk_is_full(tmp_path, monkeypatch):
+def test_a_full_disk_has_no_free_space(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=1000, f_bavail=0, f_frsize=4096))
     assert PosixStorage().free_space(str(tmp_path)) == 0
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ESPIPE, errno.EBADF,
                                   errno.ENODEV, errno.EACCES, errno.EREMOTEIO, errno.ESTALE, errno.EINTR, 0, 524])
-def test_a_file_system_that_cannot_reserve_is_written_to(tmp_path, monkeypatch, code):
+def test_files_are_written_where_space_cannot_be_reserved(tmp_path, monkeypatch, code):
     """524: an error of the kernel's own (ENOTSUPP) that some file systems let out."""
     monkeypatch.setattr(posix, "_fallocate", lambda handle, size: code)
     assert PosixStorage().write(str(tmp_path / "file"), [b"abc"], 3) == 3
@@ -71,7 +71,7 @@ def test_a_file_system_that_cannot_reserve_is_written_to(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
-def test_no_room_and_a_broken_device_are_errors_before_the_first_byte(tmp_path, monkeypatch, code):
+def test_a_full_or_broken_device_is_an_error_before_the_first_byte(tmp_path, monkeypatch, code):
     monkeypatch.setattr(posix, "_fallocate", lambda handle, size: code)
     for begin in (lambda path: PosixStorage().write(path, [b"abc"], 3), lambda path: PosixStorage().create(path, 3)):
         with pytest.raises(OSError) as caught:
@@ -81,7 +81,7 @@ def test_no_room_and_a_broken_device_are_errors_before_the_first_byte(tmp_path, 
 
 @pytest.mark.parametrize("code, known", [(errno.EINVAL, False), (errno.ENOSYS, False), (errno.EOPNOTSUPP, False),
                                          (errno.EIO, True), (errno.ENOSPC, True), (errno.ESTALE, True)])
-def test_a_file_system_that_flushes_no_folders(tmp_path, monkeypatch, code, known):
+def test_unsupported_folder_flushes_are_ignored(tmp_path, monkeypatch, code, known):
     """SMB and some of FUSE say EINVAL: it has no such operation, so there is nothing to wait for."""
     def fail(handle):
         raise OSError(code, os.strerror(code))
@@ -90,7 +90,7 @@ def test_a_file_system_that_flushes_no_folders(tmp_path, monkeypatch, code, know
         PosixStorage().sync(str(tmp_path))
 
 
-def test_a_file_that_cannot_be_reserved_is_an_error_before_its_first_byte(tmp_path):
+def test_an_impossible_size_is_an_error_before_the_first_byte(tmp_path):
     """A file system knows how large it is: so many bytes cannot be reserved on any."""
     taken = []
 
@@ -113,7 +113,7 @@ def test_a_reserved_file_grows_as_it_is_written(tmp_path):
     assert sizes == sorted(sizes) and sizes[0] < 6 << 20
 
 
-def test_the_device_begins_early_and_is_asked_for_every_byte_once(tmp_path, monkeypatch):
+def test_write_back_begins_early_and_covers_each_byte_once(tmp_path, monkeypatch):
     """All but less than a step of it; the flush at the end is for the rest. A device that refuses the hint changes nothing."""
     step, pieces, asked = 1 << 20, [bytes([number]) * (300 << 10) for number in range(20)], []
     monkeypatch.setattr(posix, "_FLUSH_EVERY", step)

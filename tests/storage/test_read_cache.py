@@ -61,7 +61,7 @@ def test_a_frozen_cache_keeps_nothing_more(tmp_path, path):
     assert storage.size == len(DATA) and list(storage._kept) == [path]
 
 
-def test_what_is_read_in_part_or_out_of_order_is_not_kept(path):
+def test_partial_and_unordered_reads_are_not_kept(path):
     storage = ReadCache(PosixStorage(), 20_000_000)
     with storage.open(path) as file:
         assert file.read(8) == DATA[:8]
@@ -93,7 +93,7 @@ def test_the_budget_holds_for_all_files_together(tmp_path, path):
 
 
 @pytest.mark.parametrize("trouble", ["memfd_create", "pwrite"])
-def test_without_memory_nothing_is_kept_and_nothing_fails(path, monkeypatch, trouble):
+def test_without_memory_files_are_not_kept(path, monkeypatch, trouble):
     def fail(*args):
         raise OSError(errno.ENOMEM, "no memory")
     storage = ReadCache(PosixStorage(), 20_000_000)
@@ -134,7 +134,7 @@ def test_two_threads_that_read_the_same_file(path):
     assert storage._reserved == 0
 
 
-def test_everything_else_is_that_of_the_storage_below(tmp_path, path):
+def test_other_operations_are_passed_to_the_inner_storage(tmp_path, path):
     storage = ReadCache(PosixStorage(), 0)
     assert storage.list(str(tmp_path)) == ["file"] and storage.status(path).size == len(DATA)
     assert storage.width == PosixStorage.width

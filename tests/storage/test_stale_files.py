@@ -23,20 +23,20 @@ def left(folder, storage=STORAGE, fresh="fresh"):
     return sorted(os.listdir(folder))
 
 
-def test_what_is_older_than_the_limit_goes(tmp_path):
+def test_files_older_than_the_limit_are_removed(tmp_path):
     aged(tmp_path, fresh=0, new=1, young=STALE_SECONDS, old=STALE_SECONDS + 1, older=9 * STALE_SECONDS, later=-9 * STALE_SECONDS)
     (tmp_path / "folder").mkdir()
     os.utime(tmp_path / "folder", (0, 0))
     assert left(tmp_path) == ["folder", "fresh", "later", "new", "young"]
 
 
-def test_nothing_goes_where_now_is_not_known(tmp_path):
+def test_nothing_is_removed_without_the_current_time(tmp_path):
     aged(tmp_path, old=2 * STALE_SECONDS)
     assert left(tmp_path) == ["old"]
 
 
 @pytest.mark.parametrize("operation, stays", [("status", ["a", "b", "fresh"]), ("remove", ["a", "fresh"])])
-def test_an_error_stops_nobody(tmp_path, operation, stays):
+def test_an_error_does_not_stop_the_removal_of_others(tmp_path, operation, stays):
     aged(tmp_path, a=2 * STALE_SECONDS, b=2 * STALE_SECONDS, fresh=0)
 
     class Trouble(PosixStorage):
@@ -52,7 +52,7 @@ def test_an_error_stops_nobody(tmp_path, operation, stays):
     assert left(tmp_path, Trouble()) == stays
 
 
-def test_a_folder_without_such_files_is_not_even_looked_at(tmp_path):
+def test_without_files_no_operation_is_done(tmp_path):
     class Nothing(PosixStorage):
         def status(self, path):
             raise AssertionError(path)

@@ -28,7 +28,7 @@ def written(fmt, tensors=None):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_taken_while_writing_they_are_those_of_the_bytes(fmt):
+def test_checksums_while_writing_match_the_bytes(fmt):
     data, sums = written(fmt)
     assert (sums.file, sums.size) == (xxh3_128_hexdigest(data), len(data))
     assert sums.tensors == {name: xxh3_128_hexdigest(array.tobytes()) for name, array in TENSORS.items()}
@@ -71,7 +71,7 @@ def test_absent_tensors_are_damaged_and_unexpected_ones_are_not():
     assert damaged_tensors(io.BytesIO(data), "x.ckpt", {"z": "0", "b": sums.tensors["b"]}) == ["z"]
 
 
-def test_a_file_cut_short_is_an_error_not_a_checksum():
+def test_a_truncated_file_is_an_error():
     data, sums = written("safetensors")
     with pytest.raises(CorruptFileError, match="truncated"):
         damaged_tensors(io.BytesIO(data[:-1]), "x.safetensors", sums.tensors)
@@ -79,7 +79,7 @@ def test_a_file_cut_short_is_an_error_not_a_checksum():
         tensor_checksum(io.BytesIO(bytes(9)), TensorEntry("uint8", (4,), ((8, 4),)))
 
 
-def test_pieces_of_a_tensor_must_follow_each_other():
+def test_pieces_of_a_tensor_must_be_contiguous():
     pieces = [("a", memoryview(b"1")), ("b", memoryview(b"2")), ("a", memoryview(b"3"))]
     with pytest.raises(ValueError, match="tensor a are not contiguous"):
         list(checksummed(pieces, Checksums()))
