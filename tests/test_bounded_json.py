@@ -1,4 +1,4 @@
-"""JSON from a disk: what is parsed, and what is refused before or after it cost anything."""
+"""Bounded JSON: accepted documents, and refusals before or after parsing."""
 import json
 
 import pytest

@@ -1,4 +1,4 @@
-"""Names as they are printed."""
+"""Names and lists in a form for people."""
 import pytest
 
 from mindresume.formatting import listed, ranks_count, shown

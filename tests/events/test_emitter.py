@@ -1,4 +1,4 @@
-"""Events reach all handlers; what a handler does wrong reaches nobody."""
+"""Events reach all handlers; errors of a handler do not reach the caller."""
 import pytest
 
 from mindresume.events import Notice, SaveBegun
@@ -43,8 +43,8 @@ def test_a_failing_handler_is_removed_with_a_notice_to_the_others():
         emit(SaveBegun(step))
     assert len(broken.events) == 1
     assert [event for event in good.events if isinstance(event, SaveBegun)] == [SaveBegun(1), SaveBegun(2)]
-    told = [event for event in good.events if isinstance(event, Notice)]
-    assert len(told) == 1 and "Broken" in told[0].text and told[0].level == "warning"
+    notices = [event for event in good.events if isinstance(event, Notice)]
+    assert len(notices) == 1 and "Broken" in notices[0].text and notices[0].level == "warning"
 
 
 def test_all_handlers_fail():

@@ -1,4 +1,4 @@
-"""One file a run, of rank 0 and of whoever fails; bounded in size and in number."""
+"""One file per run, written by rank 0 and by failing ranks; bounded in size and number."""
 import json
 import os
 

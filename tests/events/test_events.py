@@ -1,4 +1,4 @@
-"""Every event survives the event file; what is not understood is left out."""
+"""Every event survives the event file; unknown kinds and fields are ignored."""
 import dataclasses
 import json
 import pickle

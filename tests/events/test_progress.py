@@ -1,4 +1,4 @@
-"""One event every few seconds, and none for what is done sooner."""
+"""One event every few seconds, and none for shorter work."""
 from mindresume.events import WorkProgress
 from mindresume.events.log_lines import progress_text
 from mindresume.events.progress import ProgressReporter

@@ -1,4 +1,4 @@
-"""Folders of complete weights: what is read of them, what is refused, and the names and contents of new ones."""
+"""Folders of complete weights: reading, refusals, and names and contents of new ones."""
 import json
 import os
 import shutil
@@ -96,7 +96,7 @@ def hub(tmp_path):
 
 # ---- what is read ----------------------------------------------------------------------------------------------------
 
-def test_of_mindspore(unified):
+def test_weights_of_mindspore(unified):
     found = read(unified)
     assert complete(unified) and (found.kind, found.notes, found.root) == (MINDSPORE, (), str(unified))
     assert found.files == ("part0.safetensors", "part1.safetensors", HYPER) and set(found.headers) == set(found.files)
@@ -106,13 +106,13 @@ def test_of_mindspore(unified):
         assert np.array_equal(array, {**WEIGHTS, **counters(STEP), "lm_loss": [1]}[name]), name
 
 
-def test_of_huggingface(hub):
+def test_weights_of_huggingface(hub):
     found = read(hub)
     assert complete(hub) and found.kind == HUGGINGFACE and found.scalars == {} and found.notes == ()
     assert found.files == (HF_FIRST, "model-00002-of-00002.safetensors") and list(found.tensors) == list(WEIGHTS)
 
 
-def test_counters_beside_an_index_of_huggingface_count_too(tmp_path):
+def test_counters_beside_an_index_of_huggingface_are_read(tmp_path):
     assert read(write(tmp_path, HUGGINGFACE)).scalars == SCALARS
 
 
@@ -149,7 +149,7 @@ def test_a_map_without_weight_map_is_read_as_mindspore_reads_it(unified):
     assert read(unified) == before
 
 
-def test_files_that_the_index_does_not_name_are_ignored_and_said(unified):
+def test_files_missing_from_the_index_are_ignored_with_a_note(unified):
     put(unified / "consolidated.safetensors", WEIGHTS)
     put(unified / "old.ckpt", WEIGHTS)
     (unified / "broken.safetensors").write_bytes(b"")
@@ -158,14 +158,14 @@ def test_files_that_the_index_does_not_name_are_ignored_and_said(unified):
     assert len(found.notes) == 1 and "broken.safetensors and 2 more not named by param_name_map.json" in found.notes[0]
 
 
-def test_tensors_that_the_index_does_not_name_are_ignored_and_said(unified):
+def test_tensors_missing_from_the_index_are_ignored_with_a_note(unified):
     edit(unified / MAP, lambda table: table.pop(BIAS))
     found = read(unified)
     assert BIAS not in found.tensors and list(found.tensors)[:2] == [EMBEDDING, ADAM]
     assert len(found.notes) == 1 and f"{BIAS} not named" in found.notes[0]
 
 
-def test_parts_of_gradient_sums_are_said(unified):
+def test_partial_gradient_buffers_are_noted(unified):
     put(unified / HYPER, {**counters(STEP), "accu_grads.a": np.zeros(4, np.float32)})
     found = read(unified)
     assert found.tensors["accu_grads.a"] == HYPER and len(found.notes) == 1 and "does not merge" in found.notes[0]
@@ -211,7 +211,7 @@ def test_folders_of_ranks_are_not_complete(tmp_path):
         refused(path, ConfigError, says="files of ranks")
 
 
-def test_what_lies_in_the_folder_of_a_rank_is_not_complete(tmp_path, monkeypatch):
+def test_files_in_a_rank_folder_are_not_complete(tmp_path, monkeypatch):
     write_foreign(tmp_path, 5, world=1)
     path = path_of(tmp_path, 5, 0)
     assert not complete(path) and not complete(path.parent) and not complete(f"{path.parent}/")
@@ -220,7 +220,7 @@ def test_what_lies_in_the_folder_of_a_rank_is_not_complete(tmp_path, monkeypatch
     assert not complete(path.name) and not complete(".")
 
 
-def test_nothing_there(tmp_path):
+def test_a_missing_or_empty_folder(tmp_path):
     (tmp_path / "notes.txt").write_text("")
     for path, says in ((tmp_path, "no file with extension"), (tmp_path / "absent", "no such"),
                        (tmp_path / "notes.txt", "extension"), (tmp_path / "model.safetensors", "no such")):
@@ -249,14 +249,14 @@ def test_a_missing_file(tmp_path, kind, part):
     refused(tmp_path, file=part, tensor=EMBEDDING, says="missing.*index.json|missing.*param_name_map.json")
 
 
-def test_only_the_index_is_left(unified):
+def test_an_index_without_files(unified):
     for path in unified.glob("*.safetensors"):
         path.unlink()
     assert not complete(unified)
     refused(unified, file="part0.safetensors", tensor=EMBEDDING)
 
 
-def test_a_file_cut_short(unified):
+def test_a_truncated_file(unified):
     part = unified / "part1.safetensors"
     part.write_bytes(part.read_bytes()[:-1])
     refused(unified, file=part.name, says="truncated")
@@ -353,7 +353,7 @@ def test_two_indexes_of_different_tensors(hub):
     refused(hub, file=MAP, tensor="other", says="same tensors")
 
 
-def test_names_that_mindformers_translated_are_ignored_and_said(hub):
+def test_names_that_mindformers_translated_are_ignored_with_a_note(hub):
     table = {f"model.{name}": file for name, file in json.loads((hub / HF_INDEX).read_text())["weight_map"].items()}
     (hub / MAP).write_text(json.dumps(table, indent=2))
     found = read(hub)
@@ -415,7 +415,7 @@ def test_index_documents():
 
 @pytest.mark.parametrize("kind", [MINDSPORE, HUGGINGFACE])
 @pytest.mark.parametrize("part_bytes", [1, 148, 1000])
-def test_what_is_written_is_read(tmp_path, kind, part_bytes):
+def test_written_files_are_read_back(tmp_path, kind, part_bytes):
     found = read(write(tmp_path, kind, part_bytes, hyper=kind == MINDSPORE))
     assert found.kind == kind and found.notes == ()
     assert len(found.files) - (kind == MINDSPORE) == {1: 3, 148: 2, 1000: 1}[part_bytes]

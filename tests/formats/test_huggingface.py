@@ -177,7 +177,7 @@ def test_template_is_compared_by_name(converters):
 
 # ---- as arithmetic ---------------------------------------------------------------------------------------------------
 
-def test_experts_compute_what_their_weights_say():
+def test_experts_compute_with_the_weights_of_the_rules():
     """With the shapes and halves of FFNGroupedGEMM, each expert is down(silu(gate(x)) * up(x))."""
     tensors = random(MOE)
     whole = assemble(rules(MOE), tensors)
@@ -194,7 +194,8 @@ def test_experts_compute_what_their_weights_say():
 
 @given(st.sampled_from([DENSE, EXPERTS]), st.integers(1, 2), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3),
        st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
-def test_each_element_once_and_back_again(kind, layers, hidden, groups, each, head_dim, inner, attention, mlp, tied):
+def test_rules_cover_each_element_once_and_are_invertible(kind, layers, hidden, groups, each, head_dim, inner, attention, mlp,
+                                                          tied):
     model = Model(kind, layers, hidden, groups * each, groups, head_dim, inner, 7, 3 if kind == EXPERTS else 0, tied,
                   *(CONTIGUOUS if one else "interleaved" for one in (attention, mlp)))
     known = rules(model)
@@ -246,7 +247,7 @@ def test_dimensions():
     ({"num_key_value_heads": 3}, "8 is not a multiple of num_key_value_heads 3"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
 ])
-def test_what_no_rule_covers_is_refused_by_name(change, message):
+def test_unsupported_features_are_refused_by_name(change, message):
     with pytest.raises(ConfigError, match=message):
         model_from_config({**DOCUMENT, **change}, "config.json")
 

@@ -96,7 +96,7 @@ def test_a_key_of_a_slice_is_read_back_whatever_the_name(name, ordinal):
 
 
 @given(st.text("'\"\\,() 0w", max_size=20) | st.text(max_size=20))
-def test_what_is_no_key_is_none_and_never_an_error(key):
+def test_any_text_is_a_key_or_none(key):
     found = parse_slice_key(key)
     assert found is None or slice_key(*found) == key == str(ast.literal_eval(key))
 
@@ -104,7 +104,7 @@ def test_what_is_no_key_is_none_and_never_an_error(key):
 @pytest.mark.parametrize("key", ["('w', (0,))x", "('w', (0))", "('w', ())", "('w', (0, 0))", "('w', (-1,))", "('w', (01,))",
                                  "(\"w\", (0,))", "('a' 'b', (0,))", "('a'*9, (0,))", "(f'w', (0,))", "('w', (1234567,))",
                                  "('\\x', (0,))", "('" + "(" * 500 + "', (0,)", "('" + "w" * 70000 + "', (0,))", "w", ""])
-def test_no_keys(key):
+def test_texts_that_are_not_keys(key):
     assert parse_slice_key(key) is None
 
 
@@ -118,7 +118,7 @@ def test_common_json_is_that_of_mindformers():
     assert parse_common(encode_common(unknown), "common.json") == unknown
 
 
-def test_a_status_can_be_left_away_but_not_lost():
+def test_a_status_can_be_omitted_but_not_lost():
     data = encode_common(CommonInfo(2, 20, 19, 1.0, 8), with_status=False)
     assert list(json.loads(data)) == KEYS[:-1]
     assert parse_common(data, "common.json") == CommonInfo(2, 20, 19, 1.0, 8)
@@ -150,13 +150,13 @@ def test_a_damaged_common_json_is_refused_with_its_path(data, reason):
 
 
 @given(st.binary())
-def test_whatever_the_bytes_of_a_common_json(data):
+def test_any_bytes_of_a_common_json(data):
     with pytest.raises(CorruptFileError):
         parse_common(data, "c")
 
 
 @pytest.mark.parametrize("common", [CommonInfo(), CommonInfo(step_num=-1), CommonInfo(step_num=1, loss_scale=float("nan"))])
-def test_what_could_not_be_read_back_is_not_written(common):
+def test_values_that_could_not_be_read_back_are_refused(common):
     with pytest.raises(ValueError):
         encode_common(common)
 
@@ -180,5 +180,5 @@ def test_a_tracker_that_names_no_step_says_why(data, why):
 
 
 @given(st.binary())
-def test_whatever_the_bytes_of_a_tracker(data):
+def test_any_bytes_of_a_tracker(data):
     assert isinstance(parse_tracker(data), int | str)

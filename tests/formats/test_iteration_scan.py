@@ -1,4 +1,4 @@
-"""Iteration folders as candidates: what is recognised, what foreign ones tell, the order that the tracker gives."""
+"""Iteration folders as candidates: recognition, folders without records, and the order that the tracker gives."""
 import os
 
 import pytest
@@ -32,7 +32,7 @@ def found(root):
 
 # ---- what is one -----------------------------------------------------------------------------------------------------
 
-def test_an_iteration_folder_is_told_by_its_name_or_its_files(tmp_path):
+def test_an_iteration_folder_is_recognised_by_its_name_or_its_files(tmp_path):
     save(tmp_path, 10)
     foreign(tmp_path, "mf190_20_single", (15,))
     for step in (10, 15):
@@ -87,7 +87,7 @@ def test_of_one_step_the_later_run_goes_first(tmp_path):
     assert found(tmp_path) == [(10, NEXT), (10, RUN)]
 
 
-def test_all_that_is_ready_goes_before_what_the_tracker_names(tmp_path):
+def test_finished_steps_precede_the_step_of_the_tracker(tmp_path):
     save(tmp_path, 10)
     write_all(tmp_path, 20)
     write_all(tmp_path, 30)
@@ -95,7 +95,7 @@ def test_all_that_is_ready_goes_before_what_the_tracker_names(tmp_path):
     assert found(tmp_path) == [(30, RUN), (20, RUN), (10, RUN), (40, RUN)]
 
 
-def test_what_is_ready_and_what_was_meant_to_be_tracked_go_together(tmp_path):
+def test_finished_steps_and_intended_steps_are_combined(tmp_path):
     save(tmp_path, 10, 20)
     unname(tmp_path, 20)
     track(tmp_path, 10)
@@ -105,7 +105,7 @@ def test_what_is_ready_and_what_was_meant_to_be_tracked_go_together(tmp_path):
 
 
 @pytest.mark.parametrize("finish", [write_all, lambda root, step: (save(root, step), unname(root, step))])
-def test_a_tracker_that_is_late_is_not_taken_for_set_back_when_more_was_saved_since(tmp_path, finish):
+def test_a_late_tracker_is_not_a_tracker_that_was_set_back(tmp_path, finish):
     """Step 20 was committed and shown, but the tracker could not be written; then all ranks died before step 30 had a name."""
     save(tmp_path, 10, 20)
     finish(tmp_path, 30)
@@ -115,7 +115,7 @@ def test_a_tracker_that_is_late_is_not_taken_for_set_back_when_more_was_saved_si
     assert any("names step 10: the job that saved step 20 died" in note for note in scan(STORAGE, str(tmp_path)).notes)
 
 
-def test_a_tracker_that_was_set_back_is_honoured_although_an_older_intent_was_left(tmp_path):
+def test_a_tracker_that_was_set_back_counts_despite_an_old_intent(tmp_path):
     save(tmp_path, 10, 20, 30)
     intend(tmp_path, 20)                                        # its removal had failed; step 30 came to the tracker
     track(tmp_path, 10)
@@ -140,7 +140,7 @@ def test_foreign_folders_lie_between_our_runs_by_their_steps_whatever_the_times(
 
 @pytest.mark.parametrize("content, step", [(b"20", 20), (b" 20\n", 20), (b"0", 0), (b"", None), (b"-1", None), (b"\xff", None),
                                            (b"9" * 2000, None), (b"0" * 1000 + b"7", 7)])
-def test_what_the_tracker_names(tmp_path, content, step):
+def test_the_step_of_the_tracker(tmp_path, content, step):
     track(tmp_path, content)
     assert tracked(STORAGE, str(tmp_path)) == step
 
@@ -151,7 +151,7 @@ def test_no_tracker_names_nothing(tmp_path):
     assert tracked(STORAGE, str(tmp_path)) is None
 
 
-def test_intents_are_told_from_other_names():
+def test_intents_are_distinguished_from_other_names():
     assert intents([intent_name(step) for step in (0, 20, 10**17)]) == {0, 20, 10**17}
     others = [f".{intent_name(20)}.{RUN}.mindresume-tmp", "tracker-20", "tracker-", "trash-x", f"claim-{RUN}.json"]
     assert intents(others) == set()
@@ -187,7 +187,7 @@ def test_a_refusal_carries_the_step_of_the_folder(tmp_path):
     assert (candidate.step, candidate.problem.step) == (20, 20) and "common.json is of step 10" in candidate.problem.reason
 
 
-def test_weights_without_optimizer_are_whole(tmp_path):
+def test_weights_without_optimizer_are_complete(tmp_path):
     """save_optimizer: False."""
     foreign(tmp_path, "mf190_20_dp2tp2opt", (10,))
     for path in folder_of(tmp_path, 10).glob("*-opt-*"):
@@ -195,7 +195,7 @@ def test_weights_without_optimizer_are_whole(tmp_path):
     assert candidate_without_records(STORAGE, str(tmp_path), "iteration_00000010").problem is None
 
 
-def test_what_is_no_folder_is_no_candidate(tmp_path):
+def test_a_file_is_not_a_candidate(tmp_path):
     (tmp_path / "iteration_00000010").write_text("")
     assert candidate_without_records(STORAGE, str(tmp_path), "iteration_00000010") is None
     assert candidate_without_records(STORAGE, str(tmp_path), "iteration_00000020") is None
@@ -217,7 +217,7 @@ def test_common_that_cannot_be_read(tmp_path):
         load_common(Trouble(), str(tmp_path), "iteration_00000010")
 
 
-def test_counters_there_and_back():
+def test_counters_survive_common_json():
     state = TrainingState(15, 10, 15, 8, 1024.0, None, 10, health=1)
     common = common_from_state(state)
     assert common == CommonInfo(2, 15, 15, 1024.0, 8, 1)
@@ -227,7 +227,7 @@ def test_counters_there_and_back():
     assert state_from_common(CommonInfo(step_num=7)).step == 7
 
 
-def test_a_folder_in_the_making_is_ours_and_not_foreign(tmp_path):
+def test_an_unpublished_folder_has_records(tmp_path):
     write_all(tmp_path, 10)
     candidate, = scan(STORAGE, str(tmp_path)).candidates
     assert (candidate.origin, candidate.committed, candidate.maybe_completed) == (OURS, False, True)

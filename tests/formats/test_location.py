@@ -1,4 +1,4 @@
-"""Where the checkpoints lie that a path means, and which folders are those of a first start."""
+"""The checkpoint directory that a path means, and the folders that allow a fresh start."""
 import errno
 import os
 import re
@@ -34,7 +34,7 @@ def why(path):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["", "checkpoint", "output/checkpoint", "my_run", "run/output/checkpoint",
                                    "transformed_checkpoint/checkpoint", "20260101_ckpt_convert/net"])
-def test_it_is_found_below(tmp_path, kind, place):
+def test_a_checkpoint_directory_is_found_below(tmp_path, kind, place):
     KINDS[kind](tmp_path / place)
     make(tmp_path, "log/rank_0/info.log", "strategy/ckpt_strategy_rank_0.ckpt", "train.log")
     assert os.path.realpath(locate(STORAGE, str(tmp_path))) == str(tmp_path / place).rstrip("/")
@@ -46,14 +46,14 @@ def test_the_folder_in_which_the_job_saves_counts_before_others(tmp_path):
     assert locate(STORAGE, str(tmp_path)) == str(tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("debris", ["checkpoint/", "checkpoint/rank_0/.net.mindresume-tmp", "checkpoint_network/rank_0/net.ckpt"])
-def test_it_does_not_hide_others_before_its_first_save(tmp_path, debris):
+@pytest.mark.parametrize("left", ["checkpoint/", "checkpoint/rank_0/.net.mindresume-tmp", "checkpoint_network/rank_0/net.ckpt"])
+def test_an_empty_checkpoint_folder_does_not_hide_others(tmp_path, left):
     folders.save(tmp_path / "transformed_checkpoint" / "net", 50, world=2)
-    make(tmp_path, debris)
+    make(tmp_path, left)
     assert locate(STORAGE, str(tmp_path)) == str(tmp_path / "transformed_checkpoint" / "net")
 
 
-def test_debris_in_the_folder_itself_does_not_hide_a_checkpoint_below(tmp_path):
+def test_an_incomplete_save_does_not_hide_a_checkpoint_below(tmp_path):
     """Checkpoint 2.0 saves to ``directory``, 1.0 to a folder in it: the first save after the change died."""
     folders.save(tmp_path / "checkpoint", 5, world=2)
     iterations.write_rank(tmp_path, 10, 0)
@@ -68,19 +68,19 @@ def test_several_are_an_error_that_names_them(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["rank_0", "iteration_00000005", "none"])
-def test_one_checkpoint_is_what_it_is(tmp_path, path):
+def test_a_single_checkpoint_is_returned_itself(tmp_path, path):
     folders.save(tmp_path, 5, world=1)
     iterations.save(tmp_path, 5)
     assert locate(STORAGE, str(tmp_path / path)) == str(tmp_path / path)
 
 
-def test_complete_weights_are_meant_themselves(tmp_path):
+def test_complete_weights_are_returned_themselves(tmp_path):
     make(tmp_path, "part0.safetensors")
     folders.save(tmp_path / "checkpoint", 5, world=1)
     assert locate(STORAGE, str(tmp_path)) == str(tmp_path)
 
 
-def test_a_tree_that_is_large_or_leads_to_itself_is_looked_at_in_part(tmp_path):
+def test_large_and_cyclic_trees_are_searched_in_part(tmp_path):
     os.symlink(tmp_path, tmp_path / "self")
     make(tmp_path, *(f"{number:04d}/" for number in range(300)))
     folders.save(tmp_path / "x", 5, world=1)
@@ -103,7 +103,7 @@ class Locked:
         return STORAGE.list(folder)
 
 
-def test_a_folder_that_cannot_be_listed_hides_no_other_and_is_no_place_to_begin(tmp_path):
+def test_an_unlisted_folder_prevents_only_a_fresh_start(tmp_path):
     make(tmp_path, "checkpoint/", "locked/")
     disk = Locked(tmp_path / "locked")
     assert find(disk, str(tmp_path)) is None
@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_listed_hides_no_other_and_is_no_place_to_begin(
     ("checkpoint/iteration_00000005/",), ("checkpoint/iteration_00000005/net-model-0000000-0000001.safetensors", "log/a"),
     ("checkpoint/rank_0/", "checkpoint_network/rank_0/net-network.ckpt", "merged_strategy/src_strategy.ckpt"),
     ("checkpoint/.mindresume/claim-0001-0000aaaa.json", "data/a.bin")])
-def test_what_a_first_start_finds_or_leaves(tmp_path, names):
+def test_traces_of_first_starts_allow_a_fresh_start(tmp_path, names):
     make(tmp_path, *names)
     assert why(tmp_path) == ""
 
@@ -143,12 +143,12 @@ def test_what_a_first_start_finds_or_leaves(tmp_path, names):
     (("rank_0/net_rank_3-1_5.ckpt",), "found rank_0/net_rank_3-1_5.ckpt"),
     (("checkpoint/", "merged/part0.safetensors"), "weights lie in .*/merged"),
     (("model.safetensors",), "holds only weights"), (("checkpoint/", "qwen/a.ckpt"), "weights lie in .*/qwen. To load them")])
-def test_a_folder_of_something_else(tmp_path, names, found):
+def test_other_folders_do_not_allow_a_fresh_start(tmp_path, names, found):
     make(tmp_path, *names)
     assert re.search(found, why(tmp_path))
 
 
-def test_a_tracker_says_that_there_was_a_checkpoint(tmp_path):
+def test_a_tracker_without_folder_does_not_allow_a_fresh_start(tmp_path):
     iterations.save(tmp_path, 5)
     shutil.rmtree(iterations.folder_of(tmp_path, 5))
     assert "names step 5, but there is no iteration folder beside it" in why(tmp_path)

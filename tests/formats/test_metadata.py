@@ -37,7 +37,7 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 @given(st.dictionaries(names, st.tuples(cuts(), st.sampled_from(["float32", "bfloat16", "bool", "int64", "float8_e4m3fn"]),
                                         st.integers(0, 99), st.booleans()), max_size=4))
-def test_what_is_written_is_read_back(rows):
+def test_written_metadata_is_read_back(rows):
     tensors = []
     for name, ((layout, shape), dtype, first, copies) in rows.items():
         assume(representable(layout))
@@ -81,7 +81,7 @@ def test_a_layout_of_null_is_read():
     assert read_metadata(json.dumps(rows).encode(), "m") == {"w": expected}
 
 
-def test_parameters_that_are_alike_but_for_one_thing():
+def test_parameters_that_differ_in_one_property():
     layout = TensorLayout((2, 2), (0, -1))
     tensors = [described(f"{dtype}{first}{shape}", layout, shape, dtype=dtype, first=first)
                for dtype in ("float32", "float8_e5m2") for first in (0, 4) for shape in ((4, 3), (2, 3))]
@@ -106,7 +106,7 @@ def test_no_parameters():
     (dict(shape=(4,)), "dimensions"), (dict(name="\ud800"), "surrogate"), (dict(stored={}), "expected all of 2"),
     (dict(stored={0: ()}), "expected all of 2"), (dict(first=MAX_RANKS - 1), "rank"),
     (dict(layout=TensorLayout((2, 3), (-1, -1), 2)), "end within an axis")])
-def test_what_could_not_be_read_back_is_not_written(change, reason):
+def test_values_that_could_not_be_read_back_are_refused(change, reason):
     tensor = described("w", TensorLayout((2, 2), (0, -1)), (4, 3), first=FIRST)
     with pytest.raises(ValueError, match=reason):
         encode_metadata([TensorMetadata(**{**vars(tensor), **change})])
@@ -117,7 +117,7 @@ def test_what_could_not_be_read_back_is_not_written(change, reason):
     ((StoredSlice("x.safetensors", -1, (5, 7)),), "rank"), ((StoredSlice("x.safetensors", 5, (5, MAX_RANKS)),), "rank"),
     ((StoredSlice("x.safetensors", 4, (5, 7)),), "rank 4"), ((StoredSlice("x.safetensors", 5, (5, 6)),), "rank 6"),
     ((StoredSlice("x.safetensors", 7),), "rank 5 is in no group")])
-def test_copies_that_mindformers_would_not_find_are_not_written(copies, reason):
+def test_copies_that_mindformers_would_not_find_are_refused(copies, reason):
     tensor = described("w", TensorLayout((2, 2), (0, -1)), (4, 3), first=FIRST)
     with pytest.raises(ValueError, match=reason):
         encode_metadata([TensorMetadata(**{**vars(tensor), "stored": {**tensor.stored, 1: copies}})])
@@ -228,7 +228,7 @@ def test_the_whole_file_is_not_damaged():
     changed("version", 7), of_w("new", {"deep": [1]}), of_w("layout", "new", 1), of_w("chunk", 0, "new", 1), of_copy("new", 1),
     of_w("properties", {"dtype": "Float32"}), of_w("axis_fragmentations", ...), of_w("layout", "alias_name", ...),
     of_w("layout", "interleaved_parallel", ...)])
-def test_keys_that_are_not_needed_may_come_and_go(data):
+def test_optional_keys_may_be_missing(data):
     assert read_metadata(data, "m") == read_metadata(json.dumps(WHOLE).encode(), "m")
 
 
@@ -252,7 +252,7 @@ def test_a_file_that_is_too_large_is_not_parsed():
 
 
 @given(st.binary())
-def test_whatever_the_bytes(data):
+def test_any_bytes(data):
     with pytest.raises(CorruptFileError):
         read_metadata(data, "m")
 
@@ -271,7 +271,7 @@ def places(value, path=()):
 
 
 @given(st.sampled_from(list(places(WHOLE))), values)
-def test_whatever_value_stands_anywhere(path, value):
+def test_any_value_at_any_place(path, value):
     """Read, or refused: no other error, and what is read can be written."""
     try:
         found = read_metadata(changed(*path, value), "m")

@@ -1,4 +1,4 @@
-"""What metadata.json will say, from the records alone."""
+"""The content of metadata.json, derived from the records alone."""
 import pytest
 
 from mindresume.errors import RecordError
@@ -60,7 +60,7 @@ def test_without_redundancy_each_slice_is_where_its_writer_put_it():
     assert sorted(read) == [0, 1, 2, 3]
 
 
-def test_an_optimizer_shard_cuts_further():
+def test_an_optimizer_shard_splits_slices():
     tensor = row(TensorLayout((2, 2), (0, -1), 2), (8, 4))
     found, _ = made(4, [{"w": tensor}] * 4)
     assert {number: copies[0].rank for number, copies in found["w"].stored.items()} == {0: 0, 1: 2, 2: 1, 3: 3}
@@ -76,7 +76,7 @@ def test_stages_have_their_own_ranks_and_a_shared_tensor_has_the_copies_of_both(
     assert [copies[0].rank for copies in found["b"].stored.values()] == [2, 3] and read == [0, 2]
 
 
-def test_a_shared_tensor_that_another_stage_cuts_otherwise_is_that_of_the_first():
+def test_a_shared_tensor_with_different_layouts_has_the_first_one():
     first, other = row(TensorLayout((2,), (0, -1)), (8, 4)), row(TensorLayout((2,), (-1, 0)), (8, 4))
     found, _ = made(4, [{"shared": first}] * 2 + [{"shared": other}] * 2)
     assert found["shared"].layout == first.layout
@@ -88,7 +88,7 @@ def test_counters_are_not_described():
     assert list(found) == ["w"]
 
 
-def test_tensors_without_any_layout_make_an_empty_description():
+def test_tensors_without_layout_give_empty_metadata():
     assert metadata_from_records(files_of(2), False, lambda rank: Details({"w": TensorRecord("float32", (1,), SUM)})) == []
 
 

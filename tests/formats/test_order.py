@@ -1,4 +1,4 @@
-"""Which of several runs of mindformers and of ours is the newest, when times tell nothing."""
+"""The order of several runs of mindformers and mindresume when file times are lost."""
 import json
 import os
 import shutil
@@ -98,7 +98,7 @@ TIMES = {"all alike": lambda age: 1e9, "reversed": lambda age: 1e9 - age}
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("hints", [True, False])
 @pytest.mark.parametrize("name", [path.name for path in FIXTURES])
-def test_what_mindformers_wrote_and_a_copy_that_lost_the_times(tmp_path, name, hints, times):
+def test_saves_of_mindformers_in_a_copy_without_times(tmp_path, name, hints, times):
     fixture = next(path for path in FIXTURES if path.name == name)
     copy = shutil.copytree(fixture / "output" / "checkpoint", tmp_path / "checkpoint")
     known = sorted(map(int, json.loads((fixture / "steps.json").read_text())["steps"]))
@@ -111,7 +111,7 @@ def test_what_mindformers_wrote_and_a_copy_that_lost_the_times(tmp_path, name, h
     assert [step for step, _ in order(copy)] == sorted(known, reverse=True)
 
 
-def test_what_exception_save_wrote_is_no_candidate(tmp_path):
+def test_files_of_exception_save_are_not_candidates(tmp_path):
     """MindSpore counts its step_num within the epoch: step 17 of 10 steps an epoch says 7."""
     save(tmp_path, 15, world=1)
     pieces = encode("ckpt", {**tensors_of(0, 17), **counters(7)}, {})

@@ -1,4 +1,4 @@
-"""Names of files, and what a scan of rank folders finds, ignores and says."""
+"""Names of files, and the candidates and notes of a scan of rank folders."""
 import json
 import os
 import shutil
@@ -141,16 +141,16 @@ def test_temporary_and_other_files_are_ignored(tmp_path, name):
     assert order(tmp_path) == [(5, MINDFORMERS)] and found(tmp_path).notes == ()
 
 
-@pytest.mark.parametrize("content, told", [
+@pytest.mark.parametrize("content, note_text", [
     ("", "empty or truncated"), ("{", "empty or truncated"), ("[]", "empty or truncated"), ("{}", "empty or truncated"),
     ('{"last_ckpt_file": "gone.ckpt"}', "names gone.ckpt, which is not there"),
     ('{"last_ckpt_file": null}', "which is not there"),
 ])
-def test_a_wrong_meta_json_is_noted(tmp_path, content, told):
+def test_a_wrong_meta_json_is_noted(tmp_path, content, note_text):
     write_foreign(tmp_path, 5, world=2)
     (tmp_path / "rank_1" / "meta.json").write_text(content)
     note, = found(tmp_path).notes
-    assert note.startswith("rank_1/meta.json ") and told in note and "the files decide" in note
+    assert note.startswith("rank_1/meta.json ") and note_text in note and "the files decide" in note
 
 
 def test_weights_without_counters_and_damaged_files_are_candidates_with_a_problem(tmp_path):
@@ -237,7 +237,7 @@ def test_without_any_meta_json_it_goes_by_the_steps_in_the_files_not_by_time(tmp
 
 # ---- our files, records and labels -----------------------------------------------------------------------------------
 
-def test_labelled_files_whose_records_were_left_behind_are_judged_like_those_of_mindformers(tmp_path):
+def test_labelled_files_without_any_records_are_ordinary_candidates(tmp_path):
     save(tmp_path, 10, world=2)
     shutil.rmtree(tmp_path / FOLDER)
     candidate, = found(tmp_path).candidates
@@ -260,7 +260,7 @@ def test_a_file_of_a_run_that_keeps_records_here_but_none_of_this_step_never_com
     assert newest.problem.reason == "the save never completed: no record of it was written"
 
 
-def test_files_that_a_record_names_are_no_candidates_of_their_own(tmp_path):
+def test_recorded_files_are_not_separate_candidates(tmp_path):
     for rank in (0, 1):
         write_rank(tmp_path, 5, rank, 3)                            # rank 2 never wrote
     path = path_of(tmp_path, 5, 2)
@@ -270,7 +270,7 @@ def test_files_that_a_record_names_are_no_candidates_of_their_own(tmp_path):
     assert "2 of 3 ranks recorded" in candidate.problem.reason and candidate.problem.rank == 2
 
 
-def test_an_attempt_folder_that_holds_the_manifest_of_another_step_is_no_checkpoint(tmp_path):
+def test_a_manifest_of_another_step_is_refused(tmp_path):
     save(tmp_path, 5, world=1)
     save(tmp_path, 10, world=1)
     shutil.copytree(tmp_path / FOLDER / attempt_name(5, RUN), tmp_path / FOLDER / attempt_name(20, RUN))
@@ -279,7 +279,7 @@ def test_an_attempt_folder_that_holds_the_manifest_of_another_step_is_no_checkpo
     assert [c.step for c in found(tmp_path).candidates if c.problem is None] == [10, 5]
 
 
-def test_a_flipped_bit_in_a_manifest_is_said(tmp_path):
+def test_a_flipped_bit_in_a_manifest_is_noted(tmp_path):
     save(tmp_path, 5, world=1)
     flip_bit(tmp_path / FOLDER / attempt_name(5, RUN) / "manifest.json", 60)
     scanned = found(tmp_path)
@@ -297,7 +297,7 @@ def test_records_that_are_there_but_unreadable_do_not_prove_that_the_save_never_
     candidate, = (c for c in found(tmp_path).candidates if c.records_dir)
     assert candidate.maybe_completed and "cannot be read" in candidate.problem.reason
     save(tmp_path, 10, world=2, run=NEXT_RUN, suffix=1)
-    assert path_of(tmp_path, 5, 0).exists()                         # and it is not removed as debris
+    assert path_of(tmp_path, 5, 0).exists()                         # and it is not removed as an orphan
 
 
 def test_a_missing_record_proves_that_the_save_never_completed(tmp_path):

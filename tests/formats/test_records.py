@@ -1,4 +1,4 @@
-"""Folders of records of both formats: where they are found, what they say, what is wrong with them."""
+"""Folders of records of both formats: where they are found, their candidates, and their problems."""
 import os
 import shutil
 
@@ -46,7 +46,7 @@ def test_a_writer_that_died_while_it_made_the_folders_of_an_iteration_left_an_at
     assert candidate.problem.reason == "the save never completed: no rank recorded what they wrote"
 
 
-def test_records_of_an_iteration_in_the_making_that_are_listed_late_are_found_by_their_name(tmp_path):
+def test_late_records_of_an_unpublished_iteration_are_found_by_name(tmp_path):
     """It was made before this host had listed the folder above for the last time."""
     write_all(tmp_path, 10)
 
@@ -79,7 +79,7 @@ def test_of_two_folders_of_records_in_one_iteration_the_later_run_counts(tmp_pat
     assert candidate.maybe_completed and candidate.problem.reason.startswith("the save never completed: no rank recorded")
 
 
-def test_a_visible_folder_was_committed_once_so_it_existed(tmp_path):
+def test_a_published_folder_was_committed(tmp_path):
     """Its manifest and a record are gone: no reason to begin afresh."""
     save(tmp_path, 10)
     for name in (MANIFEST, record_name(1)):
@@ -112,7 +112,7 @@ def test_a_manifest_of_another_step_is_not_used(tmp_path):
     assert "it is of run" in notes[0] and "using the records" in notes[0] and notes[0].startswith("iteration_00000015/")
 
 
-def test_a_file_system_in_trouble_makes_a_manifest_doubtful_but_loses_nothing(tmp_path):
+def test_an_unreadable_manifest_loses_nothing(tmp_path):
     save(tmp_path, 10)
 
     class Trouble(PosixStorage):
@@ -124,7 +124,7 @@ def test_a_file_system_in_trouble_makes_a_manifest_doubtful_but_loses_nothing(tm
     assert found[0].problem is None and not found[0].committed and "Input/output error" in notes[0]
 
 
-def test_brief_reads_one_record_of_what_never_completed(tmp_path):
+def test_brief_reads_one_record_of_an_incomplete_save(tmp_path):
     for rank in (1, 2):
         write_rank(tmp_path, 10, rank, 4)
     opened = []

@@ -1,4 +1,4 @@
-"""Counters of a training, and the state that follows from them."""
+"""Counters of a training, and the state derived from them."""
 import pytest
 
 from mindresume.formats.scalar_state import state_from_scalars

@@ -27,7 +27,7 @@ def test_ordinals_are_row_major_over_the_pieces():
     assert ordinal(None, (3, 2), (slice(0, 3), slice(0, 2))) == 0
 
 
-def test_an_empty_tensor_has_slices_that_only_the_ranks_tell_apart():
+def test_slices_of_an_empty_tensor_differ_only_by_rank():
     layout = TensorLayout((2,), (0,))
     assert ordinals(layout, (0,)) == (0, 1) and region_of(layout, (0,), 1) == (slice(0, 0),)
     with pytest.raises(ValueError, match="empty"):

@@ -78,7 +78,7 @@ def test_round_trip_as_a_value_of_json_with_each_layout_once(strategy):
 
 @few
 @given(strategies(), st.sampled_from(["ckpt", "json"]))
-def test_the_layouts_of_a_file_cut_as_those_that_were_written(strategy, fmt):
+def test_layouts_read_from_a_file_give_the_same_slices(strategy, fmt):
     assume(fmt == "ckpt" or not any(isinstance(cut, tuple) for stage in strategy.stages for layout in stage.values()
                                     for cut in layout.tensor_map))
     for number, stage in enumerate(strategy.stages):
@@ -90,7 +90,7 @@ def test_the_layouts_of_a_file_cut_as_those_that_were_written(strategy, fmt):
                 == [layout.slices(rank, shape) for rank in range(layout.stage_size)]
 
 
-def test_layouts_that_cut_alike_become_one():
+def test_equivalent_layouts_are_normalized():
     alike = [W, TensorLayout((2, 2), ((0,), (-1,))), TensorLayout((2, 2), ((0, -1), -1), 1)]
     assert all(Strategy(({"w": layout},)).stages == ({"w": W},) for layout in alike)
     assert Strategy(({"w": TensorLayout((4,), (0,), -1)},)).stages[0]["w"].optimizer_shards == 0
@@ -188,7 +188,7 @@ def test_the_same_layouts_in_other_bytes_are_no_other_job(tmp_path):
 
 @pytest.mark.parametrize("name", ["merged_ckpt_strategy.ckpt", "merged_ckpt_strategy_by_rank_3.ckpt", "merged.json",
                                   "dst_strategy.ckpt"])
-def test_a_merged_file_counts_where_it_is_alone(tmp_path, name):
+def test_a_merged_file_is_used_if_it_is_alone(tmp_path, name):
     merged = encode_strategy(numbered(TWO), name.rpartition(".")[2])
     (tmp_path / name).write_bytes(merged)
     for other in ("meta.json", "merge_succeed.txt", "llama_rank_0-1_10.ckpt", ".ckpt_strategy_rank_1.ckpt", "net.safetensors"):

@@ -1,4 +1,4 @@
-"""Files of weights where they lie: sizes and headers."""
+"""Sizes and headers of weight files."""
 import os
 
 import pytest

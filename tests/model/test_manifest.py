@@ -1,4 +1,4 @@
-"""Records and manifests: what comes back, what is refused, and that nothing torn or altered is ever taken."""
+"""Records and manifests: round trips, and refusal of anything torn, altered or invalid."""
 import io
 import json
 
@@ -42,7 +42,7 @@ def read_back(content):
 
 
 def changed(content, change):
-    """The same file with another head and the right checksums: what a later version, or a stranger, may write."""
+    """Returns the same file with another head and correct checksums, as a later version or an attacker may write it."""
     _, line, tail = content.split(b"\n", 2)
     head = json.loads(line)
     change(head)

@@ -1,4 +1,4 @@
-"""Lines of records and manifests: what comes back, and what is refused."""
+"""Lines of records and manifests: round trips and refusals."""
 import io
 
 import pytest

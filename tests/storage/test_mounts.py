@@ -1,4 +1,4 @@
-"""Which folders all nodes see, by SHARED_PATHS and by what is mounted."""
+"""Folders that all nodes see, by SHARED_PATHS and by the type of the file system."""
 import os
 
 import pytest

@@ -130,7 +130,7 @@ def test_an_object_without_content(subject, store, tmp_path):
 
 
 def test_changes_by_others_are_visible(subject, store):
-    """No listing, and no size, is remembered."""
+    """Neither listings nor sizes are cached."""
     url, other = subject.url, subject.another()
     store.put(f"{url}/x/a", b"1")
     assert store.list(url) == ["x/a"] and store.size(f"{url}/x/b") is None
@@ -339,7 +339,7 @@ def _counted(calls):
 
 
 def run(subject, program, **variables):
-    """In a process of its own, with the store under ``sys.argv[1]``. Returns what it printed."""
+    """Runs a program in its own process, with the store under ``sys.argv[1]``. Returns its output."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program), subject.url], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(Path(mindresume.__file__).parent.parent), **variables},
                           timeout=120, check=False)

@@ -17,7 +17,7 @@ def test_parallel_keeps_the_order_and_raises_the_first_error():
 
 @pytest.fixture
 def alone(monkeypatch):
-    """No other thread can be had: the interpreter is ending, or the limit of processes is reached."""
+    """Prevents new threads, as at the end of the interpreter or at the limit of processes."""
     def start(thread):
         raise RuntimeError("can't start new thread")
     monkeypatch.setattr(threading.Thread, "start", start)

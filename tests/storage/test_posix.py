@@ -38,10 +38,10 @@ def test_free_space_uses_the_nearest_existing_folder(tmp_path):
     assert abs(room - found.f_bavail * found.f_frsize) < 1 << 30
 
 
-@pytest.mark.parametrize("told", [{}, {"f_frsize": 4096}, {"f_frsize": 4096, "f_bavail": 7}])
-def test_an_unreported_size_counts_as_unlimited(tmp_path, monkeypatch, told):
-    """FUSE without statfs: zeros. Unknown is not full."""
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**{"f_blocks": 0, "f_bavail": 0, "f_frsize": 0, **told}))
+@pytest.mark.parametrize("reported", [{}, {"f_frsize": 4096}, {"f_frsize": 4096, "f_bavail": 7}])
+def test_an_unreported_size_counts_as_unlimited(tmp_path, monkeypatch, reported):
+    """FUSE without statfs reports zeros. Unknown is not full."""
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**{"f_blocks": 0, "f_bavail": 0, "f_frsize": 0, **reported}))
     assert PosixStorage().free_space(str(tmp_path)) == UNKNOWN_SPACE
 
 
@@ -82,7 +82,7 @@ def test_a_full_or_broken_device_is_an_error_before_the_first_byte(tmp_path, mon
 @pytest.mark.parametrize("code, known", [(errno.EINVAL, False), (errno.ENOSYS, False), (errno.EOPNOTSUPP, False),
                                          (errno.EIO, True), (errno.ENOSPC, True), (errno.ESTALE, True)])
 def test_unsupported_folder_flushes_are_ignored(tmp_path, monkeypatch, code, known):
-    """SMB and some of FUSE say EINVAL: it has no such operation, so there is nothing to wait for."""
+    """SMB and some FUSE file systems return EINVAL: they have no such operation, so there is nothing to wait for."""
     def fail(handle):
         raise OSError(code, os.strerror(code))
     monkeypatch.setattr(os, "fsync", fail)
@@ -114,7 +114,7 @@ def test_a_reserved_file_grows_as_it_is_written(tmp_path):
 
 
 def test_write_back_begins_early_and_covers_each_byte_once(tmp_path, monkeypatch):
-    """All but less than a step of it; the flush at the end is for the rest. A device that refuses the hint changes nothing."""
+    """All bytes but less than one step; the final flush covers the rest. A device that refuses the hint changes nothing."""
     step, pieces, asked = 1 << 20, [bytes([number]) * (300 << 10) for number in range(20)], []
     monkeypatch.setattr(posix, "_FLUSH_EVERY", step)
     begin = posix._begin_flush

@@ -1,4 +1,4 @@
-"""A file that was read whole is read from memory the next time, as it was; what is too much or was read in part is not kept."""
+"""A file that was read completely is read from memory the next time; files beyond the budget or read in part are not kept."""
 import errno
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""What is removed because it is old: by the clock of the file system, each file for itself, and never an error."""
+"""Stale files are removed by the clock of the file system, each independently, without errors."""
 import errno
 import os
 
@@ -12,7 +12,7 @@ NOW = 2_000_000_000.0           # no clock of this host
 
 
 def aged(folder, **seconds):
-    """Files of these ages before NOW."""
+    """Creates files of these ages before NOW."""
     for name, age in seconds.items():
         (folder / name).write_bytes(b"")
         os.utime(folder / name, (NOW - age, NOW - age))

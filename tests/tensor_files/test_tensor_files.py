@@ -1,4 +1,4 @@
-"""What holds for both formats: round trips, sizes, pieces, refusals; and that damaged files raise one error only."""
+"""Properties of both formats: round trips, sizes, pieces, refusals, and a single error type for damaged files."""
 import io
 
 import ml_dtypes
@@ -94,7 +94,7 @@ def test_a_contiguous_tensor_is_not_copied_and_comes_in_chunks(fmt):
     (np.array([b"x"]), "w: .* dtype .S1"), (np.array(["x"]), "w: .* dtype <U1"),
     (np.array([None]), "w: .* dtype object"),
 ])
-def test_what_cannot_be_written_is_refused_at_the_call(fmt, array, says):
+def test_unsupported_arrays_are_refused_at_the_call(fmt, array, says):
     for function in (encode, encoded_size):
         with pytest.raises(ValueError, match=says):
             function(fmt, {"w": array}, {})
@@ -140,7 +140,7 @@ def test_a_file_that_shrank_after_its_header_was_read_is_damaged(tmp_path):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_cut_at_any_byte(fmt):
+def test_truncation_at_any_byte(fmt):
     """safetensors: every cut is refused. ckpt: every cut but those between two Values, seen by the metadata."""
     data = content(fmt, TENSORS, {"run": "1"})
     read = {}
@@ -166,7 +166,7 @@ def test_appended_bytes_are_refused(fmt):
 
 @settings(max_examples=400)
 @given(st.sampled_from(FORMATS), st.data())
-def test_altered_bytes_raise_nothing_but_damaged_file_error(fmt, data):
+def test_altered_bytes_raise_only_corrupt_file_error(fmt, data):
     raw = bytearray(content(fmt, TENSORS, {"run": "1"}))
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
@@ -183,7 +183,7 @@ def test_altered_bytes_raise_nothing_but_damaged_file_error(fmt, data):
 
 @settings(max_examples=300)
 @given(st.sampled_from(FORMATS), st.binary(max_size=80))
-def test_random_bytes_raise_nothing_but_damaged_file_error(fmt, data):
+def test_random_bytes_raise_only_corrupt_file_error(fmt, data):
     for raw in (data, len(data).to_bytes(8, "little") + data, b"\x0a" + bytes([len(data)]) + data):
         try:
             read_all(raw, fmt)
