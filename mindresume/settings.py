@@ -1,25 +1,28 @@
 """The settings that mindformers has no key for: the YAML's top-level ``mindresume:`` section, or environment variables.
 
     mindresume:
-      on_save_error: warn        # a failed save is logged and the training continues; or raise
-      max_failed_saves: 3        # consecutive failed saves that stop the training even with warn; 0: no limit
-      commit_timeout: 600        # seconds rank 0 waits at the end of the training for the records of the other ranks
-      verify: full               # or quick: check sizes and headers at resume without reading every byte
-      async_when_busy: wait      # a background save is due while the previous one is being written: wait; or skip, on all ranks
-      staging_gib: 0             # limit of host memory for the copy that a background save writes from; 0: as much as it needs
-      heartbeat: 15              # seconds between heartbeats, by which other hosts see that a job is alive; 0: none
-      keep_every_steps: 0        # besides keep_checkpoint_max: keep the first checkpoint at or after each multiple; 0: off
-      keep_best: 0               # besides keep_checkpoint_max: keep this many of the best by keep_best_metric; 0: off
-      keep_best_metric: loss     # loss of the saved step, or a name given to mindresume.plugin.report_metric
-      keep_best_mode: min        # the smallest are best; or max
-      transform_engine: auto     # of auto_trans_ckpt: direct, mindspore (which merges safetensors to output/unified_checkpoint
-                                 # first), or auto: mindspore for ckpt, direct for safetensors
-      allow_missing: []          # patterns (lora_*) of parameters that a checkpoint may lack, when weights alone are loaded and
-                                 # in Checkpoint 2.0; they keep their initial values. Comma-separated in the environment
-      on_dataset_change: warn    # the data set differs from the checkpoint's, and the configuration does not say so; or error
-      max_failed_loads: 2        # a checkpoint after whose loading this many consecutive jobs died is tried last; 0: no limit
-      preemption_check_interval: 5    # seconds, approximately, between the ranks' checks for SIGTERM or graceful exit; 0: off
-      unified_checkpoint: 0      # 1: auto_trans_ckpt also writes the merged weights to output/unified_checkpoint
+      on_save_error: warn           # a failed save is logged and the training continues; or raise
+      max_failed_saves: 3           # consecutive failed saves that stop the training even with warn; 0: no limit
+      commit_timeout: 600           # seconds that the end of the training waits for the records of slow ranks, and a save for the
+                                    # previous one
+      verify: full                  # or quick: check sizes and headers at resume without reading every byte
+      async_when_busy: wait         # a background save is due while the previous one is being written: wait; or skip, on all
+                                    # ranks
+      staging_gib: 0                # limit of host memory for the copy that a background save writes from, and for verified files
+                                    # that are to be loaded; 0: as much as they need, within the rank's share of free memory
+      heartbeat: 15                 # seconds between heartbeats, by which other hosts see that a job is alive; 0: none
+      keep_every_steps: 0           # besides keep_checkpoint_max: keep the first checkpoint at or after each multiple; 0: off
+      keep_best: 0                  # besides keep_checkpoint_max: keep this many of the best by keep_best_metric; 0: off
+      keep_best_metric: loss        # loss of the saved step, or a name given to mindresume.plugin.report_metric
+      keep_best_mode: min           # the smallest are best; or max
+      transform_engine: auto        # of auto_trans_ckpt: direct, mindspore (which merges safetensors to output/unified_checkpoint
+                                    # first), or auto: mindspore for ckpt, direct for safetensors
+      allow_missing: []             # patterns (lora_*) of parameters that a checkpoint may lack, when weights alone are loaded
+                                    # and in Checkpoint 2.0; they keep their initial values. Comma-separated in the environment
+      on_dataset_change: warn       # the data set differs from the checkpoint's, and the configuration does not say so; or error
+      max_failed_loads: 2           # a checkpoint after whose loading this many consecutive jobs died is tried last; 0: no limit
+      preemption_check_interval: 5  # seconds, approximately, between the ranks' checks for SIGTERM or graceful exit; 0: off
+      unified_checkpoint: 0         # 1: auto_trans_ckpt also writes the merged weights to output/unified_checkpoint
 
 ``MINDRESUME_ON_SAVE_ERROR`` and so on override the file.
 """
