@@ -89,11 +89,11 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """Composes a tensor of ``shape`` from ``blocks``, which cover each element once. ``why``: formula of the shape, for
-    messages."""
+    """Composes a tensor of ``shape`` from ``blocks``, which cover each element once. ``shape_formula``: the factors of the shape,
+    for messages."""
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
-    why: str
+    shape_formula: str
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------
@@ -195,9 +195,9 @@ def _layer(m: Model, at: str, hf: str) -> dict[str, Rule]:
     return found
 
 
-def _same(name: str, shape: tuple[int, ...], why: str) -> Rule:
+def _same(name: str, shape: tuple[int, ...], shape_formula: str) -> Rule:
     everything = tuple(range(size) for size in shape)
-    return Rule(shape, (Block(everything, name, everything),), why)
+    return Rule(shape, (Block(everything, name, everything),), shape_formula)
 
 
 def _qkv(m: Model, hf: str) -> Rule:
@@ -256,7 +256,7 @@ def inverse_rules(known: Mapping[str, Rule]) -> dict[str, Rule]:
         for block in rule.blocks:
             if owner.setdefault(block.name, name) == name:
                 blocks.setdefault(block.name, []).append(Block(block.other, name, block.part, block.transposed))
-    return {name: Rule(shape, tuple(blocks[name]), known[owner[name]].why) for name, shape in shapes(known).items()}
+    return {name: Rule(shape, tuple(blocks[name]), known[owner[name]].shape_formula) for name, shape in shapes(known).items()}
 
 
 # ---- mindformers' own template -------------------------------------------------------------------------------------

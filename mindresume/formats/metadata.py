@@ -146,7 +146,7 @@ class _Reader:
                 _check_file(file)
                 self.files.add(file)
             _check_rank(rank)
-            odd = cut.other(number, first, (rank,) if group is checked else (rank, *group))
+            odd = cut.rank_with_other_slice(number, first, (rank,) if group is checked else (rank, *group))
             if odd is not None:
                 raise ValueError(f"slice {number} is assigned to rank {odd}, which has slice "
                                  f"{cut.ordinals[odd - first]} by its layout")
@@ -299,7 +299,7 @@ class _Writer:
         for number in range(cut.slices):
             copies = tensor.stored[number]
             known = set(itertools.chain((copy.rank for copy in copies), *{copy.group for copy in copies}))
-            odd = cut.other(number, tensor.first, known)
+            odd = cut.rank_with_other_slice(number, tensor.first, known)
             if odd is not None:
                 raise ValueError(f"rank {odd} holds another slice than {number}: {tensor.layout}")
             if holders and tensor.first + holders[number] not in known:

@@ -98,7 +98,7 @@ class Slices:
         self.slices = math.prod(self.counts)
         self.ordinals = () if layout is None else ordinals(layout, shape)
 
-    def other(self, ordinal: int, first: int, ranks: Iterable[int]) -> int | None:
+    def rank_with_other_slice(self, ordinal: int, first: int, ranks: Iterable[int]) -> int | None:
         """Returns one of ``ranks`` that belongs to this stage and holds another slice than ``ordinal``; None if there is none.
         ``first``: the first rank of the stage."""
         held, size = self.ordinals, len(self.ordinals)

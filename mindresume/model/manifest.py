@@ -207,7 +207,7 @@ class Manifest:
     lineage: str = ""
 
     @classmethod
-    def of(cls, records: Sequence[tuple[Record, str]], local_ranks: tuple[int, ...] = ()) -> Manifest:
+    def from_records(cls, records: Sequence[tuple[Record, str]], local_ranks: tuple[int, ...] = ()) -> Manifest:
         """Makes a manifest from ``records`` with the checksums of their heads, in order of rank. ``local_ranks``: the ranks
         concerned, () for all."""
         first = records[0][0]

@@ -195,7 +195,7 @@ def _of_folder(storage: Storage, folder: str, model: Model, wanted: Mapping[str,
     needed = shapes(known)
     missing = [name for name in needed if name not in inner.tensors]
     unknown = [name for name in inner.tensors if name not in needed and not any(fnmatchcase(name, p) for p in IGNORED)]
-    why = {block.name: rule.why for rule in known.values() for block in rule.blocks}
+    why = {block.name: rule.shape_formula for rule in known.values() for block in rule.blocks}
     other = [f"{name} is {inner.tensors[name].shape}, not {shape} (a part of {why[name]})" for name, shape in needed.items()
              if name in inner.tensors and inner.tensors[name].shape != shape]
     rows = (("missing", missing), ("no rule knows", unknown))

@@ -61,7 +61,7 @@ def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes:
 def _check(inner: CheckpointView, known: Mapping[str, Rule], model: Model) -> None:
     tensors = inner.tensors
     missing = [name for name in known if name not in tensors]
-    other = [f"{name} is {tensors[name].shape}, expected {rule.shape}: {rule.why}" for name, rule in known.items()
+    other = [f"{name} is {tensors[name].shape}, expected {rule.shape}: {rule.shape_formula}" for name, rule in known.items()
              if name in tensors and tensors[name].shape != rule.shape]
     lost = [name for name, tensor in tensors.items() if not _is_known(name, tensor, known)]
     problems = []

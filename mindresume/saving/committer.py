@@ -180,7 +180,7 @@ class Committer:
                 raise RecordError(f"the record of rank {rank} is of run {record.run}, rank {record.rank}, step "
                                   f"{record.step}, {record.world_size} ranks; expected run {first.run}, step {first.step}, "
                                   f"{place.world_size} ranks")
-        manifest = Manifest.of(records, place.local_ranks)
+        manifest = Manifest.from_records(records, place.local_ranks)
         if not place.iterations:
             return manifest
         return replace(manifest,

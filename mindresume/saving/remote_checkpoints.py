@@ -240,7 +240,7 @@ class RemoteCheckpoints:
         if not manifest.local_ranks:
             return manifest, data
         if attempt not in self._manifests:
-            self._manifests[attempt] = Manifest.of(parallel(
+            self._manifests[attempt] = Manifest.from_records(parallel(
                 place.storage, lambda rank: read_record(io.BytesIO(self.record(attempt, rank))), range(manifest.world_size)))
         return self._manifests[attempt], self._manifests[attempt].encode()
 
