@@ -1,4 +1,4 @@
-"""Summarizes a resume: each part of the training state is restored, recomputed, absent or changed. Collects warnings about it.
+"""Summarizes a resume: each part of the training state is restored, recomputed, absent or changed. Collects the warnings.
 
     step           restored    35
     data           recomputed  pass 4, behind 32 of 80 samples: 17 steps are skipped; 8 samples are seen again
