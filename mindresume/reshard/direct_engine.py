@@ -62,10 +62,17 @@ class Traffic:
 
 def transform(weights: CheckpointView, storage: Storage, targets: Sequence[TargetFile], workers: int = 2, tile: int = TILE,
               traffic: Traffic | None = None) -> list[Checksums]:
-    """Writes all ``targets`` (their folders are there, their names are not). Returns size and checksums of each, durable.
+    """Writes all ``targets`` durably. Returns size and checksums of each.
 
-    ``traffic`` is added to. On any error nothing of them is left: CorruptFileError if a
-    source is truncated or its recorded checksum is another, LoadError if a piece is nowhere, SaveError or OSError for a target.
+    Args:
+        targets: their folders exist, the files do not.
+        workers: number of threads.
+        tile: bytes of a buffer.
+        traffic: is increased by the bytes read, verified and written.
+    Raises:
+        CorruptFileError: a source is truncated or differs from its recorded checksum.
+        LoadError: a piece is in no file.
+        SaveError, OSError: a target cannot be written. After any error, no target is left.
     """
     names = in_order({name for target in targets for name in target.holds}, weights.tensors)
     outs: list[_OutputFile] = []

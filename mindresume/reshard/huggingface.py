@@ -233,9 +233,10 @@ def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple
     check_contiguous_order(model, {name: layout for name, (layout, _) in layouts.items()})
     weights = _of_folder(storage, folder, model, wanted)
     regions, traffic = wanted_regions(weights, wanted, layouts, rank, is_no_weight), traffic or Traffic()
-    turned = {name: region for name, region in regions.items() if any(b.transposed for b in weights.tensors[name].rule.blocks)}
-    found = read_regions(weights, {name: region for name, region in regions.items() if name not in turned}, traffic=traffic)
-    return found | _read_transposed(weights, turned, traffic)
+    transposed = {name: region for name, region in regions.items()
+                  if any(block.transposed for block in weights.tensors[name].rule.blocks)}
+    found = read_regions(weights, {name: region for name, region in regions.items() if name not in transposed}, traffic=traffic)
+    return found | _read_transposed(weights, transposed, traffic)
 
 
 def _read_transposed(weights: TranslatedView, regions: Mapping[str, Region], traffic: Traffic) -> dict[str, np.ndarray]:

@@ -69,8 +69,8 @@ class OpenFiles:
             while out:
                 found = os.preadv(handle, [out], position)
                 if not found:
-                    raise CorruptFileError(path, f"the file ends at byte {position}, needed are {len(out)} bytes from there: cut "
-                                                 f"short since its header was read")
+                    raise CorruptFileError(path, f"the file ends at byte {position}, {len(out)} bytes are expected from there: "
+                                                 f"truncated since its header was read")
                 position, out = position + found, out[found:]
         with self._lock:
             self.bytes_read += count
