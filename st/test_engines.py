@@ -11,6 +11,7 @@ from folders import STORAGE
 from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, random_tensors
 
 from mindresume.errors import EngineError
+from mindresume.events import Event
 from mindresume.formats.consolidated import read_complete
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
@@ -161,11 +162,11 @@ def test_what_is_refused_is_wrong_in_silence(cases, tmp_path, text):
 def test_in_its_own_processes(tmp_path):
     """The ranks of a ckpt spread over two."""
     source, target = Plan.parse("dp2tp2opt2", PLAIN), Plan.parse("tp2pp2", PLAIN)
-    said: list[str] = []
+    said: list[Event] = []
     (tmp_path / "work").mkdir()
     found = rewrite(weights_of(tmp_path / "src", source, quiet(random_tensors(PLAIN)), "ckpt"), target.strategy(),
-                    str(tmp_path / "work"), workers=2, timeout=120.0, log=said.append)
-    assert "4 files of ranks, 2 processes" in said[0]
+                    str(tmp_path / "work"), workers=2, timeout=120.0, emit=said.append)
+    assert "4 files of ranks, 2 processes" in said[0].text
     assert [bits(rank) for rank in final(found, target.strategy(), tmp_path / "out")] == [
         bits({**target.shard(quiet(random_tensors(PLAIN)), rank), **COUNTERS}) for rank in range(4)]
 

@@ -30,7 +30,7 @@ def resume_data(dataset: Any, progress: ResumeProgress) -> None:
     source = _source(dataset)
     if source is None or not progress.data_skip:
         return
-    if progress.begins:
+    if progress.starts_data_set:
         refuse_skip(dataset, progress.data_skip)
     passes, steps = divmod(progress.data_skip, dataset.get_dataset_size())
     if not steps:                                       # the iterator restarts by itself; names of states count all passes

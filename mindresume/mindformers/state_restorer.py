@@ -22,7 +22,14 @@ from mindresume.mindformers.training_context import RunOrigin, RunProgress, Trai
 from mindresume.model.training_state import TrainingState, is_transient
 from mindresume.reshard.open_checkpoint import state_of
 from mindresume.resume.choice import Choice
-from mindresume.resume.progress import ResumeProgress, RunSettings, check_skip, data_wish, fresh_position, resume_progress
+from mindresume.resume.progress import (
+    ResumeProgress,
+    RunSettings,
+    check_skip,
+    fresh_position,
+    parse_data_request,
+    resume_progress,
+)
 from mindresume.resume.resume_summary import resume_warnings, summary_rows
 from mindresume.resume.verified_shard import VerifiedShard
 from mindresume.storage.interface import Storage
@@ -59,7 +66,7 @@ def fresh_origin(config: Any, dataset: Any, context: TrainingContext) -> RunOrig
         context.emit(warning(sentence))
     position, skip, runner.initial_epoch = fresh_position(setting)
     hf_streaming.refuse_skip(dataset, skip)
-    if setting.wish.skip and not setting.wish.ignore and skip != setting.wish.skip:
+    if setting.data_request.skip and not setting.data_request.ignore and skip != setting.data_request.skip:
         dataset.set_init_step(skip)
     return RunOrigin(0, position)
 
@@ -67,8 +74,8 @@ def fresh_origin(config: Any, dataset: Any, context: TrainingContext) -> RunOrig
 def _run_settings(config: Any, dataset_size: int, run: RunProgress) -> RunSettings:
     runner = config.runner_config
     sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
-    wish = data_wish(config.get("ignore_data_skip"), config.get("data_skip_steps"))
-    return RunSettings(runner.global_batch_size, dataset_size, sink_size, run.dataset_identity, wish, _epochs(runner))
+    data_request = parse_data_request(config.get("ignore_data_skip"), config.get("data_skip_steps"))
+    return RunSettings(runner.global_batch_size, dataset_size, sink_size, run.dataset_identity, data_request, _epochs(runner))
 
 
 def _epochs(runner: Any) -> int | None:

@@ -1,6 +1,6 @@
 """Balances a load: a piece that several ranks need is read from disk by one of them, which broadcasts it.
 
-    mine, exchanges = plan_reads(regions, layouts, itemsizes, rank)             # the same plan on all ranks, without a message
+    mine, exchanges = plan_reads(regions, layouts, itemsizes, rank)             # the same plan on all ranks, no message
     arrays = read_regions(weights, mine)
     exchange_pieces(arrays, exchanges, regions, dtypes, rank, broadcast)        # collective: all ranks, in one order
 
@@ -27,8 +27,8 @@ Broadcast = Callable[[tuple[int, ...], int, np.ndarray | None, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Exchange:
-    """Says what ``owner`` has read and broadcasts to ``ranks`` (ascending, itself among them): ``parts`` (name, first byte, end)
-    of at most MAX_EXCHANGE_BYTES in all."""
+    """One broadcast from ``owner`` to ``ranks`` (ascending, with the owner): ``parts`` (name, first byte, end), together at most
+    MAX_EXCHANGE_BYTES."""
     ranks: tuple[int, ...]
     owner: int
     parts: tuple[tuple[str, int, int], ...]
@@ -40,9 +40,14 @@ class Exchange:
 
 def plan_reads(regions: Mapping[str, Region], layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]],
          itemsizes: Mapping[str, int], rank: int) -> tuple[dict[str, Region], list[Exchange]]:
-    """Returns what this rank reads, and the exchanges it takes part in, in the order in which all ranks run them. ``layouts``:
-    {name: (layout, global shape)} of this job. Each rank reads a counter that is stored with another number of dimensions than
-    its layout has."""
+    """Returns the regions that this rank reads, and the exchanges in which it takes part, in the order in which all ranks run
+    them. Every rank reads a counter that is stored with another number of dimensions than its layout has.
+
+    Args:
+        regions: {name: region} that this rank needs.
+        layouts: {name: (layout, global shape)} of this job.
+        itemsizes: {name: bytes of an element}.
+    """
     held = {name: (*layouts[name], itemsizes[name]) for name, region in regions.items()
             if name in layouts and layouts[name][0].copies > 1 and len(region) == len(layouts[name][1]) and elements(region)}
     if not held:
@@ -81,8 +86,8 @@ def _portions(ranks: tuple[int, ...], owner: int, names: list[str], regions: Map
 
 def exchange_pieces(arrays: dict[str, np.ndarray], exchanges: list[Exchange], regions: Mapping[str, Region],
             dtypes: Mapping[str, str], rank: int, broadcast: Broadcast) -> int:
-    """Adds to ``arrays`` what other ranks have read, and returns the bytes received. Collective: all ranks must call it, so they
-    must have agreed on earlier failures."""
+    """Adds to ``arrays`` the pieces that other ranks read. Returns the bytes received. This is a collective: all ranks must call
+    it, so they must agree on earlier failures before."""
     received, flat = 0, {}
     for exchange in exchanges:
         own = exchange.owner == rank

@@ -5,8 +5,8 @@
     for cut in weights.tensors["embedding.weight"].cuts(region):
         location = weights.locate("embedding.weight", cut)              # rank, file, byte ranges, checksum of that piece
 
-Only headers and records are read here. Of the ranks that hold a piece the first one is taken whose file has it, so redundancy
-removal and lost files do no harm while one copy is left.
+Only headers and records are read here. A piece is read from the first of its ranks whose file holds it, so redundancy removal and
+missing files do no harm while one copy is left.
 """
 from __future__ import annotations
 

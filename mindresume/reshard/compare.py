@@ -1,10 +1,10 @@
-"""Two checkpoints, tensor by tensor and bit by bit, whatever their layouts and formats.
+"""Compares two checkpoints tensor by tensor and bit by bit, in any layouts and formats.
 
     for difference in compare(a, b):                    # CheckpointView, as of open_checkpoint
         difference.name, difference.kind, difference.absolute
 
-Whole tensors are compared, block by block, and memory is bounded. Of ranks that hold the same piece one is read. Recorded
-checksums are not asked: a damaged byte is a difference like any other.
+Whole tensors are compared block by block, in bounded memory. A piece that several ranks hold is read from one of them. Recorded
+checksums are ignored: a damaged byte is a difference like any other.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mindresume.reshard.region_load import WORKERS
 from mindresume.tensor_files.header import DTYPES
 
 ONLY_A, ONLY_B, SHAPE, DTYPE, VALUES = "only in A", "only in B", "shape", "dtype", "values"
-PORTION = 1 << 16           # elements whose bits are compared at once: they and their numbers stay in the cache
+PORTION = 1 << 16           # elements that are compared at once: their bits and values stay in the cache
 
 Number = int | float
 Index = tuple[int, ...]
@@ -31,11 +31,16 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Difference:
-    """Describes one tensor that differs in a bit. ``a``, ``b``: the tensor on either side, None if it is missing there.
+    """One tensor that differs in at least one bit. Only the kind VALUES compares values.
 
-    Of kind VALUES: ``count`` elements have other bits, ``bits_only`` of them an equal value (0.0 and -0.0; two NaN). ``absolute``
-    and ``relative`` (to the larger one of the two) are the largest differences, exact for integers, inf where a number stands
-    against NaN; ``first``: index of the first one in the whole tensor, and ``values`` there. The other kinds compare no values.
+    Args:
+        a, b: the tensor on either side; None if it is missing there.
+        count: elements whose bits differ.
+        bits_only: elements whose bits differ and whose values are equal (0.0 and -0.0; two NaN).
+        absolute: largest difference, exact for integers; inf between a number and NaN.
+        relative: largest difference relative to the larger magnitude of the two.
+        first: index of the first differing element in the whole tensor.
+        values: the two values of that element.
     """
     name: str
     kind: str
@@ -55,9 +60,15 @@ class Difference:
 
 def compare(a: CheckpointView, b: CheckpointView, names: Collection[str] | None = None, workers: int = WORKERS, tile: int = TILE,
             progress: Callable[[int], None] = lambda count: None) -> list[Difference]:
-    """Returns the differences, in the order of the tensors of ``a``, then those only in ``b``. ``names``: compares only these.
-    ``progress(bytes)`` is called by any thread with the bytes compared, of ``comparable`` bytes. A worker holds three buffers of
-    ``tile`` bytes and the numbers of one ``PORTION``. CorruptFileError, LoadError or OSError if a tensor cannot be read."""
+    """Returns the differences, in the order of the tensors of ``a``, then the tensors that only ``b`` has.
+
+    Args:
+        names: compares only these tensors.
+        tile: bytes of a buffer; a worker holds three of them, and the values of one ``PORTION``.
+        progress: is called by any thread with the bytes compared, which add up to ``comparable``.
+    Raises:
+        CorruptFileError, LoadError, OSError: a tensor cannot be read.
+    """
     files = OpenFiles(a.storage), OpenFiles(b.storage)
 
     def one(name: str) -> Difference | None:
@@ -98,21 +109,21 @@ def _values(a: CheckpointView, b: CheckpointView, files: tuple[OpenFiles, OpenFi
     most = max(tile // dtype.itemsize, 1)
     room = min(most, elements(whole(tensor.shape)))
     buffers, staging = np.empty((2, room), dtype), np.empty(room * dtype.itemsize, np.uint8)
-    sums = _Sums(tensor)
+    stats = _DifferenceStats(tensor)
     for block in blocks(tensor.shape, most):
         bits = buffers[:, :elements(block)]
         for weights, opened, flat in zip((a, b), files, bits, strict=True):
             gather(weights, opened, name, block, flat.reshape(shape_of(block)), staging)
         for start in range(0, elements(block), PORTION):
-            sums.add(block, start, *bits[:, start:start + PORTION])
+            stats.add(block, start, *bits[:, start:start + PORTION])
         progress(elements(block) * dtype.itemsize)
-    if not sums.count:
+    if not stats.count:
         return None
-    return Difference(name, VALUES, tensor, b.tensors[name], sums.count, sums.bits_only, sums.absolute, sums.relative, sums.first,
-                      sums.values)
+    return Difference(name, VALUES, tensor, b.tensors[name], stats.count, stats.bits_only, stats.absolute, stats.relative,
+                      stats.first, stats.values)
 
 
-class _Sums:
+class _DifferenceStats:
     """Accumulates the differences within one tensor, portion by portion in the order of its elements."""
 
     def __init__(self, tensor: Tensor):

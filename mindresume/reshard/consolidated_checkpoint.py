@@ -2,7 +2,7 @@
 
     choice, source = choose_complete(storage, path, group, full=True, resume=True)
     candidate, problem = look(storage, path)
-    candidate, problems = verify(storage, path)
+    candidate, problems = verify(storage, path, progress)
 """
 from __future__ import annotations
 
@@ -36,9 +36,15 @@ def candidate_of(source: OpenCheckpoint, state: TrainingState | None) -> Candida
 
 
 def choose_complete(storage: Storage, path: str, group: Group, full: bool, resume: bool) -> tuple[Choice, OpenCheckpoint]:
-    """Complete weights as the choice. ``full``: every rank reads its share of the bytes, where checksums were recorded.
-    CollectiveError on all ranks if one finds damage; with ``resume`` MissingCheckpointError if they do not say at which step the
-    training was."""
+    """Returns complete weights as the choice of a selection, and opened.
+
+    Args:
+        full: every rank reads its share of the bytes and compares the recorded checksums, if there are any.
+        resume: the step of the training is required.
+    Raises:
+        CollectiveError: on all ranks, if one finds damage.
+        MissingCheckpointError: the weights hold no step, and ``resume`` is set.
+    """
     opened: list[OpenCheckpoint] = []
     read = ProgressReporter.silent()
 
@@ -49,17 +55,17 @@ def choose_complete(storage: Storage, path: str, group: Group, full: bool, resum
             check_tensors(source.weights, sorted(source.weights.tensors)[group.rank::group.size],
                           traffic=Traffic(progress=read.advance))
         return source.state.to_json() if source.state else None
-    told = report(group, check, Waiting(f"checking {path}", lambda: read.done))[0]
-    if told is None and resume:
+    state = report(group, check, Waiting(f"checking {path}", lambda: read.done))[0]
+    if state is None and resume:
         raise MissingCheckpointError(f"{path} holds complete weights, but no step_num: no training can be resumed from them. "
                                      f"With resume_training: False they are loaded as weights only")
     source = opened[0]
-    chosen = candidate_of(source, TrainingState.from_json(told) if told else None)
+    chosen = candidate_of(source, TrainingState.from_json(state) if state else None)
     return Choice(chosen, (), source.notes, False, (), source.weights.name, full), source
 
 
 def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:
-    """Names, index, headers and sizes; nothing is read of the tensors."""
+    """Checks names, index, headers and sizes; reads no tensor. Returns the candidate, and why it cannot be used."""
     try:
         source = open_complete(storage, path)
         return candidate_of(source, source.state), None
@@ -69,18 +75,19 @@ def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:
 
 
 def survey(storage: Storage, path: str) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
-    """What ``mindresume.resume.listing.survey`` gives of folders with several steps."""
+    """Returns for complete weights what ``resume.listing.list_checkpoints`` returns for folders with several steps."""
     candidate, problem = look(storage, path)
     return Scan(_folder(path), (candidate,)), (CheckpointStatus(candidate, problem),)
 
 
 def verify(storage: Storage, path: str, progress: OnBytesRead) -> tuple[Candidate, list[Refusal]]:
-    """Every byte of every file, where ``conversion.json`` has checksums; then what ``look`` looks at."""
+    """Reads every byte of every file that has a checksum in ``conversion.json``, and checks what ``look`` checks. Returns the
+    candidate and the refusals."""
     candidate, problem = look(storage, path)
     try:
         made = conversion_manifest_of(storage, path)
     except CorruptFileError:
-        made = None                                     # which is the problem
+        made = None                                     # it is the problem that ``look`` found
     found = [bad for file in made.files if (bad := _file_problem(storage, _folder(path), made, file, progress))] if made else []
     return candidate, found or ([problem] if problem else [])
 

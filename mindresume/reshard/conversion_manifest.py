@@ -14,14 +14,19 @@ from mindresume.model.training_state import is_count
 from mindresume.storage.interface import Storage
 
 CONVERSION = "conversion.json"
-LIMIT = 256 << 20                   # bytes of it: checksums of all tensors
+LIMIT = 256 << 20                   # bytes: it holds the checksums of all tensors
 
 
 @dataclass(frozen=True)
 class ConversionManifest:
-    """Describes the result of a conversion. ``fingerprint``: of everything that determined the bytes; ``what``: describes the
-    source; ``files``: with sizes and checksums, paths relative to the folder; ``tensors``: {name: checksum}, of complete weights
-    only."""
+    """The result of a conversion.
+
+    Args:
+        fingerprint: of everything that determined the bytes.
+        what: describes the source.
+        files: with sizes and checksums; paths relative to the folder.
+        tensors: {name: checksum}, for complete weights only.
+    """
     fingerprint: str
     what: str
     files: tuple[FileRecord, ...]
@@ -50,8 +55,8 @@ def _file(row: Any) -> FileRecord:
 
 
 def read_conversion_manifest(storage: Storage, folder: str) -> ConversionManifest | None:
-    """Reads the manifest of a folder, None if mindresume did not convert it. CorruptFileError if it cannot be read: what the
-    files should be is unknown then."""
+    """Reads the manifest of a folder. Returns None if mindresume did not convert it. CorruptFileError if it cannot be read,
+    because the expected content of the files is then unknown."""
     path = os.path.join(folder, CONVERSION)
     try:
         with storage.open(path) as file:
@@ -64,12 +69,12 @@ def read_conversion_manifest(storage: Storage, folder: str) -> ConversionManifes
 
 
 def conversion_manifest_of(storage: Storage, path: str) -> ConversionManifest | None:
-    """Reads the manifest of complete weights, a folder or one file of it; None if mindresume did not write them. Errors as of
-    ``read_conversion_manifest``."""
+    """Reads the manifest of complete weights, a folder or one file of it. Returns None if mindresume did not write them. Raises
+    the errors of ``read_conversion_manifest``."""
     status = storage.status(path)
     if status is None or status.is_folder:
         made = read_conversion_manifest(storage, path)
-        return made if made and made.tensors else None          # without: rank folders
+        return made if made and made.tensors else None          # without tensors: rank folders
     folder, name = os.path.split(path)
     made = read_conversion_manifest(storage, folder or ".")
     files = tuple(file for file in made.files if file.path == name) if made and made.tensors else ()
@@ -77,7 +82,7 @@ def conversion_manifest_of(storage: Storage, path: str) -> ConversionManifest | 
 
 
 def check_names(made: ConversionManifest, folder: str, tensors: Mapping[str, Any]) -> None:
-    """Raises CorruptFileError unless complete weights have just the tensors that were written: an index can be altered, too."""
+    """Raises CorruptFileError unless complete weights have exactly the tensors that were written: an index can be altered too."""
     gone, more = [name for name in made.tensors if name not in tensors], [name for name in tensors if name not in made.tensors]
     if gone or more:
         differing = f"{listed(gone, 3)} {'is' if len(gone) == 1 else 'are'} not found" if gone else f"{listed(more, 3)} not named"

@@ -28,12 +28,16 @@ from mindresume.reshard.target_files import METADATA, PART_BYTES, TargetFile, co
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Says which files a conversion writes.
+    """The files that a conversion writes.
 
-    ``files``: paths relative to the target. ``groups``: indices of files that are written together. ``fingerprint``: 32 hex
-    digits of everything that determines the bytes. ``shards``: indices of the files of each rank, none for complete weights.
-    ``base``: the unfinished iteration folder that holds the files, else empty. ``strategy``: None for one rank and for complete
-    weights. ``index``: (name, JSON value) of complete weights.
+    Args:
+        files: paths relative to the target.
+        groups: indices of files that are written together.
+        fingerprint: 32 hex digits of everything that determines the bytes.
+        shards: indices of the files of each rank; empty for complete weights.
+        iteration_dir: the unfinished iteration folder that holds the files; else empty.
+        strategy: None for one rank and for complete weights.
+        index: (name, JSON value) of the index of complete weights.
     """
     source: OpenCheckpoint
     files: tuple[TargetFile, ...]
@@ -60,9 +64,16 @@ class ConversionPlan:
         return sum(self.files[i].plan_file(tensors).size for group in (self.groups if groups is None else groups) for i in group)
 
 
-def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, share: int | None = None) -> ConversionPlan:
-    """Plans rank folders for another job; ``strategy`` None: of one rank. ``share``: number of ranks whose files are written
-    together, by default a pipeline stage, whose ranks need the same bytes. StrategyError, ConfigError: see ``rank_files``."""
+def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, ranks_per_group: int | None = None) -> ConversionPlan:
+    """Plans rank folders for another job.
+
+    Args:
+        strategy: of that job; None: one rank.
+        ranks_per_group: number of ranks whose files are written together; by default a pipeline stage, whose ranks need the same
+            bytes.
+    Raises:
+        StrategyError, ConfigError: see ``rank_files``.
+    """
     source = with_counters(source)
     fingerprint = _fingerprint(source, ["ranks", _content(strategy), fmt])
     metadata = {**METADATA, "remove_redundancy": "False"} if fmt == "safetensors" else {}
@@ -74,32 +85,33 @@ def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, share:
     def path(rank: int) -> str:
         return f"{folder_name(rank)}/{file_name(source, rank, fmt)}"
     files = rank_files(source.weights, strategy, path, fmt, metadata)
-    share = share or (strategy.stage_size if strategy else 1)
-    groups = tuple(tuple(range(first, min(first + share, len(files)))) for first in range(0, len(files), share))
+    size = ranks_per_group or (strategy.stage_size if strategy else 1)
+    groups = tuple(tuple(range(first, min(first + size, len(files)))) for first in range(0, len(files), size))
     shards = tuple((rank,) for rank in range(len(files)))
     return ConversionPlan(source, tuple(files), groups, fingerprint, shards, strategy=strategy)
 
 
 def to_iteration(source: OpenCheckpoint, strategy: Strategy | None) -> ConversionPlan:
-    """Plans an iteration folder of Checkpoint 2.0 with its tracker. ``strategy`` None: of one rank. ConfigError for weights
-    without a step; StrategyError, ConfigError: see ``rank_files``."""
+    """Plans an iteration folder of Checkpoint 2.0 with its tracker. ``strategy`` None: of one rank. Raises ConfigError for
+    weights without a step, and the errors of ``rank_files``."""
     if source.state is None:
         raise ConfigError(f"{source.what}: nothing there says which step it is; an iteration folder is named after one")
     fingerprint = _fingerprint(source, ["iteration", _content(strategy)])
     run = run_name(1, fingerprint[:8])
-    base = f"{RECORDS}/{attempt_name(source.state.step, run)}"
+    iteration_dir = f"{RECORDS}/{attempt_name(source.state.step, run)}"
     if strategy is not None:
         strategy = strategy.fit_dimensions({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
     metadata = {**METADATA, "remove_redundancy": "False", **label(run, source.state.step)}
-    files = iteration_files(source.weights, strategy, lambda kind, rank, count: f"{base}/" + str(
+    files = iteration_files(source.weights, strategy, lambda kind, rank, count: f"{iteration_dir}/" + str(
         WeightFile(prefix_of(source), kind, rank, count)), metadata)
     size = 2 * (strategy.stage_size if strategy else 1)
     groups = tuple(tuple(range(first, first + size)) for first in range(0, len(files), size))
     shards = tuple((number, number + 1) for number in range(0, len(files), 2))
-    return ConversionPlan(source, tuple(files), groups, fingerprint, shards, base, strategy)
+    return ConversionPlan(source, tuple(files), groups, fingerprint, shards, iteration_dir, strategy)
 
 
 def _content(strategy: Strategy | None) -> Any:
+    """Returns the strategy as JSON, without the path that it was read from."""
     return strategy.to_json() | {"source": ""} if strategy else None
 
 
@@ -112,7 +124,7 @@ def prefix_of(source: OpenCheckpoint) -> str:
 
 
 def to_complete(source: OpenCheckpoint, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()) -> ConversionPlan:
-    """Plans complete weights in parts, of ``kind`` MINDSPORE or HUGGINGFACE. ConfigError: see ``complete_files``."""
+    """Plans complete weights of ``kind`` MINDSPORE or HUGGINGFACE, in parts. ConfigError: see ``complete_files``."""
     source = with_counters(source) if kind == MINDSPORE else source
     files, index = complete_files(source.weights, kind, part_bytes, drop)
     fingerprint = _fingerprint(source, ["complete", kind, part_bytes, sorted(drop)])
@@ -120,7 +132,8 @@ def to_complete(source: OpenCheckpoint, kind: str, part_bytes: int = PART_BYTES,
 
 
 def file_name(source: OpenCheckpoint, rank: int, fmt: str) -> str:
-    """Returns the source's file name for another rank; without a step that of MindSpore's transform, ``checkpoint_3.ckpt``."""
+    """Returns the source's file name for another rank; without a step, the name that MindSpore's transform gives
+    (``checkpoint_3.ckpt``)."""
     if source.name is not None:
         return str(source.name._replace(rank=rank, suffix=0, format=fmt))
     if source.state is not None:

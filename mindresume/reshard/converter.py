@@ -1,11 +1,11 @@
 """Runs a conversion as one transaction: the target folder appears complete or not at all, and nothing else is touched.
 
-    prepare   is it there already? is the target free, is there room? ─▶ work folder beside the target, with a lock
+    prepare   is the target finished, free, is there room? ─▶ work folder beside the target, with a lock
     write     group by group (a pipeline stage, a part of complete weights): files ─▶ flush ─▶ mark of the finished group
-    commit    records and manifest (rank folders) or index (complete weights) ─▶ rename of the work folder to the target
+    commit    records and manifest (rank folders) or index (complete weights) ─▶ rename the work folder to the target
 
 The name of the work folder identifies everything that determines the bytes. So the same conversion, started again after a kill,
-continues with the missing groups, and a finished one is not repeated. An error or Ctrl-C removes the work folder.
+continues with the missing groups, and a finished conversion is not repeated. An error or Ctrl-C removes the work folder.
 """
 from __future__ import annotations
 
@@ -40,22 +40,23 @@ from mindresume.storage.operations import remove_tree
 from mindresume.tensor_files.checksum import Checksums
 
 LOCK = ".lock"                      # suffix of the name of the work folder
-_SPARE = 1 << 20                    # bytes of room for records, manifest and index
+_SPARE = 1 << 20                    # bytes for records, manifest and index
 
 Writer = Callable[[CheckpointView, Storage, Sequence[TargetFile]], list[Checksums]]
 
 
 @dataclass
 class Conversion:
-    """Carries out ``plan`` into the folder ``target``, which must not exist or be empty; links in its path are followed."""
+    """Writes the files of ``plan`` into the folder ``target``, which must not exist or be empty. Symbolic links in its path are
+    followed."""
     storage: Storage
     plan: ConversionPlan
     target: str
     emit: Emit = ignore
     clock: Callable[[], float] = time.time
     _lock: int = field(default=-1, repr=False)
-    _mine: bool = field(default=False, repr=False)          # whether this object made the work folder and may remove it
-    _apart: str = field(default="", repr=False)             # makes its name unique
+    _owns_work: bool = field(default=False, repr=False)     # whether this object made the work folder and may remove it
+    _suffix: str = field(default="", repr=False)            # makes its name unique
 
     def __post_init__(self) -> None:
         self.target = os.path.realpath(self.target)
@@ -63,7 +64,7 @@ class Conversion:
     @property
     def work(self) -> str:
         folder, name = os.path.split(self.target)
-        return os.path.join(folder, f".{name}.{self.plan.fingerprint[:16]}{self._apart}{TEMPORARY}")
+        return os.path.join(folder, f".{name}.{self.plan.fingerprint[:16]}{self._suffix}{TEMPORARY}")
 
     @property
     def scratch(self) -> str:
@@ -71,7 +72,7 @@ class Conversion:
         return os.path.join(self.work, "scratch")
 
     def run(self, write: Callable[[], None]) -> None:
-        """Prepares, calls ``write``, which fills the work folder, and commits. Any error removes the work folder."""
+        """Prepares the work folder, calls ``write`` to fill it, and commits. Any error removes the work folder."""
         try:
             self.prepare()
             write()
@@ -83,7 +84,8 @@ class Conversion:
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
     def finished(self) -> bool:
-        """Returns whether the target is the result of this very conversion. ConfigError if it holds anything else."""
+        """Returns whether the target is the result of this very conversion; False if it is empty. ConfigError if it holds
+        anything else."""
         if self.target in (os.getcwd(), os.path.dirname(self.target)):
             raise ConfigError(f"{self.target} cannot be replaced by a new folder; give one that does not exist")
         if not self.storage.list(self.target):
@@ -109,8 +111,15 @@ class Conversion:
         return True
 
     def prepare(self) -> str:
-        """Makes the work folder. Returns what other processes pass to ``join``. ConfigError for an impossible target;
-        OutOfSpaceError; SaveError if the same conversion is running."""
+        """Creates the work folder.
+
+        Returns:
+            The value that other processes pass to ``join``.
+        Raises:
+            ConfigError: the target is impossible.
+            OutOfSpaceError: the disk has no room.
+            SaveError: the same conversion is running.
+        """
         root = os.path.realpath(self.plan.source.folder) if self.plan.source.folder else None
         if root and os.path.commonpath([self.target, root]) == root:
             raise ConfigError(f"{self.target} lies in {root}, the source, into which nothing is written; give another folder")
@@ -118,7 +127,7 @@ class Conversion:
         self._take_lock()
         if self.plan.iteration_dir and self.storage.list(self.work) and not self.storage.list(os.path.join(self.work,
             self.plan.iteration_dir)):
-            remove_tree(self.storage, self.work)    # left by a process that died in its commit
+            remove_tree(self.storage, self.work)    # left by a process that died during its commit
         self.storage.make_folder(self.work)
         missing = [group for number, group in enumerate(self.plan.groups) if self.done(number) is None]
         needed = _SPARE + self.plan.size(missing)
@@ -126,33 +135,33 @@ class Conversion:
         if room < needed:
             if len(missing) == len(self.plan.groups):
                 self.abandon()
-            self._release()                         # groups that a killed process finished stay
+            self._release()                         # keep groups that a killed process finished
             raise OutOfSpaceError(f"{self.target} needs {needed / 2**20:.1f} MiB, there is room for {room / 2**20:.1f} MiB. "
                                   f"Nothing was written")
-        return self._apart
+        return self._suffix
 
     def join(self, prepared: str) -> None:
-        """Takes part in a conversion that another process prepared, and commits or abandons."""
-        self._apart = prepared
+        """Joins a conversion that another process prepared, and will commit or abandon."""
+        self._suffix = prepared
 
     def _take_lock(self) -> None:
         path = self.work + LOCK
         self._lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alive = os.path.exists(path) and os.path.samestat(os.fstat(self._lock), os.stat(path))
+            is_locked = os.path.exists(path) and os.path.samestat(os.fstat(self._lock), os.stat(path))
         except BlockingIOError:
-            alive = False
-        except OSError as error:                    # a file system without locks: the name must be unique
+            is_locked = False
+        except OSError as error:                    # a file system without locks needs a unique name
             self.emit(warning(f"{self.work} cannot be locked: {error}"))
             with suppress(OSError):
                 self.storage.remove(path)
-            alive, self._apart = True, f"-{os.getpid()}-{os.urandom(4).hex()}"
-        if not alive:                               # or it finished between our open and our flock
+            is_locked, self._suffix = True, f"-{os.getpid()}-{os.urandom(4).hex()}"
+        if not is_locked:                               # or it finished between our open and our flock
             self._release()
             raise SaveError(f"the same conversion to {self.target} is running in another process; wait for it, and then start "
                             f"this one again")
-        self._mine = True
+        self._owns_work = True
         if self.finished():
             self.abandon()
             raise SaveError(f"the same conversion to {self.target} was just finished by another process; nothing is left to do")
@@ -160,14 +169,14 @@ class Conversion:
     # ---- write -----------------------------------------------------------------------------------------------------
 
     def done(self, number: int) -> list[Checksums] | None:
-        """Returns the checksums of a finished group; None if it has to be written."""
+        """Returns the checksums of a finished group; None if it is not finished."""
         try:
             with self.storage.open(self._mark(number)) as file:
                 rows = read_head(file, "group", LIMIT)[0]["files"]
         except (FileNotFoundError, RecordError):
             return None
         if [row[0] for row in rows] != [self.plan.files[i].path for i in self.plan.groups[number]]:
-            return None                             # of other groups
+            return None                             # the groups were cut differently
         found = [Checksums(checksum, size, sums) for _, size, checksum, sums in rows]
         for i, sums in zip(self.plan.groups[number], found, strict=True):
             status = self.storage.status(os.path.join(self.work, self.plan.files[i].path))
@@ -176,7 +185,7 @@ class Conversion:
         return found
 
     def write(self, writer: Writer, numbers: Sequence[int] | None = None) -> None:
-        """Writes the groups ``numbers`` (default all) that are not finished. Raises any error of ``writer``."""
+        """Writes those of the groups ``numbers`` (default: all) that are not finished. Raises any error of ``writer``."""
         for number in range(len(self.plan.groups)) if numbers is None else numbers:
             if self.done(number) is not None:
                 self.emit(Notice(f"part {number + 1} of {len(self.plan.groups)} is there already"))
@@ -203,7 +212,7 @@ class Conversion:
     # ---- commit ----------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Publishes the target, complete and durable. SaveError if a group is missing."""
+        """Publishes the complete target durably. SaveError if a group is missing."""
         sums: dict[int, Checksums] = {}
         for number, group in enumerate(self.plan.groups):
             found = self.done(number)
@@ -211,7 +220,7 @@ class Conversion:
                 raise SaveError(f"{self.work}: part {number + 1} of {len(self.plan.groups)} was not written")
             sums.update(zip(group, found, strict=True))
         if self.plan.shards and self.plan.source.state is not None:
-            self._record(sums)
+            self._commit_records(sums)
         if self.plan.index is not None:
             publish_json(self.storage, os.path.join(self.work, self.plan.index[0]), self.plan.index[1], self.plan.run)
         rows = [[self.plan.path(i), sums[i].size, sums[i].file] for i in range(len(self.plan.files))]
@@ -228,7 +237,8 @@ class Conversion:
         self._release()
         self.storage.sync(os.path.dirname(self.target))
 
-    def _record(self, sums: Mapping[int, Checksums]) -> None:
+    def _commit_records(self, sums: Mapping[int, Checksums]) -> None:
+        """Writes the records of all ranks and commits them."""
         plan, state = self.plan, self.plan.source.state
         place = SaveTarget(self.storage, self.work, plan.run, 0, len(plan.shards), bool(plan.iteration_dir))
         attempt = place.attempt(state.step)
@@ -253,7 +263,7 @@ class Conversion:
             raise SaveError(f"{self.work}: {iteration_name(state.step)} could not be made")
 
     def _note(self, event: Event) -> None:
-        """Passes an event of the commit on as a sentence: it is not a save of the training that converts."""
+        """Emits an event of the commit as a notice: it is no save of a training."""
         level, text = line_of(event)
         if text:
             self.emit(Notice(text, level))
@@ -265,8 +275,8 @@ class Conversion:
 
     def abandon(self) -> None:
         """Removes the work folder if this object made it, and the lock. Raises nothing."""
-        if self._mine:
-            # renamed first: the same conversion may begin anew at once
+        if self._owns_work:
+            # rename first: the same conversion may start again at once
             gone = f"{self.work}-{secrets.token_hex(4)}"
             with suppress(OSError):
                 self.storage.rename(self.work, gone)
@@ -274,10 +284,10 @@ class Conversion:
         self._release()
 
     def _release(self) -> None:
-        if self._mine:                              # while it is held, so that no other process locks a removed file
+        if self._owns_work:                              # while the lock is held, so that no other process locks a removed file
             with suppress(OSError):
                 self.storage.remove(self.work + LOCK)
-        self._mine = False
+        self._owns_work = False
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

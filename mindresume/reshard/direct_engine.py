@@ -52,8 +52,8 @@ def tiles(tensors: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, R
 
 @dataclass
 class Traffic:
-    """Counts bytes of tensors: read from the sources, of these compared with a recorded checksum, and written. Any thread calls
-    ``progress(bytes)`` with the bytes written since the last call."""
+    """Counts bytes of tensors: read from the sources, compared with a recorded checksum, and written. Any thread calls
+    ``progress`` with the bytes written since the last call."""
     read: int = 0
     verified: int = 0
     written: int = 0
@@ -62,10 +62,17 @@ class Traffic:
 
 def transform(weights: CheckpointView, storage: Storage, targets: Sequence[TargetFile], workers: int = 2, tile: int = TILE,
               traffic: Traffic | None = None) -> list[Checksums]:
-    """Writes all ``targets`` (their folders are there, their names are not). Returns size and checksums of each, durable.
+    """Writes all ``targets`` durably. Returns size and checksums of each.
 
-    ``traffic`` is added to. On any error nothing of them is left: CorruptFileError if a
-    source is truncated or its recorded checksum is another, LoadError if a piece is nowhere, SaveError or OSError for a target.
+    Args:
+        targets: their folders exist, the files do not.
+        workers: number of threads.
+        tile: bytes of a buffer.
+        traffic: is increased by the bytes read, verified and written.
+    Raises:
+        CorruptFileError: a source is truncated or differs from its recorded checksum.
+        LoadError: a piece is in no file.
+        SaveError, OSError: a target cannot be written. After any error, no target is left.
     """
     names = in_order({name for target in targets for name in target.holds}, weights.tensors)
     outs: list[_OutputFile] = []
@@ -97,7 +104,7 @@ def transform(weights: CheckpointView, storage: Storage, targets: Sequence[Targe
 
 
 class _OutputFile:
-    """Writes one target file; hashes its bytes, which pass in order."""
+    """Writes one target file, and hashes its bytes, which pass in order."""
 
     def __init__(self, storage: Storage, target: TargetFile, plan: FilePlan):
         self.target, self.plan = target, plan
@@ -156,7 +163,7 @@ class _OutputFile:
 
 
 class SourceChecksums:
-    """Compares checksums of source tensors as their bytes pass; not of tensors that do not pass completely and in order."""
+    """Compares the checksums of source tensors whose bytes pass completely and in order; ignores other tensors."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], tuple[Any, int]] = {}
@@ -200,7 +207,7 @@ class _Transfer:
             self._serve()
         except BaseException as error:              # Ctrl-C reaches this thread only, here or below
             self._fail(error)
-        while self._ended < begun:                  # no join: an interrupted one takes a thread for ended that is not
+        while self._ended < begun:                  # no join: after an interrupt, join takes a running thread for ended
             try:
                 with self._turn:
                     self._turn.wait_for(lambda: self._ended == begun)
@@ -228,7 +235,7 @@ class _Transfer:
                 return
             try:
                 self._do(number, blocks_, tile, staged, packed)
-            except BaseException as error:          # whatever it is: the others are waiting for this tile
+            except BaseException as error:          # any error: the other threads wait for this tile
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Offers the two engines of conversion as writers of target files.
+"""Offers the two conversion engines as writers of target files.
 
 ``direct``: ``mindresume.reshard.direct_engine``. ``mindspore``: MindSpore transforms into a scratch folder, and the direct engine
 copies the result into the target files, which checks every name, shape and dtype.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from mindresume.errors import ConfigError
-from mindresume.events import Emit, Notice, ignore
+from mindresume.events import Emit, ignore
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.converter import Conversion, Writer
 from mindresume.reshard.direct_engine import BUFFERS, TILE, Traffic, transform
@@ -21,8 +21,8 @@ from mindresume.storage.operations import remove_tree
 from mindresume.tensor_files.checksum import Checksums
 
 ENGINES = ("auto", "direct", "mindspore")
-LEAST_TILE = 64 << 10           # bytes; with less, calls would cost more than data
-TIMEOUT = 7200.0                # seconds for MindSpore's engine, as mindformers waits for it
+MIN_TILE = 64 << 10             # bytes; with less, calls would cost more than data
+TIMEOUT = 7200.0                # seconds for MindSpore's engine, as long as mindformers waits for it
 
 
 def engine_for(engine: str, fmt: str) -> str:
@@ -31,13 +31,14 @@ def engine_for(engine: str, fmt: str) -> str:
 
 
 def tile_for(memory: int | None, workers: int) -> int:
-    """Returns the bytes of one buffer so that all together take at most ``memory`` bytes. ConfigError if that is too little."""
+    """Returns the size of one buffer in bytes, so that all buffers take at most ``memory`` bytes. ConfigError if that is too
+    little."""
     if memory is None:
         return TILE
     tile = memory // (BUFFERS * workers)
-    if tile < LEAST_TILE:
+    if tile < MIN_TILE:
         raise ConfigError(f"{memory} bytes of memory are too little for {workers} workers: each needs at least "
-                          f"{BUFFERS * LEAST_TILE}")
+                          f"{BUFFERS * MIN_TILE} bytes")
     return min(tile, TILE)
 
 
@@ -62,5 +63,4 @@ def _transformed(weights: CheckpointView, conversion: Conversion, workers: int, 
             remove_tree(conversion.storage, conversion.scratch)
     scratch = os.path.join(conversion.scratch, f"mindspore-{os.getpid()}-{secrets.token_hex(4)}")
     conversion.storage.make_folder(scratch)
-    return rewrite(weights, conversion.plan.strategy, scratch, workers=workers, timeout=TIMEOUT,
-                   log=lambda text: emit(Notice(text)))
+    return rewrite(weights, conversion.plan.strategy, scratch, workers=workers, timeout=TIMEOUT, emit=emit)

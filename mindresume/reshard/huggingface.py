@@ -1,4 +1,4 @@
-"""Views weights under other names: a Hugging Face folder with MindSpore's names and order, and the other way round.
+"""Views weights under other names: a Hugging Face folder with MindSpore's names and order, and vice versa.
 
     weights = view_of_folder(storage, "Qwen3-8B", wanted=wanted)     # for ``wanted_regions``, ``read_regions``
     arrays = read_network(storage, "Qwen3-8B", wanted, layouts, rank, network=transformer_config)
@@ -47,7 +47,7 @@ from mindresume.storage.operations import read_bytes
 from mindresume.tensor_files.header import DTYPES as FILE_DTYPES
 from mindresume.tensor_files.header import parse_object
 
-IGNORED = (HF_HEAD, "*.rotary_emb.inv_freq")        # in a Hugging Face folder: the head beside tied weights, a computed table
+IGNORED = (HF_HEAD, "*.rotary_emb.inv_freq")        # in a Hugging Face folder: the head of tied weights, a computed table
 _BUFFERS = ("*.num_tokens_per_expert", "*.router.fi_accu", "*.expert_load")     # in MindSpore: statistics, not weights
 _MAX_CONFIG = 16 << 20
 
@@ -233,12 +233,13 @@ def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple
     check_contiguous_order(model, {name: layout for name, (layout, _) in layouts.items()})
     weights = _of_folder(storage, folder, model, wanted)
     regions, traffic = wanted_regions(weights, wanted, layouts, rank, is_no_weight), traffic or Traffic()
-    turned = {name: region for name, region in regions.items() if any(b.transposed for b in weights.tensors[name].rule.blocks)}
-    found = read_regions(weights, {name: region for name, region in regions.items() if name not in turned}, traffic=traffic)
-    return found | _read_turned(weights, turned, traffic)
+    transposed = {name: region for name, region in regions.items()
+                  if any(block.transposed for block in weights.tensors[name].rule.blocks)}
+    found = read_regions(weights, {name: region for name, region in regions.items() if name not in transposed}, traffic=traffic)
+    return found | _read_transposed(weights, transposed, traffic)
 
 
-def _read_turned(weights: TranslatedView, regions: Mapping[str, Region], traffic: Traffic) -> dict[str, np.ndarray]:
+def _read_transposed(weights: TranslatedView, regions: Mapping[str, Region], traffic: Traffic) -> dict[str, np.ndarray]:
     """Reads regions of tensors with transposed blocks, block by block: tiles of rows would read a few columns of every row of the
     stored tensor, again and again. Takes memory for one block (of an expert) a thread."""
     files = OpenFiles(weights.storage)

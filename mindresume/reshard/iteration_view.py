@@ -29,8 +29,12 @@ from mindresume.tensor_files import Header
 
 
 def view_of_iteration(storage: Storage, root: str, candidate: Candidate) -> CheckpointView:
-    """Views an iteration folder. CorruptFileError if ``metadata.json`` is damaged, or a file that it names is missing and no
-    other holds the piece; StrategyError for tensors that it does not name, except counters and those of one rank."""
+    """Views an iteration folder.
+
+    Raises:
+        CorruptFileError: ``metadata.json`` is damaged, or a file that it names is missing and no other holds the piece.
+        StrategyError: it does not name some tensors, except counters; not if there is one rank.
+    """
     folder = os.path.join(root, candidate.iteration_dir)
     records = _Records(storage, candidate)
     named = _described(storage, root, candidate, records)
@@ -39,7 +43,7 @@ def view_of_iteration(storage: Storage, root: str, candidate: Candidate) -> Chec
     tensors = {name: Tensor(name, row.dtype, row.shape, row.layout, row.first if row.layout else min(where[name]),
                             other_stages=_other_stages(row, where[name])) for name, row in named.items()}
     headers: dict[str, Header | None] = {}
-    for name, rank, path, tensor in _others(storage, root, candidate, named, headers):
+    for name, rank, path, tensor in _unnamed_tensors(storage, root, candidate, named, headers):
         tensors[name], where[name] = tensor, {rank: path}
     paths = {rank: tuple(os.path.join(root, file.path) for file in files) for rank, files in candidate.files.items()}
     size = max((tensor.first + tensor.layout.stage_size for tensor in tensors.values() if tensor.layout), default=1)
@@ -83,8 +87,8 @@ class _Records:
 
 
 def _described(storage: Storage, root: str, candidate: Candidate, records: _Records) -> Mapping[str, TensorMetadata]:
-    """Returns {tensor: description}, from the records, which say the same as ``metadata.json``. With redundancy removal the
-    records of all ranks would be needed, so that file is read instead, if its checksum is the recorded one."""
+    """Returns {tensor: description} from the records, which hold the same facts as ``metadata.json``. After redundancy removal
+    the records of all ranks would be needed, so that file is read instead, if it has the recorded checksum."""
     folder = os.path.join(root, candidate.iteration_dir)
     if candidate.records_dir is None:
         return load_metadata(storage, folder) if METADATA in storage.list(folder) else {}
@@ -99,10 +103,10 @@ def _described(storage: Storage, root: str, candidate: Candidate, records: _Reco
     return records.tensor_metadata()
 
 
-def _others(storage: Storage, root: str, candidate: Candidate, named: Mapping[str, TensorMetadata],
+def _unnamed_tensors(storage: Storage, root: str, candidate: Candidate, named: Mapping[str, TensorMetadata],
             headers: dict[str, Header | None]) -> list[tuple[str, int, str, Tensor]]:
-    """Returns (name, rank, path, tensor) of the tensors of the first rank that the metadata does not name: mindformers leaves out
-    what the strategy does not name, the counters of the optimizer."""
+    """Returns (name, rank, path, tensor) for tensors of the first rank that the metadata does not name: mindformers leaves out
+    the counters of the optimizer, which the strategy does not name."""
     if not candidate.files:
         return []
     rank, found, lost = min(candidate.files), [], []

@@ -1,12 +1,11 @@
-"""The reference engine: MindSpore's own transform, in processes of its own, into a work folder.
+"""Converts with the reference engine: MindSpore's own transform, in separate processes, into a work folder.
 
-    rewritten = rewrite(weights, strategy, work)        # uncut: strategy None
-    direct.transform(rewritten, storage, targets)       # into the final files; checks names, shapes and dtypes once more
+    rewritten = rewrite(weights, strategy, work)                # strategy None: whole tensors
+    direct_engine.transform(rewritten, storage, targets)        # into the final files; checks names, shapes and dtypes again
 
-A normal return of MindSpore proves nothing: what it would get wrong in silence is refused before, and every file is looked at
-afterwards. ckpt: ``rank_list_for_transform`` and ``transform_checkpoint_by_rank``, the target's ranks spread over the workers;
-safetensors: ``transform_checkpoints``, or ``unified_safetensors`` where the target is uncut, in one worker. The direct engine
-needs nothing of this.
+MindSpore may return normally after a wrong result. So inputs that it would convert wrongly are refused before, and every output
+file is checked afterwards. ckpt: ``rank_list_for_transform`` and ``transform_checkpoint_by_rank``, the ranks of the target spread
+over the workers; safetensors: ``transform_checkpoints``, or ``unified_safetensors`` for whole tensors, in one worker.
 """
 from __future__ import annotations
 
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from mindresume.errors import CorruptFileError, EngineError, StrategyError
+from mindresume.events import Emit, Notice, ignore
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.strategy_codec import encode_strategy
 from mindresume.model.layout import TensorLayout
@@ -32,29 +32,37 @@ from mindresume.storage.operations import parallel
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import Header, format_of, read_header, read_tensor
 
-UNMERGED = "accu_grads"     # prefix of what unified_safetensors leaves cut
-
-Log = Callable[[str], None]
+UNMERGED = "accu_grads"     # prefix of the tensors that unified_safetensors does not merge
 
 
 def rewrite(weights: CheckpointView, target: Strategy | None, work: str, *, workers: int = 1, timeout: float = 7200.0,
-            log: Log = lambda text: None, command: Sequence[str] = COMMAND) -> CheckpointView:
-    """``weights`` in the layouts of ``target``, None = uncut, in files below ``work``: an empty folder of the caller, who removes
-    it. ``timeout``: seconds for all processes together. ``command``: of a worker, before its jobs.
+            emit: Emit = ignore, command: Sequence[str] = COMMAND) -> CheckpointView:
+    """Writes ``weights`` in the layouts of ``target`` into files below ``work``. Returns a view of them.
 
-    EngineError if MindSpore cannot do this, fails, takes longer, or writes something else than it should; StrategyError if target
-    and weights do not fit; CorruptFileError, OSError. Whatever is raised, no process stays."""
+    Args:
+        target: strategy of the result; None: whole tensors.
+        work: an empty folder of the caller, who removes it.
+        workers: number of processes.
+        timeout: seconds for all processes together.
+        emit: receives notices of the progress.
+        command: command of a worker, without its jobs.
+    Raises:
+        EngineError: MindSpore cannot convert this, fails, exceeds ``timeout``, or writes a wrong result.
+        StrategyError: target and weights do not fit.
+        CorruptFileError, OSError. No process is left after an error.
+    """
     task = prepare(weights, target, work, workers)
     if task is None:
-        log(f"{weights.name} is uncut already: nothing for MindSpore to do")
+        emit(Notice(f"{weights.name} holds whole tensors already: MindSpore has nothing to convert"))
         return weights
-    log(f"MindSpore rewrites {weights.name}: {len(task.held)} files of ranks, {len(task.jobs)} processes, below {work}")
+    emit(Notice(f"MindSpore converts {weights.name}: {len(task.held)} files of ranks, {len(task.jobs)} processes, below {work}"))
     run([[job] for job in task.jobs], task.work, timeout, command)
     return task.collect()
 
 
 def source_strategy(weights: CheckpointView) -> Strategy | None:
-    """How the source is cut; None if it is not. A parameter that several stages share is in the first of them."""
+    """Returns the strategy of the source; None if its tensors are whole. A parameter that several stages share is in the first of
+    them."""
     layouts = [tensor.layout for tensor in weights.tensors.values() if tensor.layout is not None]
     if not layouts:
         return None
@@ -66,11 +74,12 @@ def source_strategy(weights: CheckpointView) -> Strategy | None:
     return Strategy(tuple(stages), weights.name)
 
 
-# ---- before ----------------------------------------------------------------------------------------------------------
+# ---- prepare ---------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Task:
-    """``held``: for each rank of the target {tensor: region}; ``jobs``: files, one a worker."""
+    """A prepared conversion. ``held``: {tensor: region} for each rank of the target; ``jobs``: job files, one a worker;
+    ``unified``: MindSpore merges whole tensors from safetensors."""
     weights: CheckpointView
     target: Strategy | None
     work: str
@@ -80,14 +89,16 @@ class Task:
     unified: bool
 
     def collect(self) -> CheckpointView:
-        """What MindSpore wrote. EngineError, with rank and parameter, if it is not what the target needs."""
+        """Returns a view of the files that MindSpore wrote. EngineError, with rank and parameter, if they are not as the target
+        needs them."""
         if self.unified:
             return _collect_unified(self)
         return _collect_ranks(self)
 
 
 def prepare(weights: CheckpointView, target: Strategy | None, work: str, workers: int = 1) -> Task | None:
-    """Everything up to the start of the workers; None if neither source nor target is cut. Errors as for ``rewrite``."""
+    """Prepares the work folder up to the start of the workers. Returns None if neither source nor target is cut. Raises the
+    errors of ``rewrite``."""
     work = os.path.abspath(work)
     source = source_strategy(weights)
     held = holdings(weights, target)
@@ -165,12 +176,14 @@ def _check_layouts(weights: CheckpointView, strategy: Strategy | None, wrong: Ca
 
 
 def _is_nested(layout: TensorLayout) -> bool:
+    """Returns whether several axes cut one dimension."""
     return any(isinstance(cut, tuple) for cut in layout.tensor_map)
 
 
 def _is_misread(layout: TensorLayout) -> bool:
-    """An optimizer shard over the major axis, where the other axes cut the dimensions in another order than their own: MindSpore
-    takes them in the order of the dimensions (``mindspore/parallel/_tensor.py``, _construct_tensor_layout_for_opt_shard)."""
+    """Returns whether the optimizer shards over the major axis while the other axes cut the dimensions in another order than
+    their own: MindSpore takes the order of the dimensions (``mindspore/parallel/_tensor.py``,
+    _construct_tensor_layout_for_opt_shard). """
     axes = len(layout.device_matrix)
     used = [cut for cut in layout.tensor_map if isinstance(cut, int) and cut >= 0 and layout.device_matrix[axes - 1 - cut] > 1]
     return (layout.optimizer_pieces > 1 and not _is_nested(layout) and layout.unused_axes() == (axes - 1,)
@@ -189,12 +202,12 @@ def _write_strategy(weights: CheckpointView, strategy: Strategy | None, path: st
 
 
 def _files(weights: CheckpointView, source: Strategy | None, work: str) -> tuple[dict[int, str], bool]:
-    """{rank: path}, and whether every rank has everything that it should hold."""
+    """Returns {rank: path}, and whether every file holds all tensors of its rank (no redundancy was removed)."""
     if source is None:
         places = set(weights.paths(0) if weights.path_by_tensor is None else weights.path_by_tensor.values())
         if len(places) == 1 and (path := places.pop()) and set(_header(weights, 0, path).tensors) == set(weights.tensors):
             return {0: path}, True
-        merged = os.path.join(work, "merged.safetensors")           # of several files MindSpore would take the last one
+        merged = os.path.join(work, "merged.safetensors")           # MindSpore would take only the last of several files
         transform(weights, PosixStorage(), [TargetFile(merged, "safetensors", whole_tensors(weights.tensors), METADATA)])
         return {0: merged}, True
     paths = {rank: next(iter(weights.paths(rank)), None) for rank in range(source.world_size)}
@@ -215,7 +228,7 @@ def _header(weights: CheckpointView, rank: int, path: str | None) -> Header:
 
 
 def _check_rank(weights: CheckpointView, source: Strategy, rank: int, header: Header) -> bool:
-    """Whether the file holds everything it should. EngineError if it holds something that MindSpore would take for another."""
+    """Returns whether the file holds all tensors of its rank. EngineError if it holds a tensor that MindSpore would misread."""
     wanted = set(source.of_rank(rank))
     if rank == 0:
         counters = {name for name, tensor in weights.tensors.items() if tensor.layout is None}
@@ -232,7 +245,8 @@ def _check_rank(weights: CheckpointView, source: Strategy, rank: int, header: He
 
 
 def _shared(weights: CheckpointView, source: Strategy | None, target: Strategy | None, paths: Mapping[int, str]) -> set[str]:
-    """Parameters of more than one stage, such as an embedding that is the head too, if the number of stages changes."""
+    """Returns the parameters of more than one stage, such as an embedding that is also the head, if the number of stages
+    changes."""
     stages, others = (strategy.stages if strategy else () for strategy in (target, source))
     if max(len(stages), 1) == max(len(others), 1):
         return set()
@@ -244,18 +258,19 @@ def _shared(weights: CheckpointView, source: Strategy | None, target: Strategy |
 
 
 def _check_nan(weights: CheckpointView, path: str) -> None:
-    """MindSpore reads bfloat16 of a ckpt as float32, and writes every NaN as 0x7fc0."""
+    """Raises EngineError for a NaN that MindSpore would change: it reads bfloat16 of a ckpt as float32, and writes every NaN as
+    0x7fc0."""
     header = weights.header(path)
     with weights.storage.open(path) as file:
         for name, entry in header.tensors.items():
             if entry.dtype == "bfloat16":
                 bits = read_tensor(file, entry).view(np.uint16)
                 if np.any((bits & 0x7FFF > 0x7F80) & (bits != 0x7FC0)):
-                    raise _refusal(weights, f"{name} in {path} holds NaN of bfloat16, of which MindSpore loses sign and payload "
-                                            f"if the format is ckpt")
+                    raise _refusal(weights, f"{name} in {path} holds NaN of bfloat16, and MindSpore loses their sign and "
+                                            f"payload if the format is ckpt")
 
 
-# ---- afterwards ------------------------------------------------------------------------------------------------------
+# ---- collect -----------------------------------------------------------------------------------------------------
 
 def _collect_ranks(task: Task) -> CheckpointView:
     def path(rank: int) -> str:
@@ -301,16 +316,17 @@ def _written(task: Task, rank: int, path: str) -> Header:
         with open(path, "rb") as file:
             return read_header(file, path)
     except FileNotFoundError as error:
-        raise failure(f"it ended well, but wrote no file for rank {rank} ({path})", task.work) from error
+        raise failure(f"it ended normally, but wrote no file for rank {rank} ({path})", task.work) from error
     except CorruptFileError as error:
-        raise failure(f"it ended well, but the file of rank {rank} is damaged: {error}", task.work) from error
+        raise failure(f"it ended normally, but the file of rank {rank} is damaged: {error}", task.work) from error
 
 
 def _compare(task: Task, rank: int, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Counters need not be on every rank: those of rank 0 count."""
+    """Raises EngineError if the tensors of ``rank`` differ from those of the target. Counters are required on rank 0 only."""
     tensors = task.weights.tensors
     expected = {name: (tensors[name].dtype, shape_of(region)) for name, region in task.held[rank].items()}
     for name in sorted(expected.keys() | found.keys()):
         if found.get(name) != expected.get(name) and not (name not in found and rank and tensors[name].is_counter):
             there, wanted = (" ".join(map(str, side[name])) if name in side else "nothing" for side in (found, expected))
-            raise failure(f"it ended well, but wrote for rank {rank} of parameter {name} {there}, expected {wanted}", task.work)
+            raise failure(f"it ended normally, but wrote for rank {rank} of parameter {name} {there}, expected {wanted}",
+                          task.work)

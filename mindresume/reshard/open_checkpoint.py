@@ -1,9 +1,9 @@
-"""Opens what a user names: a folder of checkpoints, one step of it, complete weights or a single file.
+"""Opens the checkpoint that a user names: the newest of a folder, one step of it, complete weights, or a single file.
 
     source = open_checkpoint(storage, "output/checkpoint", step=200)
     source.weights.tensors, source.state, source.identity
 
-    with open_and_hold(storage, "output/checkpoint") as source: ...     # with a read lock: no job removes it
+    with open_and_hold(storage, "output/checkpoint") as source: ...     # with a read lock: nothing removes it
 """
 from __future__ import annotations
 
@@ -44,17 +44,22 @@ from mindresume.resume.verifier import verify_rank
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 
-_TRIES = 10                     # of opening, in a folder in which a job completes and removes checkpoints meanwhile
+_TRIES = 10                     # attempts to open, while a job completes and removes checkpoints in the folder
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """Holds an opened checkpoint.
+    """An opened checkpoint.
 
-    ``state``: None if nothing says which step it is. ``name``: the parts of its file names, None for names of another form.
-    ``identity``: a value for JSON, equal for equal bytes as far as that is known without reading them. ``what``: a description
-    for messages. ``folder``: the root, into which nothing is written; None for a single file. ``refused``: newer checkpoints that
-    were refused. ``made``: the manifest of complete weights that mindresume wrote.
+    Args:
+        weights: view of its tensors.
+        state: training state; None if the checkpoint does not say which step it is.
+        name: the parts of its file names; None for names of another form.
+        identity: a value for JSON, equal for equal bytes as far as that is known without reading them.
+        what: a description for messages.
+        folder: the root, into which nothing is written; None for a single file.
+        refused: newer checkpoints that were refused.
+        made: the manifest of complete weights that mindresume wrote.
     """
     weights: CheckpointView
     state: TrainingState | None
@@ -73,45 +78,49 @@ class OpenCheckpoint:
         return self.candidate is not None and bool(self.candidate.iteration_dir)
 
 
-Keep = Callable[[str, Candidate], None]
+OnOpen = Callable[[str, Candidate], None]       # (root, candidate), before the files of the candidate are read
 
 
 class _Gone(MissingCheckpointError):
-    """A job has removed the checkpoint, or renamed it at its commit: the folder must be scanned again."""
+    """A job removed the checkpoint, or renamed it at its commit: the folder must be scanned again."""
 
 
 @contextmanager
 def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
                   emit: Emit = ignore) -> Iterator[OpenCheckpoint]:
     """Opens a checkpoint as ``open_checkpoint`` does, and holds a read lock until the end of the block, so that neither a job nor
-    ``prune`` removes it. On a read-only folder it is read without the lock, and a warning is emitted."""
+    ``prune`` removes it. A read-only folder is read without the lock, with a warning."""
     held: list[Lease] = []
 
-    def leave() -> None:
+    def release() -> None:
         while held:
             held.pop().release()
 
-    def keep(root: str, candidate: Candidate) -> None:
-        leave()
+    def hold(root: str, candidate: Candidate) -> None:
+        release()
         lease = hold_candidate(storage, root, candidate, emit)
         if lease is not None:
             held.append(lease)
 
     try:
-        yield open_checkpoint(storage, path, step, strategy, keep)
+        yield open_checkpoint(storage, path, step, strategy, hold)
     finally:
-        leave()
+        release()
 
 
 def hold_candidate(storage: Storage, root: str, candidate: Candidate, emit: Emit = ignore) -> Lease | None:
-    """Acquires a read lock, which keeps jobs and ``prune`` from removing a checkpoint until its ``leave()``. None where nothing
-    removes it, and, with a warning, where nothing can be written. MissingCheckpointError if it is gone already."""
+    """Acquires a read lock, which keeps jobs and ``prune`` from removing a checkpoint until it is released. Returns None for a
+    checkpoint that nothing removes, and, with a warning, if the lock cannot be written.
+
+    Raises:
+        MissingCheckpointError: the checkpoint was removed already.
+    """
     if candidate.origin != OURS or not candidate.commit_dir:    # mindresume never removes it
         return None
     try:
         lease = acquire_read_lock(storage, root, candidate.name, candidate.commit_dir)
     except OSError as error:
-        emit(warning(f"step {candidate.step} of {root} cannot be held while it is read, and may be removed: {error}"))
+        emit(warning(f"step {candidate.step} of {root} is read without a lock and may be removed meanwhile: {error}"))
         return None
     if lease is None:
         raise _Gone(f"step {candidate.step} of {root} was removed before it could be read")
@@ -119,33 +128,33 @@ def hold_candidate(storage: Storage, root: str, candidate: Candidate, emit: Emit
 
 
 def open_checkpoint(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
-                    keep: Keep = lambda root, candidate: None) -> OpenCheckpoint:
+                    on_open: OnOpen = lambda root, candidate: None) -> OpenCheckpoint:
     """Opens a checkpoint. Checks headers and records, and reads no tensor.
 
     Args:
-        step: which one of several, by default the newest complete one.
+        step: the step to open; None: the newest that can be used. If several runs saved it, the newest save that can be used.
         strategy: file or folder, required for checkpoints that mindformers wrote on several ranks, unless the folder
             ``strategy`` lies beside them.
-        keep: ``keep(root, candidate)`` is called before the files of a checkpoint are read.
-
-    Raises: MissingCheckpointError, NoUsableCheckpointError, StrategyError, CorruptFileError.
+        on_open: is called before the files of a checkpoint are read.
+    Raises:
+        MissingCheckpointError, NoUsableCheckpointError, StrategyError, CorruptFileError, LoadError.
     """
     if is_complete(storage, path):
         if strategy is not None:
-            raise ConfigError(f"{path} holds complete weights, which no strategy cuts; leave {strategy} away")
+            raise ConfigError(f"{path} holds complete weights, which have no layout; remove the strategy {strategy}")
         return open_complete(storage, path, step)
-    for left in reversed(range(_TRIES)):
+    for tries_left in reversed(range(_TRIES)):
         try:
-            return _newest(storage, path, step, strategy, keep)
+            return _open_newest(storage, path, step, strategy, on_open)
         except _Gone:
-            if not left:
+            if not tries_left:
                 raise
     raise AssertionError
 
 
-def _newest(storage: Storage, path: str, step: int | None, strategy: str | None, keep: Keep) -> OpenCheckpoint:
-    """Opens the newest candidate that can be used. _Gone if the folder changes meanwhile."""
-    found, insists = find_candidates(storage, path)
+def _open_newest(storage: Storage, path: str, step: int | None, strategy: str | None, on_open: OnOpen) -> OpenCheckpoint:
+    """Opens the newest candidate that can be used. Raises _Gone if the folder changes meanwhile."""
+    found, is_explicit = find_candidates(storage, path)
     if found.fresh_start_refusal:
         raise MissingCheckpointError(found.fresh_start_refusal)
     wanted = [c for c in found.candidates if step is None or c.step == step]
@@ -155,36 +164,43 @@ def _newest(storage: Storage, path: str, step: int | None, strategy: str | None,
     refused: list[Refusal] = []
     for candidate in wanted:
         try:
-            keep(found.root, candidate)
+            on_open(found.root, candidate)
             return replace(open_candidate(storage, found.root, candidate, strategy), refused=tuple(refused), notes=found.notes)
         except _Gone:
             raise
         except MindResumeError as error:
             if candidate.commit_dir and storage.status(candidate.commit_dir) is None:
                 raise _Gone(f"step {candidate.step} of {found.root} was removed while it was opened") from error
-            if insists or step is not None or len(wanted) == 1:
+            if is_explicit or len(wanted) == 1 or step is not None and isinstance(error, (ConfigError, StrategyError)):
                 raise
             refused.append(candidate.refuse(str(error)))
-    raise NoUsableCheckpointError(f"{path} holds checkpoints, but none can be used:\n"
-                                  + "\n".join(f"  {refusal}" for refusal in refused), refused)
+    what = "checkpoints" if step is None else f"saves of step {step}"
+    table = "\n".join(f"  {refusal}" for refusal in refused)
+    raise NoUsableCheckpointError(f"{path} holds {what}, but none can be used:\n{table}", refused)
 
 
 def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: str | None = None) -> OpenCheckpoint:
-    """One saved step of rank folders."""
+    """Opens one saved step.
+
+    Raises:
+        NoUsableCheckpointError: the scan found a problem.
+        CorruptFileError, LoadError: a file is damaged, or a piece of a tensor is missing.
+        ConfigError, StrategyError: the strategy is missing, superfluous or does not fit.
+    """
     if candidate.problem is not None and not is_without_step(candidate):
         raise NoUsableCheckpointError(f"{root}: {candidate.problem}", (candidate.problem,))
     identity = identity_of(storage, root, candidate)
     if candidate.iteration_dir and strategy is not None:
-        raise ConfigError(f"{os.path.join(root, candidate.iteration_dir)} knows its layouts; leave {strategy} away")
+        raise ConfigError(f"{os.path.join(root, candidate.iteration_dir)} holds its layouts; remove the strategy {strategy}")
     layouts = None if candidate.iteration_dir else strategy_for(storage, root, candidate, strategy, identity)
     candidate = with_world_size(root, candidate, layouts)
-    known = MetadataVerifier(storage, root, candidate)
-    proofs = parallel(storage, lambda rank: verify_rank(storage, root, candidate, rank, full=False, metadata=known),
+    metadata = MetadataVerifier(storage, root, candidate)
+    shards = parallel(storage, lambda rank: verify_rank(storage, root, candidate, rank, full=False, metadata=metadata),
                       sorted(candidate.files))
-    for proof in proofs:
-        if isinstance(proof, Refusal):
-            raise CorruptFileError(os.path.join(root, proof.file or ""), str(proof))
-    source = checkpoint_of(storage, root, candidate, layouts, identity, proofs[0].scalars)
+    for shard in shards:
+        if isinstance(shard, Refusal):
+            raise CorruptFileError(os.path.join(root, shard.file or ""), str(shard))
+    source = checkpoint_of(storage, root, candidate, layouts, identity, shards[0].scalars)
     check_all_pieces(source.weights)
     check_replicas(source.weights)
     return source
@@ -192,8 +208,13 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
 
 def checkpoint_of(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None, identity: Any,
               scalars: Mapping[str, Any]) -> OpenCheckpoint:
-    """Opens a candidate that was verified; its number of ranks must be known (``with_world_size``). ``scalars``: counters of its
-    first file, for one without records. StrategyError, LoadError: see ``view_of_rank_folders``."""
+    """Opens a verified candidate whose number of ranks is known (``with_world_size``).
+
+    Args:
+        scalars: counters of its first file, for a candidate without records.
+    Raises:
+        StrategyError, LoadError: see ``view_of_rank_folders``.
+    """
     name = parse_name(os.path.basename(candidate.first.path))
     state = candidate.state or state_of(scalars, name)
     if candidate.iteration_dir:
@@ -205,8 +226,8 @@ def checkpoint_of(storage: Storage, root: str, candidate: Candidate, strategy: S
 
 
 def with_world_size(root: str, candidate: Candidate, strategy: Strategy | None) -> Candidate:
-    """Returns the candidate with the number of ranks of the strategy, where the scan could only count files. StrategyError if
-    there are files of more ranks."""
+    """Returns the candidate with the number of ranks of the strategy, if the scan could only count files. StrategyError if there
+    are files of more ranks."""
     if candidate.origin == OURS or strategy is None:
         return candidate
     beyond = [rank for rank in candidate.files if rank >= strategy.world_size]
@@ -217,8 +238,8 @@ def with_world_size(root: str, candidate: Candidate, strategy: Strategy | None) 
 
 
 def open_complete(storage: Storage, path: str, step: int | None = None) -> OpenCheckpoint:
-    """Opens complete weights, of MindSpore or Hugging Face. Errors as of ``read_complete``; CorruptFileError if mindresume wrote
-    them with other tensors."""
+    """Opens complete weights of MindSpore or Hugging Face. Raises the errors of ``read_complete``, and CorruptFileError if
+    mindresume wrote other tensors."""
     found = read_complete(storage, path)
     state = state_of(found.scalars, None)
     if step is not None and (state is None or state.step != step):
@@ -235,14 +256,15 @@ def open_complete(storage: Storage, path: str, step: int | None = None) -> OpenC
 
 
 def check_all_pieces(weights: CheckpointView) -> None:
-    """Reads every header. Raises LoadError or CorruptFileError unless every piece of every tensor is in some file."""
+    """Reads every header. Raises LoadError or CorruptFileError if a piece of a tensor is in no file."""
     for tensor in weights.tensors.values():
         for cut in tensor.cuts(whole(tensor.shape)):
             weights.locate(tensor.name, cut)
 
 
 def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState | None:
-    """Returns the state by the counters in a file of mindformers, None without a step. ``name`` tells the steps per epoch."""
+    """Returns the state by the counters in a file of mindformers; None without a step. ``name`` holds epoch and step of the
+    epoch."""
     step = scalars.get("step_num")
     if not is_count(step, 1):
         return None

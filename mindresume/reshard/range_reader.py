@@ -24,7 +24,7 @@ from mindresume.storage.interface import Storage
 from mindresume.tensor_files import TensorEntry
 from mindresume.tensor_files.header import DTYPES
 
-MOST_OPEN = 256             # files at once: a checkpoint may have thousands, the limit of a process is often 1,024
+MAX_OPEN = 256              # files at once: a checkpoint may have thousands, the limit of a process is often 1,024
 SHORT_RUN = 256             # bytes: for shorter runs, reading the gaps between them too is cheaper than a call for each, ...
 MOST_SPAN = 4               # ... while runs and gaps together are at most so many times the bytes of the runs
 SHORT_ROW = 64 << 10        # bytes: as SHORT_RUN, within matrices of composed tensors, which have thousands of short runs
@@ -37,9 +37,14 @@ OnRead = Callable[[str, PieceLocation, int, memoryview], None]
 
 class ComposedCut(NamedTuple):
     """Describes, like ``Cut``, a part of a wanted region, for tensors that are composed of others. The part lies in one piece of
-    the tensor ``source``, of ``dtype``. ``local``: its indices in that ``piece``, by dimension, counted from the first element of
-    the piece; only those of the first dimension may have gaps. ``transposed``: the two dimensions are exchanged. ``target``: its
-    slices in the wanted region. Values are converted (``cast``) if the wanted tensor has another dtype."""
+    the tensor ``source``. Values are converted (``cast``) if the wanted tensor has another dtype.
+
+    Args:
+        dtype: dtype of ``source``.
+        local: indices of the part by dimension, from the first element of the piece; only the first dimension may have gaps.
+        target: slices of the part in the wanted region.
+        transposed: the two dimensions are exchanged.
+    """
     piece: Region
     holders: Sequence[int]
     source: str
@@ -52,7 +57,7 @@ class ComposedCut(NamedTuple):
 class OpenFiles:
     """Keeps files open for positioned reads, at most ``most`` at once besides those in use. ``bytes_read`` counts all reads."""
 
-    def __init__(self, storage: Storage, most: int = MOST_OPEN):
+    def __init__(self, storage: Storage, most: int = MAX_OPEN):
         self.storage, self.most, self.bytes_read = storage, most, 0
         self._open: OrderedDict[str, list] = OrderedDict()          # path: [file, number of users]
         self._lock = threading.Lock()
@@ -64,8 +69,8 @@ class OpenFiles:
             while out:
                 found = os.preadv(handle, [out], position)
                 if not found:
-                    raise CorruptFileError(path, f"the file ends at byte {position}, needed are {len(out)} bytes from there: cut "
-                                                 f"short since its header was read")
+                    raise CorruptFileError(path, f"the file ends at byte {position}, {len(out)} bytes are expected from there: "
+                                                 f"truncated since its header was read")
                 position, out = position + found, out[found:]
         with self._lock:
             self.bytes_read += count
@@ -106,10 +111,14 @@ def bits_dtype(dtype: str) -> np.dtype:
 
 def gather(weights: CheckpointView, files: OpenFiles, name: str, region: Region, out: np.ndarray, staging: np.ndarray,
            on_read: OnRead | None = None) -> None:
-    """Reads ``region`` of a tensor into ``out``, which has its shape and its ``bits_dtype``. ``staging``: a buffer of at least as
-    many bytes as ``out``. ``on_read(tensor, location, first byte in the piece, bytes)`` is called with each contiguous range of a
-    piece that was read; its memory is valid until the next ``gather`` with the same ``out`` and ``staging``. It is not called for
-    ``ComposedCut``."""
+    """Reads ``region`` of a tensor into ``out``.
+
+    Args:
+        out: array of the shape of the region and of its ``bits_dtype``.
+        staging: a buffer of at least as many bytes as ``out``.
+        on_read: is called with (tensor, location, first byte in the piece, bytes) for each contiguous range of a piece, not for
+            ``ComposedCut``. The bytes are valid until the next ``gather`` with the same ``out`` and ``staging``.
+    """
     used = 0
     for cut in weights.tensors[name].cuts(region):
         place = weights.locate(name, cut)

@@ -25,8 +25,14 @@ from mindresume.tensor_files.header import DTYPES
 
 
 def view_of_rank_folders(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None = None) -> CheckpointView:
-    """Views rank folders. ``strategy``: required for checkpoints that mindformers wrote on several ranks; where records hold the
-    layouts it must agree with them. StrategyError that names the tensors whose layout is unknown or does not fit."""
+    """Views rank folders.
+
+    Args:
+        strategy: required for checkpoints that mindformers wrote on several ranks. If records hold the layouts, it must agree.
+    Raises:
+        StrategyError: names the tensors whose layout is unknown or does not fit.
+        LoadError: all files of a pipeline stage are missing, or the only file with some tensor is.
+    """
     if strategy is not None and strategy.world_size != candidate.world_size:
         raise StrategyError(f"{strategy.source}: a strategy of {strategy.world_size} ranks ({len(strategy.stages)} stages of "
                             f"{strategy.stage_size}), the checkpoint {root}, step {candidate.step}, is of {candidate.world_size}")
@@ -38,7 +44,7 @@ def view_of_rank_folders(storage: Storage, root: str, candidate: Candidate, stra
 
 
 class _RankFolders:
-    """Finds tensors and layouts of rank folders. Reads one header (and record) a stage; more only after redundancy removal."""
+    """Finds tensors and layouts of rank folders. Reads one header (and record) per stage; more only after redundancy removal."""
 
     def __init__(self, storage: Storage, root: str, candidate: Candidate):
         self.storage, self.root, self.candidate = storage, root, candidate
@@ -104,7 +110,7 @@ class _RankFolders:
         return found
 
     def _stage_size(self) -> int:
-        """Returns the ranks a stage, by the records; those of the job if no record has a layout."""
+        """Returns the number of ranks of a stage, by the records; of the job, if no record has a layout."""
         for rank in self.candidate.files:
             details = self.details(rank)
             sizes = {row.layout.stage_size for row in details.tensors.values() if row.layout} if details else set()
@@ -118,7 +124,7 @@ class _RankFolders:
 
     def _held(self, first: int, size: int, named: Collection[str]) -> dict[str, tuple[int, str, tuple[int, ...]]]:
         """Returns {tensor: (rank, dtype, local shape)} of a stage. All its ranks hold the same names, unless redundancy was
-        removed: a safetensors file says so; of a ckpt file it is assumed if a tensor of the strategy (``named``) is missing."""
+        removed. A safetensors file says so; for a ckpt file it is assumed if a tensor of the strategy (``named``) is missing."""
         one = next((rank for rank in range(first, first + size) if self.header(rank) is not None), None)
         if one is None:
             raise LoadError(f"{self.root}, step {self.candidate.step}: the files of all ranks from {first} to "
@@ -137,7 +143,7 @@ class _RankFolders:
         return found
 
     def _check_lost(self, first: int, size: int, given: Mapping[str, TensorLayout] | None, found: Mapping[str, Tensor]) -> None:
-        """Raises LoadError if a tensor of this stage, by its records or the strategy, was only in files that are missing."""
+        """Raises LoadError if the records or the strategy name a tensor of this stage that only missing files held."""
         gone = [rank for rank in range(first, first + size) if self.header(rank) is None] if self._read_all(first, size) else []
         for rank in gone:
             details = self.details(rank)

@@ -1,4 +1,4 @@
-"""Reads into memory the regions that one rank of a training needs, from a checkpoint of any layout, and no byte more.
+"""Reads into memory exactly the regions that one rank of a training needs, from a checkpoint of any layout.
 
     regions = wanted_regions(weights, wanted, layouts, rank)
     arrays = read_regions(weights, regions)
@@ -27,7 +27,7 @@ WORKERS = 4                 # threads: reading mostly waits
 def wanted_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int, ...], str]],
                    layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int,
                    may_miss: Callable[[str], bool] = is_transient, allow: bool = False) -> dict[str, Region]:
-    """Returns {tensor: region} of what this rank loads.
+    """Returns {tensor: region} for the tensors that this rank loads.
 
     Args:
         wanted: {name: (shape, dtype)} of the parameters of this rank.
@@ -35,8 +35,9 @@ def wanted_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int
         may_miss: whether the checkpoint may lack a parameter.
         allow: whether the error says how to load without the missing parameters.
 
-    Raises: LoadError that names every parameter that the checkpoint lacks or holds in another global shape or dtype. A counter
-    may have another number of dimensions.
+    Raises:
+        LoadError: names every parameter that the checkpoint lacks or holds in another global shape or dtype. A counter may have
+            another number of dimensions.
     """
     regions: dict[str, Region] = {}
     problems, missing = [], []
@@ -70,8 +71,11 @@ def bytes_of(weights: CheckpointView, regions: Mapping[str, Region]) -> int:
 
 def read_regions(weights: CheckpointView, regions: Mapping[str, Region], workers: int = WORKERS, traffic: Traffic | None = None
                  ) -> dict[str, np.ndarray]:
-    """Returns {name: array} of the regions. A piece that is read as a whole is compared with its recorded checksum.
-    CorruptFileError, LoadError or OSError."""
+    """Returns {name: array} of the regions. Pieces that are read as a whole are compared with their recorded checksums.
+
+    Raises:
+        CorruptFileError, LoadError, OSError.
+    """
     room = ThreadBuffer()
 
     def read(files: OpenFiles, name: str, region: Region) -> tuple[np.ndarray, int]:
@@ -79,13 +83,14 @@ def read_regions(weights: CheckpointView, regions: Mapping[str, Region], workers
         out, staging, sources = np.empty(shape_of(region), dtype), room.buffer, SourceChecksums()
         for block in blocks(out.shape, max(TILE // dtype.itemsize, 1)):
             part = tuple((low + start, low + stop) for (start, stop), (low, _) in zip(block, region, strict=True))
-            _pass(weights, files, name, part, view(out, block), staging, sources)
+            _gather_and_hash(weights, files, name, part, view(out, block), staging, sources)
         return out.view(DTYPES[weights.tensors[name].dtype]), sources.verified
     return _each(weights, regions, read, workers, traffic or Traffic())
 
 
 def check_tensors(weights: CheckpointView, names: Iterable[str], workers: int = WORKERS, traffic: Traffic | None = None) -> None:
-    """Reads whole tensors, compares every piece with its recorded checksum, and keeps nothing. Errors as of ``read_regions``."""
+    """Reads whole tensors and compares every piece with its recorded checksum. Keeps nothing. Raises the errors of
+    ``read_regions``."""
     buffers, room = ThreadBuffer(), ThreadBuffer()
 
     def read(files: OpenFiles, name: str, region: Region) -> tuple[np.ndarray, int]:
@@ -94,19 +99,19 @@ def check_tensors(weights: CheckpointView, names: Iterable[str], workers: int = 
         buffer = buffers.buffer[:most * dtype.itemsize].view(dtype)
         for block in blocks(shape_of(region), most):
             out = buffer[:elements(block)].reshape(shape_of(block))
-            _pass(weights, files, name, block, out, staging, sources)
+            _gather_and_hash(weights, files, name, block, out, staging, sources)
         return buffer[:0], sources.verified
     _each(weights, {name: whole(weights.tensors[name].shape) for name in names}, read, workers, traffic or Traffic())
 
 
 class ThreadBuffer(threading.local):
-    """Holds one buffer of a tile a thread, which is reused: new memory costs more than the read into it."""
+    """Holds one buffer of a tile per thread. It is reused, because new memory costs more than the read into it."""
 
     def __init__(self) -> None:
         self.buffer = np.empty(TILE, np.uint8)
 
 
-def _pass(weights: CheckpointView, files: OpenFiles, name: str, part: Region, out: np.ndarray, staging: np.ndarray,
+def _gather_and_hash(weights: CheckpointView, files: OpenFiles, name: str, part: Region, out: np.ndarray, staging: np.ndarray,
           sources: SourceChecksums) -> None:
     seen: list[tuple[str, PieceLocation, int, memoryview]] = []
     gather(weights, files, name, part, out, staging, lambda *row: seen.append(row))

@@ -1,8 +1,8 @@
-"""Finds the strategy that a checkpoint was saved with, although the next job overwrites its files.
+"""Finds the strategy with which a checkpoint was saved, although the next job overwrites its files.
 
-mindformers writes the strategy of every job to ``output/strategy``, over that of the job before. So before a training in another
-layout is compiled, that folder is renamed (``set_aside``) to one named after its content, with a mark that says which checkpoint
-it was needed for. When the same command starts again, ``strategy_for`` finds it there.
+mindformers writes the strategy of every job to ``output/strategy`` and overwrites the one of the job before. So before a training
+in another layout is compiled, that folder is renamed (``set_aside``) to a name with a hash of its content, and a mark in it names
+the checkpoint that needed it. When the same command starts again, ``strategy_for`` finds it there.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mindresume.storage.interface import Storage
 from mindresume.storage.operations import read_json
 from mindresume.tensor_files import CHUNK
 
-MARK = "used_for.json"              # in a folder that was set aside: identities of checkpoints it is the strategy of
+MARK = "used_for.json"              # in a folder that was set aside: identities of the checkpoints that need it
 MAX_MARK = 64 << 20                 # bytes: a checkpoint has 35 a rank
 
 
@@ -44,14 +44,23 @@ def file_identity(storage: Storage, path: str) -> list[Any]:
 
 
 def strategy_for(storage: Storage, root: str, candidate: Candidate, given: str | None, identity: Any) -> Strategy | None:
-    """The strategy given, or for what mindformers wrote that in the folder beside, where it looks itself (also for the file of
-    one rank: it may be the only one left). If that was set aside for this very checkpoint, the one set aside. None if nobody says
-    one. StrategyError."""
-    path = _place(storage, root, candidate, given, lambda: identity)
+    """Returns the strategy of the job that saved ``candidate``; None if it is not known.
+
+    This is the strategy ``given``; else, for a checkpoint of mindformers, the one in the folder ``strategy`` beside it, where
+    mindformers looks too (also for a file of one rank: it may be the only one left). If that folder was set aside for this very
+    checkpoint, the strategy in the renamed folder is used.
+
+    Args:
+        identity: identity of the checkpoint (``identity_of``).
+    Raises:
+        StrategyError: the files cannot be read.
+    """
+    path = _find_strategy(storage, root, candidate, given, lambda: identity)
     return None if path is None else read_strategy(path, storage)
 
 
-def _place(storage: Storage, root: str, candidate: Candidate, given: str | None, identity: Callable[[], Any]) -> str | None:
+def _find_strategy(storage: Storage, root: str, candidate: Candidate, given: str | None,
+                   identity: Callable[[], Any]) -> str | None:
     if given is None and candidate.origin == OURS:
         return None
     path = (given or os.path.join(os.path.dirname(os.path.abspath(root)), "strategy")).rstrip("/")
@@ -83,8 +92,8 @@ def own_strategy(weights: CheckpointView) -> Strategy | None:
 
 
 def strategy_lookup(storage: Storage, given: str | None = None) -> Callable[[str, Candidate], Strategy | None]:
-    """A function that tells (root, candidate) which strategy the job had that saved it, as ``strategy_for``: None if none says
-    so, or it cannot be read. It reads each folder once: ask for a new function when the files may have changed."""
+    """Returns a function that maps (root, candidate) to the strategy of the job that saved it, as ``strategy_for``; None if it is
+    not known or cannot be read. The function reads each folder once: make a new one when the files may have changed."""
     @cache
     def read(path: str) -> Strategy | None:
         try:
@@ -94,7 +103,7 @@ def strategy_lookup(storage: Storage, given: str | None = None) -> Callable[[str
 
     def strategy_of(root: str, candidate: Candidate) -> Strategy | None:
         try:
-            path = _place(storage, root, candidate, given, lambda: identity_of(storage, root, candidate))
+            path = _find_strategy(storage, root, candidate, given, lambda: identity_of(storage, root, candidate))
         except OSError:
             return None
         return None if path is None else read(path)
@@ -102,9 +111,14 @@ def strategy_lookup(storage: Storage, given: str | None = None) -> Callable[[str
 
 
 def set_aside(storage: Storage, folder: str, used: Strategy | None = None, identity: Any = None) -> str:
-    """Renames a folder of strategy files, which the compiler would write over. ``used``, ``identity``: the strategy that was read
-    for a checkpoint, and which one; if it was read in this folder, a mark remembers it. Returns the new name; empty if there is
-    nothing to keep."""
+    """Renames a folder of strategy files, which the compiler would overwrite.
+
+    Args:
+        used: the strategy that was read for a checkpoint. If it was read from this folder, a mark names the checkpoint.
+        identity: identity of that checkpoint.
+    Returns:
+        The new name; empty if there is nothing to keep.
+    """
     content, found = xxhash.xxh3_64(), False
     for name in storage.list(folder):
         path = os.path.join(folder, name)
@@ -134,12 +148,14 @@ def set_aside(storage: Storage, folder: str, used: Strategy | None = None, ident
 
 
 def _kept(storage: Storage, folder: str) -> list[str]:
+    """Returns the folders that ``set_aside`` made of ``folder``."""
     parent, name = os.path.split(os.path.abspath(folder))
     pattern = re.compile(re.escape(name) + "_[0-9a-f]{8}")
     return [os.path.join(parent, other) for other in storage.list(parent) if pattern.fullmatch(other)]
 
 
 def _marked(storage: Storage, kept: str) -> list[Any]:
+    """Returns the identities of the checkpoints that need this folder."""
     try:
         found = read_json(storage, os.path.join(kept, MARK), MAX_MARK)
     except (OSError, ValueError):

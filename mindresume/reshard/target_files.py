@@ -1,4 +1,5 @@
-"""Plans the content of the files of a conversion: for the ranks of another job, or complete weights.
+"""Plans the files of a conversion, and which region of which tensor each holds: for the ranks of another job, or complete
+weights.
 
     files = rank_files(weights, strategy, name=lambda rank: f"rank_{rank}/...", fmt="safetensors")
     files, index = complete_files(weights, HUGGINGFACE, part_bytes=3 << 30)
@@ -25,7 +26,7 @@ from mindresume.tensor_files.header import DTYPES
 
 PART_BYTES = 3 << 30                # bytes of a part of complete weights, as of MindSpore's unified_safetensors
 METADATA = {"format": "ms"}
-IN_COMMON = frozenset(SCALARS) - {"global_step"}       # which is a parameter of the optimizer
+IN_COMMON = frozenset(SCALARS) - {"global_step"}       # global_step is a parameter of the optimizer
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ def in_order(names: Any, tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[str, Region]]:
-    """Returns {tensor: region} of each rank of the target. ``strategy`` None: one rank that holds everything. StrategyError that
-    names a tensor which no stage holds, which the weights lack, or whose shape does not divide."""
+    """Returns {tensor: region} for each rank of the target. ``strategy`` None: one rank that holds everything. StrategyError
+    names a tensor that no stage holds, that the weights lack, or whose shape does not divide."""
     tensors = weights.tensors
     counters = {name: whole(tensor.shape) for name, tensor in tensors.items() if tensor.is_counter}
     if strategy is None:
@@ -73,7 +74,7 @@ def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[st
 
 
 def check_names(weights: CheckpointView, strategy: Strategy) -> None:
-    """Raises StrategyError if a tensor would be lost, or is missing (``names.missing_parameters``)."""
+    """Raises StrategyError if a tensor would be lost, or is missing (``parameter_families.missing_parameters``)."""
     named = {name for stage in strategy.stages for name in stage}
     lost = [name for name, tensor in weights.tensors.items() if name not in named and not tensor.is_counter]
     if lost:
@@ -92,7 +93,8 @@ def _is_no_parameter(name: str, layout_known: bool, elements: int) -> bool:
 
 def rank_files(weights: CheckpointView, strategy: Strategy | None, path: Callable[[int], str], fmt: str,
                metadata: Mapping[str, str] = METADATA) -> list[TargetFile]:
-    """Returns one file a rank. StrategyError as of ``holdings``; ConfigError for a dtype that the format cannot hold."""
+    """Returns one file per rank. Raises StrategyError as ``holdings``, and ConfigError for a dtype that the format cannot
+    hold."""
     files = [TargetFile(path(rank), fmt, holds, metadata) for rank, holds in enumerate(holdings(weights, strategy))]
     for file in {tuple(file.holds): file for file in files}.values():
         try:
@@ -104,8 +106,8 @@ def rank_files(weights: CheckpointView, strategy: Strategy | None, path: Callabl
 
 def iteration_files(weights: CheckpointView, strategy: Strategy | None, path: Callable[[str, int, int], str],
                     metadata: Mapping[str, str]) -> list[TargetFile]:
-    """Returns two files a rank, in turn: the network's weights, and the rest, at ``path(kind, rank, ranks)``; without the
-    counters that Checkpoint 2.0 keeps in ``common.json``. Errors as of ``rank_files``."""
+    """Returns two files per rank, in turn: the network's weights and the rest, at ``path(kind, rank, ranks)``, without the
+    counters that Checkpoint 2.0 keeps in ``common.json``. Raises the errors of ``rank_files``."""
     model = model_names(weights.tensors)
     all_holdings = holdings(weights, strategy)
     found = []
@@ -118,7 +120,8 @@ def iteration_files(weights: CheckpointView, strategy: Strategy | None, path: Ca
 
 
 def model_names(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Returns the tensors of the network: no counters, and none named after another one (``adam_m.`` and its name)."""
+    """Returns the tensors of the network: no counters, and no optimizer states (named ``adam_m.`` and the name of a
+    parameter)."""
     return {name for name, tensor in tensors.items() if not tensor.is_counter and name not in SCALARS
             and not any(rest in tensors for _, rest in prefix_splits(name))}
 
@@ -149,4 +152,5 @@ def complete_files(weights: CheckpointView, kind: str, part_bytes: int = PART_BY
 
 
 def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Region]:
+    """Returns the whole region of each tensor."""
     return {name: whole(tensor.shape) for name, tensor in tensors.items()}

@@ -1,5 +1,5 @@
-"""Starts and watches the processes of the reference engine (``mindresume.mindformers.transform_worker``), without mindspore in
-this one."""
+"""Starts and monitors the processes of the reference engine (``mindresume.mindformers.transform_worker``). This process does not
+import mindspore."""
 from __future__ import annotations
 
 import os
@@ -13,28 +13,28 @@ from pathlib import Path
 from mindresume.errors import EngineError
 
 COMMAND = (sys.executable, "-m", "mindresume.mindformers.transform_worker")
-PAUSE = 0.05                # seconds between two looks at the processes
-LAST_LINES = 6              # of what a process said, in an error
-LAST_BYTES = 1 << 16        # in which they are looked for
+PAUSE = 0.05                # seconds between two polls of the processes
+LAST_LINES = 6              # lines of a process's output in an error
+LAST_BYTES = 1 << 16        # end of the output in which they are searched
 
 
 def run(jobs: Sequence[Sequence[str]], work: str, timeout: float, command: Sequence[str] = COMMAND) -> None:
-    """Starts one process for each list of jobs; what it says goes into ``work``. EngineError if one fails, or if ``timeout``
-    seconds have passed. No process, and nothing that one of them started, is left when this returns or raises."""
+    """Starts one process for each list of jobs and waits for all. Their output goes to log files in ``work``. EngineError if one
+    fails, or after ``timeout`` seconds. When this returns or raises, no process and no descendant of one is left."""
     path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *map(os.path.abspath, filter(None, sys.path))])
     environment = {"GLOG_v": "3", **os.environ, "PYTHONPATH": path}
     deadline = time.monotonic() + timeout
     running: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for number, files in enumerate(jobs):
-            with open(_log(work, number), "wb") as out:         # MindSpore leaves folders where it works, so: in work
+            with open(_log(work, number), "wb") as out:         # MindSpore leaves folders in its working directory
                 running[number] = subprocess.Popen([*command, *files], stdin=subprocess.PIPE, stdout=out, stderr=out,
                                                    env=environment, cwd=work, start_new_session=True)
         while running:
             for number, process in list(running.items()):
                 if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                     _end(running.pop(number))
-                    _judge(process.returncode, number, len(jobs), work)
+                    _check_status(process.returncode, number, len(jobs), work)
             if running and time.monotonic() > deadline:
                 late = next(iter(running))
                 raise failure(f"process {late + 1} of {len(jobs)} was not done after {timeout:.0f} s and was ended", work, late)
@@ -46,13 +46,14 @@ def run(jobs: Sequence[Sequence[str]], work: str, timeout: float, command: Seque
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and all of its group. It has not been waited for, so its number cannot belong to another."""
+    """Kills a process and its process group. It was not reaped, so its number cannot belong to another process."""
     os.killpg(process.pid, signal.SIGKILL)
     process.stdin.close()
     process.wait()
 
 
-def _judge(status: int, number: int, count: int, work: str) -> None:
+def _check_status(status: int, number: int, count: int, work: str) -> None:
+    """Raises EngineError unless a process ended with status 0."""
     if not status:
         return
     how = f"ended with status {status}"
@@ -62,7 +63,7 @@ def _judge(status: int, number: int, count: int, work: str) -> None:
 
 
 def failure(what: str, work: str, number: int = 0) -> EngineError:
-    """Returns an error with the last lines of that process."""
+    """Returns an error with the last lines of output of process ``number``."""
     try:
         with open(_log(work, number), "rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - LAST_BYTES, 0))

@@ -1,7 +1,7 @@
-"""Reads what mindformers' health monitor recorded: whether the local norm of the embedding was within its threshold.
+"""Reads the results of mindformers' health monitor: whether the local norm of the embedding was within its threshold.
 
-In Checkpoint 2.0 the state of a checkpoint holds it (``ckpt_status``). For rank folders there is a list in the output folder, one
-entry a save, which names the file of rank 0 (mindformers core/callback/callback.py, tools/resume_ckpt.py):
+In Checkpoint 2.0 the state of a checkpoint holds the result (``ckpt_status``). For rank folders, a list in the output folder has
+one entry per save, which names the file of rank 0 (mindformers core/callback/callback.py, tools/resume_ckpt.py):
 
     {output_dir}/health_ckpts.json      [{"is_health": 0, "ckpt_name": "llama2_7b_rank_0-2_5.safetensors"}, ...]
 
@@ -32,8 +32,8 @@ def add(storage: Storage, folder: str, name: str, health: int, tag: str) -> None
 
 
 def unhealthy_files(storage: Storage, folder: str) -> tuple[frozenset[str], str]:
-    """Returns the names in the list of ``folder`` whose newest entry is unhealthy, and why the list cannot be used (empty: it
-    can, or there is none). If it cannot, no name is returned."""
+    """Returns the names whose newest entry in the list of ``folder`` is unhealthy, and a problem. If the list cannot be used,
+    there are no names and the problem says why; else the problem is empty."""
     path = os.path.join(folder, LIST)
     if storage.status(path) is None:
         return frozenset(), ""
@@ -54,7 +54,8 @@ def read_list(storage: Storage, folder: str) -> list[Any]:
 
 
 def is_unhealthy(candidate: Candidate, names: Collection[str]) -> bool:
-    """Returns whether its own state or the list (``names`` of unhealthy files) says that it was unhealthy when it was saved."""
+    """Returns whether the candidate was unhealthy when it was saved, by its own state or by the list (``names`` of unhealthy
+    files)."""
     if candidate.state is not None and candidate.state.health:
         return True
     return not candidate.iteration_dir and any(os.path.basename(file.path) in names for file in candidate.all_files)

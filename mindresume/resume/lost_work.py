@@ -1,7 +1,7 @@
-"""Estimates the work that a resume lost: the steps that a job which died had done after the checkpoint that is loaded.
+"""Estimates the lost work of a resume: the steps that a job which died had done after the checkpoint that is loaded.
 
-A job that dies leaves its claim on the folder, with the step of its last heartbeat, and the folders of the saves it had begun. So
-the number is a lower bound: steps after both were not recorded.
+A job that dies leaves its lease on the folder, with the step of its last heartbeat, and the folders of saves that it had begun.
+Later steps were not recorded, so the number is a lower bound.
 """
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mindresume.storage.interface import Storage
 
 @dataclass(frozen=True)
 class LostWork:
-    """The work that was lost. ``steps``: lower bound, in the count of the job that died. ``since``: when the checkpoint was
-    saved, in seconds since 1970; None: not known."""
+    """The work that was lost. ``steps``: lower bound, as the job that died counted them. ``since``: time of the save of the
+    checkpoint in seconds since 1970; None: not known."""
     steps: int
     since: float | None
 
@@ -27,8 +27,8 @@ class LostWork:
 
 
 def find_lost_work(storage: Storage, root: str, chosen: Candidate) -> LostWork | None:
-    """Returns the work that the last job that saved below ``root`` had done after ``chosen``. None if that job ended normally, is
-    alive, or was not one of mindresume. Raises OSError."""
+    """Returns the work that the last job which saved below ``root`` had done after ``chosen``. None if that job ended normally,
+    is alive, or did not use mindresume. Raises OSError."""
     dead = [holder for holder in lease_holders(storage, root) if holder.purpose == SAVING and is_alive(holder) is not True]
     if not dead:
         return None

@@ -1,10 +1,10 @@
-"""Replaces ranks that wrote nothing: a job that was failing saved what its remaining ranks held.
+"""Completes a checkpoint whose job was failing: some ranks wrote nothing, the remaining ranks saved what they held.
 
 By the layouts, other ranks hold everything that such a rank held; otherwise the scan would have refused the checkpoint
-(``mindresume.formats.metadata_from_records.uncovered``). Only its random state is lost. The layouts are those of the records; for
-files of mindformers (MindIO TTP: only some of the ranks save) those of the strategy files. Whether the strategy belongs to the
-same job is not recorded, so tensors that are equal on two ranks by the strategy must have equal bytes (``differing_replica``).
-"""
+(``mindresume.formats.metadata_from_records.missing_slices``). Only its random state is lost. The layouts are those of the
+records; for files of mindformers (MindIO TTP: only some of the ranks save) those of the strategy files. Whether the strategy
+belongs to the same job is not recorded, so tensors that are equal on two ranks by the strategy must have equal bytes
+(``differing_replica``). """
 from __future__ import annotations
 
 import os
@@ -27,13 +27,13 @@ StrategyOf = Callable[[str, Candidate], Strategy | None]     # (root, candidate)
 
 
 def unknown_strategy(root: str, candidate: Candidate) -> Strategy | None:
-    """Returns None: a StrategyOf without strategy files."""
+    """Returns None: the ``StrategyOf`` of a job without strategy files."""
     return None
 
 
 def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, strategy_of: StrategyOf, world_size: int | None,
                            expected: int | None) -> tuple[Candidate, int | None]:
-    """Returns the candidate with its missing ranks in ``absent``, and the number of ranks that it must have.
+    """Returns the candidate with its ``missing_ranks``, and the number of ranks that it must have.
 
     Only checkpoints of mindformers without records are completed: where some of the ranks saved (MindIO TTP) and the strategy
     proves that they hold everything. If they do not, the candidate gets a problem that says what is missing.
@@ -85,7 +85,8 @@ def details_by_strategy(storage: Storage, root: str, candidate: Candidate, strat
 
 def replica_sources(rank: int, present: Iterable[int], world_size: int, details_of: Callable[[int], Details]
                     ) -> dict[str, tuple[int, TensorRecord]] | str:
-    """Returns for each tensor that ``rank`` held the rank that has it and its row there, or a phrase about what no rank has.
+    """Returns {tensor: (rank that holds a replica, its row there)} for the tensors that ``rank`` held; a phrase if no rank holds
+    one of them.
 
     Args:
         present: ranks that wrote.
@@ -111,8 +112,8 @@ def replica_sources(rank: int, present: Iterable[int], world_size: int, details_
 
 def differing_replica(storage: Storage, root: str, candidate: Candidate, rank: int, strategy: Strategy,
                       progress: Callable[[int], None] | None = None) -> str:
-    """Returns a sentence on a tensor of ``rank`` that differs from a copy on another rank, though by ``strategy`` both are equal:
-    the strategy then belongs to another job. Empty if there is none.
+    """Returns a sentence about a tensor of ``rank`` that differs from its replica on another rank, although they are equal by
+    ``strategy``: the strategy then belongs to another job. Empty if no tensor differs.
 
     Args:
         progress: receives the bytes that are read.
@@ -144,6 +145,7 @@ def differing_replica(storage: Storage, root: str, candidate: Candidate, rank: i
 
 def _holder(rank: int, first: int, name: str, row: TensorRecord, mates: list[int], details_of: Callable[[int], Details]
             ) -> int | None:
+    """Returns the first of ``mates`` that holds the same slice as ``rank``; None if none does."""
     if row.layout is None or row.global_shape is None:
         likely: Iterable[int] = mates
     else:

@@ -8,11 +8,11 @@ Steps, by the formulas of mindformers (trainer/utils.py:load_resume_context_from
 Data, by the position of the checkpoint in its data set, which does not depend on the batch size:
 
     data skip     = passes * steps of a pass + samples of the current pass / global batch size, rounded down
-                    or data_skip_steps, or 0 with ignore_data_skip: once, when the configuration first says so
+                    or data_skip_steps, or 0 with ignore_data_skip: once, when the configuration first requests it
     initial epoch = epochs before the data set + passes
 
 In sink mode an epoch of MindSpore is one sink. mindformers runs ``epochs * steps of a pass // sink size`` of them in all, counted
-by the data set of this run, whatever data earlier steps were trained on. So there
+by the data set of this run, even if earlier steps used other data. So there
 
     initial epoch = (epochs before the data set * steps of a pass + data skip) / sink size
 
@@ -40,15 +40,15 @@ class RunSettings:
         batch: global batch size in samples.
         size: steps of one pass over its data.
         sink_size: steps of a sink. None: not in sink mode.
-        identity: of its data set (``dataset.dataset_identity``). Empty: not known.
-        wish: where its data set is to begin, by the configuration.
-        epochs: passes that the configuration asks for. None: any number.
+        identity: identity of its data set (``dataset_fingerprint.dataset_identity``). Empty: not known.
+        data_request: where its data set starts, by the configuration.
+        epochs: passes that the configuration requests. None: any number.
     """
     batch: int | None
     size: int
     sink_size: int | None = None
     identity: Mapping[str, str] | None = None
-    wish: DataRequest = DataRequest()
+    data_request: DataRequest = DataRequest()
     epochs: int | None = None
 
 
@@ -63,10 +63,10 @@ class ResumeProgress:
         consumed: samples that the training has seen. None: not known.
         repeated: samples that will be seen a second time.
         changed: differences between the data set and that of the checkpoint, as phrases.
-        begins: the data begins as the configuration says, not at the position of the checkpoint.
-        again: ``begins``, and the configuration said the same for an earlier data set.
-        moved: passes by which a position between two passes was moved, because a sink must begin there. It affects only the order
-            of a shuffled data set.
+        starts_data_set: the data starts where the configuration says, not at the position of the checkpoint.
+        repeats_request: ``starts_data_set``, and the configuration said the same for an earlier data set.
+        moved_passes: passes by which a position between two passes was moved, because a sink must begin there. This affects only
+            the order of a shuffled data set.
     """
     initial_step: int
     initial_epoch: int
@@ -77,12 +77,12 @@ class ResumeProgress:
     consumed: int | None = None
     repeated: int = 0
     changed: tuple[str, ...] = ()
-    begins: bool = False
-    again: bool = False
-    moved: int = 0
+    starts_data_set: bool = False
+    repeats_request: bool = False
+    moved_passes: int = 0
 
 
-def data_wish(ignore: Any, skip: Any) -> DataRequest:
+def parse_data_request(ignore: Any, skip: Any) -> DataRequest:
     """Returns what ``ignore_data_skip`` and ``data_skip_steps`` ask for. Raises ConfigError for values of another kind."""
     if ignore not in (None, False, True):
         raise ConfigError(f"{IGNORE_KEY} is {ignore!r}; expected True or False")
@@ -93,7 +93,7 @@ def data_wish(ignore: Any, skip: Any) -> DataRequest:
 
 def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
     """Returns the counters of a run that continues after ``state``. Raises ProgressError if the checkpoint has less than one step
-    of the new run, or the data would have to begin within a sink."""
+    of the new run, or the data would start within a sink."""
     step, old = state.step, state.global_batch_size
     scale = Fraction(old, new.batch) if old and new.batch else Fraction(1)
     initial_step, global_step = int(step * scale), int(state.global_step * scale)
@@ -104,43 +104,43 @@ def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
     before = _position_of(state, new, initial_step)
     changed = tuple(dataset_differences(before.identity, new.identity or {}))
     identity = dict(new.identity or {}) or before.identity
-    declared = str(new.wish)
-    begins = bool(declared) and (declared != before.declared or bool(changed))
-    stands = _of_whole_sinks(before, state) if begins or changed else before
-    if begins:
+    declared = str(new.data_request)
+    starts = bool(declared) and (declared != before.declared or bool(changed))
+    start = _skip_partial_sink(before, state) if starts or changed else before
+    if starts:
         check_skip(new)
-        position, repeated = _beginning(new, stands.first_epoch + stands.passes), 0
+        position, repeated = _beginning(new, start.first_epoch + start.passes), 0
     else:
-        position, repeated = _rescaled(stands, new, old)
-    stood, position = position.passes, replace(_at_a_sink(position, new), identity=identity)
+        position, repeated = _rescaled(start, new, old)
+    passes, position = position.passes, replace(_align_to_sink(position, new), identity=identity)
     skip = position.steps(new.size, new.batch or 1)
-    _check_sink(skip, SKIP_KEY if begins else f"the data of step {initial_step}", new)
+    _check_sink(skip, SKIP_KEY if starts else f"the data of step {initial_step}", new)
     consumed = step * old if state.consumed is None and old else state.consumed
     return ResumeProgress(initial_step, _initial_epoch(position, skip, new), global_step, float(scale), position, skip, consumed,
-                          repeated, changed, begins, begins and declared == before.declared, position.passes - stood)
+                          repeated, changed, starts, starts and declared == before.declared, position.passes - passes)
 
 
 def fresh_position(new: RunSettings) -> tuple[DataPosition, int, int]:
-    """Returns for a run that does not resume where its data begins, the steps that are skipped for that, and the initial epoch.
-    Raises ProgressError if no data is left, or the data would have to begin within a sink."""
+    """Returns, for a run that does not resume: the position at which its data starts, the steps that are skipped for that, and
+    the initial epoch. Raises ProgressError if no data is left, or the data would start within a sink."""
     check_skip(new)
-    position = _at_a_sink(_beginning(new, 0), new)
+    position = _align_to_sink(_beginning(new, 0), new)
     skip = position.steps(new.size, new.batch or 1)
     _check_sink(skip, SKIP_KEY, new)
     return replace(position, identity=dict(new.identity or {})), skip, _initial_epoch(position, skip, new)
 
 
 def _beginning(new: RunSettings, epochs: int) -> DataPosition:
-    """Returns where the configuration lets a data set begin, after ``epochs`` epochs of the training. MindSpore makes as many
-    passes as there are epochs, so a skipped pass counts as an epoch only if it replaces one that is done."""
-    position = DataPosition().after(0 if new.wish.ignore else new.wish.skip or 0, new.size, new.batch or 1)
+    """Returns the position at which the configuration starts a data set after ``epochs`` epochs of the training. MindSpore runs
+    as many passes as epochs, so a skipped pass counts as an epoch only if it replaces a finished one."""
+    position = DataPosition().after(0 if new.data_request.ignore else new.data_request.skip or 0, new.size, new.batch or 1)
     passes = min(position.passes, epochs)
-    return replace(position, passes=passes, first_epoch=epochs - passes, declared=str(new.wish))
+    return replace(position, passes=passes, first_epoch=epochs - passes, declared=str(new.data_request))
 
 
 def check_skip(new: RunSettings) -> str:
     """Returns a warning if more than a pass is skipped, else an empty text. Raises ProgressError if no data would be left."""
-    skip, size, epochs = 0 if new.wish.ignore else new.wish.skip or 0, new.size, new.epochs
+    skip, size, epochs = 0 if new.data_request.ignore else new.data_request.skip or 0, new.size, new.epochs
     if epochs and skip and size * epochs - skip < (new.sink_size or 1):
         raise ProgressError(f"{SKIP_KEY} is {skip}; the data set has {size} steps, {epochs} passes over it have {size * epochs}: "
                             f"nothing of it would be left{', not even one sink' if skip < size * epochs else ''}. It counts "
@@ -151,7 +151,7 @@ def check_skip(new: RunSettings) -> str:
 
 
 def _position_of(state: TrainingState, new: RunSettings, initial_step: int) -> DataPosition:
-    """Returns the position that the checkpoint recorded. Without one, all of its steps are taken to be of one data set."""
+    """Returns the position that the checkpoint recorded. Without one, all of its steps are assumed to be of one data set."""
     if state.data is not None:
         return state.data
     if state.dataset_size and state.global_batch_size:
@@ -163,12 +163,12 @@ def _rescaled(position: DataPosition, new: RunSettings, old: int | None) -> tupl
     """Returns the position in whole steps of the new run, and the samples of the partial step that is left over."""
     batch = new.batch or old or 1
     steps, left = divmod(position.samples, batch)
-    if steps >= new.size:                                   # a pass has fewer steps now: its last samples are left out
+    if steps >= new.size:                                   # a pass has fewer steps now: skip its last samples
         return replace(position, passes=position.passes + 1, samples=0), 0
     return replace(position, samples=steps * batch), left
 
 
-def _of_whole_sinks(position: DataPosition, state: TrainingState) -> DataPosition:
+def _skip_partial_sink(position: DataPosition, state: TrainingState) -> DataPosition:
     """Moves a position in the last, partial sink of a pass to the next pass, because a training with that number of epochs ends
     before the partial sink (mindformers trainer/utils.py, check_runner_config)."""
     if not (state.sink_size and state.dataset_size and state.global_batch_size and position.samples):
@@ -177,8 +177,8 @@ def _of_whole_sinks(position: DataPosition, state: TrainingState) -> DataPositio
     return replace(position, passes=position.passes + 1, samples=0) if left < state.sink_size else position
 
 
-def _at_a_sink(position: DataPosition, new: RunSettings) -> DataPosition:
-    """Moves a position between two passes back to the next one at which a sink begins, within the passes that were trained."""
+def _align_to_sink(position: DataPosition, new: RunSettings) -> DataPosition:
+    """Moves a position between two passes back to the nearest one at which a sink begins, within the trained passes."""
     if not new.sink_size or position.samples or position.passes * new.size % new.sink_size == 0:
         return position
     epochs = max(position.first_epoch + position.passes, 0)
@@ -190,7 +190,7 @@ def _initial_epoch(position: DataPosition, skip: int, new: RunSettings) -> int:
     if not new.sink_size:
         return position.first_epoch + position.passes
     sinks, more = divmod(position.first_epoch * new.size + skip, new.sink_size)
-    rest = (new.epochs or 0) * new.size % new.sink_size             # of all passes: mindformers trains whole sinks
+    rest = (new.epochs or 0) * new.size % new.sink_size             # mindformers trains whole sinks only
     return sinks + (more > rest)
 
 

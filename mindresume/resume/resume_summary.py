@@ -1,4 +1,4 @@
-"""Summarizes a resume: each part of the training state is restored, recomputed, absent or changed. Collects warnings about it.
+"""Summarizes a resume: each part of the training state is restored, recomputed, absent or changed. Collects the warnings.
 
     step           restored    35
     data           recomputed  pass 4, behind 32 of 80 samples: 17 steps are skipped; 8 samples are seen again
@@ -31,7 +31,7 @@ def summary_rows(state: TrainingState, progress: ResumeProgress, new: RunSetting
     rows = [SummaryRow("step", how, _scaled(state.step, progress.initial_step, old, new.batch) if scaled else str(state.step))]
     if progress.consumed is not None:
         rows.append(SummaryRow("samples", RESTORED, f"{progress.consumed} seen"))
-    epoch = RECOMPUTED if progress.begins and new.sink_size else how
+    epoch = RECOMPUTED if progress.starts_data_set and new.sink_size else how
     rows += [SummaryRow("epoch", epoch, f"{progress.initial_epoch} done" + (" (an epoch is a sink)" if new.sink_size else "")),
              _data(state, progress, new), _data_set(state, progress)]
     rate = "position of the schedule: " + (_scaled(state.global_step, progress.global_step, old, new.batch) if scaled else
@@ -59,22 +59,22 @@ def format_summary(items: Sequence[SummaryRow]) -> str:
 def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) -> list[str]:
     """Returns the warnings of a resume. Raises ProgressError if the data set has changed, the configuration does not say so, and
     ``on_change`` is "error"."""
-    found = list(filter(None, [check_skip(new)])) if progress.begins else []
-    if progress.again:
+    found = list(filter(None, [check_skip(new)])) if progress.starts_data_set else []
+    if progress.repeats_request:
         found.append(f"{progress.position.declared} is still set, and the data set is not that of the checkpoint "
                      f"({'; '.join(progress.changed)}): it begins anew. Remove the key once a new data set has begun, if "
                      f"later changes are not to do that")
-    if progress.changed and not progress.begins:
+    if progress.changed and not progress.starts_data_set:
         what = f"the data set is not that of the checkpoint ({'; '.join(progress.changed)})"
         do = (f"If it is a new one, set {IGNORE_KEY}: True to start at its beginning, or {SKIP_KEY} to the number of its steps "
               f"that were trained already")
         if on_change == "error":
             raise ProgressError(f"{what}, and the configuration does not say so (mindresume.on_dataset_change: error). {do}")
         found.append(f"{what}; {progress.data_skip} steps of it are skipped as if it were. {do}")
-    if progress.moved and not progress.begins and not progress.changed:
+    if progress.moved_passes and not progress.starts_data_set and not progress.changed:
         place = progress.position.passes
         found.append(f"sink_size {new.sink_size} does not divide the {new.size} steps of a pass: the data goes on with pass "
-                     f"{place + 1} instead of {place - progress.moved + 1}. If it is shuffled, its order is that of this pass")
+                     f"{place + 1} instead of {place - progress.moved_passes + 1}. Shuffled data has the order of this pass")
     if progress.repeated:
         found.append(f"{progress.repeated} samples are seen again: the checkpoint stands within a step of global batch size "
                      f"{new.batch}, and steps are rounded down")
@@ -89,7 +89,7 @@ def _scaled(count: int, result: int, old: int | None, new: int | None) -> str:
 def _data(state: TrainingState, progress: ResumeProgress, new: RunSettings) -> SummaryRow:
     position, size = progress.position, new.size * (new.batch or 1)
     where = f"pass {position.passes + 1}, behind {position.samples} of {size} samples: {progress.data_skip} steps are skipped"
-    if progress.begins:
+    if progress.starts_data_set:
         return SummaryRow("data", RECOMPUTED, f"as {position.declared} says: {where}")
     again = f"; {progress.repeated} samples are seen again" if progress.repeated else ""
     how = RESTORED if state.data is not None and progress.step_scale == 1 and not again else RECOMPUTED

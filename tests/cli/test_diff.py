@@ -143,7 +143,7 @@ def test_errors_are_one_line_and_status_2(tmp_path, two, call):
                             ((tmp_path / "strategy", b), "is a strategy, which has no tensors"),
                             ((a, tmp_path / "text.safetensors"), "text.safetensors"),
                             ((a, b, "--step-b", 8), "holds step 7, not step 8"),
-                            ((a, b, "--from-a", tmp_path / "strategy"), "which no strategy cuts"),
+                            ((a, b, "--from-a", tmp_path / "strategy"), "which have no layout"),
                             ((a, b, "--tensor", "x*"), "matches 'x*'")]:
         status, out, err = call(*arguments)
         assert (status, out) == (2, "") and err.startswith("mindresume: ") and said in err and err.count("\n") == 1, (said, err)

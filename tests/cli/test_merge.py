@@ -216,7 +216,7 @@ def test_other_sources(tmp_path, refused):
     assert "have no layout" in refused(tmp_path / "checkpoint")
     complete(tmp_path / "complete", TENSORS)
     write_strategy(PLAN.strategy(), str(tmp_path / "strategy"))
-    assert "holds complete weights, which no strategy cuts" in refused(tmp_path / "complete", "--from", tmp_path / "strategy")
+    assert "holds complete weights, which have no layout" in refused(tmp_path / "complete", "--from", tmp_path / "strategy")
     os.remove(tmp_path / "complete" / "part0.safetensors")
     assert f"part0.safetensors: the file is missing; {MAP} says that it holds tensor " in refused(tmp_path / "complete")
 

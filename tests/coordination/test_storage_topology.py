@@ -234,7 +234,7 @@ def test_a_node_commits_the_ranks_that_it_has(tmp_path):
         (5, (2, 3), 4, [2, 3], True, None)]
     assert committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)]
     refusal = check_files(STORAGE, str(tmp_path), found[0], 4)
-    assert "only the files of rank 2, 3 of 4 are here: nodes saved it that share no disk" in refusal.reason
+    assert "only the files of rank 2, 3 of 4 are here: nodes that share no disk saved it" in refusal.reason
     assert (tmp_path / "rank_2" / "meta.json").exists() and not (tmp_path / "rank_0").exists()
 
 

@@ -202,7 +202,7 @@ def test_a_damaged_newest_one_is_passed_over_and_a_named_one_is_refused_by_name(
 
 def test_what_is_not_there_is_an_error(tmp_path):
     for path in (tmp_path / "missing", tmp_path):
-        with pytest.raises(MissingCheckpointError, match="Give another load_checkpoint"):
+        with pytest.raises(MissingCheckpointError, match="Set another load_checkpoint"):
             chosen(path, tmp_path / "out")
 
 

@@ -292,7 +292,7 @@ def test_going_on_with_another_share(tmp_path, root, expected):
     first.prepare()
     first.write(writer("direct", first), [0])
     first._release()
-    job = to_ranks(open_checkpoint(STORAGE, str(root)), Plan.parse("pp2", TINY).strategy(), "safetensors", share=2)
+    job = to_ranks(open_checkpoint(STORAGE, str(root)), Plan.parse("pp2", TINY).strategy(), "safetensors", ranks_per_group=2)
     carry_out(conversion(job, tmp_path / "new"))
     assert contents(tmp_path / "new") == expected["ranks"][0]
 

@@ -258,7 +258,7 @@ class Watched(OpenFiles):
     """Notes every read, and how many files were open at once."""
     last = None
 
-    def __init__(self, storage, most=range_reader.MOST_OPEN):
+    def __init__(self, storage, most=range_reader.MAX_OPEN):
         super().__init__(storage, most)
         self.reads, self.seen_open = [], 0
         Watched.last = self

@@ -9,7 +9,7 @@ from mindresume.errors import ConfigError
 from mindresume.reshard.conversion_plan import to_complete, to_ranks
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import BUFFERS, TILE, Traffic
-from mindresume.reshard.engines import ENGINES, LEAST_TILE, engine_for, tile_for, writer
+from mindresume.reshard.engines import ENGINES, MIN_TILE, engine_for, tile_for, writer
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.tensor_files.checksum import file_checksum
 
@@ -38,16 +38,16 @@ def test_engines(engine, fmt):
 @pytest.mark.parametrize("memory", [None, 10**6 * 3, 1 << 22, 100 << 20, 1 << 40])
 def test_all_buffers_together_fit_into_the_memory(memory, workers):
     tile = tile_for(memory, workers)
-    assert LEAST_TILE <= tile <= TILE
+    assert MIN_TILE <= tile <= TILE
     assert memory is None and tile == TILE or tile * BUFFERS * workers <= memory
 
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_too_little_memory(workers):
-    least = LEAST_TILE * BUFFERS * workers
-    assert tile_for(least, workers) == LEAST_TILE
+    least = MIN_TILE * BUFFERS * workers
+    assert tile_for(least, workers) == MIN_TILE
     with pytest.raises(ConfigError, match=rf"{least - 1} bytes of memory are too little for {workers} workers: each needs at "
-                                          rf"least {LEAST_TILE * BUFFERS}"):
+                                          rf"least {MIN_TILE * BUFFERS}"):
         tile_for(least - 1, workers)
 
 

@@ -267,7 +267,7 @@ def attempt(small, work, command, **options):
 
 def test_all_is_well(tmp_path, work, small):
     said = []
-    found = attempt(small, work, fake(tmp_path, small.ready), log=said.append)
+    found = attempt(small, work, fake(tmp_path, small.ready), emit=said.append)
     assert len(said) == 1 and found.world_size == 4
     for rank in range(4):
         for name, layout in small.target.layouts(rank).items():

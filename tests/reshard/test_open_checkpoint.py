@@ -140,6 +140,23 @@ def test_the_same_step_of_two_runs(tmp_path):
     assert source.candidate.run == "0002-0000bbbb" and source.name.suffix == 1 and source.refused == ()
 
 
+@pytest.mark.parametrize("spoil", ["incomplete", "damaged"])
+def test_of_the_same_step_the_newest_that_can_be_used_is_taken(tmp_path, spoil):
+    """A later run's save of the same step that never completed, or is damaged, does not hide the one of the run before."""
+    save(tmp_path, 10, 2, replicas=1)
+    if spoil == "incomplete":
+        write_rank(tmp_path, 10, 0, 2, run="0002-0000bbbb", suffix=1)
+    else:
+        save(tmp_path, 10, 2, run="0002-0000bbbb", suffix=1, replicas=1)
+        os.truncate(next((tmp_path / "rank_1").glob("net_rank_1_1-*")), 5)
+    source = opened(tmp_path, step=10)
+    assert source.candidate.run == RUN and [refusal.step for refusal in source.refused] == [10]
+    os.truncate(path_of(tmp_path, 10, 1), 5)
+    with pytest.raises(NoUsableCheckpointError, match="holds saves of step 10, but none can be used") as found:
+        opened(tmp_path, step=10)
+    assert [refusal.step for refusal in found.value.refused] == [10, 10]
+
+
 # ---- complete weights ------------------------------------------------------------------------------------------------
 
 def test_complete_weights(tmp_path):
@@ -150,7 +167,7 @@ def test_complete_weights(tmp_path):
     assert opened(tmp_path / "a", step=STEP).state == source.state
     with pytest.raises(MissingCheckpointError, match=r"a holds step 15, not step 7"):
         opened(tmp_path / "a", step=7)
-    with pytest.raises(ConfigError, match=r"a holds complete weights, which no strategy cuts; leave .*strategy away"):
+    with pytest.raises(ConfigError, match=r"a holds complete weights, which have no layout; remove the strategy .*strategy"):
         opened(tmp_path / "a", strategy=strategy_in(tmp_path / "strategy"))
 
 

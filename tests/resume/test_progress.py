@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from mindresume.errors import ConfigError, ProgressError
 from mindresume.model.data_position import DataPosition, DataRequest
 from mindresume.model.training_state import TrainingState
-from mindresume.resume.progress import RunSettings, check_skip, data_wish, fresh_position, resume_progress
+from mindresume.resume.progress import RunSettings, check_skip, fresh_position, parse_data_request, resume_progress
 
 OURS = {"type": "MindDataset", "files": "1 file, 10 bytes: a"}
 OTHER = {"type": "MindDataset", "files": "1 file, 12 bytes: b"}
@@ -52,7 +52,7 @@ def test_a_sink_is_not_cut():
         resume_progress(state(15), RunSettings(8, 10, 2))
     for run in (resume_progress, lambda saved, new: fresh_position(new)):
         with pytest.raises(ProgressError, match="data_skip_steps: it begins after 3 steps of the data set, no multiple"):
-            run(state(10), RunSettings(8, 10, 2, wish=DataRequest(False, 3), epochs=4))
+            run(state(10), RunSettings(8, 10, 2, data_request=DataRequest(False, 3), epochs=4))
 
 
 def test_a_pass_of_another_length_moves_nothing_else():
@@ -69,22 +69,22 @@ def on(step, position, size=10, batch=8):
     return state(step, batch, size, position)
 
 
-@pytest.mark.parametrize("wish, skip, epoch", [(DataRequest(True), 0, 3), (DataRequest(False, 2), 2, 3),
+@pytest.mark.parametrize("data_request, skip, epoch", [(DataRequest(True), 0, 3), (DataRequest(False, 2), 2, 3),
                                                (DataRequest(False, 12), 12, 3)])
-def test_a_new_data_set_begins_as_it_was_said(wish, skip, epoch):
-    progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, wish))
-    assert counters(progress) == (35, epoch, 35, 1.0, skip) and progress.begins
+def test_a_new_data_set_begins_as_it_was_said(data_request, skip, epoch):
+    progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, data_request))
+    assert counters(progress) == (35, epoch, 35, 1.0, skip) and progress.starts_data_set
     assert progress.changed == ("files: 1 file, 10 bytes: a, now 1 file, 12 bytes: b",)
-    assert progress.position.identity == OTHER and progress.position.declared == str(wish)
+    assert progress.position.identity == OTHER and progress.position.declared == str(data_request)
 
 
-@pytest.mark.parametrize("wish", [DataRequest(True), DataRequest(False, 2)])
-def test_it_begins_once(wish):
+@pytest.mark.parametrize("data_request", [DataRequest(True), DataRequest(False, 2)])
+def test_it_begins_once(data_request):
     """Interrupted again: the same command goes on where the new data set was, and ends where it would have ended."""
-    first = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, wish))
+    first = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, data_request))
     saved = on(42, first.position.after(7, 10, 8))
-    again = resume_progress(saved, RunSettings(8, 10, None, OTHER, wish))
-    assert not again.begins and again.data_skip == first.data_skip + 7
+    again = resume_progress(saved, RunSettings(8, 10, None, OTHER, data_request))
+    assert not again.starts_data_set and again.data_skip == first.data_skip + 7
     assert again.initial_epoch == 3 and not again.changed
     later = resume_progress(on(50, first.position.after(15, 10, 8)), RunSettings(8, 10, None, OTHER))  # the wish was taken out
     assert later.data_skip == first.data_skip + 15 and later.initial_epoch == 4
@@ -93,17 +93,17 @@ def test_it_begins_once(wish):
 def test_a_third_data_set_begins_by_the_same_words():
     second = DataPosition(0, 56, 3, "ignore_data_skip: True", OTHER)
     progress = resume_progress(on(42, second), RunSettings(8, 10, None, OURS, DataRequest(True)))
-    assert progress.begins and progress.data_skip == 0
+    assert progress.starts_data_set and progress.data_skip == 0
 
 
 def test_the_same_data_set_from_its_beginning():
     progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OURS, DataRequest(True)))
-    assert progress.begins and (progress.data_skip, progress.initial_epoch) == (0, 3) and not progress.changed
+    assert progress.starts_data_set and (progress.data_skip, progress.initial_epoch) == (0, 3) and not progress.changed
 
 
 def test_a_change_that_nobody_declared_goes_on_as_if_there_was_none():
     progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER))
-    assert progress.changed and not progress.begins and progress.data_skip == 35
+    assert progress.changed and not progress.starts_data_set and progress.data_skip == 35
     assert progress.position.identity == OTHER
 
 
@@ -140,7 +140,7 @@ def test_whatever_the_batch_sizes_no_sample_is_left_out(lives):
 @pytest.mark.parametrize("ignore, skip, expected", [(None, None, ""), (False, 0, ""), (True, None, "ignore_data_skip: True"),
                                                     (False, 3, "data_skip_steps: 3"), (True, 3, "ignore_data_skip: True")])
 def test_what_the_configuration_says(ignore, skip, expected):
-    assert str(data_wish(ignore, skip)) == expected
+    assert str(parse_data_request(ignore, skip)) == expected
 
 
 @pytest.mark.parametrize("ignore, skip, match", [("yes", None, "ignore_data_skip is 'yes'"), (None, -1, "data_skip_steps is -1"),
@@ -148,24 +148,24 @@ def test_what_the_configuration_says(ignore, skip, expected):
                                                  (None, "2", "data_skip_steps is '2'")])
 def test_what_cannot_be_meant(ignore, skip, match):
     with pytest.raises(ConfigError, match=match):
-        data_wish(ignore, skip)
+        parse_data_request(ignore, skip)
 
 
 @pytest.mark.parametrize("skip, said", [(9, ""), (10, "begins after 0 steps"), (23, "begins after 3 steps of a pass")])
 def test_a_skip_of_more_than_a_pass_is_worth_a_warning(skip, said):
-    found = check_skip(RunSettings(8, 10, wish=DataRequest(False, skip), epochs=3))
+    found = check_skip(RunSettings(8, 10, data_request=DataRequest(False, skip), epochs=3))
     assert said in found and bool(found) is bool(said)
-    assert check_skip(RunSettings(8, 10, wish=DataRequest(True, skip), epochs=3)) == ""            # ignore_data_skip
+    assert check_skip(RunSettings(8, 10, data_request=DataRequest(True, skip), epochs=3)) == ""    # ignore_data_skip
 
 
 def test_a_skip_beyond_the_data_is_an_error():
     with pytest.raises(ProgressError, match="data_skip_steps is 30; the data set has 10 steps, 3 passes over it have 30: noth"):
-        check_skip(RunSettings(8, 10, wish=DataRequest(False, 30), epochs=3))
+        check_skip(RunSettings(8, 10, data_request=DataRequest(False, 30), epochs=3))
     with pytest.raises(ProgressError, match="nothing of it would be left, not even one sink"):
-        check_skip(RunSettings(8, 10, 4, wish=DataRequest(False, 28), epochs=3))
-    assert "after 0 steps" in check_skip(RunSettings(8, 10, wish=DataRequest(False, 100_000)))
+        check_skip(RunSettings(8, 10, 4, data_request=DataRequest(False, 28), epochs=3))
+    assert "after 0 steps" in check_skip(RunSettings(8, 10, data_request=DataRequest(False, 100_000)))
     with pytest.raises(ProgressError, match="nothing of it would be left"):
-        resume_progress(state(20), RunSettings(8, 10, wish=DataRequest(False, 30), epochs=3))
+        resume_progress(state(20), RunSettings(8, 10, data_request=DataRequest(False, 30), epochs=3))
 
 
 # ---- how much is trained, with and without sinks -----------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_a_run_from_its_beginning(sink, skip, first, stop):
 @pytest.mark.parametrize("sink, stop", [(None, 30), (1, 30), (2, 30), (4, 28)])
 def test_a_run_from_its_beginning_behind_steps_of_its_data(sink, stop):
     for skip in (4, 14):
-        new = RunSettings(8, 10, sink, wish=DataRequest(False, skip), epochs=3)
+        new = RunSettings(8, 10, sink, data_request=DataRequest(False, skip), epochs=3)
         position, skipped, epoch = fresh_position(new)
         assert trained(skipped, epoch, new) == (4, stop) and (position.passes, position.samples) == (0, 32)
 
@@ -254,10 +254,11 @@ def test_a_new_data_set_each_round(before, after):
 
 def test_between_two_passes_of_the_same_data_another_sink_begins_at_a_pass_that_it_can():
     progress = resume_progress(on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 10, 4, OURS, epochs=6))
-    assert (progress.data_skip, progress.position.passes, progress.position.first_epoch, progress.moved) == (20, 2, 1, -1)
+    assert (progress.data_skip, progress.position.passes, progress.position.first_epoch, progress.moved_passes) == (20, 2, 1, -1)
     assert trained(progress.data_skip, progress.initial_epoch, RunSettings(8, 10, 4, OURS, epochs=6)) == (20, 48)
     for sink in (None, 1, 2, 5, 10):
-        assert resume_progress(on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 10, sink, OURS, epochs=6)).moved == 0
+        progress = resume_progress(on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 10, sink, OURS, epochs=6))
+        assert progress.moved_passes == 0
 
 
 @given(size=st.integers(1, 40), sink=st.integers(1, 12), epochs=st.integers(1, 9), cut=st.integers(1, 400))
@@ -269,7 +270,8 @@ def test_interrupted_at_any_sink_the_same_data_is_trained_to_its_end(size, sink,
     position = DataPosition(identity=OURS).after(cut * sink, size, 8)
     progress = resume_progress(TrainingState(cut * sink, sink, cut * sink, 8, sink_size=sink, dataset_size=size, data=position),
                                new)
-    assert (progress.initial_step, progress.initial_epoch, progress.data_skip, progress.moved) == (cut * sink, cut, cut * sink, 0)
+    assert (progress.initial_step, progress.initial_epoch, progress.data_skip, progress.moved_passes) == (cut * sink, cut,
+        cut * sink, 0)
 
 
 @given(old=st.integers(1, 30), size=st.integers(8, 40), sink=st.sampled_from([1, 2, 4, 8]), batch=st.sampled_from([4, 8, 16]),
@@ -288,4 +290,5 @@ def test_a_new_data_set_interrupted_again_and_again(old, size, sink, batch, more
         stands, at = progress.position.after(sinks * sink, size, batch), progress.initial_step + sinks * sink
         progress = resume_progress(TrainingState(at, sink, at, batch, sink_size=sink, dataset_size=size, data=stands), new)
         left -= sinks
-        assert total - progress.initial_epoch == left and progress.data_skip == (wanted - left) * sink and not progress.begins
+        assert total - progress.initial_epoch == left and progress.data_skip == (wanted - left) * sink
+        assert not progress.starts_data_set

@@ -86,8 +86,8 @@ def test_a_change_that_nobody_declared():
 
 def test_words_that_are_still_there_when_the_data_set_changes_again():
     """``ignore_data_skip: True`` was left in the configuration: what it does is said; without a change it does nothing."""
-    wish, stood = DataRequest(True), DataPosition(0, 40, 3, "ignore_data_skip: True", OURS)
-    (sentence,) = warnings(state(data=stood), RunSettings(8, 10, None, {"files": "b"}, wish), "error")
+    data_request, stood = DataRequest(True), DataPosition(0, 40, 3, "ignore_data_skip: True", OURS)
+    (sentence,) = warnings(state(data=stood), RunSettings(8, 10, None, {"files": "b"}, data_request), "error")
     assert sentence.startswith("ignore_data_skip: True is still set, and the data set is not that of the checkpoint (files: a, "
                                "now b): it begins anew.")
-    assert warnings(state(data=stood), RunSettings(8, 10, None, OURS, wish)) == []
+    assert warnings(state(data=stood), RunSettings(8, 10, None, OURS, data_request)) == []

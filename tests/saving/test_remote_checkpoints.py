@@ -439,7 +439,7 @@ def test_what_was_fetched_and_is_not_chosen_is_no_fresh_start(tmp_path, monkeypa
     world = World(tmp_path, size=1)
     world.upload(5)
     world.empty_disk()
-    with pytest.raises(NoUsableCheckpointError, match="step 5: it was fetched, and on this disk it is not complete"):
+    with pytest.raises(NoUsableCheckpointError, match="step 5: it was fetched, but it is not complete on this disk"):
         RemoteSelection(STORAGE, world.remote, str(world.disk), SingleProcess()).select(lambda: Choice(None, (), (), True))
 
 
