@@ -96,7 +96,7 @@ def test_all_schedules_with_few_switches(call, unflushed):
     assert out.splitlines()[-1].startswith("1 runs (all with at most 0 switches)")
 
 
-def test_the_parts_of_a_systematic_search_are_the_whole():
+def test_the_shards_of_a_systematic_search_are_the_whole():
     wanted = search.SearchRequest((0, 1), ("save",), ("ckpt",), ("",))
     whole, parts = search.Counts(), search.Counts()
     assert not list(search.systematic(search.SCENARIOS["save"], "ckpt", "", 1, whole, every=7))
@@ -107,7 +107,7 @@ def test_the_parts_of_a_systematic_search_are_the_whole():
     assert parts.runs == whole.runs > 3
 
 
-def test_portions_cover_every_seed_once():
+def test_shards_cover_every_seed_once():
     cut = list(search_shards.random_shards(search.SearchRequest((5, 11))))
     assert [seed for part in cut for seed in range(part.seeds[0], sum(part.seeds))] == list(range(5, 16))
 
@@ -151,7 +151,7 @@ def test_without_greenlet_one_line_says_what_to_install(call, monkeypatch):
     assert status == 0 and "first save" in out and "mindresume[simulate]" in out
 
 
-def test_it_explains_scenarios_and_strikes(call):
+def test_it_explains_scenarios_and_faults(call):
     status, out, err = call("--explain")
     assert status == 0 and all(f"\n{name} " in out for name in ("first save", "late", "two hosts", "kill host", "ESTALE after"))
 
@@ -179,7 +179,7 @@ def test_a_signal_ends_it_with_what_was_found_so_far(number):
     assert "schedules a second" in out.splitlines()[-1] and "the simulation was stopped after" in err
 
 
-def test_every_strike_that_can_be_drawn_is_explained():
+def test_every_fault_that_can_be_drawn_is_explained():
     drawn = {kind for scenario in search.SCENARIOS.values() for kind in scenario.kinds}
     assert drawn == set(schedule.EXPLAINED)
 

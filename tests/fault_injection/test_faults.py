@@ -1,4 +1,4 @@
-"""The simulated machine: what each fault does, and what is left after a loss of power."""
+"""The fault injector: the effect of each fault, and the state after a power loss."""
 import errno
 import itertools
 import os
@@ -19,7 +19,7 @@ def machine_of(kind=None, at=1, ranks=1, seed=0):
 
 
 def content(root):
-    """{path below root: bytes, None of a folder}"""
+    """Returns {path below root: bytes, None for a folder}."""
     found = {}
     for folder, folders, files in os.walk(root):
         found.update({os.path.relpath(os.path.join(folder, name), root): None for name in folders})
@@ -97,7 +97,7 @@ def test_combinations_that_cannot_be():
 # ---- deaths --------------------------------------------------------------------------------------------------------
 
 def dead_after(folder, kind, seed=0, ranks=4):
-    """Ranks that are dead after rank 1 was struck at the second operation."""
+    """Returns the ranks that are dead after a fault of rank 1 at the second operation."""
     injector = machine_of(kind, 2, ranks, seed)
     injector.storage_of(0).list("/")
     with pytest.raises(Killed):
@@ -160,7 +160,7 @@ def test_writes_out_of_order_leave_a_hole(root):
 # ---- loss of power -------------------------------------------------------------------------------------------------
 
 def lost(root, steps, survives=lambda: False):
-    """What is left of ``steps(storage)`` after the power was lost."""
+    """Returns what a power loss leaves of ``steps(storage)``."""
     injector = machine_of()
     steps(injector.storage_of(0))
     injector.lose_power(survives)
@@ -250,7 +250,7 @@ def test_of_a_rename_to_another_folder_both_names_change_or_none(root):
 
 @pytest.mark.parametrize("fates", list(itertools.product([True, False], repeat=2)))
 def test_a_folder_that_makes_way_for_another(root, fates):
-    """As an iteration that is saved once more: the old one goes to the trash, the new one takes its name."""
+    """As when an iteration is saved again: the old folder becomes trash, the new one takes its name."""
     os.makedirs(root + "/hidden/new")
     os.rename(root + "/a", root + "/old")
 

@@ -10,7 +10,7 @@ from mindresume.simulation.scheduler import TICK
 
 
 def ran(*works, limit=LIMIT, picks=(), tick=TICK):
-    """Each ``work(member)`` as a rank. Returns (cluster, communicator, what each returned, in the order of the ranks)."""
+    """Runs each ``work(member)`` as a rank. Returns (cluster, communicator, results by rank)."""
     cluster, shared, found = Cluster(Schedule(picks=picks, tick=tick)), Communicator(len(works), limit), {}
     with use_cluster(cluster):
         host = cluster.host()
@@ -32,7 +32,7 @@ def test_all_get_the_messages_of_all_in_order_and_that_of_rank_0(picks):
     assert not shared.rounds and not shared.mismatch and shared.longest_wait == 0.0
 
 
-def test_nobody_is_faster_than_the_slowest():
+def test_a_collective_ends_with_the_slowest_rank():
     def work(member):
         current_cluster().scheduler.sleep(10.0 * member.rank)
         member.gather(b"")
@@ -88,8 +88,8 @@ def test_two_ranks_that_make_different_calls(further):
     assert shared.mismatch.startswith(f"call {further + 1}: ")
 
 
-def test_who_is_killed_says_nothing_any_more():
-    """Its except and finally clauses call the others as it dies."""
+def test_a_killed_rank_sends_no_message():
+    """Its except and finally clauses make calls while it dies."""
     def dies_in_first_step(member):
         try:
             current_cluster().scheduler.sleep(100.0)
@@ -107,7 +107,7 @@ def test_who_is_killed_says_nothing_any_more():
 
 @pytest.mark.parametrize("own", [True, False])
 def test_operations_of_other_jobs_are_no_waiting(own):
-    """They take their time one after the other."""
+    """Operations of different hosts take simulated time one after the other."""
     def busy():
         mount = Mount(current_cluster(), current_process())
         for _ in range(20):
@@ -137,7 +137,7 @@ def test_a_rank_that_never_began_is_waited_for_like_one_that_lives():
 
 
 def test_a_limit_that_no_difference_of_two_times_reaches():
-    """671.821 + 600 - 671.821 is less than 600: nobody waits for that difference for ever."""
+    """671.821 + 600 - 671.821 is less than 600: the wait ends nevertheless."""
     def work(member):
         current_cluster().scheduler.sleep(671.821)
         member.gather(b"")

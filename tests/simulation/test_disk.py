@@ -1,4 +1,4 @@
-"""The disk in memory: what is seen, as on a real one; what is left when the power fails."""
+"""The in-memory disk behaves as a real one, and keeps what a power loss may leave."""
 import errno
 import os
 import random
@@ -19,14 +19,14 @@ def names(disk):
 
 
 def left(disk, survives=lambda: False, torn=lambda data: b""):
-    """Files after a loss of power; ``disk`` stays as it is."""
+    """Returns the files after a power loss. Does not change ``disk``."""
     copy = disk.copy()
     copy.lose_power(survives, torn)
     return names(copy)
 
 
 def all_left(disk):
-    """Every set of files that can be left, by trying every answer of ``survives``."""
+    """Returns every set of files that a power loss can leave, by trying every answer of ``survives``."""
     found, pending = [], [()]
     while pending:
         answers = pending.pop()
@@ -46,7 +46,7 @@ def all_left(disk):
 # ---- what is seen ------------------------------------------------------------------------------------------------------------
 
 def run_both(tmp_path, operations):
-    """(operation, what each of the two storages gave) until they differ."""
+    """Returns (operation, result of each storage) until the results differ."""
     cluster, real, root = Cluster(Schedule()), PosixStorage(), str(tmp_path)
     results = []
 
@@ -201,7 +201,7 @@ def test_the_moves_of_one_file_keep_their_order():
 
 
 def test_a_move_is_not_durable_without_the_one_before():
-    """One folder is flushed: the file must not be in the first of three places as well."""
+    """The file moved twice and one folder is flushed: it must not be in its first place too."""
     disk = Disk()
     for folder in ("/a", "/b", "/c"):
         disk.make_folder(folder)
@@ -256,7 +256,7 @@ def test_bytes_that_were_not_flushed_are_torn_also_under_a_durable_name():
     assert left(disk) == {"/a": b"12345678"} and not disk.pending()
 
 
-def test_a_loss_of_power_settles_everything():
+def test_a_power_loss_leaves_nothing_unflushed():
     disk = Disk()
     disk.create("/a", b"12", whole=False)
     disk.lose_power(lambda: True, lambda data: data[:1])
@@ -290,7 +290,7 @@ def test_the_room_of_what_was_lost_is_free_again():
 
 
 def test_a_name_that_changes_for_ever_without_a_flush():
-    """Neither the copy nor the loss of power recurses into its past."""
+    """Neither copying nor a power loss recurses into its history."""
     disk = Disk()
     for number in range(3000):
         disk.create("/a", str(number).encode())
@@ -313,7 +313,7 @@ def busy():
     return disk
 
 
-def test_nothing_that_happens_to_a_copy_is_seen_in_the_other():
+def test_changes_of_a_copy_do_not_affect_the_original():
     disk = busy()
     before, possible = (disk.signature(), names(disk), disk.room, disk.changed), all_left(disk)
     copy = disk.copy()
@@ -342,7 +342,7 @@ def test_times_of_files_do_not_count():
 
 
 def differing():
-    """Disks that look alike, of which something else could be left."""
+    """Yields pairs of disks with equal content that differ after a power loss."""
     def made(*operations):
         disk = Disk()
         for folder in ("/a", "/b"):
@@ -371,7 +371,7 @@ def test_disks_of_which_something_else_could_be_left_have_other_signatures(one, 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_equal_signatures_mean_that_the_same_can_be_left(seed):
-    """Over random short histories of two files and two folders."""
+    """Compares random short histories of two files and two folders."""
     rng, by_signature = random.Random(seed), {}
     for _ in range(120):
         disk = Disk()

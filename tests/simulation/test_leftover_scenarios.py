@@ -1,4 +1,4 @@
-"""Jobs that begin with what runs before have left."""
+"""Jobs that start with the remains of earlier runs."""
 import pytest
 
 from mindresume.events import CandidateRefused, SaveCommitted

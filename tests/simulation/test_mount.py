@@ -1,4 +1,4 @@
-"""A storage of the cluster: errors before and after the effect, halves of writes, listings that lag."""
+"""A mount: errors before and after the effect, half-written files, lagging listings."""
 import errno
 
 import pytest
@@ -22,7 +22,7 @@ def disk_with_files():
 
 
 def run(*works, disk=None, **schedule):
-    """Each ``work(mount)`` in a process on a host of its own. Returns (cluster, what they returned or their OSError)."""
+    """Runs each ``work(mount)`` in a process on its own host. Returns (cluster, results or OSErrors)."""
     cluster, found = Cluster(Schedule(**schedule), {SHARED: disk or disk_with_files()}), {}
     cluster.trace.wanted = True
     with use_cluster(cluster):
@@ -190,7 +190,7 @@ def test_a_disk_without_room():
 # ---- what other hosts see ------------------------------------------------------------------------------------------------------
 
 def watched(seconds, change, look=lambda mount: mount.list("/c")):
-    """What a host sees before, right after and ``seconds`` after another one has made ``change``."""
+    """Returns what a host sees before, right after and ``seconds`` after the ``change`` of another host."""
     def watcher(mount):
         told = [look(mount)]
         current_cluster().scheduler.sleep(2.0)

@@ -1,4 +1,4 @@
-"""The oracle has eyes: what is damaged by hand is reported, as what it is; what is well is not."""
+"""The oracle reports damage with the right kind, and reports nothing for intact disks."""
 import json
 from dataclasses import replace
 from functools import cache
@@ -23,7 +23,7 @@ def training(fmt):
 
 
 def trained(fmt):
-    """(disk, history) after three saves."""
+    """Returns (disk, history) after three saves."""
     disk, history, cluster = Disk(), History(), None
     cluster = Cluster(Schedule(), {SHARED: disk})
     with use_cluster(cluster):
@@ -51,7 +51,7 @@ def kinds(findings):
 # ---- damage ------------------------------------------------------------------------------------------------------------------
 
 def paths(disk, *parts, step=6):
-    """Of files of ``step`` whose paths have all ``parts``."""
+    """Returns the paths of files of ``step`` that contain all ``parts``."""
     names = (f"_{step}.", f"step-{step:010}-", f"iteration_{step:08}")
     return sorted(path for path, _ in disk.walk(ROOT) if any(name in path for name in names)
                   and all(part in path for part in parts))
@@ -227,7 +227,7 @@ def test_damage_is_reported_as_what_it_is(damage, fmt, expected):
 
 
 @pytest.mark.parametrize(("stray", "formats"), [(a_stray_file, RANKS), (a_stray_file_at_the_top, ALL), (a_stray_record, ALL)])
-def test_what_is_left_over_after_the_next_life(stray, formats):
+def test_leftovers_after_the_next_run_are_reported(stray, formats):
     for fmt in formats:
         (found,) = judged(fmt, stray)
         assert found.kind == LEFTOVER and "notes." in found.text and judged(fmt, stray, live=False) == []
@@ -247,7 +247,7 @@ def test_damage_to_what_nothing_depends_on_is_none():
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_checkpoint_that_proves_itself_and_holds_something_else(fmt, monkeypatch):
-    """Both ranks save what rank 0 has, with all the right checksums."""
+    """Both ranks save the tensors of rank 0, with correct checksums."""
     right = jobs.tensors
     monkeypatch.setattr(jobs, "tensors", lambda run, step, rank: right(run, step, 0))
     disk, history = trained(fmt)
@@ -278,7 +278,7 @@ def test_what_the_jobs_were_told(fmt):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_as_many_stay_as_are_to_be_kept(fmt):
-    """What was given up counts as nothing."""
+    """A save that was given up does not count."""
     disk, told = once(fmt)
     (run,) = told.sizes
 
@@ -306,7 +306,7 @@ def test_who_died_before_the_first_step_says_nothing_of_the_checkpoint():
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_where_nothing_struck_the_pointers_are_those_of_the_last_save(fmt):
+def test_without_a_fault_the_pointers_are_those_of_the_last_save(fmt):
     disk, told = once(fmt)
     assert oracle.check_pointers({SHARED: disk.copy()}, told, training(fmt)) == []
     disk = disk.copy()

@@ -1,4 +1,4 @@
-"""Who goes on when, and that a killed task does nothing any more."""
+"""The order of tasks, and that a killed task has no further effect."""
 import gc
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def process():
 
 
 def ran(scheduler, *works):
-    """Runs works, each of a process of its own. Returns the tasks."""
+    """Runs each work in its own process. Returns the tasks."""
     tasks = [scheduler.start(process(), work, f"t{number}") for number, work in enumerate(works)]
     scheduler.run()
     return tasks
@@ -161,7 +161,7 @@ def test_a_process_that_stands_still_is_not_woken_before_it_goes_on():
 # ---- too long ----------------------------------------------------------------------------------------------------------------
 
 def test_a_loop_without_an_end_is_too_long_whatever_it_catches():
-    """An error in the task would be taken for one of its own, by product code that catches all."""
+    """Product code with a broad except clause would handle an error that is raised in the task."""
     scheduler, caught = made(most=50), []
 
     def work():
@@ -187,7 +187,7 @@ def test_as_many_operations_as_there_may_be_are_not_too_long():
 # ---- death -------------------------------------------------------------------------------------------------------------------
 
 class Effects:
-    """What a task does, and tries to do when it is killed."""
+    """Records what a task does, and tries to do when it is killed."""
 
     def __init__(self, scheduler):
         self.scheduler, self.done, self.started_runs = scheduler, [], []
@@ -217,7 +217,7 @@ class Effects:
 
 @pytest.mark.parametrize("how", ["sleeps", "waits", "is about to operate"])
 def test_a_killed_task_has_no_effect_any_more(how):
-    """It does not matter where it stands."""
+    """The position of the fault does not matter."""
     scheduler = made(switches=((2, 1),) if how == "is about to operate" else ())
     effects = Effects(scheduler)
     wait = {"sleeps": lambda: scheduler.sleep(5.0), "waits": lambda: scheduler.block(None),

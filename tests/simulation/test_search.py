@@ -1,4 +1,4 @@
-"""What is found is found again, in any process, and is made simpler."""
+"""A failure is reproduced in any process, and shrunk."""
 import json
 import os
 import random
@@ -36,12 +36,12 @@ PLAYS = SearchRequest((0, 0)).configurations()
 
 @pytest.fixture
 def no_folder_is_flushed(monkeypatch):
-    """A disk that loses names: so there is something to find."""
+    """Makes the product lose names, so that a search finds failures."""
     monkeypatch.setattr(Disk, "sync", lambda self, path: self.folder(path))
 
 
 def found(seeds, name="save", fmt="ckpt", way=""):
-    """Failures of random schedules, not simplified."""
+    """Returns the failures of random schedules, not shrunk."""
     scenario = SCENARIOS[name]
     with patched_product():
         size = count_operations(scenario, fmt, way)
@@ -57,7 +57,7 @@ def found(seeds, name="save", fmt="ckpt", way=""):
                                                   ("save", "safetensors", "process"), ("job", "iteration", "")])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_death_in_the_middle_is_the_end_of_a_schedule_that_leaves_the_same(name, fmt, way, seed):
-    """Also where a process was interrupted right before its operation while others went on, and where strikes came before."""
+    """Includes deaths while a process waits before its operation, and after other faults."""
     scenario, rng, moments = SCENARIOS[name], random.Random(seed), []
     with patched_product():
         size = count_operations(scenario, fmt, way)
@@ -133,7 +133,7 @@ def test_a_search_finds_each_kind_once_and_simple(no_folder_is_flushed):
 
 
 def traced(name, fmt, way, switches, chooser=None):
-    """What happened, in order, without the numbers of the operations."""
+    """Returns the operations in order, without their numbers."""
     sim = Simulation(SCENARIOS[name], fmt, Schedule(switches=switches), way)
     sim.cluster.trace.wanted = True
     sim.cluster.scheduler.chooser = chooser or sim.cluster.scheduler.chooser
@@ -150,7 +150,7 @@ def test_every_schedule_with_one_switch(no_folder_is_flushed):
 
 @pytest.mark.parametrize(("way", "switches"), [("", 1), ("thread", 1)])
 def test_no_order_is_left_out_because_nobody_else_could_go_on(way, switches):
-    """Against all schedules, most of which are the same as another one."""
+    """Compares with all schedules, most of which are equal."""
     size = count_operations(SCENARIOS["save"], "ckpt", way)
     with patched_product():
         every = {traced("save", "ckpt", way, ((at, further),)) for at in range(1, size + 9) for further in (1, 2, 3)}
@@ -309,6 +309,6 @@ def test_nothing_is_found_in_schedules_that_are_always_the_same():
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_nothing_is_found_in_a_schedule_of_today(name):
-    """Another one each time, in one format and way of each scenario; ``scripts/test.sh`` prints the first seed."""
+    """Runs a new schedule each time, in one format and way of each scenario; ``scripts/test.sh`` prints the first seed."""
     first = int(os.environ.get("MINDRESUME_FIRST_SEED") or time.time_ns() // 1000 % 10**9)
     check((first + list(SCENARIOS).index(name), 1), name)

@@ -19,7 +19,7 @@ WRITER = "rank0.writer"
 
 
 def run(work, *others, ranks=1, most=20_000, **schedule):
-    """``work(background, place)`` in a training of ``ranks``; ``others`` beside it. Returns (cluster, what it returned)."""
+    """Runs ``work(background, place)`` in a training of ``ranks``, with ``others`` beside it. Returns (cluster, result)."""
     cluster, found = Cluster(Schedule(**schedule), {SHARED: Disk()}, most), []
     cluster.trace.wanted = True
 
@@ -149,7 +149,7 @@ def test_the_training_hears_of_its_death_and_takes_another_one():
 
 
 def test_it_shares_no_object_with_the_training():
-    """What is sent is pickled, as on a pipe; what cannot be is an error here, too."""
+    """Messages are pickled, as on a pipe, with the same errors."""
     def work(saver, place):
         writer = WriterProcess(place, KEEP_ALL, saver._staging, TIMEOUT)
         message = ["poll", {"a": 1}]
