@@ -179,4 +179,4 @@ class _CheckpointLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if any(word in text for word in LOGGED):
-            self._book.write(json.dumps({"level": record.levelname, "told": text}) + "\n")
+            self._book.write(json.dumps({"level": record.levelname, "message": text}) + "\n")

@@ -191,15 +191,15 @@ def required_step(setup: Setup, attempt: Attempt, fault: Fault, attacked: int) -
 
 def verdict_of(attempt: Attempt, required: int, reference: Reference) -> tuple[str, str]:
     book = attempt.lines("book")
-    told = [line["told"] for line in book if "told" in line and not any(word in line["told"] for word in NOISE)]
+    messages = [line["message"] for line in book if "message" in line and not any(word in line["message"] for word in NOISE)]
     if attempt.late:
-        return "HARD_FAIL", f"did not end within {DEADLINE:.0f} s; last message: {told[-1] if told else 'none'}"
+        return "HARD_FAIL", f"did not end within {DEADLINE:.0f} s; last message: {messages[-1] if messages else 'none'}"
     if not attempt.good:
         errors = [line["error"] for line in book if "error" in line]
         return "HARD_FAIL", errors[0] if errors else f"ended with status {attempt.status}"
     resumed = next(line["resumed_from"] for line in book if "resumed_from" in line)
     different = differences(reference.weights, weights_of(attempt))
-    choice = [text for text in told if any(word in text for word in ("Get resume checkpoint", "Get checkpoint", "empty path",
+    choice = [text for text in messages if any(word in text for word in ("Get resume checkpoint", "Get checkpoint", "empty path",
                                                                       "fresh start", "not resuming", "resume from"))]
     said = choice[0] if choice else "no message about the choice"
     if different:

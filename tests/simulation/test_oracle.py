@@ -37,11 +37,11 @@ def trained(fmt):
 once = cache(trained)
 
 
-def judged(fmt, damage=lambda disk, fmt: None, live=True):
+def judged(fmt, damage=lambda disk, fmt: None, restart=True):
     disk, history = once(fmt)
     disk = disk.copy()
     damage(disk, fmt)
-    return check_disks({SHARED: disk}, history.copy(), training(fmt), live)
+    return check_disks({SHARED: disk}, history.copy(), training(fmt), restart)
 
 
 def kinds(findings):
@@ -215,12 +215,12 @@ CASES = [(damage, fmt, expected) for damage, formats, expected in (
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_disk_that_is_well(fmt):
-    assert judged(fmt) == [] and judged(fmt, live=False) == []
+    assert judged(fmt) == [] and judged(fmt, restart=False) == []
 
 
 @pytest.mark.parametrize(("damage", "fmt", "expected"), CASES)
 def test_damage_is_reported_as_what_it_is(damage, fmt, expected):
-    selected = kinds(judged(fmt, damage, live=False))
+    selected = kinds(judged(fmt, damage, restart=False))
     assert selected == expected
     lived = kinds(judged(fmt, damage))
     assert lived == expected
@@ -230,7 +230,7 @@ def test_damage_is_reported_as_what_it_is(damage, fmt, expected):
 def test_leftovers_after_the_next_run_are_reported(stray, formats):
     for fmt in formats:
         (found,) = judged(fmt, stray)
-        assert found.kind == LEFTOVER and "notes." in found.text and judged(fmt, stray, live=False) == []
+        assert found.kind == LEFTOVER and "notes." in found.text and judged(fmt, stray, restart=False) == []
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -252,8 +252,8 @@ def test_a_checkpoint_that_proves_itself_and_holds_something_else(fmt, monkeypat
     monkeypatch.setattr(jobs, "tensors", lambda run, step, rank: right(run, step, 0))
     disk, history = trained(fmt)
     monkeypatch.undo()
-    for live in (False, True):
-        found = check_disks({SHARED: disk.copy()}, history.copy(), training(fmt), live)
+    for restart in (False, True):
+        found = check_disks({SHARED: disk.copy()}, history.copy(), training(fmt), restart)
         assert kinds(found) == {WRONG} and all("rank 1" in finding.text for finding in found)
 
 
@@ -286,7 +286,7 @@ def test_as_many_stay_as_are_to_be_kept(fmt):
         history = told.copy()
         for name, value in changed.items():
             getattr(history, name).extend(value) if isinstance(value, list) else getattr(history, name).update(value)
-        return check_disks({SHARED: disk.copy()}, history, replace(training(fmt), keep=keep), live=False)
+        return check_disks({SHARED: disk.copy()}, history, replace(training(fmt), keep=keep), restart=False)
     given_up = {(run, 5): {0, 1}}
     assert found(4) == [] and found(3, reported=given_up) == [] and kinds(found(4, reported=given_up)) == {LOST}
     assert kinds(found(3, reported=given_up, protected=[(run, 2)])) == {LOST}
@@ -298,11 +298,11 @@ def test_who_died_before_the_first_step_says_nothing_of_the_checkpoint():
     disk, apply_death = disk.copy(), "0002-00000000"
     note = {"output": "/out", "deaths": [], "began": {"run": apply_death}}
     put(disk, f"{ROOT}/.mindresume/trial-step-0000000006-run-{run}", json.dumps(note).encode())
-    (found,) = check_disks({SHARED: disk.copy()}, told.copy(), training("ckpt"), live=False)
+    (found,) = check_disks({SHARED: disk.copy()}, told.copy(), training("ckpt"), restart=False)
     assert found.kind == LOST and apply_death in found.text
     history = told.copy()
     history.started_runs.add(apply_death)
-    assert check_disks({SHARED: disk.copy()}, history, training("ckpt"), live=False) == []
+    assert check_disks({SHARED: disk.copy()}, history, training("ckpt"), restart=False) == []
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

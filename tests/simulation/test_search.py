@@ -13,7 +13,7 @@ from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History
 from mindresume.simulation.runtime_fakes import patched_product
 from mindresume.simulation.scenarios import SCENARIOS, Simulation
-from mindresume.simulation.schedule import Fault, Schedule, random_schedule
+from mindresume.simulation.schedule import EXPLAINED, Fault, Schedule, random_schedule
 from mindresume.simulation.search import (
     BranchRecorder,
     Counts,
@@ -31,7 +31,7 @@ from mindresume.simulation.search import (
     systematic,
 )
 
-PLAYS = SearchRequest((0, 0)).configurations()
+CONFIGURATIONS = SearchRequest((0, 0)).configurations()
 
 
 @pytest.fixture
@@ -180,26 +180,41 @@ def test_moments_before_the_last_switch_were_judged_without_it():
     with patched_product():
         for switches in ((), ((20, 1),)):
             counts = Counts()
-            run(scenario, "ckpt", "", Schedule(switches=switches), KnownStates(), counts, options=BranchRecorder(switches))
+            run(scenario, "ckpt", "", Schedule(switches=switches), KnownStates(), counts, recorder=BranchRecorder(switches))
             seen.append(counts.schedules)
     assert 30 < seen[1] < seen[0]
 
 
-def test_a_disk_is_judged_once():
-    known, counts = KnownStates(), Counts()
-    with patched_product():
-        for _ in range(2):
-            before = counts.states
-            run(SCENARIOS["save"], "ckpt", "", Schedule(), known, counts)
-    assert before > 10 and counts.states == before and counts.runs == 2
+@pytest.mark.parametrize("name", ["save", "bucket"])
+def test_a_known_state_is_neither_copied_nor_checked_again(name):
+    """The same run once more: nothing new. And the signature of a disk is that of its copy after all have died."""
+    known, first, again = KnownStates(), Counts(), Counts()
+    wanted = SCENARIOS[name], "ckpt", "", Schedule(switches=((20, 1),))
+    assert run(*wanted, known, first, share=32) is None and first.states > 10
+    assert run(*wanted, known, again, share=32) is None and (again.states, again.schedules) == (0, first.schedules)
+    for disk in Simulation(wanted[0], "ckpt", wanted[3]).run().cluster.disks.values():
+        copy = disk.copy()
+        copy.lose_power(lambda: True, lambda data: data)
+        assert copy.signature() == copy.signature(power=False) == disk.signature(power=False)
 
 
-def test_equal_disks_are_started_once_and_told_by_what_people_were_told(monkeypatch):
+def test_a_failing_state_does_not_become_known(no_folder_is_flushed):
+    known, wanted = KnownStates(), (SCENARIOS["save"], "ckpt", "", Schedule())
+    first, again = (run(*wanted, known, Counts()) for _ in range(2))
+    assert first is not None and first == again
+
+
+def test_every_fault_that_can_be_drawn_is_explained():
+    drawn = {kind for scenario in SCENARIOS.values() for kind in scenario.kinds}
+    assert drawn == set(EXPLAINED)
+
+
+def test_equal_disks_are_restarted_once_whatever_the_history(monkeypatch):
     started = []
 
-    def oracle(disks, history, training, live=None):
-        if live is not None:                                        # not the end
-            started.append(live)
+    def oracle(disks, history, training, restart=None):
+        if restart is not None:                                        # not the end
+            started.append(restart)
         return []
     scenario, known = replace(SCENARIOS["save"], oracle=oracle), KnownStates()
     with patched_product():
@@ -232,8 +247,8 @@ def test_a_search_wants_what_it_is_asked_for():
     assert {(scenario.name, fmt, way)
             for scenario, fmt, way in SearchRequest((0, 1), ("save",), ("ckpt",), ("", "thread")).configurations()} == {
         ("save", "ckpt", ""), ("save", "ckpt", "thread")}
-    assert {scenario.name for scenario, _, _ in PLAYS} == set(SCENARIOS)
-    assert all(fmt in scenario.formats and way in scenario.ways for scenario, fmt, way in PLAYS)
+    assert {scenario.name for scenario, _, _ in CONFIGURATIONS} == set(SCENARIOS)
+    assert all(fmt in scenario.formats and way in scenario.ways for scenario, fmt, way in CONFIGURATIONS)
 
 
 # ---- the same in every process ----------------------------------------------------------------------------------------------
@@ -299,7 +314,7 @@ def check(seeds, *scenarios):
 
 
 def test_operations_may_take_long():
-    for scenario, fmt, way in PLAYS[::8]:
+    for scenario, fmt, way in CONFIGURATIONS[::8]:
         assert Simulation(scenario, fmt, Schedule(tick=0.25), way).run().findings() == []
 
 
