@@ -206,7 +206,7 @@ class Job:
         return self.launcher
 
     def is_affected(self, kinds: tuple[str, ...]) -> bool:
-        """Returns whether a fault hit one of its processes, or a fault of ``kinds`` or one for everybody hit the cluster."""
+        """Returns whether a fault hit one of its processes, or a fault of ``kinds`` or one for all processes hit the cluster."""
         return any(row.process.startswith(f"{self.name}.") or row.fault.kind in (*kinds, "kill all", "term all", "power")
                    for row in self.cluster.injected)
 

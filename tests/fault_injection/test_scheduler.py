@@ -35,7 +35,7 @@ def test_every_interleaving_is_possible():
         (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 0, 1), (1, 0, 1, 0), (1, 1, 0, 0)}
 
 
-def test_the_order_does_not_depend_on_who_is_slow():
+def test_the_order_does_not_depend_on_slow_ranks():
     def slow(seed, sleeper):
         scheduler, done = Scheduler(2, random.Random(seed)), []
 
@@ -95,7 +95,7 @@ def test_exceptions_are_results():
     assert isinstance(result, ValueError)
 
 
-def test_outside_of_a_run_nobody_waits():
+def test_outside_of_a_run_no_call_waits():
     scheduler = Scheduler(2, random.Random(0))
     scheduler.acquire_turn(1)
     scheduler.release_turn(1)

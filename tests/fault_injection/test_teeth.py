@@ -508,7 +508,7 @@ def verdict_of(found: Cell) -> str:
     return LEFT if found.verdict == "PASS" and found.left else found.verdict
 
 
-def hunt(setup: Setup, task: Task, mutant: Mutant) -> Iterator[Cell]:
+def cells_of_mutant(setup: Setup, task: Task, mutant: Mutant) -> Iterator[Cell]:
     for operation in task.operations:
         fault = Fault(mutant.fault, operation.number)
         if fault.hits(operation.name) and mutant.where in f"{operation.name} {operation.path}":
@@ -539,7 +539,8 @@ def test_a_mutant_is_found(mutant, folder, table):
                     prepare(setup, [mutant.scenario], [fmt])
             return
         task, = prepare(setup, [mutant.scenario], [fmt])
-        cells = ((number, found) for number, found in enumerate(hunt(setup, task, mutant), 1) if verdict_of(found) != "PASS")
+        cells = ((number, found) for number, found in enumerate(cells_of_mutant(setup, task, mutant), 1)
+                 if verdict_of(found) != "PASS")
         needed, found = next(cells, (0, None))
     assert found is not None, "the mutant survives"
     assert verdict_of(found) == mutant.verdict, found
@@ -558,7 +559,7 @@ def test_there_is_a_mutant_for_every_way_to_fail():
 
 # ---- what the seven stories do not reach, with stories and disks of this test -----------------------------------------
 
-def play(patch: Patch, folder: str, scenario: Scenario, fault: Fault | None = None,
+def verdict_of_run(patch: Patch, folder: str, scenario: Scenario, fault: Fault | None = None,
          disk: type[PosixStorage] = PosixStorage) -> str:
     """Returns the verdict of one run of a scenario."""
     patch.setattr(runner, "SCENARIOS", {**scenarios.SCENARIOS, scenario.name: scenario})
@@ -579,9 +580,9 @@ TAKEN_OVER = Scenario("taken over", "a run that was taken for dead wakes up", _t
 
 
 def test_a_late_writer_without_a_fence(folder, monkeypatch):
-    assert play(monkeypatch, folder, TAKEN_OVER) == "PASS"
+    assert verdict_of_run(monkeypatch, folder, TAKEN_OVER) == "PASS"
     monkeypatch.setattr(shard_writer, "fence", lambda *args: None)
-    assert play(monkeypatch, folder, TAKEN_OVER) == HARD_FAIL
+    assert verdict_of_run(monkeypatch, folder, TAKEN_OVER) == HARD_FAIL
 
 
 def _same_names(sandbox: Sandbox, rank: int) -> None:
@@ -595,10 +596,10 @@ SAME_NAMES = Scenario("same names", "another job uses the names of the first run
 
 
 def test_files_that_are_overwritten(folder, monkeypatch):
-    assert play(monkeypatch, folder, SAME_NAMES) == "PASS"
-    assert {play(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(1, 12)} == {"PASS"}
+    assert verdict_of_run(monkeypatch, folder, SAME_NAMES) == "PASS"
+    assert {verdict_of_run(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(1, 12)} == {"PASS"}
     monkeypatch.setattr(RankStorage, "status", lambda self, path: None)     # "nothing is there"
-    assert HARD_FAIL in [play(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(8, 20)]
+    assert HARD_FAIL in [verdict_of_run(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(8, 20)]
 
 
 class Rotten(PosixStorage):
@@ -617,6 +618,6 @@ class Rotten(PosixStorage):
 
 def test_a_disk_that_lies(folder, monkeypatch):
     save = scenarios.SCENARIOS["save"]
-    assert play(monkeypatch, folder, save, disk=Rotten) == LOST_WORK            # refused, and the step before is taken
+    assert verdict_of_run(monkeypatch, folder, save, disk=Rotten) == LOST_WORK            # refused, and the step before is taken
     believe_everything(monkeypatch)
-    assert play(monkeypatch, folder, save, disk=Rotten) == SILENT_DIVERGENCE
+    assert verdict_of_run(monkeypatch, folder, save, disk=Rotten) == SILENT_DIVERGENCE

@@ -71,7 +71,7 @@ def test_an_error_after_the_effect_is_reported_all_the_same(name):
 
 
 @pytest.mark.parametrize("name", ["list", "status", "open"])
-def test_who_only_looks_is_not_told_of_errors_after_the_effect(name):
+def test_reads_have_no_errors_after_the_effect(name):
     cluster, (found,) = run(OPERATIONS[name], faults=(Fault(1, "EIO after"),))
     assert not isinstance(found, OSError) and cluster.injected == []
 
@@ -102,7 +102,7 @@ def test_an_error_of_whoever_gives_the_pieces_removes_the_file():
 
 @pytest.mark.parametrize("kind", ["kill", "kill host", "kill all", "power"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_who_is_killed_before_an_operation_has_not_done_it(name, kind):
+def test_a_kill_before_an_operation_prevents_it(name, kind):
     cluster, found = run(OPERATIONS[name], faults=(Fault(1, kind),))
     assert found == [None] and files(cluster) == {"/c/a": b"old"} and cluster.processes[0].exit == -9
     assert isinstance(cluster.processes[0].main.error, Killed)

@@ -37,7 +37,7 @@ def trained(fmt):
 once = cache(trained)
 
 
-def judged(fmt, damage=lambda disk, fmt: None, restart=True):
+def findings_of(fmt, damage=lambda disk, fmt: None, restart=True):
     disk, history = once(fmt)
     disk = disk.copy()
     damage(disk, fmt)
@@ -215,32 +215,32 @@ CASES = [(damage, fmt, expected) for damage, formats, expected in (
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_disk_that_is_well(fmt):
-    assert judged(fmt) == [] and judged(fmt, restart=False) == []
+    assert findings_of(fmt) == [] and findings_of(fmt, restart=False) == []
 
 
 @pytest.mark.parametrize(("damage", "fmt", "expected"), CASES)
 def test_damage_is_reported_as_what_it_is(damage, fmt, expected):
-    selected = kinds(judged(fmt, damage, restart=False))
+    selected = kinds(findings_of(fmt, damage, restart=False))
     assert selected == expected
-    lived = kinds(judged(fmt, damage))
+    lived = kinds(findings_of(fmt, damage))
     assert lived == expected
 
 
 @pytest.mark.parametrize(("stray", "formats"), [(a_stray_file, RANKS), (a_stray_file_at_the_top, ALL), (a_stray_record, ALL)])
 def test_leftovers_after_the_next_run_are_reported(stray, formats):
     for fmt in formats:
-        (found,) = judged(fmt, stray)
-        assert found.kind == LEFTOVER and "notes." in found.text and judged(fmt, stray, restart=False) == []
+        (found,) = findings_of(fmt, stray)
+        assert found.kind == LEFTOVER and "notes." in found.text and findings_of(fmt, stray, restart=False) == []
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_what_the_next_life_clears_up_is_well(fmt):
-    assert judged(fmt, old_temporary_file) == [] and judged(fmt, no_pointer) == []
+def test_files_that_the_next_run_removes_are_no_finding(fmt):
+    assert findings_of(fmt, old_temporary_file) == [] and findings_of(fmt, no_pointer) == []
 
 
 def test_damage_to_what_nothing_depends_on_is_none():
     for fmt in FORMATS:
-        assert judged(fmt, lambda disk, fmt: flip(disk, weights(disk, fmt, 1, step=2))) == []
+        assert findings_of(fmt, lambda disk, fmt: flip(disk, weights(disk, fmt, 1, step=2))) == []
 
 
 # ---- what cannot be seen on the disk alone -------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_a_checkpoint_that_proves_itself_and_holds_something_else(fmt, monkeypat
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_what_the_jobs_were_told(fmt):
+def test_reports_to_the_jobs_are_checked(fmt):
     disk, told = once(fmt)
     (run,) = told.sizes
 
@@ -292,7 +292,7 @@ def test_as_many_stay_as_are_to_be_kept(fmt):
     assert kinds(found(3, reported=given_up, protected=[(run, 2)])) == {LOST}
 
 
-def test_who_died_before_the_first_step_says_nothing_of_the_checkpoint():
+def test_a_death_before_the_first_step_does_not_blame_the_checkpoint():
     disk, told = once("ckpt")
     (run,) = told.sizes
     disk, apply_death = disk.copy(), "0002-00000000"
@@ -319,20 +319,20 @@ def test_without_a_fault_the_pointers_are_those_of_the_last_save(fmt):
 def test_people_and_the_job_are_given_different_answers(monkeypatch):
     real = oracle.list_checkpoints
     monkeypatch.setattr(oracle, "list_checkpoints", lambda *values: (None, real(*values)[1][1:]))
-    assert kinds(judged("ckpt")) == {INCONSISTENT}
+    assert kinds(findings_of("ckpt")) == {INCONSISTENT}
 
 
 def test_a_job_that_does_not_start_is_stuck(monkeypatch):
     def fails(*_, **__):
         raise ValueError("does not start")
     monkeypatch.setattr(jobs.CheckpointSelector, "select", fails)
-    (found,) = judged("ckpt")
+    (found,) = findings_of("ckpt")
     assert found.kind == STUCK and "does not start" in found.text
 
 
 def test_a_job_that_waits_for_ever_is_stuck(monkeypatch):
     monkeypatch.setattr(jobs, "_train", lambda *_: jobs.current_cluster().scheduler.block(None, "for nothing"))
-    (found,) = judged("ckpt")
+    (found,) = findings_of("ckpt")
     assert found.kind == STUCK and "OperationLimit" in found.text     # its heartbeat never ends
 
 

@@ -298,7 +298,7 @@ def test_time_is_that_of_the_host_and_passes_at_once():
 
 # ---- names, signals, the end of a process ------------------------------------------------------------------------------------
 
-def test_names_are_never_the_same_and_those_of_the_same_history_are():
+def test_tokens_are_unique_and_depend_on_the_history_only():
     def work():
         return [runtime_fakes._MODULES[secrets].token_hex(4) for _ in range(500)]
     one, two = simulated(work)[0], simulated(work)[0]
@@ -546,7 +546,7 @@ def test_however_it_was_imported_it_is_replaced(written):
     assert written.Fields.Inner.pause is time.sleep and isinstance(written.Fields().lock, type(threading.Lock()))
 
 
-def test_a_module_of_the_product_that_is_imported_meanwhile_is_told(tmp_path, monkeypatch):
+def test_a_module_of_the_product_that_is_imported_meanwhile_is_reported(tmp_path, monkeypatch):
     (tmp_path / "zz_late.py").write_text("import time\n")
     package = importlib.import_module("mindresume.saving")
     try:

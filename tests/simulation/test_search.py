@@ -149,7 +149,7 @@ def test_every_schedule_with_one_switch(no_folder_is_flushed):
 
 
 @pytest.mark.parametrize(("way", "switches"), [("", 1), ("thread", 1)])
-def test_no_order_is_left_out_because_nobody_else_could_go_on(way, switches):
+def test_no_order_is_omitted_for_lack_of_ready_tasks(way, switches):
     """Compares with all schedules, most of which are equal."""
     size = count_operations(SCENARIOS["save"], "ckpt", way)
     with patched_product():
@@ -175,7 +175,7 @@ def test_parts_of_the_schedules_are_all_of_them():
     assert runs((0, 3), (1, 3), (2, 3)) == runs((0, 1)) > 3
 
 
-def test_moments_before_the_last_switch_were_judged_without_it():
+def test_moments_before_the_last_switch_are_not_checked_again():
     scenario, seen = replace(SCENARIOS["save"], oracle=lambda *_, **__: []), []
     with patched_product():
         for switches in ((), ((20, 1),)):
@@ -226,7 +226,7 @@ def test_equal_disks_are_restarted_once_whatever_the_history(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wrong", "stale_choices", "lease_losses"])
-def test_what_was_seen_of_a_run_is_judged_though_its_disk_is_known(name):
+def test_violations_of_a_run_are_reported_though_its_disk_is_known(name):
     sim = Simulation(SCENARIOS["save"], "ckpt", Schedule())
     before = state_signature(sim, sim.cluster.disks, sim.history)
     getattr(sim.history, name).append("job1 did what it must not")

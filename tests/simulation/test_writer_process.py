@@ -121,7 +121,7 @@ def test_a_process_that_hangs_ends_after_its_timeout():
     assert writer_of(cluster).exit not in (0, None) and cluster.scheduler.now < TIMEOUT + 10.0
 
 
-def test_a_training_that_lives_is_served_however_long_it_takes():
+def test_a_live_training_is_served_without_a_time_limit():
     def work(saver, place):
         current_cluster().scheduler.sleep(10 * TIMEOUT)
         save(saver, place)
@@ -133,7 +133,7 @@ def test_a_training_that_lives_is_served_however_long_it_takes():
     assert found == [True, True] and len([process for process in cluster.processes if process.name == WRITER]) == 1
 
 
-def test_the_training_hears_of_its_death_and_takes_another_one():
+def test_the_training_notices_its_death_and_starts_another_one():
     undisturbed, _ = run(complete)
     number = operations(undisturbed)[4]
 
