@@ -73,7 +73,7 @@ def test_it_is_deaf_to_sigterm():
         assert outcomes == [(2, True)] and len(committed(cluster)) == 1 and writer_of(cluster).exit == 0
 
 
-def dies_in_first_step(saver, place):
+def dies(saver, place):
     save(saver, place)
     save(saver, place, 4)                               # waits for the first; then the training is gone
     current_cluster().kill(current_process())
@@ -86,7 +86,7 @@ def test_what_was_begun_is_finished_when_the_training_dies(end):
         save(saver, place)
         save(saver, place, 4)
         raise ValueError
-    cluster, _ = run(dies_in_first_step if end == "kill" else fails)
+    cluster, _ = run(dies if end == "kill" else fails)
     assert cluster.processes[0].exit == (-9 if end == "kill" else 1)
     assert len(committed(cluster)) == 2 and writer_of(cluster).exit == 0
     assert cluster.scheduler.now < TIMEOUT
@@ -114,9 +114,9 @@ def test_after_the_death_of_the_training_it_waits_for_others_no_longer_than_its_
 
 
 def test_a_process_that_hangs_ends_after_its_timeout():
-    undisturbed, _ = run(dies_in_first_step)
+    undisturbed, _ = run(dies)
     number = operations(undisturbed)[-3]
-    cluster, _ = run(dies_in_first_step, faults=(Fault(number, "slow", 10_000),))
+    cluster, _ = run(dies, faults=(Fault(number, "slow", 10_000),))
     assert cluster.injected[0].process == WRITER
     assert writer_of(cluster).exit not in (0, None) and cluster.scheduler.now < TIMEOUT + 10.0
 
