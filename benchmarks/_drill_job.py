@@ -1,10 +1,10 @@
 """The training of the crash drill: mindformers' own Trainer around a network that trains in a tenth of a second.
 
 ``Trainer.train`` and ``BaseTrainer.training_process`` are the installed ones, unchanged: configuration rules, choice of the
-checkpoint, counters, data skip, callbacks, loading. Only network, data set and optimizer are small ones of our own, put in
-where a task trainer puts in its own. 5 steps an epoch, 3 epochs; saves after steps 5, 10 and 15.
+checkpoint, counters, data skip, callbacks, loading. Only network, data set and optimizer are small ones, passed in where a task
+trainer passes its own. 5 steps an epoch, 3 epochs; saves after steps 5, 10 and 15.
 
-Every life is the same command (``load_checkpoint`` is the own output folder, ``resume_training`` True), as in a restart loop.
+Every attempt is the same command (``load_checkpoint`` is its own output folder, ``resume_training`` True), as in a restart loop.
 """
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from _drill_kill import Fault, Watch
 
 STEPS_PER_EPOCH, EPOCHS, INTERVAL, BATCH = 5, 3, 5, 8
 STEP_TIME = 0.02                    # seconds: background writers get time, as steps of a real model give it
-TOLD = ("resume", "resuming", "fresh start", "checkpoint", "meta.json", "tracker", "mindresume")
+LOGGED = ("resume", "resuming", "fresh start", "checkpoint", "meta.json", "tracker", "mindresume")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One configuration. ``library``: "mindformers" or "mindresume". ``version``: "1.0" or "2.0"."""
+    """A configuration. ``library``: "mindformers" or "mindresume". ``version``: "1.0" or "2.0"."""
     library: str
     version: str
     asynchronous: bool
@@ -43,8 +43,8 @@ class Setup:
 
 
 def settings(setup: Setup) -> dict[str, Any]:
-    """The configuration a user would write. ``use_parallel`` is True for 1.0: mindformers reads rank folders of safetensors
-    only then, also with one rank; the parallel mode stays stand-alone."""
+    """Returns the configuration that a user would write. ``use_parallel`` is True for 1.0: mindformers reads rank folders of
+    safetensors only then, also with one rank; the parallel mode stays stand-alone."""
     legacy = setup.version == "1.0"
     return {
         "seed": 42, "output_dir": "./output", "load_checkpoint": "./output/checkpoint", "resume_training": True,
@@ -64,8 +64,8 @@ def settings(setup: Setup) -> dict[str, Any]:
 
 
 def train(setup: Setup, folder: str, fault: Fault, attacked: int) -> None:
-    """One life in the working directory. Book, operations and final weights go to ``folder``: ``book``, ``operations``,
-    ``weights.npz``. ``attacked``: the step whose save is watched, until 4 steps later; there a fault of kind "control" kills."""
+    """Runs one attempt in the working directory. Writes ``book``, ``operations`` and ``weights.npz`` to ``folder``. ``attacked``:
+    the step whose save is watched, until 4 steps later; a fault of kind "control" kills there."""
     import mindspore as ms
     from mindformers import MindFormerConfig
     from mindformers.tools.logger import get_logger
@@ -73,7 +73,7 @@ def train(setup: Setup, folder: str, fault: Fault, attacked: int) -> None:
     if setup.library == "mindresume":
         import mindresume.plugin  # noqa: F401  installs the hooks and the CheckpointMonitor
     book = open(os.path.join(folder, "book"), "a", buffering=1, encoding="utf-8")    # noqa: SIM115  as long as the process
-    get_logger().addHandler(_Told(book))
+    get_logger().addHandler(_CheckpointLog(book))
     ms.set_context(mode=0, device_target="CPU")
     register()
     watch = Watch("output/checkpoint", os.path.join(folder, "operations"), fault)
@@ -93,7 +93,7 @@ def train(setup: Setup, folder: str, fault: Fault, attacked: int) -> None:
 
 
 def register() -> None:
-    """Puts a task trainer with a small network, data set and optimizer into the registry of mindformers."""
+    """Registers a task trainer with a small network, data set and optimizer in mindformers."""
     import mindspore as ms
     import mindspore.dataset as ds
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
@@ -115,7 +115,7 @@ def register() -> None:
             return self.trainable_params() if only_trainable else self.get_parameters()
 
     class DrillTrainer(BaseTrainer):
-        """What CausalLanguageModelingTrainer is for language models."""
+        """A task trainer, as CausalLanguageModelingTrainer is for language models."""
 
         def __init__(self, model_name=None):
             super().__init__("general", model_name)
@@ -143,7 +143,7 @@ def register() -> None:
 
 
 def make_recorder(book: Any, result: str, at_step_begin: Callable[[int], None]) -> Any:
-    """The callback that keeps the book: where the life began, each step with the bits of its loss, the final weights."""
+    """Returns the callback that writes the book: the first step, each step with the bits of its loss, the final weights."""
     import mindspore as ms
 
     class Recorder(ms.Callback):
@@ -169,8 +169,8 @@ def make_recorder(book: Any, result: str, at_step_begin: Callable[[int], None]) 
     return Recorder()
 
 
-class _Told(logging.Handler):
-    """Keeps what the library says about checkpoints."""
+class _CheckpointLog(logging.Handler):
+    """Records what the library logs about checkpoints."""
 
     def __init__(self, book: Any):
         super().__init__(logging.INFO)
@@ -178,5 +178,5 @@ class _Told(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if any(word in text for word in TOLD):
-            self._book.write(json.dumps({"level": record.levelname, "told": text}) + "\n")
+        if any(word in text for word in LOGGED):
+            self._book.write(json.dumps({"level": record.levelname, "message": text}) + "\n")

@@ -1,14 +1,13 @@
-"""Counts the file operations of one save in this process and dies at one of them, for builtin_drill.py.
+"""Counts the file operations of one save in this process and kills the process at one of them, for builtin_drill.py.
 
-Operations are seen through CPython's audit events (open for writing, rename, remove, mkdir, rmdir) and, for writers in native
-code that raise none, through wrappers around the functions that call them (safetensors' ``save_file``). Only what happens
-below ``folder`` counts, and only between ``begin`` and ``finish``. All threads of the process are seen.
+Operations are seen through CPython's audit events (open for writing, rename, remove, mkdir, rmdir) and, for native writers that
+raise none, through wrappers around the functions that call them (safetensors' ``save_file``). Only operations below ``folder``
+between ``begin`` and ``finish`` count, in all threads of the process.
 
 Faults, each ended by SIGKILL:
 
-before   right before the operation
-empty    the file is open for writing and nothing has been flushed into it: what a kill leaves of a buffered write
-torn     the file is complete and closed, then cut in half
+before   right before the operation empty    the file is open for writing and nothing has been flushed into it: what a kill leaves
+of a buffered write torn     the file is complete and closed, then cut in half
 """
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ EVENTS = {"os.rename": "rename", "os.remove": "remove", "os.mkdir": "mkdir", "os
 
 @dataclass(frozen=True)
 class Fault:
-    """``number``: which operation, from 1; 0: none, for counting."""
+    """A kill at operation ``number``, from 1; 0 for none, to count the operations."""
     number: int
     kind: str
 
 
 class Watch:
-    """``log``: file that gets one JSON line an operation, outside of ``folder``."""
+    """Counts operations below ``folder``. ``log``: a file outside of ``folder`` for one JSON line an operation."""
 
     def __init__(self, folder: str, log: str, fault: Fault):
         self.folder, self.fault = os.path.abspath(folder), fault
@@ -42,7 +41,7 @@ class Watch:
         self._touched: set[str] = set()
 
     def install(self) -> None:
-        """For the rest of this process: an audit hook cannot be removed."""
+        """Installs the hooks for the rest of this process: an audit hook cannot be removed."""
         import mindspore.train.serialization as serialization
         import safetensors.numpy
         for module in (serialization, safetensors.numpy):
@@ -53,7 +52,7 @@ class Watch:
         self._before, self._active = set(self._files()), True
 
     def finish(self) -> None:
-        """Also says which new files no counted operation had made: then the count is not complete."""
+        """Ends counting, and logs the new files that no counted operation made: then the count is incomplete."""
         self._active = False
         self.say(missed=sorted(set(self._files()) - self._before - self._touched))
 
@@ -67,7 +66,7 @@ class Watch:
         return [os.path.join(place, name) for place, _, names in os.walk(self.folder) for name in names]
 
     def _inside(self, path: Any, handle: Any = -1) -> str | None:
-        """The absolute path, None if it is not below the folder. ``handle``: the dir_fd of the call, -1 for none."""
+        """Returns the absolute path, or None if it is not below the folder. ``handle``: the dir_fd of the call, -1 for none."""
         if not isinstance(path, (str, bytes, os.PathLike)):
             return None
         base = os.readlink(f"/proc/self/fd/{handle}") if isinstance(handle, int) and handle >= 0 else os.getcwd()
@@ -89,7 +88,7 @@ class Watch:
                 self._operation(EVENTS[event], path or os.fsdecode(arguments[0]), target)
 
     def _operation(self, kind: str, path: str, target: str | None = None) -> int:
-        """Its number."""
+        """Counts and logs an operation; returns its number."""
         with self._lock:
             self._count += 1
             number = self._count
@@ -106,7 +105,7 @@ class Watch:
         return number
 
     def _wait_in_this_thread(self, path: str) -> None:
-        """Watches calls of this thread until the file is open (empty) or closed (torn)."""
+        """Watches the calls of this thread until the file is open (empty) or closed (torn)."""
         def profile(frame: Any, event: str, argument: Any) -> None:
             if frame.f_code.co_filename == __file__ or not os.path.exists(path):
                 return

@@ -7,18 +7,18 @@ One process, CPU, mindformers' real Trainer around a tiny network (_drill_job.py
 
 clean run   counts the file operations from the beginning of step 10 to the beginning of step 14: its save, all of it
 each cell   a fresh training dies by SIGKILL at operation N (faults: _drill_kill.py); the same command is started again, chooses
-            and loads a checkpoint by the library's own means and trains to the end; compared with a run nobody interrupted
+            and loads a checkpoint by the library's own means and trains to the end; compared with an uninterrupted run
 
 | verdict | |
 |---|---|
-| PASS | went on from the newest save that had completed, or a newer one; final weights and optimizer bit-identical |
-| LOST_WORK | bit-identical, but started from an older save than necessary, or from nothing |
+| PASS | resumed from the newest completed save, or a newer one; final weights and optimizer bit-identical |
+| LOST_WORK | bit-identical, but resumed from an older save than necessary, or from none |
 | HARD_FAIL | the second start raised an error or did not end within 60 s |
 | SILENT_DIVERGENCE | it trained to the end, with other weights |
 
 The save of step 5 has always completed. That of step 10 counts as completed once step 11 began (synchronous saving only) and in
-the control, which is killed when step 14 begins. ``--save first`` attacks the save of step 5: nothing older exists, a
-fresh start is right.
+the control, which is killed when step 14 begins. ``--save first`` tests the save of step 5: nothing older exists, so a
+fresh start is correct.
 
 Limits: one run per cell, one process; the barrier of that one rank, which has no kernel on CPU, does nothing; SIGKILL leaves the
 page cache, so power loss is not tested. With background saving the threads decide the order; each row names what its own killed
@@ -45,8 +45,8 @@ import numpy as np
 from _drill_job import INTERVAL, Setup, train
 from _drill_kill import Fault
 
-DEADLINE = 60.0                     # seconds for one life
-TRIES = 5                           # lives to reach one fault: threads may come in another order than in the clean run
+DEADLINE = 60.0                     # seconds for one attempt
+TRIES = 5                           # attempts to reach one fault: threads may come in another order than in the clean run
 VERDICTS = ("PASS", "LOST_WORK", "HARD_FAIL", "SILENT_DIVERGENCE")
 CONFIGS = {"mindformers-1.0-sync": ("mindformers", "1.0", False), "mindformers-1.0-async": ("mindformers", "1.0", True),
            "mindformers-2.0-sync": ("mindformers", "2.0", False), "mindformers-2.0-async": ("mindformers", "2.0", True),
@@ -55,8 +55,8 @@ NOISE = ("is deprecated", "will be deprecated", "set checkpoint save path", "set
 
 
 @dataclass
-class Life:
-    """One process, forked from this one. ``folder`` gets what it leaves besides its checkpoints."""
+class Attempt:
+    """One training process, forked from this one. ``folder``: receives its output besides checkpoints."""
     pid: int
     folder: str
     started: float = field(default_factory=time.monotonic)
@@ -71,7 +71,7 @@ class Life:
             return [json.loads(line) for line in file if line.endswith("\n")]
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Returns whether it has ended."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -90,14 +90,14 @@ class Life:
         return os.WIFEXITED(self.status) and os.WEXITSTATUS(self.status) == 0
 
 
-def start(setup: Setup, home: str, name: str, fault: Fault, attacked: int) -> Life:
-    """A life in ``home``; what it leaves besides goes to ``home/name``."""
+def start(setup: Setup, home: str, name: str, fault: Fault, attacked: int) -> Attempt:
+    """Starts an attempt in ``home``; its output besides checkpoints goes to ``home/name``."""
     folder = os.path.join(home, name)
     os.makedirs(folder)
     sys.stdout.flush()
     pid = os.fork()
     if pid:
-        return Life(pid, folder)
+        return Attempt(pid, folder)
     status = 1
     try:
         os.chdir(home)
@@ -125,26 +125,27 @@ def first_words(error: BaseException) -> str:
 
 @dataclass
 class Reference:
-    """What the clean run of a configuration gave."""
+    """The results of the clean run of a configuration."""
     operations: list[dict[str, Any]]
     weights: dict[str, np.ndarray]
 
 
-def clean(setup: Setup, home: str, attacked: int) -> Iterator[Life]:
-    """A generator of lives; its result is a Reference. RuntimeError if the run failed or operations went unseen."""
-    life = start(setup, home, "clean", Fault(0, "none"), attacked)
-    yield life
-    if not life.good:
-        raise RuntimeError(f"{setup.key}: the clean run failed; see {life.folder}: {life.lines('book')[-1:]}")
-    lines = life.lines("operations")
+def clean(setup: Setup, home: str, attacked: int) -> Iterator[Attempt]:
+    """Runs the clean run: a generator of attempts whose result is a Reference. Raises RuntimeError if the run failed or if
+    operations were not counted."""
+    attempt = start(setup, home, "clean", Fault(0, "none"), attacked)
+    yield attempt
+    if not attempt.good:
+        raise RuntimeError(f"{setup.key}: the clean run failed; see {attempt.folder}: {attempt.lines('book')[-1:]}")
+    lines = attempt.lines("operations")
     missed = [path for line in lines for path in line.get("missed", [])]
     if missed:
         raise RuntimeError(f"{setup.key}: files that no counted operation made: {missed}")
-    return Reference([line for line in lines if "operation" in line], weights_of(life))
+    return Reference([line for line in lines if "operation" in line], weights_of(attempt))
 
 
-def weights_of(life: Life) -> dict[str, np.ndarray]:
-    with np.load(os.path.join(life.folder, "weights.npz")) as file:
+def weights_of(attempt: Attempt) -> dict[str, np.ndarray]:
+    with np.load(os.path.join(attempt.folder, "weights.npz")) as file:
         return {name: file[name] for name in file.files}
 
 
@@ -154,10 +155,10 @@ def faults_of(operations: list[dict[str, Any]]) -> list[Fault]:
     return [*found, Fault(0, "control")]
 
 
-def cell(setup: Setup, home: str, fault: Fault, attacked: int, reference: Reference) -> Iterator[Life]:
-    """A generator of lives; its result is the row of this cell."""
-    for attempt in range(1, TRIES + 1):
-        place = os.path.join(home, str(attempt))
+def cell(setup: Setup, home: str, fault: Fault, attacked: int, reference: Reference) -> Iterator[Attempt]:
+    """Runs a cell: a generator of attempts whose result is the row of the cell."""
+    for number in range(1, TRIES + 1):
+        place = os.path.join(home, str(number))
         os.makedirs(place)
         first = start(setup, place, "killed", fault, attacked)
         yield first
@@ -166,41 +167,41 @@ def cell(setup: Setup, home: str, fault: Fault, attacked: int, reference: Refere
             break
     else:
         ended = "hung" if first.late else "was not killed"
-        return {**row, "verdict": "NOT_REACHED", "reason": f"the first life {ended}: {first.lines('book')[-1:]}"}
+        return {**row, "verdict": "NOT_REACHED", "reason": f"the first attempt {ended}: {first.lines('book')[-1:]}"}
     second = start(setup, place, "resumed", Fault(0, "none"), attacked)
     yield second
     required = required_step(setup, first, fault, attacked)
-    verdict, reason = judge(second, required, reference)
+    verdict, reason = verdict_of(second, required, reference)
     return {**row, "required_step": required, "verdict": verdict, "reason": reason}
 
 
-def where(life: Life, fault: Fault) -> dict[str, Any]:
-    """What the killed life itself says it was about to do. Threads may come in another order than in the clean run."""
-    seen = [line for line in life.lines("operations") if line.get("operation") == fault.number]
+def where(attempt: Attempt, fault: Fault) -> dict[str, Any]:
+    """Returns what the killed attempt was about to do. Threads may come in another order than in the clean run."""
+    seen = [line for line in attempt.lines("operations") if line.get("operation") == fault.number]
     if not seen:
         return {"kind": fault.kind, "path": None}
     return {key: seen[0][key] for key in ("kind", "path", "to", "thread") if key in seen[0]}
 
 
-def required_step(setup: Setup, life: Life, fault: Fault, attacked: int) -> int:
-    begun = max(line["begins"] for line in life.lines("operations") if "begins" in line)
+def required_step(setup: Setup, attempt: Attempt, fault: Fault, attacked: int) -> int:
+    begun = max(line["begins"] for line in attempt.lines("operations") if "begins" in line)
     completed = fault.kind == "control" or (not setup.asynchronous and begun > attacked)
     return attacked if completed else attacked - INTERVAL
 
 
-def judge(life: Life, required: int, reference: Reference) -> tuple[str, str]:
-    book = life.lines("book")
-    told = [line["told"] for line in book if "told" in line and not any(word in line["told"] for word in NOISE)]
-    if life.late:
-        return "HARD_FAIL", f"no end within {DEADLINE:.0f} s; last words: {told[-1] if told else 'none'}"
-    if not life.good:
+def verdict_of(attempt: Attempt, required: int, reference: Reference) -> tuple[str, str]:
+    book = attempt.lines("book")
+    messages = [line["message"] for line in book if "message" in line and not any(word in line["message"] for word in NOISE)]
+    if attempt.late:
+        return "HARD_FAIL", f"did not end within {DEADLINE:.0f} s; last message: {messages[-1] if messages else 'none'}"
+    if not attempt.good:
         errors = [line["error"] for line in book if "error" in line]
-        return "HARD_FAIL", errors[0] if errors else f"ended with status {life.status}"
+        return "HARD_FAIL", errors[0] if errors else f"ended with status {attempt.status}"
     resumed = next(line["resumed_from"] for line in book if "resumed_from" in line)
-    different = differences(reference.weights, weights_of(life))
-    choice = [text for text in told if any(word in text for word in ("Get resume checkpoint", "Get checkpoint", "empty path",
+    different = differences(reference.weights, weights_of(attempt))
+    choice = [text for text in messages if any(word in text for word in ("Get resume checkpoint", "Get checkpoint", "empty path",
                                                                       "fresh start", "not resuming", "resume from"))]
-    said = choice[0] if choice else "nothing was said about the choice"
+    said = choice[0] if choice else "no message about the choice"
     if different:
         return "SILENT_DIVERGENCE", f"resumed after step {resumed}; {different}; {said}"
     if resumed < required:
@@ -209,36 +210,37 @@ def judge(life: Life, required: int, reference: Reference) -> tuple[str, str]:
 
 
 def differences(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> str:
-    """Empty if every tensor is there with the same bits."""
+    """Returns how the tensors differ; empty if all bits are equal."""
     if expected.keys() != found.keys():
-        return f"other tensors: {sorted(expected.keys() ^ found.keys())}"
+        return f"different tensors: {sorted(expected.keys() ^ found.keys())}"
     names = [name for name, array in expected.items() if array.tobytes() != found[name].tobytes()]
     return f"{len(names)} of {len(expected)} tensors differ, for example {names[0]}" if names else ""
 
 
 # ---- all of them ---------------------------------------------------------------------------------------------------
 
-def in_parallel(jobs: int, works: Iterator[tuple[Any, Iterator[Life]]]) -> Iterator[tuple[Any, Any]]:
-    """Runs generators of lives, ``jobs`` at once; yields (label, result) as they end. Nothing runs on if this is left."""
-    running: list[tuple[Any, Iterator[Life], Life]] = []
+def in_parallel(jobs: int, works: Iterator[tuple[Any, Iterator[Attempt]]]) -> Iterator[tuple[Any, Any]]:
+    """Runs generators of attempts, ``jobs`` at once; yields (label, result) in the order of completion. Kills what still runs
+    when it is left."""
+    running: list[tuple[Any, Iterator[Attempt], Attempt]] = []
     try:
         for label, work in works:
             running.append((label, work, next(work)))
             while len(running) >= jobs:
-                yield from _turn(running)
+                yield from _poll_all(running)
         while running:
-            yield from _turn(running)
+            yield from _poll_all(running)
     finally:
-        for _, _, life in running:
-            if not life.poll():
-                os.kill(life.pid, signal.SIGKILL)
-                os.waitpid(life.pid, 0)
+        for _, _, attempt in running:
+            if not attempt.poll():
+                os.kill(attempt.pid, signal.SIGKILL)
+                os.waitpid(attempt.pid, 0)
 
 
-def _turn(running: list[tuple[Any, Iterator[Life], Life]]) -> Iterator[tuple[Any, Any]]:
+def _poll_all(running: list[tuple[Any, Iterator[Attempt], Attempt]]) -> Iterator[tuple[Any, Any]]:
     for item in list(running):
-        label, work, life = item
-        if not life.poll():
+        label, work, attempt = item
+        if not attempt.poll():
             continue
         running.remove(item)
         try:
@@ -249,7 +251,7 @@ def _turn(running: list[tuple[Any, Iterator[Life], Life]]) -> Iterator[tuple[Any
 
 
 def drill(setup: Setup, options: argparse.Namespace, folder: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The cells of one configuration in order, and the operations of the clean run."""
+    """Returns the cells of one configuration in order, and the operations of the clean run."""
     attacked = INTERVAL if options.save == "first" else 2 * INTERVAL
 
     def home(name: str) -> str:
@@ -263,7 +265,7 @@ def drill(setup: Setup, options: argparse.Namespace, folder: str) -> tuple[list[
         print(f"note: {setup.key}: {len(picked)} of {len(faults)} cells, evenly spread (--limit)", file=sys.stderr)
         faults = [faults[i] for i in picked]
 
-    def works() -> Iterator[tuple[Any, Iterator[Life]]]:
+    def works() -> Iterator[tuple[Any, Iterator[Attempt]]]:
         for number, fault in enumerate(faults):
             place = home(str(number))
             yield (number, place), cell(setup, place, fault, attacked, reference)
@@ -290,12 +292,12 @@ def main() -> None:
                         help=", ".join(CONFIGS))
     parser.add_argument("--formats", nargs="+", choices=["safetensors", "ckpt"], default=["safetensors", "ckpt"])
     parser.add_argument("--keep", nargs="+", type=int, default=[5, 1], help="values of keep_checkpoint_max")
-    parser.add_argument("--save", choices=["second", "first"], default="second", help="the save under attack")
-    parser.add_argument("--limit", type=int, default=0, help="at most so many cells a row, evenly spread; 0: all")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at once")
-    parser.add_argument("--dir", default=None, help="where the trainings run; default: the folder for temporary files")
+    parser.add_argument("--save", choices=["second", "first"], default="second", help="the save that is tested")
+    parser.add_argument("--limit", type=int, default=0, help="largest number of cells a row, evenly spread; 0: all")
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent processes")
+    parser.add_argument("--dir", default=None, help="folder of the trainings; default: the folder for temporary files")
     parser.add_argument("--keep-folders", action="store_true")
-    parser.add_argument("--json", default=None, help="file for every cell")
+    parser.add_argument("--json", default=None, help="file that receives every cell")
     options = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="drill-", dir=options.dir)
     os.environ["LOG_MF_PATH"] = os.path.join(folder, "log")
@@ -320,7 +322,7 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Imports what takes seconds, once: every life is forked from here. A barrier of one rank has no kernel on CPU."""
+    """Imports once what takes seconds, since every attempt is forked from here. A barrier of one rank has no kernel on CPU."""
     import mindspore.communication.comm_func as comm_func
     comm_func.barrier = lambda group=None, *_, **__: None
     import mindformers.trainer.base_trainer
@@ -330,7 +332,7 @@ def prepare() -> None:
 def show(table: list[tuple[Setup, list[dict[str, Any]], Counter]], options: argparse.Namespace) -> None:
     from importlib import metadata
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("mindformers", "mindspore", "safetensors"))
-    print(f"{versions}; one process, CPU; the {options.save} save is attacked\n")
+    print(f"{versions}; one process, CPU; the {options.save} save is tested\n")
     print("| configuration | format | keep_checkpoint_max | operations | other threads | runs | " + " | ".join(VERDICTS) + " |")
     print("|---|---|---|---|---|---|" + "---|" * len(VERDICTS))
     for setup, operations, counts in table:

@@ -142,10 +142,10 @@ class FaultInjector:
             self.scheduler.release_turn(rank)
 
     def _inject(self, rank: int, half: Callable[[], None]) -> None:
-        kind, everybody = self.fault.kind, set(range(self.scheduler.size))
-        self.dead |= {rank} if kind == "kill one" else everybody
+        kind, all_ranks = self.fault.kind, set(range(self.scheduler.size))
+        self.dead |= {rank} if kind == "kill one" else all_ranks
         if kind == "kill some":
-            self.dead = {rank, *self.rng.sample(sorted(everybody), self.rng.randrange(self.scheduler.size))}
+            self.dead = {rank, *self.rng.sample(sorted(all_ranks), self.rng.randrange(self.scheduler.size))}
         if kind in ("torn", "reorder"):
             half()
         if kind == "power":

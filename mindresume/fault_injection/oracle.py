@@ -69,8 +69,9 @@ def _resume(sandbox: Sandbox, storage: Storage, required: Saved | None) -> Verdi
     except (MindResumeError, OSError) as error:
         return Verdict(HARD_FAIL, f"{type(error).__name__}: {error}")
     if choice.chosen is None:
-        return Verdict(HARD_FAIL, f"a fresh start, though {required} is complete") if required else Verdict(PASS,
-                                                                                                       "nothing was complete")
+        if required:
+            return Verdict(HARD_FAIL, f"a fresh start, though {required} is complete")
+        return Verdict(PASS, "nothing was complete")
     chosen = (choice.chosen.run or "", choice.chosen.step or 0)
     wrong = _differences(sandbox, choice, chosen)
     if wrong:

@@ -12,14 +12,14 @@ from mindresume.simulation.bucket import BUCKET, Bucket
 from mindresume.simulation.bucket_scenarios import SCENARIOS, URL, _pods
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Training, save_order
-from mindresume.simulation.oracle import LOST, WRONG, Finding, _live
+from mindresume.simulation.oracle import LOST, WRONG, Finding, restart_and_check
 from mindresume.simulation.scenarios import Scenario
 from mindresume.simulation.schedule import KINDS, OUTAGE, UNREADABLE
 
 EXPECTED_ERRORS = ("NoUsableCheckpointError", "RemoteError")  # errors that name the checkpoints and why they are refused
 
 
-def check_faulty_bucket(disks: Mapping[str, Disk], history: History, training: Training, live: bool = True) -> list[Finding]:
+def check_faulty_bucket(disks: Mapping[str, Disk], history: History, training: Training, restart: bool = True) -> list[Finding]:
     """Checks that the same command on empty disks takes the newest checkpoint in the bucket that is healthy and entirely
     readable. If all others are not, it must end with an error that says so instead of a fresh start. Changes ``disks``."""
     bucket = disks[BUCKET].copy()
@@ -33,11 +33,11 @@ def check_faulty_bucket(disks: Mapping[str, Disk], history: History, training: T
         if required is not None and (newest is None or save_order(newest) < save_order(required)):
             findings.append(Finding(LOST, f"the newest {what}checkpoint in the bucket is {newest}, though rank 0 was told that "
                                           f"{required} is uploaded"))
-    if not live or findings:
+    if not restart or findings:
         return findings
     expected = next((saved for saved, healthy, readable in rows if healthy and readable), None)
     empty = {f"node{node}": Disk(local=True) for node in range(training.hosts)}
-    found = _live({**empty, BUCKET: bucket}, replace(training, unhealthy=()), expected, expected,
+    found = restart_and_check({**empty, BUCKET: bucket}, replace(training, unhealthy=()), expected, expected,
                   max((step for _, step in history.began), default=0), False)
     if rows and expected is None:
         if not any(name in finding.text for finding in found for name in EXPECTED_ERRORS):

@@ -26,16 +26,16 @@ from mindresume.simulation.oracle import (
     UNKNOWN,
     WRONG,
     Finding,
-    _live,
     newest_acknowledged,
+    restart_and_check,
     run_alone,
     save_order,
 )
 from mindresume.tensor_files.checksum import file_checksum
 
 
-def check_bucket(disks: Mapping[str, Disk], history: History, training: Training, live: bool = True) -> list[Finding]:
-    """Returns the violations. Changes ``disks``. ``live`` False: looks at the bucket and starts nothing."""
+def check_bucket(disks: Mapping[str, Disk], history: History, training: Training, restart: bool = True) -> list[Finding]:
+    """Returns the violations. Changes ``disks``. ``restart`` False: looks at the bucket and starts nothing."""
     disks = {**disks, BUCKET: disks[BUCKET].copy()}         # the copy is inspected much later: its listings do not lag
     findings = [Finding(WRONG, text) for text in history.wrong]
     newest = inspect_bucket(disks, training, findings)
@@ -43,7 +43,7 @@ def check_bucket(disks: Mapping[str, Disk], history: History, training: Training
     if uploaded is not None and (newest is None or save_order(newest) < save_order(uploaded)):
         findings.append(Finding(LOST, f"the bucket holds {newest}, though rank 0 was told that {uploaded} is uploaded"))
     findings += _check_protected(disks, history, training)
-    if not live or findings:
+    if not restart or findings:
         return findings
     nodes = [name for name in disks if name != BUCKET]
     empty = {f"node{node}": Disk(local=True) for node in range(training.hosts)}
@@ -58,7 +58,7 @@ def _restart(disks: Mapping[str, Disk], history: History, training: Training, re
              where: str) -> list[Finding]:
     """Runs the same command once more. It must resume from ``required`` or something newer."""
     last = max((step for _, step in history.began), default=0)
-    found = _live(disks, training, required, UNKNOWN, last, False)
+    found = restart_and_check(disks, training, required, UNKNOWN, last, False)
     if not found:
         newest = inspect_bucket(disks, training, found)
         step = (last // training.every + 1) * training.every

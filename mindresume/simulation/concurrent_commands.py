@@ -130,7 +130,7 @@ def _is_affected(sim: Simulation) -> bool:
 
 # ---- invariants of the disks -------------------------------------------------------------------------------------------
 
-def check_conversions(disks: Mapping[str, Disk], history: History, training: Training, live: bool = True) -> list[Finding]:
+def check_conversions(disks: Mapping[str, Disk], history: History, training: Training, restart: bool = True) -> list[Finding]:
     """Checks that each target under its final name is a whole checkpoint with the same bits as one of the job's; then runs
     ``check_disks``."""
     findings: list[Finding] = []
@@ -143,7 +143,7 @@ def check_conversions(disks: Mapping[str, Disk], history: History, training: Tra
     error = run_alone(disks, work).processes[0].error
     if error is not None:
         findings.append(Finding(WRONG, f"inspecting a target: {type(error).__name__}: {error}"))
-    return findings + check_disks(disks, history, training, live)
+    return findings + check_disks(disks, history, training, restart)
 
 
 def _wrong_target(storage: Mount, target: str, history: History, training: Training) -> Iterator[Finding]:

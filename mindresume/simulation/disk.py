@@ -1,4 +1,4 @@
-"""An in-memory file system: the state that everybody sees now, and the state after a power loss.
+"""An in-memory file system: the visible state, and the state after a power loss.
 
     disk = Disk()
     disk.create("/c/.a.tmp", b"bytes"); disk.rename("/c/.a.tmp", "/c/a"); disk.sync("/c")

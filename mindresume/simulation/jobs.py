@@ -206,7 +206,7 @@ class Job:
         return self.launcher
 
     def is_affected(self, kinds: tuple[str, ...]) -> bool:
-        """Returns whether a fault hit one of its processes, or a fault of ``kinds`` or one for everybody hit the cluster."""
+        """Returns whether a fault hit one of its processes, or a fault of ``kinds`` or one for all processes hit the cluster."""
         return any(row.process.startswith(f"{self.name}.") or row.fault.kind in (*kinds, "kill all", "term all", "power")
                    for row in self.cluster.injected)
 
@@ -242,14 +242,14 @@ def _run_rank(job: Job, rank: int) -> None:
     """Runs a rank. Records a violation if the job loses its lease although no fault affected it."""
     opened: list[str] = []
     try:
-        _live(job, rank, opened)
+        _train_as_rank(job, rank, opened)
     except LeaseHeldError as error:
         if opened and not job.is_affected(("ENOSPC", "EDQUOT")):
             job.history.lease_losses.append(f"{job.name}, which no fault affected, has lost its lease: {error}")
         raise
 
 
-def _live(job: Job, rank: int, opened: list[str]) -> None:
+def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
     """Trains as one rank. ``opened``: receives the run id as soon as there is one."""
     training, history = job.training, job.history
     process, required = current_process(), newest_acknowledged(job.history)

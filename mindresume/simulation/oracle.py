@@ -56,9 +56,8 @@ class Finding:
         return f"{self.kind}: {self.text}"
 
 
-def check_disks(disks: Mapping[str, Disk], history: History, training: Training, live: bool = True) -> list[Finding]:
-    """Returns the violations. Changes ``disks``: the restarted job saves there. ``live`` False: inspects only, without a restart.
-    """
+def check_disks(disks: Mapping[str, Disk], history: History, training: Training, restart: bool = True) -> list[Finding]:
+    """Returns the violations. Changes ``disks``: the restarted job saves there. ``restart`` False: inspects only."""
     required = newest_acknowledged(history)
     findings = [Finding(WRONG, text) for text in history.wrong]
     findings += [Finding(LOST, text) for text in history.stale_choices]
@@ -72,10 +71,10 @@ def check_disks(disks: Mapping[str, Disk], history: History, training: Training,
     findings += _check_protected(disks, history, training)
     stale_choices = _check_choice(required, selected, "which") if not training.node_local else []
     findings += stale_choices
-    if not live and not training.node_local:
+    if not restart and not training.node_local:
         return findings
     last = max((step for _, step in history.began), default=0)
-    findings += _live(disks, training, None if stale_choices else required, selected, last, not training.fresh
+    findings += restart_and_check(disks, training, None if stale_choices else required, selected, last, not training.fresh
                       and not stale_choices)
     return findings
 
@@ -220,9 +219,8 @@ def _check_pointers(storage: Mount, training: Training) -> Iterator[Finding]:
             yield Finding(LOST, f"{TRACKER if training.format == ITERATION else META} leads to {file}, which does not exist")
 
 
-def _live(disks: Mapping[str, Disk], training: Training, required: Saved | None, selected: Saved | None | str, last: int,
-          tidy: bool
-          ) -> list[Finding]:
+def restart_and_check(disks: Mapping[str, Disk], training: Training, required: Saved | None, selected: Saved | None | str,
+                      last: int, tidy: bool) -> list[Finding]:
     """Runs the same command once more, without faults, keeping one checkpoint."""
     findings: list[Finding] = []
     history = History()
@@ -254,8 +252,10 @@ def _live(disks: Mapping[str, Disk], training: Training, required: Saved | None,
     findings += _check_choice(required, chosen, "the job")
     if tidy and not findings:
         newest = run, again.steps
-        findings += _check_node_leftovers(disks, again, newest, chosen) if training.node_local else _check_leftovers(disks, again,
-                                                                                                                     newest)
+        if training.node_local:
+            findings += _check_node_leftovers(disks, again, newest, chosen)
+        else:
+            findings += _check_leftovers(disks, again, newest)
     return findings
 
 

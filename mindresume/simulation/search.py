@@ -189,11 +189,11 @@ def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known
     shared = not sim.training.node_local and not sim.training.url
     for state in states:
         counts.states += 1
-        live = _disks_signature(sim, state.disks) if shared else state.signature
-        again = not live % share and (not shared or known.is_new(live))
-        findings = scenario.oracle(state.disks, state.history, sim.training, live=again)
+        restart_signature = _disks_signature(sim, state.disks) if shared else state.signature
+        again = not restart_signature % share and (not shared or known.is_new(restart_signature))
+        findings = scenario.oracle(state.disks, state.history, sim.training, restart=again)
         if findings:
-            known.signatures.discard(live)
+            known.signatures.discard(restart_signature)
             known.signatures.difference_update(seen)                    # they were not all checked
             return Failure(scenario, fmt, way, state.schedule, tuple(findings), state.how)
     # The end is checked with a restart whatever ``share``; its signature differs from the same disks after a death.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mindresume.fault_injection import workers
-from mindresume.simulation import schedule, search, search_shards
+from mindresume.simulation import search, search_shards
 from mindresume.simulation.mount import Mount
 
 COMMAND = "drill"
@@ -96,22 +96,6 @@ def test_all_schedules_with_few_switches(call, unflushed):
     assert out.splitlines()[-1].startswith("1 runs (all with at most 0 switches)")
 
 
-def test_the_parts_of_a_systematic_search_are_the_whole():
-    wanted = search.SearchRequest((0, 1), ("save",), ("ckpt",), ("",))
-    whole, parts = search.Counts(), search.Counts()
-    assert not list(search.systematic(search.SCENARIOS["save"], "ckpt", "", 1, whole, every=7))
-    cut = list(search_shards.systematic_shards(wanted, 1))
-    assert len(cut) == search_shards.PARTS and len(set(cut)) == len(cut)
-    for part in range(3):
-        assert not list(search.systematic(search.SCENARIOS["save"], "ckpt", "", 1, parts, every=7, part=(part, 3)))
-    assert parts.runs == whole.runs > 3
-
-
-def test_portions_cover_every_seed_once():
-    cut = list(search_shards.random_shards(search.SearchRequest((5, 11))))
-    assert [seed for part in cut for seed in range(part.seeds[0], sum(part.seeds))] == list(range(5, 16))
-
-
 @pytest.mark.parametrize("arguments, says", [
     (("--simulate", "--dir", "/tmp"), "--dir is of the drill on a file system"),
     (("--simulate", "--story", "save"), "--story is of"), (("--simulate", "--fault", "EIO"), "--fault is of"),
@@ -151,7 +135,7 @@ def test_without_greenlet_one_line_says_what_to_install(call, monkeypatch):
     assert status == 0 and "first save" in out and "mindresume[simulate]" in out
 
 
-def test_it_explains_scenarios_and_strikes(call):
+def test_it_explains_scenarios_and_faults(call):
     status, out, err = call("--explain")
     assert status == 0 and all(f"\n{name} " in out for name in ("first save", "late", "two hosts", "kill host", "ESTALE after"))
 
@@ -177,27 +161,3 @@ def test_a_signal_ends_it_with_what_was_found_so_far(number):
     out, err = program.communicate(timeout=PATIENCE)
     assert program.returncode == 128 + number and "Traceback" not in err
     assert "schedules a second" in out.splitlines()[-1] and "the simulation was stopped after" in err
-
-
-def test_every_strike_that_can_be_drawn_is_explained():
-    drawn = {kind for scenario in search.SCENARIOS.values() for kind in scenario.kinds}
-    assert drawn == set(schedule.EXPLAINED)
-
-
-@pytest.mark.parametrize("name", ["save", "bucket"])
-def test_what_is_known_is_neither_copied_nor_judged_again(name, monkeypatch):
-    """The same run once more: nothing new. And the signature of a disk is that of its copy after all have died."""
-    known, first, again = search.KnownStates(), search.Counts(), search.Counts()
-    wanted = search.SCENARIOS[name], "ckpt", "", schedule.Schedule(switches=((20, 1),))
-    assert search.run(*wanted, known, first, share=32) is None and first.states > 10
-    assert search.run(*wanted, known, again, share=32) is None and (again.states, again.schedules) == (0, first.schedules)
-    for disk in search.Simulation(wanted[0], "ckpt", wanted[3]).run().cluster.disks.values():
-        copy = disk.copy()
-        copy.lose_power(lambda: True, lambda data: data)
-        assert copy.signature() == copy.signature(power=False) == disk.signature(power=False)
-
-
-def test_a_finding_makes_nothing_known(unflushed):
-    known, wanted = search.KnownStates(), (search.SCENARIOS["save"], "ckpt", "", schedule.Schedule())
-    first, again = (search.run(*wanted, known, search.Counts()) for _ in range(2))
-    assert first is not None and first == again

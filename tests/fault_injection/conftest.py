@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def folder(tmp_path):
-    """An empty folder in memory where there is one: what a loss of power leaves is simulated, so no disk need be waited for."""
+    """Returns an empty folder in memory if possible: power losses are simulated, so no real disk is needed."""
     if not os.access("/dev/shm", os.W_OK):
         yield str(tmp_path)
         return

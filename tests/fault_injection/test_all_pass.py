@@ -1,4 +1,4 @@
-"""The product passes. Some operations here; every operation of all stories in the system tests."""
+"""The product passes at a sample of the operations; the system tests take every operation of all scenarios."""
 import pytest
 
 from mindresume.fault_injection.faults import FAULTS
@@ -6,7 +6,7 @@ from mindresume.fault_injection.runner import Setup, count, prepare, run_cells
 
 
 def troubles(setup, scenarios, every=1, **how):
-    """(cells, those that do not pass or leave something behind)"""
+    """Returns (all cells, cells that do not pass or leave files behind)."""
     tasks = prepare(setup, scenarios, **how)
     done = [cell for unit in run_cells(setup, tasks, every=every) for cell in unit]
     assert len(done) == count(setup, tasks, every=every)
@@ -23,6 +23,6 @@ def test_every_fault(folder, scenario, fmt):
 
 @pytest.mark.parametrize("seed, fmt, start", [(3, "safetensors", 23), (5, "ckpt", 29), (1, "iteration", 31)])
 def test_three_ranks_in_other_orders(folder, seed, fmt, start):
-    """Seeds in which rank 0 is the first to be done, so that it waits for the others."""
+    """Uses seeds in which rank 0 is done first, so that it waits for the others."""
     cells, found = troubles(Setup(folder, ranks=3, seed=seed), ["save"], every=start, formats=[fmt])
     assert found == [] and cells > 40

@@ -1,4 +1,4 @@
-"""The simulated machine: what each fault does, and what is left after a loss of power."""
+"""The fault injector: the effect of each fault, and the state after a power loss."""
 import errno
 import itertools
 import os
@@ -13,13 +13,13 @@ from mindresume.storage.atomic_publish import publish
 from mindresume.storage.posix import PosixStorage
 
 
-def machine_of(kind=None, at=1, ranks=1, seed=0):
+def injector_for(kind=None, at=1, ranks=1, seed=0):
     return FaultInjector(PosixStorage(), Scheduler(ranks, random.Random(0)), Fault(kind, at) if kind else None,
                          random.Random(seed))
 
 
 def content(root):
-    """{path below root: bytes, None of a folder}"""
+    """Returns {path below root: bytes, None for a folder}."""
     found = {}
     for folder, folders, files in os.walk(root):
         found.update({os.path.relpath(os.path.join(folder, name), root): None for name in folders})
@@ -39,7 +39,7 @@ def root(folder):
     return folder
 
 
-def test_every_fault_is_explained_and_told_apart():
+def test_every_fault_has_its_own_explanation():
     assert set(EXPLAINED) == set(FAULTS) and len(set(FAULTS)) == len(FAULTS)
 
 
@@ -56,7 +56,7 @@ def attempt(call):
 @pytest.mark.parametrize("operation", ["list", "status", "open", "write", "rename", "sync", "remove", "make_folder",
                                        "free_space"])
 def test_an_operation_fails_once_and_does_nothing(root, kind, operation):
-    before, storage = content(root), machine_of(kind).storage_of(0)
+    before, storage = content(root), injector_for(kind).storage_of(0)
     path = os.path.join(root, "a", "f")
     calls = {"list": lambda: storage.list(os.path.dirname(path)), "status": lambda: storage.status(path),
              "open": lambda: storage.open(path).close(), "write": lambda: storage.write(path + "2", [b"x"]),
@@ -71,7 +71,7 @@ def test_an_operation_fails_once_and_does_nothing(root, kind, operation):
 
 @pytest.mark.parametrize("kind, code", [("ENOSPC", errno.ENOSPC), ("EDQUOT", errno.EDQUOT)])
 def test_a_full_disk_stays_full_and_what_takes_no_room_works(root, kind, code):
-    injector = machine_of(kind, at=2)
+    injector = injector_for(kind, at=2)
     storage, path = injector.storage_of(0), os.path.join(root, "a", "f")
     assert storage.write(path + "2", [b"x"]) == 1
     assert [attempt(lambda: storage.write(path + "3", [b"x"])) for _ in range(3)] == [code] * 3
@@ -81,10 +81,10 @@ def test_a_full_disk_stays_full_and_what_takes_no_room_works(root, kind, code):
 
 
 def test_an_error_that_is_reported_late_has_taken_effect(root):
-    storage = machine_of("EIO after", at=1).storage_of(0)
+    storage = injector_for("EIO after", at=1).storage_of(0)
     assert attempt(lambda: storage.remove(os.path.join(root, "a", "f"))) == errno.EIO
     assert list(content(root)) == ["a", "a/g"]
-    storage = machine_of("EIO after", at=1).storage_of(0)
+    storage = injector_for("EIO after", at=1).storage_of(0)
     assert storage.list(root) == ["a"]                               # a listing changes nothing: not hit
 
 
@@ -97,8 +97,8 @@ def test_combinations_that_cannot_be():
 # ---- deaths --------------------------------------------------------------------------------------------------------
 
 def dead_after(folder, kind, seed=0, ranks=4):
-    """Ranks that are dead after rank 1 was struck at the second operation."""
-    injector = machine_of(kind, 2, ranks, seed)
+    """Returns the ranks that are dead after a fault of rank 1 at the second operation."""
+    injector = injector_for(kind, 2, ranks, seed)
     injector.storage_of(0).list("/")
     with pytest.raises(Killed):
         injector.storage_of(1).write(folder + "/never", [b"x"])
@@ -112,7 +112,7 @@ def dead_after(folder, kind, seed=0, ranks=4):
     return {rank for rank in range(ranks) if dies(rank)}
 
 
-def test_who_is_killed(folder):
+def test_each_death_kills_the_right_ranks(folder):
     assert dead_after(folder, "kill one") == {1}
     assert dead_after(folder, "kill all") == dead_after(folder, "late") == {0, 1, 2, 3}
     some = [dead_after(folder, "kill some", seed) for seed in range(100)]
@@ -123,14 +123,14 @@ def test_who_is_killed(folder):
 
 
 def test_no_except_clause_of_the_product_catches_a_death(root):
-    storage = machine_of("kill one", 2).storage_of(0)
+    storage = injector_for("kill one", 2).storage_of(0)
     with pytest.raises(Killed):
         publish(storage, os.path.join(root, "a", "h"), [b"x"], "t")
     assert sorted(content(root)) == ["a", "a/.h.t.mindresume-tmp", "a/f", "a/g"]       # killed before the rename, nothing cleaned
 
 
 def test_a_kill_keeps_what_the_operating_system_has(root):
-    storage = machine_of("kill all", 3).storage_of(0)
+    storage = injector_for("kill all", 3).storage_of(0)
     storage.write(root + "/a/h", [b"new"])
     storage.rename(root + "/a/f", root + "/a/i")
     with pytest.raises(Killed):
@@ -139,7 +139,7 @@ def test_a_kill_keeps_what_the_operating_system_has(root):
 
 
 def test_a_torn_write_leaves_its_first_half(root):
-    storage = machine_of("torn").storage_of(0)
+    storage = injector_for("torn").storage_of(0)
     with pytest.raises(Killed):
         storage.write(root + "/a/h", iter([b"0123", memoryview(b"456789")]))
     assert content(root)["a/h"] == b"01234"
@@ -148,7 +148,7 @@ def test_a_torn_write_leaves_its_first_half(root):
 def test_writes_out_of_order_leave_a_hole(root):
     found = set()
     for seed in range(12):
-        injector = machine_of("reorder", seed=seed)
+        injector = injector_for("reorder", seed=seed)
         with pytest.raises(Killed):
             injector.storage_of(0).write(root + "/a/h", [bytes(range(1, 13))])
         found.add(content(root).get("a/h"))
@@ -160,8 +160,8 @@ def test_writes_out_of_order_leave_a_hole(root):
 # ---- loss of power -------------------------------------------------------------------------------------------------
 
 def lost(root, steps, survives=lambda: False):
-    """What is left of ``steps(storage)`` after the power was lost."""
-    injector = machine_of()
+    """Returns what a power loss leaves of ``steps(storage)``."""
+    injector = injector_for()
     steps(injector.storage_of(0))
     injector.lose_power(survives)
     return content(root)
@@ -250,7 +250,7 @@ def test_of_a_rename_to_another_folder_both_names_change_or_none(root):
 
 @pytest.mark.parametrize("fates", list(itertools.product([True, False], repeat=2)))
 def test_a_folder_that_makes_way_for_another(root, fates):
-    """As an iteration that is saved once more: the old one goes to the trash, the new one takes its name."""
+    """As when an iteration is saved again: the old folder becomes trash, the new one takes its name."""
     os.makedirs(root + "/hidden/new")
     os.rename(root + "/a", root + "/old")
 
@@ -278,8 +278,8 @@ def test_a_new_folder_is_durable_at_once(root):
     assert "b/c" in lost(root, lambda storage: storage.make_folder(root + "/b/c"))
 
 
-def test_power_at_an_operation_strikes_all_ranks(root):
-    injector = machine_of("power", 3, ranks=2)
+def test_a_power_loss_kills_all_ranks(root):
+    injector = injector_for("power", 3, ranks=2)
     injector.storage_of(0).write(root + "/a/h", [b"x"])
     injector.storage_of(1).write(root + "/a/i", [b"x"])
     with pytest.raises(Killed):
@@ -297,7 +297,7 @@ def test_reordering_keeps_any_subset(folder):
         for name in "xy":
             with open(f"{root}/{name}", "wb") as file:
                 file.write(b"old")
-        injector = machine_of("reorder", 4, seed=seed)
+        injector = injector_for("reorder", 4, seed=seed)
         storage = injector.storage_of(0)
         storage.write(root + "/z", [b"new"])
         storage.remove(root + "/x")
@@ -315,7 +315,7 @@ def test_reordering_keeps_any_subset(folder):
 # ---- seeing late ---------------------------------------------------------------------------------------------------
 
 def test_names_of_others_arrive_late_and_own_ones_at_once(root):
-    injector = machine_of("late", at=1000, ranks=2)
+    injector = injector_for("late", at=1000, ranks=2)
     mine, other = injector.storage_of(0), injector.storage_of(1)
     assert mine.list(root + "/a") == other.list(root + "/a") == ["f", "g"]
     other.write(root + "/a/h", [b"x"])
@@ -330,7 +330,7 @@ def test_names_of_others_arrive_late_and_own_ones_at_once(root):
 
 
 def test_a_host_that_changes_a_folder_looks_anew(root):
-    injector = machine_of("late", at=1000, ranks=2)
+    injector = injector_for("late", at=1000, ranks=2)
     mine, other = injector.storage_of(0), injector.storage_of(1)
     mine.list(root + "/a")
     other.write(root + "/a/h", [b"x"])
@@ -338,15 +338,15 @@ def test_a_host_that_changes_a_folder_looks_anew(root):
     assert mine.list(root + "/a") == ["g", "h"]
 
 
-def test_without_that_fault_everybody_sees_everything(root):
-    injector = machine_of("power", at=1000, ranks=2)
+def test_without_the_fault_late_listings_do_not_lag(root):
+    injector = injector_for("power", at=1000, ranks=2)
     assert injector.storage_of(0).list(root + "/a") == ["f", "g"]
     injector.storage_of(1).write(root + "/a/h", [b"x"])
     assert injector.storage_of(0).list(root + "/a") == ["f", "g", "h"]
 
 
 def test_operations_are_counted_over_all_ranks(root):
-    injector = machine_of(ranks=2)
+    injector = injector_for(ranks=2)
     injector.storage_of(1).list(root)
     injector.storage_of(0).write(root + "/h", [b"x"])
     assert [(o.number, o.rank, o.name, o.path) for o in injector.operations] == [

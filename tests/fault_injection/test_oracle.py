@@ -1,4 +1,4 @@
-"""Folders built by hand: each verdict is shown to be found."""
+"""The oracle gives the right verdict for folders that are built by hand."""
 import json
 import os
 import random
@@ -9,7 +9,7 @@ import pytest
 
 from mindresume.coordination.lease import holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.fault_injection import oracle as judging
+from mindresume.fault_injection import oracle
 from mindresume.fault_injection.faults import FaultInjector
 from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, PASS, SILENT_DIVERGENCE, check_resume
 from mindresume.fault_injection.scenarios import RUNS, Sandbox, save_without_faults, shard
@@ -61,7 +61,7 @@ def flip(sandbox, path, name="embedding.weight"):
 
 
 def write_altered(sandbox, step, **arrays):
-    """All ranks record other tensors than the story would have saved."""
+    """All ranks record other tensors than the scenario saves."""
     for rank in range(RANKS):
         place = sandbox.place(rank, 0, PosixStorage())
         part = shard(place, step, sandbox.format)
@@ -93,7 +93,7 @@ def test_newer_than_needed_is_no_lost_work(sandbox):
 
 
 def test_what_all_ranks_have_finished_is_due(sandbox):
-    """``complete``: also what nobody committed."""
+    """Counts complete saves that were not committed, too."""
     for rank in range(RANKS):
         sandbox.record_saved(rank, 0, 20)
     assert sandbox.complete == [NEW]
@@ -156,7 +156,7 @@ def test_a_pointer_that_leads_nowhere(sandbox, content):
 
 
 def test_a_pointer_to_a_torn_file(sandbox):
-    """Of a save that never completed: mindresume would not take it, but mindformers alone would."""
+    """The file belongs to a save that never completed: mindformers alone would take it."""
     saved(sandbox, 20, commit=False, only=1)
     saved(sandbox, 10)
     cut(file_of(sandbox, 20, 0))
@@ -168,7 +168,7 @@ def test_a_pointer_to_a_torn_file(sandbox):
 
 @pytest.mark.parametrize("damage", [cut, os.remove])
 def test_an_older_one_that_is_committed_and_not_whole(sandbox, damage):
-    """Nobody needs it now; who names it, or has to fall back to it, would be let down."""
+    """It is not needed now, but a user can name it, or a resume can fall back to it."""
     saved(sandbox, 10, 20)
     damage(file_of(sandbox, 10, 1))
     found = check_resume(sandbox, [OLD, NEW])
@@ -191,7 +191,7 @@ def test_the_next_run_cannot_write(sandbox):
 
 
 def test_what_the_next_run_saved_is_not_taken(sandbox, monkeypatch):
-    monkeypatch.setattr(judging, "save_without_faults", lambda *args, **how: None)  # it says that it saved
+    monkeypatch.setattr(oracle, "save_without_faults", lambda *args, **how: None)  # it says that it saved
     found = check_resume(saved(sandbox, 10), [OLD])
     assert (found.verdict, found.chosen) == (LOST_WORK, OLD) and found.reason.startswith("after the next run: ")
 
@@ -218,10 +218,10 @@ def test_other_tensors_than_were_saved(sandbox, altered, named):
 
 
 def chosen_by_hand(sandbox, monkeypatch, **change):
-    """``select`` takes step 20 whatever is wrong with it."""
-    choice = judging.select(PosixStorage(), sandbox.root, judging.SingleProcess(),
+    """Makes the selection take step 20 whatever is wrong with it."""
+    choice = oracle.select_shared(PosixStorage(), sandbox.root, oracle.SingleProcess(),
                             SelectionPolicy(RANKS, ranks_to_verify=every_rank))
-    monkeypatch.setattr(judging, "select", lambda *args, **how: replace(choice, **change))
+    monkeypatch.setattr(oracle, "select_shared", lambda *args, **how: replace(choice, **change))
     return choice
 
 
@@ -259,7 +259,7 @@ def test_everything_that_belongs_to_no_checkpoint_is_listed(sandbox):
 
 
 def test_checkpoints_that_should_have_gone_are_listed(sandbox, monkeypatch):
-    monkeypatch.setattr(judging, "KeepLast", lambda count: KEEP_ALL)
+    monkeypatch.setattr(oracle, "KeepLast", lambda count: KEEP_ALL)
     found = check_resume(saved(sandbox, 10, 20), [OLD, NEW])
     assert sorted(found.left) == [f"{FOLDER}/{attempt_name(step, RUNS[0])}" for step in (10, 20)]
 
@@ -313,7 +313,7 @@ def test_weights_of_an_iteration_that_are_not_what_was_saved(iterations):
 
 
 def test_what_is_left_of_iterations(iterations):
-    """Files of a folder, of the root, and of the folder of records, which nobody removes."""
+    """Files of a folder, of the root and of the folder of records are reported."""
     strays = [f"{FOLDER}/other", "notes.txt"]
     saved(iterations, 10)
     for stray in strays:

@@ -1,4 +1,4 @@
-"""Cells: which there are, that a number means the same operation every time, and that the same seed gives the same result."""
+"""Cells: their number, reproducible operation numbers, and reproducible results."""
 import os
 import threading
 
@@ -24,7 +24,7 @@ def test_the_same_seed_gives_the_same_operations(setup, folder):
     assert len({prepare(Setup(folder, seed=seed), ["first save"], ["ckpt"])[0].operations for seed in range(4)}) > 1
 
 
-def test_every_story_and_format_and_rank_has_operations(setup, folder):
+def test_every_scenario_and_format_and_rank_has_operations(setup, folder):
     tasks = prepare(setup)
     assert {(task.scenario, task.format) for task in tasks} == {(name, fmt) for name in SCENARIOS
                                                              for fmt in ("safetensors", "ckpt", "iteration")}
@@ -67,7 +67,7 @@ def test_a_cell_can_be_repeated(setup, kind):
 
 
 def test_a_death_ends_the_rank_and_an_error_does_not(setup):
-    """What comes after the fault is part of the attack: a run goes on after an error."""
+    """A run continues after an error, so its later operations belong to the cell."""
     task, = prepare(setup, ["first save"], ["ckpt"])
     number = next(operation.number for operation in task.operations if operation.name == "write")
 
@@ -116,7 +116,7 @@ def test_ranks_that_hang_are_a_hard_fail(setup, monkeypatch):
 
 
 def test_a_fault_that_is_never_reached(setup):
-    """It may change what a rank sees so much that the run ends earlier."""
+    """A fault can make a run end before the operation."""
     task, = prepare(setup, ["pointers"], ["ckpt"])
     missed = Operation(len(task.operations) + 1, 0, "write", "never")
     found = cell(setup, Task(task.scenario, task.format, (missed,)), Fault("EIO", missed.number))
@@ -131,7 +131,7 @@ def test_nothing_is_left_behind(setup, folder):
     assert os.listdir(folder) == [] and threading.excepthook is hook
 
 
-def test_a_storage_of_ones_own_lies_below_the_machine(folder):
+def test_a_custom_storage_lies_below_the_injector(folder):
     seen = []
 
     class Seen(PosixStorage):
@@ -147,7 +147,7 @@ def test_weights_differ_by_run_step_and_rank():
     assert len({scenarios.tensors(*place)["embedding.weight"].tobytes() for place in places}) == len(places)
 
 
-def test_a_sample_hits_every_story_format_and_fault_and_other_operations_in_each(setup):
+def test_a_sample_hits_every_scenario_format_and_fault_and_other_operations_in_each(setup):
     tasks = prepare(setup, ["first save", "save", "pointers"])
     found = {(task.scenario, task.format, kind): [operation.number for operation in sampled(setup, task, kind, 10)]
              for task in tasks for kind in FAULTS}

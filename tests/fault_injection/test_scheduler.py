@@ -1,16 +1,16 @@
-"""Ranks as threads: one operation at a time, in an order that only the seed decides."""
+"""Ranks are threads that do one operation at a time, in an order that depends on the seed only."""
 import random
 import threading
 import time
 
 import pytest
 
-from mindresume.fault_injection import ranks
+from mindresume.fault_injection import scheduler as scheduler_module
 from mindresume.fault_injection.scheduler import Hang, Scheduler
 
 
 def order(seed, works):
-    """``works``: number of operations of each rank. Returns the ranks in the order of their operations."""
+    """Returns the ranks in the order of their operations. ``works``: number of operations of each rank."""
     scheduler, done = Scheduler(len(works), random.Random(seed)), []
 
     def work(rank, count):
@@ -35,7 +35,7 @@ def test_every_interleaving_is_possible():
         (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 0, 1), (1, 0, 1, 0), (1, 1, 0, 0)}
 
 
-def test_the_order_does_not_depend_on_who_is_slow():
+def test_the_order_does_not_depend_on_slow_ranks():
     def slow(seed, sleeper):
         scheduler, done = Scheduler(2, random.Random(seed)), []
 
@@ -95,7 +95,7 @@ def test_exceptions_are_results():
     assert isinstance(result, ValueError)
 
 
-def test_outside_of_a_run_nobody_waits():
+def test_outside_of_a_run_no_call_waits():
     scheduler = Scheduler(2, random.Random(0))
     scheduler.acquire_turn(1)
     scheduler.release_turn(1)
@@ -114,8 +114,8 @@ def test_a_second_run_starts_anew():
 
 
 def test_ranks_that_hang_are_an_error(monkeypatch):
-    """Rank 0 waits for what never comes, rank 1 for a turn that it therefore never gets."""
-    monkeypatch.setattr(ranks, "PATIENCE", 0.2)
+    """Rank 0 waits for ever, so rank 1 is never scheduled."""
+    monkeypatch.setattr(scheduler_module, "PATIENCE", 0.2)
     scheduler, release, seen = Scheduler(2, random.Random(0)), threading.Event(), []
 
     def waits_for_its_turn():
@@ -133,5 +133,5 @@ def test_ranks_that_hang_are_an_error(monkeypatch):
 
 
 def test_a_hang_is_no_trouble_of_the_file_system():
-    """The product goes on after an OSError: it must not take a drill that hangs for one."""
+    """The product handles OSError, so a hang must not be one."""
     assert not issubclass(Hang, OSError)

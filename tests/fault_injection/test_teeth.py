@@ -1,4 +1,4 @@
-"""The drill finds broken products: known ways to get saving wrong, put back in one by one, and where each is found.
+"""Mutation test of the drill: it finds each known error of saving, put back into the product one at a time.
 
 A mutant breaks one rule of ``docs/format.md``. It counts as found only if the product passes when the same operation is struck.
 """
@@ -14,8 +14,7 @@ import pytest
 
 from mindresume.coordination import lease, lease_acquisition
 from mindresume.errors import LeaseHeldError, SaveError
-from mindresume.fault_injection import oracle as judging
-from mindresume.fault_injection import runner, scenarios
+from mindresume.fault_injection import oracle, runner, scenarios
 from mindresume.fault_injection.faults import Fault, RankStorage
 from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, SILENT_DIVERGENCE
 from mindresume.fault_injection.runner import Cell, Setup, Task, cell, prepare
@@ -57,9 +56,9 @@ class Mutant:
 
 
 def patch_all(patch: Patch, name: str, value: object) -> None:
-    """In every module that has imported it."""
+    """Patches ``name`` in every module that has imported it."""
     for module in (atomic_publish, shard_writer, committer, iteration_publisher, lease, lease_acquisition, sync_saver,
-                   garbage_collector, scenarios, judging, rank_folders, verifier, candidates,
+                   garbage_collector, scenarios, oracle, rank_folders, verifier, candidates,
                    group_verification, shared_selection):
         if hasattr(module, name):
             patch.setattr(module, name, value)
@@ -139,7 +138,7 @@ def failed_saves_reported_as_saved(patch: Patch) -> None:
 
 
 def saved_before_it_is_written(patch: Patch) -> None:
-    """The training hears of success when the writer takes the save."""
+    """The save is reported as complete when the writer accepts it."""
     right = AsyncSaver.save
 
     def save(self, save):
@@ -164,7 +163,7 @@ def pointer_before_the_file(patch: Patch) -> None:
 # ---- committing ----------------------------------------------------------------------------------------------------
 
 def manifest_without_all_ranks(patch: Patch) -> None:
-    """Whoever is there is enough."""
+    """A manifest is written without waiting for all ranks."""
     def _manifest(self, place, step):
         found, attempt = [], place.attempt(step)
         for name in self.place.storage.list(attempt):
@@ -180,7 +179,7 @@ def manifest_without_all_ranks(patch: Patch) -> None:
 
 
 def commit_that_gives_up_cleans_up(patch: Patch) -> None:
-    """Who does not see the records of all ranks in time takes the save for dead and removes it."""
+    """A commit that times out removes the save."""
     right = Committer.finish
 
     def finish(self, deadline, pause=0.2):
@@ -206,7 +205,7 @@ def oldest_first(patch: Patch) -> None:
 
 
 def highest_step_first(patch: Patch) -> None:
-    """Of whatever run."""
+    """The highest step wins, whatever its run."""
     right = candidates.scan
     patch.setattr(candidates, "scan", lambda disk, root: (lambda found: replace(found, candidates=tuple(sorted(
         found.candidates, key=lambda c: (c.step, -c.order[0]), reverse=True))))(right(disk, root)))
@@ -224,7 +223,7 @@ def missing_ranks_forgiven(patch: Patch) -> None:
 
 
 def only_manifests_count(patch: Patch) -> None:
-    """What all ranks recorded and nobody committed is not looked at."""
+    """Complete saves without a manifest are ignored."""
     right = candidates.scan
 
     def scan(disk, root):
@@ -234,7 +233,7 @@ def only_manifests_count(patch: Patch) -> None:
 
 
 def believe_everything(patch: Patch) -> None:
-    """Records and files are taken as they are."""
+    """Records and files are not verified."""
     def prove_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None, metadata=None):
         return VerifiedShard(rank, tuple(map(ShardSource, candidate.files[rank])), candidate.state)
     patch.setattr(group_verification, "verify_rank", prove_nothing)
@@ -249,7 +248,7 @@ def believe_everything_and_write_in_place(patch: Patch) -> None:
 
 
 class _InPlace:
-    """Temporary names are the final ones."""
+    """Files are written under their final names."""
 
     def __init__(self, disk):
         self.disk = disk
@@ -269,7 +268,7 @@ class _InPlace:
 # ---- removing ------------------------------------------------------------------------------------------------------
 
 def prune_before_saving(patch: Patch) -> None:
-    """Room is made first, as if the new one were there already."""
+    """Retention runs before the new save, as if that were complete."""
     right = shard_writer.write_shard
 
     def write_shard(place, part, **how):
@@ -286,7 +285,7 @@ def prune_keeps_nothing(patch: Patch) -> None:
 
 
 def prune_takes_what_is_unfinished(patch: Patch) -> None:
-    """Also what other ranks are just writing."""
+    """Retention removes saves in progress, too."""
     right = garbage_collector.plan
 
     def plan(*args, **how):
@@ -342,7 +341,7 @@ def tracker_before_the_rename(patch: Patch) -> None:
 
 
 def rename_before_the_manifest(patch: Patch) -> None:
-    """It has its name first, and is completed there."""
+    """The folder gets its final name before it is complete."""
     class There(shard_writer.SaveTarget):
         def data_dir(self, step):
             return os.path.join(self.root, iteration_name(step))
@@ -380,7 +379,7 @@ def small_files_after_the_manifest(patch: Patch) -> None:
 
 
 def replaced_folder_removed_first(patch: Patch) -> None:
-    """Room is made before the new one is complete, as mindformers does."""
+    """The old folder is removed before the new one is complete, as mindformers does."""
     right = shard_writer.write_shard
 
     def write_shard(place, part, **how):
@@ -392,7 +391,7 @@ def replaced_folder_removed_first(patch: Patch) -> None:
 
 
 def replaced_folder_written_into(patch: Patch) -> None:
-    """Its files are replaced one by one."""
+    """The files of the old folder are replaced one at a time."""
     right = iteration_publisher.publish_iteration
 
     def publish_iteration(place, step, newest=True, emit=print):
@@ -509,7 +508,7 @@ def verdict_of(found: Cell) -> str:
     return LEFT if found.verdict == "PASS" and found.left else found.verdict
 
 
-def hunt(setup: Setup, task: Task, mutant: Mutant) -> Iterator[Cell]:
+def cells_of_mutant(setup: Setup, task: Task, mutant: Mutant) -> Iterator[Cell]:
     for operation in task.operations:
         fault = Fault(mutant.fault, operation.number)
         if fault.hits(operation.name) and mutant.where in f"{operation.name} {operation.path}":
@@ -531,7 +530,7 @@ def test_a_mutant_is_found(mutant, folder, table):
     with pytest.MonkeyPatch.context() as patch:
         mutant.mutate(patch)
         if mutant.verdict == CONTROL:
-            table.append(f"| {mutant.name} | the story itself | {mutant.scenario}, {fmt} | {mutant.fault} | 1 |")
+            table.append(f"| {mutant.name} | the scenario itself | {mutant.scenario}, {fmt} | {mutant.fault} | 1 |")
             if mutant.fault:
                 assert runner._run_scenario(setup, scenarios.SCENARIOS[mutant.scenario], fmt,
                                             Fault(mutant.fault, FAR))[1].verdict != "PASS"
@@ -540,7 +539,8 @@ def test_a_mutant_is_found(mutant, folder, table):
                     prepare(setup, [mutant.scenario], [fmt])
             return
         task, = prepare(setup, [mutant.scenario], [fmt])
-        cells = ((number, found) for number, found in enumerate(hunt(setup, task, mutant), 1) if verdict_of(found) != "PASS")
+        cells = ((number, found) for number, found in enumerate(cells_of_mutant(setup, task, mutant), 1)
+                 if verdict_of(found) != "PASS")
         needed, found = next(cells, (0, None))
     assert found is not None, "the mutant survives"
     assert verdict_of(found) == mutant.verdict, found
@@ -559,15 +559,15 @@ def test_there_is_a_mutant_for_every_way_to_fail():
 
 # ---- what the seven stories do not reach, with stories and disks of this test -----------------------------------------
 
-def play(patch: Patch, folder: str, scenario: Scenario, fault: Fault | None = None,
+def verdict_of_run(patch: Patch, folder: str, scenario: Scenario, fault: Fault | None = None,
          disk: type[PosixStorage] = PosixStorage) -> str:
-    """The verdict of one run of a story."""
+    """Returns the verdict of one run of a scenario."""
     patch.setattr(runner, "SCENARIOS", {**scenarios.SCENARIOS, scenario.name: scenario})
     return runner._run_scenario(Setup(folder, storage=disk), scenario, "safetensors", fault)[1].verdict
 
 
 def _taken_over(sandbox: Sandbox, rank: int) -> None:
-    """Run 1 was taken for dead; now it wakes up and goes on."""
+    """Run 1 was taken for dead and continues."""
     try:
         shard_writer.write_shard(sandbox.place(rank, 0), scenarios.shard(sandbox.place(rank, 0), 30, sandbox.format))
     except LeaseHeldError:
@@ -580,9 +580,9 @@ TAKEN_OVER = Scenario("taken over", "a run that was taken for dead wakes up", _t
 
 
 def test_a_late_writer_without_a_fence(folder, monkeypatch):
-    assert play(monkeypatch, folder, TAKEN_OVER) == "PASS"
+    assert verdict_of_run(monkeypatch, folder, TAKEN_OVER) == "PASS"
     monkeypatch.setattr(shard_writer, "fence", lambda *args: None)
-    assert play(monkeypatch, folder, TAKEN_OVER) == HARD_FAIL
+    assert verdict_of_run(monkeypatch, folder, TAKEN_OVER) == HARD_FAIL
 
 
 def _same_names(sandbox: Sandbox, rank: int) -> None:
@@ -596,14 +596,14 @@ SAME_NAMES = Scenario("same names", "another job uses the names of the first run
 
 
 def test_files_that_are_overwritten(folder, monkeypatch):
-    assert play(monkeypatch, folder, SAME_NAMES) == "PASS"
-    assert {play(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(1, 12)} == {"PASS"}
+    assert verdict_of_run(monkeypatch, folder, SAME_NAMES) == "PASS"
+    assert {verdict_of_run(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(1, 12)} == {"PASS"}
     monkeypatch.setattr(RankStorage, "status", lambda self, path: None)     # "nothing is there"
-    assert HARD_FAIL in [play(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(8, 20)]
+    assert HARD_FAIL in [verdict_of_run(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(8, 20)]
 
 
 class Rotten(PosixStorage):
-    """Says that it wrote what it was given, and wrote something else into the weights of step 30."""
+    """Corrupts the weights of step 30 without an error."""
 
     def rename(self, old, new):
         super().rename(old, new)
@@ -618,6 +618,6 @@ class Rotten(PosixStorage):
 
 def test_a_disk_that_lies(folder, monkeypatch):
     save = scenarios.SCENARIOS["save"]
-    assert play(monkeypatch, folder, save, disk=Rotten) == LOST_WORK            # refused, and the step before is taken
+    assert verdict_of_run(monkeypatch, folder, save, disk=Rotten) == LOST_WORK            # refused, and the step before is taken
     believe_everything(monkeypatch)
-    assert play(monkeypatch, folder, save, disk=Rotten) == SILENT_DIVERGENCE
+    assert verdict_of_run(monkeypatch, folder, save, disk=Rotten) == SILENT_DIVERGENCE

@@ -1,4 +1,4 @@
-"""The command's processes: they answer, they end with it, and nothing of them stays."""
+"""Worker processes return results, end with the command, and leave nothing behind."""
 import os
 import signal
 import subprocess
@@ -47,7 +47,7 @@ def test_results_errors_and_deaths(tmp_path):
 
 
 def processes_of(session):
-    """{pid: command} of the living processes in a session."""
+    """Returns {pid: command} of the live processes in a session."""
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -70,7 +70,7 @@ def until(condition):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_the_drill_and_nothing_stays(tmp_path, number):
-    """To the process alone, as ``kill`` does it; striking takes minutes, so that it is always at work."""
+    """Signals the process alone, as ``kill`` does; the drill takes minutes, so it is still running."""
     drill = subprocess.Popen([sys.executable, "-m", "mindresume", "drill", "--full", "--dir", str(tmp_path)], cwd=ROOT, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     until(lambda: list(tmp_path.glob("mindresume-drill-*/cell-*")))

@@ -20,7 +20,7 @@ NAMES = ("bucket", "bucket nodes", "bucket slow", "bucket archived", "two pods",
 
 
 def in_pod(work, schedule=None, bucket=None):
-    """Returns what ``work(store, disk)`` returned or raised, as the one process of a pod."""
+    """Returns what ``work(store, disk)`` returns or raises in the only process of a pod."""
     cluster = Cluster(schedule or Schedule(), {"node0": Disk(local=True), BUCKET: bucket or Bucket()})
     found = []
     with use_cluster(cluster):
@@ -128,7 +128,7 @@ def test_listings_lag_behind_and_urls_do_not():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_where_nothing_strikes_the_last_step_is_uploaded(name):
+def test_without_a_fault_the_last_step_is_uploaded(name):
     scenario = SCENARIOS[name]
     for fmt in scenario.formats:
         for way in scenario.ways:
@@ -163,7 +163,7 @@ def test_the_oracle_sees_what_is_wrong(way, monkeypatch):
 
 
 def test_an_overtaken_rank_0_tells_its_ranks(monkeypatch):
-    """The job that has overtaken it dies before it uploads anything, and so removes nothing."""
+    """The overtaking job dies before it uploads anything, so it removes nothing."""
     def findings(schedule):
         sim = Simulation(SCENARIOS["two pods"], "ckpt", schedule)
         sim.cluster.trace.wanted = True
@@ -191,7 +191,7 @@ def test_a_run_that_is_numbered_without_looking_into_the_bucket_is_found(monkeyp
 
 @pytest.mark.parametrize("way", ["", "thread"])
 def test_uploads_of_what_the_nodes_do_not_keep_are_found(way, monkeypatch):
-    """As if none had been told what is uploaded next, and held it."""
+    """Breaks the rule that a rank keeps the save that is uploaded next."""
     start = Uploader.start
 
     def unbound(uploader):

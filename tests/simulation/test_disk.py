@@ -1,4 +1,4 @@
-"""The disk in memory: what is seen, as on a real one; what is left when the power fails."""
+"""The in-memory disk behaves as a real one, and keeps what a power loss may leave."""
 import errno
 import os
 import random
@@ -18,15 +18,15 @@ def names(disk):
     return {path: file.data for path, file in disk.walk()}
 
 
-def left(disk, survives=lambda: False, torn=lambda data: b""):
-    """Files after a loss of power; ``disk`` stays as it is."""
+def after_power_loss(disk, survives=lambda: False, torn=lambda data: b""):
+    """Returns the files after a power loss. Does not change ``disk``."""
     copy = disk.copy()
     copy.lose_power(survives, torn)
     return names(copy)
 
 
-def all_left(disk):
-    """Every set of files that can be left, by trying every answer of ``survives``."""
+def all_power_losses(disk):
+    """Returns every set of files that a power loss can leave, by trying every answer of ``survives``."""
     found, pending = [], [()]
     while pending:
         answers = pending.pop()
@@ -35,7 +35,7 @@ def all_left(disk):
         def survives(answers=answers, options=options):
             options.append(answers[len(options)] if len(options) < len(answers) else False)
             return options[-1]
-        result = left(disk, survives)
+        result = after_power_loss(disk, survives)
         if len(answers) < len(options):
             pending += [(*options[:position], True) for position in range(len(answers), len(options))]
         if result not in found:
@@ -46,7 +46,7 @@ def all_left(disk):
 # ---- what is seen ------------------------------------------------------------------------------------------------------------
 
 def run_both(tmp_path, operations):
-    """(operation, what each of the two storages gave) until they differ."""
+    """Returns (operation, result of each storage) until the results differ."""
     cluster, real, root = Cluster(Schedule()), PosixStorage(), str(tmp_path)
     results = []
 
@@ -142,16 +142,16 @@ def test_an_operation_that_cannot_be_fails_as_it_does_on_a_real_disk(tmp_path, o
     check_both(tmp_path, [*before, operation])
 
 
-# ---- what is left ------------------------------------------------------------------------------------------------------------
+# ---- power loss ---------------------------------------------------------------------------------------------------------------
 
 def test_a_name_is_durable_once_its_folder_was_flushed():
     disk = Disk()
     disk.make_folder("/c")
     disk.sync("/")
     disk.create("/c/a", b"1")
-    assert all_left(disk) == [{}, {"/c/a": b"1"}]
+    assert all_power_losses(disk) == [{}, {"/c/a": b"1"}]
     disk.sync("/c")
-    assert left(disk) == {"/c/a": b"1"} and not disk.pending()
+    assert after_power_loss(disk) == {"/c/a": b"1"} and not disk.pending()
 
 
 def test_what_is_in_a_folder_is_lost_with_its_name():
@@ -159,14 +159,14 @@ def test_what_is_in_a_folder_is_lost_with_its_name():
     disk.make_folder("/c")
     disk.create("/c/a", b"1")
     disk.sync("/c")
-    assert all_left(disk) == [{}, {"/c/a": b"1"}]
+    assert all_power_losses(disk) == [{}, {"/c/a": b"1"}]
 
 
 def test_two_files_in_one_folder_survive_independently():
     disk = Disk()
     disk.create("/a", b"1")
     disk.create("/b", b"2")
-    assert len(all_left(disk)) == 4
+    assert len(all_power_losses(disk)) == 4
 
 
 def test_a_rename_changes_both_names_or_none():
@@ -178,17 +178,17 @@ def test_a_rename_changes_both_names_or_none():
     for folder in ("/", "/x", "/y"):
         disk.sync(folder)
     disk.rename("/x/a", "/y/a")
-    found = all_left(disk)
+    found = all_power_losses(disk)
     assert sorted(map(len, found)) == [1, 2] and {"/y/a": b"1"} in found
     disk.sync("/x")                                     # of one of the two folders is enough: it is one change
-    assert left(disk) == {"/y/a": b"1"}
+    assert after_power_loss(disk) == {"/y/a": b"1"}
 
 
 def test_the_changes_of_one_name_keep_their_order():
     disk = Disk()
     for data in (b"1", b"2", b"3"):
         disk.create("/a", data)
-    assert all_left(disk) == [{}, {"/a": b"1"}, {"/a": b"2"}, {"/a": b"3"}]
+    assert all_power_losses(disk) == [{}, {"/a": b"1"}, {"/a": b"2"}, {"/a": b"3"}]
 
 
 def test_the_moves_of_one_file_keep_their_order():
@@ -197,11 +197,11 @@ def test_the_moves_of_one_file_keep_their_order():
     disk.sync("/")
     for old, new in (("/a", "/b"), ("/b", "/c"), ("/c", "/d")):
         disk.rename(old, new)
-    assert [list(found) for found in all_left(disk)] == [["/a"], ["/b"], ["/c"], ["/d"]]
+    assert [list(found) for found in all_power_losses(disk)] == [["/a"], ["/b"], ["/c"], ["/d"]]
 
 
 def test_a_move_is_not_durable_without_the_one_before():
-    """One folder is flushed: the file must not be in the first of three places as well."""
+    """The file moved twice and one folder is flushed: it must not be in its first place too."""
     disk = Disk()
     for folder in ("/a", "/b", "/c"):
         disk.make_folder(folder)
@@ -212,7 +212,7 @@ def test_a_move_is_not_durable_without_the_one_before():
     disk.rename("/c/in", "/b/in")
     disk.rename("/b/in", "/a/in")
     disk.sync("/a")
-    assert all_left(disk) == [{"/a/in/f": b"1"}]
+    assert all_power_losses(disk) == [{"/a/in/f": b"1"}]
 
 
 def test_a_folder_that_was_renamed_is_where_it_was_with_what_was_flushed_in_it():
@@ -224,11 +224,11 @@ def test_a_folder_that_was_renamed_is_where_it_was_with_what_was_flushed_in_it()
     disk.create("/old/not", b"2")
     disk.rename("/old", "/new")
     disk.create("/new/later", b"3")
-    assert left(disk) == {"/old/kept": b"1"}
+    assert after_power_loss(disk) == {"/old/kept": b"1"}
     disk.sync("/")
-    assert left(disk) == {"/new/kept": b"1"}
+    assert after_power_loss(disk) == {"/new/kept": b"1"}
     disk.sync("/new")
-    assert left(disk) == {"/new/kept": b"1", "/new/not": b"2", "/new/later": b"3"}
+    assert after_power_loss(disk) == {"/new/kept": b"1", "/new/not": b"2", "/new/later": b"3"}
 
 
 def test_a_removal_that_was_not_flushed_is_undone():
@@ -239,9 +239,9 @@ def test_a_removal_that_was_not_flushed_is_undone():
     disk.sync("/a")
     disk.remove("/a/f")
     disk.remove("/a")
-    assert left(disk) == {"/a/f": b"1"} and names(disk) == {}
+    assert after_power_loss(disk) == {"/a/f": b"1"} and names(disk) == {}
     disk.sync("/")
-    assert all_left(disk) == [{}]
+    assert all_power_losses(disk) == [{}]
 
 
 def test_bytes_that_were_not_flushed_are_torn_also_under_a_durable_name():
@@ -251,16 +251,16 @@ def test_bytes_that_were_not_flushed_are_torn_also_under_a_durable_name():
     disk.rename("/.a", "/a")
     disk.sync("/")
     assert disk.pending()
-    assert left(disk) == {"/a": b""} and left(disk, torn=lambda data: data[:3]) == {"/a": b"123"}
+    assert after_power_loss(disk) == {"/a": b""} and after_power_loss(disk, torn=lambda data: data[:3]) == {"/a": b"123"}
     disk.fill(file, b"12345678", True, "/a")
-    assert left(disk) == {"/a": b"12345678"} and not disk.pending()
+    assert after_power_loss(disk) == {"/a": b"12345678"} and not disk.pending()
 
 
-def test_a_loss_of_power_settles_everything():
+def test_a_power_loss_leaves_nothing_unflushed():
     disk = Disk()
     disk.create("/a", b"12", whole=False)
     disk.lose_power(lambda: True, lambda data: data[:1])
-    assert names(disk) == {"/a": b"1"} and not disk.pending() and left(disk) == names(disk)
+    assert names(disk) == {"/a": b"1"} and not disk.pending() and after_power_loss(disk) == names(disk)
 
 
 def test_the_room_counts_what_is_there():
@@ -290,12 +290,12 @@ def test_the_room_of_what_was_lost_is_free_again():
 
 
 def test_a_name_that_changes_for_ever_without_a_flush():
-    """Neither the copy nor the loss of power recurses into its past."""
+    """Neither copying nor a power loss recurses into its history."""
     disk = Disk()
     for number in range(3000):
         disk.create("/a", str(number).encode())
         disk.rename("/a", "/b")
-    assert left(disk, lambda: True) == {"/b": b"2999"} and left(disk) == {}
+    assert after_power_loss(disk, lambda: True) == {"/b": b"2999"} and after_power_loss(disk) == {}
 
 
 # ---- copies and signatures ---------------------------------------------------------------------------------------------------
@@ -313,17 +313,17 @@ def busy():
     return disk
 
 
-def test_nothing_that_happens_to_a_copy_is_seen_in_the_other():
+def test_changes_of_a_copy_do_not_affect_the_original():
     disk = busy()
-    before, possible = (disk.signature(), names(disk), disk.room, disk.changed), all_left(disk)
+    before, possible = (disk.signature(), names(disk), disk.room, disk.changed), all_power_losses(disk)
     copy = disk.copy()
-    assert copy.signature() == disk.signature() and all_left(copy) == possible
+    assert copy.signature() == disk.signature() and all_power_losses(copy) == possible
     copy.remove("/a/g")
     copy.create("/c/f", b"other")
     copy.sync("/a")
     copy.sync("/")
     copy.lose_power(lambda: True)
-    assert (disk.signature(), names(disk), disk.room, disk.changed) == before and all_left(disk) == possible
+    assert (disk.signature(), names(disk), disk.room, disk.changed) == before and all_power_losses(disk) == possible
 
 
 def test_a_file_that_is_being_written_goes_on_in_one_of_the_two():
@@ -342,7 +342,7 @@ def test_times_of_files_do_not_count():
 
 
 def differing():
-    """Disks that look alike, of which something else could be left."""
+    """Yields pairs of disks with equal content that differ after a power loss."""
     def made(*operations):
         disk = Disk()
         for folder in ("/a", "/b"):
@@ -366,12 +366,12 @@ def differing():
 @pytest.mark.parametrize(("one", "two"), differing())
 def test_disks_of_which_something_else_could_be_left_have_other_signatures(one, two):
     assert names(one) == names(two) and one.signature() != two.signature()
-    assert sorted(map(str, all_left(one))) != sorted(map(str, all_left(two))) or one.pending() != two.pending()
+    assert sorted(map(str, all_power_losses(one))) != sorted(map(str, all_power_losses(two))) or one.pending() != two.pending()
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_equal_signatures_mean_that_the_same_can_be_left(seed):
-    """Over random short histories of two files and two folders."""
+    """Compares random short histories of two files and two folders."""
     rng, by_signature = random.Random(seed), {}
     for _ in range(120):
         disk = Disk()
@@ -385,5 +385,5 @@ def test_equal_signatures_mean_that_the_same_can_be_left(seed):
                 rng.choice((lambda p=path, d=disk: d.create(p, rng.choice((b"1", b"2"))),
                             lambda p=path, q=other, d=disk: d.rename(p, q), lambda p=path, d=disk: d.remove(p),
                             lambda p=path, d=disk: d.sync(os.path.dirname(p))))()
-        possible = sorted(map(str, all_left(disk)))
+        possible = sorted(map(str, all_power_losses(disk)))
         assert by_signature.setdefault(disk.signature(), possible) == possible

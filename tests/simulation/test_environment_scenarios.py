@@ -1,4 +1,4 @@
-"""Quotas, memory limits, a killed launcher, copies, and somebody at a desk beside a job: what strikes, and what is found."""
+"""Quotas, memory limits, a killed launcher, copies and concurrent commands: their faults, and what the oracle finds."""
 import random
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def kinds_of(sim):
 
 
 def found(name, seeds, fmt="ckpt", way=""):
-    """Kinds of what the first seed finds, of random schedules without a death at every moment."""
+    """Returns the kinds of findings of the first seed that has any, without a death at every moment."""
     scenario = SCENARIOS[name]
     with patched_product():
         size = count_operations(scenario, fmt, way)
@@ -65,7 +65,7 @@ def found(name, seeds, fmt="ckpt", way=""):
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_strike_everybody_ends_well(name):
+def test_without_a_fault_every_process_ends_well(name):
     scenario = SCENARIOS[name]
     for fmt in scenario.formats:
         sim = simulated(name, fmt=fmt, way=scenario.ways[-1])
@@ -78,12 +78,12 @@ def test_random_schedules(name):
     assert found(name, 5, scenario.formats[-1], scenario.ways[-1]) == set()
 
 
-def test_what_strikes_here_strikes_nowhere_else():
+def test_faults_of_these_scenarios_occur_in_no_other():
     assert {name for name, scenario in SCENARIOS.items() if RARE & set(scenario.kinds)} == {
         "quota", "memory", "launcher", "bucket unreadable"}
 
 
-# ---- strikes ---------------------------------------------------------------------------------------------------------
+# ---- faults ----------------------------------------------------------------------------------------------------------
 
 def first(sim, process, name):
     return next(number for number, who, what, _ in sim.cluster.trace.rows if (who, what) == (process, name))
@@ -199,7 +199,7 @@ def test_memory_that_is_taken_and_not_there_is_found(monkeypatch):
     assert "stuck" in kinds_of(simulated("memory", Schedule(seed=3), way="thread"))
 
 
-def test_a_job_that_throws_orphans_out_is_found(monkeypatch):
+def test_a_job_that_expels_orphans_is_found(monkeypatch):
     def dead(storage, root, me, *_, **__):
         return [other for other in lease.leases(storage, root) if other.run != me.run and other.purpose == lease.SAVING]
     monkeypatch.setattr(lease_acquisition, "_watch", dead)
@@ -217,7 +217,7 @@ def test_a_choice_by_the_times_of_files_is_found(monkeypatch):
     assert "lost" in found("copied", 20)
 
 
-def test_a_claim_that_holds_for_ever_is_found(monkeypatch):
+def test_a_lease_that_never_expires_is_found(monkeypatch):
     def watch(storage, root, me, *_, **__):
         if any(other.run != me.run for other in lease.leases(storage, root)):
             raise LeaseHeldError("somebody")

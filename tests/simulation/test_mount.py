@@ -1,4 +1,4 @@
-"""A storage of the cluster: errors before and after the effect, halves of writes, listings that lag."""
+"""A mount: errors before and after the effect, half-written files, lagging listings."""
 import errno
 
 import pytest
@@ -22,7 +22,7 @@ def disk_with_files():
 
 
 def run(*works, disk=None, **schedule):
-    """Each ``work(mount)`` in a process on a host of its own. Returns (cluster, what they returned or their OSError)."""
+    """Runs each ``work(mount)`` in a process on its own host. Returns (cluster, results or OSErrors)."""
     cluster, found = Cluster(Schedule(**schedule), {SHARED: disk or disk_with_files()}), {}
     cluster.trace.wanted = True
     with use_cluster(cluster):
@@ -71,7 +71,7 @@ def test_an_error_after_the_effect_is_reported_all_the_same(name):
 
 
 @pytest.mark.parametrize("name", ["list", "status", "open"])
-def test_who_only_looks_is_not_told_of_errors_after_the_effect(name):
+def test_reads_have_no_errors_after_the_effect(name):
     cluster, (found,) = run(OPERATIONS[name], faults=(Fault(1, "EIO after"),))
     assert not isinstance(found, OSError) and cluster.injected == []
 
@@ -102,7 +102,7 @@ def test_an_error_of_whoever_gives_the_pieces_removes_the_file():
 
 @pytest.mark.parametrize("kind", ["kill", "kill host", "kill all", "power"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_who_is_killed_before_an_operation_has_not_done_it(name, kind):
+def test_a_kill_before_an_operation_prevents_it(name, kind):
     cluster, found = run(OPERATIONS[name], faults=(Fault(1, kind),))
     assert found == [None] and files(cluster) == {"/c/a": b"old"} and cluster.processes[0].exit == -9
     assert isinstance(cluster.processes[0].main.error, Killed)
@@ -190,7 +190,7 @@ def test_a_disk_without_room():
 # ---- what other hosts see ------------------------------------------------------------------------------------------------------
 
 def watched(seconds, change, look=lambda mount: mount.list("/c")):
-    """What a host sees before, right after and ``seconds`` after another one has made ``change``."""
+    """Returns what a host sees before, right after and ``seconds`` after the ``change`` of another host."""
     def watcher(mount):
         told = [look(mount)]
         current_cluster().scheduler.sleep(2.0)

@@ -1,4 +1,4 @@
-"""The oracle has eyes: what is damaged by hand is reported, as what it is; what is well is not."""
+"""The oracle reports damage with the right kind, and reports nothing for intact disks."""
 import json
 from dataclasses import replace
 from functools import cache
@@ -23,7 +23,7 @@ def training(fmt):
 
 
 def trained(fmt):
-    """(disk, history) after three saves."""
+    """Returns (disk, history) after three saves."""
     disk, history, cluster = Disk(), History(), None
     cluster = Cluster(Schedule(), {SHARED: disk})
     with use_cluster(cluster):
@@ -37,11 +37,11 @@ def trained(fmt):
 once = cache(trained)
 
 
-def judged(fmt, damage=lambda disk, fmt: None, live=True):
+def findings_of(fmt, damage=lambda disk, fmt: None, restart=True):
     disk, history = once(fmt)
     disk = disk.copy()
     damage(disk, fmt)
-    return check_disks({SHARED: disk}, history.copy(), training(fmt), live)
+    return check_disks({SHARED: disk}, history.copy(), training(fmt), restart)
 
 
 def kinds(findings):
@@ -51,7 +51,7 @@ def kinds(findings):
 # ---- damage ------------------------------------------------------------------------------------------------------------------
 
 def paths(disk, *parts, step=6):
-    """Of files of ``step`` whose paths have all ``parts``."""
+    """Returns the paths of files of ``step`` that contain all ``parts``."""
     names = (f"_{step}.", f"step-{step:010}-", f"iteration_{step:08}")
     return sorted(path for path, _ in disk.walk(ROOT) if any(name in path for name in names)
                   and all(part in path for part in parts))
@@ -215,50 +215,50 @@ CASES = [(damage, fmt, expected) for damage, formats, expected in (
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_disk_that_is_well(fmt):
-    assert judged(fmt) == [] and judged(fmt, live=False) == []
+    assert findings_of(fmt) == [] and findings_of(fmt, restart=False) == []
 
 
 @pytest.mark.parametrize(("damage", "fmt", "expected"), CASES)
 def test_damage_is_reported_as_what_it_is(damage, fmt, expected):
-    selected = kinds(judged(fmt, damage, live=False))
+    selected = kinds(findings_of(fmt, damage, restart=False))
     assert selected == expected
-    lived = kinds(judged(fmt, damage))
+    lived = kinds(findings_of(fmt, damage))
     assert lived == expected
 
 
 @pytest.mark.parametrize(("stray", "formats"), [(a_stray_file, RANKS), (a_stray_file_at_the_top, ALL), (a_stray_record, ALL)])
-def test_what_is_left_over_after_the_next_life(stray, formats):
+def test_leftovers_after_the_next_run_are_reported(stray, formats):
     for fmt in formats:
-        (found,) = judged(fmt, stray)
-        assert found.kind == LEFTOVER and "notes." in found.text and judged(fmt, stray, live=False) == []
+        (found,) = findings_of(fmt, stray)
+        assert found.kind == LEFTOVER and "notes." in found.text and findings_of(fmt, stray, restart=False) == []
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_what_the_next_life_clears_up_is_well(fmt):
-    assert judged(fmt, old_temporary_file) == [] and judged(fmt, no_pointer) == []
+def test_files_that_the_next_run_removes_are_no_finding(fmt):
+    assert findings_of(fmt, old_temporary_file) == [] and findings_of(fmt, no_pointer) == []
 
 
 def test_damage_to_what_nothing_depends_on_is_none():
     for fmt in FORMATS:
-        assert judged(fmt, lambda disk, fmt: flip(disk, weights(disk, fmt, 1, step=2))) == []
+        assert findings_of(fmt, lambda disk, fmt: flip(disk, weights(disk, fmt, 1, step=2))) == []
 
 
 # ---- what cannot be seen on the disk alone -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_checkpoint_that_proves_itself_and_holds_something_else(fmt, monkeypatch):
-    """Both ranks save what rank 0 has, with all the right checksums."""
+    """Both ranks save the tensors of rank 0, with correct checksums."""
     right = jobs.tensors
     monkeypatch.setattr(jobs, "tensors", lambda run, step, rank: right(run, step, 0))
     disk, history = trained(fmt)
     monkeypatch.undo()
-    for live in (False, True):
-        found = check_disks({SHARED: disk.copy()}, history.copy(), training(fmt), live)
+    for restart in (False, True):
+        found = check_disks({SHARED: disk.copy()}, history.copy(), training(fmt), restart)
         assert kinds(found) == {WRONG} and all("rank 1" in finding.text for finding in found)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_what_the_jobs_were_told(fmt):
+def test_reports_to_the_jobs_are_checked(fmt):
     disk, told = once(fmt)
     (run,) = told.sizes
 
@@ -278,7 +278,7 @@ def test_what_the_jobs_were_told(fmt):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_as_many_stay_as_are_to_be_kept(fmt):
-    """What was given up counts as nothing."""
+    """A save that was given up does not count."""
     disk, told = once(fmt)
     (run,) = told.sizes
 
@@ -286,27 +286,27 @@ def test_as_many_stay_as_are_to_be_kept(fmt):
         history = told.copy()
         for name, value in changed.items():
             getattr(history, name).extend(value) if isinstance(value, list) else getattr(history, name).update(value)
-        return check_disks({SHARED: disk.copy()}, history, replace(training(fmt), keep=keep), live=False)
+        return check_disks({SHARED: disk.copy()}, history, replace(training(fmt), keep=keep), restart=False)
     given_up = {(run, 5): {0, 1}}
     assert found(4) == [] and found(3, reported=given_up) == [] and kinds(found(4, reported=given_up)) == {LOST}
     assert kinds(found(3, reported=given_up, protected=[(run, 2)])) == {LOST}
 
 
-def test_who_died_before_the_first_step_says_nothing_of_the_checkpoint():
+def test_a_death_before_the_first_step_does_not_blame_the_checkpoint():
     disk, told = once("ckpt")
     (run,) = told.sizes
     disk, apply_death = disk.copy(), "0002-00000000"
     note = {"output": "/out", "deaths": [], "began": {"run": apply_death}}
     put(disk, f"{ROOT}/.mindresume/trial-step-0000000006-run-{run}", json.dumps(note).encode())
-    (found,) = check_disks({SHARED: disk.copy()}, told.copy(), training("ckpt"), live=False)
+    (found,) = check_disks({SHARED: disk.copy()}, told.copy(), training("ckpt"), restart=False)
     assert found.kind == LOST and apply_death in found.text
     history = told.copy()
     history.started_runs.add(apply_death)
-    assert check_disks({SHARED: disk.copy()}, history, training("ckpt"), live=False) == []
+    assert check_disks({SHARED: disk.copy()}, history, training("ckpt"), restart=False) == []
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_where_nothing_struck_the_pointers_are_those_of_the_last_save(fmt):
+def test_without_a_fault_the_pointers_are_those_of_the_last_save(fmt):
     disk, told = once(fmt)
     assert oracle.check_pointers({SHARED: disk.copy()}, told, training(fmt)) == []
     disk = disk.copy()
@@ -319,20 +319,20 @@ def test_where_nothing_struck_the_pointers_are_those_of_the_last_save(fmt):
 def test_people_and_the_job_are_given_different_answers(monkeypatch):
     real = oracle.list_checkpoints
     monkeypatch.setattr(oracle, "list_checkpoints", lambda *values: (None, real(*values)[1][1:]))
-    assert kinds(judged("ckpt")) == {INCONSISTENT}
+    assert kinds(findings_of("ckpt")) == {INCONSISTENT}
 
 
 def test_a_job_that_does_not_start_is_stuck(monkeypatch):
     def fails(*_, **__):
         raise ValueError("does not start")
     monkeypatch.setattr(jobs.CheckpointSelector, "select", fails)
-    (found,) = judged("ckpt")
+    (found,) = findings_of("ckpt")
     assert found.kind == STUCK and "does not start" in found.text
 
 
 def test_a_job_that_waits_for_ever_is_stuck(monkeypatch):
     monkeypatch.setattr(jobs, "_train", lambda *_: jobs.current_cluster().scheduler.block(None, "for nothing"))
-    (found,) = judged("ckpt")
+    (found,) = findings_of("ckpt")
     assert found.kind == STUCK and "OperationLimit" in found.text     # its heartbeat never ends
 
 

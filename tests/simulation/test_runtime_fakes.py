@@ -1,4 +1,4 @@
-"""Threads, locks, queues and time of simulated processes are like the real ones; no module of the product escapes them."""
+"""Simulated threads, locks, queues and time behave as the real ones, in every module of the product."""
 import atexit
 import gc
 import importlib
@@ -34,7 +34,7 @@ SIMULATED = types.SimpleNamespace(**{module.__name__: runtime_fakes._MODULES[mod
 
 
 def simulated(work, **schedule):
-    """Runs ``work()`` as a process. Returns (what it returns, the cluster)."""
+    """Runs ``work()`` as a process. Returns (its result, the cluster)."""
     cluster, found = Cluster(Schedule(**schedule)), []
     with use_cluster(cluster):
         process = cluster.process(cluster.host("node-7"), "one", lambda: found.append(work()))
@@ -298,7 +298,7 @@ def test_time_is_that_of_the_host_and_passes_at_once():
 
 # ---- names, signals, the end of a process ------------------------------------------------------------------------------------
 
-def test_names_are_never_the_same_and_those_of_the_same_history_are():
+def test_tokens_are_unique_and_depend_on_the_history_only():
     def work():
         return [runtime_fakes._MODULES[secrets].token_hex(4) for _ in range(500)]
     one, two = simulated(work)[0], simulated(work)[0]
@@ -408,7 +408,7 @@ def _of_the_product(one):
 
 
 def escaped(known):
-    """(kind, module) of everything of the product, but its tests and tools, that refers to one of ``known``."""
+    """Returns (kind, module) of everything in the product, except tests and tools, that refers to one of ``known``."""
     identities, found = set(map(id, known)), set()
 
     def look(kind, owner, values):
@@ -440,14 +440,14 @@ def nothing_real_is_held():
 
 
 def test_no_module_that_a_cluster_runs_holds_a_real_one():
-    """In a process of its own: what other tests have made and not yet let go holds real clocks, and may."""
+    """Runs in its own process: objects of other tests may hold real clocks."""
     done = subprocess.run([sys.executable, "-c", f"import {__name__}; {__name__}.nothing_real_is_held()"],
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def state_of_modules():
-    """Every global, default, field and enclosed value of the product's modules, by identity."""
+    """Returns every global, default, field and closure value of the product's modules, by identity."""
     found = {}
 
     def inside(name, value):
@@ -491,7 +491,7 @@ def test_everything_is_put_back_after_an_error_in_the_middle():
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """A module of the product as somebody could write it."""
+    """Returns a module that uses time and threads in every possible way."""
     (tmp_path / "zz_written.py").write_text('''
 import functools
 import time as clock_module
@@ -546,7 +546,7 @@ def test_however_it_was_imported_it_is_replaced(written):
     assert written.Fields.Inner.pause is time.sleep and isinstance(written.Fields().lock, type(threading.Lock()))
 
 
-def test_a_module_of_the_product_that_is_imported_meanwhile_is_told(tmp_path, monkeypatch):
+def test_a_module_of_the_product_that_is_imported_meanwhile_is_reported(tmp_path, monkeypatch):
     (tmp_path / "zz_late.py").write_text("import time\n")
     package = importlib.import_module("mindresume.saving")
     try:
@@ -560,7 +560,7 @@ def test_a_module_of_the_product_that_is_imported_meanwhile_is_told(tmp_path, mo
 
 def test_no_memory_and_no_file_of_a_killed_process_is_left_open():
     def open_files():
-        """Of staging alone: what else the process has open is not known here."""
+        """Returns the open files of staging buffers only: the process may have others."""
         gc.collect()
         found = []
         for name in os.listdir("/proc/self/fd"):

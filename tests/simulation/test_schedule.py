@@ -1,4 +1,4 @@
-"""Schedules: drawn, told, made simpler."""
+"""Schedules: drawing, printing, shrinking."""
 import json
 import random
 
@@ -46,13 +46,13 @@ def test_all_moments_are_in_the_run_in_order_and_there_once():
             assert moments == sorted(set(moments)) and all(1 <= at <= 151 for at in moments)     # 151: behind the last strike
 
 
-def test_only_what_is_asked_for_strikes():
+def test_only_requested_kinds_of_faults_are_drawn():
     drawn = [random_schedule(random.Random(seed), 150, kinds=("kill",), lags=(5.0,)) for seed in range(50)]
     assert {fault.kind for schedule in drawn for fault in schedule.faults} == {"kill"}
     assert {schedule.lag for schedule in drawn} == {5.0}
 
 
-def test_what_strikes_in_few_scenarios_has_amounts_of_its_own():
+def test_faults_of_few_scenarios_have_their_own_amounts():
     rare = (OUTAGE, QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE)
     faults = [fault for seed in range(200) for fault in random_schedule(random.Random(seed), 150, kinds=rare).faults]
     amounts = {kind: {fault.amount for fault in faults if fault.kind == kind} for kind in rare}

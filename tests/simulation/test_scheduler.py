@@ -1,4 +1,4 @@
-"""Who goes on when, and that a killed task does nothing any more."""
+"""The order of tasks, and that a killed task has no further effect."""
 import gc
 from types import SimpleNamespace
 
@@ -16,8 +16,8 @@ def process():
     return SimpleNamespace(dead=False, paused_until=0.0)
 
 
-def ran(scheduler, *works):
-    """Runs works, each of a process of its own. Returns the tasks."""
+def run_works(scheduler, *works):
+    """Runs each work in its own process. Returns the tasks."""
     tasks = [scheduler.start(process(), work, f"t{number}") for number, work in enumerate(works)]
     scheduler.run()
     return tasks
@@ -34,32 +34,32 @@ def counting(scheduler, told, name, count=3):
 
 def test_without_switches_each_task_gets_as_far_as_it_can():
     told, scheduler = [], made()
-    ran(scheduler, counting(scheduler, told, "a"), counting(scheduler, told, "b"))
+    run_works(scheduler, counting(scheduler, told, "a"), counting(scheduler, told, "b"))
     assert told == [("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5), ("b", 6)]
 
 
 def test_a_switch_lets_another_go_first_and_the_operation_keeps_its_number():
     told, scheduler = [], made(switches=((2, 1),))
-    ran(scheduler, counting(scheduler, told, "a"), counting(scheduler, told, "b"))
+    run_works(scheduler, counting(scheduler, told, "a"), counting(scheduler, told, "b"))
     assert told == [("a", 1), ("b", 3), ("b", 4), ("b", 5), ("a", 2), ("a", 6)]
 
 
 @pytest.mark.parametrize(("further", "first"), [(1, "b"), (2, "c"), (3, "b"), (4, "c")])
 def test_a_switch_says_how_far_on_in_the_list(further, first):
     told, scheduler = [], made(switches=((1, further),))
-    ran(scheduler, *(counting(scheduler, told, name, 1) for name in "abc"))
+    run_works(scheduler, *(counting(scheduler, told, name, 1) for name in "abc"))
     assert told[0][0] == first
 
 
-def test_a_switch_with_nobody_to_switch_to_changes_nothing():
+def test_a_switch_without_another_ready_task_changes_nothing():
     told, scheduler = [], made(switches=((1, 1), (2, 3)))
-    ran(scheduler, counting(scheduler, told, "a"))
+    run_works(scheduler, counting(scheduler, told, "a"))
     assert told == [("a", 1), ("a", 2), ("a", 3)]
 
 
 def test_a_pick_lets_another_than_the_next_begin():
     told, scheduler = [], made(picks=((1, 2),))
-    ran(scheduler, *(counting(scheduler, told, name, 1) for name in "abc"))
+    run_works(scheduler, *(counting(scheduler, told, name, 1) for name in "abc"))
     assert [name for name, _ in told] == ["c", "a", "b"]
 
 
@@ -70,13 +70,13 @@ def test_after_one_that_waits_the_next_in_turn_goes_on():
         for _ in range(2):
             told.append(name)
             scheduler.sleep(0.0)
-    ran(scheduler, *(lambda name=name: work(name) for name in "abc"))
+    run_works(scheduler, *(lambda name=name: work(name) for name in "abc"))
     assert "".join(told) == "abcabc"
 
 
 def test_an_operation_takes_a_tick():
     told, scheduler = [], made()
-    ran(scheduler, counting(scheduler, told, "a"))
+    run_works(scheduler, counting(scheduler, told, "a"))
     assert scheduler.now == pytest.approx(3 * TICK) and scheduler.operations == 3
 
 
@@ -87,7 +87,7 @@ def test_a_task_that_raises_ends_and_the_others_go_on():
 
     def bad():
         raise ValueError("x")
-    ran(scheduler, bad, counting(scheduler, told, "b", 1))
+    run_works(scheduler, bad, counting(scheduler, told, "b", 1))
     assert ended == [("t0", ValueError), ("t1", type(None))] and told == [("b", 1)]
 
 
@@ -99,12 +99,12 @@ def test_sleepers_wake_in_the_order_of_their_moments():
     def work(seconds):
         scheduler.sleep(seconds)
         told.append((seconds, scheduler.now))
-    ran(scheduler, *(lambda seconds=seconds: work(seconds) for seconds in (30.0, 10.0, 20.0)))
+    run_works(scheduler, *(lambda seconds=seconds: work(seconds) for seconds in (30.0, 10.0, 20.0)))
     assert told == [(10.0, 10.0), (20.0, 20.0), (30.0, 30.0)]
 
 
 @pytest.mark.parametrize(("timeout", "woken", "moment"), [(None, True, 5.0), (9.0, True, 5.0), (3.0, False, 3.0)])
-def test_who_waits_is_woken_or_gives_up(timeout, woken, moment):
+def test_a_blocked_task_is_woken_or_times_out(timeout, woken, moment):
     told, scheduler = [], made()
 
     def waits():
@@ -125,20 +125,20 @@ def test_to_wake_one_that_does_not_wait_is_nothing_it_remembers():
     def work():
         scheduler.wake(scheduler.current)
         told.append(scheduler.block(1.0))
-    ran(scheduler, work)
+    run_works(scheduler, work)
     assert told == [False]
 
 
 def test_tasks_that_wait_for_each_other_are_stuck():
     scheduler = made()
     with pytest.raises(Deadlock, match="t0 for b; t1 for a"):
-        ran(scheduler, lambda: scheduler.block(None, "for b"), lambda: scheduler.block(None, "for a"))
+        run_works(scheduler, lambda: scheduler.block(None, "for b"), lambda: scheduler.block(None, "for a"))
 
 
-def test_who_has_a_limit_is_not_stuck():
+def test_a_wait_with_a_limit_is_no_deadlock():
     scheduler = made()
     with pytest.raises(Deadlock, match="^t0 $"):
-        ran(scheduler, lambda: scheduler.block(None), lambda: scheduler.block(7.0))
+        run_works(scheduler, lambda: scheduler.block(None), lambda: scheduler.block(7.0))
     assert scheduler.now == 7.0
 
 
@@ -161,7 +161,7 @@ def test_a_process_that_stands_still_is_not_woken_before_it_goes_on():
 # ---- too long ----------------------------------------------------------------------------------------------------------------
 
 def test_a_loop_without_an_end_is_too_long_whatever_it_catches():
-    """An error in the task would be taken for one of its own, by product code that catches all."""
+    """Product code with a broad except clause would handle an error that is raised in the task."""
     scheduler, caught = made(most=50), []
 
     def work():
@@ -172,7 +172,7 @@ def test_a_loop_without_an_end_is_too_long_whatever_it_catches():
                 caught.append(error)
                 return
     with pytest.raises(OperationLimit):
-        ran(scheduler, work)
+        run_works(scheduler, work)
     assert caught == []
     scheduler.end()
     assert caught == []
@@ -180,14 +180,14 @@ def test_a_loop_without_an_end_is_too_long_whatever_it_catches():
 
 def test_as_many_operations_as_there_may_be_are_not_too_long():
     told, scheduler = [], made(most=3)
-    ran(scheduler, counting(scheduler, told, "a"))
+    run_works(scheduler, counting(scheduler, told, "a"))
     assert len(told) == 3
 
 
 # ---- death -------------------------------------------------------------------------------------------------------------------
 
 class Effects:
-    """What a task does, and tries to do when it is killed."""
+    """Records what a task does, and tries to do when it is killed."""
 
     def __init__(self, scheduler):
         self.scheduler, self.done, self.started_runs = scheduler, [], []
@@ -217,7 +217,7 @@ class Effects:
 
 @pytest.mark.parametrize("how", ["sleeps", "waits", "is about to operate"])
 def test_a_killed_task_has_no_effect_any_more(how):
-    """It does not matter where it stands."""
+    """The position of the fault does not matter."""
     scheduler = made(switches=((2, 1),) if how == "is about to operate" else ())
     effects = Effects(scheduler)
     wait = {"sleeps": lambda: scheduler.sleep(5.0), "waits": lambda: scheduler.block(None),
@@ -264,7 +264,7 @@ def test_a_task_that_was_killed_before_it_began_never_begins():
     assert told == []
 
 
-def test_who_kills_its_own_process_goes_no_further_than_its_next_operation():
+def test_a_task_that_kills_its_process_ends_at_its_next_operation():
     scheduler, told, one = made(), [], process()
 
     def work():
@@ -316,7 +316,7 @@ def test_at_the_end_nothing_of_those_that_are_left_happens():
     assert effects.started_runs.count("finally") == 1 and scheduler.tasks == []
 
 
-def test_a_run_ends_when_it_is_told_to_and_can_go_on():
+def test_a_run_ends_at_its_condition_and_can_continue():
     told, scheduler = [], made()
 
     def work():

@@ -1,4 +1,4 @@
-"""What is found is found again, in any process, and is made simpler."""
+"""A failure is reproduced in any process, and shrunk."""
 import json
 import os
 import random
@@ -13,7 +13,7 @@ from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History
 from mindresume.simulation.runtime_fakes import patched_product
 from mindresume.simulation.scenarios import SCENARIOS, Simulation
-from mindresume.simulation.schedule import Fault, Schedule, random_schedule
+from mindresume.simulation.schedule import EXPLAINED, Fault, Schedule, random_schedule
 from mindresume.simulation.search import (
     BranchRecorder,
     Counts,
@@ -31,17 +31,17 @@ from mindresume.simulation.search import (
     systematic,
 )
 
-PLAYS = SearchRequest((0, 0)).configurations()
+CONFIGURATIONS = SearchRequest((0, 0)).configurations()
 
 
 @pytest.fixture
 def no_folder_is_flushed(monkeypatch):
-    """A disk that loses names: so there is something to find."""
+    """Makes the product lose names, so that a search finds failures."""
     monkeypatch.setattr(Disk, "sync", lambda self, path: self.folder(path))
 
 
 def found(seeds, name="save", fmt="ckpt", way=""):
-    """Failures of random schedules, not simplified."""
+    """Returns the failures of random schedules, not shrunk."""
     scenario = SCENARIOS[name]
     with patched_product():
         size = count_operations(scenario, fmt, way)
@@ -57,7 +57,7 @@ def found(seeds, name="save", fmt="ckpt", way=""):
                                                   ("save", "safetensors", "process"), ("job", "iteration", "")])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_death_in_the_middle_is_the_end_of_a_schedule_that_leaves_the_same(name, fmt, way, seed):
-    """Also where a process was interrupted right before its operation while others went on, and where strikes came before."""
+    """Includes deaths while a process waits before its operation, and after other faults."""
     scenario, rng, moments = SCENARIOS[name], random.Random(seed), []
     with patched_product():
         size = count_operations(scenario, fmt, way)
@@ -133,7 +133,7 @@ def test_a_search_finds_each_kind_once_and_simple(no_folder_is_flushed):
 
 
 def traced(name, fmt, way, switches, chooser=None):
-    """What happened, in order, without the numbers of the operations."""
+    """Returns the operations in order, without their numbers."""
     sim = Simulation(SCENARIOS[name], fmt, Schedule(switches=switches), way)
     sim.cluster.trace.wanted = True
     sim.cluster.scheduler.chooser = chooser or sim.cluster.scheduler.chooser
@@ -149,8 +149,8 @@ def test_every_schedule_with_one_switch(no_folder_is_flushed):
 
 
 @pytest.mark.parametrize(("way", "switches"), [("", 1), ("thread", 1)])
-def test_no_order_is_left_out_because_nobody_else_could_go_on(way, switches):
-    """Against all schedules, most of which are the same as another one."""
+def test_no_order_is_omitted_for_lack_of_ready_tasks(way, switches):
+    """Compares with all schedules, most of which are equal."""
     size = count_operations(SCENARIOS["save"], "ckpt", way)
     with patched_product():
         every = {traced("save", "ckpt", way, ((at, further),)) for at in range(1, size + 9) for further in (1, 2, 3)}
@@ -175,31 +175,46 @@ def test_parts_of_the_schedules_are_all_of_them():
     assert runs((0, 3), (1, 3), (2, 3)) == runs((0, 1)) > 3
 
 
-def test_moments_before_the_last_switch_were_judged_without_it():
+def test_moments_before_the_last_switch_are_not_checked_again():
     scenario, seen = replace(SCENARIOS["save"], oracle=lambda *_, **__: []), []
     with patched_product():
         for switches in ((), ((20, 1),)):
             counts = Counts()
-            run(scenario, "ckpt", "", Schedule(switches=switches), KnownStates(), counts, options=BranchRecorder(switches))
+            run(scenario, "ckpt", "", Schedule(switches=switches), KnownStates(), counts, recorder=BranchRecorder(switches))
             seen.append(counts.schedules)
     assert 30 < seen[1] < seen[0]
 
 
-def test_a_disk_is_judged_once():
-    known, counts = KnownStates(), Counts()
-    with patched_product():
-        for _ in range(2):
-            before = counts.states
-            run(SCENARIOS["save"], "ckpt", "", Schedule(), known, counts)
-    assert before > 10 and counts.states == before and counts.runs == 2
+@pytest.mark.parametrize("name", ["save", "bucket"])
+def test_a_known_state_is_neither_copied_nor_checked_again(name):
+    """The same run once more: nothing new. And the signature of a disk is that of its copy after all have died."""
+    known, first, again = KnownStates(), Counts(), Counts()
+    wanted = SCENARIOS[name], "ckpt", "", Schedule(switches=((20, 1),))
+    assert run(*wanted, known, first, share=32) is None and first.states > 10
+    assert run(*wanted, known, again, share=32) is None and (again.states, again.schedules) == (0, first.schedules)
+    for disk in Simulation(wanted[0], "ckpt", wanted[3]).run().cluster.disks.values():
+        copy = disk.copy()
+        copy.lose_power(lambda: True, lambda data: data)
+        assert copy.signature() == copy.signature(power=False) == disk.signature(power=False)
 
 
-def test_equal_disks_are_started_once_and_told_by_what_people_were_told(monkeypatch):
+def test_a_failing_state_does_not_become_known(no_folder_is_flushed):
+    known, wanted = KnownStates(), (SCENARIOS["save"], "ckpt", "", Schedule())
+    first, again = (run(*wanted, known, Counts()) for _ in range(2))
+    assert first is not None and first == again
+
+
+def test_every_fault_that_can_be_drawn_is_explained():
+    drawn = {kind for scenario in SCENARIOS.values() for kind in scenario.kinds}
+    assert drawn == set(EXPLAINED)
+
+
+def test_equal_disks_are_restarted_once_whatever_the_history(monkeypatch):
     started = []
 
-    def oracle(disks, history, training, live=None):
-        if live is not None:                                        # not the end
-            started.append(live)
+    def oracle(disks, history, training, restart=None):
+        if restart is not None:                                        # not the end
+            started.append(restart)
         return []
     scenario, known = replace(SCENARIOS["save"], oracle=oracle), KnownStates()
     with patched_product():
@@ -211,7 +226,7 @@ def test_equal_disks_are_started_once_and_told_by_what_people_were_told(monkeypa
 
 
 @pytest.mark.parametrize("name", ["wrong", "stale_choices", "lease_losses"])
-def test_what_was_seen_of_a_run_is_judged_though_its_disk_is_known(name):
+def test_violations_of_a_run_are_reported_though_its_disk_is_known(name):
     sim = Simulation(SCENARIOS["save"], "ckpt", Schedule())
     before = state_signature(sim, sim.cluster.disks, sim.history)
     getattr(sim.history, name).append("job1 did what it must not")
@@ -232,8 +247,8 @@ def test_a_search_wants_what_it_is_asked_for():
     assert {(scenario.name, fmt, way)
             for scenario, fmt, way in SearchRequest((0, 1), ("save",), ("ckpt",), ("", "thread")).configurations()} == {
         ("save", "ckpt", ""), ("save", "ckpt", "thread")}
-    assert {scenario.name for scenario, _, _ in PLAYS} == set(SCENARIOS)
-    assert all(fmt in scenario.formats and way in scenario.ways for scenario, fmt, way in PLAYS)
+    assert {scenario.name for scenario, _, _ in CONFIGURATIONS} == set(SCENARIOS)
+    assert all(fmt in scenario.formats and way in scenario.ways for scenario, fmt, way in CONFIGURATIONS)
 
 
 # ---- the same in every process ----------------------------------------------------------------------------------------------
@@ -299,7 +314,7 @@ def check(seeds, *scenarios):
 
 
 def test_operations_may_take_long():
-    for scenario, fmt, way in PLAYS[::8]:
+    for scenario, fmt, way in CONFIGURATIONS[::8]:
         assert Simulation(scenario, fmt, Schedule(tick=0.25), way).run().findings() == []
 
 
@@ -309,6 +324,6 @@ def test_nothing_is_found_in_schedules_that_are_always_the_same():
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_nothing_is_found_in_a_schedule_of_today(name):
-    """Another one each time, in one format and way of each scenario; ``scripts/test.sh`` prints the first seed."""
+    """Runs a new schedule each time, in one format and way of each scenario; ``scripts/test.sh`` prints the first seed."""
     first = int(os.environ.get("MINDRESUME_FIRST_SEED") or time.time_ns() // 1000 % 10**9)
     check((first + list(SCENARIOS).index(name), 1), name)

@@ -1,4 +1,4 @@
-"""The simulation finds broken protocols: known ways to get them wrong, put back one by one, and how soon each is found.
+"""Mutation test of the simulation: it finds each known protocol error, put back into the product one at a time.
 
     pytest -s tests/simulation/test_teeth.py                            # each from a seed that finds it soon, with a table
     python tests/simulation/test_teeth.py [PART OF A NAME [SECONDS]]    # each from seed 0: the table of docs/reliability.md
@@ -50,7 +50,7 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Edit:
-    """``old`` in the source of ``name``, a function of ``owner`` (a module or a class), becomes ``new``."""
+    """Replaces ``old`` by ``new`` in the source of ``name``, a function of ``owner`` (a module or a class)."""
     owner: Any
     name: str
     old: str
@@ -106,7 +106,7 @@ def each(kind: str, amount: int = 0, then: int = 0, later: tuple[int, str] | Non
 
 
 def undisturbed(lag: float = 0.0) -> Draws:
-    """Scenarios may do something else for each seed."""
+    """Returns schedules without faults. A scenario may depend on the seed."""
     return Draws(f"listings lag by {lag:.0f} s" if lag else "nothing strikes", lambda seed, *_: Schedule(seed, lag=lag))
 
 
@@ -336,7 +336,7 @@ def test_a_mutant_is_found(one, table):
 
 
 def main(part: str = "", seconds: float = 60.0) -> None:
-    """From seed 0, at most so many seconds of CPU each."""
+    """Searches for each mutant from seed 0, for at most ``seconds`` of CPU each."""
     print(HEAD, flush=True)
     for one in [one for one in MUTANTS if part in one.name]:
         began, seed, counts, failure = time.process_time(), 0, Counts(), None

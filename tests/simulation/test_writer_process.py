@@ -19,7 +19,7 @@ WRITER = "rank0.writer"
 
 
 def run(work, *others, ranks=1, most=20_000, **schedule):
-    """``work(background, place)`` in a training of ``ranks``; ``others`` beside it. Returns (cluster, what it returned)."""
+    """Runs ``work(background, place)`` in a training of ``ranks``, with ``others`` beside it. Returns (cluster, result)."""
     cluster, found = Cluster(Schedule(**schedule), {SHARED: Disk()}, most), []
     cluster.trace.wanted = True
 
@@ -73,7 +73,7 @@ def test_it_is_deaf_to_sigterm():
         assert outcomes == [(2, True)] and len(committed(cluster)) == 1 and writer_of(cluster).exit == 0
 
 
-def dies_in_first_step(saver, place):
+def dies(saver, place):
     save(saver, place)
     save(saver, place, 4)                               # waits for the first; then the training is gone
     current_cluster().kill(current_process())
@@ -86,7 +86,7 @@ def test_what_was_begun_is_finished_when_the_training_dies(end):
         save(saver, place)
         save(saver, place, 4)
         raise ValueError
-    cluster, _ = run(dies_in_first_step if end == "kill" else fails)
+    cluster, _ = run(dies if end == "kill" else fails)
     assert cluster.processes[0].exit == (-9 if end == "kill" else 1)
     assert len(committed(cluster)) == 2 and writer_of(cluster).exit == 0
     assert cluster.scheduler.now < TIMEOUT
@@ -114,14 +114,14 @@ def test_after_the_death_of_the_training_it_waits_for_others_no_longer_than_its_
 
 
 def test_a_process_that_hangs_ends_after_its_timeout():
-    undisturbed, _ = run(dies_in_first_step)
+    undisturbed, _ = run(dies)
     number = operations(undisturbed)[-3]
-    cluster, _ = run(dies_in_first_step, faults=(Fault(number, "slow", 10_000),))
+    cluster, _ = run(dies, faults=(Fault(number, "slow", 10_000),))
     assert cluster.injected[0].process == WRITER
     assert writer_of(cluster).exit not in (0, None) and cluster.scheduler.now < TIMEOUT + 10.0
 
 
-def test_a_training_that_lives_is_served_however_long_it_takes():
+def test_a_live_training_is_served_without_a_time_limit():
     def work(saver, place):
         current_cluster().scheduler.sleep(10 * TIMEOUT)
         save(saver, place)
@@ -133,7 +133,7 @@ def test_a_training_that_lives_is_served_however_long_it_takes():
     assert found == [True, True] and len([process for process in cluster.processes if process.name == WRITER]) == 1
 
 
-def test_the_training_hears_of_its_death_and_takes_another_one():
+def test_the_training_notices_its_death_and_starts_another_one():
     undisturbed, _ = run(complete)
     number = operations(undisturbed)[4]
 
@@ -149,7 +149,7 @@ def test_the_training_hears_of_its_death_and_takes_another_one():
 
 
 def test_it_shares_no_object_with_the_training():
-    """What is sent is pickled, as on a pipe; what cannot be is an error here, too."""
+    """Messages are pickled, as on a pipe, with the same errors."""
     def work(saver, place):
         writer = WriterProcess(place, KEEP_ALL, saver._staging, TIMEOUT)
         message = ["poll", {"a": 1}]
