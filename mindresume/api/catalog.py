@@ -57,7 +57,7 @@ from mindresume.storage.posix import PosixStorage
 
 @dataclass(frozen=True)
 class Selection(Result):
-    """The checkpoint that a resume would take, and why it takes nothing newer.
+    """Holds the checkpoint that a resume would take, and why it takes nothing newer.
 
     Attributes:
         root: The checkpoint folder.
@@ -110,13 +110,13 @@ def open(path: str | os.PathLike[str], *, world_size: int | None = None, strateg
 
 
 class _Location(NamedTuple):
-    """Where the checkpoints are; ``is_complete``: they are complete weights."""
+    """Says where the checkpoints are; ``is_complete``: they are complete weights."""
     path: str
     is_complete: bool
 
 
 class Catalog:
-    """The checkpoints of a folder. ``mindresume.open`` returns it; it changes nothing.
+    """Gives access to the checkpoints of a folder. ``mindresume.open`` returns it; it changes nothing.
 
     ``len(catalog)``, ``500 in catalog`` and iteration refer to ``steps()``. As a context manager it releases everything that its
     checkpoints hold, at the end of the block.

@@ -31,7 +31,7 @@ from mindresume.storage.posix import PosixStorage
 
 @dataclass(frozen=True)
 class PrunedCheckpoint(Result):
-    """The decision about one saved step.
+    """Holds the decision about one saved step.
 
     Attributes:
         step: Absolute optimizer step; None if it is unknown.
@@ -51,7 +51,7 @@ class PrunedCheckpoint(Result):
 
 @dataclass(frozen=True)
 class PruneResult(Result):
-    """What stays, what was removed (in a dry run: would be), and why. Each group is newest first.
+    """Lists what stays, what was removed (in a dry run: would be), and why. Each group is newest first.
 
     Attributes:
         root: The checkpoint folder.
@@ -126,7 +126,7 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
 
 
 class _ReadOnly(PosixStorage):
-    """Storage of a dry run: every change raises an OSError."""
+    """Raises an OSError for every change: the storage of a dry run."""
 
     def _refuse(self, *paths: Any) -> NoReturn:
         raise OSError(errno.EROFS, "a dry run changes nothing", *paths[:1])

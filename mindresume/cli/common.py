@@ -99,7 +99,7 @@ def run_text(info: CheckpointInfo) -> str:
 
 
 class Stopped(BaseException):
-    """A signal stopped the command. ``signal``: its number; ``str``: what was done before."""
+    """Says that a signal stopped the command. ``signal``: its number; ``str``: what was done before."""
 
     def __init__(self, number: int, text: str = "stopped"):
         super().__init__(text)
