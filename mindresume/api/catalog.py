@@ -34,6 +34,7 @@ from mindresume.api.results import (
     info_of,
     problem_of,
 )
+from mindresume.api.sources import existing
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import MissingCheckpointError
@@ -103,9 +104,7 @@ def open(path: str | os.PathLike[str], *, world_size: int | None = None, strateg
     Raises:
         FileNotFoundError: ``path`` does not exist.
     """
-    path = os.fspath(path)
-    if not missing_ok and not os.path.exists(path):
-        raise FileNotFoundError(f"{path} does not exist")
+    path = os.fspath(path) if missing_ok else existing(path)
     return Catalog(PosixStorage(), path, world_size, None if strategy is None else os.fspath(strategy), hold)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mindresume.api.results import Result
+from mindresume.api.sources import existing
 from mindresume.coordination.lease import ended
 from mindresume.coordination.read_locks import ReadLocks, read_locks
 from mindresume.errors import ConfigError
@@ -92,9 +93,7 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
         ConfigError: It is not a checkpoint folder.
         MissingCheckpointError: Several folders below it hold checkpoints.
     """
-    path = os.fspath(path)
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"{path} does not exist")
+    path = existing(path)
     storage = _ReadOnly() if dry_run else PosixStorage()
     root = locate(storage, path)
     if not os.path.isdir(root) or folder_rank(os.path.basename(os.path.abspath(root))) is not None:
