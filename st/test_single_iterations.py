@@ -319,7 +319,7 @@ def test_resume_training_and_no_load_optim_is_one_clear_error(others):
     refused(others.both, 2)
     found = lines(others.both, "no_load_optim")
     assert len([line for line in found if line.startswith("run_mindformer.py: error")]) == 1, found
-    said(others.both, "resume_training is set, and checkpoint.no_load_optim: True", "remove one of them")
+    said(others.both, "resume_training is set, but checkpoint.no_load_optim: True", "remove one of them")
     assert not lines(others.both, "Traceback")
 
 

@@ -34,6 +34,7 @@ from mindresume.api.results import (
     info_of,
     problem_of,
 )
+from mindresume.api.sources import existing
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import MissingCheckpointError
@@ -57,7 +58,7 @@ from mindresume.storage.posix import PosixStorage
 
 @dataclass(frozen=True)
 class Selection(Result):
-    """The checkpoint that a resume would take, and why it takes nothing newer.
+    """Holds the checkpoint that a resume would take, and why it takes nothing newer.
 
     Attributes:
         root: The checkpoint folder.
@@ -103,20 +104,18 @@ def open(path: str | os.PathLike[str], *, world_size: int | None = None, strateg
     Raises:
         FileNotFoundError: ``path`` does not exist.
     """
-    path = os.fspath(path)
-    if not missing_ok and not os.path.exists(path):
-        raise FileNotFoundError(f"{path} does not exist")
+    path = os.fspath(path) if missing_ok else existing(path)
     return Catalog(PosixStorage(), path, world_size, None if strategy is None else os.fspath(strategy), hold)
 
 
 class _Location(NamedTuple):
-    """Where the checkpoints are; ``is_complete``: they are complete weights."""
+    """Says where the checkpoints are; ``is_complete``: they are complete weights."""
     path: str
     is_complete: bool
 
 
 class Catalog:
-    """The checkpoints of a folder. ``mindresume.open`` returns it; it changes nothing.
+    """Gives access to the checkpoints of a folder. ``mindresume.open`` returns it; it changes nothing.
 
     ``len(catalog)``, ``500 in catalog`` and iteration refer to ``steps()``. As a context manager it releases everything that its
     checkpoints hold, at the end of the block.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """One saved step of a catalog. ``Catalog`` returns it; only its listing is read until more is needed.
+    """Gives access to one saved step of a catalog. ``Catalog`` returns it; only its listing is read until more is needed.
 
     A job that saves into the same folder removes old checkpoints. So a checkpoint is *held*: a small file in the folder of
     records, as the command line and a loading job write it, keeps it from being removed. The hold begins when its tensors are

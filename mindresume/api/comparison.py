@@ -30,14 +30,14 @@ __all__ = ["DTYPE", "ONLY_A", "ONLY_B", "SHAPE", "VALUES", "ComparedCheckpoint",
 
 @dataclass(frozen=True)
 class TensorForm(Result):
-    """Dtype and global shape, in elements, of a tensor."""
+    """Holds dtype and global shape, in elements, of a tensor."""
     dtype: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TensorDifference(Result):
-    """One tensor that differs in a bit. All but the first four fields are None unless ``kind`` is "values".
+    """Describes one tensor that differs in a bit. All but the first four fields are None unless ``kind`` is "values".
 
     Attributes:
         name: Name of the tensor.
@@ -71,7 +71,7 @@ class TensorDifference(Result):
 
 @dataclass(frozen=True)
 class ComparedCheckpoint(Result):
-    """One side of a comparison.
+    """Describes one side of a comparison.
 
     Attributes:
         source: Path, step and number of ranks.
@@ -91,7 +91,7 @@ class ComparedCheckpoint(Result):
 
 @dataclass(frozen=True)
 class Comparison(Result):
-    """What differs between two checkpoints.
+    """Describes what differs between two checkpoints.
 
     Attributes:
         a: The first one.

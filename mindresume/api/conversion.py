@@ -46,7 +46,7 @@ Path = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class ConversionResult(Result):
-    """What was converted, or would be.
+    """Describes what was converted, or would be.
 
     Attributes:
         source: Path, step and number of ranks of the source.

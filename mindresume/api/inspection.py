@@ -29,14 +29,14 @@ Slices = Callable[[TensorInfo, Sequence[int]], list[TensorSlice]]
 
 @dataclass(frozen=True)
 class DtypeTotal(Result):
-    """The number of tensors of a dtype, and their bytes, each tensor counted once."""
+    """Holds the number of tensors of a dtype, and their bytes, each tensor counted once."""
     tensors: int
     size_bytes: int
 
 
 @dataclass(frozen=True)
 class Inspection(Result):
-    """What a checkpoint or a strategy holds.
+    """Describes what a checkpoint or a strategy holds.
 
     Attributes:
         path: Its path.

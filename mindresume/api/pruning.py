@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mindresume.api.results import Result
+from mindresume.api.sources import existing
 from mindresume.coordination.lease import ended
 from mindresume.coordination.read_locks import ReadLocks, read_locks
 from mindresume.errors import ConfigError
@@ -31,7 +32,7 @@ from mindresume.storage.posix import PosixStorage
 
 @dataclass(frozen=True)
 class PrunedCheckpoint(Result):
-    """The decision about one saved step.
+    """Holds the decision about one saved step.
 
     Attributes:
         step: Absolute optimizer step; None if it is unknown.
@@ -51,7 +52,7 @@ class PrunedCheckpoint(Result):
 
 @dataclass(frozen=True)
 class PruneResult(Result):
-    """What stays, what was removed (in a dry run: would be), and why. Each group is newest first.
+    """Lists what stays, what was removed (in a dry run: would be), and why. Each group is newest first.
 
     Attributes:
         root: The checkpoint folder.
@@ -92,9 +93,7 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
         ConfigError: It is not a checkpoint folder.
         MissingCheckpointError: Several folders below it hold checkpoints.
     """
-    path = os.fspath(path)
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"{path} does not exist")
+    path = existing(path)
     storage = _ReadOnly() if dry_run else PosixStorage()
     root = locate(storage, path)
     if not os.path.isdir(root) or folder_rank(os.path.basename(os.path.abspath(root))) is not None:
@@ -126,7 +125,7 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
 
 
 class _ReadOnly(PosixStorage):
-    """Storage of a dry run: every change raises an OSError."""
+    """Raises an OSError for every change: the storage of a dry run."""
 
     def _refuse(self, *paths: Any) -> NoReturn:
         raise OSError(errno.EROFS, "a dry run changes nothing", *paths[:1])

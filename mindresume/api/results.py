@@ -43,7 +43,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Problem(Result):
-    """Why a checkpoint is not used, or what is damaged or missing in it.
+    """Says why a checkpoint is not used, or what is damaged or missing in it.
 
     Attributes:
         step: The step of the checkpoint; None if it is unknown.
@@ -67,7 +67,7 @@ def problem_of(root: str, refusal: Refusal) -> Problem:
 
 @dataclass(frozen=True)
 class CheckpointInfo(Result):
-    """One saved step, as a listing shows it: names, records and sizes were checked, contents were not.
+    """Describes one saved step, as a listing shows it: names, records and sizes were checked, contents were not.
 
     ``to_json()`` has these fields and ``usable``.
 
@@ -129,7 +129,7 @@ def info_of(storage: Storage, root: str, status: CheckpointStatus) -> Checkpoint
 
 @dataclass(frozen=True)
 class DirectoryUser(Result):
-    """A process that saves into the folder, or reads one of its checkpoints.
+    """Describes a process that saves into the folder, or reads one of its checkpoints.
 
     Attributes:
         holder: The process: ``purpose`` ("saving", "loading"), ``run``, ``host``, ``pid``, ``world_size``, ``since`` (seconds
@@ -147,7 +147,7 @@ class DirectoryUser(Result):
 
 @dataclass(frozen=True)
 class Listing(Result):
-    """Everything in a folder that looks like a saved step. Iteration yields the checkpoints.
+    """Lists everything in a folder that looks like a saved step. Iteration yields the checkpoints.
 
     Attributes:
         root: The checkpoint folder, at or below the path that was opened.
@@ -169,7 +169,7 @@ class Listing(Result):
 
 @dataclass(frozen=True)
 class CheckpointVerification(Result):
-    """The result of reading every byte of one checkpoint.
+    """Holds the result of reading every byte of one checkpoint.
 
     Attributes:
         step: None for weights without a step.
@@ -196,7 +196,7 @@ class CheckpointVerification(Result):
 
 @dataclass(frozen=True)
 class VerificationReport(Result):
-    """The result of reading every byte of the checkpoints of a folder.
+    """Holds the result of reading every byte of the checkpoints of a folder.
 
     Attributes:
         root: The checkpoint folder.

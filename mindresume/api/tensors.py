@@ -21,7 +21,7 @@ ELEMENTS, PIECES = "elements", "pieces"
 
 @dataclass(frozen=True)
 class TensorInfo(Result):
-    """One tensor of a checkpoint, or of a strategy.
+    """Describes one tensor of a checkpoint, or of a strategy.
 
     ``to_json()`` has these fields and ``cut`` (the layout in words), ``local_shape`` and ``size_bytes``.
 
@@ -63,7 +63,7 @@ class TensorInfo(Result):
 
 @dataclass(frozen=True)
 class TensorSlice(Result):
-    """A part of a tensor, and the ranks whose files store it.
+    """Describes a part of a tensor, and the ranks whose files store it.
 
     Attributes:
         name: Name of the tensor.

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import sys
 import time
@@ -39,11 +38,10 @@ def locate(folder: str) -> str:
         FileNotFoundError: ``folder`` does not exist.
         MissingCheckpointError: Several folders below it hold checkpoints.
     """
+    from mindresume.api.sources import existing
     from mindresume.formats import location
     from mindresume.storage.posix import PosixStorage
-    if not os.path.exists(folder):
-        raise FileNotFoundError(f"{folder} does not exist")
-    return location.locate(PosixStorage(), folder)
+    return location.locate(PosixStorage(), existing(folder))
 
 
 def say(text: object = "", error: bool = False) -> None:
@@ -99,7 +97,7 @@ def run_text(info: CheckpointInfo) -> str:
 
 
 class Stopped(BaseException):
-    """A signal stopped the command. ``signal``: its number; ``str``: what was done before."""
+    """Says that a signal stopped the command. ``signal``: its number; ``str``: what was done before."""
 
     def __init__(self, number: int, text: str = "stopped"):
         super().__init__(text)

@@ -35,8 +35,8 @@ resume from the newest usable checkpoint of ./output/checkpoint (several devices
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. ``key``: the configuration key that it sets, None: handled separately. ``late``: takes effect after --options.
-    ``many``: takes several values."""
+    """Describes one flag. ``key``: the configuration key that it sets, None: handled separately. ``late``: takes effect after
+    --options. ``many``: takes several values."""
 
     name: str
     kind: Callable[[str], Any]
@@ -99,7 +99,7 @@ FLAGS = {flag.name: flag for group in GROUPS.values() for flag in group}
 
 @dataclass(frozen=True)
 class Launch:
-    """A parsed command line. ``flags`` holds only the given flags; ``options`` and ``free`` keep the order of the command
+    """Holds a parsed command line. ``flags`` holds only the given flags; ``options`` and ``free`` keep the order of the command
     line."""
 
     config: str

@@ -54,7 +54,7 @@ TRAIN, EVALUATE, PREDICT = "train", "evaluate", "predict"
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What the configuration asks to load, and how.
+    """Describes what the configuration asks to load, and how.
 
     ``path``: of the checkpoint, empty: none; after the selection the path that mindformers receives. ``resume``: with optimizer
     and counters, else weights alone. ``iterations``: by the code for Checkpoint 2.0. ``balanced``: replicas are read once and
@@ -74,7 +74,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """What was selected and how it is loaded.
+    """Describes what was selected and how it is loaded.
 
     ``choice``: the checkpoint; after a conversion on disk the converted one. ``selected``: the checkpoint before any conversion.
     ``open_source``: opens it as weights of any layout; None: each rank loads what it verified. ``lost``: on rank 0, the work of a
@@ -104,7 +104,7 @@ class ResumePlan:
 
 @dataclass(frozen=True)
 class RunOrigin:
-    """Where this run begins: its first step follows ``step``. ``consumed``: samples seen before, None: unknown."""
+    """Describes where this run begins: its first step follows ``step``. ``consumed``: samples seen before, None: unknown."""
     step: int = 0
     position: DataPosition = DataPosition()
     consumed: int | None = 0
@@ -114,7 +114,7 @@ class RunOrigin:
 
 @dataclass
 class RunProgress:
-    """The counters of the run.
+    """Holds the counters of the run.
 
     ``dataset_size``: steps of one pass over the data. ``sink_size``: None: no sink mode. ``dataset_identity``: fingerprint of the
     data set, empty: unknown. ``restored``: where a resume continues. ``global_step``: of its optimizer, scaled to the global
@@ -154,7 +154,7 @@ class RunProgress:
 
 @dataclass
 class Resources:
-    """What is opened for the run and closed once at its end.
+    """Holds what is opened for the run and closed once at its end.
 
     ``storage``: verifies and loads the selected checkpoint. ``topology``: which ranks see the same folder, by its path.
     ``read_lock``: keeps the selected checkpoint from being removed until all ranks have read it. ``pending_load``: the load
@@ -183,8 +183,8 @@ class Resources:
 
 @dataclass
 class IterationObjects:
-    """What mindformers passes to the wrappers before a load of Checkpoint 2.0. ``common``: what it then reads as common.json,
-    once."""
+    """Holds what mindformers passes to the wrappers before a load of Checkpoint 2.0. ``common``: what it then reads as
+    common.json, once."""
     config: Any = None
     model: Any = None
     common: dict[str, Any] | None = None
@@ -192,8 +192,8 @@ class IterationObjects:
 
 @dataclass
 class TrainingContext:
-    """Everything that wrappers and CheckpointMonitor share. ``task``: TRAIN, EVALUATE or PREDICT; empty: idle. ``monitor``: the
-    CheckpointMonitor that saves in this training. ``requests``: requests to stop from before it began
+    """Holds everything that wrappers and CheckpointMonitor share. ``task``: TRAIN, EVALUATE or PREDICT; empty: idle. ``monitor``:
+    the CheckpointMonitor that saves in this training. ``requests``: requests to stop from before it began
     (``coordination.preemption``)."""
     settings: Settings = field(default_factory=Settings)
     task: str = ""

@@ -25,7 +25,7 @@ ACCESSIBLE_PATH_USERS = (TRAINER, "mindformers.checkpoint.checkpoint", "mindform
 
 
 class Kind(Enum):
-    """How a symbol is used."""
+    """Says how a symbol is used."""
     WRAPPED = "function wrapped"                # replaced in its module by a function that calls it
     REPLACED = "class attribute replaced"       # the same for a method, in its class
     OVERRIDDEN = "method overridden"            # by a subclass, which calls it
@@ -36,8 +36,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Feature:
-    """What needs a symbol. ``without``: what is lost when the feature is switched off, because a symbol is absent or has another
-    signature; empty: the installation is refused instead."""
+    """Names what needs a symbol. ``without``: what is lost when the feature is switched off, because a symbol is absent or has
+    another signature; empty: the installation is refused instead."""
     name: str
     without: str = ""
 
@@ -63,8 +63,8 @@ LAUNCHER = Feature("run_mindformer.py", "start the training with a script of you
 
 @dataclass(frozen=True)
 class Symbol:
-    """One row of the table. ``name``: dotted, within ``module``. ``signature``: parameter names and defaults; None: only the
-    existence is checked. ``since``, ``until``: first and last release of its package that is known to have it."""
+    """Describes one row of the table. ``name``: dotted, within ``module``. ``signature``: parameter names and defaults; None:
+    only the existence is checked. ``since``, ``until``: first and last release of its package that is known to have it."""
     module: str
     name: str
     signature: str | None
@@ -80,7 +80,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Profile:
-    """A release of mindformers with its MindSpore. ``versions``: the beginning of each package's version."""
+    """Describes a release of mindformers with its MindSpore. ``versions``: the beginning of each package's version."""
     name: str
     versions: Mapping[str, str]
     symbols: tuple[Symbol, ...]

@@ -23,7 +23,7 @@ _off: set[Feature] = set()                              # features switched off 
 
 @dataclass(frozen=True)
 class Finding:
-    """A symbol that differs from the table. ``found``: its signature, None: it is absent."""
+    """Describes a symbol that differs from the table. ``found``: its signature, None: it is absent."""
     symbol: Symbol
     found: str | None
     compatible: bool = False                            # only optional parameters or defaults differ: calls work as before

@@ -19,7 +19,7 @@ from mindresume.report.runs import NORMAL, RunAttempt
 
 @dataclass(frozen=True)
 class Seconds:
-    """The use of the time between the first start and the last end, in seconds.
+    """Splits the time between the first start and the last end, in seconds.
 
     ``productive``: steps that the training contains, and the gaps between them. ``lost``: the same for lost steps. ``saving``:
     the training thread waited for a save. ``startup``: from the creation of the trainer to the first step, compilation included.
@@ -51,7 +51,8 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of the timeline. ``kind``: a field of Seconds other than ``saving``. ``begin``, ``end``: seconds since 1970."""
+    """Describes a part of the timeline. ``kind``: a field of Seconds other than ``saving``. ``begin``, ``end``: seconds since
+    1970."""
     kind: str
     begin: float
     end: float
@@ -59,7 +60,7 @@ class Span:
 
 @dataclass(frozen=True)
 class AttemptAccount:
-    """The account of one attempt. ``kept``: its last step that the training contains; later ones are lost. ``seconds``,
+    """Holds the account of one attempt. ``kept``: its last step that the training contains; later ones are lost. ``seconds``,
     ``timeline``: of the attempt, and of the time from its end to the next start."""
     attempt: RunAttempt
     kept: float

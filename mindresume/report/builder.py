@@ -20,8 +20,8 @@ from mindresume.storage.interface import Storage
 
 @dataclass(frozen=True)
 class Report:
-    """The report of one training. ``read``: the logs and event files that were used. ``rank``: the rank of the log; None: there
-    is no log. ``loss_rank``: the rank of the loss, if it is another one. ``notes``: what a reader must know."""
+    """Holds the report of one training. ``read``: the logs and event files that were used. ``rank``: the rank of the log; None:
+    there is no log. ``loss_rank``: the rank of the loss, if it is another one. ``notes``: what a reader must know."""
     output: str
     folders: tuple[str, ...]
     read: tuple[str, ...]

@@ -11,7 +11,7 @@ from mindresume.storage.interface import Storage
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A saved step. Its fields have the names of ``mindresume ls --json``.
+    """Describes a saved step. Its fields have the names of ``mindresume ls --json``.
 
     ``state``: as of ``mindresume.resume.listing.CheckpointStatus``. ``reason``: why a resume refuses it; or what is missing or
     damaged in it and not needed. ``run_id`` None: mindformers wrote it. ``saved_at``: seconds since 1970.
@@ -31,7 +31,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """The checkpoints of ``root``. ``leases``: {run id: whether its process runs, None: it is on another machine}."""
+    """Holds the checkpoints of ``root``. ``leases``: {run id: whether its process runs, None: it is on another machine}."""
     root: str
     exists: bool
     checkpoints: tuple[StoredCheckpoint, ...]

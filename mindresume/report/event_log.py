@@ -33,20 +33,20 @@ _BEGIN = b'{"time": '
 
 @dataclass(frozen=True)
 class EventLog:
-    """One event file. ``rank``: from its name."""
+    """Describes one event file. ``rank``: from its name."""
     path: str
     rank: int
 
 
 class RecordedEvent(NamedTuple):
-    """An event and its time, in seconds since 1970 by the clock of the host that wrote it."""
+    """Holds an event and its time, in seconds since 1970 by the clock of the host that wrote it."""
     time: float
     event: Event
 
 
 class Failure(NamedTuple):
-    """The failure that one rank recorded. ``step`` None: the training ended with it; else a save of that step failed. ``run_id``:
-    None if the rank recorded no run."""
+    """Describes the failure that one rank recorded. ``step`` None: the training ended with it; else a save of that step failed.
+    ``run_id``: None if the rank recorded no run."""
     time: float
     rank: int
     reason: str

@@ -17,8 +17,8 @@ LOOKED_FOR = ("log*/rank_*/info.log*", "msrun_log*/worker_*.log")
 
 @dataclass(frozen=True)
 class LogFile:
-    """One log. ``pieces``: its files in order of time: rotated files, oldest first, then the current one. ``rank``: from its
-    name."""
+    """Describes one log. ``pieces``: its files in order of time: rotated files, oldest first, then the current one. ``rank``:
+    from its name."""
     rank: int
     pieces: tuple[str, ...]
 

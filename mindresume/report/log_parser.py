@@ -27,8 +27,8 @@ START, OVER, LAST_CARD, LOSS = "start", "over", "last card", "loss"
 
 
 class LogLine(NamedTuple):
-    """One parsed line. ``kind``: START (the trainer is created), OVER (the training is over), LAST_CARD (the last rank has the
-    true loss) or LOSS. ``time``: seconds since 1970. Only for LOSS: ``step``, from 1 over all epochs; ``loss``;
+    """Holds one parsed line. ``kind``: START (the trainer is created), OVER (the training is over), LAST_CARD (the last rank has
+    the true loss) or LOSS. ``time``: seconds since 1970. Only for LOSS: ``step``, from 1 over all epochs; ``loss``;
     ``step_seconds``."""
     time: float
     kind: str

@@ -12,8 +12,8 @@ def _none() -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """Losses of one attempt, in ascending order of steps. ``times``: when the line was written; ``seconds``: duration of the
-    step."""
+    """Holds the losses of one attempt, in ascending order of steps. ``times``: when the line was written; ``seconds``: duration
+    of the step."""
     steps: np.ndarray = field(default_factory=_none)
     values: np.ndarray = field(default_factory=_none)
     times: np.ndarray = field(default_factory=_none)

@@ -31,9 +31,9 @@ KILLED = "no end was recorded: its processes were killed, a host failed, or the 
 
 @dataclass(frozen=True)
 class Save:
-    """One save of one attempt. ``time``: when the training continued. ``stall_seconds``: how long the training thread waited.
-    ``write_seconds``, ``size_bytes``: of rank 0, None: no record says that its part is durable. ``is_committed``: the files of
-    all ranks are complete. ``failure``: why it was not saved or not committed."""
+    """Describes one save of one attempt. ``time``: when the training continued. ``stall_seconds``: how long the training thread
+    waited. ``write_seconds``, ``size_bytes``: of rank 0, None: no record says that its part is durable. ``is_committed``: the
+    files of all ranks are complete. ``failure``: why it was not saved or not committed."""
     step: int
     time: float
     stall_seconds: float = 0.0
@@ -51,14 +51,14 @@ class Save:
 
 @dataclass(frozen=True)
 class RefusedCheckpoint:
-    """A checkpoint that an attempt did not resume from."""
+    """Describes a checkpoint that an attempt refused."""
     step: int | None
     reason: str
 
 
 @dataclass(frozen=True)
 class RunAttempt:
-    """One start of the training until its end.
+    """Describes one start of the training until its end.
 
     ``started``, ``ended``: seconds since 1970, of the first and the last record; a killed process records no end. ``is_cut``: the
     log begins after the attempt began. ``has_events``: there is an event file; without one, ``run_id``, ``world_size``,

@@ -195,7 +195,7 @@ def test_a_damaged_newest_one_is_passed_over_and_a_named_one_is_refused_by_name(
     flip_bit(path)
     with pytest.raises(NoUsableCheckpointError, match="is not what was written; damaged: ") as found:
         chosen(tmp_path / "checkpoint", tmp_path)
-    assert "resume_training" not in str(found.value) and "give another load_checkpoint" in str(found.value)
+    assert "resume_training" not in str(found.value) and "another load_checkpoint" in str(found.value)
     with pytest.raises(MissingCheckpointError, match="is not what was written; damaged: "):
         chosen(path, tmp_path)
 

@@ -6,7 +6,7 @@ import pytest
 from folders import RUN, STORAGE, Ranks, flip_bit, name_of, path_of, save, tensors_of, write_foreign, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
+from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name, run_name
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import CandidateQueue, select_shared
@@ -38,6 +38,12 @@ def saved(tmp_path):
 
 def refusals(choice):
     return [(refusal.step, refusal.reason) for refusal in choice.refused]
+
+
+def test_a_file_of_another_kind_is_a_config_error_on_all_ranks(tmp_path):
+    (tmp_path / "notes.txt").write_text("text")
+    errors = Ranks(2).run(lambda group: select_shared(STORAGE, str(tmp_path / "notes.txt"), group, SelectionPolicy(2)))
+    assert [type(error) for error in errors] == [ConfigError, ConfigError] and "notes.txt" in str(errors[1])
 
 
 def test_the_newest_complete_one(saved):

@@ -1,17 +1,17 @@
-"""Takes mindresume into an unmodified run_mindformer.py of MindSpore Transformers.
+"""Loads mindresume in an unmodified run_mindformer.py of MindSpore Transformers.
 
     run_mindformer.py ... --register_path "$(mindresume plugin-path)"
 
     trainer:
-      auto_register: mindresume_plugin.MindResume      # this line, beside the type: that is there already
+      auto_register: mindresume_plugin.MindResume      # add this line beside the existing type:
 
-mindformers copies this file and runs the copy while it builds the trainer, before it looks for a checkpoint, builds the
-data set or the model. That run is all it needs: the class below is put into the registry and never built.
+mindformers copies this file and runs the copy while it builds the trainer, before it looks for a checkpoint and before it builds
+the data set or the model. Running it is enough: the class below is registered, and never instantiated.
 """
 import mindresume.plugin
 
 
 class MindResume:
-    """The name ``auto_register`` asks for. ``type:`` in the same block still names the trainer that is built."""
+    """Provides the name for ``auto_register``. ``type:`` in the same block still names the trainer."""
 
     plugin = mindresume.plugin
