@@ -14,7 +14,7 @@ from st.jobs import Run, differences
 from st.lives import assert_nothing_left
 
 pytestmark = pytest.mark.timeout(1200)
-CHECK = {"MINDRESUME_LEAVE_CHECK": "0.5"}
+CHECK = {"MINDRESUME_PREEMPTION_CHECK_INTERVAL": "0.5"}
 
 
 def left(run: Run, whole: Run, status: int) -> int:

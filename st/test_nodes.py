@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 def test_the_newest_step_that_both_nodes_have(whole_several, tmp_path):
     run = beside(whole_several, tmp_path / "run", copied=False)
-    nodes = {"CPU_CLUSTER_NODES": "2", "MINDRESUME_LEAVE_CHECK": "0.2"}
+    nodes = {"CPU_CLUSTER_NODES": "2", "MINDRESUME_PREEMPTION_CHECK_INTERVAL": "0.2"}
     roots = [run.folder / f"node_{node}" / "output" / "checkpoint" for node in (0, 1)]
     run.start(**nodes)
     run.until(22)
