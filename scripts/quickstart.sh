@@ -9,4 +9,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
-exec "$PYTHON" st/story.py "$@"
+exec "$PYTHON" st/quickstart.py "$@"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from mindresume.fault_injection.scenarios import PER_EPOCH
 from mindresume.formats.rank_folder_naming import META, parse_name
-from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, parse_attempt, record_rank, untrashed
+from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, parse_attempt, record_rank, strip_trash
 from mindresume.storage.atomic_publish import TEMPORARY
 
 # kind -> system calls; "?" before a name: not on every machine
@@ -146,7 +146,7 @@ def role(path: str) -> Role:
         return Role("temporary")
     if FOLDER in parts:
         below = parts[parts.index(FOLDER) + 1:]
-        parsed = parse_attempt(untrashed(below[0])) if below else None
+        parsed = parse_attempt(strip_trash(below[0])) if below else None
         if parsed is None:
             return Role("other")
         trash = below[0].startswith(TRASH)

@@ -32,9 +32,9 @@ from mindresume.fault_injection.scheduler import Scheduler
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
-from st.jobs import ROOT
 from st.strace import TRACED, Call, Order, read_trace, role
 from st.syscall_job import REPORTED, shard_of
+from st.training_run import ROOT
 
 PAST, STEP, NEXT = 10, 20, 30
 TOGETHER = 2                                    # jobs at a time
