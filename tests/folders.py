@@ -21,7 +21,7 @@ from mindresume.simulation.communicator import Communicator
 from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.schedule import Schedule
 from mindresume.storage.posix import PosixStorage
-from mindresume.tensor_files import encode
+from mindresume.tensor_files import encode, read_header, read_tensor
 
 STORAGE = PosixStorage()
 RUN = run_name(1, "0000aaaa")
@@ -169,6 +169,17 @@ class Threads:
             thread.join(600)
         assert not any(thread.is_alive() for thread in threads), "a rank hangs"
         return results
+
+
+def folder_contents(folder: Path | str) -> dict[Path, bytes | None]:
+    """Returns {path: bytes} of all files below a folder, {path: None} of all folders."""
+    return {path: None if path.is_dir() else path.read_bytes() for path in Path(folder).rglob("*")}
+
+
+def tensors_in(path: Path | str) -> dict[str, np.ndarray]:
+    """Returns all tensors of a weight file."""
+    with open(path, "rb") as file:
+        return {name: read_tensor(file, entry) for name, entry in read_header(file, str(path)).tensors.items()}
 
 
 def flip_bit(path: Path, offset: int = -3) -> None:

@@ -18,11 +18,6 @@ from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.tensor_files import read_header
 
 
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 @pytest.fixture(params=["mindresume", "mindformers", "iterations", "iterations of mindformers"])
 def saved(request, tmp_path):
     """Steps 10 and 15 below ``run/output/checkpoint``."""

@@ -1,6 +1,5 @@
 """One saved step through the API: its state, its tensors, regions of them, and how long it is held."""
 import gc
-import os
 import shutil
 import subprocess
 import sys
@@ -20,11 +19,6 @@ MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "layers.0.we
          "layers.1.weight": Spec((8, 12), 1, 1), "norm.weight": Spec((8,), None, "last"), "layers.1.none": Spec((8, 0), 0, 1)}
 TENSORS = random_tensors(MODEL)
 PLAN = Plan.parse("dp2tp2pp2opt2", MODEL)
-
-
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture(params=["mindresume", "mindformers", "merged"])

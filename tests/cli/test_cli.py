@@ -13,7 +13,6 @@ from folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_
 from iterations import folder_of, foreign
 from iterations import save as save_iterations
 
-from mindresume import cli
 from mindresume.coordination.lease import SAVING, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.formats.scan import scan
@@ -22,28 +21,6 @@ from mindresume.resume import listing as surveys
 from mindresume.tensor_files import read_header
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Runs the command line in this process; returns (exit status, stdout, stderr)."""
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["mindresume", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-    return run
-
-
-@pytest.fixture
-def read(call):
-    """(exit status, JSON document)"""
-    def run(command, *arguments):
-        status, out, err = call(command, *arguments, "--json")
-        assert err == ""
-        return status, json.loads(out)
-    return run
 
 
 @pytest.fixture(params=["mindresume", "mindformers"])
