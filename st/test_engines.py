@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import STORAGE
+from rank_folders import STORAGE
 from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, random_tensors
 
 from mindresume.errors import EngineError

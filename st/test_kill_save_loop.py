@@ -33,7 +33,7 @@ from mindresume.tensor_files import read_header, read_tensor
 from mindresume.tensor_files.checksum import file_checksum
 from st.save_loop import KEPT, PER_EPOCH, PREFIX, tensors_of
 from st.training_run import ROOT
-from tests.folders import Ranks, place_of, save, write_rank
+from tests.rank_folders import Ranks, place_of, save, write_rank
 
 STORAGE = PosixStorage()
 WEIGHTS = (".safetensors", ".ckpt")

@@ -4,10 +4,10 @@ import shutil
 import subprocess
 import sys
 
-import iterations
+import iteration_folders
 import numpy as np
 import pytest
-from folders import path_of, save, tensors_of, write_foreign
+from rank_folders import path_of, save, tensors_of, write_foreign
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, put, random_tensors, recorded
 
 import mindresume
@@ -88,13 +88,13 @@ def test_the_state(saved):
 
 
 def test_the_state_of_iteration_folders(tmp_path):
-    iterations.foreign(tmp_path / "theirs")
-    iterations.save(tmp_path / "ours", 10)
+    iteration_folders.foreign(tmp_path / "theirs")
+    iteration_folders.save(tmp_path / "ours", 10)
     assert mindresume.open(tmp_path / "theirs")[15].state.step == 15
     checkpoint = mindresume.open(tmp_path / "ours")[10]
     assert checkpoint.state.step == 10 and checkpoint.info.iteration_dir == "iteration_00000010"
     assert checkpoint.tensors["embedding.weight"].shape == (8, 4)
-    wanted = np.concatenate([iterations.tensors_of(rank, 10)["embedding.weight"] for rank in range(2)])
+    wanted = np.concatenate([iteration_folders.tensors_of(rank, 10)["embedding.weight"] for rank in range(2)])
     assert same(checkpoint.read("embedding.weight"), wanted)
     checkpoint.release()
 

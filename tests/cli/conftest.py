@@ -4,7 +4,7 @@ import os
 import sys
 
 import pytest
-from folders import folder_contents
+from rank_folders import folder_contents
 
 from mindresume import cli
 

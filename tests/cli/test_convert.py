@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import STORAGE, flip_bit, folder_contents, path_of, save
+from rank_folders import STORAGE, flip_bit, folder_contents, path_of, save
 from reshard.plans import (
     COUNTERS,
     MODEL,

@@ -3,7 +3,7 @@ import json
 import os
 
 import pytest
-from folders import STORAGE
+from rank_folders import STORAGE
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, foreign, random_tensors, recorded
 
 from mindresume.coordination.collectives import SingleProcess

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import RUN, save
+from rank_folders import RUN, save
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, put, random_tensors, recorded
 
 from mindresume.api.tensors import TensorInfo, cut_text

@@ -3,7 +3,7 @@ import json
 import os
 
 import pytest
-from folders import STORAGE, flip_bit, folder_contents
+from rank_folders import STORAGE, flip_bit, folder_contents
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, arrays_of, complete, foreign, put, random_tensors, recorded
 
 from mindresume.formats.consolidated import HYPER, MAP, read_complete

@@ -5,9 +5,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import folders
 import pytest
-from folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
+import rank_folders
+from rank_folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
 
 from mindresume.coordination import lease
 from mindresume.coordination.read_locks import acquire_read_lock
@@ -28,8 +28,8 @@ def wide(monkeypatch):
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
     """Steps 5 to 30 of 2 ranks below ``run/output/checkpoint``, with the smallest loss at step 15; step 35 of rank 0 alone."""
-    root, plain = tmp_path / "run" / "output" / "checkpoint", folders.state_of
-    monkeypatch.setattr(folders, "state_of", lambda step, batch=8: replace(plain(step, batch),
+    root, plain = tmp_path / "run" / "output" / "checkpoint", rank_folders.state_of
+    monkeypatch.setattr(rank_folders, "state_of", lambda step, batch=8: replace(plain(step, batch),
                                                                            metrics=(("loss", abs(step - 15.0)),)))
     for step in (5, 10, 15, 20, 25, 30):
         save(root, step, world=2)
@@ -141,8 +141,8 @@ def test_removals_cut_short_are_finished_and_counted(saved, read_ok, call):
 
 def test_another_training_in_the_same_folder(tmp_path, read_ok, monkeypatch):
     """The one that saved last is meant, unless all are."""
-    plain = folders.place_of
-    monkeypatch.setattr(folders, "place_of", lambda root, rank, world, run, *part: replace(
+    plain = rank_folders.place_of
+    monkeypatch.setattr(rank_folders, "place_of", lambda root, rank, world, run, *part: replace(
         plain(root, rank, world, run, *part), lineage=run))
     later = run_name(2, "0000bbbb")
     for run, steps_of in ((RUN, (100, 110)), (later, (5, 10, 15))):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-from folders import PER_EPOCH, RUN, STORAGE, counters, name_of, path_of, place_of, state_of, tensors_in
+from rank_folders import PER_EPOCH, RUN, STORAGE, counters, name_of, path_of, place_of, state_of, tensors_in
 
 from mindresume.formats import Candidate
 from mindresume.formats.consolidated import HYPER, CompleteWeights, index_document, part_name, split

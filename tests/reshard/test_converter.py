@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from folders import RUN, STORAGE, flip_bit, open_below, state_of
+from rank_folders import RUN, STORAGE, flip_bit, open_below, state_of
 from reshard.plans import (
     COUNTERS,
     MODEL,
