@@ -63,7 +63,7 @@ def part(tensors: Model, name: str, rank: int) -> np.ndarray:
 
 def spec_of(tensors: Model) -> dict[str, dict[str, Any]]:
     """layouts.json of st/programs/builtin_20_read.py, with the optimizer's counter."""
-    from st.versions import table
+    from st.builtin_versions import table
     shapes = {name: np.broadcast_to(np.float32(0), shape) for name, (shape, _) in tensors.items()}
     return table({**shapes, "global_step": np.zeros(1, np.int32)}, {name: layout for name, (_, layout) in tensors.items()})
 

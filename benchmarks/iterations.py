@@ -269,7 +269,7 @@ def write_ours(root: str, mib: int) -> str:
 
 
 def write_built_in(root: str, mib: int) -> str:
-    from st.versions import builtin
+    from st.builtin_versions import builtin
     tensors = job.model(mib, *loading.SOURCE)
     values = {name: job.whole(name, shape) for name, (shape, _) in tensors.items()}
     builtin("1.9.0").write(Path(root), {**values, "global_step": np.full(1, 20, np.int32)},

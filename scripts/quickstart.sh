@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The user story, played on this machine: a real mindformers training is killed in the middle of a save, the same command is
+# The quickstart: a real mindformers training is killed in the middle of a save, the same command is
 # run again, and the loss curve goes on as if nothing had happened. Exit status 0 only if it does, bit by bit.
 #
 #   bash scripts/quickstart.sh           4 processes, data parallel 2 x model parallel 2 (x86-64 Linux), about 5 minutes
@@ -9,4 +9,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
-exec "$PYTHON" st/story.py "$@"
+exec "$PYTHON" st/quickstart.py "$@"

@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from st.jobs import ONE_LAYER, ROOT, Run  # noqa: E402
+from st.training_run import ONE_LAYER, ROOT, Attempt, Run  # noqa: E402
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
 
@@ -68,6 +68,13 @@ def data(shared) -> Path:
 
 
 @pytest.fixture(scope="session")
+def sequences(shared) -> Path:
+    """The data that mindformers was trained on for st/fixtures."""
+    return shared("sequences", lambda folder: subprocess.run(
+        [sys.executable, str(ROOT / "st" / "fixtures" / "make_sequences.py"), str(folder)], check=True))
+
+
+@pytest.fixture(scope="session")
 def graphs(shared) -> Path:
     """Where what was compiled is kept."""
     return shared("graphs", lambda folder: None)
@@ -76,8 +83,8 @@ def graphs(shared) -> Path:
 @pytest.fixture(scope="session")
 def trained(shared) -> Callable[..., Run]:
     """trained(name, run, play): ``run`` in another folder, where ``play(run)`` has trained it to the end, shared like that."""
-    def found(name: str, run: Run, play: Callable[[Run], object] = lambda run: run.start().ended()) -> Run:
-        return run.like(shared(name, lambda folder: play(run.like(folder))), lives=[0])
+    def found(name: str, run: Run, play: Callable[[Run], object] = lambda run: run.start().wait_for_success()) -> Run:
+        return run.like(shared(name, lambda folder: play(run.like(folder))), attempts=[Attempt()])
     return found
 
 

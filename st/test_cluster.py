@@ -1,12 +1,12 @@
 """Several processes, started by scripts/msrun_launcher.sh: one training that dies three times, in one folder. Data parallel 2;
 with --soak also data parallel 2 x model parallel 2.
 
-    life 1   SIGKILL to all in the middle of a save             the half-written checkpoint is refused
-    life 2   SIGKILL to one rank                                the whole job ends by itself, with an exit status
-    life 3   a rank folder is lost before; SIGKILL to all       its replicas are read instead
-    life 4   a bit of the newest checkpoint flips before        all ranks fall back to the one before; to the end
+    attempt 1   SIGKILL to all in the middle of a save          the half-written checkpoint is refused
+    attempt 2   SIGKILL to one rank                             the whole job ends by itself, with an exit status
+    attempt 3   a rank folder is lost before; SIGKILL to all    its replicas are read instead
+    attempt 4   a bit of the newest checkpoint flips before     all ranks fall back to the one before; to the end
 
-Then all steps of all lives are compared with the uninterrupted run of the same command.
+Then all steps of all attempts are compared with the uninterrupted run of the same command.
 """
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ import pytest
 
 from mindresume.model.manifest import FOLDER, MANIFEST, attempts
 from mindresume.storage.atomic_publish import TEMPORARY
-from st.jobs import differences
-from st.lives import ALL_RANKS_END, Life, copied, ended, flip_in_tensor, not_identical
+from st.checkpoint_files import flip_bit
+from st.run_attempts import ALL_RANKS_END, RunAttempt, finished_attempt, not_identical, run_beside, selected_step
+from st.training_run import differences
 
 pytestmark = pytest.mark.timeout(1800)
 STEPS = 40
@@ -40,45 +41,45 @@ def chance() -> random.Random:
 
 @pytest.fixture(scope="module")
 def chain(whole_several, chance, tmp_path_factory) -> SimpleNamespace:
-    """Plays the four lives. Only what keeps the next one from starting is asserted here. ``lost``: the rank whose folder is
+    """Runs the four attempts. Only what keeps the next one from starting is asserted here. ``lost``: the rank whose folder is
     removed; ``damaged``: the newest file of the one before."""
     run = whole_several.like(tmp_path_factory.mktemp("chain"))
-    chain = SimpleNamespace(run=run, ranks=run.workers, lost=run.workers - 1, lives=[], builtin=None)
+    chain = SimpleNamespace(run=run, ranks=run.workers, lost=run.workers - 1, attempts=[], builtin=None)
 
     run.start()
     chain.half_written = run.stop_in_a_save(first_step=8)
     chain.processes = run.kill()
-    chain.lives.append(ended(run))
+    chain.attempts.append(finished_attempt(run))
     chain.left_half_written = run.half_written()
-    chain.builtin = copied(run, tmp_path_factory.mktemp("builtin"))
+    chain.builtin = run_beside(run, tmp_path_factory.mktemp("builtin"))
 
     prediction = run.which()
     run.start()
-    run.until(prediction["chosen"]["step"] + chance.randint(2, 8))
+    run.wait_for_step(prediction["chosen"]["step"] + chance.randint(2, 8))
     time.sleep(chance.uniform(0, 0.5))
-    chain.victim = chance.randrange(chain.ranks)
-    os.kill(run.worker(chain.victim), 9)
+    chain.killed_rank = chance.randrange(chain.ranks)
+    os.kill(run.worker(chain.killed_rank), 9)
     chain.status = run.wait(ALL_RANKS_END)
-    chain.lives.append(ended(run, prediction))
+    chain.attempts.append(finished_attempt(run, prediction))
 
     chain.before_loss = run.which()
     shutil.rmtree(run.checkpoints / f"rank_{chain.lost}")
     prediction = run.which()
     chain.missing = [path for path in prediction["chosen"]["files"] if not os.path.exists(path)]
     run.start()
-    run.until(prediction["chosen"]["step"] + chance.randint(6, 8))       # one more save is complete by then
+    run.wait_for_step(prediction["chosen"]["step"] + chance.randint(6, 8))       # one more save is complete by then
     time.sleep(chance.uniform(0, 0.5))
     run.kill()
-    chain.lives.append(ended(run, prediction))
+    chain.attempts.append(finished_attempt(run, prediction))
 
     chain.before_damage = run.which()
     chain.damaged = Path(chain.before_damage["chosen"]["files"][chain.lost - 1])
-    flip_in_tensor(chain.damaged, TENSOR)
+    flip_bit(chain.damaged, TENSOR)
     chain.verify_damaged = run.mindresume("verify", "--json", str(run.checkpoints))
     prediction = run.which()
     chain.still_missing = [path for path in prediction["chosen"]["files"] if not os.path.exists(path)]
     run.start().wait()
-    chain.lives.append(ended(run, prediction))
+    chain.attempts.append(finished_attempt(run, prediction))
     chain.verify_end = run.mindresume("verify", "--json", str(run.checkpoints))
     return chain
 
@@ -88,78 +89,78 @@ def reasons(answer: dict) -> dict[int, str]:
     return {refusal["step"]: refusal["reason"] for refusal in answer["refused"]}
 
 
-def goes_on_where_predicted(life: Life) -> None:
-    """All ranks said the step that ``which`` said before, and the first step trained is the next one."""
-    step = life.predicted["chosen"]["step"]
-    assert life.chosen() == [step] * len(life.logs)
-    assert life.trained()[0] == step + 1
-    for rank, log in enumerate(life.logs):
-        assert f"of rank {rank}, " in log, f"rank {rank} did not say what it loaded"
+def resumed_where_predicted(attempt: RunAttempt) -> None:
+    """All ranks selected the step that ``which`` printed before, loaded weights, and trained the next step first."""
+    step = attempt.predicted["chosen"]["step"]
+    assert attempt.selected == [step] * len(attempt.events)
+    assert attempt.trained()[0] == step + 1
+    for rank, rows in enumerate(attempt.events):
+        assert rank in [row["rank"] for row in rows if row["event"] == "weights_loaded"]
 
 
 def test_uninterrupted_run_is_a_fresh_start(whole_several):
     assert [row["step"] for row in whole_several.steps()] == list(range(1, STEPS + 1))
-    for rank in range(whole_several.workers):
-        assert "mindresume: fresh start" in whole_several.log(rank)
+    assert [selected_step(whole_several, rank) for rank in range(whole_several.workers)] == [None] * whole_several.workers
 
 
-def test_life_1_killed_in_the_middle_of_a_save(chain):
-    first = chain.lives[0]
+def test_attempt_1_killed_in_the_middle_of_a_save(chain):
+    first = chain.attempts[0]
     assert chain.processes >= chain.ranks and first.status != 0
-    assert first.chosen() == [None] * chain.ranks and first.trained()[0] == 1
+    assert first.selected == [None] * chain.ranks and first.trained()[0] == 1
     assert chain.half_written, "no save was cut"
     assert set(chain.half_written) <= set(chain.left_half_written)      # SIGKILL: nothing was tidied up
     assert all(Path(path).name.startswith(".qwen3_rank_") and path.endswith(TEMPORARY) for path in chain.half_written)
 
 
-def test_life_2_which_names_the_half_written_checkpoint(chain):
-    second = chain.lives[1]
+def test_attempt_2_which_names_the_half_written_checkpoint(chain):
+    second = chain.attempts[1]
     chosen = second.predicted["chosen"]["step"]
-    assert chosen == chain.lives[0].committed()[-1]
+    assert chosen == chain.attempts[0].committed[-1]
     assert list(reasons(second.predicted)) == [chosen + 5]
     assert "the save never completed" in reasons(second.predicted)[chosen + 5]
-    assert f"mindresume: not resuming from step {chosen + 5}: the save never completed" in second.logs[0]
-    goes_on_where_predicted(second)
+    assert chosen + 5 in [row["step"] for row in second.events[0] if row["event"] == "candidate_refused"]
+    resumed_where_predicted(second)
 
 
-def test_life_2_removes_what_was_half_written(chain):
+def test_attempt_2_removes_what_was_half_written(chain):
     """Each rank cleans its own folder when it starts to save."""
     for path in chain.left_half_written:
         rank = int(Path(path).parent.name.removeprefix("rank_"))
-        assert f"mindresume: removed {Path(path).name}, left half-written by an earlier run" in chain.lives[1].logs[rank]
+        assert any(Path(path).name in row["text"] for row in chain.attempts[1].events[rank] if row["event"] == "notice")
         assert not Path(path).exists()
 
 
-def test_life_2_one_rank_dies_and_the_job_ends_by_itself(chain):
+def test_attempt_2_one_rank_dies_and_the_job_ends_by_itself(chain):
     """Within ALL_RANKS_END seconds (else the fixture fails), with the status of a process that got SIGKILL."""
-    assert chain.status == 128 + 9, f"exit status {chain.status} after SIGKILL to rank {chain.victim}"
-    assert chain.lives[1].trained()[-1] < STEPS
+    assert chain.status == 128 + 9, f"exit status {chain.status} after SIGKILL to rank {chain.killed_rank}"
+    assert chain.attempts[1].trained()[-1] < STEPS
 
 
-def test_life_3_a_lost_rank_folder_changes_nothing(chain):
+def test_attempt_3_a_lost_rank_folder_changes_nothing(chain):
     """Data parallel 2: of four ranks, rank 1 holds what rank 3 has lost, bit by bit."""
-    third = chain.lives[2]
+    third = chain.attempts[2]
     before = chain.before_loss["chosen"]
     assert [third.predicted["chosen"][key] for key in ("step", "epoch", "files")] == [
         before[key] for key in ("step", "epoch", "files")] and before["warnings"] == []
     (remark,) = third.predicted["chosen"]["warnings"]
-    assert f"the file of rank {chain.lost} is missing" in remark and remark in third.logs[0]
+    assert f"rank {chain.lost} " in remark
+    assert remark in [row["text"] for row in third.events[0] if row["event"] == "notice" and row["level"] == "warning"]
     assert [Path(path).parent.name for path in chain.missing] == [f"rank_{chain.lost}"]
-    assert third.predicted["chosen"]["step"] >= max([chain.lives[1].chosen()[0], *chain.lives[1].committed()])
-    goes_on_where_predicted(third)
+    assert third.predicted["chosen"]["step"] >= max([chain.attempts[1].selected[0], *chain.attempts[1].committed])
+    resumed_where_predicted(third)
 
 
-def test_life_4_a_flipped_bit_is_named_and_all_ranks_fall_back(chain):
-    fourth, newest = chain.lives[3], chain.before_damage["chosen"]["step"]
-    third = chain.lives[2]                          # it saved once or twice before it was killed, as fast as the machine is
+def test_attempt_4_a_flipped_bit_is_named_and_all_ranks_fall_back(chain):
+    fourth, newest = chain.attempts[3], chain.before_damage["chosen"]["step"]
+    third = chain.attempts[2]                          # it saved once or twice before it was killed, as fast as the machine is
     assert newest > third.predicted["chosen"]["step"]
-    assert fourth.predicted["chosen"]["step"] == max(step for step in [third.predicted["chosen"]["step"], *third.committed()]
+    assert fourth.predicted["chosen"]["step"] == max(step for step in [third.predicted["chosen"]["step"], *third.committed]
                                                      if step < newest)
     refusal = next(refusal for refusal in fourth.predicted["refused"] if refusal["step"] == newest)
     assert (refusal["rank"], refusal["file"]) == (chain.lost - 1, str(chain.damaged)) and TENSOR in refusal["reason"]
-    line = next(line for line in fourth.logs[0].splitlines() if f"not resuming from step {newest}" in line)
-    assert f"rank {chain.lost - 1} " in line and TENSOR in line and chain.damaged.name in line and "WARNING" in line
-    goes_on_where_predicted(fourth)
+    refused = next(row for row in fourth.events[0] if row["event"] == "candidate_refused" and row["step"] == newest)
+    assert TENSOR in refused["reason"] and refused["file"].endswith(f"rank_{chain.lost - 1}/{chain.damaged.name}")
+    resumed_where_predicted(fourth)
     if chain.before_loss["chosen"]["files"] == fourth.predicted["chosen"]["files"]:        # the one whose rank folder was lost
         assert chain.still_missing == chain.missing
 
@@ -172,15 +173,15 @@ def test_verify_names_the_flipped_bit(chain):
     assert [problem["file"] for problem in newest["problems"]] == [str(chain.damaged)]
 
 
-def test_every_step_of_every_life_is_that_of_the_uninterrupted_run(chain, whole_several):
-    assert [not_identical(whole_several, life) for life in chain.lives] == [[], [], [], []]
-    assert differences(whole_several.steps(), chain.lives[-1].steps) == []
-    assert {step for life in chain.lives for step in life.trained()} == set(range(1, STEPS + 1))
-    assert chain.lives[-1].status == 0
+def test_every_step_of_every_attempt_is_that_of_the_uninterrupted_run(chain, whole_several):
+    assert [not_identical(whole_several, attempt.steps) for attempt in chain.attempts] == [[], [], [], []]
+    assert differences(whole_several.steps(), chain.attempts[-1].steps) == []
+    assert {step for attempt in chain.attempts for step in attempt.trained()} == set(range(1, STEPS + 1))
+    assert chain.attempts[-1].status == 0
 
 
-def test_the_last_life_leaves_three_complete_checkpoints_and_nothing_else(chain):
-    """keep_checkpoint_max 3 counts over all lives; debris of the dead ones is gone."""
+def test_the_last_attempt_leaves_three_complete_checkpoints_and_nothing_else(chain):
+    """keep_checkpoint_max 3 counts over all attempts; what killed ones left is removed."""
     run = chain.run
     assert chain.verify_end.returncode == 0, chain.verify_end.stdout
     rows = json.loads(chain.verify_end.stdout)["checkpoints"]
@@ -196,12 +197,12 @@ def test_the_last_life_leaves_three_complete_checkpoints_and_nothing_else(chain)
 
 @pytest.mark.soak
 def test_mindformers_alone_resumes_from_our_folder(chain, whole_several):
-    """From a copy of what life 1 left, half-written files and all: meta.json of rank 0 names the last commit."""
-    run, expected = chain.builtin, chain.lives[1].predicted["chosen"]["step"]
-    run.start("--no-mindresume").ended()
+    """From a copy of what attempt 1 left, half-written files and all: meta.json of rank 0 names the last commit."""
+    run, expected = chain.builtin, chain.attempts[1].predicted["chosen"]["step"]
+    run.start("--no-mindresume").wait_for_success()
     assert [row["step"] for row in run.steps()] == list(range(expected + 1, STEPS + 1))
     assert differences(whole_several.steps(), run.steps()) == []
-    assert "mindresume: " not in run.log()
+    assert run.event_files() == []
     answer = run.which()                                   # and back: what mindformers saved since then is the newest
     assert answer["chosen"]["step"] == STEPS
     assert all(Path(path).is_file() for path in answer["chosen"]["files"]) and len(answer["chosen"]["files"]) == chain.ranks

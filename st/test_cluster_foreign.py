@@ -3,15 +3,12 @@
     st/fixtures ─▶ step 15 of mindformers ─▶ trains 16 to 19, saves 16 and 18 ─▶ SIGKILL to all ─▶ resumed at 18 ─▶ the end
 
 Once with safetensors and remove_redundancy, once with ckpt and optimizer parallelism; data parallel 2 x model parallel 2.
-The losses are compared with those that mindformers recorded when nothing interrupted it, and between the lives.
+The losses are compared with those that mindformers recorded when nothing interrupted it, and between the attempts.
 """
 from __future__ import annotations
 
 import json
 import math
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,28 +16,11 @@ import pytest
 
 from mindresume.tensor_files import read_header
 from mindresume.tensor_files.header import Header
-from st.jobs import ROOT, Run
-from st.lives import ALL_RANKS_END, copied, ended
+from st.run_attempts import ALL_RANKS_END, FIXTURES, finished_attempt, run_beside, run_from_fixture
 
 pytestmark = pytest.mark.timeout(1200)
-FIXTURES = ROOT / "st" / "fixtures"
 NODUP, OPTIMIZER, OLD = "mf190_10_safetensors_dp2tp2_nodup", "mf190_10_ckpt_dp2tp2opt", "mf180_10_ckpt_tp2"
 RESUME = "--load_checkpoint ./output/checkpoint --resume_training True --callbacks.1.save_checkpoint_steps 2"
-
-
-@pytest.fixture(scope="module")
-def sequences(tmp_path_factory) -> Path:
-    """The data that mindformers was trained on."""
-    folder = tmp_path_factory.mktemp("sequences")
-    subprocess.run([sys.executable, str(FIXTURES / "make_sequences.py"), str(folder)], check=True)
-    return folder
-
-
-def beside(name: str, folder: Path, sequences: Path, device: str, workers: int, graphs: Path | None = None) -> Run:
-    """A run that finds in its folder what mindformers left there."""
-    shutil.copytree(FIXTURES / name / "output", folder / "output")
-    return Run(folder, str(FIXTURES / name / "config.yaml"), sequences, workers, device=device, legacy="ckpt" in name,
-               graphs=graphs)
 
 
 def expected(name: str, first: int, last: int) -> list[tuple[int, str, str]]:
@@ -69,77 +49,77 @@ def header_of(path: Path) -> Header:
 
 
 @pytest.fixture(scope="module", params=[NODUP, OPTIMIZER])
-def story(request, sequences, device, tmp_path_factory, graphs, soak) -> SimpleNamespace:
+def attempts(request, sequences, device, tmp_path_factory, graphs, soak) -> SimpleNamespace:
     name = request.param
     if name == OPTIMIZER and not soak:
         pytest.skip("takes two minutes: --soak")
-    run = beside(name, tmp_path_factory.mktemp(name) / "run", sequences, device, 4, graphs)
-    story = SimpleNamespace(name=name, run=run, lives=[])
+    run = run_from_fixture(name, tmp_path_factory.mktemp(name) / "run", sequences, device, 4, graphs)
+    found = SimpleNamespace(name=name, run=run, attempts=[])
     prediction = run.which()
     run.start(RESUME, CPU_CLUSTER_KILL="all@19").wait()
-    story.lives.append(ended(run, prediction))
+    found.attempts.append(finished_attempt(run, prediction))
     prediction = run.which()
-    story.headers = [header_of(Path(path)) for path in prediction["chosen"]["files"]]
-    story.alone = copied(run, run.folder.parent / "alone") if name == OPTIMIZER else None
+    found.headers = [header_of(Path(path)) for path in prediction["chosen"]["files"]]
+    found.alone = run_beside(run, run.folder.parent / "alone") if name == OPTIMIZER else None
     run.start(RESUME).wait()
-    story.lives.append(ended(run, prediction))
-    return story
+    found.attempts.append(finished_attempt(run, prediction))
+    return found
 
 
-def test_goes_on_from_mindformers_to_the_same_losses(story):
-    first = story.lives[0]
-    assert first.predicted["chosen"]["step"] == 15 and first.chosen() == [15] * 4
-    assert all("written by mindformers without records" in log for log in first.logs)
-    assert first.trained() == [16, 17, 18, 19] and exact(story.name, first.steps), recorded(first.steps)
-    assert first.status == 128 + 9 and first.committed() == [16, 18]
+def test_goes_on_from_mindformers_to_the_same_losses(attempts):
+    first = attempts.attempts[0]
+    assert first.predicted["chosen"]["step"] == 15 and first.selected == [15] * 4
+    assert all("run_id" not in row for rows in first.events for row in rows if row["event"] == "checkpoint_selected")
+    assert first.trained() == [16, 17, 18, 19] and exact(attempts.name, first.steps), recorded(first.steps)
+    assert first.status == 128 + 9 and first.committed == [16, 18]
 
 
-def test_writes_on_each_rank_what_mindformers_writes(story):
+def test_writes_on_each_rank_what_mindformers_writes(attempts):
     """The share of each rank (remove_redundancy), the slice of each tensor (optimizer parallelism)."""
-    for rank, ours in enumerate(story.headers):
-        theirs = header_of(next((FIXTURES / story.name / "output" / "checkpoint" / f"rank_{rank}").glob("*-2_5.*")))
+    for rank, ours in enumerate(attempts.headers):
+        theirs = header_of(next((FIXTURES / attempts.name / "output" / "checkpoint" / f"rank_{rank}").glob("*-2_5.*")))
         assert {name: (entry.dtype, entry.shape) for name, entry in ours.tensors.items()} == {
             name: (entry.dtype, entry.shape) for name, entry in theirs.tensors.items()}
-    weights = [name for name in story.headers[0].tensors if name.startswith("adam_m.")]
-    shared = [name for name in weights if name in story.headers[2].tensors]           # ranks 0 and 2 are replicas
-    if story.name == NODUP:
+    weights = [name for name in attempts.headers[0].tensors if name.startswith("adam_m.")]
+    shared = [name for name in weights if name in attempts.headers[2].tensors]           # ranks 0 and 2 are replicas
+    if attempts.name == NODUP:
         assert weights and not shared
-        assert all(header.metadata["remove_redundancy"] == "True" for header in story.headers)
+        assert all(header.metadata["remove_redundancy"] == "True" for header in attempts.headers)
     else:
         assert shared == weights != []
-        assert all(header.metadata["remove_redundancy"] == "False" for header in story.headers)
+        assert all(header.metadata["remove_redundancy"] == "False" for header in attempts.headers)
 
 
-def test_goes_on_from_our_own_to_the_same_losses(story):
-    second = story.lives[1]
-    assert second.predicted["chosen"]["step"] == 18 and second.chosen() == [18] * 4
+def test_goes_on_from_our_own_to_the_same_losses(attempts):
+    second = attempts.attempts[1]
+    assert second.predicted["chosen"]["step"] == 18 and second.selected == [18] * 4
     assert {Path(path).name.partition("-")[0][-2:] for path in second.predicted["chosen"]["files"]} == {"_1"}
-    assert second.trained() == [19, 20] and exact(story.name, second.steps), recorded(second.steps)
-    assert recorded(second.steps)[0] == recorded(story.lives[0].steps)[-1]           # step 19 of both lives, bit by bit
-    assert second.status == 0 and second.committed() == [20]
-    verify = story.run.mindresume("verify", "--json", str(story.run.checkpoints))
+    assert second.trained() == [19, 20] and exact(attempts.name, second.steps), recorded(second.steps)
+    assert recorded(second.steps)[0] == recorded(attempts.attempts[0].steps)[-1]           # step 19 of both attempts, bit by bit
+    assert second.status == 0 and second.committed == [20]
+    verify = attempts.run.mindresume("verify", "--json", str(attempts.run.checkpoints))
     states = {(row["step"], row["origin"]): row["state"] for row in json.loads(verify.stdout)["checkpoints"]}
     assert verify.returncode == 0
     assert states == {(20, "mindresume"): "verified", (18, "mindresume"): "verified", (16, "mindresume"): "verified",
                       (15, "mindformers"): "unverifiable", (10, "mindformers"): "unverifiable"}
 
 
-@pytest.mark.parametrize("story", [OPTIMIZER], indirect=True)
-def test_mindformers_alone_goes_on_from_our_ckpt_files(story):
-    run = story.alone
-    run.start(f"{RESUME} --no-mindresume").ended(ALL_RANKS_END + 200)
-    assert "mindresume: " not in run.log()
-    assert recorded(run.steps()) == recorded(story.lives[1].steps)
+@pytest.mark.parametrize("attempts", [OPTIMIZER], indirect=True)
+def test_mindformers_alone_goes_on_from_our_ckpt_files(attempts):
+    run = attempts.alone
+    run.start(f"{RESUME} --no-mindresume").wait_for_success(ALL_RANKS_END + 200)
+    assert run.event_files() == []
+    assert recorded(run.steps()) == recorded(attempts.attempts[1].steps)
 
 
 def test_goes_on_from_mindformers_1_8(sequences, device, tmp_path):
     """Another MindSpore computes other last bits, so the losses are close, not equal. The samples are the same."""
-    run = beside(OLD, tmp_path / "run", sequences, device, 2)
-    run.start(RESUME).ended()
-    life = ended(run)
-    assert life.chosen() == [15, 15]
+    run = run_from_fixture(OLD, tmp_path / "run", sequences, device, 2)
+    run.start(RESUME).wait_for_success()
+    found = finished_attempt(run)
+    assert found.selected == [15, 15]
     known = json.loads((FIXTURES / OLD / "losses.json").read_text(encoding="utf-8"))["uninterrupted"][15:20]
-    assert [(row["step"], row["batch"]) for row in life.steps] == [(row["step"], row["batch"]) for row in known]
-    assert life.trained() == [16, 17, 18, 19, 20]
-    assert all(math.isfinite(row["loss"]) for row in life.steps)
-    assert max(abs(row["loss"] - old["loss"]) for row, old in zip(life.steps, known, strict=True)) < 1e-4
+    assert [(row["step"], row["batch"]) for row in found.steps] == [(row["step"], row["batch"]) for row in known]
+    assert found.trained() == [16, 17, 18, 19, 20]
+    assert all(math.isfinite(row["loss"]) for row in found.steps)
+    assert max(abs(row["loss"] - old["loss"]) for row, old in zip(found.steps, known, strict=True)) < 1e-4

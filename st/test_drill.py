@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from st.jobs import ROOT
+from st.training_run import ROOT
 
 pytestmark = pytest.mark.timeout(3700)
 MEMORY = "/dev/shm"                 # flushing costs nothing there; what is durable is the drill's own bookkeeping

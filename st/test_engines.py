@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import STORAGE
+from rank_folders import STORAGE
 from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, random_tensors
 
 from mindresume.errors import EngineError
@@ -24,7 +24,7 @@ from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.reshard.target_files import rank_files
 from mindresume.reshard.transform_processes import run
 from mindresume.tensor_files import read_header, read_tensor
-from st.jobs import ROOT
+from st.training_run import ROOT
 
 PAIRS = """tp2>tp4 tp4>tp2 tp4>tp1 dp8>dp4 dp8opt8>dp4opt4 dp8opt-1>dp4opt-1 dp4opt4>dp8opt2 dp4opt4>dp4 pp2>pp1 pp1>pp2
     tp2pp2>tp2 tp2pp2>tp4 tp2>tp2pp2 tp2pp4>tp2pp2 dp2tp2pp2>tp4pp2 dp2tp2pp2opt2>dp4opt4 dp2tp2pp2opt2>tp8 dp1>dp2tp4

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from mindresume.cli import main
-from st.jobs import ROOT
+from st.training_run import ROOT
 
 FIXTURES = ROOT / "st" / "fixtures"
 PLAIN = "mf190_10_safetensors_dp2tp2"

@@ -27,7 +27,7 @@ from mindresume.reshard.huggingface import read_model, view_of_folder
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
 from mindresume.storage.posix import PosixStorage
-from st.jobs import ROOT
+from st.training_run import ROOT
 
 pytestmark = pytest.mark.soak            # most of its three minutes is the installation of torch
 

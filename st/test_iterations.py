@@ -7,8 +7,6 @@
 
 Nothing is said about old layouts, nothing is converted on disk. The first three save in the background and without redundancy,
 the last one neither. The uninterrupted run saves Checkpoint 1.0, so that its rank folders are where a job goes over from.
-
-Weights and moments must go from life to life bit for bit. The losses need not: sums over ranks are taken in another order.
 """
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,39 +25,51 @@ from mindresume.model.manifest import FOLDER
 from mindresume.model.record_details import TensorRecord
 from mindresume.model.training_state import is_transient
 from mindresume.storage.posix import PosixStorage
-from st.copies import lines, said, steps_of
-from st.iterations import (
-    NEW,
-    PROGRAM,
-    begin,
+from st.builtin_versions import VERSIONS, expect_readable
+from st.checkpoint_files import (
     common_json,
-    copy_root,
-    files_of,
+    copy_checkpoints,
+    copy_iterations,
+    iteration_files,
+    iteration_steps,
     layout_table,
-    loaded_tensors,
     not_equal,
     of_network,
-    pieces_of,
     saved_tensors,
-    steps_there,
+    slices_of,
     tensors_of_ranks,
     tracker,
 )
-from st.jobs import ONE_LAYER, Run, differences
-from st.lives import Life, ended
-from st.test_reshard import BATCH, FIRST, LIFE, TOLERANCE, Layout, leave_only, samples, whole_of
-from st.versions import VERSIONS, expect_readable
+from st.layout_runs import (
+    ATTEMPT_LIMIT,
+    BATCH,
+    COUNTERS,
+    FIRST,
+    KINDS,
+    STEPS,
+    TOLERANCE,
+    Layout,
+    assert_losses,
+    assert_samples,
+    loaded_tensors,
+    run_of_kind,
+    samples,
+    start_layout,
+    uninterrupted_run,
+)
+from st.run_attempts import RunAttempt, assert_event, committed_steps, contains, finished_attempt, not_identical, steps_of
+from st.training_run import FORMAT_2, Run
 
 pytestmark = pytest.mark.timeout(1200)
-STEPS, COLUMNS, CONFIG = 20, 4, "quickstart_qwen3.yaml"
+KIND = "safetensors"
+COLUMNS = KINDS[KIND].columns
+KEEP = "--callbacks.1.keep_checkpoint_max 4"
 BEHIND = "--callbacks.1.async_save True --callbacks.1.remove_redundancy True"
-EXCHANGED = re.compile(r"([0-9.]+) MiB read, ([0-9.]+) MiB from other ranks")
-COUNTERS = {"epoch_num", "step_num", "loss_scale", "global_batch_size"}      # of a file of Checkpoint 1.0, not of the network
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One life: its layout, the step whose checkpoint it must take (None: a fresh start), the step after which it is killed,
+    """One attempt: its layout, the step whose checkpoint it must take (None: a fresh start), the step after which it is killed,
     and what is special about its command."""
     layout: Layout
     takes: int | None
@@ -74,11 +83,11 @@ class Plan:
 
 
 @dataclass
-class Told:
-    """One life after its end. ``saved``: whole tensors of the checkpoint before it; ``loaded``: of what it started with,
-    without what lives within a step. ``samples``: {step: ids that all ranks saw}."""
+class Outcome:
+    """One attempt after its end. ``saved``: whole tensors of the checkpoint before it; ``loaded``: of what it started with,
+    without what exists only within a step. ``samples``: {step: ids that all ranks saw}."""
     plan: Plan
-    life: Life
+    attempt: RunAttempt
     saved: dict[str, np.ndarray]
     loaded: dict[str, np.ndarray]
     table: Mapping[str, TensorRecord]
@@ -91,36 +100,28 @@ PLANS = (Plan(FIRST, None, 7), Plan(Layout(dp=2), 5, 12, f"{BEHIND} {REPLICAS} {
          Plan(Layout(dp=4), 15, None, ""))
 
 
-# ---- the lives -----------------------------------------------------------------------------------------------------
-
-def start(run: Run, layout: Layout, extra: str, kill: str | None = None) -> Run:
-    run.workers = layout.ranks
-    return begin(run, f"--epochs 2 --callbacks.1.keep_checkpoint_max 4 {layout.options(COLUMNS)}", extra, kill=kill)
-
-
-def made(folder: Path, data: Path, device: str, graphs: Path) -> Run:
-    return Run(folder, CONFIG, data, program=PROGRAM, device=device, options=ONE_LAYER, graphs=graphs)
-
+# ---- the attempts --------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def whole(data, device, graphs, trained) -> Run:
     """The uninterrupted run, Checkpoint 1.0."""
-    return whole_of("safetensors", data, device, graphs, trained)
+    return uninterrupted_run(KIND, data, device, graphs, trained)
 
 
 @pytest.fixture(scope="module")
-def chain(data, device, graphs, tmp_path_factory) -> tuple[Run, list[Told]]:
-    """Plays the lives. What keeps the next one from starting is asserted here: that a life ends as planned."""
-    run, told = made(tmp_path_factory.mktemp("chain"), data, device, graphs), []
+def chain(data, device, graphs, tmp_path_factory) -> tuple[Run, list[Outcome]]:
+    """Runs the attempts. What keeps the next one from starting is asserted here: that an attempt ends as planned."""
+    run, found = run_of_kind(KIND, tmp_path_factory.mktemp("chain"), data, device, graphs), []
     for plan in PLANS:
         saved = saved_tensors(run.checkpoints, plan.takes) if plan.takes else {}
-        start(run, plan.layout, f"{NEW} {plan.extra}", f"{plan.killed}@{plan.saves}" if plan.killed else None)
-        status = run.wait(LIFE)
+        start_layout(run, plan.layout, COLUMNS, KEEP, FORMAT_2, plan.extra,
+                     kill=f"{plan.killed}@{plan.saves}" if plan.killed else None)
+        status = run.wait(ATTEMPT_LIMIT)
         assert (status == 0) == (plan.killed is None), f"exit status {status}:\n" + run.log()[-4000:]
-        life, table = ended(run), layout_table(run.checkpoints, plan.saves)
+        attempt, table = finished_attempt(run), layout_table(run.checkpoints, plan.saves)
         loaded = parameters(run, table) if plan.takes else {}             # without a load nothing is compiled, or cut, yet
-        told.append(Told(plan, life, saved, loaded, table, samples(run)))
-    return run, told
+        found.append(Outcome(plan, attempt, saved, loaded, table, samples(run)))
+    return run, found
 
 
 def parameters(run: Run, table: Mapping[str, TensorRecord]) -> dict[str, np.ndarray]:
@@ -129,52 +130,40 @@ def parameters(run: Run, table: Mapping[str, TensorRecord]) -> dict[str, np.ndar
 
 # ---- the chain -----------------------------------------------------------------------------------------------------
 
-def test_every_life_goes_on_from_the_newest_checkpoint_of_the_one_before(chain):
-    for told in chain[1]:
-        plan = told.plan
-        assert told.life.chosen() == [plan.takes] * plan.layout.ranks
-        assert told.life.trained() == list(range((plan.takes or 0) + 1, (plan.killed or STEPS) + 1))
-        assert (told.life.status == 0) == (plan.killed is None)
+def test_every_attempt_resumes_from_the_newest_checkpoint_of_the_one_before(chain):
+    for found in chain[1]:
+        plan = found.plan
+        assert found.attempt.selected == [plan.takes] * plan.layout.ranks
+        assert found.attempt.trained() == list(range((plan.takes or 0) + 1, (plan.killed or STEPS) + 1))
+        assert (found.attempt.status == 0) == (plan.killed is None)
 
 
-def test_what_a_life_starts_with_is_bit_for_bit_what_was_saved(chain):
+def test_an_attempt_starts_bit_for_bit_with_what_was_saved(chain):
     """Weights, both moments, the step of the optimizer: whole tensors, however they were and are cut."""
-    for told in chain[1][1:]:
-        assert not_equal(told.saved, told.loaded) == [], told.plan
-        assert int(told.loaded["global_step"][0]) == told.plan.takes
-        moments = [name for name in told.loaded if name.startswith("adam_")]
-        assert len(moments) >= 20 and all(told.loaded[name].any() for name in moments)
+    for found in chain[1][1:]:
+        assert not_equal(found.saved, found.loaded) == [], found.plan
+        assert int(found.loaded["global_step"][0]) == found.plan.takes
+        moments = [name for name in found.loaded if name.startswith("adam_")]
+        assert len(moments) >= 20 and all(found.loaded[name].any() for name in moments)
 
 
 def test_the_losses_are_those_of_the_run_that_never_stopped(chain, whole, capsys):
-    reference = {row["step"]: row for row in whole.steps()}
-    assert sorted(reference) == list(range(1, STEPS + 1)) and reference[1]["loss"] - reference[STEPS]["loss"] > 0.5
-    assert [text for text in differences(whole.steps(), chain[1][0].life.steps) if "missing" not in text] == []
-    found = {told.plan.layout: max(abs(row["loss"] - reference[row["step"]]["loss"]) for row in told.life.steps)
-             for told in chain[1]}
-    with capsys.disabled():
-        print("\nlargest difference of a loss: " +
-              ", ".join(f"dp{layout.dp}tp{layout.tp} {difference:.2e}" for layout, difference in found.items()))
-    assert max(found.values()) <= TOLERANCE
-    assert all(row["lr"] == reference[row["step"]]["lr"] for told in chain[1] for row in told.life.steps)
+    assert not_identical(whole, chain[1][0].attempt.steps) == []
+    assert_losses(whole, [(found.plan.layout, found.attempt.steps) for found in chain[1]], capsys)
 
 
 def test_every_step_sees_the_samples_that_it_sees_in_every_layout(chain, whole):
-    reference = samples(whole)
-    assert {len(ids) for ids in reference.values()} == {BATCH}
-    for told in chain[1]:
-        assert {step: ids for step, ids in told.samples.items() if reference[step] != ids} == {}
-        assert set(range((told.plan.takes or 0) + 1, told.plan.killed or STEPS + 1)) <= set(told.samples)
+    assert_samples(whole, [(found.plan.takes or 0, found.plan.killed or STEPS, found.samples) for found in chain[1]])
 
 
 def test_the_files_are_those_of_each_job(chain):
     """Four checkpoints of four layouts in one folder, of which nothing but the tracker is shared."""
     root = chain[0].checkpoints
-    assert steps_there(root) == [5, 10, 15, 20] and tracker(root) == STEPS
-    for told in chain[1]:
-        ranks, step = told.plan.layout.ranks, told.plan.saves
+    assert iteration_steps(root) == [5, 10, 15, 20] and tracker(root) == STEPS
+    for found in chain[1]:
+        ranks, step = found.plan.layout.ranks, found.plan.saves
         weights = [f"qwen3-{kind}-{rank:07d}-{ranks:07d}.safetensors" for kind in ("model", "opt") for rank in range(ranks)]
-        assert files_of(root, step) == sorted([*weights, "common.json", *["metadata.json"] * (ranks > 1)])
+        assert iteration_files(root, step) == sorted([*weights, "common.json", *["metadata.json"] * (ranks > 1)])
         assert common_json(root, step) == {"epoch_num": -(-step // 10), "step_num": step, "global_step": step,
                                            "loss_scale": 1.0, "global_batch_size": BATCH}
     assert sorted(path.name for path in root.iterdir()) == [FOLDER, *(iteration_name(s) for s in (5, 10, 15, 20)), TRACKER]
@@ -185,7 +174,7 @@ def test_redundancy_is_removed(chain):
     In the other layouts nothing is left twice."""
     root = chain[0].checkpoints
     for step in (5, 10):
-        parts = pieces_of(root, step)
+        parts = slices_of(root, step)
         assert len(set(parts)) == len(parts) > 30
     assert all(layout.local_shape(row.global_shape) == row.global_shape for row in layout_table(root, 10).values()
                if (layout := row.layout) is not None)
@@ -193,9 +182,16 @@ def test_redundancy_is_removed(chain):
     assert len(shares) == 2 and all(len(share) > 10 for share in shares) and not shares[0] & shares[1]
 
 
+def traffic(rows: list[dict]) -> tuple[float, float]:
+    """(MiB read, MiB from other ranks) of one rank, of the one notice with two sizes."""
+    texts = [row["text"] for row in rows if row["event"] == "notice"]
+    (found,) = [sizes for text in texts if len(sizes := re.findall(r"([0-9.]+) MiB", text)) == 2]
+    return float(found[0]), float(found[1])
+
+
 def test_balanced_load_reads_once_what_both_ranks_need(chain):
-    """The second life: each rank reads about half and has the rest from the other; the sum is what both need."""
-    (first, to_first), (second, to_second) = (map(float, EXCHANGED.search(log).groups()) for log in chain[1][1].life.logs)
+    """The second attempt: each rank reads about half and has the rest from the other; the sum is what both need."""
+    (first, to_first), (second, to_second) = (traffic(rows) for rows in chain[1][1].attempt.events)
     assert first == pytest.approx(to_second, abs=0.2) and second == pytest.approx(to_first, abs=0.2)
     assert 0.8 < first / second < 1.25
 
@@ -210,11 +206,11 @@ def test_verify_finds_four_whole_checkpoints(chain):
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("plan", range(len(PLANS)), ids=["dp2tp2-nodup", "dp2-nodup", "one", "dp4-all"])
 def test_the_built_in_reads_it_without_a_trainer(chain, version, plan, tmp_path):
-    """In its own layout, in that of the life behind it, and in one process."""
-    told, behind = chain[1][plan], chain[1][(plan + 1) % len(PLANS)]
-    root = copy_root(chain[0].checkpoints, tmp_path / "copy", told.plan.saves)
-    tensors = of_network(saved_tensors(chain[0].checkpoints, told.plan.saves))
-    for table in (told.table, behind.table, {}):
+    """In its own layout, in the one of the next attempt, and in one process."""
+    found, behind = chain[1][plan], chain[1][(plan + 1) % len(PLANS)]
+    root = copy_iterations(chain[0].checkpoints, tmp_path / "copy", found.plan.saves)
+    tensors = of_network(saved_tensors(chain[0].checkpoints, found.plan.saves))
+    for table in (found.table, behind.table, {}):
         layouts = {name: row.layout for name, row in table.items() if row.layout is not None and name in tensors}
         expect_readable(root, tensors, layouts or None, version)
 
@@ -226,18 +222,18 @@ def over(whole, data, device, graphs, tmp_path_factory) -> SimpleNamespace:
     """The rank folders of the uninterrupted run as they were after step 10. One process goes on in Checkpoint 2.0 and is killed
     after step 17 (``run``); then the same command without the key in a folder that has only what it saved (``back``)."""
     base = tmp_path_factory.mktemp("over")
-    run, back = (made(base / name, data, device, graphs) for name in ("over", "back"))
-    leave_only(10, whole, run)
+    run, back = (run_of_kind(KIND, base / name, data, device, graphs) for name in ("over", "back"))
+    copy_checkpoints(whole, run, 10)
     one = Layout(dp=1)
-    start(run, one, NEW, kill="17@15").wait(LIFE)
-    copy_root(run.checkpoints, back.checkpoints, 15)
-    return SimpleNamespace(run=run, back=start(back, one, "").ended(LIFE))
+    start_layout(run, one, COLUMNS, KEEP, FORMAT_2, kill="17@15").wait(ATTEMPT_LIMIT)
+    copy_iterations(run.checkpoints, back.checkpoints, 15)
+    return SimpleNamespace(run=run, back=start_layout(back, one, COLUMNS, KEEP).wait_for_success(ATTEMPT_LIMIT))
 
 
 def test_rank_folders_of_four_are_resumed_by_one_process_in_checkpoint_2(over, whole):
     run, reference = over.run, {row["step"]: row for row in whole.steps()}
-    assert run.process.returncode == 128 + 9 and steps_there(run.checkpoints) == [15] and tracker(run.checkpoints) == 15
-    said(run, "mindresume: resume from step 10,", "4 ranks, every byte checked")
+    assert run.process.returncode == 128 + 9 and iteration_steps(run.checkpoints) == [15] and tracker(run.checkpoints) == 15
+    assert_event(run, "checkpoint_selected", step=10, description=contains("4 ranks"))
     assert steps_of(run) == list(range(11, 18))
     saved = {name: array for name, array in saved_tensors(whole.checkpoints, 10, legacy=True).items() if name not in COUNTERS}
     assert not_equal(saved, parameters(run, layout_table(run.checkpoints, 15))) == []
@@ -256,8 +252,8 @@ def test_once_there_are_newer_iteration_folders_they_come_first(over):
 def test_and_back(over):
     """Checkpoint 1.0 resumes from an iteration folder, bit by bit, and saves rank folders beside it."""
     back = over.back
-    said(back, "mindresume: resume from step 15,", "iteration_00000015")
+    assert_event(back, "checkpoint_selected", step=15, description=contains("iteration_00000015"))
     assert steps_of(back) == [16, 17, 18, 19, 20]
     assert [row["hex"] for row in back.steps()][:2] == [row["hex"] for row in over.run.steps()][-2:]
-    assert steps_there(back.checkpoints) == [15] and len(list(back.checkpoints.glob("rank_0/*.safetensors"))) == 1
-    assert lines(back, "mindresume: step 20 committed")
+    assert iteration_steps(back.checkpoints) == [15] and len(list(back.checkpoints.glob("rank_0/*.safetensors"))) == 1
+    assert committed_steps(back) == [20]

@@ -26,7 +26,7 @@ from mindresume.formats.metadata import StoredSlice, TensorMetadata, encode_meta
 from mindresume.formats.slices import fold_optimizer_shards, ordinals, region_of
 from mindresume.model.layout import TensorLayout
 from mindresume.saving.shard_assignment import shares
-from st.jobs import ROOT
+from st.training_run import ROOT
 
 WRITTEN = sorted((ROOT / "st" / "fixtures").glob("*/output/checkpoint/iteration_*/metadata.json"))
 TYPES = ["float32", "bfloat16", "float16", "int32", "bool", "float8_e4m3fn", "float8_e5m2", "uint8"]

@@ -3,58 +3,32 @@
 With --soak ten deaths of four processes, of all of them or of one: in the first save, in later saves, while a checkpoint is
 loaded, at the start and in the middle of nothing. Without it three deaths of one process. And a checkpoint on which every job
 dies.
-
-As a program, this file is run_mindformer.py that kills itself whenever its network was loaded with the weights of one step:
-
-    RECOVERY_POISON=15       dies right after loading step 15
 """
 from __future__ import annotations
 
 import glob
 import os
 import random
-import runpy
 import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)          # not st/, whose modules have common names
+import pytest
 
-POISON = "RECOVERY_POISON"
-
-
-def train_and_die() -> None:
-    """In the first step behind that of the environment: the network is compiled, its first computation kills."""
-    import mindspore as ms
-    from mindspore.graph.api import _CellGraphExecutor
-    train, compute, poisoned, armed = ms.Model._train, _CellGraphExecutor.__call__, int(os.environ[POISON]), []
-
-    def arm_and_train(self, *args, **kwargs):
-        counters = {parameter.name: parameter for parameter in self._train_network.get_parameters()}
-        armed.append(int(counters["global_step"].asnumpy().reshape(-1)[0]) == poisoned)
-        return train(self, *args, **kwargs)
-
-    def die_or_compute(self, *args, **kwargs):
-        if armed and armed[-1]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return compute(self, *args, **kwargs)
-    ms.Model._train, _CellGraphExecutor.__call__ = arm_and_train, die_or_compute
-    runpy.run_path(os.path.join(sys.path[0], "run_mindformer.py"), run_name="__main__")
-
-
-if __name__ == "__main__":
-    sys.exit(train_and_die())
-
-import pytest  # noqa: E402
-
-from mindresume.storage.atomic_publish import TEMPORARY  # noqa: E402
-from st.copies import LIMIT, beside, lines, said, steps_of  # noqa: E402
-from st.jobs import Run, differences  # noqa: E402
-from st.lives import assert_nothing_left  # noqa: E402
+from mindresume.storage.atomic_publish import TEMPORARY
+from st.run_attempts import (
+    LIMIT,
+    PROGRAMS,
+    assert_no_process_left,
+    committed_steps,
+    events,
+    refused_steps,
+    run_beside,
+    selected_step,
+    steps_of,
+)
+from st.training_run import Run, differences
 
 pytestmark = pytest.mark.timeout(3000)
 LAST = 40
@@ -64,7 +38,7 @@ Moment = Callable[[Run, random.Random], None]
 # ---- moments to die at: wait until the job is there --------------------------------------------------------------------
 
 def half_written(run: Run) -> bool:
-    """By this life; what the one before left half written may still be there."""
+    """By this attempt; what the one before left half written may still be there."""
     paths = [path for folder in ("rank_*", ".mindresume/step-*")
              for path in glob.glob(f"{run.checkpoints}/{folder}/.*.safetensors.*{TEMPORARY}")]
     with suppress(FileNotFoundError):                           # renamed in between
@@ -79,8 +53,8 @@ def in_a_save(run: Run, chance: random.Random) -> None:
 
 
 def in_a_later_save(run: Run, chance: random.Random) -> None:
-    """The one behind a save that was committed, so that the next life has five steps less to do."""
-    while run.process.poll() is None and not (len(run.steps(-1)) >= 9 and lines(run, " committed: ")):
+    """The one behind a save that was committed, so that the next attempt has five steps less to do."""
+    while run.process.poll() is None and not (len(run.steps(-1)) >= 9 and committed_steps(run)):
         time.sleep(0.005)
     in_a_save(run, chance)
 
@@ -91,13 +65,13 @@ def at_the_start(run: Run, chance: random.Random) -> None:
 
 def while_it_loads(run: Run, chance: random.Random) -> None:
     """Or, where nothing was ever complete, begins."""
-    while run.process.poll() is None and not any(lines(run, f"mindresume: {what}") for what in ("resume from", "fresh start")):
+    while run.process.poll() is None and not any(events(run, kind) for kind in ("checkpoint_selected", "fresh_start")):
         time.sleep(0.02)
     time.sleep(chance.uniform(0, 1))
 
 
 def in_between(run: Run, chance: random.Random) -> None:
-    """After the first to sixth step of this life."""
+    """After the first to sixth step of this attempt."""
     steps = chance.randint(1, 6)
     while run.process.poll() is None and len(run.steps(-1)) < steps:
         time.sleep(0.02)
@@ -108,14 +82,14 @@ def to_the_end(run: Run, chance: random.Random) -> None:
     """No death."""
 
 
-def trained(run: Run, life: int) -> str:
-    steps = [row["step"] for row in run.steps(life)]
+def trained(run: Run, attempt: int) -> str:
+    steps = [row["step"] for row in run.steps(attempt)]
     return f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
 
 
 def supervised(run: Run, command: str, deaths: list[tuple[Moment, bool]], chance: random.Random) -> int:
-    """Starts ``command`` until it ends well; the first lives die at these moments, the whole job or (False) one rank of it.
-    Returns the number of starts. AssertionError if a life fails by itself."""
+    """Starts ``command`` until it ends well; the first attempts die at these moments, the whole job or (False) one rank of
+    it. Returns the number of starts. AssertionError if an attempt fails by itself."""
     for moment, everything in deaths:
         run.start(command, MSRUN_GRACE="1")
         moment(run, chance)
@@ -124,13 +98,13 @@ def supervised(run: Run, command: str, deaths: list[tuple[Moment, bool]], chance
         else:
             os.kill(run.worker(chance.randrange(run.workers)), signal.SIGKILL)
             assert run.wait(LIMIT) != 0
-        assert_nothing_left(run)
-    run.start(command).ended(LIMIT)
-    return len(run.lives)
+        assert_no_process_left(run)
+    run.start(command).wait_for_success(LIMIT)
+    return len(run.attempts)
 
 
-def as_if_nothing_had_happened(run: Run, whole: Run) -> None:
-    """Every step that any life did is that of the uninterrupted run, and none is missing."""
+def assert_uninterrupted(run: Run, whole: Run) -> None:
+    """Every step that any attempt did is that of the uninterrupted run, and none is missing."""
     reference = {row["step"]: row for row in whole.steps()}
     rows = run.steps()
     assert {row["step"] for row in rows} == set(range(1, LAST + 1))
@@ -141,40 +115,39 @@ def as_if_nothing_had_happened(run: Run, whole: Run) -> None:
 
 
 def test_a_few_deaths_of_one_process(whole_single, tmp_path):
-    run, chance = beside(whole_single, tmp_path / "run", copied=False), random.Random(6)
+    run, chance = run_beside(whole_single, tmp_path / "run", copied=False), random.Random(6)
     starts = supervised(run, "", [(in_a_save, True), (in_between, True), (while_it_loads, True)], chance)
     assert starts == 4
-    as_if_nothing_had_happened(run, whole_single)
+    assert_uninterrupted(run, whole_single)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("fmt", ["", "--use_legacy_format False"])
 def test_ten_deaths_of_four_processes(whole_four, tmp_path, fmt, capsys):
-    run, chance = beside(whole_four, tmp_path / "run", copied=False), random.Random(7)
+    run, chance = run_beside(whole_four, tmp_path / "run", copied=False), random.Random(7)
     moments = [at_the_start, in_a_save, while_it_loads, in_between, in_a_later_save, in_between, at_the_start, in_a_later_save,
                while_it_loads, in_between]
     deaths = [(moment, number % 2 == 0) for number, moment in enumerate(moments)]
     assert supervised(run, fmt, deaths, chance) == 11
     with capsys.disabled():
         print(f"\n{fmt or 'Checkpoint 1.0'}: " + "; ".join(
-            f"{moment.__name__} ({'all ranks' if everything else 'one rank'}): {trained(run, life)}"
-            for life, (moment, everything) in enumerate([*deaths, (to_the_end, True)])))
-    as_if_nothing_had_happened(run, whole_four)
+            f"{moment.__name__} ({'all ranks' if everything else 'one rank'}): {trained(run, attempt)}"
+            for attempt, (moment, everything) in enumerate([*deaths, (to_the_end, True)])))
+    assert_uninterrupted(run, whole_four)
 
 
 # ---- a checkpoint on which every job dies --------------------------------------------------------------------------
 
-def test_a_checkpoint_that_kills_is_left_for_an_older_one(whole_single, tmp_path):
-    """Steps 30, 35, 40 are there. 40 kills, twice; then 35 is taken, said aloud, and trained to 40, which is saved anew."""
-    run = beside(whole_single, tmp_path / "run")
-    run.program = Path(__file__)
-    command, poison = "--epochs 5", {POISON: "40"}
+def test_a_checkpoint_that_kills_every_job_is_refused_after_two_failed_loads(whole_single, tmp_path):
+    """Steps 30, 35, 40 are there. 40 kills, twice; then 35 is selected and trained to 40, which is saved anew."""
+    run = run_beside(whole_single, tmp_path / "run")
+    run.program = PROGRAMS / "crash_after_load.py"
+    command, fatal = "--epochs 5", {"CRASH_AFTER_LOAD": "40"}
     for _ in range(2):
-        assert run.start(command, **poison).wait(LIMIT) == 128 + signal.SIGKILL
-        said(run, "mindresume: resume from step 40,")
+        assert run.start(command, **fatal).wait(LIMIT) == 128 + signal.SIGKILL
+        assert selected_step(run) == 40
     assert run.which()["chosen"]["step"] == 35
-    run.start(command, **poison).ended(LIMIT)
-    said(run, "WARNING", "not resuming from step 40: it is suspected: 2 jobs in a row loaded it and died")
-    said(run, "mindresume: resume from step 35,")
+    run.start(command, **fatal).wait_for_success(LIMIT)
+    assert refused_steps(run) == [40] and selected_step(run) == 35
     assert steps_of(run) == list(range(36, 51))
     assert run.which()["chosen"]["step"] == 50

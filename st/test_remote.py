@@ -14,9 +14,8 @@ import pytest
 
 from mindresume.mindformers.modelarts import VARIABLES
 from mindresume.storage.object_store import FsspecStore
-from st.copies import LIMIT, beside, lines, said, steps_of
-from st.iterations import NEW
-from st.jobs import ROOT, Run, differences
+from st.run_attempts import LIMIT, assert_event, assert_resumed, contains, log_has, notices, run_beside, selected_step, steps_of
+from st.training_run import FORMAT_2, ROOT, Run, differences
 from tests.fakes import s3
 
 URL = "obs://bucket/job"
@@ -57,7 +56,7 @@ class S3:
 def killed_and_its_disk_lost(run: Run, arguments: str, step: int, store: Moxing | S3) -> list[int]:
     """Killed after ``step``, as soon as something is in the bucket. Returns what is there then."""
     run.start(arguments, **store.environment(run, FAKE_MOXING_DELAY="0.05"))
-    run.until(step)
+    run.wait_for_step(step)
     while not store.committed(run) and run.process.poll() is None:
         time.sleep(0.01)
     run.kill()
@@ -66,20 +65,18 @@ def killed_and_its_disk_lost(run: Run, arguments: str, step: int, store: Moxing 
 
 
 def resumed(whole: Run, run: Run, arguments: str, there: list[int], store: Moxing | S3, ranks: int = 1) -> None:
-    run.start(arguments, **store.environment(run)).ended(LIMIT)
-    for rank in range(ranks):
-        assert f"mindresume: resume from step {there[-1]}," in run.log(rank)
-    said(run, f"step {there[-1]} ", f"{store.url}/checkpoint")
-    said(run, "run 0002-", "saves to")
-    assert steps_of(run) == list(range(there[-1] + 1, 41))
-    assert differences(whole.steps(), run.steps(-1)) == []
+    run.start(arguments, **store.environment(run)).wait_for_success(LIMIT)
+    assert_resumed(run, whole, there[-1])
+    assert [selected_step(run, rank) for rank in range(ranks)] == [there[-1]] * ranks
+    assert_event(run, "checkpoint_fetched", step=there[-1], url=contains(f"{store.url}/checkpoint"))
+    assert_event(run, "run_opened", run_id=lambda value: value.startswith("0002-"))
     assert store.committed(run)[-1] == 40 and len(store.committed(run)) <= 2
-    assert not lines(run, f"is not in {store.url}")
+    assert not log_has(run, "WARNING", "step 40", store.url)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("", id="1.0"), pytest.param(NEW, id="2.0", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("layout", [pytest.param("", id="1.0"), pytest.param(FORMAT_2, id="2.0", marks=pytest.mark.soak)])
 def test_one_process_on_an_empty_disk(whole_single, tmp_path, layout):
-    run = beside(whole_single, tmp_path / "run", copied=False)
+    run = run_beside(whole_single, tmp_path / "run", copied=False)
     there = killed_and_its_disk_lost(run, f"{ALWAYS} {layout}", 17, Moxing)
     assert there and there[-1] in (5, 10, 15)
     resumed(whole_single, run, f"{ALWAYS} {layout}", there, Moxing)
@@ -92,21 +89,21 @@ def test_outside_of_modelarts_on_an_empty_disk(whole_single, tmp_path, monkeypat
     with s3.serve() as server:
         for name, value in s3.environment(server).items():
             monkeypatch.setenv(name, value)
-        run, store = beside(whole_single, tmp_path / "run", copied=False), S3(server)
+        run, store = run_beside(whole_single, tmp_path / "run", copied=False), S3(server)
         there = killed_and_its_disk_lost(run, arguments, 17, store)
         resumed(whole_single, run, arguments, there, store)
 
 
 @pytest.mark.soak
 def test_four_processes_on_an_empty_disk(whole_four, tmp_path):
-    run = beside(whole_four, tmp_path / "run", copied=False)
+    run = run_beside(whole_four, tmp_path / "run", copied=False)
     there = killed_and_its_disk_lost(run, ALWAYS, 17, Moxing)
     resumed(whole_four, run, ALWAYS, there, Moxing, 4)
 
 
 def test_killed_while_it_fetches(whole_single, tmp_path):
     """Half a download is no checkpoint: the next start fetches again, on the same disk."""
-    run = beside(whole_single, tmp_path / "run", copied=False)
+    run = run_beside(whole_single, tmp_path / "run", copied=False)
     there = killed_and_its_disk_lost(run, ALWAYS, 17, Moxing)
     run.start(ALWAYS, **Moxing.environment(run, FAKE_MOXING_KILL="copy 1"))
     assert run.wait(LIMIT) in (-signal.SIGKILL, 128 + signal.SIGKILL, 1)
@@ -115,29 +112,29 @@ def test_killed_while_it_fetches(whole_single, tmp_path):
 
 
 def test_an_object_store_that_fails_does_not_stop_the_training(whole_single, tmp_path):
-    """Every upload fails, is said, and the job ends well. (One that cannot be looked at does stop a start.)"""
-    run = beside(whole_single, tmp_path / "run", copied=False)
+    """Every upload fails with a warning, and the job ends well. (One that cannot be listed does stop a start.)"""
+    run = run_beside(whole_single, tmp_path / "run", copied=False)
     environment = Moxing.environment(run, MINDRESUME_COMMIT_TIMEOUT="5", FAKE_MOXING_REFUSE="copy write")
-    run.start(ALWAYS, **environment).ended(LIMIT)
+    run.start(ALWAYS, **environment).wait_for_success(LIMIT)
     assert differences(whole_single.steps(), run.steps()) == []
-    assert all("WARNING" in line for line in lines(run, "tried 4 times"))       # none yet, where the training was faster
-    said(run, "step 40 is not in obs://bucket/job/checkpoint, not whole, within 5 s")
+    assert Moxing.committed(run) == []
+    assert log_has(run, "WARNING", "step 40", f"{URL}/checkpoint")      # behind the end of the training, after its last event
 
 
 @pytest.mark.soak
-def test_outside_of_modelarts_the_url_is_ignored_and_that_is_said(whole_single, tmp_path):
-    run = beside(whole_single, tmp_path / "run", copied=False)
+def test_outside_of_modelarts_the_url_is_ignored_with_a_warning(whole_single, tmp_path):
+    run = run_beside(whole_single, tmp_path / "run", copied=False)
     assert not any(name in os.environ for name in VARIABLES)
-    run.start(f"{ALWAYS} --runner_config.epochs 1").ended(LIMIT)
-    assert len(lines(run, f"remote_save_url: {URL} is ignored: this job does not run in ModelArts")) == 1
+    run.start(f"{ALWAYS} --runner_config.epochs 1").wait_for_success(LIMIT)
+    assert len(notices(run, "remote_save_url", URL, level="warning")) == 1
 
 
 def test_what_is_wrong_at_the_start(whole_single, tmp_path):
     """A url of another kind is the error of mindformers, which looks at it before us; ModelArts without moxing is ours."""
-    run = beside(whole_single, tmp_path / "url", copied=False)
+    run = run_beside(whole_single, tmp_path / "url", copied=False)
     run.start("--remote_save_url https://bucket/job", **Moxing.environment(run))
     assert run.wait(LIMIT) == 1
-    said(run, "failed: TypeError: remote_save_url should be start with obs:// or s3://, but get https://bucket/job")
+    assert log_has(run, "TypeError", "remote_save_url", "https://bucket/job")
     without = subprocess.run([sys.executable, ROOT / "run_mindformer.py", "--config", ROOT / "configs" / run.config],
                              env={**os.environ, "MA_JOB_DIR": "/home/ma-user/modelarts"}, cwd=tmp_path, capture_output=True,
                              text=True, check=False)

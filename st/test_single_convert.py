@@ -6,39 +6,21 @@ within fp32 rounding, as sums over ranks are taken in another order.
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
-
-import pytest
 
 from mindresume.reshard.compare import compare
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.storage.atomic_publish import TEMPORARY
 from mindresume.storage.posix import PosixStorage
-from st.jobs import ROOT, Run
-from st.lives import ended
+from st.run_attempts import FIXTURES, finished_attempt, notices, run_from_fixture
+from st.training_run import Run
 
-FIXTURES = ROOT / "st" / "fixtures"
 NODUP, OPTIMIZER, UNIFIED = "mf190_10_safetensors_dp2tp2_nodup", "mf190_10_ckpt_dp2tp2opt", "mf190_unified_from_dp2tp2"
 TOLERANCE = 1e-5
 SINGLE = "--use_parallel False --batch_size 8"
 RESUME = f"{SINGLE} --load_checkpoint ./output/checkpoint --resume_training True --auto_trans_ckpt True"
 STORAGE = PosixStorage()
-
-
-@pytest.fixture(scope="module")
-def sequences(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("sequences")
-    subprocess.run([sys.executable, str(FIXTURES / "make_sequences.py"), str(folder)], check=True)
-    return folder
-
-
-def beside(name: str, folder: Path, sequences: Path, device: str, graphs: Path) -> Run:
-    shutil.copytree(FIXTURES / name / "output", folder / "output")
-    return Run(folder, str(FIXTURES / name / "config.yaml"), sequences, device=device, legacy="ckpt" in name, graphs=graphs)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -56,32 +38,28 @@ def bits(steps: list[dict]) -> list[tuple[int, str]]:
     return [(row["step"], row["hex"]) for row in steps]
 
 
-def steps_of(life) -> list[int]:
-    return [row["step"] for row in life.steps]
-
-
 def test_slices_of_four_ranks_without_redundancy(sequences, device, graphs, tmp_path):
     """Killed before it saves anything, the same command finds the strategy of the old job again. It also writes merged weights,
     from which mindformers alone goes on."""
-    run = beside(NODUP, tmp_path / "run", sequences, device, graphs)
+    run = run_from_fixture(NODUP, tmp_path / "run", sequences, device, graphs=graphs)
     before, strategies = content(run.checkpoints), content(run.folder / "output" / "strategy")
     run.start(RESUME, CPU_CLUSTER_KILL="all@17", MINDRESUME_UNIFIED_CHECKPOINT="1").wait()
-    first = ended(run)
-    assert first.chosen() == [15] and steps_of(first) in ([16], [16, 17]) and distance(NODUP, first.steps) <= TOLERANCE
+    first = finished_attempt(run)
+    assert first.selected == [15] and first.trained() in ([16], [16, 17]) and distance(NODUP, first.steps) <= TOLERANCE
     assert {name: value for name, value in content(run.checkpoints).items() if name in before} == before
     kept, = (run.folder / "output").glob("strategy_*")
     assert {name: value for name, value in content(kept).items() if name in strategies} == strategies
-    run.start(RESUME, MINDRESUME_UNIFIED_CHECKPOINT="1").ended()
-    second = ended(run)
-    assert second.chosen() == [15] and steps_of(second) == [16, 17, 18, 19, 20]
+    run.start(RESUME, MINDRESUME_UNIFIED_CHECKPOINT="1").wait_for_success()
+    second = finished_attempt(run)
+    assert second.selected == [15] and second.trained() == [16, 17, 18, 19, 20]
     assert distance(NODUP, second.steps) <= TOLERANCE and bits(second.steps)[:len(first.steps)] == bits(first.steps)
-    assert "unified_checkpoint exists already" in run.log()
     merged = run.folder / "output" / "unified_checkpoint"
+    assert notices(run, str(merged))                                    # that it is there already
     assert compare(open_checkpoint(STORAGE, str(merged)).weights,
                    open_checkpoint(STORAGE, str(run.checkpoints), 15, str(kept)).weights) == []
     alone = run.like(tmp_path / "alone")
-    alone.start(f"{SINGLE} --load_checkpoint {merged} --resume_training True --no-mindresume").ended()
-    assert "mindresume: " not in alone.log()
+    alone.start(f"{SINGLE} --load_checkpoint {merged} --resume_training True --no-mindresume").wait_for_success()
+    assert alone.event_files() == []
     assert bits(alone.steps()) == bits(second.steps)
 
 
@@ -89,16 +67,16 @@ def test_merged_weights_of_mindformers(sequences, device, graphs, tmp_path):
     run = Run(tmp_path / "run", str(FIXTURES / NODUP / "config.yaml"), sequences, device=device, graphs=graphs)
     merged = FIXTURES / UNIFIED / "unified_checkpoint"
     before = content(merged)
-    run.start(f"{SINGLE} --load_checkpoint {merged}/ --resume_training True --auto_trans_ckpt True").ended()
-    life = ended(run)
-    assert life.chosen() == [15] and steps_of(life) == [16, 17, 18, 19, 20]
-    assert distance(UNIFIED, life.steps, "resumed_tp2_by_mindformers") <= TOLERANCE
+    run.start(f"{SINGLE} --load_checkpoint {merged}/ --resume_training True --auto_trans_ckpt True").wait_for_success()
+    found = finished_attempt(run)
+    assert found.selected == [15] and found.trained() == [16, 17, 18, 19, 20]
+    assert distance(UNIFIED, found.steps, "resumed_tp2_by_mindformers") <= TOLERANCE
     assert content(merged) == before
 
 
 def test_ckpt_files_are_transformed_once_and_loaded_later_without_conversion(sequences, device, graphs, tmp_path):
     """By MindSpore's engine, the default for ckpt; then by ours, to the same bits. Killed within the conversion at first."""
-    run = beside(OPTIMIZER, tmp_path / "run", sequences, device, graphs)
+    run = run_from_fixture(OPTIMIZER, tmp_path / "run", sequences, device, graphs=graphs)
     before, transformed = content(run.checkpoints), run.folder / "output" / "transformed_checkpoint" / "checkpoint"
     run.start(RESUME)
     while run.process.poll() is None and not list(transformed.parent.glob(f".*{TEMPORARY}")):
@@ -106,16 +84,16 @@ def test_ckpt_files_are_transformed_once_and_loaded_later_without_conversion(seq
     run.kill()
     assert list(transformed.parent.glob(f".*{TEMPORARY}")) and not transformed.exists()
     run.start(RESUME, CPU_CLUSTER_KILL="all@17").wait()
-    first = ended(run)
+    first = finished_attempt(run)
     assert list(transformed.parent.glob(f".*{TEMPORARY}")) == []
-    assert first.chosen() == [15] and distance(OPTIMIZER, first.steps) <= TOLERANCE
-    assert f"mindresume: transformed to {transformed.resolve()};" in run.log()
+    assert first.selected == [15] and distance(OPTIMIZER, first.steps) <= TOLERANCE
+    assert notices(run, str(transformed.resolve()))
     assert {name: value for name, value in content(run.checkpoints).items() if name in before} == before
     assert len(list(transformed.glob("rank_*/*.ckpt"))) == 1
     later = run.like(tmp_path / "later")
-    later.start(f"{SINGLE} --load_checkpoint {transformed} --resume_training True").ended()
-    life = ended(later)
-    assert life.chosen() == [15] and steps_of(life) == [16, 17, 18, 19, 20] and distance(OPTIMIZER, life.steps) <= TOLERANCE
+    later.start(f"{SINGLE} --load_checkpoint {transformed} --resume_training True").wait_for_success()
+    found = finished_attempt(later)
+    assert found.selected == [15] and found.trained() == [16, 17, 18, 19, 20] and distance(OPTIMIZER, found.steps) <= TOLERANCE
     done = run.mindresume("convert", str(run.checkpoints), str(tmp_path / "direct"), "--to", "dp=1", "--engine", "direct",
                           "--from", str(next((run.folder / "output").glob("strategy_*"))), "--step", "15")
     assert done.returncode == 0, done.stderr

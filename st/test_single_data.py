@@ -12,11 +12,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from st.copies import beside, finished, lines, said, steps_of, succeeded, together
-from st.jobs import ROOT, Run
+from st.run_attempts import (
+    assert_event,
+    assert_not_trained,
+    failure,
+    in_parallel,
+    notices,
+    resume_summary,
+    run_beside,
+    selected_step,
+    steps_of,
+    train,
+    train_well,
+)
+from st.training_run import FORMAT_2, ROOT, Run
 
 pytestmark = pytest.mark.timeout(1200)
-NEW = "--use_legacy_format False"
 IGNORE, SKIP = "--ignore_data_skip True", "--data_skip_steps 2"
 SAMPLES = {"second": 120, "third": 56}
 
@@ -32,9 +43,9 @@ def sets(data, tmp_path_factory) -> dict[str, str]:
                             for name, count in SAMPLES.items()}}
 
 
-def samples(run: Run, life: int = -1) -> dict[int, list[str]]:
+def samples(run: Run, attempt: int = -1) -> dict[int, list[str]]:
     """{step: ids of its samples}"""
-    return {row["step"]: row["samples"] for row in run.steps(life)}
+    return {row["step"]: row["samples"] for row in run.steps(attempt)}
 
 
 def passes(run: Run) -> list[list[str]]:
@@ -46,53 +57,54 @@ def passes(run: Run) -> list[list[str]]:
 def alone(whole_single, sets, tmp_path_factory) -> SimpleNamespace:
     """One pass over the second and over the third set: which samples each step has."""
     base = tmp_path_factory.mktemp("alone")
-    runs = {name: beside(whole_single, base / name, copied=False) for name in SAMPLES}
-    together(*(lambda name=name: succeeded(runs[name], sets[name], "--epochs 1") for name in SAMPLES))
+    runs = {name: run_beside(whole_single, base / name, copied=False) for name in SAMPLES}
+    in_parallel(*(lambda name=name: train_well(runs[name], sets[name], "--epochs 1") for name in SAMPLES))
     found = {name: passes(run) for name, run in runs.items()}
     assert {name: len(rows) for name, rows in found.items()} == {"second": 15, "third": 7}
     return SimpleNamespace(**found)
 
 
 def twice(run: Run, kill: int, *command: str) -> Run:
-    """The same command two times; the first life is killed after step ``kill``."""
-    finished(run, *command, CPU_CLUSTER_KILL=f"all@{kill}")
-    return succeeded(run, *command)
+    """The same command two times; the first attempt is killed after step ``kill``."""
+    train(run, *command, CPU_CLUSTER_KILL=f"all@{kill}")
+    return train_well(run, *command)
 
 
 @pytest.fixture(scope="module")
 def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
     """All go on from a copy of the uninterrupted run, which stands at step 40, at the end of epoch 4 of the first set."""
     base = tmp_path_factory.mktemp("changed")
-    runs = SimpleNamespace(**{name: beside(whole_single, base / name) for name in
+    runs = SimpleNamespace(**{name: run_beside(whole_single, base / name) for name in
                               ("ignored", "skipped", "larger", "silent", "refused", "new", "sinks")})
     shutil.rmtree(runs.new.checkpoints)
     second, more = sets["second"], "--epochs 6"
-    together(
+    in_parallel(
         lambda: twice(runs.ignored, 47, second, IGNORE, more),
         lambda: twice(runs.skipped, 47, second, SKIP, more),
-        lambda: succeeded(runs.larger, f"{second} {more} {IGNORE} --batch_size 16 --callbacks.1.save_checkpoint_steps 2"),
-        lambda: succeeded(runs.silent, second, more),
-        lambda: succeeded(runs.sinks, f"{second} {IGNORE} --epochs 5 --sink_mode True --runner_config.sink_size 2"),
-        lambda: finished(runs.refused, second, more, MINDRESUME_ON_DATASET_CHANGE="error"),
-        lambda: (succeeded(runs.new, NEW, "--epochs 1"), twice(runs.new, 17, NEW, second, IGNORE, "--epochs 3")))
+        lambda: train_well(runs.larger, f"{second} {more} {IGNORE} --batch_size 16 --callbacks.1.save_checkpoint_steps 2"),
+        lambda: train_well(runs.silent, second, more),
+        lambda: train_well(runs.sinks, f"{second} {IGNORE} --epochs 5 --sink_mode True --runner_config.sink_size 2"),
+        lambda: train(runs.refused, second, more, MINDRESUME_ON_DATASET_CHANGE="error"),
+        lambda: (train_well(runs.new, FORMAT_2, "--epochs 1"), twice(runs.new, 17, FORMAT_2, second, IGNORE, "--epochs 3")))
     return runs
 
 
 # ---- a new data set that was declared ------------------------------------------------------------------------------
 
-def test_it_begins_at_its_beginning(changed, alone):
+def test_it_starts_with_its_first_sample(changed, alone):
     """Scenario 1. Two passes of 15 steps follow step 40."""
     run = changed.ignored
     assert [samples(run, 0)[step] for step in range(41, 48)] == alone.second[:7]
 
 
-def test_interrupted_again_it_goes_on_where_it_was(changed, alone):
+def test_after_another_interruption_its_position_is_restored(changed, alone):
     """By the same command, which says ignore_data_skip: True: that was done already."""
     run = changed.ignored
-    said(run, "mindresume: resume from step 45,")
+    assert selected_step(run) == 45
     assert steps_of(run) == list(range(46, 71))
     assert [samples(run)[step] for step in range(46, 71)] == (alone.second * 2)[5:]
-    said(run, "data", "restored", "pass 1, behind 40 of 120 samples: 5 steps are skipped")
+    how, details = resume_summary(run)["data"]
+    assert how == "restored" and "40 of 120" in details
 
 
 def test_steps_that_were_trained_already_are_skipped(changed, alone):
@@ -107,7 +119,7 @@ def test_another_batch_size_at_the_same_time(changed, alone):
     """Scenario 3: step 40 of 8 samples is step 20 of 16; a pass of the new set has 7 steps, its last 8 samples are dropped."""
     run, pairs = changed.larger, [alone.second[i] + alone.second[i + 1] for i in range(0, 14, 2)]
     assert [samples(run)[step] for step in range(21, 28)] == pairs
-    said(run, "steps scaled by 0.5 from 40")
+    assert_event(run, "progress_restored", step_scale=0.5, saved_step=40)
 
 
 def test_in_sink_mode_too(changed, alone):
@@ -115,12 +127,13 @@ def test_in_sink_mode_too(changed, alone):
     run = changed.sinks
     assert steps_of(run) == list(range(41, 55))
     assert [samples(run)[step] for step in range(41, 55)] == alone.second[:14]
-    said(run, "epoch", "recomputed", "30 done (an epoch is a sink)")
+    assert_event(run, "progress_restored", epochs_done=30)                       # an epoch of mindformers is a sink
+    assert resume_summary(run)["epoch"][0] == "recomputed"
 
 
 def test_in_checkpoint_2_too(changed, alone):
     run = changed.new
-    said(run, "mindresume: resume from step 15,")
+    assert selected_step(run) == 15
     assert [samples(run)[step] for step in range(16, 41)] == (alone.second * 2)[5:]
     assert steps_of(run)[-1] == 40
 
@@ -130,24 +143,24 @@ def test_in_checkpoint_2_too(changed, alone):
 def test_a_silent_change_is_a_warning(changed, alone):
     """The set is taken for the old one; here that stood between two passes, so nothing of the new one is left out."""
     run = changed.silent
-    said(run, "WARNING", "the data set is not that of the checkpoint", "mcore.mindrecord", "set ignore_data_skip: True")
+    assert notices(run, "mcore.mindrecord", "ignore_data_skip: True", level="warning")
     assert [samples(run)[step] for step in range(41, 71)] == alone.second * 2
 
 
 def test_or_an_error(changed):
     run = changed.refused
-    assert run.process.returncode == 1 and steps_of(run) == []
-    said(run, "ProgressError", "the data set is not that of the checkpoint", "mindresume.on_dataset_change: error")
+    assert_not_trained(run, 1)
+    assert failure(run).startswith("ProgressError") and "on_dataset_change" in failure(run)
 
 
 def test_the_same_data_set_is_no_change(whole_single, tmp_path):
     """Moved to another place, read by more threads."""
-    run = beside(whole_single, tmp_path / "run")
+    run = run_beside(whole_single, tmp_path / "run")
     shutil.copytree(whole_single.data, tmp_path / "moved")
     run.data = tmp_path / "moved"
-    finished(run, "--train_dataset.num_parallel_workers 2 --epochs 5", MINDRESUME_ON_DATASET_CHANGE="error")
-    assert steps_of(run) == list(range(41, 51)) and not lines(run, "is not that of the checkpoint")
-    said(run, "data set", "restored", "the same")
+    train(run, "--train_dataset.num_parallel_workers 2 --epochs 5", MINDRESUME_ON_DATASET_CHANGE="error")
+    assert steps_of(run) == list(range(41, 51)) and not notices(run, "ignore_data_skip")
+    assert resume_summary(run)["data set"][0] == "restored"
 
 
 # ---- a new data set each round -------------------------------------------------------------------------------------
@@ -155,10 +168,10 @@ def test_the_same_data_set_is_no_change(whole_single, tmp_path):
 def test_incremental_training(whole_single, sets, alone, tmp_path):
     """One pass over each of three sets of 10, 15 and 7 steps; the curve of the learning rate is planned for all 32."""
     planned = "--lr_schedule.total_steps 32"
-    run = beside(whole_single, tmp_path / "rounds", copied=False)
-    whole = beside(whole_single, tmp_path / "planned", copied=False)
-    together(lambda: succeeded(whole, planned, "--epochs 4"),
-             lambda: [finished(run, planned, sets[name], f"--epochs {number}") for number, name in enumerate(sets, 1)])
+    run = run_beside(whole_single, tmp_path / "rounds", copied=False)
+    whole = run_beside(whole_single, tmp_path / "planned", copied=False)
+    in_parallel(lambda: train_well(whole, planned, "--epochs 4"),
+             lambda: [train(run, planned, sets[name], f"--epochs {number}") for number, name in enumerate(sets, 1)])
     first = [row["samples"] for row in whole_single.steps()][:10]
     assert [row["samples"] for row in run.steps()] == first + alone.second + alone.third
     curve = {row["step"]: row["lr"] for row in whole.steps()}

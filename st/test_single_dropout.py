@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from st.copies import LIMIT, said, steps_of
-from st.jobs import differences
+from st.run_attempts import LIMIT, not_identical, resume_summary, steps_of
+from st.training_run import differences
 
 pytestmark = pytest.mark.timeout(900)
 DROPOUT = "--model.model_config.hidden_dropout 0.1 --callbacks.1.save_checkpoint_steps 2"
@@ -14,16 +14,16 @@ DROPOUT = "--model.model_config.hidden_dropout 0.1 --callbacks.1.save_checkpoint
 
 def test_dropout_goes_on(whole_single, tmp_path):
     whole, run = (whole_single.like(tmp_path / name, graphs=None) for name in ("whole", "run"))     # a graph holds seeds
-    whole.start(DROPOUT).ended(LIMIT)
+    whole.start(DROPOUT).wait_for_success(LIMIT)
     assert [row["hex"] for row in whole.steps()] != [row["hex"] for row in whole_single.steps()]
     begins = []
     for reached in (7, 21):                                     # of epochs of 10 steps; at 21 the one before has just ended
-        run.start(DROPOUT).until(reached)
+        run.start(DROPOUT).wait_for_step(reached)
         run.kill()
         begins.append(steps_of(run)[0])
-        assert [text for text in differences(whole.steps(), run.steps(-1)) if not text.endswith("is missing")] == []
-    run.start(DROPOUT).ended(LIMIT)
-    said(run, "random state", "restored")
+        assert not_identical(whole, run.steps(-1)) == []
+    run.start(DROPOUT).wait_for_success(LIMIT)
+    assert resume_summary(run)["random state"][0] == "restored"
     assert begins[0] == 1 and all(step % 2 for step in begins) and steps_of(run)[-1] == 40
     assert differences(whole.steps(), run.steps(-1)) == []
     assert {row["step"] for row in run.steps()} == set(range(1, 41))

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +9,22 @@ from pathlib import Path
 import pytest
 
 from mindresume.formats.rank_folder_naming import LABEL
-from st.copies import beside, counter, finished, meta, names, records, said, steps_of, succeeded, together, weights
-from st.jobs import ROOT, Run, differences
+from st.checkpoint_files import counter, meta, names, records, weights
+from st.run_attempts import (
+    FIXTURES,
+    assert_event,
+    contains,
+    in_parallel,
+    resume_summary,
+    run_beside,
+    run_from_fixture,
+    steps_of,
+    train,
+    train_well,
+)
+from st.training_run import Run, differences
 
-FIXTURE = ROOT / "st" / "fixtures" / "mf190_10_safetensors_single"
+FIXTURE = "mf190_10_safetensors_single"
 
 
 # ---- .ckpt ---------------------------------------------------------------------------------------------------------
@@ -24,11 +35,11 @@ def llama(tmp_path_factory, data, device, graphs) -> tuple[Run, Run]:
     base = tmp_path_factory.mktemp("llama")
     whole, broken = (Run(base / name, "quickstart_llama.yaml", data, device=device, legacy=True, graphs=graphs)
                      for name in ("whole", "broken"))
-    together(lambda: succeeded(whole), lambda: finished(broken, CPU_CLUSTER_KILL="0@23"))
+    in_parallel(lambda: train_well(whole), lambda: train(broken, CPU_CLUSTER_KILL="0@23"))
     assert broken.process.returncode != 0 and steps_of(broken)[-1] == 23
     assert names(broken) == {10: "llama_rank_0-1_10.ckpt", 15: "llama_rank_0-2_5.ckpt", 20: "llama_rank_0-2_10.ckpt"}
     weights(broken, 20).write_bytes(b"")              # so that the resume starts inside an epoch
-    return whole, succeeded(broken)
+    return whole, train_well(broken)
 
 
 def test_ckpt_resumed_in_mid_epoch_is_the_uninterrupted_run(llama):
@@ -36,7 +47,7 @@ def test_ckpt_resumed_in_mid_epoch_is_the_uninterrupted_run(llama):
     assert steps_of(whole) == list(range(1, 41)) and steps_of(broken) == list(range(16, 41))
     assert differences(whole.steps()[:23], broken.steps(0)) == []
     assert differences(whole.steps(), broken.steps(-1)) == []
-    said(broken, "resume from step 15", "llama_rank_0-2_5.ckpt")
+    assert_event(broken, "checkpoint_selected", step=15, description=contains("llama_rank_0-2_5.ckpt"))
 
 
 def test_ckpt_names_continue_from_the_absolute_step(llama):
@@ -77,14 +88,14 @@ SINKS = {1: (17, 15, {step: f"qwen3_rank_0-{step}_1.safetensors" for step in (5,
 def sunk(whole_single, tmp_path_factory) -> dict[int, Run]:
     """For each sink size: killed in between, inside a sink where it has an inside, and resumed. Keeps all checkpoints."""
     base = tmp_path_factory.mktemp("sink")
-    runs = {size: beside(whole_single, base / str(size), copied=False) for size in SINKS}
+    runs = {size: run_beside(whole_single, base / str(size), copied=False) for size in SINKS}
 
     def play(size: int) -> Run:
         extra = f"--sink_mode True --runner_config.sink_size {size} --callbacks.1.keep_checkpoint_max 20"
-        finished(runs[size], extra, CPU_CLUSTER_KILL=f"0@{SINKS[size][0]}")
+        train(runs[size], extra, CPU_CLUSTER_KILL=f"0@{SINKS[size][0]}")
         assert names(runs[size]) == SINKS[size][2]
-        return succeeded(runs[size], extra)
-    together(*[lambda size=size: play(size) for size in SINKS])
+        return train_well(runs[size], extra)
+    in_parallel(*[lambda size=size: play(size) for size in SINKS])
     return runs
 
 
@@ -96,7 +107,7 @@ def test_sink_mode_resumed_is_the_uninterrupted_run(sunk, whole_single, size):
     assert steps_of(run) == list(range(chosen + 1, 41))
     assert differences(whole_single.steps()[:killed], run.steps(0)) == []
     assert differences(whole_single.steps(), run.steps(-1)) == []
-    said(run, "resume from step", f"step {chosen},", SINKS[size][2][chosen])
+    assert_event(run, "checkpoint_selected", step=chosen, description=contains(SINKS[size][2][chosen]))
 
 
 @pytest.mark.parametrize("size", SINKS)
@@ -115,16 +126,14 @@ def test_sink_mode_saves_on_absolute_multiples_under_the_names_of_sinks(sunk, si
 
 # ---- written by mindformers alone ----------------------------------------------------------------------------------
 
-def test_a_folder_of_mindformers_is_resumed_to_the_same_losses(tmp_path, device):
+def test_a_folder_of_mindformers_is_resumed_to_the_same_losses(tmp_path, sequences, device):
     """mindformers 1.9.0 saved steps 5, 10 and 15 and was killed in step 18; we go on to the end, step 20."""
-    subprocess.run([sys.executable, str(FIXTURE.parent / "make_sequences.py"), str(tmp_path / "data")], check=True)
-    run = Run(tmp_path / "run", str(FIXTURE / "config.yaml"), tmp_path / "data", device=device)
-    shutil.copytree(FIXTURE / "output", run.folder / "output")
+    run = run_from_fixture(FIXTURE, tmp_path / "run", sequences, device)
     before = {path.name: path.read_bytes() for path in (run.checkpoints / "rank_0").glob("*.safetensors")}
-    succeeded(run, "--load_checkpoint ./output/checkpoint --resume_training True")
-    said(run, "resume from step 15", "qwen3_rank_0-2_5.safetensors, written by mindformers without records")
-    said(run, "random state", "absent", "not in the checkpoint")
-    expected = [row for row in json.loads((FIXTURE / "losses.json").read_text())["uninterrupted"] if row["step"] > 15]
+    train_well(run, "--load_checkpoint ./output/checkpoint --resume_training True")
+    selected = assert_event(run, "checkpoint_selected", step=15, description=contains("qwen3_rank_0-2_5.safetensors"))
+    assert "run_id" not in selected and resume_summary(run)["random state"][0] == "absent"       # mindformers saved it
+    expected = [row for row in json.loads((FIXTURES / FIXTURE / "losses.json").read_text())["uninterrupted"] if row["step"] > 15]
     assert [(row["step"], row["hex"], row["batch"]) for row in run.steps()] == [
         (row["step"], row["hex"], row["batch"]) for row in expected]
     assert [row["step"] for row in run.steps()] == [16, 17, 18, 19, 20]

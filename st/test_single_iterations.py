@@ -13,6 +13,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,30 +21,41 @@ import pytest
 from mindresume.formats.iteration_naming import TRACKER, iteration_name
 from mindresume.model.manifest import FOLDER, attempt_name, run_sequence
 from mindresume.model.training_state import is_transient
-from mindresume.tensor_files import read_header, read_tensor
-from st.copies import LIMIT, happened, lines, said, steps_of, together
-from st.iterations import (
-    NEW,
-    OF_STEP,
-    PROGRAM,
-    begin,
+from st.builtin_versions import VERSIONS, expect_readable
+from st.checkpoint_files import (
+    OF_TRAIN_STEP,
     candidate,
     common_json,
-    configured,
-    copy_root,
-    files_of,
-    flip_byte,
+    copy_iterations,
+    flip_bit,
+    iteration_files,
+    iteration_steps,
     layout_table,
-    loaded_tensors,
     not_equal,
     of_network,
     saved_tensors,
-    steps_there,
+    tensors_in,
     tracker,
 )
-from st.jobs import Run, differences
-from st.lives import CHOSEN, COMMITTED, assert_nothing_left
-from st.versions import VERSIONS, expect_readable
+from st.layout_runs import PROGRAM, loaded_tensors, start_recorded
+from st.run_attempts import (
+    LIMIT,
+    assert_event,
+    assert_no_process_left,
+    assert_not_trained,
+    assert_resumed,
+    committed_steps,
+    contains,
+    failure,
+    in_parallel,
+    log_has,
+    notices,
+    refused_steps,
+    resume_summary,
+    selected_step,
+    steps_of,
+)
+from st.training_run import FORMAT_2, Run, differences
 
 pytestmark = pytest.mark.timeout(1200)
 PROCESS = "--callbacks.1.async_save process"
@@ -55,34 +67,17 @@ def in_folder(folder: Path, whole: Run, *steps: int, of: Path | None = None) -> 
     """A run like ``whole`` in ``folder``, which finds these iterations of ``of`` there."""
     run = whole.like(folder, program=PROGRAM)
     if of is not None:
-        copy_root(of, run.checkpoints, *steps)
+        copy_iterations(of, run.checkpoints, *steps)
     return run
 
 
-def tensors_in(path: Path) -> dict[str, np.ndarray]:
-    with open(path, "rb") as file:
-        return {name: read_tensor(file, entry) for name, entry in read_header(file, str(path)).tensors.items()}
+def use_section(run: Run, resume_training: bool, **section: Any) -> Run:
+    """Gives ``run`` a configuration of its own: a ``checkpoint:`` section; of the older keys resume_training alone."""
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in section.items()}
+    return run.configure({"load_checkpoint": "", "resume_training": resume_training, "checkpoint": plain})
 
 
-def committed(run: Run, life: int = -1) -> list[int]:
-    """Steps whose commit the log of a life tells, in its order."""
-    log = (run.folder / f"launcher_{range(1, len(run.lives) + 1)[life]}.log").read_text(encoding="utf-8", errors="replace")
-    return [int(step) for step in COMMITTED.findall(log)]
-
-
-def goes_on(run: Run, whole: Run, step: int) -> None:
-    """Resumed from ``step``, and from there on bit by bit and sample by sample the uninterrupted run."""
-    said(run, f"mindresume: resume from step {step},")
-    assert steps_of(run) == list(range(step + 1, 41))
-    assert differences(whole.steps(), run.steps(-1)) == []
-
-
-def refused(run: Run, status: int) -> None:
-    assert run.process.returncode == status, run.log()[-3000:]
-    assert steps_of(run) == []
-
-
-# ---- the lives -----------------------------------------------------------------------------------------------------
+# ---- the runs ------------------------------------------------------------------------------------------------------
 
 def torn_first_save(run: Run) -> None:
     """What is left if a training dies in its very first save: of ours, and of mindformers (no tracker, a half file)."""
@@ -100,10 +95,10 @@ def broken(whole_single, tmp_path_factory) -> SimpleNamespace:
     base = tmp_path_factory.mktemp("broken")
     run = in_folder(base / "run", whole_single)
     torn_first_save(run)
-    status = begin(run, NEW, PROCESS, kill="12@10").wait(LIMIT)
-    assert_nothing_left(run)                             # the process that writes ends what it has begun
+    status = start_recorded(run, FORMAT_2, PROCESS, kill="12@10").wait(LIMIT)
+    assert_no_process_left(run)                             # the process that writes ends what it has begun
     shutil.copytree(run.checkpoints, base / "early")
-    begin(run, NEW, PROCESS).ended(LIMIT)
+    start_recorded(run, FORMAT_2, PROCESS).wait_for_success(LIMIT)
     return SimpleNamespace(run=run, root=run.checkpoints, early=base / "early", status=status)
 
 
@@ -114,11 +109,11 @@ def alone(broken, whole_single, tmp_path_factory) -> SimpleNamespace:
     run, back = in_folder(base / "alone", whole_single), in_folder(base / "back", whole_single)
     shutil.copytree(broken.early, run.checkpoints)
     shutil.rmtree(run.checkpoints / FOLDER)
-    begin(run, NEW, "--no-mindresume").ended(LIMIT)
+    start_recorded(run, FORMAT_2, "--no-mindresume").wait_for_success(LIMIT)
     shutil.copytree(run.checkpoints, back.checkpoints)
     (back.checkpoints / TRACKER).chmod(0o600)
     (back.checkpoints / TRACKER).write_text("35", encoding="utf-8")
-    begin(back, NEW).ended(LIMIT)
+    start_recorded(back, FORMAT_2).wait_for_success(LIMIT)
     return SimpleNamespace(run=run, back=back)
 
 
@@ -129,72 +124,72 @@ def others(broken, whole_single, tmp_path_factory) -> SimpleNamespace:
     runs = SimpleNamespace(**{name: in_folder(base / name, whole_single) for name in
                               ("saves", "weights", "stateless", "both", "larger", "odd", "missing", "sinks")},
                            returned=in_folder(base / "returned", whole_single, 30, 35, 40, of=root))
-    flip_byte(runs.returned.checkpoints / iteration_name(35) / BOTH[1])
+    flip_bit(runs.returned.checkpoints / iteration_name(35) / BOTH[1])
     (runs.returned.checkpoints / TRACKER).write_text("35", encoding="utf-8")
-    configured(runs.saves, False, save_path="./kept/here", save_max=2, save_interleaved_steps=2, no_save_optim=True,
+    use_section(runs.saves, False, save_path="./kept/here", save_max=2, save_interleaved_steps=2, no_save_optim=True,
                async_save=True, prefix="other", save_remove_redundancy=True, load_path=root / iteration_name(35),
                load_balanced=True, no_load_optim=False, reshard_worker_num=2)
-    configured(runs.stateless, True, load_path=base / "absent")
-    configured(runs.returned, True, load_path="./output/checkpoint")
-    configured(runs.weights, False, load_path=root, no_load_optim=True)
-    configured(runs.both, True, load_path=root, no_load_optim=True)
-    configured(runs.missing, True, load_path=base / "absent", no_load_optim=False)
+    use_section(runs.stateless, True, load_path=base / "absent")
+    use_section(runs.returned, True, load_path="./output/checkpoint")
+    use_section(runs.weights, False, load_path=root, no_load_optim=True)
+    use_section(runs.both, True, load_path=root, no_load_optim=True)
+    use_section(runs.missing, True, load_path=base / "absent", no_load_optim=False)
 
     def saves_and_what_comes_of_it() -> None:
-        begin(runs.saves).ended(LIMIT)
-        begin(runs.stateless, f"--load_checkpoint {runs.saves.folder}/kept/here --epochs 5").wait(LIMIT)
+        start_recorded(runs.saves).wait_for_success(LIMIT)
+        start_recorded(runs.stateless, f"--load_checkpoint {runs.saves.folder}/kept/here --epochs 5").wait(LIMIT)
 
     def twice_in_sinks() -> None:
-        begin(runs.sinks, NEW, SINKS, kill="20@16").wait(LIMIT)
-        begin(runs.sinks, NEW, SINKS).ended(LIMIT)
-    together(
+        start_recorded(runs.sinks, FORMAT_2, SINKS, kill="20@16").wait(LIMIT)
+        start_recorded(runs.sinks, FORMAT_2, SINKS).wait_for_success(LIMIT)
+    in_parallel(
         saves_and_what_comes_of_it,
         twice_in_sinks,
-        lambda: begin(runs.returned).ended(LIMIT),
-        lambda: begin(runs.weights, "--epochs 1").ended(LIMIT),
-        lambda: begin(runs.both).wait(LIMIT),
-        lambda: begin(runs.larger, NEW, f"--load_checkpoint {root}/{iteration_name(30)} --batch_size 16 --num_samples 160",
-                      "--epochs 5 --callbacks.1.save_checkpoint_steps 4").ended(LIMIT),
-        lambda: begin(runs.odd, NEW, f"--load_checkpoint {root}/{iteration_name(35)} --batch_size 16").ended(LIMIT),
-        lambda: begin(runs.missing, CPU_CLUSTER_KILL="0@3").wait(LIMIT))
+        lambda: start_recorded(runs.returned).wait_for_success(LIMIT),
+        lambda: start_recorded(runs.weights, "--epochs 1").wait_for_success(LIMIT),
+        lambda: start_recorded(runs.both).wait(LIMIT),
+        lambda: start_recorded(runs.larger, FORMAT_2, f"--load_checkpoint {root}/{iteration_name(30)} --batch_size 16",
+                               "--num_samples 160 --epochs 5 --callbacks.1.save_checkpoint_steps 4").wait_for_success(LIMIT),
+        lambda: start_recorded(runs.odd, FORMAT_2, f"--load_checkpoint {root}/{iteration_name(35)}",
+                               "--batch_size 16").wait_for_success(LIMIT),
+        lambda: start_recorded(runs.missing, CPU_CLUSTER_KILL="0@3").wait(LIMIT))
     return runs
 
 
 # ---- interruption --------------------------------------------------------------------------------------------------
 
 def test_a_torn_first_save_is_a_fresh_start(broken, whole_single):
-    log = (broken.run.folder / "launcher_1.log").read_text(encoding="utf-8", errors="replace")
-    assert "mindresume: fresh start: ./output/checkpoint holds no checkpoint that was ever complete" in log
-    assert log.count("not resuming from step 5") == 2 and not CHOSEN.findall(log)
+    assert selected_step(broken.run, attempt=0) is None and refused_steps(broken.run, attempt=0) == [5, 5]
+    assert_event(broken.run, "fresh_start", attempt=0, checkpoint_dir=contains("output/checkpoint"), is_expected=True)
     first = broken.run.steps(0)
     assert broken.status == 128 + 9 and [row["step"] for row in first] == list(range(1, 13))
     assert differences(whole_single.steps()[:12], first) == []
-    assert committed(broken.run, 0) == [5, 10]
-    assert steps_there(broken.early) == [5, 10] and tracker(broken.early) == 10
-    assert files_of(broken.early, 5) == ["common.json", *BOTH]
+    assert committed_steps(broken.run, 0) == [5, 10]
+    assert iteration_steps(broken.early) == [5, 10] and tracker(broken.early) == 10
+    assert iteration_files(broken.early, 5) == ["common.json", *BOTH]
 
 
 def test_a_missing_folder_is_a_fresh_start(others, whole_single):
     """Which mindformers refuses (is_hf_checkpoint of its trainer/utils.py), as it must be there to be looked into."""
     run = others.missing
-    said(run, "mindresume: fresh start:", "absent does not exist", "WARNING")
+    assert_event(run, "fresh_start", checkpoint_dir=contains("absent"), is_expected=False)
     assert steps_of(run) == [1, 2, 3] and differences(whole_single.steps()[:3], run.steps()) == []
 
 
 def test_the_same_command_goes_on_bit_by_bit(broken, whole_single):
-    goes_on(broken.run, whole_single, 10)
+    assert_resumed(broken.run, whole_single, 10)
     assert not_equal(saved_tensors(broken.early, 10), parameters(broken.run, broken.root, 40)) == []
 
 
 def parameters(run: Run, root: Path, step: int) -> dict[str, np.ndarray]:
-    """What the last life started with, without what lives within a step. ``step``: one that it saved to ``root``."""
+    """What the last attempt started with, without what exists only within a step. ``step``: one that it saved to ``root``."""
     loaded = loaded_tensors(run, layout_table(root, step))
     return {name: array for name, array in loaded.items() if not is_transient(name)}
 
 
 def test_every_step_is_saved_once_the_last_one_too(broken):
-    assert committed(broken.run) == [15, 20, 25, 30, 35, 40]
-    assert steps_there(broken.root) == [30, 35, 40] and tracker(broken.root) == 40
+    assert committed_steps(broken.run) == [15, 20, 25, 30, 35, 40]
+    assert iteration_steps(broken.root) == [30, 35, 40] and tracker(broken.root) == 40
 
 
 def test_the_folder_is_that_of_mindformers_and_one_of_ours(broken, alone):
@@ -204,16 +199,16 @@ def test_the_folder_is_that_of_mindformers_and_one_of_ours(broken, alone):
     assert {path.name.partition("-")[0] for path in (broken.root / FOLDER).iterdir()} <= {"ended"}
     theirs = alone.run.checkpoints
     for step in (30, 35, 40):
-        assert files_of(broken.root, step) == files_of(theirs, step) == ["common.json", *BOTH]
+        assert iteration_files(broken.root, step) == iteration_files(theirs, step) == ["common.json", *BOTH]
         known = common_json(theirs, step)
         assert known.pop("ckpt_status") is None and common_json(broken.root, step) == known
         for name in BOTH:
             ours, built_in = (tensors_in(root / iteration_name(step) / name) for root in (broken.root, theirs))
-            assert set(not_equal(ours, built_in)) == set(ours) - set(built_in) <= OF_STEP, f"{name} of step {step}"
+            assert set(not_equal(ours, built_in)) == set(ours) - set(built_in) <= OF_TRAIN_STEP, f"{name} of step {step}"
 
 
 def test_mindformers_alone_goes_on_from_our_folder(alone, whole_single):
-    assert "mindresume: " not in alone.run.log()
+    assert alone.run.event_files() == []
     assert steps_of(alone.run) == list(range(11, 41))
     assert differences(whole_single.steps(), alone.run.steps()) == []
 
@@ -221,13 +216,13 @@ def test_mindformers_alone_goes_on_from_our_folder(alone, whole_single):
 def test_we_go_on_from_a_folder_of_mindformers_whose_tracker_was_set_back(alone, whole_single):
     """Our step 40 takes the place of its step 40. What mindformers saved is not removed, and what we did counts."""
     run = alone.back
-    goes_on(run, whole_single, 35)
-    said(run, "iteration_00000035, written by mindformers without records")
-    said(run, "newer than step 35", "step 40")
-    said(run, "random state", "absent", "not in the checkpoint")
-    assert tracker(run.checkpoints) == 40 and committed(run) == [40]
-    assert set(not_equal(saved_tensors(run.checkpoints, 40), of_mindformers(alone.run.checkpoints, 40))) <= OF_STEP
-    assert set(steps_there(run.checkpoints)) >= {30, 35, 40}
+    assert_resumed(run, whole_single, 35)
+    selected = assert_event(run, "checkpoint_selected", step=35, description=contains("iteration_00000035"))
+    assert "run_id" not in selected and resume_summary(run)["random state"][0] == "absent"         # mindformers saved it
+    assert notices(run, "step 35", "step 40")                                           # which is newer than the tracker
+    assert tracker(run.checkpoints) == 40 and committed_steps(run) == [40]
+    assert set(not_equal(saved_tensors(run.checkpoints, 40), of_mindformers(alone.run.checkpoints, 40))) <= OF_TRAIN_STEP
+    assert set(iteration_steps(run.checkpoints)) >= {30, 35, 40}
 
 
 def of_mindformers(root: Path, step: int) -> dict[str, np.ndarray]:
@@ -250,25 +245,24 @@ def test_sinks_that_do_not_divide_an_epoch(others, whole_single):
     run = others.sinks
     assert [row["step"] for row in run.steps(0)] == list(range(1, 21))
     assert differences(whole_single.steps()[:20], run.steps(0)) == []
-    goes_on(run, whole_single, 16)
-    happened(run, "progress_restored", step=16, epochs_done=4)                       # an epoch of mindformers is a sink
-    assert committed(run, 0) == [8, 16] and committed(run) == [24, 32, 40] and tracker(run.checkpoints) == 40
+    assert_resumed(run, whole_single, 16)
+    assert_event(run, "progress_restored", step=16, epochs_done=4)                       # an epoch of mindformers is a sink
+    assert committed_steps(run, 0) == [8, 16] and committed_steps(run) == [24, 32, 40] and tracker(run.checkpoints) == 40
 
 
 # ---- the checkpoint: section ---------------------------------------------------------------------------------------
 
 def test_load_path_and_resume_training_resume(others, whole_single):
-    """mindformers drops the wish and starts at step 0. The tracker was set back to 35, which is damaged: 30, and not 40."""
+    """mindformers ignores the keys and starts at step 0. The tracker was set back to 35, which is damaged: 30, and not 40."""
     run = others.returned
-    goes_on(run, whole_single, 30)
-    said(run, "not resuming from step 35", BOTH[1], "WARNING")
-    said(run, "newer than step 35", "step 40")
-    assert not lines(run, "not resuming from step 40")
+    assert_resumed(run, whole_single, 30)
+    assert_event(run, "candidate_refused", step=35, file=contains(BOTH[1]))
+    assert notices(run, "step 35", "step 40") and 40 not in refused_steps(run)
 
 
 def test_its_saves_take_the_place_of_those_that_were_left(others, broken):
     root = others.returned.checkpoints
-    assert steps_there(root) == [5 * n for n in range(6, 9)] and tracker(root) == 40
+    assert iteration_steps(root) == [5 * n for n in range(6, 9)] and tracker(root) == 40
     own = candidate(root, 40).run
     assert [candidate(root, step).run == own for step in (30, 35, 40)] == [False, True, True]
     for step in (35, 40):
@@ -277,16 +271,16 @@ def test_its_saves_take_the_place_of_those_that_were_left(others, broken):
 
 
 def test_no_load_optim_false_resumes_without_resume_training(others, whole_single):
-    goes_on(others.saves, whole_single, 35)
+    assert_resumed(others.saves, whole_single, 35)
 
 
 def test_every_key_of_saving(others, broken):
     """save_path, save_max, save_interleaved_steps, no_save_optim, async_save, prefix, save_remove_redundancy."""
     run, root = others.saves, others.saves.folder / "kept" / "here"
-    assert committed(run) == [36, 38, 40] and steps_there(root) == [38, 40] and tracker(root) == 40
-    said(run, "step 36 is being saved as iteration_00000036")                        # behind the training
+    assert committed_steps(run) == [36, 38, 40] and iteration_steps(root) == [38, 40] and tracker(root) == 40
+    assert_event(run, "save_staged", step=36, name=contains("iteration_00000036"))
     model = "other-model-0000000-0000001.safetensors"
-    assert files_of(root, 40) == ["common.json", model]
+    assert iteration_files(root, 40) == ["common.json", model]
     whole = tensors_in(broken.root / iteration_name(40) / BOTH[0])
     assert not_equal(tensors_in(root / iteration_name(40) / model), whole) == []
     assert not run.checkpoints.exists() or not list(run.checkpoints.glob("iteration_*"))
@@ -294,9 +288,10 @@ def test_every_key_of_saving(others, broken):
 
 def test_no_optimizer_in_the_checkpoint_is_an_error_that_names_the_key(others):
     run = others.stateless
-    said(run, "--load_checkpoint wins over checkpoint.load_path")
-    refused(run, 1)
-    said(run, "LoadError", "holds no optimizer state", "no_save_optim", "set no_load_optim: True")
+    assert log_has(run, "--load_checkpoint", "checkpoint.load_path")
+    assert_not_trained(run, 1)
+    error = failure(run)
+    assert error.startswith("LoadError") and "no_save_optim" in error and "no_load_optim: True" in error
 
 
 def test_no_load_optim_takes_the_weights_alone(others, broken, whole_single):
@@ -311,16 +306,15 @@ def test_no_load_optim_takes_the_weights_alone(others, broken, whole_single):
     weights = set(tensors_in(broken.root / iteration_name(40) / BOTH[0]))
     assert weights and not_equal({name: saved[name] for name in weights}, {name: loaded[name] for name in weights}) == []
     assert int(loaded["global_step"][0]) == 0
-    said(run, "mindresume: weights of step 40")
+    assert_event(run, "checkpoint_selected", step=40, weights_only=True)
     assert common_json(run.checkpoints, 10)["global_step"] == 10
 
 
 def test_resume_training_and_no_load_optim_is_one_clear_error(others):
-    refused(others.both, 2)
-    found = lines(others.both, "no_load_optim")
-    assert len([line for line in found if line.startswith("run_mindformer.py: error")]) == 1, found
-    said(others.both, "resume_training is set, but checkpoint.no_load_optim: True", "remove one of them")
-    assert not lines(others.both, "Traceback")
+    assert_not_trained(others.both, 2)
+    errors = [line for line in others.both.log().splitlines() if line.startswith("run_mindformer.py: error")]
+    assert len(errors) == 1 and "resume_training" in errors[0] and "checkpoint.no_load_optim: True" in errors[0], errors
+    assert not log_has(others.both, "Traceback")
 
 
 def test_a_run_is_later_than_those_of_the_iterations_that_it_finds(others, alone):
@@ -336,8 +330,8 @@ def test_twice_the_batch_of_another_data_set_for_more_epochs(others, broken):
 
         step_scale = 8 / 16; initial_step = 30 * step_scale = 15; global_step = 30 * step_scale = 15"""
     run = others.larger
-    happened(run, "progress_restored", step=15, epochs_done=3, global_batch_size=16, step_scale=0.5, saved_step=30)
-    said(run, "WARNING", "the data set is not that of the checkpoint (num_samples: 80, now 160)")
+    assert_event(run, "progress_restored", step=15, epochs_done=3, global_batch_size=16, step_scale=0.5, saved_step=30)
+    assert notices(run, "num_samples", "80", "160", level="warning")
     rows = {row["step"]: row for row in run.steps(-1)}                               # step: the optimizer's global_step
     assert list(rows) == list(range(16, 36))
     assert [rows[step]["epoch"] for step in (16, 25, 26, 35)] == [4, 4, 5, 5]
@@ -351,7 +345,7 @@ def test_twice_the_batch_of_another_data_set_for_more_epochs(others, broken):
 
 def test_what_it_saves_counts_in_its_own_steps(others):
     root = others.larger.checkpoints
-    assert committed(others.larger) == [16, 20, 24, 28, 32, 35] and tracker(root) == 35
+    assert committed_steps(others.larger) == [16, 20, 24, 28, 32, 35] and tracker(root) == 35
     assert common_json(root, 28) == {"epoch_num": 3, "step_num": 28, "global_step": 28, "loss_scale": 1.0,
                                      "global_batch_size": 16}
     assert int(saved_tensors(root, 28)["global_step"][0]) == 28
@@ -360,7 +354,7 @@ def test_what_it_saves_counts_in_its_own_steps(others):
 def test_a_batch_size_that_cuts_a_step_is_rounded_down(others, whole_single):
     """35 * 8 / 16 = 17.5 steps: the data of step 35 is seen again, in step 18."""
     run, before = others.odd, {row["step"]: row["samples"] for row in whole_single.steps()}
-    said(run, "8 samples are seen again", "WARNING")
+    assert notices(run, "8 samples", level="warning")
     assert {row["step"]: row["samples"] for row in run.steps(-1)} == {
         step: before[2 * step - 1] + before[2 * step] for step in range(18, 21)}
 

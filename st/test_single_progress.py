@@ -5,36 +5,46 @@ from types import SimpleNamespace
 
 import pytest
 
-from st.copies import beside, happened, names, records, said, succeeded, together, upstream
-from st.jobs import Run
+from st.checkpoint_files import names, records
+from st.run_attempts import (
+    assert_event,
+    in_parallel,
+    notices,
+    resume_summary,
+    run_beside,
+    selected_step,
+    train_well,
+    use_register_path,
+)
+from st.training_run import Run
 
 
 @pytest.fixture(scope="module")
 def resumed(whole_single, tmp_path_factory) -> SimpleNamespace:
     """All from the folder of the uninterrupted run (steps 30, 35, 40), each with an output of its own."""
     base, there = tmp_path_factory.mktemp("progress"), f"--load_checkpoint {whole_single.checkpoints}"
-    runs = {name: beside(whole_single, base / name, copied=False) for name in ("larger", "odd", "again", "third")}
+    runs = {name: run_beside(whole_single, base / name, copied=False) for name in ("larger", "odd", "again", "third")}
     at_30, at_35 = (f"{there} --resume_training qwen3_rank_0-{name}" for name in ("3_10", "4_5"))
-    skip = upstream(runs["third"], {             # the way of an unmodified script; the other runs take run_mindformer.py
+    skip = use_register_path(runs["third"], {             # the way of an unmodified script; the other runs take run_mindformer.py
         "trainer.data_skip_steps": 2, "resume_training": "qwen3_rank_0-4_5", "load_checkpoint": str(whole_single.checkpoints)})
-    together(
-        lambda: succeeded(runs["larger"], at_30, "--batch_size 16 --callbacks.1.save_checkpoint_steps 4"),
-        lambda: succeeded(runs["odd"], at_35, "--batch_size 16"),
-        lambda: succeeded(runs["again"], at_35, "--trainer.ignore_data_skip True"),
-        lambda: succeeded(runs["third"], skip))
+    in_parallel(
+        lambda: train_well(runs["larger"], at_30, "--batch_size 16 --callbacks.1.save_checkpoint_steps 4"),
+        lambda: train_well(runs["odd"], at_35, "--batch_size 16"),
+        lambda: train_well(runs["again"], at_35, "--trainer.ignore_data_skip True"),
+        lambda: train_well(runs["third"], skip))
     return SimpleNamespace(**runs)
 
 
 def samples(run: Run) -> dict[int, list[str]]:
-    """{step: ids of its samples} of the last life."""
+    """{step: ids of its samples} of the last attempt."""
     return {row["step"]: row["samples"] for row in run.steps(-1)}
 
 
 def test_twice_the_global_batch_size_is_half_the_steps(resumed, whole_single):
     """Step 30 of 40 becomes 15 of 20, and the data goes on behind the same sample."""
     run, before = resumed.larger, samples(whole_single)
-    said(run, "resume from step 30")
-    happened(run, "progress_restored", step=15, epochs_done=3, global_batch_size=16, step_scale=0.5, saved_step=30)
+    assert selected_step(run) == 30
+    assert_event(run, "progress_restored", step=15, epochs_done=3, global_batch_size=16, step_scale=0.5, saved_step=30)
     assert samples(run) == {step: before[2 * step - 1] + before[2 * step] for step in range(16, 21)}
     assert names(run) == {16: "qwen3_rank_0-4_1.safetensors", 20: "qwen3_rank_0-4_5.safetensors"}
     assert [(state.global_step, state.global_batch_size, state.dataset_size) for state in
@@ -44,15 +54,16 @@ def test_twice_the_global_batch_size_is_half_the_steps(resumed, whole_single):
 def test_a_batch_size_that_cuts_a_step_is_rounded_down(resumed, whole_single):
     """35 * 8 / 16 = 17.5 steps: the data of step 35 is seen again, in step 18."""
     run, before = resumed.odd, samples(whole_single)
-    said(run, "8 samples are seen again", "WARNING")
-    said(run, "step", "recomputed", "35 * 8 / 16 = 17.5, so 17")
+    assert notices(run, "8 samples", level="warning")
+    how, details = resume_summary(run)["step"]
+    assert how == "recomputed" and "17.5" in details
     assert samples(run) == {step: before[2 * step - 1] + before[2 * step] for step in range(18, 21)}
 
 
 def test_ignore_data_skip_begins_the_data_again(resumed, whole_single):
     """The counters go on. The epoch that was cut by step 35 is trained as a whole now, so the run ends at step 45."""
     run, before = resumed.again, samples(whole_single)
-    said(run, "continues after step 35")
+    assert_event(run, "progress_restored", step=35)
     assert samples(run) == {35 + step: before[step] for step in range(1, 11)}
     assert names(run) == {40: "qwen3_rank_0-4_10.safetensors", 45: "qwen3_rank_0-5_5.safetensors"}
 
@@ -60,6 +71,6 @@ def test_ignore_data_skip_begins_the_data_again(resumed, whole_single):
 def test_data_skip_steps_skips_so_many(resumed, whole_single):
     """The samples of steps 1 and 2 are left out, the rest of an epoch follows."""
     run, before = resumed.third, samples(whole_single)
-    said(run, "continues after step 35")
+    assert_event(run, "progress_restored", step=35)
     assert samples(run) == {33 + step: before[step] for step in range(3, 11)}
     assert names(run) == {40: "qwen3_rank_0-4_10.safetensors", 43: "qwen3_rank_0-5_3.safetensors"}

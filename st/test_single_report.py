@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from st.jobs import Run
+from st.training_run import Run
 
 
 def reported(run: Run, *arguments: str) -> dict:
@@ -20,10 +20,10 @@ def reported(run: Run, *arguments: str) -> dict:
 def training(tmp_path_factory, whole_single) -> SimpleNamespace:
     """Killed after step 13 at the earliest, reported on, and started again by the same command."""
     run = whole_single.like(tmp_path_factory.mktemp("report"))
-    run.start().until(13)
+    run.start().wait_for_step(13)
     run.kill()
     between, expected = reported(run), run.which()["chosen"]["step"]
-    run.start().ended()
+    run.start().wait_for_success()
     return SimpleNamespace(run=run, between=between, expected=expected,
                            after=reported(run, "-o", str(run.folder / "report.html")))
 

@@ -1,17 +1,17 @@
 """A shuffled data set: every epoch has an order of its own, and a resume inside an epoch goes on in it."""
 from __future__ import annotations
 
-from st.copies import LIMIT, steps_of, succeeded, together
-from st.jobs import differences
+from st.run_attempts import LIMIT, in_parallel, steps_of, train_well
+from st.training_run import differences
 
 SHUFFLE = "--train_dataset.data_loader.shuffle True"
 
 
 def test_a_resume_inside_an_epoch_keeps_the_shuffled_order(whole_single, tmp_path):
     whole, broken = (whole_single.like(tmp_path / name) for name in ("whole", "broken"))
-    together(lambda: succeeded(whole, SHUFFLE), lambda: broken.start(SHUFFLE, CPU_CLUSTER_KILL="all@18").wait(LIMIT))
+    in_parallel(lambda: train_well(whole, SHUFFLE), lambda: broken.start(SHUFFLE, CPU_CLUSTER_KILL="all@18").wait(LIMIT))
     assert steps_of(broken)[-1] == 18
-    succeeded(broken, SHUFFLE)
+    train_well(broken, SHUFFLE)
     assert steps_of(broken) == list(range(16, 41))                 # from step 15, in the middle of the second epoch
     assert differences(whole.steps(), broken.steps(0)) == [f"step {step} is missing" for step in range(19, 41)]
     assert differences(whole.steps(), broken.steps(1)) == []

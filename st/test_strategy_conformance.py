@@ -11,7 +11,7 @@ from mindresume.formats.parallel_plan import ParallelPlan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
 from mindresume.formats.strategy_codec import encode_strategy
 from mindresume.model.layout import TensorLayout
-from st.jobs import ROOT
+from st.training_run import ROOT
 
 FIXTURES = ROOT / "st" / "fixtures"
 COMPILED = sorted(path.name for path in FIXTURES.glob("strategy_*"))

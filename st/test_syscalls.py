@@ -32,9 +32,9 @@ from mindresume.fault_injection.scheduler import Scheduler
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
-from st.jobs import ROOT
 from st.strace import TRACED, Call, Order, read_trace, role
 from st.syscall_job import REPORTED, shard_of
+from st.training_run import ROOT
 
 PAST, STEP, NEXT = 10, 20, 30
 TOGETHER = 2                                    # jobs at a time
@@ -331,7 +331,7 @@ def killed(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
     if setup.saver != "process" and status != -signal.SIGKILL:
         problems.append(f"exit status {status}: {error}")
     if setup.saver == "process" and (status, saved) not in ((REPORTED, False), (0, True)):
-        problems.append(f"the training did not hear of its writer's death: exit status {status}, {job.said}, {error}")
+        problems.append(f"the training did not report its writer's death: exit status {status}, {job.said}, {error}")
     sandbox = world_of(base, setup)
     if order.recorded(STEP) or saved:
         sandbox.record_saved(0, 0, STEP)
@@ -365,11 +365,11 @@ def failing(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
         problems.append(f"not this call was struck: {[str(call) for call in struck]}")
     if status != (0 if saved and said[NEXT]["saved"] else REPORTED):
         problems.append(f"exit status {status}: {error}")
-    problems += [*wrong, *Order(calls, setup.past).broken, *told(target, name, saved, job.said)]
+    problems += [*wrong, *Order(calls, setup.past).broken, *unreported(target, name, saved, job.said)]
     return finish(sandbox, setup, target, fault, status, saved, problems, chosen)
 
 
-def told(target: Target, name: str, saved: bool, said: list[dict]) -> list[str]:
+def unreported(target: Target, name: str, saved: bool, said: list[dict]) -> list[str]:
     """What could not be changed is told, and what was not made durable is not called saved. What could not be read may be told:
     the file counts as absent then, and nothing is removed that would not be removed without it."""
     if name in TELLS_NOTHING:
@@ -381,7 +381,7 @@ def told(target: Target, name: str, saved: bool, said: list[dict]) -> list[str]:
         problems.append(f"step {STEP} was saved, but does not count as saved")
     texts = [text for line in said for text in (line["error"] or "", *map(str, line["events"]))]
     if target.call.changes and not any(reason in text for text in texts):
-        problems.append(f"nobody heard of it: {said}")
+        problems.append(f"not reported: {said}")
     return problems
 
 

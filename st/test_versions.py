@@ -25,8 +25,18 @@ from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode, read_header, read_tensor
-from st.jobs import ROOT
-from st.versions import VERSIONS, builtin, device_axes, differences, expect_readable, fixture, is_optimizer, parts, python_of
+from st.builtin_versions import (
+    VERSIONS,
+    builtin,
+    device_axes,
+    differences,
+    expect_readable,
+    fixture,
+    is_optimizer,
+    parts,
+    python_of,
+)
+from st.training_run import ROOT
 
 FIXTURES = {"mf190_20_dp2tp2opt": "1.9.0", "mf190_20_single": "1.9.0", "mf180_20_tp2": "1.8.0"}
 STEP = 15

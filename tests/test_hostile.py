@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import xxhash
-from folders import RUN, STORAGE, Ranks, counters, path_of, save, state_of, write_foreign
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_folders import RUN, STORAGE, Ranks, counters, path_of, save, state_of, write_foreign
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.read_locks import read_locks

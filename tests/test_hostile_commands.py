@@ -16,16 +16,16 @@ import sys
 import time
 from pathlib import Path
 
-import iterations
+import iteration_folders
 import numpy as np
 import pytest
-from folders import path_of, save, write_foreign
 from formats.test_huggingface import GROUPED
-from logfiles import INFO, RUNS, ZERO, Log, Training
 from mutations import damage
+from rank_folders import path_of, save, write_foreign
 from reshard.plans import COUNTERS, MODEL, Plan, random_tensors
 from reshard.plans import foreign as foreign_of_plan
 from reshard.test_huggingface import document
+from training_logs import INFO, RUNS, ZERO, Log, Training
 
 from mindresume import cli
 from mindresume.events.event_file import FOLDER
@@ -222,7 +222,7 @@ def logs(root):
     training.write_all(root)
 
 
-def rank_folders(root):
+def save_rank_folders(root):
     save(root / "checkpoint", 5, 2)
     save(root / "checkpoint", 10, 2)
     write_foreign(root / "checkpoint", 20, 2, suffix=1)
@@ -236,11 +236,11 @@ def with_strategy(root):
     (root / "strategy_0123abcd" / "used_for.json").write_text("[[1, 2]]")
 
 
-def iteration_folders(root):
+def save_iteration_folders(root):
     (root / "checkpoint").mkdir(parents=True)
-    iterations.save(root / "checkpoint", 5, 10)
-    iterations.foreign(root / "checkpoint", steps=(15,))
-    iterations.write_all(root / "checkpoint", 20)
+    iteration_folders.save(root / "checkpoint", 5, 10)
+    iteration_folders.foreign(root / "checkpoint", steps=(15,))
+    iteration_folders.write_all(root / "checkpoint", 20)
 
 
 def complete(root):
@@ -251,7 +251,7 @@ def complete(root):
     (root / "checkpoint" / "config.json").write_text(json.dumps(document(GROUPED)))
 
 
-KINDS = (rank_folders, with_strategy, iteration_folders, complete, logs)
+KINDS = (save_rank_folders, with_strategy, save_iteration_folders, complete, logs)
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from folders import RUN, Ranks, flip_bit, path_of, simulated, write_rank
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from rank_folders import RUN, Ranks, flip_bit, path_of, simulated, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import LeaseHolder, ended

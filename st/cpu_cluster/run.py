@@ -85,6 +85,13 @@ def on_cpu() -> bool:
     return os.environ.get("CPU_CLUSTER_DEVICE", "CPU") == "CPU"
 
 
+def record_events_of_every_rank() -> None:
+    """Lets this rank write its event file from the first event on, as rank 0 does; else it would write one only if it fails. The
+    system tests compare what all ranks selected."""
+    from mindresume.events import event_file
+    event_file._is_failure = lambda event: True
+
+
 def run_program(arguments: list[str]) -> None:
     """``arguments``: program.py or -m package, then its own arguments."""
     from st import cpu_cluster
@@ -94,6 +101,8 @@ def run_program(arguments: list[str]) -> None:
     else:
         from st.cpu_cluster import model_build
         model_build.install_recorders()
+    if os.environ.get("RANK_ID", "0") != "0":
+        record_events_of_every_rank()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from folders import STORAGE, place_of, state_of
 from formats.test_huggingface import GROUPED
+from rank_folders import STORAGE, place_of, state_of
 from reshard.test_huggingface import document
 
 import mindresume

@@ -3,10 +3,10 @@ import json
 import os
 import shutil
 
-import iterations
+import iteration_folders
 import pytest
 from coordination.test_storage_topology import save_part
-from folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
+from rank_folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
 from reshard.plans import COUNTERS, MODEL, STEP, complete, put, random_tensors
 
 import mindresume
@@ -18,19 +18,14 @@ from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.tensor_files import read_header
 
 
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 @pytest.fixture(params=["mindresume", "mindformers", "iterations", "iterations of mindformers"])
 def saved(request, tmp_path):
     """Steps 10 and 15 below ``run/output/checkpoint``."""
     root = tmp_path / "run" / "output" / "checkpoint"
     if request.param == "iterations":
-        iterations.save(root, 10, 15)
+        iteration_folders.save(root, 10, 15)
     elif request.param == "iterations of mindformers":
-        iterations.foreign(root)
+        iteration_folders.foreign(root)
     else:
         for step in (10, 15):
             save(root, step, world=2) if request.param == "mindresume" else write_foreign(root, step, world=2)

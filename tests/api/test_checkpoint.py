@@ -1,14 +1,13 @@
 """One saved step through the API: its state, its tensors, regions of them, and how long it is held."""
 import gc
-import os
 import shutil
 import subprocess
 import sys
 
-import iterations
+import iteration_folders
 import numpy as np
 import pytest
-from folders import path_of, save, tensors_of, write_foreign
+from rank_folders import path_of, save, tensors_of, write_foreign
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, put, random_tensors, recorded
 
 import mindresume
@@ -20,11 +19,6 @@ MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "layers.0.we
          "layers.1.weight": Spec((8, 12), 1, 1), "norm.weight": Spec((8,), None, "last"), "layers.1.none": Spec((8, 0), 0, 1)}
 TENSORS = random_tensors(MODEL)
 PLAN = Plan.parse("dp2tp2pp2opt2", MODEL)
-
-
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture(params=["mindresume", "mindformers", "merged"])
@@ -94,13 +88,13 @@ def test_the_state(saved):
 
 
 def test_the_state_of_iteration_folders(tmp_path):
-    iterations.foreign(tmp_path / "theirs")
-    iterations.save(tmp_path / "ours", 10)
+    iteration_folders.foreign(tmp_path / "theirs")
+    iteration_folders.save(tmp_path / "ours", 10)
     assert mindresume.open(tmp_path / "theirs")[15].state.step == 15
     checkpoint = mindresume.open(tmp_path / "ours")[10]
     assert checkpoint.state.step == 10 and checkpoint.info.iteration_dir == "iteration_00000010"
     assert checkpoint.tensors["embedding.weight"].shape == (8, 4)
-    wanted = np.concatenate([iterations.tensors_of(rank, 10)["embedding.weight"] for rank in range(2)])
+    wanted = np.concatenate([iteration_folders.tensors_of(rank, 10)["embedding.weight"] for rank in range(2)])
     assert same(checkpoint.read("embedding.weight"), wanted)
     checkpoint.release()
 

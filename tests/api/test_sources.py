@@ -1,7 +1,7 @@
 """How a caller names a checkpoint, and what is a strategy."""
 import numpy as np
 import pytest
-from folders import STORAGE, save
+from rank_folders import STORAGE, save
 from reshard.plans import MODEL, Plan, complete, put, random_tensors
 
 import mindresume

@@ -6,14 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import iterations
+import iteration_folders
 import pytest
 from coordination.test_storage_topology import save_part
-from folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
-from iterations import folder_of, foreign
-from iterations import save as save_iterations
+from iteration_folders import folder_of, foreign
+from iteration_folders import save as save_iterations
+from rank_folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
 
-from mindresume import cli
 from mindresume.coordination.lease import SAVING, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.formats.scan import scan
@@ -22,28 +21,6 @@ from mindresume.resume import listing as surveys
 from mindresume.tensor_files import read_header
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Runs the command line in this process; returns (exit status, stdout, stderr)."""
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["mindresume", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-    return run
-
-
-@pytest.fixture
-def read(call):
-    """(exit status, JSON document)"""
-    def run(command, *arguments):
-        status, out, err = call(command, *arguments, "--json")
-        assert err == ""
-        return status, json.loads(out)
-    return run
 
 
 @pytest.fixture(params=["mindresume", "mindformers"])
@@ -61,8 +38,8 @@ def saved(tmp_path, origin):
 
 
 def test_a_copy_of_an_iteration_is_listed_as_one(tmp_path, read):
-    iterations.save(tmp_path, 10, 20)
-    shutil.copytree(iterations.folder_of(tmp_path, 10), iterations.folder_of(tmp_path, 11))
+    iteration_folders.save(tmp_path, 10, 20)
+    shutil.copytree(iteration_folders.folder_of(tmp_path, 10), iteration_folders.folder_of(tmp_path, 11))
     _, found = read("ls", tmp_path)
     assert {row["iteration_dir"]: row["usable"] for row in found["checkpoints"]} == {
         "iteration_00000020": True, "iteration_00000010": True, "iteration_00000011": False}

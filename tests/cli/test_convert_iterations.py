@@ -3,7 +3,7 @@ import json
 import os
 
 import pytest
-from folders import STORAGE
+from rank_folders import STORAGE
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, foreign, random_tensors, recorded
 
 from mindresume.coordination.collectives import SingleProcess
@@ -18,13 +18,9 @@ from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 
 COMMAND = "convert"
+pytestmark = pytest.mark.usefixtures("no_flush")
 TENSORS = random_tensors(MODEL)
 NAME = iteration_name(STEP)
-
-
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def values(folder):

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import save
+from rank_folders import save
 from reshard.plans import COUNTERS, Plan, Spec, complete, foreign, put, random_tensors, recorded
 
 from mindresume.formats.strategy import write_strategy

@@ -1,5 +1,4 @@
 """``mindresume inspect``: what a checkpoint or a strategy holds, in numbers and in words."""
-import json
 import os
 import subprocess
 import sys
@@ -7,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import RUN, save
+from rank_folders import RUN, save
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, put, random_tensors, recorded
 
 from mindresume.api.tensors import TensorInfo, cut_text
@@ -27,16 +26,6 @@ PLAN = Plan.parse("dp2tp2pp2opt2", MODEL)
 
 
 COMMAND = "inspect"
-
-
-@pytest.fixture
-def read(call):
-    """The JSON document."""
-    def run(*arguments):
-        status, out, err = call(*arguments, "--json")
-        assert (status, err) == (0, "")
-        return json.loads(out)
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +51,8 @@ def listed(regions):
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
-def test_what_a_checkpoint_is(saved, read, origin):
-    found = read(saved[origin])
+def test_what_a_checkpoint_is(saved, read_ok, origin):
+    found = read_ok(saved[origin])
     whole = {**TENSORS, **COUNTERS}
     keys = ("kind", "origin", "run_id", "step", "world_size", "stages", "stage_size", "files", "size_bytes")
     assert {key: found[key] for key in keys} == {
@@ -76,8 +65,8 @@ def test_what_a_checkpoint_is(saved, read, origin):
     assert found["slices"] is found["rank"] is None
 
 
-def test_every_tensor_and_its_layout(saved, read, origin):
-    rows = {row["name"]: row for row in read(saved[origin])["tensors"]}
+def test_every_tensor_and_its_layout(saved, read_ok, origin):
+    rows = {row["name"]: row for row in read_ok(saved[origin])["tensors"]}
     assert rows.keys() == {*TENSORS, *COUNTERS}
     for stage, layouts in enumerate(PLAN.stages):
         shard = PLAN.shard(TENSORS, 4 * stage)
@@ -93,8 +82,8 @@ def test_every_tensor_and_its_layout(saved, read, origin):
 
 
 @pytest.mark.parametrize("rank", range(8))
-def test_what_a_rank_holds(saved, read, rank):
-    found = read(saved["mindresume"], "--rank", rank)
+def test_what_a_rank_holds(saved, read_ok, rank):
+    found = read_ok(saved["mindresume"], "--rank", rank)
     parts = {part["name"]: part for part in found["slices"]}
     assert found["rank"] == rank and parts.keys() == {*PLAN.regions(rank), *COUNTERS}
     assert {name: parts[name]["region"] for name in PLAN.layouts(rank)} == listed(PLAN.regions(rank))
@@ -102,8 +91,8 @@ def test_what_a_rank_holds(saved, read, rank):
 
 
 @pytest.mark.parametrize("rank", [1, 4, 7])
-def test_copies_that_were_left_away(saved, read, call, rank):
-    parts = {part["name"]: part for part in read(saved["mindformers"], "--rank", rank)["slices"]}
+def test_copies_that_were_left_away(saved, read_ok, call, rank):
+    parts = {part["name"]: part for part in read_ok(saved["mindformers"], "--rank", rank)["slices"]}
     assert {name for name, part in parts.items() if part["ranks"]} == {*PLAN.keeps(rank), *COUNTERS}
     assert {name: parts[name]["region"] for name in PLAN.layouts(rank)} == listed(PLAN.regions(rank))
     assert all(part["missing_ranks"] == ([] if part["ranks"] else [rank]) for part in parts.values())
@@ -112,8 +101,8 @@ def test_copies_that_were_left_away(saved, read, call, rank):
 
 
 @pytest.mark.parametrize("pattern", ["layers.2.*weight", "embedding.weight", "norm.weight", "layers.3.none"])
-def test_who_holds_which_slice(saved, read, origin, pattern):
-    found = read(saved[origin], "--tensor", pattern)
+def test_who_holds_which_slice(saved, read_ok, origin, pattern):
+    found = read_ok(saved[origin], "--tensor", pattern)
     names = [row["name"] for row in found["tensors"]]
     assert names and {part["name"] for part in found["slices"]} == set(names)
     for name in names:
@@ -152,35 +141,35 @@ def test_slices_for_people(saved, call):
     assert call(saved["mindresume"], "--rank", 2, "--tensor", "head.weight")[1].endswith("rank 2 holds none of 1 tensors\n")
 
 
-def test_a_lost_file(tmp_path, read):
+def test_a_lost_file(tmp_path, read_ok):
     candidate = foreign(tmp_path, Plan.parse("dp2tp2", MODEL), TENSORS)
     write_strategy(Plan.parse("dp2tp2", MODEL).strategy(), str(tmp_path / "strategy"))
     lose(tmp_path, candidate, [3])
-    found = read(tmp_path, "--from", tmp_path / "strategy", "--tensor", "head.weight")
+    found = read_ok(tmp_path, "--from", tmp_path / "strategy", "--tensor", "head.weight")
     assert [(part["region"][0], part["ranks"], part["missing_ranks"]) for part in found["slices"]] == [
         ([0, 8], [0, 2], []), ([8, 16], [1], [3])]
     assert found["files"] == 3 and found["world_size"] == 4
 
 
-def test_steps_of_a_folder(tmp_path, read, call):
+def test_steps_of_a_folder(tmp_path, read_ok, call):
     for step in (5, 10):
         save(tmp_path, step, replicas=1)
-    assert read(tmp_path)["step"] == 10 and read(tmp_path, "--step", 5)["step"] == 5
+    assert read_ok(tmp_path)["step"] == 10 and read_ok(tmp_path, "--step", 5)["step"] == 5
     assert "no layouts: every tensor is whole on every rank" in call(tmp_path)[1]
     for path in tmp_path.glob("rank_*/*-1_10.*"):
         path.write_bytes(b"")
-    assert read(tmp_path)["step"] == 5 and [row["step"] for row in read(tmp_path)["refused"]] == [10]
+    assert read_ok(tmp_path)["step"] == 5 and [row["step"] for row in read_ok(tmp_path)["refused"]] == [10]
     assert call(tmp_path)[1].startswith("not usable: step 10:")
 
 
-def test_complete_weights_and_single_files(tmp_path, read, call):
+def test_complete_weights_and_single_files(tmp_path, read_ok, call):
     complete(tmp_path / "merged", TENSORS)
-    found = read(tmp_path / "merged", "--tensor", "*qkv*")
+    found = read_ok(tmp_path / "merged", "--tensor", "*qkv*")
     assert (found["kind"], found["world_size"], found["step"]) == ("complete weights", None, STEP)
     assert all(row["file"].startswith("part") and row["layout"] is None for row in found["tensors"])
     assert found["tensors"][0]["file"] in call(tmp_path / "merged", "--tensor", "*qkv*")[1]
     put(tmp_path / "one.ckpt", {"w": np.zeros((2, 3), np.float16)})
-    found = read(tmp_path / "one.ckpt")
+    found = read_ok(tmp_path / "one.ckpt")
     assert (found["step"], found["size_bytes"], found["files"]) == (None, 12, 1)
     assert [(row["name"], row["dtype"], row["shape"]) for row in found["tensors"]] == [("w", "float16", [2, 3])]
 
@@ -188,19 +177,19 @@ def test_complete_weights_and_single_files(tmp_path, read, call):
 # ---- strategies ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("fmt", ["ckpt", "json"])
-def test_a_strategy(tmp_path, read, call, fmt):
+def test_a_strategy(tmp_path, read_ok, call, fmt):
     write_strategy(PLAN.strategy(), str(tmp_path), fmt)
-    found = read(tmp_path)
+    found = read_ok(tmp_path)
     assert (found["kind"], found["world_size"], found["stages"], found["stage_size"]) == ("strategy", 8, 2, 4)
     assert found["size_bytes"] is found["files"] is None
     rows = {row["name"]: row for row in found["tensors"]}
     assert rows.keys() == set(TENSORS)
     assert all(row["shape"] is row["dtype"] is row["local_shape"] is None for row in rows.values())
     assert TensorLayout.from_json(rows["layers.0.qkv.weight"]["layout"]) == PLAN.stages[0]["layers.0.qkv.weight"]
-    found = read(tmp_path, "--tensor", "layers.3.qkv.weight")
+    found = read_ok(tmp_path, "--tensor", "layers.3.qkv.weight")
     assert [(part["region"], part["of"], part["ranks"]) for part in found["slices"]] == [
         ([[i, i + 1], [0, 1]], [4, 1], [rank]) for i, rank in enumerate((4, 6, 5, 7))]
-    assert {part["name"] for part in read(tmp_path, "--rank", 5)["slices"]} == set(PLAN.layouts(5))
+    assert {part["name"] for part in read_ok(tmp_path, "--rank", 5)["slices"]} == set(PLAN.layouts(5))
     out = call(tmp_path)[1]
     assert "has neither shapes nor dtypes" in out and "local shape" not in out and "8 ranks = 2 stages x 4" in out
     assert "piece (3, 0) of (4, 1)" in call(tmp_path, "--rank", 7)[1]

@@ -1,18 +1,16 @@
 """``mindresume merge``: complete weights of both kinds, what is said, and what is refused."""
 import json
 import os
-import re
 
 import pytest
-from folders import STORAGE, flip_bit, path_of
-from reshard.plans import COUNTERS, MODEL, STEP, Plan, arrays_of, complete, foreign, put, random_tensors, recorded, shard_file
+from rank_folders import STORAGE, flip_bit, folder_contents
+from reshard.plans import COUNTERS, MODEL, STEP, Plan, arrays_of, complete, foreign, put, random_tensors, recorded
 
 from mindresume.formats.consolidated import HYPER, MAP, read_complete
 from mindresume.formats.strategy import write_strategy
 from mindresume.model.manifest import FOLDER
 from mindresume.reshard.conversion_manifest import CONVERSION
-from mindresume.storage import posix
-from mindresume.tensor_files import read_header, read_tensor
+from mindresume.tensor_files import read_header
 
 SOLID = {name: spec for name, spec in MODEL.items() if name != "layers.1.none"}         # without the empty one
 TENSORS = random_tensors(SOLID)
@@ -20,35 +18,14 @@ EVERYTHING = {**TENSORS, **COUNTERS}
 PLAN = Plan.parse("dp2tp2pp2opt2", SOLID)
 
 
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 COMMAND = "merge"
+pytestmark = pytest.mark.usefixtures("no_flush")
 
 
 @pytest.fixture
 def source(tmp_path):
     recorded(tmp_path / "run" / "checkpoint", PLAN, TENSORS)
     return tmp_path / "run" / "checkpoint"
-
-
-@pytest.fixture
-def refused(call, tmp_path):
-    """The command must end with status 2 and one line on stderr, which is returned; and nothing is left of it."""
-    def run(*arguments, target="new"):
-        before = snapshot(tmp_path)
-        status, out, err = call(arguments[0], tmp_path / target, *arguments[1:])
-        assert (status, out) == (2, ""), err
-        assert err.startswith("mindresume: ") and err.count("\n") == 1
-        assert snapshot(tmp_path) == before
-        return err
-    return run
-
-
-def snapshot(folder):
-    return {path: None if path.is_dir() else path.read_bytes() for path in folder.rglob("*")}
 
 
 def bits(tensors):
@@ -62,21 +39,13 @@ def read_all(folder):
     return arrays_of(found), found
 
 
-def check_ranks(folder, plan):
-    for rank in range(plan.world_size):
-        path, = (folder / f"rank_{rank}").glob("*.safetensors")
-        with open(path, "rb") as file:
-            found = {name: read_tensor(file, entry) for name, entry in read_header(file, str(path)).tensors.items()}
-        assert bits(found) == bits(shard_file(plan, TENSORS, rank))
-
-
 # ---- what it makes and says ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("part", ["1KB", "3GiB", "2500"])
 def test_weights_of_mindspore(source, tmp_path, read, part):
-    before = snapshot(source)
+    before = folder_contents(source)
     status, found = read(source, tmp_path / "new", "--part-size", part)
-    assert status == 0 and snapshot(source) == before
+    assert status == 0 and folder_contents(source) == before
     tensors, weights = read_all(tmp_path / "new")
     assert bits(tensors) == bits(EVERYTHING)
     parts = [f"part{number}.safetensors" for number in range(len(weights.files) - 1)]
@@ -94,21 +63,6 @@ def test_weights_of_mindspore(source, tmp_path, read, part):
         "memory_bytes": found["memory_bytes"], "dry_run": False, "finished": True, "bytes_read": total, "bytes_written": total,
         "bytes_verified": total, "notes": [], "refused": []}
     assert 0 <= seconds < 60
-
-
-@pytest.mark.parametrize("write", [recorded, foreign])
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_merged_and_cut_again(tmp_path, call, write, fmt):
-    write(tmp_path / "run" / "checkpoint", PLAN, TENSORS, fmt)
-    write_strategy(PLAN.strategy(), str(tmp_path / "run" / "strategy"))
-    assert call(tmp_path / "run", tmp_path / "merged", "--part-size", "2kb", "--engine", "direct")[0] == 0
-    write_strategy(Plan.parse("tp4", SOLID).strategy(), str(tmp_path / "to"))
-    assert call(tmp_path / "merged", tmp_path / "ranks", "--to", tmp_path / "to", command="convert")[0] == 0
-    check_ranks(tmp_path / "ranks", Plan.parse("tp4", SOLID))
-    assert call(tmp_path / "ranks", tmp_path / "again", "--part-size", "2kb")[0] == 0
-    for path in (tmp_path / "merged").glob("*.safetensors"):
-        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
-    assert (tmp_path / "merged" / MAP).read_bytes() == (tmp_path / "again" / MAP).read_bytes()
 
 
 def test_weights_of_hugging_face(source, tmp_path, call):
@@ -152,9 +106,10 @@ def test_weights_only(tmp_path, call):
 
 
 def test_a_dry_run_writes_nothing_and_again_does_nothing(source, tmp_path, call, read):
-    before = snapshot(tmp_path)
+    before = folder_contents(tmp_path)
     status, found = read(source, tmp_path / "new", "--dry-run")
-    assert status == 0 and found["dry_run"] and not found["finished"] and found["files"] == 2 and snapshot(tmp_path) == before
+    assert status == 0 and found["dry_run"] and not found["finished"] and found["files"] == 2
+    assert folder_contents(tmp_path) == before
     assert call(source, tmp_path / "new")[0] == 0
     def times():                                                        # the source is held for a moment
         return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != FOLDER}
@@ -166,11 +121,6 @@ def test_a_dry_run_writes_nothing_and_again_does_nothing(source, tmp_path, call,
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("options", [["--drop", "*"], ["--hf-index", "--drop", "*.*"], ["--drop", "[a-z]*"]])
-def test_nothing_is_left_to_write(source, refused, options):
-    assert re.search(rf"of {len(EVERYTHING)} tensors none is left to be written after ", refused(source, *options))
-
-
 @pytest.mark.parametrize("size", ["0", "much", "-1", "3 apples", "1KiBs", ""])
 def test_bad_sizes_of_parts(source, refused, size):
     assert f"--part-size is {size!r}; expected a size such as 512MiB or 4GiB" in refused(source, f"--part-size={size}")
@@ -178,36 +128,6 @@ def test_bad_sizes_of_parts(source, refused, size):
 
 def test_less_than_a_byte(source, refused):
     assert "--part-size is '0.5'" in refused(source, "--part-size=0.5")
-
-
-def test_targets(source, tmp_path, call, refused):
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "part0.safetensors").write_text("precious")
-    assert "new is not empty; give a folder that does not exist. Nothing was changed" in refused(source)
-    assert "the source, into which nothing is written" in refused(source, target="run/checkpoint/merged")
-    assert call(source, tmp_path / "made", "--part-size", "4kB")[0] == 0
-    for options in (["--part-size", "5kB"], ["--hf-index"], ["--drop", "adam_m.*"]):
-        assert f"made is not empty: it was converted from {source}, step 15, 8 ranks" in refused(source, *options, target="made")
-
-
-@pytest.mark.parametrize("name", ["embedding.weight", "adam_v.norm.weight", "layers.3.up.bias"])
-def test_a_flipped_bit(source, refused, name):
-    rank = next(rank for rank in range(8) if name in PLAN.layouts(rank))
-    path = path_of(source, STEP, rank)
-    with open(path, "rb") as file:
-        flip_bit(path, read_header(file, str(path)).tensors[name].ranges[0][0])
-    assert f"{path}: {name} of rank {rank} is not what was written: checksum" in refused(source)
-
-
-def test_lost_slices(source, tmp_path, refused):
-    foreign(tmp_path / "checkpoint", Plan.parse("dp2tp2", SOLID), TENSORS)
-    write_strategy(Plan.parse("dp2tp2", SOLID).strategy(), str(tmp_path / "strategy"))
-    for rank in (1, 3):
-        path_of(tmp_path / "checkpoint", STEP, rank).unlink()
-    assert re.search(r"\S+ \(\(.* is nowhere: it should be in the file of rank 1, 3", refused(tmp_path / "checkpoint"))
-    path_of(source, STEP, 5).unlink()
-    error = refused(source)
-    assert "the file of rank 5 is missing" in error and "net_rank_5-2_5.safetensors" in error
 
 
 def test_other_sources(tmp_path, refused):
@@ -219,28 +139,6 @@ def test_other_sources(tmp_path, refused):
     assert "holds complete weights, which have no layout" in refused(tmp_path / "complete", "--from", tmp_path / "strategy")
     os.remove(tmp_path / "complete" / "part0.safetensors")
     assert f"part0.safetensors: the file is missing; {MAP} says that it holds tensor " in refused(tmp_path / "complete")
-
-
-def test_too_little_room(source, refused, monkeypatch):
-    monkeypatch.setattr(posix.PosixStorage, "free_space", lambda self, folder: 1 << 20)
-    assert re.search(r"new needs 1\.0 MiB, there is room for 1\.0 MiB. Nothing was written", refused(source))
-
-
-@pytest.mark.parametrize("operation, at", [("write_at", 1), ("write_at", 7), ("finish", 3), ("finish", 5)])
-def test_ctrl_c_and_errors_while_writing(source, tmp_path, call, monkeypatch, operation, at):
-    real, count, before = getattr(posix._PosixFile, operation), [], snapshot(tmp_path)
-
-    def strike(file, *arguments):
-        count.append(1)
-        if len(count) == at:
-            raise KeyboardInterrupt if at % 4 == 1 else OSError(5, "Input/output error", file.path)
-        return real(file, *arguments)
-    monkeypatch.setattr(posix._PosixFile, operation, strike)
-    status, _, err = call(source, tmp_path / "new", "--part-size", "700", "--workers", 1)
-    assert status != 0 and (at % 4 == 1 or "Input/output error" in err)
-    assert snapshot(tmp_path) == before
-    assert call(source, tmp_path / "new", "--part-size", "700")[0] == 0
-    assert bits(read_all(tmp_path / "new")[0]) == bits(EVERYTHING)
 
 
 def test_a_flipped_bit_in_merged_weights_is_found_when_they_are_read_again(source, tmp_path, call):

@@ -1,14 +1,13 @@
 """``mindresume prune``: what it says, what it removes, and that a dry run changes nothing at all."""
-import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-import folders
 import pytest
-from folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
+import rank_folders
+from rank_folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
 
 from mindresume.coordination import lease
 from mindresume.coordination.read_locks import acquire_read_lock
@@ -27,19 +26,10 @@ def wide(monkeypatch):
 
 
 @pytest.fixture
-def read(call):
-    def run(*arguments):
-        status, out, err = call(*arguments, "--json")
-        assert (status, err) == (0, "")
-        return json.loads(out)
-    return run
-
-
-@pytest.fixture
 def saved(tmp_path, monkeypatch):
     """Steps 5 to 30 of 2 ranks below ``run/output/checkpoint``, with the smallest loss at step 15; step 35 of rank 0 alone."""
-    root, plain = tmp_path / "run" / "output" / "checkpoint", folders.state_of
-    monkeypatch.setattr(folders, "state_of", lambda step, batch=8: replace(plain(step, batch),
+    root, plain = tmp_path / "run" / "output" / "checkpoint", rank_folders.state_of
+    monkeypatch.setattr(rank_folders, "state_of", lambda step, batch=8: replace(plain(step, batch),
                                                                            metrics=(("loss", abs(step - 15.0)),)))
     for step in (5, 10, 15, 20, 25, 30):
         save(root, step, world=2)
@@ -63,9 +53,9 @@ def size_of(root, *wanted):
     return sum(path_of(root, step, rank).stat().st_size for step, rank in wanted)
 
 
-def test_what_stays_goes_and_why(saved, read):
+def test_what_stays_goes_and_why(saved, read_ok):
     going = size_of(saved, (5, 0), (5, 1), (25, 0), (25, 1), (35, 0))
-    found = read(saved, "--keep-last", 1, "--keep-every-steps", 10, "--keep-best", 2, "--mode", "min")
+    found = read_ok(saved, "--keep-last", 1, "--keep-every-steps", 10, "--keep-best", 2, "--mode", "min")
     assert set(found) == {"root", "dry_run", "kept", "removed", "held", "resumed_removals", "freed_bytes"}
     assert (found["root"], found["dry_run"], found["held"]) == (str(saved), False, [])
     assert {row["step"]: row["reason"] for row in found["kept"]} == {
@@ -78,13 +68,13 @@ def test_what_stays_goes_and_why(saved, read):
     assert found["freed_bytes"] == sum(row["size_bytes"] for row in found["removed"]) == going
 
 
-def test_a_dry_run_says_the_same_and_changes_nothing(saved, read, call):
+def test_a_dry_run_says_the_same_and_changes_nothing(saved, read_ok, call):
     before = contents(saved)
-    dry = read(saved, "--keep-last", 2, "--dry-run")
+    dry = read_ok(saved, "--keep-last", 2, "--dry-run")
     status, out, err = call(saved, "--keep-last", 2, "--dry-run")
     assert contents(saved) == before and dry["dry_run"] is True and (status, err) == (0, "")
     assert "dry run, nothing was changed" in out and 0 < out.count("would be removed") == out.count("removed")
-    real = read(saved, "--keep-last", 2)
+    real = read_ok(saved, "--keep-last", 2)
     assert {**dry, "dry_run": False} == real and committed(saved) == [30, 25]
 
 
@@ -99,79 +89,79 @@ def test_the_table(saved, call):
     assert out.rstrip().endswith("KiB freed") and committed(saved) == [30]
 
 
-def test_pruning_twice_removes_nothing_more(saved, read):
-    read(saved, "--keep-last", 2, "--keep-minutes", 0.1)
+def test_pruning_twice_removes_nothing_more(saved, read_ok):
+    read_ok(saved, "--keep-last", 2, "--keep-minutes", 0.1)
     before = contents(saved)
-    again = read(saved, "--keep-last", 2, "--keep-minutes", 0.1)
+    again = read_ok(saved, "--keep-last", 2, "--keep-minutes", 0.1)
     assert (again["removed"], again["freed_bytes"]) == ([], 0) and contents(saved) == before
 
 
-def test_what_a_job_reads_stays(saved, read, call):
+def test_what_a_job_reads_stays(saved, read_ok, call):
     held = acquire_read_lock(STORAGE, str(saved), attempt_name(10, RUN), str(saved / FOLDER / attempt_name(10, RUN)))
     try:
-        found = read(saved, "--keep-last", 1)
+        found = read_ok(saved, "--keep-last", 1)
         assert steps(found["held"]) == [10] and str(os.getpid()) in found["held"][0]["reason"]
         assert steps(found["removed"]) == [35, 25, 20, 15, 5] and committed(saved) == [30, 10]
         assert "held" in call(saved, "--keep-last", 1)[1]
     finally:
         held.release()
-    assert steps(read(saved, "--keep-last", 1)["removed"]) == [10]
+    assert steps(read_ok(saved, "--keep-last", 1)["removed"]) == [10]
 
 
-def test_an_incomplete_save_of_a_living_job_stays(saved, read):
+def test_an_incomplete_save_of_a_living_job_stays(saved, read_ok):
     job = lease.Lease(STORAGE, str(saved), replace(lease.holder_of_this_process(lease.SAVING, 2), run=RUN))
     job.publish()
-    found = read(saved, "--keep-last", 6)
+    found = read_ok(saved, "--keep-last", 6)
     assert steps(found["kept"]) == [35, 30, 25, 20, 15, 10, 5] and found["removed"] == []
     assert "may still go on" in found["kept"][0]["reason"] and path_of(saved, 35, 0).exists()
     job.release()
-    assert steps(read(saved, "--keep-last", 6)["removed"]) == [35] and not path_of(saved, 35, 0).exists()
+    assert steps(read_ok(saved, "--keep-last", 6)["removed"]) == [35] and not path_of(saved, 35, 0).exists()
 
 
-def test_a_dry_run_leaves_the_lease_of_a_dead_reader(saved, read):
+def test_a_dry_run_leaves_the_lease_of_a_dead_reader(saved, read_ok):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     owner = replace(lease.holder_of_this_process(lease.LOADING, holds=[attempt_name(5, RUN)]), run="0000-0000dead",
                     pid=dead.pid)
     lease.Lease(STORAGE, str(saved), owner).publish()
     before = contents(saved)
-    assert steps(read(saved, "--keep-last", 5, "--dry-run")["removed"]) == [35, 5] and contents(saved) == before
-    assert steps(read(saved, "--keep-last", 5)["removed"]) == [35, 5]
+    assert steps(read_ok(saved, "--keep-last", 5, "--dry-run")["removed"]) == [35, 5] and contents(saved) == before
+    assert steps(read_ok(saved, "--keep-last", 5)["removed"]) == [35, 5]
 
 
-def test_removals_cut_short_are_finished_and_counted(saved, read, call):
+def test_removals_cut_short_are_finished_and_counted(saved, read_ok, call):
     attempt = saved / FOLDER / attempt_name(5, RUN)
     attempt.rename(attempt.with_name(TRASH + attempt.name))
     size, before = size_of(saved, (5, 0), (5, 1), (35, 0)), contents(saved)
     out = call(saved, "--keep-last", 5, "--dry-run")[1]
     assert "would also finish 1 interrupted removal(s) (step 5)" in out and contents(saved) == before
-    assert read(saved, "--keep-last", 5)["freed_bytes"] == size
+    assert read_ok(saved, "--keep-last", 5)["freed_bytes"] == size
     assert not path_of(saved, 5, 0).exists() and sorted(committed(saved)) == [10, 15, 20, 25, 30]
 
 
-def test_another_training_in_the_same_folder(tmp_path, read, monkeypatch):
+def test_another_training_in_the_same_folder(tmp_path, read_ok, monkeypatch):
     """The one that saved last is meant, unless all are."""
-    plain = folders.place_of
-    monkeypatch.setattr(folders, "place_of", lambda root, rank, world, run, *part: replace(
+    plain = rank_folders.place_of
+    monkeypatch.setattr(rank_folders, "place_of", lambda root, rank, world, run, *part: replace(
         plain(root, rank, world, run, *part), lineage=run))
     later = run_name(2, "0000bbbb")
     for run, steps_of in ((RUN, (100, 110)), (later, (5, 10, 15))):
         for step in steps_of:
             save(tmp_path, step, world=1, run=run, suffix=int(run[:4]))
-    found = read(tmp_path, "--keep-last", 1, "--dry-run")
+    found = read_ok(tmp_path, "--keep-last", 1, "--dry-run")
     assert {row["step"]: row["reason"] for row in found["kept"]} == {
         15: "the newest one that is whole, the last one", 110: "of another training", 100: "of another training"}
     assert steps(found["removed"]) == [10, 5]
-    assert steps(read(tmp_path, "--keep-last", 1, "--all-trainings")["removed"]) == [10, 5, 110, 100]
+    assert steps(read_ok(tmp_path, "--keep-last", 1, "--all-trainings")["removed"]) == [10, 5, 110, 100]
     assert committed(tmp_path) == [15]
 
 
-def test_a_folder_of_mindformers_alone(tmp_path, call, read):
+def test_a_folder_of_mindformers_alone(tmp_path, call, read_ok):
     write_foreign(tmp_path, 5, world=2)
     before = contents(tmp_path)
     status, out, _ = call(tmp_path, "--keep-last", 1)
     assert status == 0 and "what mindformers wrote alone is never removed" in out and "0 B freed" in out
-    assert read(tmp_path, "--keep-last", 1)["kept"] == [] and contents(tmp_path) == before
+    assert read_ok(tmp_path, "--keep-last", 1)["kept"] == [] and contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("options, word", [

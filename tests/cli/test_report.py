@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from folders import save
-from logfiles import Log, two_attempts
+from rank_folders import save
+from training_logs import Log, two_attempts
 
 from mindresume.report import chart
 

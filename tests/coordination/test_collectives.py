@@ -3,7 +3,7 @@ import threading
 from itertools import pairwise
 
 import pytest
-from folders import Ranks
+from rank_folders import Ranks
 
 from mindresume.coordination.collectives import (
     LONGEST_PAUSE,

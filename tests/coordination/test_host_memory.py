@@ -1,6 +1,6 @@
 """The memory of a rank: what is left on the host and in its containers (fake /proc and /sys), divided by those that share it."""
 import pytest
-from folders import Ranks
+from rank_folders import Ranks
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.host_memory import UNKNOWN, left, levels, share_of_rank

@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-from folders import STORAGE, save, simulated
-from owners import ELSEWHERE, ME, dead_process, left_by, start
+from lease_holders import ELSEWHERE, ME, acquire_lease, dead_holder, publish_lease
+from rank_folders import STORAGE, save, simulated
 
 from mindresume.coordination.lease import BEAT, LeaseHolder, ended, fence, is_alive, lease_holders, next_run
 from mindresume.coordination.lease_acquisition import acquire
@@ -49,8 +49,8 @@ def test_a_number_used_again_is_another_process():
 
 
 def test_a_claim_that_is_only_published_does_not_stop_a_job_that_has_acquired_the_folder(tmp_path):
-    lease = start(tmp_path)
-    rival = left_by(tmp_path, ELSEWHERE, 2)
+    lease = acquire_lease(tmp_path)
+    rival = publish_lease(tmp_path, ELSEWHERE, 2)
     fence(STORAGE, str(tmp_path), lease.run)
     rival.beat()
     with pytest.raises(LeaseHeldError, match="node7"):
@@ -68,9 +68,9 @@ def test_of_two_runs_with_one_number_the_later_name_counts(tmp_path, token, stop
 
 
 def test_a_job_taken_for_dead_stops_saving_when_it_wakes_up(tmp_path):
-    first = left_by(tmp_path, ELSEWHERE)
+    first = publish_lease(tmp_path, ELSEWHERE)
     fence(STORAGE, str(tmp_path), first.run)
-    second = start(tmp_path)
+    second = acquire_lease(tmp_path)
     fence(STORAGE, str(tmp_path), second.run)
     with pytest.raises(LeaseHeldError) as error:
         fence(STORAGE, str(tmp_path), first.run)
@@ -84,7 +84,7 @@ def test_also_after_its_successor_has_ended(tmp_path):
 
 
 def test_a_claim_removed_by_hand_does_not_stop_a_job(tmp_path):
-    lease = start(tmp_path)
+    lease = acquire_lease(tmp_path)
     for path in (tmp_path / FOLDER).iterdir():
         path.unlink()
     fence(STORAGE, str(tmp_path), lease.run)
@@ -102,7 +102,8 @@ def test_an_impossible_interval(tmp_path, every):
 
 
 def test_which_runs_have_ended(tmp_path):
-    living, dead, far = left_by(tmp_path, ME, 1), left_by(tmp_path, dead_process(), 2), left_by(tmp_path, ELSEWHERE, 3)
+    living, dead, far = publish_lease(tmp_path, ME, 1), publish_lease(tmp_path, dead_holder(), 2), publish_lease(tmp_path,
+        ELSEWHERE, 3)
     over = ended(STORAGE, str(tmp_path))
     assert [over(lease.run) for lease in (living, dead, far)] == [False, True, False]
     assert over(run_name(9, "00000009"))

@@ -5,8 +5,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from folders import STORAGE, save
-from owners import ELSEWHERE, ME, Time, dead_process, left_by, start
+from lease_holders import ELSEWHERE, ME, ManualClock, acquire_lease, dead_holder, publish_lease
+from rank_folders import STORAGE, save
 
 from mindresume.coordination.lease import BEAT, Lease, ended, fence, lease_holders, lease_path, next_run
 from mindresume.coordination.lease_acquisition import PATIENCE, acquire, check_no_live_job
@@ -18,8 +18,8 @@ from mindresume.storage.posix import PosixStorage
 
 
 def test_an_empty_folder_is_taken_at_once_and_left(tmp_path):
-    time = Time()
-    lease = start(tmp_path / "checkpoint", time=time)
+    time = ManualClock()
+    lease = acquire_lease(tmp_path / "checkpoint", time=time)
     assert run_sequence(lease.run) == 1 and time.now == 0
     assert [holder.run for holder in lease_holders(STORAGE, str(tmp_path / "checkpoint"))] == [lease.run]
     lease.release()
@@ -28,10 +28,10 @@ def test_an_empty_folder_is_taken_at_once_and_left(tmp_path):
 
 
 def test_a_second_job_is_refused_and_both_are_named(tmp_path):
-    first = start(tmp_path)
-    time = Time()
+    first = acquire_lease(tmp_path)
+    time = ManualClock()
     with pytest.raises(LeaseHeldError) as error:
-        start(tmp_path, replace(ME, host="node2", machine="m2/1", pid=77), time)
+        acquire_lease(tmp_path, replace(ME, host="node2", machine="m2/1", pid=77), time)
     assert first.run in str(error.value) and str(os.getpid()) in str(error.value)
     assert "host node2, process 77" in str(error.value) and "output_dir" in str(error.value)
     assert [holder.run for holder in lease_holders(STORAGE, str(tmp_path))] == [first.run]
@@ -39,18 +39,18 @@ def test_a_second_job_is_refused_and_both_are_named(tmp_path):
 
 
 def test_a_process_that_is_just_ending_is_waited_for(tmp_path):
-    first = start(tmp_path)
-    time = Time(lambda now: first.release() if now > 10 else None)
-    second = start(tmp_path, time=time)
+    first = acquire_lease(tmp_path)
+    time = ManualClock(lambda now: first.release() if now > 10 else None)
+    second = acquire_lease(tmp_path, time=time)
     assert 10 < time.now < 12
     assert run_sequence(second.run) == 1 or run_sequence(second.run) == 2
 
 
 def test_a_dead_process_of_this_machine_is_known_at_once(tmp_path):
-    events, time = [], Time()
-    dead = left_by(tmp_path, dead_process())
+    events, time = [], ManualClock()
+    dead = publish_lease(tmp_path, dead_holder())
     (tmp_path / FOLDER / f".{attempt_name(5, dead.run)}.{dead.run}.mindresume-tmp").write_text("half")
-    lease = start(tmp_path, time=time, emit=events.append)
+    lease = acquire_lease(tmp_path, time=time, emit=events.append)
     assert time.now == 0 and run_sequence(lease.run) == 2
     assert events == [StaleLeaseRemoved(dead.run, dead.holder.host, dead.holder.pid)]
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
@@ -64,12 +64,12 @@ class Killed(PosixStorage):
 
 
 def test_a_job_that_is_killed_while_it_claims_the_folder_leaves_nothing_to_the_next_but_one(tmp_path):
-    start(tmp_path).release()
+    acquire_lease(tmp_path).release()
     with pytest.raises(KeyboardInterrupt):
         acquire(Killed(), str(tmp_path), ME)
     left, = os.listdir(tmp_path / FOLDER)
     assert left.startswith(".claim-0001-") and next_run([left]).startswith("0002-")
-    lease, time = start(tmp_path, time=(time := Time())), time
+    lease, time = acquire_lease(tmp_path, time=(time := ManualClock())), time
     assert run_sequence(lease.run) == 2 and time.now == 0
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
 
@@ -82,12 +82,12 @@ def test_half_written_claims_of_readers_go_when_they_are_old(tmp_path):
         (tmp_path / FOLDER / name).write_text("half")
         now = (tmp_path / FOLDER / name).stat().st_mtime
         os.utime(tmp_path / FOLDER / name, (now - age, now - age))
-    lease = start(tmp_path)
+    lease = acquire_lease(tmp_path)
     assert sorted(os.listdir(tmp_path / FOLDER)) == [names[1], f"claim-{lease.run}.json"]
 
 
 def test_what_cannot_be_removed_of_those_before_stops_no_job(tmp_path):
-    dead = left_by(tmp_path, dead_process(), 3)
+    dead = publish_lease(tmp_path, dead_holder(), 3)
     ended_one = f"ended-{run_name(2, '0000bbbb')}.json"
     for name in (ended_one, f".x.{dead.run}.mindresume-tmp"):
         (tmp_path / FOLDER / name).write_bytes(b"")
@@ -100,14 +100,14 @@ def test_what_cannot_be_removed_of_those_before_stops_no_job(tmp_path):
     assert run_sequence(lease.run) == 4 and set(os.listdir(tmp_path / FOLDER)) == {*before, f"claim-{lease.run}.json"}
     lease.storage = STORAGE
     lease.release()
-    later = start(tmp_path)
+    later = acquire_lease(tmp_path)
     assert run_sequence(later.run) == 4 and os.listdir(tmp_path / FOLDER) == [f"claim-{later.run}.json"]
 
 
 def test_a_silent_owner_elsewhere_is_watched_then_taken_for_dead(tmp_path):
-    dead = left_by(tmp_path, ELSEWHERE)
-    events, time = [], Time()
-    lease = start(tmp_path, time=time, emit=events.append)
+    dead = publish_lease(tmp_path, ELSEWHERE)
+    events, time = [], ManualClock()
+    lease = acquire_lease(tmp_path, time=time, emit=events.append)
     assert BEAT * PATIENCE <= time.now < BEAT * (PATIENCE + 1)
     assert run_sequence(lease.run) == 2
     assert events == [LeaseWatched(lease_path(str(tmp_path), dead.run), dead.run, "node7", BEAT * PATIENCE),
@@ -115,15 +115,15 @@ def test_a_silent_owner_elsewhere_is_watched_then_taken_for_dead(tmp_path):
 
 
 def test_an_owner_elsewhere_that_beats_is_alive(tmp_path):
-    other = left_by(tmp_path, ELSEWHERE)
+    other = publish_lease(tmp_path, ELSEWHERE)
     beaten = []
 
     def beat(now):
         if now > 20 and not beaten:
             beaten.append(other.beat())
-    time = Time(beat)
+    time = ManualClock(beat)
     with pytest.raises(LeaseHeldError, match="node7"):
-        start(tmp_path, time=time)
+        acquire_lease(tmp_path, time=time)
     assert time.now < 30
 
 
@@ -167,7 +167,7 @@ def test_of_two_that_start_at_once_one_acquires_the_folder_and_is_never_thrown_o
     acquired = []
 
     def begin(holder, storage):
-        time = Time(lambda now: [lease.beat() for lease in acquired])
+        time = ManualClock(lambda now: [lease.beat() for lease in acquired])
         with suppress(LeaseHeldError):
             acquired.append(acquire(storage, str(tmp_path), holder, clock=time.clock, sleep=time.sleep))
         for lease in acquired:
@@ -184,7 +184,7 @@ def rival_of(root, token, holder=ELSEWHERE):
 
 def test_of_two_that_start_at_once_the_earlier_waits_for_the_later_to_give_way(tmp_path):
     rival = rival_of(tmp_path, "ffffffff")
-    time = Time(lambda now: rival.withdraw())
+    time = ManualClock(lambda now: rival.withdraw())
     holder = replace(ME, run=run_name(1, "88888888"))
     storage = During(4, lambda: rival.publish())                # watched, listed, written: now it gets its name
     lease = acquire(storage, str(tmp_path), holder, clock=time.clock, sleep=time.sleep)
@@ -193,7 +193,7 @@ def test_of_two_that_start_at_once_the_earlier_waits_for_the_later_to_give_way(t
 
 def test_of_two_that_start_at_once_the_earlier_gives_way_if_the_later_has_acquired_the_folder(tmp_path):
     rival = rival_of(tmp_path, "ffffffff")
-    time, holder = Time(lambda now: rival.beat()), replace(ME, run=run_name(1, "88888888"))
+    time, holder = ManualClock(lambda now: rival.beat()), replace(ME, run=run_name(1, "88888888"))
     with pytest.raises(LeaseHeldError, match="run 0001-ffffffff on host node7"):
         acquire(During(4, lambda: rival.publish()), str(tmp_path), holder, clock=time.clock, sleep=time.sleep)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"] and time.now < 3
@@ -250,7 +250,7 @@ def test_who_has_waited_for_a_later_name_does_not_believe_what_it_listed_before(
     def begins():
         rival.publish()
         rival.beat()
-    time = Time(ends)
+    time = ManualClock(ends)
     run = acquire(Remembering(begins), str(tmp_path), ME, clock=time.clock, sleep=time.sleep).run
     assert run_sequence(run) == 2 and 5 < time.now < 8
     fence(STORAGE, str(tmp_path), run)
@@ -259,7 +259,7 @@ def test_who_has_waited_for_a_later_name_does_not_believe_what_it_listed_before(
 def test_a_number_that_all_nodes_have_agreed_on_and_that_is_in_use_is_refused(tmp_path):
     save(tmp_path, 5, 1, run=run_name(1, "00000000"))
     with pytest.raises(LeaseHeldError, match="run 0001-00000000"):
-        start(tmp_path, replace(ME, run=run_name(1, "88888888")))
+        acquire_lease(tmp_path, replace(ME, run=run_name(1, "88888888")))
     assert os.listdir(tmp_path / FOLDER) == [attempt_name(5, run_name(1, "00000000"))]
 
 
@@ -269,7 +269,7 @@ def test_of_two_that_start_at_once_one_removes_the_claim_that_the_other_is_writi
 
     class Slow(PosixStorage):
         def rename(self, old, new):
-            first.append(start(tmp_path))
+            first.append(acquire_lease(tmp_path))
             super().rename(old, new)
     with pytest.raises(LeaseHeldError, match="is in use: run 0002"):
         acquire(Slow(), str(tmp_path), ME)
@@ -309,11 +309,11 @@ class Stale(PosixStorage):
 
 def test_a_claim_that_cannot_be_read_for_a_moment_is_a_claim(tmp_path):
     """The living job was thrown out: the second one did not even see it."""
-    left_by(tmp_path, ME)
+    publish_lease(tmp_path, ME)
     with pytest.raises(LeaseHeldError, match="is in use: run 0001"):
-        acquire(Stale(1), str(tmp_path), ME, clock=(time := Time()).clock, sleep=time.sleep)
-    left_by(tmp_path, ELSEWHERE)
-    time = Time()
+        acquire(Stale(1), str(tmp_path), ME, clock=(time := ManualClock()).clock, sleep=time.sleep)
+    publish_lease(tmp_path, ELSEWHERE)
+    time = ManualClock()
     lease = acquire(Stale(5), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)        # silent since it could be read
     assert run_sequence(lease.run) == 2 and BEAT * PATIENCE + 4 <= time.now < BEAT * PATIENCE + 6
 
@@ -321,17 +321,17 @@ def test_a_claim_that_cannot_be_read_for_a_moment_is_a_claim(tmp_path):
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"", lambda data: b"\0" * len(data), None])
 def test_a_claim_that_stays_unreadable_is_taken_for_alive(tmp_path, damage):
     """Damaged, or of a later version: nobody is thrown out, and the file is named."""
-    lease = left_by(tmp_path, dead_process())
+    lease = publish_lease(tmp_path, dead_holder())
     path = tmp_path / FOLDER / f"claim-{lease.run}.json"
     path.write_bytes(damage(path.read_bytes()) if damage else encode_head({"version": 2, "kind": "claim"}))
-    time = Time()
+    time = ManualClock()
     with pytest.raises(LeaseHeldError) as error:
-        start(tmp_path, time=time)
+        acquire_lease(tmp_path, time=time)
     assert f"remove {path} and start again" in str(error.value) and time.now == BEAT * PATIENCE
     assert os.listdir(tmp_path / FOLDER) == [path.name]
     assert not ended(STORAGE, str(tmp_path))(lease.run)             # what it is saving is no debris
     path.unlink()
-    assert run_sequence(start(tmp_path).run) == 1
+    assert run_sequence(acquire_lease(tmp_path).run) == 1
 
 
 def test_of_two_that_start_at_once_an_unreadable_claim_counts_too(tmp_path):
@@ -342,7 +342,7 @@ def test_of_two_that_start_at_once_an_unreadable_claim_counts_too(tmp_path):
             rival.publish()
             self.left = 99
             super().rename(old, new)
-    time = Time()
+    time = ManualClock()
     with pytest.raises(LeaseHeldError, match="by which run 0001-ffffffff says that it saves there, cannot be read"):
         acquire(Late(0), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
@@ -353,8 +353,8 @@ def test_of_two_that_start_at_once_an_unreadable_claim_counts_too(tmp_path):
 @pytest.mark.parametrize("mine", [0.0, 0.1, BEAT, 200.0])
 @pytest.mark.parametrize("theirs", [2.0, BEAT, 100.0])
 def test_its_own_beats_count_not_those_of_the_next_job(tmp_path, mine, theirs):
-    left_by(tmp_path, replace(ELSEWHERE, every=theirs))
-    time = Time()
+    publish_lease(tmp_path, replace(ELSEWHERE, every=theirs))
+    time = ManualClock()
     lease = acquire(STORAGE, str(tmp_path), ME, mine, clock=time.clock, sleep=time.sleep)
     assert theirs * PATIENCE <= time.now < theirs * PATIENCE + 1.5
     assert lease_holders(STORAGE, str(tmp_path))[0].every == mine and lease.run == lease_holders(STORAGE, str(tmp_path))[0].run
@@ -362,37 +362,37 @@ def test_its_own_beats_count_not_those_of_the_next_job(tmp_path, mine, theirs):
 
 @pytest.mark.parametrize("every, said", [(0.0, "there are none"), (3600.0, "only every 3600 s")])
 def test_an_owner_elsewhere_that_gives_no_signs_of_life_is_not_taken_for_dead(tmp_path, every, said):
-    lease, time = left_by(tmp_path, replace(ELSEWHERE, every=every)), Time()
+    lease, time = publish_lease(tmp_path, replace(ELSEWHERE, every=every)), ManualClock()
     with pytest.raises(LeaseHeldError) as error:
-        start(tmp_path, time=time)
+        acquire_lease(tmp_path, time=time)
     path = tmp_path / FOLDER / f"claim-{lease.run}.json"
     assert said in str(error.value) and f"remove {path} and start again" in str(error.value) and "node7" in str(error.value)
     assert time.now == BEAT * PATIENCE
 
 
 def test_without_beats_a_dead_process_of_this_machine_is_known_all_the_same(tmp_path):
-    left_by(tmp_path, replace(dead_process(), every=0.0))
-    time = Time()
-    assert run_sequence(start(tmp_path, time=time).run) == 2 and time.now == 0
+    publish_lease(tmp_path, replace(dead_holder(), every=0.0))
+    time = ManualClock()
+    assert run_sequence(acquire_lease(tmp_path, time=time).run) == 2 and time.now == 0
 
 
 def test_a_claim_of_before_does_not_say_how_often_it_beats(tmp_path):
-    lease = left_by(tmp_path, replace(ELSEWHERE, every=100.0))
+    lease = publish_lease(tmp_path, replace(ELSEWHERE, every=100.0))
     path = tmp_path / FOLDER / f"claim-{lease.run}.json"
     with open(path, "rb") as file:
         head, _ = read_head(file, "claim")
     del head["every"]
     path.write_bytes(encode_head(head))
-    time = Time()
-    assert run_sequence(start(tmp_path, time=time).run) == 2 and BEAT * PATIENCE <= time.now < BEAT * PATIENCE + 1.5
+    time = ManualClock()
+    assert run_sequence(acquire_lease(tmp_path, time=time).run) == 2 and BEAT * PATIENCE <= time.now < BEAT * PATIENCE + 1.5
 
 
 def test_a_training_that_failed_in_this_process_is_not_taken_for_another_job(tmp_path):
-    left, time = start(tmp_path), Time()
+    left, time = acquire_lease(tmp_path), ManualClock()
     check_no_live_job(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)
     assert time.now == 0
     left.release()
-    other = left_by(tmp_path, ELSEWHERE, 7)
+    other = publish_lease(tmp_path, ELSEWHERE, 7)
     time.also = lambda now: other.beat()
     with pytest.raises(LeaseHeldError, match="run 0007-0000aaaa"):
         check_no_live_job(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)

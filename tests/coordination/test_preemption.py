@@ -4,7 +4,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from folders import Ranks
+from rank_folders import Ranks
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.preemption import BY_FILE, BY_SIGNAL, STATUS, PreemptionHandler, request, requests

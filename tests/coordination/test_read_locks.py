@@ -3,8 +3,8 @@ import os
 from dataclasses import replace
 
 import pytest
-from folders import RUN, STORAGE, save
-from owners import ELSEWHERE, Time, dead_process, left_by, start
+from lease_holders import ELSEWHERE, ManualClock, acquire_lease, dead_holder, publish_lease
+from rank_folders import RUN, STORAGE, save
 
 from mindresume.coordination.lease import BEAT, fence, lease_holders
 from mindresume.coordination.read_locks import GIVEN_UP, ReadLocks, acquire_read_lock, announce_removal, read_locks
@@ -37,7 +37,7 @@ def test_a_reader_waits_while_somebody_is_about_to_remove_it(tmp_path, goes):
             if goes:
                 commit_dir.rename(tmp_path / "gone")
             others.release()
-    time = Time(act)
+    time = ManualClock(act)
     lease = acquire_read_lock(STORAGE, str(tmp_path), name, str(commit_dir), sleep=time.sleep)
     assert (lease is None) == goes and 2 < time.now < 4
     if lease:
@@ -50,8 +50,8 @@ def test_a_reader_does_not_wait_for_ever(tmp_path, holder, waits):
     """Who removes it may have died: on this machine that is known at once."""
     save(tmp_path, 5, 1)
     name = os.listdir(tmp_path / FOLDER)[0]
-    left_by(tmp_path, replace(holder or dead_process(), purpose="removing", holds=(name,), every=0.0), 0)
-    time = Time()
+    publish_lease(tmp_path, replace(holder or dead_holder(), purpose="removing", holds=(name,), every=0.0), 0)
+    time = ManualClock()
     lease = acquire_read_lock(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name), sleep=time.sleep)
     assert lease is not None and (5 < time.now < 20 if waits else time.now == 0)
     lease.release()
@@ -61,21 +61,21 @@ def test_a_reader_does_not_stop_a_job_from_saving(tmp_path):
     save(tmp_path, 5, 1)
     name = os.listdir(tmp_path / FOLDER)[0]
     lease = acquire_read_lock(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name))
-    time = Time()
-    job = start(tmp_path, time=time)
+    time = ManualClock()
+    job = acquire_lease(tmp_path, time=time)
     fence(STORAGE, str(tmp_path), job.run)
     assert time.now == 0
     lease.release()
 
 
 def test_a_dead_reader_holds_nothing(tmp_path):
-    dead = replace(dead_process(), purpose="loading", holds=("step-x",))
-    left_by(tmp_path, dead, sequence=0)
+    dead = replace(dead_holder(), purpose="loading", holds=("step-x",))
+    publish_lease(tmp_path, dead, sequence=0)
     assert read_locks(STORAGE, str(tmp_path)) == {} and lease_holders(STORAGE, str(tmp_path)) == []
 
 
 def test_a_reader_elsewhere_holds_until_it_was_silent_for_long(tmp_path):
-    reader = left_by(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",)), sequence=0)
+    reader = publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",)), sequence=0)
     now = [0.0]
     seen = ReadLocks(STORAGE, str(tmp_path), clock=lambda: now[0])
     assert set(seen()) == {"step-x"}
@@ -92,12 +92,12 @@ def test_a_readers_claim_that_cannot_be_read_may_hold_any_of_them(tmp_path):
     save(tmp_path, 5, 1)
     save(tmp_path, 10, 1)
     names = {name for name in os.listdir(tmp_path / FOLDER)}
-    reader = left_by(tmp_path, replace(ELSEWHERE, purpose="loading", holds=(min(names),)), sequence=0)
+    reader = publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=(min(names),)), sequence=0)
     path, now = tmp_path / FOLDER / f"claim-{reader.run}.json", [0.0]
     seen, content = ReadLocks(STORAGE, str(tmp_path), clock=lambda: now[0]), path.read_bytes()
     path.write_bytes(b"x")
     assert set(seen()) == names and "cannot be read" in seen()[min(names)]
-    start(tmp_path, time=(time := Time()))                          # it saves nothing, so it stops nobody from it
+    acquire_lease(tmp_path, time=(time := ManualClock()))                          # it saves nothing, so it stops nobody from it
     assert time.now == 0
     now[0] = BEAT * GIVEN_UP
     assert set(seen()) == names
@@ -108,7 +108,7 @@ def test_a_readers_claim_that_cannot_be_read_may_hold_any_of_them(tmp_path):
 
 
 def test_a_reader_that_beats_rarely_is_given_time(tmp_path):
-    left_by(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",), every=2 * BEAT), sequence=0)
+    publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",), every=2 * BEAT), sequence=0)
     now = [0.0]
     seen = ReadLocks(STORAGE, str(tmp_path), clock=lambda: now[0])
     assert set(seen()) == {"step-x"}

@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from folders import STORAGE, Ranks, place_of, save, write_rank
+from rank_folders import STORAGE, Ranks, place_of, save, write_rank
 
 from mindresume.coordination import lease
 from mindresume.coordination.collectives import SingleProcess

@@ -3,9 +3,9 @@ import os
 import shutil
 
 import pytest
-from folders import STORAGE, Ranks, name_of, save, write_rank
-from iterations import foreign, write_all
-from iterations import save as save_iteration
+from iteration_folders import foreign, write_all
+from iteration_folders import save as save_iteration
+from rank_folders import STORAGE, Ranks, name_of, save, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups, single_group

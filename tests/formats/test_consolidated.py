@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import STORAGE, counters, path_of, save, tensors_of, write_foreign
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_folders import STORAGE, counters, path_of, save, tensors_of, write_foreign
 from reshard.plans import arrays_of
 
 from mindresume.errors import ConfigError, CorruptFileError

@@ -2,8 +2,8 @@
 import os
 
 import pytest
-from folders import RUN, STORAGE
-from iterations import FOREIGN, folder_of, foreign, intend, making, save, track, unname, write_all, write_rank
+from iteration_folders import FOREIGN, folder_of, foreign, intend, making, save, track, unname, write_all, write_rank
+from rank_folders import RUN, STORAGE
 
 from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, OURS

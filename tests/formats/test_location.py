@@ -4,17 +4,18 @@ import os
 import re
 import shutil
 
-import folders
-import iterations
+import iteration_folders
 import pytest
-from folders import STORAGE
+import rank_folders
+from rank_folders import STORAGE
 
 from mindresume.errors import MissingCheckpointError
 from mindresume.formats.location import find, fresh_start_refusal, locate
 
-KINDS = {"rank folders": lambda root: folders.save(root, 5, world=2), "iterations": lambda root: iterations.save(root, 5),
-         "mindformers 1.0": lambda root: folders.write_foreign(root, 5, world=2),
-         "mindformers 2.0": lambda root: iterations.foreign(root, "mf190_20_single", (10,))}
+KINDS = {"rank folders": lambda root: rank_folders.save(root, 5, world=2),
+         "iterations": lambda root: iteration_folders.save(root, 5),
+         "mindformers 1.0": lambda root: rank_folders.write_foreign(root, 5, world=2),
+         "mindformers 2.0": lambda root: iteration_folders.foreign(root, "mf190_20_single", (10,))}
 
 
 def make(root, *paths):
@@ -41,51 +42,51 @@ def test_a_checkpoint_directory_is_found_below(tmp_path, kind, place):
 
 
 def test_the_folder_in_which_the_job_saves_counts_before_others(tmp_path):
-    folders.save(tmp_path / "transformed_checkpoint" / "net", 50, world=2)
-    folders.save(tmp_path / "checkpoint", 5, world=2)
+    rank_folders.save(tmp_path / "transformed_checkpoint" / "net", 50, world=2)
+    rank_folders.save(tmp_path / "checkpoint", 5, world=2)
     assert locate(STORAGE, str(tmp_path)) == str(tmp_path / "checkpoint")
 
 
 @pytest.mark.parametrize("left", ["checkpoint/", "checkpoint/rank_0/.net.mindresume-tmp", "checkpoint_network/rank_0/net.ckpt"])
 def test_an_empty_checkpoint_folder_does_not_hide_others(tmp_path, left):
-    folders.save(tmp_path / "transformed_checkpoint" / "net", 50, world=2)
+    rank_folders.save(tmp_path / "transformed_checkpoint" / "net", 50, world=2)
     make(tmp_path, left)
     assert locate(STORAGE, str(tmp_path)) == str(tmp_path / "transformed_checkpoint" / "net")
 
 
 def test_an_incomplete_save_does_not_hide_a_checkpoint_below(tmp_path):
     """Checkpoint 2.0 saves to ``directory``, 1.0 to a folder in it: the first save after the change died."""
-    folders.save(tmp_path / "checkpoint", 5, world=2)
-    iterations.write_rank(tmp_path, 10, 0)
+    rank_folders.save(tmp_path / "checkpoint", 5, world=2)
+    iteration_folders.write_rank(tmp_path, 10, 0)
     assert locate(STORAGE, str(tmp_path)) == str(tmp_path / "checkpoint")
 
 
 def test_several_are_an_error_that_names_them(tmp_path):
     for name in ("a", "b"):
-        folders.save(tmp_path / name, 5, world=1)
+        rank_folders.save(tmp_path / name, 5, world=1)
     with pytest.raises(MissingCheckpointError, match=rf"several folders below do: {tmp_path}/a, {tmp_path}/b"):
         locate(STORAGE, str(tmp_path))
 
 
 @pytest.mark.parametrize("path", ["rank_0", "iteration_00000005", "none"])
 def test_a_single_checkpoint_is_returned_itself(tmp_path, path):
-    folders.save(tmp_path, 5, world=1)
-    iterations.save(tmp_path, 5)
+    rank_folders.save(tmp_path, 5, world=1)
+    iteration_folders.save(tmp_path, 5)
     assert locate(STORAGE, str(tmp_path / path)) == str(tmp_path / path)
 
 
 def test_complete_weights_are_returned_themselves(tmp_path):
     make(tmp_path, "part0.safetensors")
-    folders.save(tmp_path / "checkpoint", 5, world=1)
+    rank_folders.save(tmp_path / "checkpoint", 5, world=1)
     assert locate(STORAGE, str(tmp_path)) == str(tmp_path)
 
 
 def test_large_and_cyclic_trees_are_searched_in_part(tmp_path):
     os.symlink(tmp_path, tmp_path / "self")
     make(tmp_path, *(f"{number:04d}/" for number in range(300)))
-    folders.save(tmp_path / "x", 5, world=1)
+    rank_folders.save(tmp_path / "x", 5, world=1)
     assert find(STORAGE, str(tmp_path)) is None
-    folders.save(tmp_path / "0003", 5, world=1)
+    rank_folders.save(tmp_path / "0003", 5, world=1)
     assert find(STORAGE, str(tmp_path)) == str(tmp_path / "0003")
 
 
@@ -109,9 +110,9 @@ def test_an_unlisted_folder_prevents_only_a_fresh_start(tmp_path):
     assert find(disk, str(tmp_path)) is None
     assert "locked cannot be listed: Permission denied, so whether there is one" in fresh_start_refusal(disk, str(tmp_path),
                                                                                                         False)
-    folders.save(tmp_path / "other", 5, world=1)
+    rank_folders.save(tmp_path / "other", 5, world=1)
     assert find(disk, str(tmp_path)) == str(tmp_path / "other")
-    folders.write_foreign(tmp_path / "checkpoint", 5, world=2)
+    rank_folders.write_foreign(tmp_path / "checkpoint", 5, world=2)
     assert find(Locked(tmp_path / "checkpoint" / "rank_0"), str(tmp_path)) == str(tmp_path / "checkpoint")
     with pytest.raises(PermissionError):
         find(Locked(tmp_path / "checkpoint"), str(tmp_path))
@@ -149,10 +150,10 @@ def test_other_folders_do_not_allow_a_fresh_start(tmp_path, names, found):
 
 
 def test_a_tracker_without_folder_does_not_allow_a_fresh_start(tmp_path):
-    iterations.save(tmp_path, 5)
-    shutil.rmtree(iterations.folder_of(tmp_path, 5))
+    iteration_folders.save(tmp_path, 5)
+    shutil.rmtree(iteration_folders.folder_of(tmp_path, 5))
     assert "names step 5, but there is no iteration folder beside it" in why(tmp_path)
     assert fresh_start_refusal(STORAGE, str(tmp_path), True) != ""
     for content in ("0", "", "x"):
-        iterations.track(tmp_path, content)
+        iteration_folders.track(tmp_path, content)
         assert why(tmp_path) == ""

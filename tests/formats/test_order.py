@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from folders import STORAGE, counters, path_of, save, tensors_of, write_foreign
+from rank_folders import STORAGE, counters, path_of, save, tensors_of, write_foreign
 
 from mindresume.formats import MINDFORMERS, OURS
 from mindresume.formats.scan import scan

@@ -4,9 +4,9 @@ import os
 import shutil
 
 import pytest
-from folders import RUN, STORAGE, flip_bit, name_of, path_of, save, tensors_of, write_foreign, write_rank
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_folders import RUN, STORAGE, flip_bit, name_of, path_of, save, tensors_of, write_foreign, write_rank
 
 from mindresume.formats import MINDFORMERS, OURS
 from mindresume.formats.rank_folder_naming import (
@@ -218,7 +218,7 @@ def test_our_runs_go_by_their_number_then_by_step(tmp_path):
 
 
 def test_mindformers_files_go_by_samples_when_global_batch_sizes_differ(tmp_path):
-    from folders import counters
+    from rank_folders import counters
     for step, batch, suffix in ((100, 8, 0), (60, 16, 1)):          # 800 samples; then a larger batch: 960
         folder = tmp_path / "rank_0"
         folder.mkdir(exist_ok=True)

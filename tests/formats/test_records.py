@@ -2,10 +2,10 @@
 import os
 import shutil
 
-import folders
 import pytest
-from folders import RUN, STORAGE
-from iterations import folder_of, making, records_of, save, unname, write_all, write_rank
+import rank_folders
+from iteration_folders import folder_of, making, records_of, save, unname, write_all, write_rank
+from rank_folders import RUN, STORAGE
 
 from mindresume.formats.records import attempts_within, find_attempts, read_attempts, scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, record_name, run_name
@@ -19,7 +19,7 @@ def candidates(root, **how):
 
 
 def test_attempts_of_both_formats_and_in_every_state(tmp_path):
-    folders.save(tmp_path, 5, world=2)
+    rank_folders.save(tmp_path, 5, world=2)
     save(tmp_path, 10, 15)
     unname(tmp_path, 15)
     write_rank(tmp_path, 20, 1)
@@ -93,7 +93,7 @@ def test_a_published_folder_was_committed(tmp_path):
 @pytest.mark.parametrize("iterations", [True, False])
 def test_records_that_name_files_of_the_other_format_are_refused(tmp_path, iterations):
     if iterations:                                              # rank folders' records in an iteration folder
-        folders.save(tmp_path, 10, world=2)
+        rank_folders.save(tmp_path, 10, world=2)
         os.makedirs(tmp_path / "iteration_00000010" / FOLDER)
         os.rename(tmp_path / FOLDER / attempt_name(10, RUN), records_of(folder_of(tmp_path, 10), 10))
     else:                                                       # records out of an iteration folder

@@ -1,9 +1,9 @@
 """A folder of either format, or of both, or one iteration alone."""
 import os
 
-import folders
-from folders import RUN, STORAGE
-from iterations import folder_of, foreign, save, track, write_rank
+import rank_folders
+from iteration_folders import folder_of, foreign, save, track, write_rank
+from rank_folders import RUN, STORAGE
 
 from mindresume.formats.scan import is_root, scan, scan_one
 from mindresume.model.manifest import run_name
@@ -18,7 +18,7 @@ def found(root):
 def test_what_is_a_root(tmp_path):
     for name in ("both", "ranks", "iterations", "records", "tracker", "other"):
         (tmp_path / name).mkdir()
-    folders.save(tmp_path / "ranks", 5, world=1)
+    rank_folders.save(tmp_path / "ranks", 5, world=1)
     save(tmp_path / "iterations", 5)
     (tmp_path / "records" / ".mindresume").mkdir()
     track(tmp_path / "tracker", 5)
@@ -29,20 +29,20 @@ def test_what_is_a_root(tmp_path):
 
 
 def test_two_formats(tmp_path):
-    folders.save(tmp_path, 5, world=2)
-    folders.save(tmp_path, 6, world=2)
+    rank_folders.save(tmp_path, 5, world=2)
+    rank_folders.save(tmp_path, 6, world=2)
     save(tmp_path, 10, run=NEXT)
     assert found(tmp_path) == [(10, "iteration_00000010"), (6, ""), (5, "")]
 
 
 def test_the_one_that_was_saved_last_comes_first(tmp_path):
     save(tmp_path, 10)
-    folders.save(tmp_path, 5, world=2, run=NEXT)
+    rank_folders.save(tmp_path, 5, world=2, run=NEXT)
     assert found(tmp_path) == [(5, ""), (10, "iteration_00000010")]
 
 
 def test_an_attempt_that_never_completed_does_not_put_its_format_first(tmp_path):
-    folders.save(tmp_path, 5, world=2)
+    rank_folders.save(tmp_path, 5, world=2)
     write_rank(tmp_path, 10, 0, run=NEXT)
     assert [step for step, _ in found(tmp_path)] == [5, 10] and scan(STORAGE, str(tmp_path)).notes == ()
 

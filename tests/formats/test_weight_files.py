@@ -2,8 +2,8 @@
 import os
 
 import pytest
-from folders import STORAGE
-from iterations import save
+from iteration_folders import save
+from rank_folders import STORAGE
 
 from mindresume.errors import CorruptFileError
 from mindresume.formats.records import scan_records

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import STORAGE, Threads, flip_bit
+from rank_folders import STORAGE, Threads, flip_bit
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, complete, foreign, put, random_tensors, recorded
 
 pytest.importorskip("mindformers.tools")

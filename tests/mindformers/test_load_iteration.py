@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("mindformers.tools")
 
-from folders import STORAGE, flip_bit, save, state_of, write_rank  # noqa: E402
 from mindformers.tools.register import MindFormerConfig  # noqa: E402
+from rank_folders import STORAGE, flip_bit, save, state_of, write_rank  # noqa: E402
 
 from mindresume.errors import ConfigError, LoadError, MissingCheckpointError  # noqa: E402
 from mindresume.mindformers import load_iteration, training_context  # noqa: E402

@@ -8,10 +8,10 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import iterations
+import iteration_folders
 import numpy as np
 import pytest
-from folders import RUN, STORAGE, flip_bit, path_of, place_of, save, state_of, write_foreign
+from rank_folders import RUN, STORAGE, flip_bit, path_of, place_of, save, state_of, write_foreign
 
 pytest.importorskip("mindformers.tools")
 
@@ -711,13 +711,13 @@ def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
 
 def test_the_tracker_that_the_choice_waited_for_counts(tmp_path, current, monkeypatch):
     """What is read before the choice, while other hosts are waited for, was kept, and decided."""
-    iterations.save(tmp_path, 5)
-    iterations.save(tmp_path, 10)
-    iterations.track(tmp_path, "5")
+    iteration_folders.save(tmp_path, 5)
+    iteration_folders.save(tmp_path, 10)
+    iteration_folders.track(tmp_path, "5")
 
     def wait(storage, path, *arguments):
         assert tracked(storage, path) == 5
-        iterations.track(tmp_path, "10")
+        iteration_folders.track(tmp_path, "10")
         return Visibility(1)
     monkeypatch.setattr(job_selection, "wait_until_visible", wait)
     job_start.select_checkpoint(config_of(tmp_path, use_legacy_format=False, output_dir=str(tmp_path / "output")), current)

@@ -3,7 +3,7 @@ import json
 import os
 
 import pytest
-from folders import name_of, save, write_rank
+from rank_folders import name_of, save, write_rank
 
 from mindresume.formats.rank_folder_naming import META, folder_name, meta_json
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import STORAGE, Threads, flip_bit, path_of
+from rank_folders import STORAGE, Threads, flip_bit, path_of
 from reshard.plans import MODEL, STEP, Plan, complete, foreign, put, random_tensors, recorded
 
 pytest.importorskip("mindformers.tools")

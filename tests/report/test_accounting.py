@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from logfiles import RUNS, ZERO, two_attempts
+from training_logs import RUNS, ZERO, two_attempts
 
 from mindresume.events import FAILED, FINISHED, PREEMPTED
 from mindresume.report.accounting import Seconds, accounts_of, steps_at_risk, total_of

@@ -4,9 +4,9 @@ import os
 import time
 from dataclasses import replace
 
-import iterations
-from folders import STORAGE, save, write_rank
-from logfiles import RUNS, ZERO, Log, Training, fail, record, two_attempts
+import iteration_folders
+from rank_folders import STORAGE, save, write_rank
+from training_logs import RUNS, ZERO, Log, Training, fail, record, two_attempts
 
 import mindresume
 from mindresume import events as ev
@@ -163,7 +163,7 @@ def test_checkpoints_are_those_of_ls(tmp_path):
     assert [(row.step, row.state, row.committed, row.world_size) for row in rows] == [
         (15, "incomplete", False, 4), (10, "unusable", True, 4), (5, "complete", True, 4)]
     assert "rank 2" in rows[1].reason and rows[2].reason == "" and rows[2].size_bytes > 1000
-    iterations.save(tmp_path / "b" / "checkpoint", 20)
+    iteration_folders.save(tmp_path / "b" / "checkpoint", 20)
     for folder in (tmp_path, tmp_path / "b"):
         listed = mindresume.open(folder / "checkpoint").list().to_json()["checkpoints"]
         for row, info in zip(to_json(made(folder))["checkpoints"], listed, strict=True):

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
-from logfiles import RUNS, Log, Training, two_attempts
+from training_logs import RUNS, Log, Training, two_attempts
 
 from mindresume.errors import ConfigError
 from mindresume.report import chart

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from logfiles import RUNS, ZERO, fail, record, two_attempts
+from training_logs import RUNS, ZERO, fail, record, two_attempts
 
 from mindresume import events as ev
 from mindresume.events.event_file import FOLDER, EventFile

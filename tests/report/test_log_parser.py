@@ -5,7 +5,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from logfiles import ZERO, Log, two_attempts
+from training_logs import ZERO, Log, two_attempts
 
 from mindresume.report import log_parser
 from mindresume.report.log_discovery import LogFile

@@ -3,8 +3,8 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from folders import STORAGE, save
-from logfiles import RUNS, Training, two_attempts
+from rank_folders import STORAGE, save
+from training_logs import RUNS, Training, two_attempts
 
 from mindresume import events as ev
 from mindresume.report import page

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from logfiles import RUNS, ZERO, Log, Training, two_attempts
+from training_logs import RUNS, ZERO, Log, Training, two_attempts
 
 from mindresume import events as ev
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED

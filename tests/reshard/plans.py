@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-from folders import PER_EPOCH, RUN, STORAGE, counters, name_of, path_of, place_of, state_of
+from rank_folders import PER_EPOCH, RUN, STORAGE, counters, name_of, path_of, place_of, state_of, tensors_in
 
 from mindresume.formats import Candidate
 from mindresume.formats.consolidated import HYPER, CompleteWeights, index_document, part_name, split
@@ -239,6 +239,12 @@ def complete(root: Path, tensors: Tensors, kind: str = "mindspore", part_bytes: 
     (root / name).write_text(json.dumps(document))
     put(root / HYPER, COUNTERS)
     return root
+
+
+def tensors_of_rank(folder: Path, rank: int) -> dict[str, np.ndarray]:
+    """Returns all tensors of the only weight file of a rank."""
+    path, = [path for path in (folder / f"rank_{rank}").iterdir() if path.suffix in (".ckpt", ".safetensors")]
+    return tensors_in(path)
 
 
 def arrays_of(found: CompleteWeights) -> dict[str, np.ndarray]:

@@ -4,9 +4,9 @@ there."""
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import Ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_folders import Ranks
 
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import broadcast_load

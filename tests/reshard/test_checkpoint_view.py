@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from folders import STORAGE, path_of
+from rank_folders import STORAGE, path_of
 from reshard.plans import (
     COUNTERS,
     MODEL,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import STORAGE, flip_bit, leaves_nothing, path_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_folders import STORAGE, flip_bit, leaves_nothing, path_of
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, newest, part_of, put, random_tensors, recorded
 
 from mindresume.errors import CorruptFileError, LoadError

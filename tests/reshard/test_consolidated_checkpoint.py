@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from folders import STORAGE, flip_bit
+from rank_folders import STORAGE, flip_bit
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, random_tensors, recorded
 
 from mindresume.coordination.collectives import SingleProcess

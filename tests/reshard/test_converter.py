@@ -16,8 +16,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from folders import RUN, STORAGE, flip_bit, open_below, state_of
-from reshard.plans import COUNTERS, MODEL, STEP, Plan, Spec, arrays_of, foreign, put, random_tensors, recorded, shard_file
+from rank_folders import RUN, STORAGE, flip_bit, open_below, state_of
+from reshard.plans import (
+    COUNTERS,
+    MODEL,
+    STEP,
+    Plan,
+    Spec,
+    arrays_of,
+    foreign,
+    put,
+    random_tensors,
+    recorded,
+    shard_file,
+    tensors_of_rank,
+)
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import ConfigError, CorruptFileError, OutOfSpaceError, SaveError
@@ -38,7 +51,7 @@ from mindresume.reshard.engines import writer
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.shared_selection import select_shared
-from mindresume.tensor_files import read_header, read_tensor
+from mindresume.tensor_files import read_header
 from mindresume.tensor_files.checksum import array_checksum
 
 TINY = {"embedding.weight": Spec((4, 2), 0, "first"), "layers.1.weight": Spec((2, 4), 1, "last", "bfloat16")}
@@ -87,13 +100,6 @@ def carry_out(made):
 def contents(folder):
     """{path below: bytes, None for a folder}"""
     return {str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes() for path in sorted(folder.rglob("*"))}
-
-
-def tensors_of(folder, rank):
-    """{name: array} of the file of a rank"""
-    path, = [path for path in (folder / f"rank_{rank}").iterdir() if path.suffix in (".ckpt", ".safetensors")]
-    with open(path, "rb") as file:
-        return {name: read_tensor(file, entry) for name, entry in read_header(file, str(path)).tensors.items()}
 
 
 def stamps(folder):
@@ -362,7 +368,7 @@ def test_another_strategy_of_the_source_is_another_conversion(tmp_path):
                 made.finished()
             made = conversion(made.plan, tmp_path / "new of right")
         carry_out(made)
-        found = tensors_of(Path(made.target), 0)
+        found = tensors_of_rank(Path(made.target), 0)
         assert (found["w"].tobytes() == tensors["w"].tobytes()) is (name == "right")
     assert (tmp_path / "new of right").exists()
 
@@ -623,7 +629,7 @@ def convert(source, target, plan, fmt="safetensors", model=MODEL, **options):
 def check(folder, plan, tensors=ALL, extra=COUNTERS):
     """Every rank holds, bit for bit, what the plan says, and nothing else."""
     for rank in range(plan.world_size):
-        wanted, found = shard_file(plan, tensors, rank, extra=extra), tensors_of(folder, rank)
+        wanted, found = shard_file(plan, tensors, rank, extra=extra), tensors_of_rank(folder, rank)
         assert {name: (str(a.dtype), a.shape, a.tobytes()) for name, a in wanted.items()} == \
             {name: (str(a.dtype), a.shape, a.tobytes()) for name, a in found.items()}
 
@@ -671,7 +677,7 @@ def test_a_chain_comes_back_to_the_same_bits(tmp_path, write, chain):
         check(tmp_path / str(number), Plan.parse(text))
     direct = convert(tmp_path / "0", tmp_path / "direct", start)
     for rank in range(Plan.parse(start).world_size):
-        last, straight = tensors_of(tmp_path / "3", rank), tensors_of(direct, rank)
+        last, straight = tensors_of_rank(tmp_path / "3", rank), tensors_of_rank(direct, rank)
         assert list(last) == list(straight)
         assert [a.tobytes() for a in last.values()] == [a.tobytes() for a in straight.values()]
     assert scan(STORAGE, str(tmp_path / "3")).candidates[0].state.step == STEP
@@ -780,7 +786,7 @@ def test_merged_weights_know_their_epoch(tmp_path):
     merge(tmp_path / "a", tmp_path / "merged")
     convert(tmp_path / "merged", tmp_path / "b", "tp2", model=TINY)
     candidate, = scan(STORAGE, str(tmp_path / "b")).candidates
-    assert state_of(STEP).epoch == 2 and int(tensors_of(tmp_path / "b", 0)["epoch_num"]) == 2
+    assert state_of(STEP).epoch == 2 and int(tensors_of_rank(tmp_path / "b", 0)["epoch_num"]) == 2
     assert candidate.state.epoch == 2
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import STORAGE, flip_bit, leaves_nothing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_folders import STORAGE, flip_bit, leaves_nothing
 from reshard.plans import (
     COUNTERS,
     MODEL,

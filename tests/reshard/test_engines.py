@@ -2,7 +2,7 @@
 import os
 
 import pytest
-from folders import STORAGE
+from rank_folders import STORAGE
 from reshard.plans import COUNTERS, Plan, Spec, random_tensors, recorded, shard_file
 
 from mindresume.errors import ConfigError

@@ -368,7 +368,7 @@ def test_sources_that_do_not_fit(tmp_path):
 
 def test_recorded_checksums_are_compared(tmp_path):
     """Of every tensor: those that keep their bytes on the way, the others before."""
-    from folders import flip_bit
+    from rank_folders import flip_bit
     for name in (QKV, PROJ):
         folder = tmp_path / name
         folder.mkdir()

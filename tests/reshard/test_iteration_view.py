@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from folders import RUN, STORAGE, state_of
+from rank_folders import RUN, STORAGE, state_of
 from reshard.plans import MODEL, STEP, Plan, random_tensors
 
 from mindresume.errors import CorruptFileError, LoadError, StrategyError

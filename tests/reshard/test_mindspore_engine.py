@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import STORAGE
+from rank_folders import STORAGE
 from reshard.plans import COUNTERS, Plan, Spec, complete, foreign, part_of, put, random_tensors
 
 from mindresume.errors import EngineError, StrategyError

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from folders import RUN, STORAGE, counters, flip_bit, name_of, path_of, save, state_of, write_foreign, write_rank
+from rank_folders import RUN, STORAGE, counters, flip_bit, name_of, path_of, save, state_of, write_foreign, write_rank
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, put, random_tensors, recorded, shard_file
 
 from mindresume.coordination.read_locks import read_locks

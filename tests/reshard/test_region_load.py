@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from folders import STORAGE, flip_bit, leaves_nothing
+from rank_folders import STORAGE, flip_bit, leaves_nothing
 from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, put, random_tensors, recorded
 
 from mindresume.errors import CorruptFileError, LoadError

@@ -3,7 +3,7 @@ import json
 import os
 
 import pytest
-from folders import STORAGE
+from rank_folders import STORAGE
 from reshard.plans import MODEL, Plan, foreign, random_tensors, recorded
 
 from mindresume.errors import StrategyError

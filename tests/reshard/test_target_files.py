@@ -3,7 +3,7 @@ import math
 import re
 
 import pytest
-from folders import STORAGE
+from rank_folders import STORAGE
 from reshard.plans import COUNTERS, MODEL, Plan, Spec, transformer
 
 from mindresume.errors import ConfigError, StrategyError

@@ -3,7 +3,7 @@ import os
 import shutil
 
 import pytest
-from folders import STORAGE
+from rank_folders import STORAGE
 
 from mindresume.model.data_position import MAX_IDENTITY, MAX_TEXT
 from mindresume.resume.dataset_fingerprint import dataset_differences, dataset_identity

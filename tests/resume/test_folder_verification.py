@@ -3,7 +3,7 @@ import os
 import shutil
 
 import pytest
-from folders import RUN, STORAGE, flip_bit, path_of, save, write_rank
+from rank_folders import RUN, STORAGE, flip_bit, path_of, save, write_rank
 
 from mindresume.coordination.read_locks import read_locks
 from mindresume.model.manifest import FOLDER, attempt_name

@@ -2,7 +2,7 @@
 import json
 
 import pytest
-from folders import RUN, STORAGE, flip_bit, name_of, path_of, save, write_foreign
+from rank_folders import RUN, STORAGE, flip_bit, name_of, path_of, save, write_foreign
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError
@@ -85,7 +85,7 @@ def test_no_list_is_no_trouble(tmp_path):
 def test_ours_carry_it_themselves(tmp_path):
     from dataclasses import replace
 
-    from folders import place_of, tensors_of
+    from rank_folders import place_of, tensors_of
 
     from mindresume.model.training_state import TrainingState
     from mindresume.saving.committer import Committer

@@ -2,7 +2,7 @@
 import shutil
 
 import pytest
-from folders import RUN, STORAGE, Ranks, flip_bit, path_of, save, write_foreign
+from rank_folders import RUN, STORAGE, Ranks, flip_bit, path_of, save, write_foreign
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import lease_holders

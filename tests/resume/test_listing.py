@@ -2,7 +2,7 @@
 import shutil
 
 import pytest
-from folders import STORAGE
+from rank_folders import STORAGE
 from reshard.plans import MODEL, Plan, foreign, random_tensors
 
 from mindresume.coordination.collectives import SingleProcess

@@ -2,7 +2,7 @@
 from dataclasses import replace
 
 import pytest
-from folders import RUN, STORAGE, save, write_rank
+from rank_folders import RUN, STORAGE, save, write_rank
 
 from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire

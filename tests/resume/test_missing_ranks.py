@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from folders import RUN, STORAGE, Ranks, counters, flip_bit, name_of, place_of, state_of
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_folders import RUN, STORAGE, Ranks, counters, flip_bit, name_of, place_of, state_of
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError

@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 from coordination.test_storage_topology import LATER, save_part
-from folders import STORAGE, Ranks, flip_bit, name_of, path_of, save, write_foreign
+from rank_folders import STORAGE, Ranks, flip_bit, name_of, path_of, save, write_foreign
 
 from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.model.manifest import FOLDER

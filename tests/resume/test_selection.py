@@ -1,7 +1,7 @@
 """The one function by which job and command line select a checkpoint, and its preview by a single process."""
 import pytest
 from coordination.test_storage_topology import save_part
-from folders import STORAGE, Ranks, flip_bit, path_of, save
+from rank_folders import STORAGE, Ranks, flip_bit, path_of, save
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups

@@ -3,7 +3,7 @@ import os
 import shutil
 
 import pytest
-from folders import RUN, STORAGE, Ranks, flip_bit, name_of, path_of, save, tensors_of, write_foreign, write_rank
+from rank_folders import RUN, STORAGE, Ranks, flip_bit, name_of, path_of, save, tensors_of, write_foreign, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError

@@ -3,10 +3,9 @@ import json
 import os
 import shutil
 
-import folders
 import pytest
-from folders import RUN, STORAGE, Ranks, flip_bit
-from iterations import (
+import rank_folders
+from iteration_folders import (
     FOREIGN,
     folder_of,
     foreign,
@@ -20,6 +19,7 @@ from iterations import (
     write_all,
     write_rank,
 )
+from rank_folders import RUN, STORAGE, Ranks, flip_bit
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
@@ -351,16 +351,16 @@ def test_two_folders_of_one_step_under_names_of_different_length(saved):
 
 def test_both_formats_in_one_root(tmp_path):
     """A job changed the format, and changed it back: it goes on from the newest."""
-    folders.save(tmp_path, 5, world=2)
+    rank_folders.save(tmp_path, 5, world=2)
     save(tmp_path, 10, 15, run=NEXT)
     assert taken(choose(tmp_path)) == (15, NEXT)
-    folders.save(tmp_path, 12, world=2, run=run_name(3, "0000cccc"))
+    rank_folders.save(tmp_path, 12, world=2, run=run_name(3, "0000cccc"))
     choice = choose(tmp_path)
     assert (choice.chosen.step, choice.chosen.iteration_dir) == (12, "")
 
 
 def test_where_all_of_one_format_are_damaged_the_other_is_taken(tmp_path):
-    folders.save(tmp_path, 5, world=2)
+    rank_folders.save(tmp_path, 5, world=2)
     save(tmp_path, 10, 15, run=NEXT)
     for step in (10, 15):
         weights_of(tmp_path, step, 1).write_bytes(b"")
@@ -370,7 +370,7 @@ def test_where_all_of_one_format_are_damaged_the_other_is_taken(tmp_path):
 
 def test_a_save_that_never_completed_does_not_hide_the_rank_folders(tmp_path):
     """The first save of a job that went over to Checkpoint 2.0 died: what it came from is still there."""
-    folders.save(tmp_path, 5, world=2)
+    rank_folders.save(tmp_path, 5, world=2)
     write_rank(tmp_path, 10, 0, run=NEXT)
     choice = choose(tmp_path)
     assert choice.chosen is not None and choice.chosen.step == 5

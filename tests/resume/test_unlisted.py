@@ -3,9 +3,9 @@ no training begins afresh beside it, and nothing is removed because of it."""
 import errno
 import os
 
-import iterations
+import iteration_folders
 import pytest
-from folders import RUN, path_of, save, write_foreign, write_rank
+from rank_folders import RUN, path_of, save, write_foreign, write_rank
 from reshard.plans import MODEL, Plan, random_tensors
 from reshard.plans import foreign as foreign_of_plan
 
@@ -62,7 +62,7 @@ def choose(storage, root, world=2):
                   strategy_of=strategy_lookup(storage))
 
 
-def rank_folders(root):
+def save_rank_folders(root):
     """Ours of steps 5 and 10, those of mindformers of step 20; and what lies there by chance."""
     save(root, 5, 2)
     save(root, 10, 2)
@@ -71,19 +71,19 @@ def rank_folders(root):
     (root / FOLDER / "trial-step-0000000010-run-0001-0000aaaa").write_text("1 /x")
 
 
-def iteration_folders(root):
+def save_iteration_folders(root):
     """Ours of steps 5 and 10, mindformers' of step 15, ours of step 20 in the making."""
-    iterations.save(root, 5, 10)
-    iterations.foreign(root, steps=(15,))
-    iterations.write_all(root, 20)
+    iteration_folders.save(root, 5, 10)
+    iteration_folders.foreign(root, steps=(15,))
+    iteration_folders.write_all(root, 20)
 
 
 def both(root):
-    rank_folders(root)
-    iteration_folders(root)
+    save_rank_folders(root)
+    save_iteration_folders(root)
 
 
-@pytest.fixture(params=[rank_folders, iteration_folders, both])
+@pytest.fixture(params=[save_rank_folders, save_iteration_folders, both])
 def root(tmp_path, request):
     root = tmp_path / "checkpoint"
     root.mkdir()
@@ -118,7 +118,7 @@ def test_whichever_is_closed_the_rest_goes_on(root, code, only_list):
             assert any(folder.name in text for text in problems) or not usable ^ steps, (folder, problems)
 
 
-@pytest.mark.parametrize("fill", [rank_folders, iteration_folders])
+@pytest.mark.parametrize("fill", [save_rank_folders, save_iteration_folders])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ELOOP, errno.EIO])
 def test_a_root_that_cannot_be_listed_is_no_empty_one(tmp_path, fill, code):
     fill(tmp_path / "checkpoint")
@@ -136,12 +136,12 @@ def test_what_cannot_be_listed_forbids_a_fresh_start(tmp_path, name):
 
 @pytest.mark.parametrize("tracked", [True, False])
 def test_the_newest_iteration_is_a_link_to_itself(tmp_path, tracked):
-    iterations.save(tmp_path, 5, 10)
+    iteration_folders.save(tmp_path, 5, 10)
     (tmp_path / "iteration_00000015").symlink_to(tmp_path / "iteration_00000015")
     if tracked:
-        iterations.track(tmp_path, 15)
+        iteration_folders.track(tmp_path, 15)
     else:
-        (tmp_path / iterations.TRACKER).unlink()
+        (tmp_path / iteration_folders.TRACKER).unlink()
     choice = choose(PosixStorage(), tmp_path)
     assert choice.chosen.step == 10
     assert [(refusal.step, "cannot be listed" in refusal.reason) for refusal in choice.refused] == [(15, True)]
@@ -149,15 +149,15 @@ def test_the_newest_iteration_is_a_link_to_itself(tmp_path, tracked):
 
 def test_records_that_cannot_be_listed_are_not_taken_for_none(tmp_path):
     """An iteration of ours whose records are closed is no iteration of mindformers, of which nothing could be checked."""
-    iterations.save(tmp_path, 5, 10)
-    storage = Closed(iterations.folder_of(tmp_path, 10) / FOLDER)
+    iteration_folders.save(tmp_path, 5, 10)
+    storage = Closed(iteration_folders.folder_of(tmp_path, 10) / FOLDER)
     choice = choose(storage, tmp_path)
     assert choice.chosen.step == 5 and choice.chosen.committed
 
 
 def test_records_that_could_not_be_listed_a_moment_ago_are_not_taken_for_none(tmp_path):
-    iterations.save(tmp_path, 5, 10)
-    records, calls = str(iterations.folder_of(tmp_path, 10) / FOLDER), []
+    iteration_folders.save(tmp_path, 5, 10)
+    records, calls = str(iteration_folders.folder_of(tmp_path, 10) / FOLDER), []
 
     class ClosedOnce(PosixStorage):
         def list(self, folder):
@@ -243,23 +243,23 @@ def test_trash_spares_what_a_closed_one_may_claim(tmp_path):
 
 def test_an_intent_stays_while_its_iteration_cannot_be_listed(tmp_path):
     """The job died before it could change the tracker to step 10; the next one cannot see that step, the one after it can."""
-    iterations.save(tmp_path, 5, 10)
-    iterations.track(tmp_path, 5)
-    iterations.intend(tmp_path, 10)
-    committer = Committer(iterations.place_of(tmp_path, run=LATER))
-    storage = Closed(iterations.folder_of(tmp_path, 10))
+    iteration_folders.save(tmp_path, 5, 10)
+    iteration_folders.track(tmp_path, 5)
+    iteration_folders.intend(tmp_path, 10)
+    committer = Committer(iteration_folders.place_of(tmp_path, run=LATER))
+    storage = Closed(iteration_folders.folder_of(tmp_path, 10))
     object.__setattr__(committer.place, "storage", storage)
     committer.adopt()
-    assert (tmp_path / FOLDER / intent_name(10)).exists() and iterations.tracker(tmp_path) == "5"
+    assert (tmp_path / FOLDER / intent_name(10)).exists() and iteration_folders.tracker(tmp_path) == "5"
     storage = PosixStorage()
     candidates = list_checkpoints(storage, str(tmp_path), strategy_lookup(storage))[0].candidates
     iteration_publisher.finish_tracker(storage, str(tmp_path), candidates, LATER)
-    assert not (tmp_path / FOLDER / intent_name(10)).exists() and iterations.tracker(tmp_path) == "10"
+    assert not (tmp_path / FOLDER / intent_name(10)).exists() and iteration_folders.tracker(tmp_path) == "10"
 
 
 def test_a_job_begins_beside_an_iteration_that_cannot_be_listed(tmp_path):
-    iterations.save(tmp_path, 5, 10)
-    storage = Closed(iterations.folder_of(tmp_path, 5))
+    iteration_folders.save(tmp_path, 5, 10)
+    storage = Closed(iteration_folders.folder_of(tmp_path, 5))
     lease = acquire(storage, str(tmp_path), holder_of_this_process("saving"))
     assert lease.run > RUN
     lease.release()

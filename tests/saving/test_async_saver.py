@@ -6,7 +6,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import RUN, STORAGE, name_of, path_of, place_of, save, state_of, tensors_of, write_rank
+from rank_folders import RUN, STORAGE, name_of, path_of, place_of, save, state_of, tensors_of, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import LeaseHeldError

@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-import folders
 import pytest
+import rank_folders
 
 from mindresume.formats.iteration_naming import TRACKER
 from mindresume.formats.rank_folder_naming import META
@@ -19,7 +19,7 @@ PATIENCE = 600.0
 
 COMMON = """
 import atexit, os, signal, sys, time
-import folders
+import rank_folders
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KEEP_ALL
@@ -37,13 +37,13 @@ class Held(PosixStorage):
 
 
 def saver(kind, version):
-    return AsyncSaver(SaveTarget(Held(), os.path.abspath("checkpoint"), folders.RUN, 0, 1, version == "2.0"), KEEP_ALL, kind)
+    return AsyncSaver(SaveTarget(Held(), os.path.abspath("checkpoint"), rank_folders.RUN, 0, 1, version == "2.0"), KEEP_ALL, kind)
 
 
 def shard(place, step):
     if place.iterations:
-        return iteration_shard("net", place, folders.state_of(step), folders.tensors_of(0, step), None)
-    return rank_shard(folders.name_of(0, step), folders.state_of(step), folders.tensors_of(0, step))
+        return iteration_shard("net", place, rank_folders.state_of(step), rank_folders.tensors_of(0, step), None)
+    return rank_shard(rank_folders.name_of(0, step), rank_folders.state_of(step), rank_folders.tensors_of(0, step))
 """
 
 
@@ -59,7 +59,7 @@ def python(folder, text, *arguments, **how):
 
 
 def committed(folder):
-    return [found.step for found in scan_records(folders.STORAGE, str(folder / "checkpoint"))[0] if found.committed]
+    return [found.step for found in scan_records(rank_folders.STORAGE, str(folder / "checkpoint"))[0] if found.committed]
 
 
 def pointer(folder, version):

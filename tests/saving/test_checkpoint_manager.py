@@ -4,7 +4,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from folders import PER_EPOCH, STORAGE, Ranks, state_of, tensors_of
+from rank_folders import PER_EPOCH, STORAGE, Ranks, state_of, tensors_of
 
 from mindresume.coordination import collectives
 from mindresume.coordination.collectives import SingleProcess

@@ -2,7 +2,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from folders import RUN, STORAGE, name_of, path_of, place_of, save, state_of, tensors_of, write_foreign, write_rank
+from rank_folders import RUN, STORAGE, name_of, path_of, place_of, save, state_of, tensors_of, write_foreign, write_rank
 
 from mindresume.errors import RecordError, SaveError
 from mindresume.events import CommitDelayed, SaveAbandoned

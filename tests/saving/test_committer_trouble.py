@@ -3,7 +3,7 @@ import errno
 import os
 from dataclasses import replace
 
-from folders import RUN, STORAGE, path_of, place_of, write_rank
+from rank_folders import RUN, STORAGE, path_of, place_of, write_rank
 
 from mindresume.events import CommitDelayed, SaveAbandoned
 from mindresume.formats.scan import scan

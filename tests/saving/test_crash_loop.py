@@ -5,7 +5,7 @@ import signal
 import socket
 
 import pytest
-from folders import STORAGE, Ranks, save
+from rank_folders import STORAGE, Ranks, save
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import LoadError

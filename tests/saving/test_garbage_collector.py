@@ -6,10 +6,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import folders
-import iterations
+import iteration_folders
 import pytest
-from folders import RUN, STORAGE, name_of, path_of, save, write_foreign, write_rank
+import rank_folders
+from rank_folders import RUN, STORAGE, name_of, path_of, save, write_foreign, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock
@@ -194,7 +194,7 @@ def test_saves_that_nobody_can_commit_any_more_take_a_place_and_remove_nothing_g
         save(tmp_path, step, world=2)
     attempt = tmp_path / FOLDER / attempt_name(5, RUN)
     (attempt / MANIFEST).unlink()
-    folders.flip_bit(attempt / "rank_00001.json", 5)
+    rank_folders.flip_bit(attempt / "rank_00001.json", 5)
     assert steps(planned(tmp_path, KeepLast(3), ended=over).to_delete) == []
     made = planned(tmp_path, KeepLast(2), ended=over)
     assert steps(made.to_delete) == [5] and steps(made.kept) == [15, 10]
@@ -204,8 +204,8 @@ def test_saves_that_nobody_can_commit_any_more_take_a_place_and_remove_nothing_g
 @pytest.fixture
 def healths(monkeypatch):
     """{step: what the health monitor said when it was saved}"""
-    found, plain = {}, folders.state_of
-    monkeypatch.setattr(folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=found.get(step)))
+    found, plain = {}, rank_folders.state_of
+    monkeypatch.setattr(rank_folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=found.get(step)))
     return found
 
 
@@ -219,7 +219,7 @@ def test_the_newest_healthy_one_stays(tmp_path, healths, sick, kept, extra):
     assert steps(made.kept) == kept
     if extra:
         assert why(made)[attempt_name(extra, RUN)] == NEWEST_HEALTHY
-    Committer(folders.place_of(tmp_path, 0, 2), KeepLast(1)).prune()
+    Committer(rank_folders.place_of(tmp_path, 0, 2), KeepLast(1)).prune()
     assert committed(tmp_path) == kept
 
 
@@ -233,8 +233,8 @@ def test_the_newest_healthy_one_that_is_whole_stays_and_one_that_nobody_judged_c
 
 
 def test_the_best_are_kept_by_the_metric_in_the_records(tmp_path, monkeypatch):
-    losses, plain = {5: 3.0, 10: 1.0, 15: 2.0, 20: 4.0}, folders.state_of
-    monkeypatch.setattr(folders, "state_of", lambda step, batch=8: folders.TrainingState(
+    losses, plain = {5: 3.0, 10: 1.0, 15: 2.0, 20: 4.0}, rank_folders.state_of
+    monkeypatch.setattr(rank_folders, "state_of", lambda step, batch=8: rank_folders.TrainingState(
         *[getattr(plain(step), name) for name in ("step", "steps_per_epoch", "global_step", "global_batch_size", "loss_scale",
                                                   "sink_size", "dataset_size")], metrics=(("loss", losses[step]),)))
     for step in losses:
@@ -501,7 +501,7 @@ def test_one_that_cannot_be_removed_does_not_stop_the_others(saved, operation, n
 
 def test_what_cannot_be_removed_is_emitted_once(saved):
     events, storage = [], Stuck("rename", attempt_name(5, RUN))
-    place = folders.place_of(saved, 0, 2)
+    place = rank_folders.place_of(saved, 0, 2)
     committer = Committer(type(place)(storage, place.root, place.run, 0, 2), KeepLast(3), events.append)
     assert committer.prune() == committer.prune() == []
     assert events == [RemovalPostponed(str(saved / FOLDER / attempt_name(5, RUN)), "Permission denied", 5)]
@@ -545,7 +545,7 @@ def test_the_committer_removes_respects_holds_and_emits(saved):
     events, held = [], dict(HELD)
     for rank in range(2):
         write_rank(saved, 30, rank, 2, run=NEXT_RUN, suffix=1)
-    committer = Committer(folders.place_of(saved, 0, 2, NEXT_RUN), KeepLast(2), events.append, read_locks=lambda: held)
+    committer = Committer(rank_folders.place_of(saved, 0, 2, NEXT_RUN), KeepLast(2), events.append, read_locks=lambda: held)
     committer.saved(30)
     assert committed(saved) == [30, 20, 10] and events[-1] == CheckpointsRemoved((15, 5), str(saved), str(KeepLast(2)))
     assert not path_of(saved, 25, 0).exists()                        # of a run with a smaller number: over, by default
@@ -554,7 +554,7 @@ def test_the_committer_removes_respects_holds_and_emits(saved):
 
 
 def test_the_committer_leaves_what_may_still_go_on(saved):
-    committer = Committer(folders.place_of(saved, 0, 2, NEXT_RUN), KeepLast(9), ended=lambda run: False)
+    committer = Committer(rank_folders.place_of(saved, 0, 2, NEXT_RUN), KeepLast(9), ended=lambda run: False)
     assert committer.prune() == [] and path_of(saved, 25, 0).exists()
     assert json.loads((saved / "rank_0" / "meta.json").read_text())["last_ckpt_file"] == path_of(saved, 20, 0).name
 
@@ -562,13 +562,13 @@ def test_the_committer_leaves_what_may_still_go_on(saved):
 def test_the_committer_never_takes_a_later_run_for_over(saved):
     """A run that began since: what was known of the runs at the start says nothing about it."""
     write_rank(saved, 40, 0, 2, run=NEXT_RUN, suffix=1)
-    Committer(folders.place_of(saved, 0, 2), KeepLast(1), ended=over).prune()
+    Committer(rank_folders.place_of(saved, 0, 2), KeepLast(1), ended=over).prune()
     assert path_of(saved, 40, 0, 1).exists() and (saved / FOLDER / attempt_name(40, NEXT_RUN)).exists()
 
 
 def test_what_is_held_while_others_are_removed_is_not_moved(tmp_path):
     """However long these take: it is looked for right before."""
-    iterations.save(tmp_path, 1, 2, 3)
+    iteration_folders.save(tmp_path, 1, 2, 3)
     moved, held = [], []
     to_delete = [c for c in scan(STORAGE, str(tmp_path)).candidates if c.step < 3]
 

@@ -6,11 +6,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import folders
-import iterations
+import iteration_folders
 import pytest
-from folders import RUN, STORAGE
-from iterations import (
+import rank_folders
+from iteration_folders import (
     folder_of,
     foreign,
     hidden,
@@ -26,6 +25,7 @@ from iterations import (
     write_all,
     write_rank,
 )
+from rank_folders import RUN, STORAGE
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process
@@ -158,9 +158,10 @@ def test_a_layout_that_does_not_divide_the_ranks_is_no_commit(tmp_path):
     events = []
     for rank in range(2):
         place = place_of(tmp_path, rank)
-        shard = iterations.iteration_shard("net", place, folders.state_of(10), iterations.tensors_of(rank, 10), None, {
+        shard = iteration_folders.iteration_shard("net", place, rank_folders.state_of(10), iteration_folders.tensors_of(rank, 10),
+                                                  None, {
             "embedding.weight": (TensorLayout((3,), (-1, -1)), (4, 4))})
-        iterations.write_shard(place, shard)
+        iteration_folders.write_shard(place, shard)
     committer = Committer(place_of(tmp_path), emit=events.append)
     committer.saved(10)
     assert committer.pending == [10] and listing(tmp_path) == []
@@ -486,8 +487,8 @@ def test_an_error_before_the_rename_is_made_up_by_the_next_save(tmp_path):
 
 def test_iterations_and_rank_folders_of_several_runs_in_one_root(tmp_path):
     """A job that went over to Checkpoint 2.0: all of ours count."""
-    folders.save(tmp_path, 5, world=2)
-    folders.save(tmp_path, 10, world=2)
+    rank_folders.save(tmp_path, 5, world=2)
+    rank_folders.save(tmp_path, 10, world=2)
     committer = save(tmp_path, 15, 20, run=NEXT, policy=KeepLast(3))
     assert committed(tmp_path) == [(20, NEXT), (15, NEXT), (10, RUN)]
     committer.policy = KeepLast(1)

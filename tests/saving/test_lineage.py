@@ -4,10 +4,10 @@ import json
 import shutil
 from pathlib import Path
 
-import iterations
+import iteration_folders
 import pytest
-from folders import RUN, STORAGE, save
-from iterations import folder_of, listing, track, tracker
+from iteration_folders import folder_of, listing, track, tracker
+from rank_folders import RUN, STORAGE, save
 from saving.test_shard_writer import shard_of
 
 from mindresume.errors import RecordError
@@ -170,7 +170,7 @@ def test_a_folder_of_another_training_keeps_its_content_under_another_name(tmp_p
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_whole_folder_of_mindformers_is_never_removed(tmp_path, whole):
     """It saved steps 10 and 15; somebody set it back, and step 15 is saved again."""
-    iterations.foreign(tmp_path)
+    iteration_folders.foreign(tmp_path)
     track(tmp_path, 10)
     if not whole:
         (folder_of(tmp_path, 15) / "common.json").unlink()

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import folders
-import iterations
+import iteration_folders
 import pytest
+import rank_folders
 from fakes import moxing
-from folders import STORAGE, Ranks, simulated
+from rank_folders import STORAGE, Ranks, simulated
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process, next_run
@@ -49,7 +49,7 @@ from mindresume.storage.object_store import MoxingStore
 
 URL = "obs://bucket/job/checkpoint"
 RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
-FORMATS = {"1.0": folders, "2.0": iterations}
+FORMATS = {"1.0": rank_folders, "2.0": iteration_folders}
 
 
 class Died(BaseException):
@@ -75,9 +75,9 @@ class World:
 
     def save(self, step, run=RUN, policy=KEEP_ALL):
         if self.fmt == "1.0":
-            folders.save(self.disk, step, self.size, run, suffix=int(run[:4]) - 1)
+            rank_folders.save(self.disk, step, self.size, run, suffix=int(run[:4]) - 1)
         else:
-            iterations.save(self.disk, step, world=self.size, run=run)
+            iteration_folders.save(self.disk, step, world=self.size, run=run)
         Committer(self.place(0, run), policy, read_locks=ReadLocks(STORAGE, str(self.disk))).prune()
 
     def sleep(self, seconds):
@@ -207,7 +207,7 @@ def test_a_disk_that_vanished_comes_back_bit_for_bit(world):
     assert choice.chosen.step == 10 and choice.chosen.committed and choice.bytes_verified
     name = attempt_name(10, RUN)
     if world.fmt == "2.0":
-        assert iterations.tracker(world.disk) == "10" and choice.chosen.iteration_dir == "iteration_00000010"
+        assert iteration_folders.tracker(world.disk) == "10" and choice.chosen.iteration_dir == "iteration_00000010"
         assert content(world.disk) == {path: data for path, data in before.items() if path.startswith("iteration_00000010/")}
     else:
         mine = [file.path for file in choice.chosen.all_files]
@@ -243,9 +243,9 @@ def test_a_fresh_start_where_nothing_was_ever_committed(world):
 def test_what_is_damaged_here_is_mended(world):
     """The same bytes lie there: refused here, fetched again, and only that file."""
     world.upload(5, 10)
-    path = folders.path_of(world.disk, 10, 1) if world.fmt == "1.0" else iterations.weights_of(world.disk, 10, 1)
+    path = rank_folders.path_of(world.disk, 10, 1) if world.fmt == "1.0" else iteration_folders.weights_of(world.disk, 10, 1)
     whole = path.read_bytes()
-    folders.flip_bit(path)
+    rank_folders.flip_bit(path)
     copies = []
     original = moxing.file.copy
     moxing.file.copy = lambda source, target: (copies.append(source), original(source, target))
@@ -261,7 +261,7 @@ def test_what_is_damaged_there_is_refused_and_the_next_older_one_fetched(world, 
     world.upload(5, 10)
     commit_dir = tmp_path / "objects" / "bucket/job/checkpoint" / attempt_name(10, RUN)
     weights = next(path for path in sorted(commit_dir.rglob("*.safetensors")))
-    folders.flip_bit(weights)
+    rank_folders.flip_bit(weights)
     world.empty_disk()
     assert world.restore_all().chosen.step == 5
     assert all(event.step == 10 and str(weights.relative_to(commit_dir)) in event.reason and URL in event.file
@@ -273,12 +273,12 @@ def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, m
     """Rank folders: two runs that both began on an empty disk use the same names."""
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
-    folders.save(world.disk, 10, 2, LATER)
+    rank_folders.save(world.disk, 10, 2, LATER)
     for one in reversed(world.uploaders(LATER)):
         one.enqueue(10)
     world.first.work()
     world.empty_disk()
-    folders.save(world.disk, 10, 2, RUN)
+    rank_folders.save(world.disk, 10, 2, RUN)
     before = content(world.disk)
     choice = world.restore_all()
     assert (choice.chosen.step, choice.chosen.run) == (10, RUN) and content(world.disk) == before
@@ -287,13 +287,13 @@ def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, m
 
 def unfinished_afresh(world, ranks):
     """A training that began afresh on an empty disk has died in its first save; ``ranks`` have written their part."""
-    folders.save(world.disk, 5, 2)
+    rank_folders.save(world.disk, 5, 2)
     for one in reversed(world.uploaders()):
         one.enqueue(5)
     world.first.work()
     world.empty_disk()
     for rank in ranks:
-        folders.write_rank(world.disk, 5, rank, 2, LATER)
+        rank_folders.write_rank(world.disk, 5, rank, 2, LATER)
 
 
 def restored_without_it(world):
@@ -459,7 +459,7 @@ def test_another_number_of_ranks(world):
 def test_the_one_that_is_named(world):
     world.upload(5, 10)
     world.empty_disk()
-    named = str(folders.name_of(0, 5)) if world.fmt == "1.0" else "5"
+    named = str(rank_folders.name_of(0, 5)) if world.fmt == "1.0" else "5"
     assert world.restore_all(named=named).chosen.step == 5
 
 
@@ -467,7 +467,7 @@ def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, m
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path, "2.0")
     uploaders = world.upload(5)
-    iterations.save(world.disk, 10, health=1)
+    iteration_folders.save(world.disk, 10, health=1)
     for one in uploaders:
         one.enqueue(10)
     world.first.work()
@@ -475,7 +475,7 @@ def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, m
     found = RemoteSelection(STORAGE, world.remote, str(world.disk), SingleProcess(), emit=world.events.append)
     policy = SelectionPolicy(ranks_to_verify=every_rank, unhealthy=())
     choice = found.select(lambda: select_shared(STORAGE, str(world.disk), SingleProcess(), policy))
-    assert choice.chosen.step == 5 and iterations.tracker(world.disk) == "5"
+    assert choice.chosen.step == 5 and iteration_folders.tracker(world.disk) == "5"
     assert [event.step for event in kinds(world, CheckpointFetched)] == [10, 5]
 
 
@@ -497,10 +497,10 @@ def test_if_no_manifest_can_be_read_that_is_an_error_and_no_fresh_start(world, m
 
 def sick_from(world, monkeypatch, first):
     """The health monitor does not like what is saved from this step on. What a job that heeds it says to the choice."""
-    write = iterations.write_rank
-    monkeypatch.setattr(iterations, "write_rank", lambda root, step, *more, **how: write(
+    write = iteration_folders.write_rank
+    monkeypatch.setattr(iteration_folders, "write_rank", lambda root, step, *more, **how: write(
         root, step, *more, **{**how, "health": int(step >= first)}))
-    return {"unhealthy": () if world.fmt == "2.0" else {str(folders.name_of(0, step)) for step in (10, 15)}}
+    return {"unhealthy": () if world.fmt == "2.0" else {str(rank_folders.name_of(0, step)) for step in (10, 15)}}
 
 
 def test_what_was_unhealthy_is_refused_by_its_manifest_before_any_download(world, monkeypatch):
@@ -521,7 +521,7 @@ def test_if_all_there_are_unhealthy_nothing_is_downloaded_and_that_is_an_error(w
     with pytest.raises(NoUsableCheckpointError, match="no healthy checkpoints yet.*none can be used"):
         world.restore_all(**heeds)
     assert fetched == []
-    named = str(folders.name_of(0, 15)) if world.fmt == "1.0" else "15"
+    named = str(rank_folders.name_of(0, 15)) if world.fmt == "1.0" else "15"
     assert world.restore_all(named=named, **heeds).chosen.step == 15
 
 
@@ -622,7 +622,7 @@ def test_retention_there_neither_deletes_nor_counts_what_it_cannot_read(world, m
 
 def test_another_training_is_not_counted_there_and_stays(world, monkeypatch):
     """A fresh start with the url of another training."""
-    for module in (folders, iterations):
+    for module in (rank_folders, iteration_folders):
         monkeypatch.setattr(module, "place_of", lambda root, rank, size, run=RUN, *more, plain=module.place_of: replace(
             plain(root, rank, size, run, *more), lineage=run))
     world.upload(5, 10)
@@ -631,9 +631,9 @@ def test_another_training_is_not_counted_there_and_stays(world, monkeypatch):
 
 
 def test_the_newest_healthy_one_stays_there_too(world, monkeypatch):
-    plain, write = folders.state_of, iterations.write_rank
-    monkeypatch.setattr(folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=int(step > 10)))
-    monkeypatch.setattr(iterations, "write_rank", lambda root, step, *more, **how: write(
+    plain, write = rank_folders.state_of, iteration_folders.write_rank
+    monkeypatch.setattr(rank_folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=int(step > 10)))
+    monkeypatch.setattr(iteration_folders, "write_rank", lambda root, step, *more, **how: write(
         root, step, *more, **{**how, "health": int(step > 10)}))
     world.upload(5, 10, 15, 20, policy=KeepLast(1))
     assert world.committed() == [20, 10]
@@ -895,9 +895,9 @@ def test_two_pods_with_one_url_at_the_same_moment(world):
                               os.path.join(place.root, "iteration_00000005"))
     before = world.remote.store.list(url)
     if world.fmt == "1.0":
-        folders.save(world.disk, 10, world.size, twin, suffix=1)
+        rank_folders.save(world.disk, 10, world.size, twin, suffix=1)
     else:
-        iterations.save(world.disk, 10, world=world.size, run=twin)
+        iteration_folders.save(world.disk, 10, world=world.size, run=twin)
     world.others = twins[1:]
     world.first = twins[0]
     for one in twins:

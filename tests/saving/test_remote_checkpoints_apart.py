@@ -7,7 +7,7 @@ import shutil
 import pytest
 from coordination.test_storage_topology import RUN, save_part
 from fakes import moxing
-from folders import STORAGE, Ranks, flip_bit, path_of
+from rank_folders import STORAGE, Ranks, flip_bit, path_of
 from resume.test_node_local_selection import NODES, PARTS
 
 from mindresume.coordination.common_checkpoint import committed

@@ -2,7 +2,7 @@
 import errno
 from dataclasses import replace
 
-from folders import RUN, STORAGE, Ranks, place_of
+from rank_folders import RUN, STORAGE, Ranks, place_of
 
 from mindresume.coordination.common_checkpoint import COMMON, protected_by_peers, record
 from mindresume.coordination.lease import record_run_number

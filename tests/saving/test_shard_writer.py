@@ -3,11 +3,11 @@ import errno
 import os
 from dataclasses import replace
 
-import folders
-import iterations
+import iteration_folders
 import pytest
-from folders import RUN, STORAGE, path_of, save
-from iterations import hidden, listing
+import rank_folders
+from iteration_folders import hidden, listing
+from rank_folders import RUN, STORAGE, path_of, save
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import OutOfSpaceError, SaveError
@@ -33,12 +33,12 @@ def place_of(made, root, rank, storage=STORAGE, run=RUN):
 def shard_of(place, step, other=0.0, suffix=0):
     """``other``: added to every weight. ``suffix``: of the name of the file, in 1.0."""
     arrays = {name: array + array.dtype.type(other) if "weight" in name else array
-              for name, array in folders.tensors_of(place.rank, step).items()}
+              for name, array in rank_folders.tensors_of(place.rank, step).items()}
     if place.iterations:
         model = {name: array for name, array in arrays.items() if name == "embedding.weight"}
-        return iteration_shard("net", place, folders.state_of(step), model,
+        return iteration_shard("net", place, rank_folders.state_of(step), model,
                                {name: array for name, array in arrays.items() if name not in model})
-    return rank_shard(folders.name_of(place.rank, step, suffix), folders.state_of(step), arrays)
+    return rank_shard(rank_folders.name_of(place.rank, step, suffix), rank_folders.state_of(step), arrays)
 
 
 def write(made, root, step, rank, storage=STORAGE, other=0.0):
@@ -225,7 +225,7 @@ def test_rank_0_renames_the_folder_between_the_rename_of_the_record_and_its_flus
     (outcome,) = saver.poll()
     assert not storage.armed and committer.committed == [10]
     assert outcome.saved and outcome.error is None
-    assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000010", iterations.TRACKER]
+    assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000010", iteration_folders.TRACKER]
     saver.save(Save(shard_of(place, 10)))                               # at the end of the training, as nobody heard of the first
     assert saver.poll()[0].saved and hidden(tmp_path) == []
 
@@ -249,5 +249,5 @@ def test_the_last_word_of_a_dying_job_on_a_step_that_is_committed(tmp_path):
 def test_metrics_that_differ_do_not_matter_to_a_second_try(tmp_path, made):
     place = place_of(made, tmp_path, 1)
     first = write_shard(place, shard_of(place, 10))
-    again = replace(shard_of(place, 10), state=replace(folders.state_of(10), metrics=(("loss", 1.0),)))
+    again = replace(shard_of(place, 10), state=replace(rank_folders.state_of(10), metrics=(("loss", 1.0),)))
     assert write_shard(place, again) == first

@@ -3,7 +3,7 @@ import errno
 from dataclasses import replace
 
 import pytest
-from folders import RUN, name_of, path_of, place_of, state_of, tensors_of, write_rank
+from rank_folders import RUN, name_of, path_of, place_of, state_of, tensors_of, write_rank
 
 from mindresume.errors import LeaseHeldError, OutOfSpaceError, SaveError
 from mindresume.events import CheckpointsRemoved

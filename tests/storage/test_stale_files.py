@@ -3,7 +3,7 @@ import errno
 import os
 
 import pytest
-from folders import STORAGE
+from rank_folders import STORAGE
 
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.stale_files import STALE_SECONDS, remove_stale

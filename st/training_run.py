@@ -28,27 +28,36 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mindresume.events.event_file import FOLDER  # noqa: E402
 from mindresume.storage.atomic_publish import TEMPORARY  # noqa: E402
 from st.cpu_cluster.launch import free_port  # noqa: E402
 
-PAUSE = 0.0005                       # seconds between looks at the folder while waiting for a half-written file
-# Compiling is half of a short training. As many bytes as two layers of the quickstart, which st/story.py trains as it is.
+POLL_SECONDS = 0.0005                #  seconds between looks at the folder while waiting for a half-written file
+# Compiling is half of a short training. As many bytes as two layers of the quickstart, which st/quickstart.py trains as it is.
 SIZES = {"model.model_config.num_hidden_layers": 1, "model.model_config.intermediate_size": 1024}
 ONE_LAYER = " ".join(f"--{key} {value}" for key, value in SIZES.items())
-# Of a configuration what is no matter of the graph: what is saved and loaded, when and where.
+FORMAT_2 = "--use_legacy_format False"           # Checkpoint 2.0: iteration folders
+# Keys of a configuration that do not change the graph: what is saved and loaded, when and where.
 NOT_IN_GRAPHS = ("callbacks", "load_checkpoint", "resume_training", "mindresume", "auto_trans_ckpt", "src_strategy_path_or_dir",
                  "output_dir", "remote_save_url", "use_graceful_exit", "use_legacy_format", "balanced_load",
                  "ignore_data_skip", "data_skip_steps")
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """What was there when an attempt started: so many recorded steps, and these event files."""
+    steps: int = 0
+    event_files: frozenset[Path] = frozenset()
+
+
 @dataclass
 class Run:
-    """One training in its own folder; every ``start`` is another life of it, by the same command.
+    """One training in its own folder; every ``start`` is another attempt at it, by the same command.
 
     ``data``: folder made by st/data/make_data.py. ``program``: the script to run, default the repository's. ``device``: "CPU", or
-    "Ascend" (then nothing is patched; only the recorder is added). ``options``: words of the command line in every life.
+    "Ascend" (then nothing is patched; only the recorder is added). ``options``: words of the command line in every attempt.
     ``graphs``: what is compiled is kept there and taken by runs of the same graph that share the folder (MindSpore's
-    MS_COMPILER_CACHE_ENABLE, as many jobs that restart often have it). None: each life compiles.
+    MS_COMPILER_CACHE_ENABLE, as many jobs that restart often have it). None: each attempt compiles.
     """
     folder: Path
     config: str
@@ -61,16 +70,16 @@ class Run:
     graphs: Path | None = None
     process: subprocess.Popen | None = None
     started: float = 0.0
-    kept: Path | None = field(default=None, init=False)      # where the graph of this life is, or will be
-    lives: list[int] = field(default_factory=list)           # number of recorded steps before each start
+    kept: Path | None = field(default=None, init=False)      # where the graph of this attempt is, or will be
+    attempts: list[Attempt] = field(default_factory=list)
 
     def like(self, folder: Path, **changes: Any) -> Run:
-        """The same training in another folder, not started yet."""
-        return replace(self, **{"folder": folder, "process": None, "started": 0.0, "lives": [], **changes})
+        """Returns the same training in another folder, not started yet."""
+        return replace(self, **{"folder": folder, "process": None, "started": 0.0, "attempts": [], **changes})
 
     def configure(self, changes: Mapping[str, Any]) -> Run:
-        """Gives it a configuration of its own, with ``changes``: {keys with dots between them: value}. KeyError if there is no
-        such section: the change would have no effect."""
+        """Writes a configuration of its own for this run, with ``changes``: {keys with dots between them: value}. KeyError if
+        there is no such section: the change would have no effect."""
         config = yaml.safe_load((ROOT / "configs" / self.config).read_text(encoding="utf-8"))
         for keys, value in changes.items():
             *outer, last = keys.split(".")
@@ -91,24 +100,34 @@ class Run:
     def checkpoints(self) -> Path:
         return self.folder / "output" / "checkpoint"
 
-    def steps(self, life: int | None = None) -> list[dict]:
-        """Recorded steps of all lives in order, or of one (-1: the last)."""
+    def steps(self, attempt: int | None = None) -> list[dict]:
+        """Recorded steps of all attempts in order, or of one (-1: the last)."""
         if not self.losses.exists():
             return []
         lines = self.losses.read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.endswith("}")]
-        if life is None:
+        if attempt is None:
             return rows
-        ends = [*self.lives[1:], len(rows)]
-        return rows[self.lives[life]:ends[life]]
+        ends = [*(later.steps for later in self.attempts[1:]), len(rows)]
+        return rows[self.attempts[attempt].steps:ends[attempt]]
+
+    def event_files(self, rank: int = 0, attempt: int = -1) -> list[Path]:
+        """The event files that the processes of a rank have begun in one attempt."""
+        later = [*self.attempts[1:], Attempt(0, self._event_files())]
+        found = later[attempt].event_files - self.attempts[attempt].event_files
+        return sorted(path for path in found if f"-rank_{rank}-" in path.name)
+
+    def _event_files(self) -> frozenset[Path]:
+        return frozenset(path for folder in (self.folder, *self.folder.glob("node_*"))
+                         for path in (folder / "output" / FOLDER).glob("*.jsonl"))
 
     def log(self, rank: int = 0) -> str:
-        """What one rank of the last life printed."""
+        """Returns what one rank of the last attempt printed."""
         path = self.folder / "output" / "msrun_log" / f"worker_{rank}.log"
         return path.read_text(encoding="utf-8", errors="replace") if self.workers > 1 else self.launcher_log()
 
     def launcher_log(self) -> str:
-        return (self.folder / f"launcher_{len(self.lives)}.log").read_text(encoding="utf-8", errors="replace")
+        return (self.folder / f"launcher_{len(self.attempts)}.log").read_text(encoding="utf-8", errors="replace")
 
     def command(self, extra: str = "") -> list[str]:
         config = self.config if os.path.isabs(self.config) else f"{ROOT}/configs/{self.config}"
@@ -122,17 +141,17 @@ class Run:
     def start(self, extra: str = "", prefix: tuple[str, ...] = (), **environment: str) -> Run:
         """``extra``: more arguments of the program. ``prefix``: words before the command, such as a shell with limits."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lives.append(len(self.steps()))
+        self.attempts.append(Attempt(len(self.steps()), self._event_files()))
         self.started = time.time()
         settings = {**os.environ, "CPU_CLUSTER_STEPS": str(self.losses), "PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
                     "CPU_CLUSTER_DEVICE": self.device, **self._compiled(extra), **environment}
-        with open(self.folder / f"launcher_{len(self.lives)}.log", "w", encoding="utf-8") as log:
+        with open(self.folder / f"launcher_{len(self.attempts)}.log", "w", encoding="utf-8") as log:
             self.process = subprocess.Popen([*prefix, *self.command(extra)], cwd=self.folder, env=settings, stdout=log,
                                             stderr=subprocess.STDOUT, start_new_session=True)
         return self
 
     def _compiled(self, extra: str) -> dict[str, str]:
-        """Variables for the next life."""
+        """Returns the variables for the next attempt."""
         if self.graphs is None:
             return {}
         _, _, inner, workers, *_ = self.command(extra)
@@ -141,18 +160,18 @@ class Run:
         rest = {key: value for key, value in config.items() if key not in NOT_IN_GRAPHS}
         key = json.dumps([options.split(), workers, rest], sort_keys=True)
         self.kept = self.graphs / hashlib.sha256(key.encode()).hexdigest()[:16]
-        own = self.kept if self.kept.exists() else self.folder / f"graphs_{len(self.lives)}"
+        own = self.kept if self.kept.exists() else self.folder / f"graphs_{len(self.attempts)}"
         return {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(own)}
 
     def _keep_compiled(self) -> None:
-        """Once a step was done the graph is written. Of two that compiled the same at once, one is kept."""
-        own = self.folder / f"graphs_{len(self.lives)}"
+        """Keeps the compiled graph, which is written once a step was done. Of two that compiled the same at once, one is kept."""
+        own = self.folder / f"graphs_{len(self.attempts)}"
         if own.exists() and self.steps(-1):
             with suppress(OSError):
                 own.rename(self.kept)
 
     def wait(self, timeout: float = 400.0) -> int:
-        """The exit status of the job. TimeoutExpired after ``timeout`` seconds; nothing of the job is left behind."""
+        """Returns the exit status of the job. TimeoutExpired after ``timeout`` seconds; nothing of the job is left behind."""
         try:
             return self.process.wait(timeout)
         finally:
@@ -161,20 +180,20 @@ class Run:
                 self.process.wait()
             self._keep_compiled()
 
-    def ended(self, timeout: float = 400.0) -> Run:
+    def wait_for_success(self, timeout: float = 400.0) -> Run:
         """Waits for a job that must succeed. AssertionError with the end of its log if it does not."""
         status = self.wait(timeout)
         assert status == 0, f"exit status {status}; the end of the log of {self.folder}:\n" + \
             "\n".join(self.log().splitlines()[-30:])
         return self
 
-    def members(self) -> list[int]:
-        """Every process of the job, found by session and by descent, scheduler and launcher included."""
-        return family(self.process.pid)
+    def processes(self) -> list[int]:
+        """Returns every process of the job, found by session and by descent, scheduler and launcher included."""
+        return session_processes(self.process.pid)
 
     def worker(self, rank: int) -> int:
-        """The process of one rank."""
-        for pid in self.members():
+        """Returns the process of one rank. LookupError if there is none."""
+        for pid in self.processes():
             try:
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -186,13 +205,13 @@ class Run:
 
     def signal_all(self, number: int) -> int:
         """Sends a signal to every process of the job; returns how many there were."""
-        members = self.members()
-        for pid in members:
+        processes = self.processes()
+        for pid in processes:
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
-        return len(members)
+        return len(processes)
 
     def kill(self) -> int:
         killed = self.signal_all(signal.SIGKILL)
@@ -200,7 +219,7 @@ class Run:
         return killed
 
     def half_written(self) -> list[str]:
-        """Files of a save in progress."""
+        """Returns the files of a save in progress."""
         return sorted(path for folder in glob.glob(str(self.checkpoints / "rank_*")) for path in
                       (os.path.join(folder, name) for name in os.listdir(folder)) if path.endswith(TEMPORARY))
 
@@ -218,11 +237,11 @@ class Run:
                 if half:
                     return half
                 self.signal_all(signal.SIGCONT)
-            time.sleep(PAUSE)
+            time.sleep(POLL_SECONDS)
         raise RuntimeError(f"{self.folder}: the training ended before a save could be cut")
 
-    def until(self, step: int, timeout: float = 300.0) -> None:
-        """Waits until this life has recorded ``step``. TimeoutError; RuntimeError if the job ends before."""
+    def wait_for_step(self, step: int, timeout: float = 300.0) -> None:
+        """Waits until this attempt has recorded ``step``. TimeoutError; RuntimeError if the job ends before."""
         while not any(row["step"] >= step for row in self.steps(-1)):
             if self.process.poll() is not None:
                 raise RuntimeError(f"{self.folder}: the training ended before step {step}:\n{self.log()[-3000:]}")
@@ -231,17 +250,17 @@ class Run:
             time.sleep(0.02)
 
     def mindresume(self, *arguments: str) -> subprocess.CompletedProcess:
-        """The command line, as a user calls it."""
+        """Runs the command line, as a user calls it."""
         return subprocess.run([sys.executable, "-m", "mindresume", *arguments], cwd=ROOT, capture_output=True, text=True,
                               check=False)
 
     def which(self, *arguments: str) -> dict:
-        """What a resume would take now."""
+        """Returns what a resume would take now."""
         return json.loads(self.mindresume("which", "--json", str(self.checkpoints), *arguments).stdout)
 
 
-def family(leader: int) -> list[int]:
-    """Processes of a session and their descendants."""
+def session_processes(leader: int) -> list[int]:
+    """Returns the processes of a session and their descendants."""
     parents, sessions = {}, {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -262,8 +281,8 @@ def family(leader: int) -> list[int]:
 
 
 def differences(reference: list[dict], other: list[dict]) -> list[str]:
-    """What is not bit-identical between the recorded steps of two runs: losses and sample ids, by step. Steps that only one has
-    are differences as well, except those of ``reference`` before the first of ``other``."""
+    """Returns what is not bit-identical between the recorded steps of two runs: losses and sample ids, by step. Steps that only
+    one has are differences as well, except those of ``reference`` before the first of ``other``."""
     known = {row["step"]: row for row in reference}
     found = []
     for row in other:

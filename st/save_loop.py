@@ -1,6 +1,6 @@
 """A training without a network: one rank that saves step after step until it is killed, through the code of the product.
 
-    saver.py FOLDER RUN RANK RANKS SUFFIX FIRST_STEP
+    save_loop.py FOLDER RUN RANK RANKS SUFFIX FIRST_STEP
 
 As a training does, it cleans its own folder first and rank 0 adopts what is complete; the ranks go step by step together.
 Prints ``ready``, then, on rank 0, ``committed N`` after each commit. The tensors of a step and rank are ``tensors_of``.
@@ -45,7 +45,7 @@ def name_of(step: int, rank: int, suffix: int) -> FileName:
 
 
 def wait_for_others(folder: Path, rank: int, ranks: int, step: int) -> None:
-    """What the collectives of a step are in a training: nobody is more than a step ahead. Waits for ever for a dead rank."""
+    """Waits as the collectives of a step do: no rank is more than a step ahead. Waits for ever for a dead rank."""
     mine = folder / f"at_{rank}"
     mine.with_suffix(".part").write_text(str(step))
     os.replace(mine.with_suffix(".part"), mine)
@@ -54,13 +54,13 @@ def wait_for_others(folder: Path, rank: int, ranks: int, step: int) -> None:
         time.sleep(0.001)
 
 
-def save_for_ever(place: SaveTarget, suffix: int, first_step: int) -> None:
+def save_until_killed(place: SaveTarget, suffix: int, first_step: int) -> None:
     clean_own_folder(place)
     committer = Committer(place, KeepLast(KEPT)) if place.rank == 0 else None
     if committer:
         committer.adopt()
     print("ready", flush=True)
-    step, said, meeting = first_step, 0, Path(place.root).parent / f"steps-{place.run}"
+    step, reported, meeting = first_step, 0, Path(place.root).parent / f"steps-{place.run}"
     meeting.mkdir(exist_ok=True)
     while True:
         wait_for_others(meeting, place.rank, place.world_size, step)
@@ -70,13 +70,13 @@ def save_for_ever(place: SaveTarget, suffix: int, first_step: int) -> None:
                                  random={"rank": place.rank}))
         if committer:
             committer.saved(step)
-            for done in committer.committed[said:]:
+            for done in committer.committed[reported:]:
                 print(f"committed {done}", flush=True)
-            said = len(committer.committed)
+            reported = len(committer.committed)
         step += 1
 
 
 if __name__ == "__main__":
     root, run, *numbers = sys.argv[1:]
     own, world, number, start = map(int, numbers)
-    save_for_ever(SaveTarget(PosixStorage(), root, run, own, world), number, start)
+    save_until_killed(SaveTarget(PosixStorage(), root, run, own, world), number, start)

@@ -1,9 +1,9 @@
-"""Who claims a folder, for the tests: this process, one that has died, one elsewhere; and a clock that only sleep moves."""
+"""Holders of leases for the tests: this process, one that has died, one on another host; and a clock that only sleep moves."""
 import subprocess
 import sys
 from dataclasses import replace
 
-from folders import STORAGE
+from rank_folders import STORAGE
 
 from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
@@ -14,8 +14,8 @@ ME = holder_of_this_process(SAVING, 4)
 ELSEWHERE = replace(ME, host="node7", machine="another/1", pid=1)
 
 
-class Time:
-    """A clock that only ``sleep`` moves; ``also`` is called then."""
+class ManualClock:
+    """A clock that only ``sleep`` moves; it then calls ``also(now)``."""
 
     def __init__(self, also=lambda now: None):
         self.now, self.also = 0.0, also
@@ -28,19 +28,22 @@ class Time:
         self.also(self.now)
 
 
-def start(root, holder=ME, time=None, emit=ignore):
-    time = time or Time()
+def acquire_lease(root, holder=ME, time=None, emit=ignore):
+    """Acquires the folder without real waiting."""
+    time = time or ManualClock()
     return acquire(STORAGE, str(root), holder, emit=emit, clock=time.clock, sleep=time.sleep)
 
 
-def left_by(root, holder, sequence=1):
+def publish_lease(root, holder, sequence=1):
+    """Writes the lease of run number ``sequence`` of this holder, as if it saved there."""
     lease = Lease(STORAGE, str(root), replace(holder, run=run_name(sequence, "0000aaaa")))
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
     lease.publish()
     return lease
 
 
-def dead_process():
+def dead_holder():
+    """Returns the holder of a process that has ended."""
     child = subprocess.Popen([sys.executable, "-c", ""])
     holder = replace(ME, pid=child.pid, started=12345)
     child.wait()

@@ -1,6 +1,6 @@
-"""The user story end to end: uninterrupted, killed in the middle of a save, the same command again; then the comparison.
+"""The quickstart: a training uninterrupted, killed in the middle of a save, the same command again; then the comparison.
 
-    story.py [--quick] [--folder output/quickstart]
+    quickstart.py [--quick] [--folder output/quickstart]
 
 Runs configs/quickstart_*.yaml with the repository's run_mindformer.py under scripts/msrun_launcher.sh, on the CPU cluster of
 st/cpu_cluster. Nothing is injected into the product: the job is stopped (SIGSTOP) as soon as a half-written file of a save is
@@ -20,19 +20,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from st.jobs import ROOT, Run, differences  # noqa: E402
+from st.training_run import ROOT, Run, differences  # noqa: E402
 
 STEPS = 40
 KILL_FROM = 30                       # the save of this step or a later one is the one that is cut: resumed inside an epoch
 
 
-class Teller:
-    """Prints how far the last life of a run is, every five steps."""
+class ProgressPrinter:
+    """Prints how far the last attempt of a run is, every five steps."""
 
     def __init__(self, run: Run):
         self.run, self.shown = run, None
 
-    def look(self) -> None:
+    def print_progress(self) -> None:
         steps = self.run.steps(-1)
         if steps and (self.shown is None or steps[-1]["step"] // 5 > self.shown // 5):
             self.shown = steps[-1]["step"]
@@ -40,13 +40,13 @@ class Teller:
                   f"({time.time() - self.run.started:.0f} s)", flush=True)
 
 
-def follow(run: Run) -> None:
-    """Until the job ends. SystemExit with the end of its log if it fails."""
-    teller = Teller(run)
+def wait_and_print(run: Run) -> None:
+    """Waits until the job ends. SystemExit with the end of its log if it fails."""
+    printer = ProgressPrinter(run)
     while run.process.poll() is None:
-        teller.look()
+        printer.print_progress()
         time.sleep(0.2)
-    teller.look()
+    printer.print_progress()
     if run.process.returncode:
         tail = "\n".join(run.log().splitlines()[-25:])
         raise SystemExit(f"{run.folder}: exit status {run.process.returncode}; the end of its log:\n{tail}")
@@ -54,9 +54,9 @@ def follow(run: Run) -> None:
 
 def kill_in_a_save(run: Run) -> None:
     """Kills all processes in the middle of a save of step KILL_FROM or later."""
-    teller = Teller(run)
+    printer = ProgressPrinter(run)
     while run.process.poll() is None and (run.steps(-1) or [{"step": 0}])[-1]["step"] < KILL_FROM - 2:
-        teller.look()
+        printer.print_progress()
         time.sleep(0.05)
     half = run.stop_in_a_save(KILL_FROM - 2)
     sizes = ", ".join(f"{Path(path).parent.name} ({os.path.getsize(path)} bytes)" for path in half)
@@ -113,8 +113,8 @@ def main() -> int:
     options = parser.parse_args()
     quick = options.quick
     if not quick and (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        print(f"The 4-process CPU cluster needs x86-64 Linux; this is {platform.system()} {platform.machine()}: playing the "
-              f"story on one process instead (--quick).")
+        print(f"The 4-process CPU cluster needs x86-64 Linux; this is {platform.system()} {platform.machine()}: it runs on one "
+              f"process instead (--quick).")
         quick = True
     folder, workers, began = options.folder.resolve(), 1 if quick else 4, time.time()
     shutil.rmtree(folder, ignore_errors=True)
@@ -130,7 +130,7 @@ def main() -> int:
     broken = Run(folder / "interrupted", config, folder / "data", workers)
     print("-- (a) uninterrupted", flush=True)
     whole.start()
-    follow(whole)
+    wait_and_print(whole)
     print("-- (b) the same, killed while a checkpoint is written", flush=True)
     broken.start()
     kill_in_a_save(broken)
@@ -144,7 +144,7 @@ def main() -> int:
     print(f"    chosen:  step {chosen}, epoch {answer['chosen']['epoch']}, {len(answer['chosen']['files'])} file(s), every byte "
           f"checked", flush=True)
     broken.start()
-    follow(broken)
+    wait_and_print(broken)
     problems = compare(whole, broken, chosen)
     if chosen >= killed:
         problems.append(f"step {chosen} was chosen, though step {killed} is older and refused")

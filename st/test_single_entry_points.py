@@ -7,8 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from st.copies import beside, flip, names, records, said, steps_of, succeeded, together, upstream, weights, without_options
-from st.jobs import Run, differences
+from st.checkpoint_files import flip_bit, names, records, weights
+from st.run_attempts import (
+    assert_event,
+    assert_resumed,
+    contains,
+    in_parallel,
+    run_beside,
+    train_well,
+    use_program,
+    use_register_path,
+)
+from st.training_run import Run
 
 EXTRA = ("--callbacks.1.save_network_params True --callbacks.1.save_trainable_params True "
          "--callbacks.1.save_checkpoint_steps 1 --callbacks.1.keep_checkpoint_max 2")
@@ -18,22 +28,20 @@ EXTRA = ("--callbacks.1.save_network_params True --callbacks.1.save_trainable_pa
 def started(whole_single, tmp_path_factory) -> SimpleNamespace:
     """Each goes on from step 35 of the uninterrupted run: step 40 is damaged, or step 35 is asked for by name."""
     base = tmp_path_factory.mktemp("ways")
-    unmodified, python = (beside(whole_single, base / name) for name in ("unmodified", "python"))
-    register = upstream(unmodified)
-    without_options(python, "python_style.py")
+    unmodified, python = (run_beside(whole_single, base / name) for name in ("unmodified", "python"))
+    register = use_register_path(unmodified)
+    use_program(python, "python_style.py")
     for run in (unmodified, python):
-        flip(weights(run, 40))
-    extra = beside(whole_single, base / "extra", copied=False)
-    together(lambda: succeeded(unmodified, register), lambda: succeeded(python),
-             lambda: succeeded(extra, f"--load_checkpoint {whole_single.checkpoints} --resume_training qwen3_rank_0-4_5", EXTRA))
+        flip_bit(weights(run, 40))
+    extra = run_beside(whole_single, base / "extra", copied=False)
+    in_parallel(lambda: train_well(unmodified, register), lambda: train_well(python),
+             lambda: train_well(extra, f"--load_checkpoint {whole_single.checkpoints} --resume_training qwen3_rank_0-4_5", EXTRA))
     return SimpleNamespace(unmodified=unmodified, python=python, extra=extra)
 
 
 def resumed_and_saved(run: Run, whole: Run) -> None:
-    said(run, "not resuming from step 40", "qwen3_rank_0-4_10.safetensors")
-    said(run, "resume from step 35")
-    assert steps_of(run) == [36, 37, 38, 39, 40]
-    assert differences(whole.steps(), run.steps()) == []
+    assert_event(run, "candidate_refused", step=40, file=contains("qwen3_rank_0-4_10.safetensors"))
+    assert_resumed(run, whole, 35)
     assert names(run, 2) == {40: "qwen3_rank_0_1-4_10.safetensors"}
     found = run.which()
     chosen = [found["chosen"][key] for key in ("step", "epoch", "format", "missing_ranks", "files", "warnings")]

@@ -1,4 +1,5 @@
-"""Checkpoint folders for the tests: written by the product itself, as several ranks would, or as mindformers would."""
+"""Rank folders for the tests, written by the product as several ranks would, or as mindformers would; ranks as simulated
+processes or threads; what a test compares or damages."""
 from __future__ import annotations
 
 import json
@@ -21,7 +22,7 @@ from mindresume.simulation.communicator import Communicator
 from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.schedule import Schedule
 from mindresume.storage.posix import PosixStorage
-from mindresume.tensor_files import encode
+from mindresume.tensor_files import encode, read_header, read_tensor
 
 STORAGE = PosixStorage()
 RUN = run_name(1, "0000aaaa")
@@ -34,7 +35,7 @@ def state_of(step: int, batch: int = 8) -> TrainingState:
 
 
 def tensors_of(rank: int, step: int, replicas: int = 2) -> dict[str, np.ndarray]:
-    """Of a data-parallel job: ranks with the same ``rank % replicas`` hold the same weights."""
+    """Returns tensors of a data-parallel job: ranks with the same ``rank % replicas`` hold the same weights."""
     random = np.random.default_rng([rank % replicas, step])
     return {"embedding.weight": random.standard_normal((8, 4)).astype(np.float32),
             "adam_m.embedding.weight": random.standard_normal((8, 4)).astype(np.float32),
@@ -65,7 +66,7 @@ def write_rank(root: Path, step: int, rank: int, world: int, run: str = RUN, fmt
 
 def save(root: Path, step: int, world: int = 4, run: str = RUN, fmt: str = "safetensors", suffix: int = 0, policy=KEEP_ALL,
          replicas: int = 2) -> Committer:
-    """A whole, committed checkpoint."""
+    """Writes a whole, committed checkpoint."""
     for rank in reversed(range(world)):
         write_rank(root, step, rank, world, run, fmt, suffix, replicas)
     committer = Committer(place_of(root, 0, world, run), policy)
@@ -80,7 +81,7 @@ def path_of(root: Path, step: int, rank: int, suffix: int = 0, fmt: str = "safet
 
 def write_foreign(root: Path, step: int, world: int = 4, suffix: int = 0, fmt: str = "safetensors", meta: bool = True,
                   time: float | None = None, ranks: list[int] | None = None) -> None:
-    """As mindformers without mindresume writes it: no record, no label."""
+    """Writes a checkpoint as mindformers without mindresume does: no record, no label."""
     for rank in range(world) if ranks is None else ranks:
         path = path_of(root, step, rank, suffix, fmt)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,6 +172,17 @@ class Threads:
         return results
 
 
+def folder_contents(folder: Path | str) -> dict[Path, bytes | None]:
+    """Returns {path: bytes} of all files below a folder, {path: None} of all folders."""
+    return {path: None if path.is_dir() else path.read_bytes() for path in Path(folder).rglob("*")}
+
+
+def tensors_in(path: Path | str) -> dict[str, np.ndarray]:
+    """Returns all tensors of a weight file."""
+    with open(path, "rb") as file:
+        return {name: read_tensor(file, entry) for name, entry in read_header(file, str(path)).tensors.items()}
+
+
 def flip_bit(path: Path, offset: int = -3) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
@@ -178,7 +190,7 @@ def flip_bit(path: Path, offset: int = -3) -> None:
 
 
 def open_below(folder: Path | str) -> list[str]:
-    """Files there that this process holds open. Threads of other tests may open others at any time."""
+    """Returns the files there that this process holds open. Threads of other tests may open others at any time."""
     found = []
     for handle in os.listdir("/proc/self/fd"):
         with suppress(OSError):                     # that of the listing itself

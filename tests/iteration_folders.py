@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from folders import RUN, STORAGE, state_of
+from rank_folders import RUN, STORAGE, state_of
 
 from mindresume.formats.iteration_naming import TRACKER, iteration_name
 from mindresume.formats.iteration_scan import intent_name
@@ -45,13 +45,13 @@ def write_rank(root: Path, step: int, rank: int = 0, world: int = 2, run: str = 
 
 
 def write_all(root: Path, step: int, world: int = 2, run: str = RUN, **how) -> None:
-    """All ranks have finished, nobody has committed."""
+    """Writes the files and records of all ranks, without a commit."""
     for rank in range(world):
         write_rank(root, step, rank, world, run, **how)
 
 
 def save(root: Path, *steps: int, world: int = 2, run: str = RUN, policy: Policy = KEEP_ALL, **how) -> Committer:
-    """Whole, committed iterations."""
+    """Writes whole, committed iterations."""
     committer = Committer(place_of(root, 0, world, run), policy)
     for step in steps:
         write_all(root, step, world, run, **how)
@@ -65,7 +65,7 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def making(root: Path, step: int, run: str = RUN) -> Path:
-    """The iteration folder in the making."""
+    """Returns the path of the iteration folder before it gets its name."""
     return Path(root) / FOLDER / attempt_name(step, run)
 
 
@@ -78,7 +78,7 @@ def weights_of(root: Path, step: int, rank: int = 0, kind: str = "model", world:
 
 
 def track(root: Path, content: bytes | str | int) -> None:
-    """As somebody does by hand."""
+    """Writes the tracker, as a user does by hand."""
     data = content if isinstance(content, bytes) else str(content).encode()
     (Path(root) / TRACKER).write_bytes(data)
 
@@ -96,7 +96,7 @@ def intend(root: Path, step: int) -> Path:
 
 
 def unname(root: Path, step: int, run: str = RUN) -> Path:
-    """As if the writer had died between the manifest and the rename."""
+    """Takes its name away from an iteration, as if the writer had died between the manifest and the rename."""
     os.rename(folder_of(root, step), making(root, step, run))
     return making(root, step, run)
 

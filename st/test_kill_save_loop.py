@@ -1,7 +1,7 @@
 """SIGKILL at random moments of a loop that saves and commits, many times in one folder, without a training around it.
 
 After each kill: the newest complete checkpoint is chosen, it is at least the last one reported as committed, every byte of
-it is right, and no file under a final name is torn. The next life goes on from there. ST_SEED repeats the random numbers.
+it is right, and no file under a final name is torn. The next attempt goes on from there. ST_SEED repeats the random numbers.
 """
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from mindresume.storage.atomic_publish import TEMPORARY
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
 from mindresume.tensor_files.checksum import file_checksum
-from st.jobs import ROOT
-from st.saver import KEPT, PER_EPOCH, PREFIX, tensors_of
-from tests.folders import Ranks, place_of, save, write_rank
+from st.save_loop import KEPT, PER_EPOCH, PREFIX, tensors_of
+from st.training_run import ROOT
+from tests.rank_folders import Ranks, place_of, save, write_rank
 
 STORAGE = PosixStorage()
 WEIGHTS = (".safetensors", ".ckpt")
@@ -41,7 +41,7 @@ WEIGHTS = (".safetensors", ".ckpt")
 
 @dataclass
 class Saver:
-    """The processes of all ranks of one life. ``committed``: what rank 0 has reported so far."""
+    """The processes of all ranks of one attempt. ``committed``: what rank 0 has reported so far."""
     root: Path
     run: str
     ranks: int
@@ -53,7 +53,7 @@ class Saver:
         suffix = max(free_suffix(STORAGE.list(str(self.root / f"rank_{rank}")), PREFIX, rank) for rank in range(self.ranks))
         for rank in range(self.ranks):
             self.processes.append(subprocess.Popen(
-                [sys.executable, "-m", "st.saver", *map(str, (self.root, self.run, rank, self.ranks, suffix,
+                [sys.executable, "-m", "st.save_loop", *map(str, (self.root, self.run, rank, self.ranks, suffix,
                                                               self.first_step))],
                 cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}))
         for process in self.processes:
@@ -65,16 +65,16 @@ class Saver:
             self.processes[rank].kill()
 
     def end(self) -> None:
-        """Kills who still lives, and reads what rank 0 had reported before."""
+        """Kills what still runs, and reads what rank 0 had reported before."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            said = process.communicate()[0]
-            self.committed += [int(step) for step in re.findall(r"^committed (\d+)$", said, re.MULTILINE)]
+            output = process.communicate()[0]
+            self.committed += [int(step) for step in re.findall(r"^committed (\d+)$", output, re.MULTILINE)]
 
 
 @dataclass
-class Story:
+class KilledRun:
     """One folder over all rounds. ``cut``: rounds that ended inside a save; ``resumed``: those that leave something to go on
     from."""
     root: Path
@@ -90,7 +90,7 @@ class Story:
         try:
             saver.start()
             left = [path for path in self.files() if path.name.endswith(TEMPORARY) and saver.run not in path.name]
-            assert all(path.parent.parent.name == FOLDER for path in left), f"weights of an earlier life: {left}"
+            assert all(path.parent.parent.name == FOLDER for path in left), f"weights of an earlier attempt: {left}"
             assert len(left) <= self.ranks * (KEPT + 2), f"small files, which go with their checkpoint, pile up: {left}"
             kill(saver)
         finally:
@@ -117,7 +117,7 @@ class Story:
         self.chosen = chosen
 
     def choose(self) -> Choice:
-        """As all ranks of the next life would, each in its own thread. They must agree."""
+        """Selects as all ranks of the next attempt would, each in its own thread. They must agree."""
         choices = Ranks(self.ranks).run(lambda group: select_shared(STORAGE, str(self.root), group, SelectionPolicy(self.ranks)))
         assert all(isinstance(choice, Choice) for choice in choices), choices
         assert len({(choice.chosen.run, choice.chosen.step) if choice.chosen else None for choice in choices}) == 1
@@ -173,35 +173,35 @@ def chance() -> random.Random:
 
 
 def test_one_process_killed_at_random_moments(tmp_path, chance):
-    story = Story(tmp_path / "checkpoint", 1)
+    killed = KilledRun(tmp_path / "checkpoint", 1)
 
     def kill(saver: Saver) -> None:
         time.sleep(chance.uniform(0, 0.8))
         saver.kill([0])
     for _ in range(20):
-        story.round(kill)
-    assert story.cut >= 1, "no kill hit a save"
-    assert story.resumed >= 10 and story.chosen >= 20
-    verify = subprocess.run([sys.executable, "-m", "mindresume", "verify", str(story.root)], cwd=ROOT, capture_output=True,
+        killed.round(kill)
+    assert killed.cut >= 1, "no kill hit a save"
+    assert killed.resumed >= 10 and killed.chosen >= 20
+    verify = subprocess.run([sys.executable, "-m", "mindresume", "verify", str(killed.root)], cwd=ROOT, capture_output=True,
                             text=True, check=False)
     assert verify.returncode == 0, verify.stdout
 
 
 def test_four_processes_some_killed_before_the_others(tmp_path, chance):
     """The ranks that live on cannot commit: a record is missing. Then they are killed too."""
-    story = Story(tmp_path / "checkpoint", 4)
+    killed = KilledRun(tmp_path / "checkpoint", 4)
 
     def kill(saver: Saver) -> None:
         time.sleep(chance.uniform(0, 1.5))
         saver.kill(chance.sample(range(4), chance.randint(1, 3)))
         time.sleep(chance.uniform(0, 0.3))
     for _ in range(10):
-        story.round(kill)
-    assert story.cut >= 1, "no kill hit a save"
-    assert story.resumed >= 5 and story.chosen >= 10
+        killed.round(kill)
+    assert killed.cut >= 1, "no kill hit a save"
+    assert killed.resumed >= 5 and killed.chosen >= 10
 
 
-def test_a_save_that_nobody_can_commit_any_more_is_removed(tmp_path):
+def test_a_save_that_no_rank_can_commit_any_more_is_removed(tmp_path):
     """All ranks recorded step 10, the job died before the commit, then a rank folder was lost: the next run resumes from
     replicas but cannot commit step 10 afterwards. Once newer ones fill the policy, it must go like any other old one."""
     for rank in range(4):

@@ -30,7 +30,7 @@ import numpy as np
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.tensor_files import encode, read_header, read_tensor
-from st.jobs import ROOT
+from st.training_run import ROOT
 
 VERSIONS = ("1.8.0", "1.9.0")
 COUNTERS = {"global_step", "learning_rate", "weight_decay", "beta1_power", "beta2_power"}       # of an optimizer, no layout

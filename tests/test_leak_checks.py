@@ -1,8 +1,8 @@
-"""tests/folders.py: the check for leftovers can fail, and is not disturbed by others."""
+"""tests/rank_folders.py: the check for leftovers can fail, and is not disturbed by others."""
 import threading
 
 import pytest
-from folders import leaves_nothing
+from rank_folders import leaves_nothing
 
 
 def test_a_thread_or_a_file_that_is_left_is_found(tmp_path):

@@ -1,4 +1,4 @@
-"""The quickstart as README shows it: st/story.py, with one process, and with --soak with four."""
+"""The quickstart as README shows it: st/quickstart.py, with one process, and with --soak with four."""
 from __future__ import annotations
 
 import re
@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from st.jobs import ROOT
-from st.story import STEPS
+from st.quickstart import STEPS
+from st.training_run import ROOT
 
 pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.mark.parametrize("extra", [["--quick"], []], ids=["one process", "four processes"])
-def test_the_story_ends_well(extra, tmp_path, device, soak):
+def test_the_resumed_run_equals_the_uninterrupted_one(extra, tmp_path, device, soak):
     if not extra and not soak:
         pytest.skip("takes three minutes: --soak; what it shows is tested in st/test_cluster.py")
     if device != "CPU":
-        pytest.skip("the story is played on the CPU cluster")
-    done = subprocess.run([sys.executable, str(ROOT / "st" / "story.py"), *extra, "--folder", str(tmp_path / "told")],
+        pytest.skip("the quickstart runs on the CPU cluster")
+    done = subprocess.run([sys.executable, str(ROOT / "st" / "quickstart.py"), *extra, "--folder", str(tmp_path / "quickstart")],
                           cwd=tmp_path, capture_output=True, text=True, check=False)
     text = done.stdout
     assert done.returncode == 0, text + done.stderr
@@ -31,4 +31,4 @@ def test_the_story_ends_well(extra, tmp_path, device, soak):
     rows = re.findall(r"^ +(\d+)  +([\d.]+)  +([\d.]+)  +(\S+)  (\S+)$", text, re.MULTILINE)
     assert [int(row[0]) for row in rows] == list(range(chosen + 1, STEPS + 1))
     assert all(row[1] == row[2] and row[3:] == ("0", "yes") for row in rows)
-    assert Path(tmp_path / "told" / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert Path(tmp_path / "quickstart" / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -10,18 +10,17 @@ import pytest
 from mindresume.coordination.common_checkpoint import committed
 from mindresume.model.manifest import FOLDER
 from mindresume.storage.posix import PosixStorage
-from st.copies import LIMIT, beside, said, steps_of
-from st.jobs import differences
+from st.run_attempts import LIMIT, assert_resumed, run_beside
 
 pytestmark = pytest.mark.timeout(1200)
 
 
 def test_the_newest_step_that_both_nodes_have(whole_several, tmp_path):
-    run = beside(whole_several, tmp_path / "run", copied=False)
-    nodes = {"CPU_CLUSTER_NODES": "2", "MINDRESUME_LEAVE_CHECK": "0.2"}
+    run = run_beside(whole_several, tmp_path / "run", copied=False)
+    nodes = {"CPU_CLUSTER_NODES": "2", "MINDRESUME_PREEMPTION_CHECK_INTERVAL": "0.2"}
     roots = [run.folder / f"node_{node}" / "output" / "checkpoint" for node in (0, 1)]
     run.start(**nodes)
-    run.until(22)
+    run.wait_for_step(22)
     run.kill()
     newest = [committed(PosixStorage(), str(root)) for root in roots]
     assert newest[0] and newest[0] == newest[1] and newest[0][0].startswith("step-0000000020"), newest
@@ -29,10 +28,7 @@ def test_the_newest_step_that_both_nodes_have(whole_several, tmp_path):
     assert [sorted(path.name for path in root.glob("rank_*")) for root in roots] == [
         [f"rank_{rank}" for rank in range(first, first + half)] for first in (0, half)]
     shutil.rmtree(roots[1] / FOLDER / newest[1][0])
-    run.start(**nodes).ended(LIMIT)
-    said(run, "the nodes share no disk below")
-    said(run, "mindresume: resume from step 15,")
-    assert steps_of(run) == list(range(16, 41))
-    assert differences(whole_several.steps(), run.steps(-1)) == []
+    run.start(**nodes).wait_for_success(LIMIT)
+    assert_resumed(run, whole_several, 15)
     assert [committed(PosixStorage(), str(root))[0][:15] for root in roots] == ["step-0000000040"] * 2
     assert all(len(committed(PosixStorage(), str(root))) <= 6 for root in roots)            # 3 are kept, and what is common

@@ -1,0 +1,66 @@
+"""Preemption: SIGTERM, to the launcher or to one rank, and mindformers' graceful exit. All ranks save one step and end; the same
+command resumes from it.
+"""
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from st.checkpoint_files import records
+from st.run_attempts import LIMIT, assert_event, assert_no_process_left, assert_resumed, run_beside, steps_of
+from st.training_run import Run, differences
+
+pytestmark = pytest.mark.timeout(1200)
+CHECK = {"MINDRESUME_PREEMPTION_CHECK_INTERVAL": "0.5"}
+
+
+def preempted_at(run: Run, whole: Run, status: int) -> int:
+    """Returns the step after which the attempt stopped; it is saved and committed, and nothing behind it was trained."""
+    assert run.wait(LIMIT) == status, run.log()[-3000:]
+    assert_no_process_left(run)
+    step = steps_of(run)[-1]
+    assert run.which()["chosen"]["step"] == step
+    assert differences(whole.steps()[:step], run.steps()) == []
+    return step
+
+
+def resume(run: Run, whole: Run, step: int, command: str = "") -> None:
+    run.start(command).wait_for_success(LIMIT)
+    assert_resumed(run, whole, step)
+
+
+def test_sigterm_to_the_launcher_of_one_process(whole_single, tmp_path):
+    run = run_beside(whole_single, tmp_path / "run", copied=False)
+    run.start("--callbacks.1.async_save thread")
+    run.wait_for_step(11)
+    os.kill(run.process.pid, signal.SIGTERM)
+    step = preempted_at(run, whole_single, 143)
+    assert_event(run, "preemption_requested", step=step, reason="SIGTERM")
+    assert_event(run, "training_ended", outcome="preempted", reason="SIGTERM", step=step)
+    resume(run, whole_single, step, "--callbacks.1.async_save thread")
+
+
+@pytest.mark.parametrize("command", ["", pytest.param("--use_legacy_format False", marks=pytest.mark.soak)])
+def test_sigterm_to_one_rank_stops_all(whole_several, tmp_path, command):
+    run = run_beside(whole_several, tmp_path / "run", copied=False)
+    run.start(command, **CHECK)
+    run.wait_for_step(11)
+    os.kill(run.worker(run.workers - 1), signal.SIGTERM)
+    step = preempted_at(run, whole_several, 143)
+    if not command:
+        assert {record.step for record in records(run).values()} >= {step}
+    resume(run, whole_several, step, command)
+
+
+def test_the_file_of_the_graceful_exit(whole_single, tmp_path):
+    """Without a signal the job ends with status 0."""
+    run = run_beside(whole_single, tmp_path / "run", copied=False)
+    run.start("--use_graceful_exit True")
+    run.wait_for_step(11)
+    (run.folder / "graceful_exit.json").write_text(json.dumps({"GracefulExit": 1}), encoding="utf-8")
+    step = preempted_at(run, whole_single, 0)
+    (run.folder / "graceful_exit.json").unlink()
+    resume(run, whole_single, step, "--use_graceful_exit True")
