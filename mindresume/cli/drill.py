@@ -159,10 +159,10 @@ def _explain() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from mindresume.cli.simulate import explained
+    from mindresume.cli.simulate import explanations
     from mindresume.fault_injection.faults import EXPLAINED
     from mindresume.fault_injection.scenarios import SCENARIOS
-    tables = {"scenario": {name: it.about for name, it in SCENARIOS.items()}, "fault at an operation": EXPLAINED, **explained()}
+    tables = {"scenario": {name: it.about for name, it in SCENARIOS.items()}, "fault at an operation": EXPLAINED, **explanations()}
     for title, rows in tables.items():
         table = Table(box=None, pad_edge=False)
         table.add_column(title)
