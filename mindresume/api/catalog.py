@@ -297,8 +297,8 @@ class Catalog:
             yield from ((found, row) for row in rows if step is None or row.candidate.step == step)
             return
         found, _ = find_candidates(self._storage, location.path)
-        if found.strange:
-            raise MissingCheckpointError(found.strange)
+        if found.fresh_start_refusal:
+            raise MissingCheckpointError(found.fresh_start_refusal)
         strategy_of = strategy_lookup(self._storage)
         for candidate in found.candidates:
             if step is None or candidate.step == step:
