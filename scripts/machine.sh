@@ -1,9 +1,10 @@
-# What the other scripts need of the machine: system libraries, programs, a virtual environment. Sourced, not run.
+# Functions for the other scripts: check and install system libraries and programs, make a virtual environment. Sourced, not run.
 #
-#   INSTALL_SYSTEM=0    never call apt-get, also where it could: only say what is missing
+#   INSTALL_SYSTEM=0    never call apt-get: only name what is missing
 
-# need_system WHAT_FOR DEBIAN_PACKAGE RPM_PACKAGE TEST...: returns 0 if the command TEST succeeds, at once or after the Debian package
-# was installed (as root, where apt-get is). Otherwise says in one line what to install, and returns 1. Prints nothing when all is well.
+# need_system WHAT_FOR DEBIAN_PACKAGE RPM_PACKAGE TEST...: returns 0 if the command TEST succeeds, at once or after apt-get has
+# installed the Debian package (only as root). Otherwise prints one line that says what to install, and returns 1. Prints nothing
+# on success.
 need_system() {
     local purpose=$1 debian=$2 rpm=$3
     shift 3
@@ -22,13 +23,13 @@ _apt_install() {
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$1" >/dev/null 2>&1
 }
 
-# has_library PYTHON NAME: whether the dynamic loader finds the shared library NAME.
+# has_library PYTHON NAME: returns 0 if the dynamic loader finds the shared library NAME.
 has_library() {
     "$1" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$2"
 }
 
-# make_venv PYTHON FOLDER: makes a virtual environment with pip. Where PYTHON has no ensurepip (Debian without python3-venv) its
-# own pip installs the pip of the new one.
+# make_venv PYTHON FOLDER: makes a virtual environment with pip. If PYTHON has no ensurepip (Debian without python3-venv), its own
+# pip installs pip into the new environment.
 make_venv() {
     if "$1" -c 'import ensurepip' 2>/dev/null; then
         "$1" -m venv "$2"
@@ -42,7 +43,7 @@ make_venv() {
     fi
 }
 
-# quietly COMMAND...: prints what COMMAND printed only if it fails. pip and setuptools warn of much that is in order.
+# quietly COMMAND...: prints the output of COMMAND only if it fails. pip and setuptools print many harmless warnings.
 quietly() {
     local output
     output=$("$@" 2>&1) && return 0

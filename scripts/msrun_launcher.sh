@@ -1,20 +1,20 @@
 #!/bin/bash
 # Starts a training on one or more devices with msrun, or with plain python for one worker. Usage: msrun_launcher.sh --help
 #
-# Takes the arguments of the script of the same name in MindSpore Transformers. What is different:
-#   - The exit status is that of the job, also with JOIN False: the script waits, quietly. MSRUN_DETACH=1 brings back the
-#     early return. msrun itself reports every failure as 1 (and Ctrl-C as 0), so the status of the worker that failed is
-#     taken from msrun's message on standard error; if that cannot be read (GLOG_v=4 hides it), it stays msrun's own.
-#   - WORKER_NUM 1 runs.
-#   - When a worker has failed, msrun waits for its scheduler, which can wait CLUSTER_TIME_OUT for workers that msrun has
+# Takes the arguments of the script of the same name in MindSpore Transformers. Differences:
+#   - The exit status is the job's, also with JOIN False: the script waits without output. MSRUN_DETACH=1 restores the early
+#     return. msrun reports every failure as 1 (and Ctrl-C as 0), so the script takes the status of the failed worker from
+#     msrun's message on standard error. If that cannot be read (GLOG_v=4 hides it), the status is msrun's.
+#   - WORKER_NUM 1 works.
+#   - After a worker has failed, msrun waits for its scheduler, which can wait CLUSTER_TIME_OUT for workers that msrun has
 #     just killed. Here the scheduler gets MSRUN_GRACE seconds.
-#   - SIGTERM and SIGINT end every process of the job; msrun alone leaves its workers behind on SIGTERM. After SIGTERM the
-#     workers have MSRUN_LEAVE seconds to save and to leave, and their scheduler stays as long.
-#   - A process that writes a checkpoint behind a training (async_save: process) is not ended with it: it has MSRUN_LEAVE
-#     seconds to finish what it has begun.
-#   - A process that does not even end after SIGKILL (state D: it waits in the kernel for a device or a disk) is named and left
+#   - SIGTERM and SIGINT end every process of the job; msrun alone leaves its workers running on SIGTERM. After SIGTERM the
+#     workers have MSRUN_LEAVE seconds to save and exit, and their scheduler stays that long.
+#   - A process that writes a checkpoint in the background (async_save: process) does not end with its training: it has
+#     MSRUN_LEAVE seconds to finish its save.
+#   - A process that does not end even after SIGKILL (state D: it waits in the kernel for a device or a disk) is named and left
 #     behind after MSRUN_STUCK seconds.
-#   - CMD is split into words as a shell does it with quotes, but nothing in it is expanded or run as a shell command.
+#   - CMD is split into words as a shell splits quoted words, but nothing in it is expanded or run as a shell command.
 
 usage() {
   cat <<'TEXT'
@@ -23,9 +23,9 @@ usage: bash scripts/msrun_launcher.sh "CMD"
        bash scripts/msrun_launcher.sh "CMD" WORKER_NUM MASTER_PORT LOG_DIR JOIN CLUSTER_TIME_OUT
        bash scripts/msrun_launcher.sh "CMD" WORKER_NUM LOCAL_WORKER MASTER_ADDR MASTER_PORT NODE_RANK LOG_DIR JOIN CLUSTER_TIME_OUT
 
-CMD               script and arguments in one pair of quotes; line breaks after a backslash and inner quotes are understood
+CMD               script and arguments in one pair of quotes; line breaks after a backslash and inner quotes are allowed
 WORKER_NUM        workers of the whole job (8); 1 runs CMD with python alone, without msrun
-LOCAL_WORKER      workers on this host (8); fewer than WORKER_NUM: start this script on every host with its own NODE_RANK
+LOCAL_WORKER      workers on this host (8); fewer than WORKER_NUM: start this script on each host with its own NODE_RANK
 MASTER_ADDR       address of the host that runs the scheduler (127.0.0.1)
 MASTER_PORT       port of the scheduler (8118)
 NODE_RANK         number of this host, from 0 (0)
@@ -37,17 +37,17 @@ environment:
   MSRUN_DETACH=1               with JOIN False: return as soon as the workers are started; the exit status then says
                                nothing about the job
   MSRUN_GRACE=S                seconds between SIGTERM and SIGKILL when the job is ended, and how long the scheduler
-                               may go on after a worker has failed (10)
-  MSRUN_LEAVE=S                seconds that the workers get after SIGTERM to save and to leave (MSRUN_GRACE if that is
-                               given, else 60)
+                               may run after a worker has failed (10)
+  MSRUN_LEAVE=S                seconds that the workers have after SIGTERM to save and exit (default: MSRUN_GRACE if set,
+                               else 60)
   MSRUN_STUCK=S                seconds that a process may take to end after SIGKILL before it is named and left behind (60)
   MF_LOG_SUFFIX=TEXT           appended to the names of the log folders
   PLOG_REDIRECT_TO_OUTPUT=True put the logs of the device under output/plog
   LOG_MF_PATH=DIR              logs of mindformers (output/log)
-  PYTHON=PATH                  python to use; its folder goes to the front of PATH, so that msrun and the workers are its
+  PYTHON=PATH                  python to use; its folder is put first in PATH, so that msrun and the workers use it too
 
-exit status: that of the job (of the first worker that failed; 128 + N if signal N ended it), 130 and 143 after SIGINT and
-SIGTERM, 2 for a wrong argument. Closing the terminal does not end the job.
+exit status: the job's (the first failed worker's; 128 + N if signal N ended it), 130 after SIGINT, 143 after SIGTERM, 2 for a
+wrong argument. Closing the terminal does not end the job.
 
 examples:
   bash scripts/msrun_launcher.sh "run_mindformer.py --config configs/qwen3.yaml --run_mode train" 8
@@ -136,26 +136,26 @@ case ${PLOG_REDIRECT_TO_OUTPUT:-False} in
   *) export ASCEND_PROCESS_LOG_PATH=$PWD/output/plog$SUFFIX
      echo "msrun_launcher.sh: device logs are in $ASCEND_PROCESS_LOG_PATH" ;;
 esac
-ulimit -u unlimited 2>/dev/null      # many processes per host; without the right to raise the limit it stays as it is
+ulimit -u unlimited 2>/dev/null      # many processes per host; without permission to raise the limit it stays unchanged
 mkdir -p -- "$LOG_DIR" || refuse "LOG_DIR $LOG_DIR cannot be created"
 
 # ---------------------------------------------------------------------------------------------------- processes
-FAILED_WORKER='exit with exception\. Error code: (-?[0-9]+)\.'      # msrun's words
+FAILED_WORKER='exit with exception\. Error code: (-?[0-9]+)\.'      # in msrun's message
 
-# Every process of the job carries this variable, also when its parent is gone: msrun gives each worker a session of its own.
+# Every process of the job has this variable, also after its parent is gone: msrun gives each worker a session of its own.
 MARK=MSRUN_LAUNCHER_JOB=$$.$RANDOM$RANDOM
-# Those that write checkpoints behind a training have this one instead (mindresume/saving/async_saver.py).
+# Processes that write checkpoints in the background have this one instead (mindresume/saving/async_saver.py).
 WRITER_MARK=${MARK/JOB/WRITER}
 
 SUPERVISOR='' WATCHER='' DEADLINE=0 AT_ONCE=0 STUCK=' '
 
-# Sleeps without a process of its own, so that none is left behind: nothing ever arrives on this pipe.
+# Sleeps without a child process, so that none is left running: nothing ever arrives on this pipe.
 pause() {
   read -rt "$1" -u "$NOTHING"
 }
 
-# Living processes with the mark $1 but those that were left behind. The environment of a zombie reads as empty, so zombies are
-# none.
+# Prints the processes with the mark $1, except those that were left behind. The environment of a zombie reads as empty, so
+# zombies are not printed.
 marked() {
   local file
   for file in $(grep -lsaF -- "$1" /proc/[0-9]*/environ 2>/dev/null); do
@@ -168,7 +168,7 @@ members() {
   marked "$MARK"
 }
 
-# Those of them that are no scheduler.
+# Prints the processes of the job except the scheduler.
 workers() {
   local pid
   for pid in $(members); do
@@ -176,24 +176,24 @@ workers() {
   done
 }
 
-# Says which processes stay, in which state the kernel has them, and counts on them no more.
+# Names the processes that do not end, with their state in the kernel, and ignores them from then on.
 leave_behind() {
   local pid state
   for pid in "$@"; do
     state=$(sed -nE 's/^State:[[:space:]]*//p' "/proc/$pid/status" 2>/dev/null)
     echo "msrun_launcher.sh: process $pid (state ${state:-not known}) does not end after SIGKILL and is left behind: it waits for" \
-         "a device or a disk that does not answer. Look after it before the job is started again here" >&2
+         "a device or a disk that does not answer. Check it before you start the job on this host again" >&2
     STUCK+="$pid "
   done
 }
 
-# SIGTERM to the workers, $1 seconds, SIGKILL, MSRUN_STUCK seconds; then the same for the scheduler, which they need as long as
-# they are there. msrun goes first: it would kill all other workers as soon as one ends.
+# Sends SIGTERM to the workers, waits $1 seconds, sends SIGKILL, waits MSRUN_STUCK seconds; then the same for the scheduler, which
+# the workers need until they end. msrun is killed first: it would kill all other workers as soon as one ends.
 end_job() {
   local left who killed
   [[ -z $WATCHER ]] || kill "$WATCHER" 2>/dev/null
   if [[ -n $SUPERVISOR ]]; then
-    disown "$SUPERVISOR" 2>/dev/null    # keeps bash from printing that it was killed
+    disown "$SUPERVISOR" 2>/dev/null    # bash does not print that it was killed
     kill -KILL "$SUPERVISOR" 2>/dev/null
     for (( killed = SECONDS; SECONDS - killed <= MSRUN_STUCK; )); do
       kill -0 "$SUPERVISOR" 2>/dev/null || break
@@ -216,7 +216,7 @@ end_job() {
   done
 }
 
-# Waits until second $1 of this script for writers to finish; then SIGKILL. They end by themselves when their training has.
+# Waits until second $1 of this script for writers to finish, then sends SIGKILL. A writer ends by itself after its training.
 end_writers() {
   local left
   while left=$(marked "$WRITER_MARK") && [[ -n $left ]]; do
@@ -228,10 +228,10 @@ end_writers() {
   done
 }
 
-# Ends msrun MSRUN_GRACE seconds after it has reported a failed worker; what is left then is ended by run_job, which SIGUSR1 ends
-# to wait for an msrun that does not end.
+# Kills msrun MSRUN_GRACE seconds after it has reported a failed worker; run_job then ends the remaining processes. If msrun does
+# not end, SIGUSR1 makes run_job stop waiting for it.
 watch_scheduler() {
-  local seconds=-1      # since the report
+  local seconds=-1      # since msrun's report
   while kill -0 "$SUPERVISOR"; do
     pause 1
     if (( seconds >= 0 )) || grep -qE "$FAILED_WORKER" "$1"; then
@@ -242,7 +242,7 @@ watch_scheduler() {
 }
 
 on_signal() {
-  trap 'DEADLINE=0 AT_ONCE=1' INT TERM      # a second signal: at once
+  trap 'DEADLINE=0 AT_ONCE=1' INT TERM      # a second signal ends the job at once
   local until=$((SECONDS + $3))
   echo "msrun_launcher.sh: SIG$1: ending the job (up to $3 s)" >&2
   end_job "$3"
@@ -250,9 +250,9 @@ on_signal() {
   exit "$2"
 }
 
-# Runs "$@" and returns its exit status. STREAM: 1 copies all its output into the file RECORD, 2 only standard error.
-# Job control gives the job a process group of its own, so that Ctrl-C reaches this script alone and is handled in one
-# place, and keeps SIGINT usable in the job. A background group may not read the terminal, hence /dev/null.
+# Runs "$@" and returns its exit status. STREAM 1 copies all its output to the file RECORD, 2 only standard error.
+# Job control gives the job a process group of its own: Ctrl-C reaches only this script and is handled in one place, and
+# SIGINT stays usable in the job. A background group may not read the terminal, hence /dev/null.
 run_job() {
   local stream=$1 record=$2 copier status
   shift 2
@@ -286,10 +286,10 @@ run_job() {
   if (( status == 0 )); then
     [[ -z $WATCHER ]] || kill "$WATCHER" 2>/dev/null
   else
-    end_job "$MSRUN_GRACE"           # what a failed job left running
+    end_job "$MSRUN_GRACE"           # processes that a failed job left running
   fi
   end_writers $((SECONDS + MSRUN_LEAVE))
-  for _ in {1..250}; do              # let the last lines through, but do not wait for a process that keeps the pipe
+  for _ in {1..250}; do              # lets the last lines through, without waiting for a process that keeps the pipe
     kill -0 "$copier" 2>/dev/null || break
     pause 0.02
   done
@@ -316,14 +316,14 @@ MSRUN=(msrun --worker_num="$WORKER_NUM" --local_worker_num="$LOCAL_WORKER" --mas
        --log_dir="$LOG_DIR" --cluster_time_out="$CLUSTER_TIME_OUT")
 if (( LOCAL_WORKER < WORKER_NUM )); then
   echo "msrun_launcher.sh: $LOCAL_WORKER of $WORKER_NUM workers on this host, node rank $NODE_RANK;" \
-       "start this script on the other hosts as well"
+       "start this script on the other hosts too"
   MSRUN+=(--master_addr="$MASTER_ADDR" --node_rank="$NODE_RANK")
 fi
 
 if [[ $JOIN == False && ${MSRUN_DETACH:-0} == 1 ]]; then
   MSRUN+=(--join=False)
 elif [[ $JOIN == False ]]; then
-  MSRUN+=(--join=True --tail_worker_log="$WORKER_NUM")     # waits; shows the log of a worker that does not exist
+  MSRUN+=(--join=True --tail_worker_log="$WORKER_NUM")     # waits; "shows" the log of a worker that does not exist
 else
   MSRUN+=(--join=True)
 fi

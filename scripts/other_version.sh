@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv-mf180 if it is missing: mindformers 1.8.0 with mindspore 2.7.2, for the tests in which another version reads and
-# writes (st/test_versions.py). Prints the path of its Python. About one minute and 0.6 GB, 3 GB while it installs.
+# writes checkpoints (st/test_versions.py). Prints the path of its Python. About one minute and 0.6 GB, 3 GB while it installs.
 #
 #   scripts/other_version.sh 1.8.0        (PYTHON_BOOTSTRAP: see setup_env.sh)
 #
-# Only these two packages are in it. The others (numpy, transformers, safetensors ...) have the same versions in both and come
-# from .venv, by a .pth file. mindresume is not importable there: .pth files of a folder that a .pth file names are not read.
+# It contains only these two packages. The others (numpy, transformers, safetensors ...) have the same versions in both and come
+# from .venv, through a .pth file. mindresume cannot be imported there: .pth files of a folder that a .pth file names are not
+# read.
 set -euo pipefail
 case "${1:-}" in
     1.8.0) PACKAGES=(mindformers==1.8.0 mindspore==2.7.2) NAME=.venv-mf180 ;;
@@ -14,11 +15,11 @@ esac
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" >&2
 OTHER="$ROOT/$NAME"
 exec 9<"$VENV"
-flock 9                                                         # two callers at once: the second waits and finds it made
+flock 9                                                         # of two callers at once the second waits, and finds it made
 STAMP="$OTHER/.complete-$(echo "${PACKAGES[*]} $("$PYTHON" --version)" | cksum | tr ' ' '-')"
 if [ ! -e "$STAMP" ]; then
     echo "== making $OTHER (${PACKAGES[*]}), about one minute" >&2
-    "$PYTHON" -m venv --clear --without-pip "$OTHER"            # also what an interrupted call left
+    "$PYTHON" -m venv --clear --without-pip "$OTHER"            # also clears what an interrupted call left
     "$PYTHON" -m pip --python "$OTHER/bin/python" install --quiet --disable-pip-version-check --no-compile --no-deps "${PACKAGES[@]}" >&2
     PLACE="$("$OTHER/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     rm -rf "$PLACE"/mindspore/lib/plugin/{,libmindspore_}{gpu,ascend,ops_ascend}* "$PLACE/mindspore/include"   # 2 GB

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv if it is missing and installs mindresume with everything that its tests and its demonstration need.
-# Sourced by quickstart.sh and test.sh; sets PYTHON to the interpreter of .venv. Does nothing when all is there already. System packages
-# that are missing (machine.sh) are installed by apt-get as root, else named.
+# Makes .venv if it is missing and installs mindresume with everything that its tests and the quickstart need.
+# Sourced by quickstart.sh and test.sh; sets PYTHON to the interpreter of .venv. Does nothing if everything is installed already.
+# As root, apt-get installs missing system packages (machine.sh); otherwise they are named.
 #
 #   PYTHON_BOOTSTRAP=/path/to/python3.11   the interpreter to make .venv with (default: python3)
 set -euo pipefail
@@ -17,7 +17,7 @@ if ! "$BOOTSTRAP" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <
     exit 2
 fi
 need_system "MindSpore is linked with libgomp.so.1" libgomp1 libgomp has_library "$BOOTSTRAP" libgomp.so.1 || exit 2
-if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then              # not there, or its making was interrupted
+if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then              # missing, or an earlier call was interrupted
     echo "== making $VENV"
     make_venv "$BOOTSTRAP" "$VENV" || exit 2
 fi
@@ -25,7 +25,7 @@ STAMP="$VENV/.mindresume-$(cat "$ROOT/setup.py" "$ROOT/mindresume/__init__.py" |
 if [ ! -e "$STAMP" ]; then
     echo "== installing mindformers, mindspore and mindresume into .venv (about 1.5 GB, 5 to 10 minutes the first time)"
     quietly "$PYTHON" -m pip install --quiet --disable-pip-version-check "setuptools>=64,<81" wheel || exit 1
-    # --no-compile: what is never imported need not be compiled; the rest is when it is
+    # --no-compile: many modules are never imported; the others are compiled at their first import
     quietly "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile --no-build-isolation \
         -e "$ROOT[mindformers,test]" || exit 1
     rm -f "$VENV"/.mindresume-*

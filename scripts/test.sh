@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
-# Sets up .venv if it is missing, then runs everything: ruff, the unit tests (tests/) and the system tests (st/: the real
-# Trainer in real processes). Arguments go to pytest of st/ (--soak: everything, more than an hour longer).   FAST=1: without st/.
-# The random examples are the same each time here, so that what fails was changed; plain pytest draws new ones. But for one schedule
-# of each scenario of the simulation: a failure prints it, and MINDRESUME_FIRST_SEED=N runs the same again.
+# Makes .venv if it is missing, then runs ruff, the import contract, the unit tests (tests/) and the system tests (st/: the real
+# Trainer in real processes).
+#
+#   bash scripts/test.sh [ARGUMENT...]     arguments go to pytest of st/; --soak: all system tests, more than an hour longer
+#   FAST=1 bash scripts/test.sh            without st/
+#
+# Random examples are the same in each run, so that a new failure comes from a change; plain pytest draws new ones. The exception
+# is one schedule of each scenario of the simulation: a failure prints it, and MINDRESUME_FIRST_SEED=N runs the same schedules
+# again.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
@@ -14,8 +19,8 @@ export MINDRESUME_FIRST_SEED="${MINDRESUME_FIRST_SEED:-$(($(date +%s) % 10000000
 echo "== unit tests (fresh seeds of the simulation from $MINDRESUME_FIRST_SEED)"
 "$PYTHON" -m pytest -q --durations=10 -n 2 --dist worksteal --hypothesis-seed=0 tests
 if [ "${FAST:-0}" != 1 ]; then
-    need_system "st/test_syscalls.py looks at the system calls of a save" strace strace command -v strace ||
-        echo "Or leave that test out: test.sh --ignore st/test_syscalls.py" >&2
+    need_system "st/test_syscalls.py traces the system calls of a save" strace strace command -v strace ||
+        echo "Or skip that test: test.sh --ignore st/test_syscalls.py" >&2
     echo "== system tests"
     "$PYTHON" -m pytest -q --durations=20 -n 2 --dist loadfile --hypothesis-seed=0 st "$@"
 fi

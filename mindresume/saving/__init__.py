@@ -1,1 +1,6 @@
-"""Saving a checkpoint: shards, commit, upload, retention and removal."""
+"""Saves checkpoints: writes, commits, uploads and removes them.
+
+    checkpoint_manager ─▶ sync_saver or async_saver ─▶ shard_writer: files, record
+    rank 0: committer ─▶ manifest, pointers (iteration_publisher) ─▶ retention, protection ─▶ garbage_collector; uploader
+    save_session acquires the directory before; crash_loop counts failed loads
+"""

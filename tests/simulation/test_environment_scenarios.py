@@ -201,7 +201,7 @@ def test_memory_that_is_taken_and_not_there_is_found(monkeypatch):
 
 def test_a_job_that_expels_orphans_is_found(monkeypatch):
     def dead(storage, root, me, *_, **__):
-        return [other for other in lease.leases(storage, root) if other.run != me.run and other.purpose == lease.SAVING]
+        return [other for other in lease.lease_holders(storage, root) if other.run != me.run and other.purpose == lease.SAVING]
     monkeypatch.setattr(lease_acquisition, "_watch", dead)
     assert found("launcher", 30) & {"stuck", "lost"}
 
@@ -219,7 +219,7 @@ def test_a_choice_by_the_times_of_files_is_found(monkeypatch):
 
 def test_a_lease_that_never_expires_is_found(monkeypatch):
     def watch(storage, root, me, *_, **__):
-        if any(other.run != me.run for other in lease.leases(storage, root)):
+        if any(other.run != me.run for other in lease.lease_holders(storage, root)):
             raise LeaseHeldError("somebody")
         return []
     monkeypatch.setattr(lease_acquisition, "_watch", watch)

@@ -1,0 +1,46 @@
+"""Checks that what README.md and docs/ name exists: modules, classes, functions, targets of links. Nothing is imported."""
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from mindresume.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+ROOMS = [ROOT, ROOT / "mindresume", *(path for path in (ROOT / "mindresume").iterdir() if path.is_dir())]
+FILES = sorted((ROOT / "mindresume").rglob("*.py"))
+ABOUT_MODULES = {"architecture.md", "design_rules.md", "simulation.md"}         # elsewhere `report.x` can be a variable
+DOCUMENTS = pytest.mark.parametrize(
+    "document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
+
+
+def has(module: str, name: str) -> bool:
+    """Whether a module, or the ``__init__`` of a room, of this name has a word ``name``; no such module: True."""
+    texts = [path.read_text() for path in FILES if module == (path.parent.name if path.stem == "__init__" else path.stem)]
+    return not texts or any(re.search(rf"\b{name}\b", text) for text in texts)
+
+
+@DOCUMENTS
+def test_every_python_file_exists(document):
+    named = re.findall(r"(?<![\w./-])([\w/]+\.py)\b", document.read_text())
+    assert [name for name in named if not any((room / name).is_file() for room in ROOMS)] == []
+
+
+@DOCUMENTS
+def test_every_class_and_every_name_of_a_module_exists(document):
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", document.read_text(), re.DOTALL))
+    dotted = set(re.findall(r"\b(mindresume)\.(\w+)", code))
+    if document.name in ABOUT_MODULES:
+        dotted |= set(re.findall(r"(?<![\w./])([a-z]\w+)\.(?!(?:py|md|json)\b)(\w+)", code))
+    known = {field.name for field in fields(Settings)} | {path.stem for path in FILES} | {room.name for room in ROOMS}
+    classes = set(re.findall(r"\b[A-Z][a-z]+[A-Z][a-z]\w*", code))
+    assert {f"{module}.{name}" for module, name in dotted if name not in known and not has(module, name)} == set()
+    words = classes | set(re.findall(r"(?<![\w/])[a-z]+(?:_[a-z]+)+\b", code) if document.name in ABOUT_MODULES else ())
+    assert {word for word in words - known if not any(re.search(rf"\b{word}\b", path.read_text()) for path in FILES)} == set()
+
+
+@DOCUMENTS
+def test_every_link_leads_to_a_file(document):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
