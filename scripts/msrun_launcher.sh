@@ -144,7 +144,7 @@ FAILED_WORKER='exit with exception\. Error code: (-?[0-9]+)\.'      # in msrun's
 
 # Every process of the job has this variable, also after its parent is gone: msrun gives each worker a session of its own.
 MARK=MSRUN_LAUNCHER_JOB=$$.$RANDOM$RANDOM
-# Processes that write checkpoints in the background have this one instead (mindresume/saving/async_saver.py).
+# Processes that write checkpoints in the background have this one instead (mindresume/saving).
 WRITER_MARK=${MARK/JOB/WRITER}
 
 SUPERVISOR='' WATCHER='' DEADLINE=0 AT_ONCE=0 STUCK=' '
