@@ -44,7 +44,7 @@ def test_invalid_slices(region):
 
 @pytest.mark.parametrize("number", [-1, 2])
 def test_invalid_ordinals(number):
-    with pytest.raises(ValueError, match="there are 2"):
+    with pytest.raises(ValueError, match="expected 0 to 1"):
         region_of(TensorLayout((2,), (0,)), (8,), number)
 
 
