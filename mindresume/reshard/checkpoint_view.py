@@ -1,6 +1,6 @@
 """Views a checkpoint of any format as tensors in global shape, and locates each piece of a tensor.
 
-    weights = view_of_candidate(storage, root, candidate, strategy)     # rank folders, with records or with a strategy
+    weights = view_of_rank_folders(storage, root, candidate, strategy)  # rank folders, with records or with a strategy
     weights = view_of_complete(storage, read_complete(storage, path))   # uncut
     for cut in weights.tensors["embedding.weight"].cuts(region):
         location = weights.locate("embedding.weight", cut)              # rank, file, byte ranges, checksum of that piece
