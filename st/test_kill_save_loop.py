@@ -124,7 +124,7 @@ class KilledRun:
         return choices[0]
 
     def saves(self) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-        """(run, step) of the saves with the records of all ranks, and of those without; told by names alone."""
+        """(run, step) of the saves with the records of all ranks, and of those without, by names alone."""
         complete, incomplete = [], []
         for name, step, run in attempts(STORAGE.list(str(self.root / FOLDER))):
             names = STORAGE.list(str(self.root / FOLDER / name))

@@ -138,7 +138,7 @@ def test_in_checkpoint_2_too(changed, alone):
     assert steps_of(run)[-1] == 40
 
 
-# ---- a new data set that nobody declared ---------------------------------------------------------------------------
+# ---- an undeclared new data set ------------------------------------------------------------------------------------
 
 def test_a_silent_change_is_a_warning(changed, alone):
     """The set is taken for the old one; here that stood between two passes, so nothing of the new one is left out."""

@@ -188,7 +188,7 @@ def prepare(base: Path, setup: Setup) -> Path:
 
 
 def clean(base: Path, setup: Setup, steps: list[int], width: int = 1) -> list[Call]:
-    """The calls of a run that nobody disturbs."""
+    """Returns the calls of a run without faults."""
     job = Job(prepare(base, setup), setup, steps, width)
     for _ in steps[1:]:
         assert job.next().get("saved")
@@ -370,8 +370,8 @@ def failing(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
 
 
 def unreported(target: Target, name: str, saved: bool, said: list[dict]) -> list[str]:
-    """What could not be changed is told, and what was not made durable is not called saved. What could not be read may be told:
-    the file counts as absent then, and nothing is removed that would not be removed without it."""
+    """Returns what is wrong: a change that failed must be reported, and a step that is not durable must not count as saved. What
+    could not be read may be reported: the file counts as absent then, and nothing is removed that would stay without it."""
     if name in TELLS_NOTHING:
         return [] if saved else [f"not saved for {name}, which is no reason"]
     problems, reason = [], os.strerror(getattr(errno, name))

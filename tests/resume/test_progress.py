@@ -86,7 +86,7 @@ def test_it_begins_once(data_request):
     again = resume_progress(saved, RunSettings(8, 10, None, OTHER, data_request))
     assert not again.starts_data_set and again.data_skip == first.data_skip + 7
     assert again.initial_epoch == 3 and not again.changed
-    later = resume_progress(on(50, first.position.after(15, 10, 8)), RunSettings(8, 10, None, OTHER))  # the wish was taken out
+    later = resume_progress(on(50, first.position.after(15, 10, 8)), RunSettings(8, 10, None, OTHER))  # the request was removed
     assert later.data_skip == first.data_skip + 15 and later.initial_epoch == 4
 
 
@@ -121,10 +121,11 @@ def test_a_new_data_set_each_round_begins_at_its_beginning():
 
 
 @given(st.lists(st.tuples(st.sampled_from([2, 4, 8, 16]), st.integers(0, 30)), min_size=1, max_size=6))
-def test_whatever_the_batch_sizes_no_sample_is_left_out(lives):
-    """Passes of 80 samples. Every life goes on at or before the sample where the one before was stopped, by less than a step."""
+def test_whatever_the_batch_sizes_no_sample_is_left_out(attempts):
+    """Passes of 80 samples. Every attempt goes on at or before the sample where the one before was stopped, by less than a
+    step."""
     position, consumed, step, batch = DataPosition(), 0, 0, 8
-    for new, steps in lives:
+    for new, steps in attempts:
         if step * batch >= new:
             progress = resume_progress(TrainingState(step, 80 // batch, step, batch, dataset_size=80 // batch, data=position),
                                        RunSettings(new, 80 // new))
@@ -135,7 +136,7 @@ def test_whatever_the_batch_sizes_no_sample_is_left_out(lives):
         assert position.passes * 80 + position.samples == consumed
 
 
-# ---- wishes --------------------------------------------------------------------------------------------------------
+# ---- data requests ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("ignore, skip, expected", [(None, None, ""), (False, 0, ""), (True, None, "ignore_data_skip: True"),
                                                     (False, 3, "data_skip_steps: 3"), (True, 3, "ignore_data_skip: True")])
@@ -275,16 +276,17 @@ def test_interrupted_at_any_sink_the_same_data_is_trained_to_its_end(size, sink,
 
 
 @given(old=st.integers(1, 30), size=st.integers(8, 40), sink=st.sampled_from([1, 2, 4, 8]), batch=st.sampled_from([4, 8, 16]),
-       more=st.integers(1, 8), step=st.integers(8, 200), lives=st.lists(st.integers(1, 5), max_size=4))
-def test_a_new_data_set_interrupted_again_and_again(old, size, sink, batch, more, step, lives):
-    """With another batch size, too: all lives together train as many whole sinks of it as fit into the epochs that are left."""
+       more=st.integers(1, 8), step=st.integers(8, 200), attempts=st.lists(st.integers(1, 5), max_size=4))
+def test_a_new_data_set_interrupted_again_and_again(old, size, sink, batch, more, step, attempts):
+    """With another batch size, too: all attempts together train as many whole sinks of it as fit into the epochs that are
+    left."""
     position = DataPosition(identity=OURS).after(step, old, 8)
     epochs = position.passes + more
     new = RunSettings(batch, size, sink, OTHER, DataRequest(True), epochs)
     progress, wanted = resume_progress(on(step, position, old), new), more * size // sink
     total, left = int(size / sink * epochs), wanted
     assert total - progress.initial_epoch == left
-    for sinks in lives:
+    for sinks in attempts:
         if sinks >= left:
             break
         stands, at = progress.position.after(sinks * sink, size, batch), progress.initial_step + sinks * sink

@@ -10,7 +10,7 @@ from mindresume.resume.resume_summary import format_summary, random_state_row, r
 OURS = {"files": "a"}
 
 
-def told(state, new):
+def rows_of(state, new):
     return format_summary([*summary_rows(state, resume_progress(state, new), new), random_state_row(())]).splitlines()
 
 
@@ -22,7 +22,7 @@ def state(step=35, data=STOOD, **more):
 
 
 def test_nothing_changed():
-    assert told(state(loss_scale=1024.0), RunSettings(8, 10, None, OURS)) == [
+    assert rows_of(state(loss_scale=1024.0), RunSettings(8, 10, None, OURS)) == [
         "  step           restored    35",
         "  samples        restored    280 seen",
         "  epoch          restored    3 done",
@@ -34,7 +34,7 @@ def test_nothing_changed():
 
 
 def test_another_batch_size():
-    assert told(state(), RunSettings(16, 5, None, OURS)) == [
+    assert rows_of(state(), RunSettings(16, 5, None, OURS)) == [
         "  step           recomputed  35 * 8 / 16 = 17.5, so 17",
         "  samples        restored    280 seen",
         "  epoch          recomputed  3 done",
@@ -46,11 +46,12 @@ def test_another_batch_size():
 
 
 def test_another_data_set_and_a_checkpoint_that_does_not_say():
-    lines = told(state(), RunSettings(8, 10, None, {"files": "b"}, DataRequest(False, 2)))
+    lines = rows_of(state(), RunSettings(8, 10, None, {"files": "b"}, DataRequest(False, 2)))
     assert ("  data           recomputed  as data_skip_steps: 2 says: pass 1, behind 16 of 80 samples: 2 steps are "
             "skipped") in lines
     assert "  data set       changed     files: a, now b" in lines
-    assert "  data set       absent      not in the checkpoint: taken for the same" in told(state(data=None), RunSettings(8, 10))
+    assert "  data set       absent      not in the checkpoint: taken for the same" in rows_of(state(data=None),
+        RunSettings(8, 10))
 
 
 def test_random_states_by_name():

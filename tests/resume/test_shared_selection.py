@@ -291,7 +291,7 @@ def test_mindformers_folder_by_content_not_by_name(tmp_path):
     write_foreign(tmp_path, 20, suffix=1)
     os.rename(path_of(tmp_path, 20, 0, suffix=1), tmp_path / "rank_0" / "net_rank_0_1-2_5.safetensors")
     choice = choose(tmp_path)
-    assert choice.chosen.step == 15                     # rank 0 alone has -2_5 of the second life
+    assert choice.chosen.step == 15                     # rank 0 alone has -2_5 of the second attempt
     assert "no file of rank" in choice.refused[0].reason
 
 

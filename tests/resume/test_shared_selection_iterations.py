@@ -36,7 +36,7 @@ def choose(root, named=None, world=None, **options):
                          SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
 
 
-def told(choice):
+def notes(choice):
     return " | ".join(choice.notes)
 
 
@@ -68,27 +68,27 @@ def test_a_tracker_that_was_set_back_by_hand(saved, text):
     track(saved, text)
     choice = choose(saved)
     assert taken(choice) == (10, RUN) and choice.refused == ()
-    assert told(choice) == f"newer than step 10, which {TRACKER} names, so only used as a last resort: step 15"
+    assert notes(choice) == f"newer than step 10, which {TRACKER} names, so only used as a last resort: step 15"
 
 
 def test_a_tracker_that_names_a_step_that_is_not_there(saved):
     track(saved, 12)
     choice = choose(saved)
     assert taken(choice) == (10, RUN)
-    assert told(choice) == (f"{TRACKER} names step 12, which does not exist | newer than step 12, which {TRACKER} names, so only "
-                            f"used as a last resort: step 15")
+    assert notes(choice) == (f"{TRACKER} names step 12, which does not exist | newer than step 12, which {TRACKER} names, so "
+                            f"only used as a last resort: step 15")
 
 
 def test_a_tracker_that_names_a_later_step_than_any(saved):
     track(saved, 10**17)
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and told(choice) == f"{TRACKER} names step {10**17}, which does not exist"
+    assert taken(choice) == (15, RUN) and notes(choice) == f"{TRACKER} names step {10**17}, which does not exist"
 
 
 def test_a_tracker_older_than_everything_is_no_reason_to_begin_afresh(saved):
     track(saved, 0)
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and "only used as a last resort: step 15, 10, 5" in told(choice)
+    assert taken(choice) == (15, RUN) and "only used as a last resort: step 15, 10, 5" in notes(choice)
 
 
 @pytest.mark.parametrize("content, reason", [
@@ -99,15 +99,15 @@ def test_a_tracker_older_than_everything_is_no_reason_to_begin_afresh(saved):
 def test_a_tracker_that_says_nothing_is_named_and_the_newest_is_taken(saved, content, reason):
     track(saved, content)
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and reason in told(choice) and "taking the newest complete one" in told(choice)
-    assert len(told(choice)) < 200
+    assert taken(choice) == (15, RUN) and reason in notes(choice) and "taking the newest complete one" in notes(choice)
+    assert len(notes(choice)) < 200
 
 
 def test_without_a_tracker_the_newest_is_taken(saved):
     os.remove(saved / TRACKER)
     choice = choose(saved)
     assert taken(choice) == (15, RUN)
-    assert told(choice) == f"{TRACKER} is missing; taking the newest complete one"
+    assert notes(choice) == f"{TRACKER} is missing; taking the newest complete one"
 
 
 def test_a_tracker_that_is_a_folder(saved):
@@ -121,7 +121,7 @@ def test_a_tracker_that_a_dead_job_could_not_change(saved):
     intend(saved, 15)
     choice = choose(saved)
     assert taken(choice) == (15, RUN)
-    assert told(choice) == f"{TRACKER} names step 10: the job that saved step 15 died before it could change it"
+    assert notes(choice) == f"{TRACKER} names step 10: the job that saved step 15 died before it could change it"
 
 
 def test_an_intent_of_another_step_is_no_excuse(saved):
@@ -150,7 +150,7 @@ def test_what_all_ranks_have_finished_waits_behind_a_tracker_that_was_set_back(s
     write_all(saved, 20)
     track(saved, 5)
     choice = choose(saved)
-    assert taken(choice) == (5, RUN) and "only used as a last resort: step 20, 15, 10" in told(choice)
+    assert taken(choice) == (5, RUN) and "only used as a last resort: step 20, 15, 10" in notes(choice)
 
 
 def test_a_run_that_began_at_a_tracker_set_back_is_found_where_it_died_before_the_rename(saved):
@@ -160,7 +160,7 @@ def test_a_run_that_began_at_a_tracker_set_back_is_found_where_it_died_before_th
     os.rename(folder_of(saved / "elsewhere", 10), making(saved, 10, NEXT))
     intend(saved, 10)
     choice = choose(saved)
-    assert taken(choice) == (10, NEXT) and "names step 5: the job that saved step 10 died" in told(choice)
+    assert taken(choice) == (10, NEXT) and "names step 5: the job that saved step 10 died" in notes(choice)
 
 
 def test_what_is_newer_than_a_tracker_set_back_is_not_taken_unless_its_run_was_about_to_point_to_it(saved):
@@ -169,7 +169,7 @@ def test_what_is_newer_than_a_tracker_set_back_is_not_taken_unless_its_run_was_a
     track(saved, 5)
     write_all(saved, 10, run=NEXT)
     choice = choose(saved)
-    assert taken(choice) == (5, RUN) and "newer than step 5" in told(choice) and "step 10" in told(choice)
+    assert taken(choice) == (5, RUN) and "newer than step 5" in notes(choice) and "step 10" in notes(choice)
 
 
 def test_a_complete_save_newer_than_a_folder_of_mindformers_that_the_tracker_names(tmp_path):
@@ -224,7 +224,7 @@ def test_the_one_that_is_named_is_damaged_and_the_next_older_one_is_taken(saved,
     track(saved, 10)
     damage(saved)
     choice = choose(saved)
-    assert taken(choice) == (5, RUN) and "only used as a last resort: step 15" in told(choice)
+    assert taken(choice) == (5, RUN) and "only used as a last resort: step 15" in notes(choice)
     (step, said), = refused(choice)
     assert step == 10 and reason in said
 
@@ -255,7 +255,7 @@ def test_the_small_files_are_not_needed_where_records_say_the_same(saved, name):
 def test_a_damaged_manifest_is_made_up_for_by_the_records(saved):
     (records_of(folder_of(saved, 15), 15) / MANIFEST).write_bytes(b"torn")
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and "using the records of the ranks instead" in told(choice)
+    assert taken(choice) == (15, RUN) and "using the records of the ranks instead" in notes(choice)
 
 
 def test_a_folder_that_was_renamed_to_another_step_is_refused(saved):
@@ -536,7 +536,7 @@ def test_a_file_named_like_an_iteration_is_none(saved):
 def test_a_tracker_alone_says_that_there_was_a_checkpoint(tmp_path):
     """Somebody removed the folders, or they are not here yet."""
     track(tmp_path, 15)
-    with pytest.raises(MissingCheckpointError, match="names step 15, and there is no iteration folder"):
+    with pytest.raises(MissingCheckpointError, match="names step 15"):
         choose(tmp_path)
 
 
