@@ -31,10 +31,10 @@ from save import flush, write_plain
 from mindresume.formats.iteration_naming import TRACKER, iteration_name, parse_weight_file
 from mindresume.mindformers import network_state as live
 from mindresume.model.training_state import TrainingState, is_transient
-from mindresume.saving.async_saver import AsyncSaver, save_job_for
+from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard
-from mindresume.saving.sync_saver import Save, Saver, SyncSaver
+from mindresume.saving.sync_saver import Save, Saver, SyncSaver, save_job_for
 from mindresume.storage.posix import PosixStorage
 
 RANKS, DATA, TENSOR = 4, 2, 2
@@ -82,15 +82,15 @@ class Rank:
 
     # ---- ours, as the monitor does it --------------------------------------------------------------------------------
 
-    def place(self, way: Way) -> SaveTarget:
+    def target(self, way: Way) -> SaveTarget:
         return SaveTarget(PosixStorage(), self.root(way), "0001-00000000", self.rank, RANKS, iterations=True)
 
     def saver(self, way: Way) -> Saver:
-        place, policy = self.place(way), KeepLast(5) if self.rank == 0 else None
-        os.makedirs(place.root, exist_ok=True)
+        target, policy = self.target(way), KeepLast(5) if self.rank == 0 else None
+        os.makedirs(target.root, exist_ok=True)
         if way.asynchronous:
-            return AsyncSaver(place, policy, "thread", emit=self.log)
-        return SyncSaver(save_job_for(place, policy, self.log))
+            return AsyncSaver(target, policy, "thread", emit=self.log)
+        return SyncSaver(save_job_for(target, policy, self.log))
 
     def shard(self, way: Way) -> Shard:
         from mindresume.mindformers import adapter
@@ -103,7 +103,7 @@ class Rank:
                 self.share = live.own_share(tensors, tables, self.rank)
             tensors = {name: array for name, array in tensors.items() if name not in tables or name in self.share}
         parts = [{name: array for name, array in tensors.items() if (name in self.model) is wanted} for wanted in (True, False)]
-        return iteration_shard(job.PREFIX, self.place(way), TrainingState(self.step, 1_000_000, self.step), *parts, tables,
+        return iteration_shard(job.PREFIX, self.target(way), TrainingState(self.step, 1_000_000, self.step), *parts, tables,
                                live.capture_random(), way.once)
 
     def poll(self, way: Way) -> None:

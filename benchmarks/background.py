@@ -29,9 +29,9 @@ import numpy as np
 from _background_job import KINDS, built_in, place_in, save_of, wait_for_built_in
 
 from mindresume.mindformers.network_state import deferred
-from mindresume.saving.async_saver import AsyncSaver, save_job_for
+from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KeepLast
-from mindresume.saving.sync_saver import Saver, SyncSaver
+from mindresume.saving.sync_saver import Saver, SyncSaver, save_job_for
 
 COPIES, SHARE, MEMORY = 1.3, 0.10, 1.0
 PATIENCE = 600.0

@@ -2,7 +2,7 @@
 
     python benchmarks/choose.py [--ranks 64 512 4096] [--steps 5] [--rounds 7] [--dir FOLDER] [--json FILE]
 
-rank 0      scan, quick proof, message to all ranks (mindresume.coordination.collectives.decide with one rank)
+rank 0      scan, quick proof, message to all ranks (mindresume.coordination.collectives.run_on_rank0 with one rank)
 select      the same, and every byte of rank 0's own file proven (in a job each rank proves its own)
 mindformers mindformers.tools.resume_ckpt.get_resume_checkpoint, rank 0's part: names and meta.json alone
 operations  calls that ask the file system for a name: open, stat, list
@@ -29,7 +29,7 @@ from unittest.mock import patch
 import _measure as measure
 import numpy as np
 
-from mindresume.coordination.collectives import SingleProcess, decide
+from mindresume.coordination.collectives import SingleProcess, run_on_rank0
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.model.manifest import run_name
 from mindresume.model.training_state import TrainingState
@@ -100,7 +100,7 @@ class Bench:
 
         def rank_0() -> int:
             chooser = CandidateQueue(PosixStorage(), root, SelectionPolicy(world))
-            message = decide(SingleProcess(), lambda: chooser.next([]))
+            message = run_on_rank0(SingleProcess(), lambda: chooser.next([]))
             self.message[f"{world} {story}"] = len(json.dumps(message).encode())
             return message["candidate"]["step"]
 

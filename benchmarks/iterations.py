@@ -34,10 +34,9 @@ import _measure as measure
 import numpy as np
 
 from mindresume.model.training_state import TrainingState
-from mindresume.saving.async_saver import save_job_for
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard
-from mindresume.saving.sync_saver import Save
+from mindresume.saving.sync_saver import Save, save_job_for
 from mindresume.storage.posix import PosixStorage
 
 STALL, SLOWER, FASTER, OVER, MEMORY = 0.5, 1.0, 3.0, 1.02, 256
@@ -257,11 +256,11 @@ def write_ours(root: str, mib: int) -> str:
         arrays = {name: job.part(tensors, name, rank) for name in tensors}
         optimizer = {name: array for name, array in arrays.items() if name.startswith("adam_")}
         model = {name: array for name, array in arrays.items() if name not in optimizer}
-        place = SaveTarget(PosixStorage(), root, "0001-00000000", rank, ranks, iterations=True)
+        target = SaveTarget(PosixStorage(), root, "0001-00000000", rank, ranks, iterations=True)
         os.makedirs(root, exist_ok=True)
-        work = save_job_for(place, KeepLast(5) if rank == 0 else None, lambda text: None)
+        work = save_job_for(target, KeepLast(5) if rank == 0 else None, lambda text: None)
         optimizer["global_step"] = np.full(1, 20, np.int32)
-        outcome = work.write(Save(iteration_shard(job.PREFIX, place, state, model, optimizer, tables)))
+        outcome = work.write(Save(iteration_shard(job.PREFIX, target, state, model, optimizer, tables)))
         if outcome.error is not None:
             raise outcome.error
         work.commit(outcome)

@@ -125,12 +125,12 @@ class First:
         return [message] * self.size
 
 
-def shard_of(place: SaveTarget, step: int, fmt: str) -> Shard:
+def shard_of(target: SaveTarget, step: int, fmt: str) -> Shard:
     state, arrays = TrainingState(step, PER_EPOCH, step, 8), {"w": np.full((1, 4), step, np.float32)}
-    if not place.iterations:
-        return rank_shard(FileName("net", place.rank, 0, 1, step, fmt), state, arrays, random={}, metadata={"format": "ms"})
-    cut = TensorLayout((place.world_size,), (0, -1)), (place.world_size, 4)
-    return iteration_shard("net", place, state, arrays, {"adam_m.w": arrays["w"]}, {"w": cut, "adam_m.w": cut}, {})
+    if not target.iterations:
+        return rank_shard(FileName("net", target.rank, 0, 1, step, fmt), state, arrays, random={}, metadata={"format": "ms"})
+    cut = TensorLayout((target.world_size,), (0, -1)), (target.world_size, 4)
+    return iteration_shard("net", target, state, arrays, {"adam_m.w": arrays["w"]}, {"w": cut, "adam_m.w": cut}, {})
 
 
 class Bench:
@@ -139,15 +139,15 @@ class Bench:
         self.disk = Disk()
         self.disk.make_folder(ROOT)
 
-    def place(self, storage: Slow, rank: int) -> SaveTarget:
+    def target(self, storage: Slow, rank: int) -> SaveTarget:
         return SaveTarget(storage, ROOT, RUN, rank, self.ranks, self.format == "iteration")
 
     def saved(self, step: int) -> None:
         """By all ranks, not committed."""
         fast = Slow(self.disk)
         for rank in range(self.ranks):
-            place = self.place(fast, rank)
-            write_shard(place, shard_of(place, step, self.format))
+            target = self.target(fast, rank)
+            write_shard(target, shard_of(target, step, self.format))
 
     def row(self, action: str) -> dict[str, Any]:
         storage = Slow(self.disk, self.delay)
@@ -158,12 +158,12 @@ class Bench:
                 "operations": sum(storage.done.values()), "of": dict(storage.done)}
 
     def _commit(self, storage: Slow) -> None:
-        committer = Committer(self.place(storage, 0), KEEP_ALL, print)
+        committer = Committer(self.target(storage, 0), KEEP_ALL, print)
         committer.saved(10)
         assert committer.committed == [10]
 
     def _prune(self, storage: Slow) -> None:
-        committer = Committer(self.place(storage, 0), KeepLast(1), lambda text: None)
+        committer = Committer(self.target(storage, 0), KeepLast(1), lambda text: None)
         committer._alone = True                                 # behind the first commit of a run
         committer.saved(20)
         assert committer.committed == [20] and not self.disk.find(f"{ROOT}/{FOLDER}/{attempt_name(10, RUN)}")
@@ -177,7 +177,7 @@ class Bench:
         assert choice.chosen is not None and choice.chosen.step == 20 and choice.chosen.run is None
 
     def _clean_up(self, storage: Slow) -> None:
-        Committer(self.place(storage, 0), KeepLast(1), print).prune()
+        Committer(self.target(storage, 0), KeepLast(1), print).prune()
 
     def as_mindformers_writes(self) -> None:
         """Weights and a meta.json in every rank folder, and no records."""

@@ -80,9 +80,9 @@ class Bench:
     def recorded(self, kind: str) -> SaveTarget:
         """A save of which all ranks have recorded their parts."""
         options, run = self.options, run_name(1, "0000aaaa")
-        place = SaveTarget(PosixStorage(), os.path.join(self.folder, kind), run, 0, options.ranks, True)
+        target = SaveTarget(PosixStorage(), os.path.join(self.folder, kind), run, 0, options.ranks, True)
         state, size = TrainingState(STEP, 10, STEP, 8, 1.0), options.ranks // options.stages
-        os.makedirs(place.attempt(STEP))
+        os.makedirs(target.attempt(STEP))
         for first in range(0, options.ranks, size):
             rows = {row.name: row for row in self.large if row.first == first}
             held = shares({name: (row.layout, row.shape, 4) for name, row in rows.items()}, size) if kind == SHARED else \
@@ -90,31 +90,31 @@ class Bench:
             for rank in range(first, first + size):
                 names = [str(WeightFile("net", what, rank, options.ranks)) for what in (MODEL, OPTIMIZER)]
                 for name in names:
-                    with open(os.path.join(place.data_dir(STEP), name), "wb") as file:
+                    with open(os.path.join(target.data_dir(STEP), name), "wb") as file:
                         file.write(b"x")
                 tensors = {name: TensorRecord("float32", row.layout.local_shape(row.shape), "ab" * 16, row.layout, row.shape)
                            for name, row in rows.items() if name in held[rank - first]}
                 record = Record(run, rank, options.ranks, state, 1e9, tuple(
                     FileRecord(name, "safetensors", 1, "cd" * 16) for name in names), kind == SHARED)
-                with open(os.path.join(place.attempt(STEP), record_name(rank)), "wb") as file:
+                with open(os.path.join(target.attempt(STEP), record_name(rank)), "wb") as file:
                     file.write(record.encode(Details(tensors)))
-        return place
+        return target
 
     def commit(self, kind: str) -> None:
-        place = self.checkpoints[kind]
-        self.rounds.timed(f"commit {kind}", lambda: Committer(place).saved(STEP))
-        candidate = scan(place.storage, place.root).candidates[0]
+        target = self.checkpoints[kind]
+        self.rounds.timed(f"commit {kind}", lambda: Committer(target).saved(STEP))
+        candidate = scan(target.storage, target.root).candidates[0]
         if not candidate.committed:
             raise SystemExit(f"{kind}: not committed: {candidate.problem}")
-        records = iteration_view._Records(place.storage, candidate)
+        records = iteration_view._Records(target.storage, candidate)
         found = self.rounds.timed(f"open {kind}",
-                                  lambda: iteration_view._described(place.storage, place.root, candidate, records))
+                                  lambda: iteration_view._described(target.storage, target.root, candidate, records))
         if len(found) != len(self.large):
             raise SystemExit(f"{kind}: {len(found)} of {len(self.large)} parameters are described")
         self.sizes[f"manifest {kind}"] = os.path.getsize(os.path.join(candidate.records_dir, MANIFEST))
         self.sizes[f"metadata {kind}"] = sum(file.size for file in candidate.small)
-        os.rename(candidate.commit_dir, place.data_dir(STEP))               # for the next round
-        os.remove(os.path.join(place.attempt(STEP), MANIFEST))
+        os.rename(candidate.commit_dir, target.data_dir(STEP))              # for the next round
+        os.remove(os.path.join(target.attempt(STEP), MANIFEST))
 
     def run(self) -> None:
         for number in self.rounds.numbers(self.options.rounds):

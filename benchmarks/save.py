@@ -85,12 +85,12 @@ class Bench:
 
     def ours(self, number: int, fmt: str) -> None:
         root = os.path.join(self.folder, fmt)
-        place = SaveTarget(PosixStorage(), root, "0001-00000000", 0, 1)
+        target = SaveTarget(PosixStorage(), root, "0001-00000000", 0, 1)
         os.makedirs(root)
         shard = rank_shard(FileName("bench", 0, 0, 1, number, fmt), TrainingState(number, 100, number), deferred(self.live))
-        self.timed(f"ours {fmt}", lambda: write_shard(place, shard))
-        candidate = scan_records(place.storage, root)[0][0]
-        found = self.rounds.timed(f"proof {fmt}", lambda: verify_rank(place.storage, root, candidate, 0))
+        self.timed(f"ours {fmt}", lambda: write_shard(target, shard))
+        candidate = scan_records(target.storage, root)[0][0]
+        found = self.rounds.timed(f"proof {fmt}", lambda: verify_rank(target.storage, root, candidate, 0))
         if not isinstance(found, VerifiedShard):
             raise SystemExit(f"the file just written is refused: {found}")
         shutil.rmtree(root)

@@ -54,20 +54,20 @@ def wait_for_others(folder: Path, rank: int, ranks: int, step: int) -> None:
         time.sleep(0.001)
 
 
-def save_until_killed(place: SaveTarget, suffix: int, first_step: int) -> None:
-    clean_own_folder(place)
-    committer = Committer(place, KeepLast(KEPT)) if place.rank == 0 else None
+def save_until_killed(target: SaveTarget, suffix: int, first_step: int) -> None:
+    clean_own_folder(target)
+    committer = Committer(target, KeepLast(KEPT)) if target.rank == 0 else None
     if committer:
-        committer.adopt()
+        committer.recover()
     print("ready", flush=True)
-    step, reported, meeting = first_step, 0, Path(place.root).parent / f"steps-{place.run}"
+    step, reported, meeting = first_step, 0, Path(target.root).parent / f"steps-{target.run}"
     meeting.mkdir(exist_ok=True)
     while True:
-        wait_for_others(meeting, place.rank, place.world_size, step)
+        wait_for_others(meeting, target.rank, target.world_size, step)
         if committer:
             committer.poll()
-        write_shard(place, rank_shard(name_of(step, place.rank, suffix), state_of(step), tensors_of(step, place.rank),
-                                 random={"rank": place.rank}))
+        write_shard(target, rank_shard(name_of(step, target.rank, suffix), state_of(step), tensors_of(step, target.rank),
+                                  random={"rank": target.rank}))
         if committer:
             committer.saved(step)
             for done in committer.committed[reported:]:

@@ -21,10 +21,10 @@ if __name__ == "__main__":
 
 from mindresume.events import Event  # noqa: E402
 from mindresume.fault_injection.scenarios import RUNS, shard  # noqa: E402
-from mindresume.saving.async_saver import AsyncSaver, save_job_for  # noqa: E402
+from mindresume.saving.async_saver import AsyncSaver  # noqa: E402
 from mindresume.saving.retention import KeepLast  # noqa: E402
 from mindresume.saving.shard_writer import SaveTarget, Shard  # noqa: E402
-from mindresume.saving.sync_saver import Save, Saver, SyncSaver  # noqa: E402
+from mindresume.saving.sync_saver import Save, Saver, SyncSaver, save_job_for  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 
 REPORTED = 3                    # exit status: a SaveError said what was not saved
@@ -37,16 +37,16 @@ def big_tensors(step: int) -> dict[str, np.ndarray]:
     return {f"layer{index}.weight": random.standard_normal((275, 1024), np.float32) for index in range(3)}
 
 
-def shard_of(place: SaveTarget, step: int, fmt: str) -> Shard:
-    small = shard(place, step, fmt)
+def shard_of(target: SaveTarget, step: int, fmt: str) -> Shard:
+    small = shard(target, step, fmt)
     (file,) = small.files
     return replace(small, files=(replace(file, tensors={**file.tensors, **big_tensors(step)}),))
 
 
-def saver_of(place: SaveTarget, kind: str, events: list[Event]) -> Saver:
+def saver_of(target: SaveTarget, kind: str, events: list[Event]) -> Saver:
     if kind != "foreground":
-        return AsyncSaver(place, KeepLast(1), kind, emit=events.append)
-    work = save_job_for(place, KeepLast(1), events.append)
+        return AsyncSaver(target, KeepLast(1), kind, emit=events.append)
+    work = save_job_for(target, KeepLast(1), events.append)
     work.begin()
     return SyncSaver(work)
 
@@ -54,12 +54,12 @@ def saver_of(place: SaveTarget, kind: str, events: list[Event]) -> Saver:
 def run(root: str, fmt: str, kind: str, width: int, steps: list[int]) -> int:
     storage, events = PosixStorage(), []
     storage.width = width
-    place = SaveTarget(storage, root, RUNS[0], 0, 1)
-    saver, status = saver_of(place, kind, events), 0
+    target = SaveTarget(storage, root, RUNS[0], 0, 1)
+    saver, status = saver_of(target, kind, events), 0
     for step in steps:
         if step != steps[0]:
             sys.stdin.readline()
-        saver.save(Save(shard_of(place, step, fmt)))
+        saver.save(Save(shard_of(target, step, fmt)))
         outcomes = saver.wait(_WAIT)
         if step == steps[-1]:
             outcomes += saver.finish(1.0)

@@ -33,7 +33,7 @@ from mindresume.tensor_files import read_header, read_tensor
 from mindresume.tensor_files.checksum import file_checksum
 from st.save_loop import KEPT, PER_EPOCH, PREFIX, tensors_of
 from st.training_run import ROOT
-from tests.rank_folders import Ranks, place_of, save, write_rank
+from tests.rank_folders import Ranks, save, target_of, write_rank
 
 STORAGE = PosixStorage()
 WEIGHTS = (".safetensors", ".ckpt")
@@ -209,7 +209,7 @@ def test_a_save_that_no_rank_can_commit_any_more_is_removed(tmp_path):
     shutil.rmtree(tmp_path / "rank_3")
     assert Ranks(4).run(lambda group: select_shared(STORAGE, str(tmp_path), group, SelectionPolicy(4)))[0].chosen.step == 10
     later = run_name(2, "0000bbbb")
-    assert Committer(place_of(tmp_path, 0, 4, later)).adopt() == []
+    assert Committer(target_of(tmp_path, 0, 4, later)).recover() == []
     for step in (20, 30, 40):
         save(tmp_path, step, 4, later, suffix=1, policy=KeepLast(2))
     assert sorted(step for _, step, _ in attempts(os.listdir(tmp_path / FOLDER))) == [30, 40]

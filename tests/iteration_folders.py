@@ -22,7 +22,7 @@ FIXTURES = Path(__file__).resolve().parents[1] / "st" / "fixtures"
 FOREIGN = ("mf190_20_single", "mf190_20_dp2tp2opt", "mf180_20_tp2")         # steps 10 and 15, the tracker names 15
 
 
-def place_of(root: Path, rank: int = 0, world: int = 2, run: str = RUN, storage: Storage = STORAGE) -> SaveTarget:
+def target_of(root: Path, rank: int = 0, world: int = 2, run: str = RUN, storage: Storage = STORAGE) -> SaveTarget:
     return SaveTarget(storage, str(root), run, rank, world, iterations=True)
 
 
@@ -35,13 +35,13 @@ def tensors_of(rank: int, step: int, run: str = RUN) -> dict[str, np.ndarray]:
 
 def write_rank(root: Path, step: int, rank: int = 0, world: int = 2, run: str = RUN, health: int | None = None,
                at: float = 1000.0, storage: Storage = STORAGE) -> None:
-    place, arrays = place_of(root, rank, world, run, storage), tensors_of(rank, step, run)
+    target, arrays = target_of(root, rank, world, run, storage), tensors_of(rank, step, run)
     weights = {name: array for name, array in arrays.items() if name == "embedding.weight"}
     others = {name: array for name, array in arrays.items() if name not in weights}
     cut = TensorLayout((world,), (0, -1)), (4 * world, 4)
-    shard = iteration_shard("net", place, replace(state_of(step), health=health), weights, others,
+    shard = iteration_shard("net", target, replace(state_of(step), health=health), weights, others,
                             {name: cut for name in arrays if "embedding" in name}, {"python": f"of rank {rank}"})
-    write_shard(place, shard, clock=lambda: at + step)
+    write_shard(target, shard, clock=lambda: at + step)
 
 
 def write_all(root: Path, step: int, world: int = 2, run: str = RUN, **how) -> None:
@@ -52,7 +52,7 @@ def write_all(root: Path, step: int, world: int = 2, run: str = RUN, **how) -> N
 
 def save(root: Path, *steps: int, world: int = 2, run: str = RUN, policy: Policy = KEEP_ALL, **how) -> Committer:
     """Writes whole, committed iterations."""
-    committer = Committer(place_of(root, 0, world, run), policy)
+    committer = Committer(target_of(root, 0, world, run), policy)
     for step in steps:
         write_all(root, step, world, run, **how)
         committer.saved(step)

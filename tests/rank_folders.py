@@ -53,7 +53,7 @@ def name_of(rank: int, step: int, suffix: int = 0, fmt: str = "safetensors") -> 
     return FileName("net", rank, suffix, state.epoch, state.step_in_epoch, fmt)
 
 
-def place_of(root: Path, rank: int, world: int, run: str = RUN, local_ranks: tuple[int, ...] = ()) -> SaveTarget:
+def target_of(root: Path, rank: int, world: int, run: str = RUN, local_ranks: tuple[int, ...] = ()) -> SaveTarget:
     return SaveTarget(STORAGE, str(root), run, rank, world, local_ranks=local_ranks)
 
 
@@ -61,7 +61,7 @@ def write_rank(root: Path, step: int, rank: int, world: int, run: str = RUN, fmt
                replicas: int = 2, at: float = 1000.0, local_ranks: tuple[int, ...] = ()) -> None:
     shard = rank_shard(name_of(rank, step, suffix, fmt), state_of(step), tensors_of(rank, step, replicas),
                   random={"python": f"of rank {rank}"}, metadata={"format": "ms", "remove_redundancy": "False"})
-    write_shard(place_of(root, rank, world, run, local_ranks), shard, clock=lambda: at + step)
+    write_shard(target_of(root, rank, world, run, local_ranks), shard, clock=lambda: at + step)
 
 
 def save(root: Path, step: int, world: int = 4, run: str = RUN, fmt: str = "safetensors", suffix: int = 0, policy=KEEP_ALL,
@@ -69,7 +69,7 @@ def save(root: Path, step: int, world: int = 4, run: str = RUN, fmt: str = "safe
     """Writes a whole, committed checkpoint."""
     for rank in reversed(range(world)):
         write_rank(root, step, rank, world, run, fmt, suffix, replicas)
-    committer = Committer(place_of(root, 0, world, run), policy)
+    committer = Committer(target_of(root, 0, world, run), policy)
     committer.saved(step)
     assert committer.pending == []
     return committer

@@ -686,7 +686,7 @@ def prune(root):
     run = run_name(2, "0000bbbb")
     committer = save(root, 15, WORLD, run=run)
     with within(10):
-        return Committer(committer.place, KeepLast(2)).prune()
+        return Committer(committer.target, KeepLast(2)).prune()
 
 
 def test_a_good_prune_for_comparison(root):

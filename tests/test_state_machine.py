@@ -298,9 +298,9 @@ class Training(RuleBasedStateMachine):
         machine, said = FaultInjector(STORAGE, Scheduler(run.world, chance), fault, chance), set()
 
         def work(rank: int) -> None:
-            place = SaveTarget(machine.storage_of(rank), self.root, run.run, rank, run.world)
-            committer = Committer(place, policy, clock=machine.clock, sleep=machine.sleep) if rank == 0 else None
-            saver = SyncSaver(SaveJob(place, committer))
+            target = SaveTarget(machine.storage_of(rank), self.root, run.run, rank, run.world)
+            committer = Committer(target, policy, clock=machine.clock, sleep=machine.sleep) if rank == 0 else None
+            saver = SyncSaver(SaveJob(target, committer))
             saver.save(Save(self._shard(entry, rank)))
             if all(outcome.saved for outcome in saver.wait(0.0)):
                 said.add(rank)
@@ -318,8 +318,8 @@ class Training(RuleBasedStateMachine):
 
         def work() -> None:
             for rank in sorted(range(run.world), reverse=not first):
-                place = SaveTarget(STORAGE, self.root, run.run, rank, run.world)
-                savers[rank] = AsyncSaver(place, policy if rank == 0 else None, "thread")
+                target = SaveTarget(STORAGE, self.root, run.run, rank, run.world)
+                savers[rank] = AsyncSaver(target, policy if rank == 0 else None, "thread")
                 savers[rank].save(Save(self._shard(entry, rank)))
                 said.update(rank for outcome in savers[rank].wait(600.0) if outcome.saved)
             assert said == set(range(run.world))

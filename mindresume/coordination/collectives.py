@@ -1,4 +1,11 @@
-"""The ranks of a job come to one result. An error on one rank reaches all of them as text, so that none is left waiting."""
+"""Runs work on the ranks of a job and exchanges the results.
+
+    run_on_rank0(group, work)           # broadcast: every rank gets the result of rank 0
+    gather_results(group, work)         # all-gather: every rank gets the results of all ranks
+    run_on_all(group, work)             # every rank keeps its own result, after all ranks have succeeded
+
+An error on one rank reaches all ranks as text and is raised there as CollectiveError, so that no rank waits for it in vain.
+"""
 from __future__ import annotations
 
 import json
@@ -14,15 +21,15 @@ Result = TypeVar("Result")
 
 
 class Group(Protocol):
-    """The ranks of the job."""
+    """The ranks of a job. ``rank``: of this process. ``size``: number of ranks."""
     rank: int
     size: int
 
     def broadcast(self, message: bytes) -> bytes:
-        """The message of rank 0, on every rank."""
+        """Returns the message of rank 0, on every rank."""
 
     def gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks in order, on every rank."""
+        """Returns the messages of all ranks in order, on every rank."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +46,20 @@ class SingleProcess:
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """How the ranks follow work that may take minutes. Nobody sits in a collective meanwhile, which HCCL would end: each rank
-    works in a thread, and every few seconds all exchange who is done.
+class Watchdog:
+    """Supervises work that may take minutes. No rank waits in a collective meanwhile, which HCCL would end: each rank works in a
+    thread, and every few seconds all ranks exchange which of them are done.
 
-    ``progress()``: any number that changes while the work of this rank goes on. ``patience``: after so many seconds (of rank 0)
-    in which no number changed and no rank became done, all ranks get an CollectiveError that names those that are not.
-    ``pause(done, seconds)`` waits, at most until the event ``done`` is set."""
+    Attributes:
+        what: the work, for the error.
+        progress: returns any number that changes while the work of this rank goes on.
+        stall_timeout: seconds, by the clock of rank 0, without a changed number or another rank done, after which all ranks raise
+            CollectiveError that names the ranks that are not done.
+        pause: waits ``seconds``, at most until the event ``done`` is set.
+    """
     what: str = "long work"
     progress: Callable[[], float] = lambda: 0
-    patience: float = 1800.0
+    stall_timeout: float = 1800.0
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[threading.Event, float], object] = lambda done, seconds: done.wait(seconds)
 
@@ -56,25 +67,25 @@ class Waiting:
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0              # seconds between two exchanges; doubled each time
 
 
-def watched() -> float:
-    """The progress of work that has a deadline of its own."""
+def always_advancing() -> float:
+    """Returns the progress of work that has a timeout of its own: it never stalls."""
     return time.monotonic()
 
 
-def decide(group: Group, work: Callable[[], Any], waiting: Waiting | None = None) -> Any:
-    """Rank 0 does ``work``; every rank gets its result (a JSON value). CollectiveError on all if it raises there. ``waiting``:
-    for work that may take long."""
-    own = _followed(group, work if group.rank == 0 else _nothing, waiting)
+def run_on_rank0(group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None) -> Any:
+    """Runs ``work`` on rank 0. Returns its result, a JSON value, on every rank. ``watchdog``: for work that may take minutes.
+    Raises CollectiveError on all ranks if it fails."""
+    own = _supervised(group, work if group.rank == 0 else _nothing, watchdog)
     reply = json.loads(group.broadcast(json.dumps(own() if group.rank == 0 else None).encode()))
     if "error" in reply:
         raise CollectiveError(f"rank 0: {reply['error']}")
     return reply["value"]
 
 
-def report(group: Group, work: Callable[[], Any], waiting: Waiting | None = None) -> list[Any]:
-    """Every rank does ``work``; every rank gets all results (JSON values) in order. CollectiveError on all if it raises on one,
-    with the first rank that failed. ``waiting``: for work that may take long."""
-    own = _followed(group, work, waiting)
+def gather_results(group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None) -> list[Any]:
+    """Runs ``work`` on every rank. Returns the results, JSON values, of all ranks in order. ``watchdog``: for work that may take
+    minutes. Raises CollectiveError on all ranks, with the first rank that failed."""
+    own = _supervised(group, work, watchdog)
     replies = [json.loads(reply) for reply in group.gather(json.dumps(own()).encode())]
     for rank, reply in enumerate(replies):
         if "error" in reply:
@@ -82,17 +93,16 @@ def report(group: Group, work: Callable[[], Any], waiting: Waiting | None = None
     return [reply["value"] for reply in replies]
 
 
-def agreed(group: Group, work: Callable[[], Result], waiting: Waiting | None = None) -> Result:
-    """The result of ``work``, which stays on its rank. CollectiveError on all ranks if it fails on one: none goes on without the
-    others."""
+def run_on_all(group: Group, work: Callable[[], Result], watchdog: Watchdog | None = None) -> Result:
+    """Runs ``work`` on every rank. Returns the result of this rank. Raises CollectiveError on all ranks if one of them failed."""
     found: list[Result] = []
-    report(group, lambda: found.append(work()), waiting)
+    gather_results(group, lambda: found.append(work()), watchdog)
     return found[0]
 
 
-def followed(group: Group, work: Callable[[], object], waiting: Waiting) -> None:
-    """Every rank does ``work``, which must not raise, and all of them are done when this returns. If an exchange fails, that is
-    raised as soon as this rank is done, or after the patience of ``waiting``: what others do not hear of is finished too."""
+def run_until_all_done(group: Group, work: Callable[[], object], watchdog: Watchdog) -> None:
+    """Runs ``work``, which must not raise, on every rank, and returns when all ranks are done. Raises the error of a failed
+    exchange only when this rank is done, or after ``stall_timeout``: its work must end, whether or not other ranks know."""
     done = threading.Event()
 
     def run() -> None:
@@ -101,9 +111,9 @@ def followed(group: Group, work: Callable[[], object], waiting: Waiting) -> None
         finally:
             done.set()
     try:
-        report(group, run, waiting)
+        gather_results(group, run, watchdog)
     except Exception:
-        waiting.pause(done, waiting.patience)
+        watchdog.pause(done, watchdog.stall_timeout)
         raise
 
 
@@ -114,13 +124,14 @@ def _nothing() -> None:
 def _attempt(work: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": work()}
-    except Exception as error:          # whatever it is: the other ranks are waiting for this message
+    except Exception as error:          # any error: the other ranks wait for this message
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _followed(group: Group, work: Callable[[], Any], waiting: Waiting | None) -> Callable[[], dict[str, Any]]:
-    """Returns what gives the result of ``work`` as of ``_attempt``: later, or with ``waiting`` now, when all ranks are done."""
-    if waiting is None or group.size == 1:
+def _supervised(group: Group, work: Callable[[], Any], watchdog: Watchdog | None) -> Callable[[], dict[str, Any]]:
+    """Returns a function that returns the result of ``_attempt``. Without ``watchdog`` that function runs the work; with it the
+    work of all ranks is done when this returns."""
+    if watchdog is None or group.size == 1:
         return lambda: _attempt(work)
     found: list[dict[str, Any]] = []
     done, idle = threading.Event(), threading.Event()
@@ -128,25 +139,25 @@ def _followed(group: Group, work: Callable[[], Any], waiting: Waiting | None) ->
     def run() -> None:
         try:
             found.append(_attempt(work))
-        except BaseException as error:      # noqa: B036  SystemExit: nobody may wait for this rank in vain
-            found.append({"error": f"the work was broken off: {error!r}"})
+        except BaseException as error:      # noqa: B036  SystemExit, too: no rank may wait for this one in vain
+            found.append({"error": f"the work was interrupted: {error!r}"})
         done.set()
     try:
         threading.Thread(target=run, name="mindresume-work", daemon=True).start()
-    except RuntimeError:                        # the limit of processes is reached; the others wait for this rank all the same
+    except RuntimeError:                        # the limit of threads is reached; the other ranks wait all the same
         run()
     pause, before, since = FIRST_PAUSE, None, 0.0
     while True:
-        waiting.pause(idle if done.is_set() else done, pause)
-        now = waiting.clock()
-        rows = [json.loads(row) for row in group.gather(json.dumps([done.is_set(), waiting.progress(), now]).encode())]
+        watchdog.pause(idle if done.is_set() else done, pause)
+        now = watchdog.clock()
+        rows = [json.loads(row) for row in group.gather(json.dumps([done.is_set(), watchdog.progress(), now]).encode())]
         busy = [rank for rank, (is_done, _, _) in enumerate(rows) if not is_done]
         if not busy:
             return lambda: found[0]
         state, now = [row[:2] for row in rows], rows[0][2]
         if state != before:
             before, since = state, now
-        elif now - since > waiting.patience:
-            raise CollectiveError(f"rank {', '.join(map(str, busy[:10]))}: {waiting.what}: no progress for {now - since:.0f} s; "
-                                 f"its host or its disk does not answer. Look at that host, then start the job again")
+        elif now - since > watchdog.stall_timeout:
+            raise CollectiveError(f"rank {', '.join(map(str, busy[:10]))}: {watchdog.what}: no progress for {now - since:.0f} s; "
+                                 f"its host or its disk does not answer. Check that host, then start the job again")
         pause = min(2 * pause, LONGEST_PAUSE)

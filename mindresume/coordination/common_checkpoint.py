@@ -1,9 +1,9 @@
 """Records the newest checkpoint that all nodes have, where nodes share no disk (``mindresume.coordination.storage_topology``).
 
-Only all of them together know that. So the ranks exchange it now and then (``mindresume.coordination.preemption``), and each node
-keeps a note of it, which retention obeys: a node that is ahead must not remove the last checkpoint that the others have too.
+The ranks exchange their checkpoints now and then (``mindresume.coordination.peer_state``), and each node records the newest
+common one. Retention keeps it: a node that is ahead must not remove the last checkpoint that the others have too.
 
-    {root}/.mindresume/common          name of the newest checkpoint that all nodes had; empty: none is known
+    {root}/.mindresume/common          name of the newest checkpoint that all nodes have; empty: none is known
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mindresume.storage.interface import Storage
 from mindresume.storage.operations import read_bytes
 
 COMMON = "common"
-_NEWEST = 8                     # checkpoints of an island that the others are told of
+_NEWEST = 8                     # checkpoints of a group that are sent to the others
 _WHY = "nodes share no disk, and not all of them are known to have a newer one"
 
 
@@ -28,21 +28,20 @@ def committed(storage: Storage, root: str) -> list[str]:
     names = sorted((name for name, _, _ in attempts(storage.list(os.path.join(root, FOLDER)))), key=order_of, reverse=True)
     found = []
     for name in names:
-        with suppress(OSError):                                 # one that cannot be listed is none that the others may count on
+        with suppress(OSError):                                 # others must not rely on one that cannot be listed
             if len(found) < _NEWEST and MANIFEST in storage.list(os.path.join(root, FOLDER, name)):
                 found.append(name)
     return found
 
 
 def newest_common(rows: Sequence[Any]) -> str:
-    """Returns the newest name in all ``rows``, lists of names as of ``committed``, one a group of ranks that share storage. Empty
-    if they have none in common."""
+    """Returns the newest name that is in all ``rows``: the ``committed`` names of each group. Empty if there is none."""
     names = set.intersection(*(set(row) for row in rows)) if rows else set()
     return max(names, key=order_of, default="")
 
 
 def order_of(name: str) -> tuple[int, int]:
-    """Returns the order of a folder of records: later runs are newer, then later steps. Raises ValueError for another name."""
+    """Returns the sort key of a folder of records: run, then step. Raises ValueError for another name."""
     (_, step, run), = attempts([name])                          # ValueError for another name
     return run_sequence(run), step
 
@@ -53,20 +52,20 @@ def record(storage: Storage, root: str, name: str, tag: str) -> None:
 
 
 def clear(storage: Storage, root: str) -> None:
-    """Removes the note from a directory that all ranks see (again). Raises OSError."""
+    """Removes the record from a directory that all ranks share (again). Raises OSError."""
     with suppress(FileNotFoundError):
         storage.remove(os.path.join(root, FOLDER, COMMON))
 
 
 def protected_by_peers(storage: Storage, root: str) -> Mapping[str, str]:
-    """Returns {name of an attempt folder: why it must stay}: the newest checkpoint that all nodes have, and whatever is newer.
-    Empty for a directory without such a note."""
+    """Returns {name of an attempt folder: why it must stay}: the recorded checkpoint and all newer ones. Empty for a directory
+    without a record."""
     names = storage.list(os.path.join(root, FOLDER))
     if COMMON not in names:
         return {}
     try:
         noted = read_bytes(storage, os.path.join(root, FOLDER, COMMON), MAX_NAME).decode()
         least = order_of(noted) if noted else (0, 0)
-    except (OSError, ValueError):                               # better too many than the last
+    except (OSError, ValueError):                               # unreadable: keep all
         least = (0, 0)
     return {name: _WHY for name, _, _ in attempts(names) if order_of(name) >= least}

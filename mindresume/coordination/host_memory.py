@@ -1,11 +1,11 @@
-"""How much host memory one rank may use: what the host and the containers around this process have left, divided by the ranks
-that share it.
+"""Computes how much host memory one rank may use: the memory left on the host and in the containers of this process, divided by
+the ranks that share it.
 
     share_of_rank(group)        # on all ranks together, at the start: bytes for this rank
     left()                      # at any time: bytes that this process could take now if it were alone
 
-A container's limit is that of a control group (version 1 or 2), and of every one above it that can be seen. File cache counts
-as left, as it does in MemAvailable: the kernel takes it back before it ends a process.
+The limit of a container is the lowest of its control group (version 1 or 2) and of all visible ones above it. File cache counts
+as left, as in MemAvailable: the kernel reclaims it before it kills a process.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from mindresume.coordination.collectives import Group, report
+from mindresume.coordination.collectives import Group, gather_results
 
 UNKNOWN = sys.maxsize
 _NO_LIMIT = 1 << 60                     # version 1 writes a number near 2^63
@@ -32,24 +32,24 @@ class Level:
 
 
 def share_of_rank(group: Group, root: str = "/") -> int:
-    """Bytes for this rank, if every rank takes its share; ``UNKNOWN`` where no kernel tells. Never fails by itself."""
-    rows = report(group, lambda: {level.key: level.left for level in levels(root)})
+    """Returns the bytes for this rank if every rank takes its share; ``UNKNOWN`` if the kernel gives no numbers. A collective."""
+    rows = gather_results(group, lambda: {level.key: level.left for level in levels(root)})
     found = UNKNOWN
     for key in rows[group.rank]:
         sharing = [row[key] for row in rows if key in row]
-        left = min(sharing)             # they looked at slightly different moments
+        left = min(sharing)             # the ranks read it at slightly different moments
         found = min(found, (left - left // _RESERVE) // len(sharing))
     return found
 
 
 def left(root: str = "/") -> int:
-    """Bytes; ``UNKNOWN`` where no kernel tells."""
+    """Returns the bytes left now; ``UNKNOWN`` if the kernel gives no numbers."""
     return min((level.left for level in levels(root)), default=UNKNOWN)
 
 
 def levels(root: str = "/") -> list[Level]:
-    """The host and every control group with a limit that this process is in. ``root``: where ``proc`` and ``sys`` are. What
-    cannot be read is left out."""
+    """Returns the host and every control group of this process that has a limit, as far as they can be read. ``root``: the folder
+    of ``proc`` and ``sys``."""
     return [*_host(root), *_version_2(root), *_version_1(root)]
 
 
@@ -68,7 +68,7 @@ def _version_2(root: str) -> Iterator[Level]:
 def _version_1(root: str) -> Iterator[Level]:
     for folder in _folders(root, "cgroup", "memory"):
         limits = [_number(os.path.join(folder, "memory.limit_in_bytes")),
-                  _table(os.path.join(folder, "memory.stat")).get("hierarchical_memory_limit")]     # of those that are not seen
+                  _table(os.path.join(folder, "memory.stat")).get("hierarchical_memory_limit")]     # groups above, too
         yield from _level(root, folder, limits, "memory.usage_in_bytes", "total_")
 
 
@@ -85,12 +85,12 @@ def _level(root: str, folder: str, limits: list[int | None], usage: str, prefix:
 
 
 def _kernel(root: str) -> str:
-    """One boot of one kernel; its containers have names of their own."""
+    """Returns the identity of one boot of one kernel; its containers have other host names."""
     return _text(os.path.join(root, "proc/sys/kernel/random/boot_id")) or socket.gethostname()
 
 
 def _folders(root: str, kind: str, controller: str) -> Iterator[str]:
-    """The control groups of this process in the hierarchies of ``kind`` with ``controller``, up to where they are mounted."""
+    """Yields the control groups of this process in the hierarchy of ``kind`` with ``controller``, up to its mount point."""
     groups = [line.split(":", 2) for line in _text(os.path.join(root, "proc/self/cgroup")).splitlines() if line.count(":") >= 2]
     own = next((path for _, controllers, path in groups if controller in controllers.split(",")), None)
     if own is None:
@@ -103,7 +103,7 @@ def _folders(root: str, kind: str, controller: str) -> Iterator[str]:
         top, above = os.path.normpath(os.path.join(root, _unescaped(fields[4]).lstrip("/"))), _unescaped(fields[3])
         below = os.path.relpath(own, above)
         folder = os.path.normpath(os.path.join(top, "" if below.startswith("..") else below))
-        if not os.path.isdir(folder):                               # the paths are those of another namespace
+        if not os.path.isdir(folder):                               # the paths are of another namespace
             folder = top
         yield folder
         while len(folder) > len(top):
@@ -117,19 +117,19 @@ def _unescaped(text: str) -> str:
 
 
 def _number(path: str) -> int | None:
-    """None: no such file, or "max"."""
+    """Returns a number; None: no such file, or "max"."""
     text = _text(path)
     return int(text) if text.isdecimal() else None
 
 
 def _table(path: str) -> dict[str, int]:
-    """Of lines "name number", or "name: number kB"."""
+    """Returns {name: number} of lines "name number" or "name: number kB"."""
     rows = [line.replace(":", " ").split() for line in _text(path).splitlines()]
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdecimal()}
 
 
 def _text(path: str) -> str:
-    """Empty where it cannot be read."""
+    """Returns the content of a file; empty if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()

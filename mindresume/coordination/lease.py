@@ -1,15 +1,14 @@
-"""Leases on a checkpoint directory: of the one job that saves there, and of readers of checkpoints that must not be removed
-meanwhile.
+"""Leases on a checkpoint directory: of the one job that saves there, and of readers, whose checkpoints must not be removed.
 
     lease = Lease(storage, root, holder)        # a job that saves: lease_acquisition.py; readers and removals: read_locks.py
     lease.publish();  lease.start();  lease.release()
     fence(storage, root, run)                   # every rank before it writes: LeaseHeldError if a later run took over
 
-A lease is a small sealed file ``.mindresume/claim-{run}.json``. It names its holder, and counts up (a heartbeat) while the holder
-is alive. Whether a holder is alive is never guessed from age: on the same machine its process is looked up; for a holder on
-another machine the count is watched for some of its own heartbeats. What cannot be known (a lease that cannot be read, a holder
-on another machine without heartbeats) counts as alive, and a person decides. A job that was taken for dead and wakes up again
-finds the lease of its successor and stops saving.
+A lease is a small sealed file ``.mindresume/claim-{run}.json``. It names its holder and has a counter, which the holder
+increments (a heartbeat). The age of a lease never decides whether its holder is alive: on the same machine its process is looked
+up; on another machine the counter is watched for some heartbeats. A holder counts as alive if this cannot be known (its lease
+cannot be read, or it is on another machine and has no heartbeat); then a person decides. A job that was taken for dead and goes
+on finds the lease of its successor and stops saving.
 """
 from __future__ import annotations
 
@@ -30,20 +29,28 @@ from mindresume.model.training_state import is_count, is_number
 from mindresume.storage.atomic_publish import TEMPORARY, publish
 from mindresume.storage.interface import Storage
 
-BEAT = 15.0                     # seconds between two beats
+BEAT = 15.0                     # seconds between two heartbeats
 SAVING, LOADING, REMOVING = "saving", "loading", "removing"
-READER = 0                     # number in the run of a reader, and of who removes: never later than any job
+READER = 0                     # run number of readers and removals: never later than any job
 _LATEST = 4e11                  # seconds: the year 14645; later ones cannot be printed
 PREFIX, SUFFIX = "claim-", ".json"
-ENDED = "ended-"               # prefix of the claim of a run that is over and left no other trace of its number
+ENDED = "ended-"               # prefix of the marker of a run that is over, which keeps its number
 
 
 @dataclass(frozen=True)
 class LeaseHolder:
-    """A process that has a lease, and what for. ``machine``: one boot of one kernel and one namespace of processes; a ``pid``
-    means something there only. ``started``: start of the process in ticks of the kernel, so that a pid that is used again is not
-    taken for it. ``holds``: names of attempt folders. ``since``: seconds since 1970, for people. ``step``: that the training had
-    reached at this heartbeat, 0: not known. ``every``: seconds between two heartbeats, 0: there are none."""
+    """The process that has a lease.
+
+    Attributes:
+        purpose: SAVING, LOADING or REMOVING.
+        machine: one boot of one kernel and one namespace of processes, in which ``pid`` is valid.
+        started: start of the process in kernel ticks; distinguishes it from a later process with the same pid.
+        since: seconds since 1970, for people.
+        holds: names of attempt folders.
+        beat: number of heartbeats so far.
+        step: the step that the training has reached; 0: not known.
+        every: seconds between two heartbeats; 0: none.
+    """
     purpose: str
     run: str
     host: str
@@ -90,14 +97,13 @@ class LeaseHolder:
 
 
 def holder_of_this_process(purpose: str, world_size: int = 1, holds: Iterable[str] = ()) -> LeaseHolder:
-    """Returns the holder that this process is. Its ``run`` is still empty: ``acquire`` finds the next."""
+    """Returns a holder that describes this process. Its ``run`` is empty: ``acquire`` chooses it."""
     return LeaseHolder(purpose, "", socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or 0, time.time(),
                        world_size, tuple(holds))
 
 
 def _machine() -> str:
-    """Returns the identity of this machine. Empty where it cannot be found; then no other process counts as one of the same
-    machine."""
+    """Returns the identity of this machine; empty if it cannot be read, and then every other process counts as remote."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -106,7 +112,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Returns the start of a process in ticks since boot; None if there is none, or only its zombie."""
+    """Returns the start of a process in ticks since boot; None if it does not exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -116,7 +122,7 @@ def _started(pid: int) -> int | None:
 
 
 def is_alive(holder: LeaseHolder) -> bool | None:
-    """Returns whether the process of a holder runs. None: it ran on another machine, so only its heartbeats can tell."""
+    """Returns whether the process of a holder runs. None: it is on another machine, so only its heartbeats can tell."""
     if not holder.machine or holder.machine != _machine():
         return None
     return _started(holder.pid) == holder.started
@@ -141,7 +147,7 @@ def leased_runs(names: Iterable[str], prefix: str = PREFIX) -> list[str]:
 
 
 def half_written(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Returns (name, run) of the small files among ``names`` that a run has begun to write."""
+    """Returns (name, run) of the temporary files among ``names``."""
     found = []
     for name in names:
         run = name.removesuffix(TEMPORARY).rpartition(".")[2]
@@ -158,9 +164,8 @@ def lease_holders(storage: Storage, root: str, names: list[str] | None = None) -
 
 
 def read_leases(storage: Storage, root: str, names: list[str] | None = None) -> tuple[list[LeaseHolder], dict[str, str]]:
-    """Returns the holder of every lease that can be read, and {run: why not} of the others. Those exist all the same: another
-    host has just replaced the file (ESTALE), a later version wrote it, or it is damaged. So decisions treat their holders as
-    alive."""
+    """Returns the holder of every lease that can be read, and {run: reason} of the unreadable ones. Another host has just
+    replaced such a file (ESTALE), a later version wrote it, or it is damaged: its holder counts as alive."""
     found, unreadable = [], {}
     for run in leased_runs(storage.list(os.path.join(root, FOLDER)) if names is None else names):
         try:
@@ -189,27 +194,27 @@ def next_run(names: Iterable[str]) -> str:
     """Returns the name of a run later than every one that left a trace among ``names`` of folders of records."""
     names = list(names)
     used = past_runs(names) + leased_runs(names)
-    used += [run for _, run in half_written(names)]        # it died while it claimed the folder; only a later run removes that
+    used += [run for _, run in half_written(names)]        # of a run that died while it acquired the directory
     return run_name(max(map(run_sequence, used), default=0) + 1, secrets.token_hex(4))
 
 
 def past_runs(names: list[str]) -> list[str]:
-    """Returns the runs that have a folder of records among ``names``, and those that left only their number."""
+    """Returns the runs with a folder of records among ``names``, and those with a marker only."""
     return [run for _, _, run in attempts(list(map(strip_trash, names)))] + leased_runs(names, ENDED)
 
 
 def iteration_record_names(storage: Storage, root: str) -> list[str]:
-    """Returns the names of the folders of records in iteration folders, also in those that were copied from elsewhere."""
+    """Returns the names of the folders of records in iteration folders, copied ones included."""
     found: list[str] = []
     for base in storage.list(root):
         if parse_iteration(base) is not None:
-            with suppress(OSError):             # one that cannot be listed forbids no job, and nothing can be removed there
+            with suppress(OSError):             # one that cannot be listed blocks no job; nothing can be removed there
                 found += storage.list(os.path.join(root, base, FOLDER))
     return found
 
 
 def record_run_number(storage: Storage, root: str, run: str) -> None:
-    """Leaves the number of ``run``, which saved elsewhere: the next run in ``root`` takes a larger one all the same."""
+    """Leaves a marker of ``run``, which saved elsewhere, so that the next run in ``root`` gets a larger number."""
     storage.make_folder(os.path.join(root, FOLDER))
     publish(storage, os.path.join(root, FOLDER, f"{ENDED}{run}{SUFFIX}"), [b""], run)
 
@@ -233,8 +238,8 @@ def fence(storage: Storage, root: str, run: str) -> None:
 
 
 def ended(storage: Storage, root: str) -> Callable[[str], bool]:
-    """Returns a function that returns whether a run is over for certain: it left no lease, or its process is gone. Leases are
-    read once, at the first call: a caller that makes a plan calls it after it has read the directory."""
+    """Returns a function that returns whether a run is certainly over: it has no lease, or its process is gone. Leases are read
+    once, at the first call, which must be after the caller has read the directory."""
     living: list[set[str]] = []
 
     def over(run: str) -> bool:
@@ -247,13 +252,13 @@ def ended(storage: Storage, root: str) -> Callable[[str], bool]:
 
 
 class Lease:
-    """A published lease. ``start`` begins heartbeats in a thread of its own; one that fails is tried again at the next.
-    ``keep_run_marker``: ``release`` leaves a marker with the number of the run, because nothing else in the folder of records has
-    it: a commit moves iteration folders away from there."""
+    """A lease. ``start`` begins heartbeats in a thread; one that fails is tried again at the next. ``keep_run_marker``:
+    ``release`` leaves a marker with the number of the run, because a commit moves iteration folders out of the folder of
+    records."""
 
     def __init__(self, storage: Storage, root: str, holder: LeaseHolder, keep_run_marker: bool = False):
         self.storage, self.root, self.holder, self.keep_run_marker = storage, root, holder, keep_run_marker
-        self.step = 0                           # that the training has reached; the next beat tells
+        self.step = 0                           # reached by the training; published with the next heartbeat
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -266,7 +271,7 @@ class Lease:
         publish(self.storage, lease_path(self.root, self.run), [self.holder.encode()], self.run)
 
     def beat(self) -> None:
-        """Counts up once; the first time says that the directory is acquired. Raises OSError if it cannot be written."""
+        """Sends a heartbeat. The first one says that the directory is acquired. Raises OSError if it cannot be written."""
         with self._lock:
             if not self._stop.is_set():
                 self.holder = replace(self.holder, beat=self.holder.beat + 1, step=self.step)
@@ -278,18 +283,17 @@ class Lease:
                 with suppress(OSError):
                     self.beat()
         if self.holder.every:
-            threading.Thread(target=work, name="mindresume-claim", daemon=True).start()
+            threading.Thread(target=work, name="mindresume-heartbeat", daemon=True).start()
         return self
 
     def release(self) -> None:
-        """Removes the lease. Does nothing the second time, and nothing in a child of the process that made it. A heartbeat that
-        hangs in the file system does not hang the end of the job: the lease stays then, and the next job finds its holder
-        dead."""
+        """Removes the lease. Does nothing the second time, and nothing in a child process. If a heartbeat hangs in the file
+        system, the lease stays, so that the job can end; the next job finds its holder dead."""
         self._end(self.keep_run_marker)
 
     def withdraw(self) -> None:
-        """Removes the lease of a job that has not acquired the directory. It leaves no marker, which would tell others that a
-        later run was there."""
+        """Removes the lease of a job that has not acquired the directory. Leaves no marker: others would take it for a later
+        run."""
         self._end(False)
 
     def _end(self, keep_run_marker: bool) -> None:

@@ -2,10 +2,10 @@
 
     lease = acquire(storage, root, holder_of_this_process("saving", world_size))   # rank 0; LeaseHeldError if another is alive
 
-Of jobs that start at the same moment one stays: each publishes its lease and then reads the others. A job that sees no other
-lease has acquired the directory, and its first heartbeat says so: of any two, the one that published later sees the other. A job
-that sees an earlier name (number, run) gives way. A job that sees only later names waits until those have given way, or until one
-of them has acquired the directory.
+Of jobs that start at the same moment one wins: each publishes its lease and then reads the others. A job that sees no other lease
+has acquired the directory, and its first heartbeat says so: of any two jobs, the one that published later sees the other. A job
+that sees an earlier (number, run) gives up. A job that sees only later ones waits until they have given up, or until one of them
+has acquired the directory.
 """
 from __future__ import annotations
 
@@ -42,18 +42,24 @@ from mindresume.model.manifest import FOLDER, run_sequence
 from mindresume.storage.interface import Storage
 from mindresume.storage.stale_files import remove_stale
 
-PATIENCE = 3                    # heartbeats that a holder on another machine is watched before it counts as dead
-LONGEST = 600.0                 # seconds that anybody is watched; whose beats are too rare for that is not taken for dead
+PATIENCE = 3                    # heartbeats for which a holder on another machine is watched before it counts as dead
+LONGEST = 600.0                 # longest watch in seconds; a holder with rarer heartbeats never counts as dead
 
 
 def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT, emit: Emit = ignore,
             clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
             keep_run_marker: bool = False) -> Lease:
-    """Acquires ``root`` for a job that saves there, as a run later than all before. ``beat``: seconds between two heartbeats of
-    this job. ``emit``: receives LeaseWatched and StaleLeaseRemoved. ``keep_run_marker``: see ``Lease``.
+    """Acquires ``root`` for a job that saves there, as a run later than all before.
 
-    Waits only if there is another lease whose holder is not known to be dead: ``PATIENCE`` heartbeats of that holder, at most
-    ``LONGEST`` seconds. Raises LeaseHeldError if another job is alive, or if that cannot be found out.
+    Waits only if another lease has a holder that is not known to be dead: ``PATIENCE`` heartbeats of that holder, at most
+    ``LONGEST`` seconds.
+
+    Args:
+        beat: seconds between two heartbeats of this job.
+        emit: receives LeaseWatched and StaleLeaseRemoved.
+        keep_run_marker: see ``Lease``.
+    Raises:
+        LeaseHeldError: another job is alive, or that cannot be known.
     """
     folder = os.path.join(root, FOLDER)
     storage.make_folder(folder)
@@ -69,25 +75,25 @@ def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT
         used = [other for other in past_runs(storage.list(folder)) if run_sequence(other) >= run_sequence(run) and other != run]
         if not used:
             lease.beat()
-    except BaseException:                           # an error is not an undo: it may be there
+    except BaseException:                           # the lease may exist after an error, too
         lease.withdraw()
         raise
-    if used:                                        # names were listed late, or another job has come and gone meanwhile
+    if used:                                        # names were listed late, or another job has started and ended meanwhile
         lease.withdraw()
         if holder.run:
-            raise LeaseHeldError(_in_use(root, f"run {used[0]}", holder))
+            raise LeaseHeldError(_in_use_message(root, f"run {used[0]}", holder))
         again = next_run([*names, *storage.list(folder), *iteration_record_names(storage, root)])
         return acquire(storage, root, replace(holder, run=again), beat, emit, clock, sleep, keep_run_marker)
     for other in dead:
         emit(StaleLeaseRemoved(other.run, other.host, other.pid))
     half = half_written(names)
     over = [f"{PREFIX}{other.run}{SUFFIX}" for other in dead]
-    over += [f"{ENDED}{run}{SUFFIX}" for run in leased_runs(names, ENDED)]              # ours tells the number now
+    over += [f"{ENDED}{run}{SUFFIX}" for run in leased_runs(names, ENDED)]              # our lease has the largest number now
     over += [name for name, run in half if READER < run_sequence(run) < lease.holder.order[0]]
     for name in over:
-        with suppress(OSError):                     # it stops no job, and is left to the next
+        with suppress(OSError):                     # it blocks no job; the next job tries again
             storage.remove(os.path.join(folder, name))
-    # The number of a reader tells nothing.
+    # Run numbers of readers are not ordered: these are removed by age.
     remove_stale(storage, [os.path.join(folder, name) for name, run in half if not is_job_lease(run)],
                  lease_path(root, lease.run))
     return lease
@@ -95,8 +101,8 @@ def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT
 
 def check_no_live_job(storage: Storage, root: str, emit: Emit = ignore, clock: Callable[[], float] = time.monotonic,
                       sleep: Callable[[float], None] = time.sleep) -> None:
-    """Waits as ``acquire`` does, and acquires nothing. Raises LeaseHeldError if a job that saves into ``root`` is alive, or may
-    be. A job that failed in this process and left its lease does not count."""
+    """Waits like ``acquire``, and acquires nothing. Raises LeaseHeldError if a job that saves into ``root`` is or may be alive. A
+    lease that an earlier job of this process has left does not count."""
     me = holder_of_this_process(SAVING)
     own = [holder.run for holder in lease_holders(storage, root)
            if (holder.machine, holder.pid, holder.started) == (me.machine, me.pid, me.started)]
@@ -104,20 +110,20 @@ def check_no_live_job(storage: Storage, root: str, emit: Emit = ignore, clock: C
 
 
 def _publish_and_look(lease: Lease, dead: list[LeaseHolder], watch: Callable[..., list[LeaseHolder]]) -> list[LeaseHolder]:
-    """Publishes ``lease``, and looks until no other job that saves has one, besides those of ``dead``. Returns all that were
-    found dead. Raises LeaseHeldError if this job has to give way."""
+    """Publishes ``lease``, and repeats until no other job has one, except those of ``dead``. Returns all dead holders. Raises
+    LeaseHeldError if this job must give up."""
     while True:
         failed: OSError | None = None
         try:
-            lease.publish()                         # before each look: a listing is new where this host has changed the folder
-        except OSError as error:                    # a job that starts at the same moment may have removed it half-written
+            lease.publish()                         # before each listing: NFS lists a folder anew after a change by this host
+        except OSError as error:                    # a job that starts at the same moment may have removed our temporary file
             failed = error
         known = [lease.run, *(holder.run for holder in dead)]
         found, unreadable = read_leases(lease.storage, lease.root)
         others = {holder.run: str(holder) for holder in found} | {run: f"run {run}" for run in unreadable}
         rivals = sorted((run_sequence(run), run) for run in others if is_job_lease(run) and run not in known)
         if rivals and (failed is not None or rivals[0] < lease.holder.order):
-            raise LeaseHeldError(_in_use(lease.root, others[rivals[0][1]], lease.holder)) from failed
+            raise LeaseHeldError(_in_use_message(lease.root, others[rivals[0][1]], lease.holder)) from failed
         if failed is not None:
             raise failed
         if not rivals:
@@ -125,31 +131,30 @@ def _publish_and_look(lease: Lease, dead: list[LeaseHolder], watch: Callable[...
         dead = dead + watch(*known)
 
 
-def _in_use(root: str, other: str, me: LeaseHolder) -> str:
+def _in_use_message(root: str, other: str, me: LeaseHolder) -> str:
     return f"{root} is in use: {other} is saving there. {_refused(me)}: wait for the other to end, or set another output_dir"
 
 
-def _not_known(root: str, path: str, why: str, me: LeaseHolder) -> str:
-    return (f"{root} may be in use: {why}, so whether that job still saves there cannot be told. {_refused(me)}. If the other "
-            f"has ended for certain, remove {path} and start again; or set another output_dir")
+def _unknown_message(root: str, path: str, why: str, me: LeaseHolder) -> str:
+    return (f"{root} may be in use: {why}, so it is not known whether that job still saves there. {_refused(me)}. If it "
+            f"has certainly ended, remove {path} and start again; or set another output_dir")
 
 
 def _refused(me: LeaseHolder) -> str:
     return f"This job (host {me.host}, process {me.pid}, {me.world_size} rank(s)) does not start, or their checkpoints would mix"
 
 
-def _is_told_by_beats(holder: LeaseHolder) -> bool:
+def _has_usable_heartbeat(holder: LeaseHolder) -> bool:
     return 0 < holder.every * PATIENCE <= LONGEST
 
 
 def _watch(storage: Storage, root: str, me: LeaseHolder, emit: Emit, clock: Callable[[], float], sleep: Callable[[float], None],
            besides: Collection[str] = ()) -> list[LeaseHolder]:
-    """Returns the holders of leases on ``root`` that are dead, without the runs ``besides``. For a holder on another machine
-    every heartbeat is a sign of life, and silence for ``PATIENCE`` of its own heartbeats means that it is dead. A process of this
-    machine may use this time to end, and a lease that cannot be read to become readable. Raises LeaseHeldError if one is alive,
-    or may be."""
-    beats: dict[str, int] = {}                      # of each claim when it was first read
-    since: dict[tuple[str, bool], float] = {}       # when each was first read (True), or could first not be read (False)
+    """Returns the dead holders of leases on ``root``, without the runs ``besides``. A holder on another machine is alive if a
+    heartbeat comes, and dead after ``PATIENCE`` of its heartbeats without one. A process of this machine may end in this time,
+    and an unreadable lease may become readable. Raises LeaseHeldError if a holder is or may be alive."""
+    beats: dict[str, int] = {}                      # {run: heartbeats when first read}
+    since: dict[tuple[str, bool], float] = {}       # {(run, readable): when that was first seen}
     said = False
     while True:
         now, (found, unreadable) = clock(), read_leases(storage, root)
@@ -159,10 +164,10 @@ def _watch(storage: Storage, root: str, me: LeaseHolder, emit: Emit, clock: Call
         beating = [holder for holder in owners if states[holder.run] is None and
                    beats.setdefault(holder.run, holder.beat) != holder.beat]
         if beating:
-            raise LeaseHeldError(_in_use(root, str(beating[0]), me))
+            raise LeaseHeldError(_in_use_message(root, str(beating[0]), me))
         alive = [holder for holder in owners if states[holder.run] is not False]
         waits = {run: PATIENCE * BEAT - (now - since.setdefault((run, False), now)) for run in unreadable}
-        waits |= {holder.run: PATIENCE * (holder.every if _is_told_by_beats(holder) else BEAT) -
+        waits |= {holder.run: PATIENCE * (holder.every if _has_usable_heartbeat(holder) else BEAT) -
                   (now - since.setdefault((holder.run, True), now)) for holder in alive}
         left = max(waits.values(), default=0.0)
         if left <= 0:
@@ -175,13 +180,13 @@ def _watch(storage: Storage, root: str, me: LeaseHolder, emit: Emit, clock: Call
     for holder in alive:
         path = lease_path(root, holder.run)
         if states[holder.run]:
-            raise LeaseHeldError(_in_use(root, str(holder), me))
-        if not _is_told_by_beats(holder):
+            raise LeaseHeldError(_in_use_message(root, str(holder), me))
+        if not _has_usable_heartbeat(holder):
             rare = f"only every {holder.every:g} s" if holder.every else "none"
-            raise LeaseHeldError(_not_known(root, path, f"{holder} did not say that it ended, and of its signs of life "
-                                              f"(mindresume.heartbeat) there are {rare}", me))
+            raise LeaseHeldError(_unknown_message(root, path, f"{holder} did not say that it ended, and of its signs of life "
+                                                    f"(mindresume.heartbeat) there are {rare}", me))
     for run, why in unreadable.items():
         path = lease_path(root, run)
-        raise LeaseHeldError(_not_known(root, path, f"{path}, by which run {run} says that it saves there, cannot be read "
-                                          f"({why})", me))
+        raise LeaseHeldError(_unknown_message(root, path, f"{path}, by which run {run} says that it saves there, cannot be read "
+                                                f"({why})", me))
     return owners

@@ -1,14 +1,14 @@
-"""Agrees on stopping early: a training that is asked to end saves the step it is at, on all ranks alike, and ends.
+"""Handles preemption: all ranks of a training that is asked to stop agree on a step, save it, and end.
 
-    SIGTERM on any rank, or the file of mindformers' graceful exit ─▶ noted
-    at the same steps on all ranks, about every ``preemption_check_interval`` seconds ─▶ has any rank noted something?
+    SIGTERM on any rank, or the file of mindformers' graceful exit ─▶ a request of this rank
+    at the same steps on all ranks, about every ``preemption_check_interval`` seconds ─▶ has any rank a request?
     all ranks: save this step ─▶ the training stops ─▶ committed ─▶ exit status 143 after SIGTERM, 0 after the file
 
-Ranks must agree on a step, and only an exchange can do that; at every step it would cost too much, so rank 0 says with each
-exchange at which step the next one is. A single process needs no exchange.
+Only a collective can agree on a step. One at every step would cost too much, so with each exchange rank 0 sets the step of the
+next one. A single process needs no exchange.
 
-A file that asked already before the training began has most likely ended the previous one, and would end each one after its first
-step. It counts again as soon as it is written again.
+A file with a request from before the training has most likely ended the previous one, and would end every training after its
+first step. It counts again as soon as it is written again.
 """
 from __future__ import annotations
 
@@ -20,29 +20,34 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mindresume.bounded_json import parse_json
-from mindresume.coordination.collectives import Group, report
+from mindresume.coordination.collectives import Group, gather_results
 from mindresume.storage.posix import PosixStorage
 
-STATUS = 128 + signal.SIGTERM           # of a process that left because of the signal
+STATUS = 128 + signal.SIGTERM           # exit status of a process that stopped because of the signal
 BY_SIGNAL, BY_FILE = "SIGTERM", "graceful exit"
 FILE = "graceful_exit.json"             # with MS_ENABLE_GRACEFUL_EXIT=1, where no OnRequestExit names another
 _KEY = "GracefulExit"                   # mindspore train/callback/_on_request_exit.py
-_FILE_CHECK = 1.0                       # seconds between two looks at the file
+_FILE_CHECK = 1.0                       # seconds between two checks of the file
 _LIMIT = 1 << 16                        # bytes of the file
 
 
 class Version(NamedTuple):
-    """Tells apart the contents that a file had at different times."""
+    """Distinguishes the contents of a file at different times."""
     inode: int
     changed: int
     size: int
 
 
 class PreemptionHandler:
-    """``seconds``: about so often the ranks exchange what they noted; 0: never, so that nobody leaves. ``callbacks``: of the
-    training. Those of MindSpore's class OnRequestExit name the file of the graceful exit, and may take the signal themselves.
-    ``local_state()`` of all ranks goes along with each exchange, to ``on_peer_state``. ``before``: the ``requests`` from before
-    the minutes of compiling; a file that is not among them is looked at now."""
+    """Notices requests to stop on this rank, and agrees with the other ranks on a step.
+
+    Args:
+        seconds: approximate time between two exchanges; 0: none, so requests have no effect.
+        callbacks: of the training. MindSpore's OnRequestExit names the file of the graceful exit, and may handle the signal.
+        local_state: returns a value that each exchange sends to the other ranks.
+        on_peer_state: receives these values of all ranks, in order.
+        before: the ``requests`` before the network was compiled; other files are read now.
+    """
 
     def __init__(self, group: Group, seconds: float, callbacks: Iterable[Any] = (), clock: Callable[[], float] | None = None,
                  local_state: Callable[[], Any] = lambda: None, on_peer_state: Callable[[list[Any]], None] = lambda rows: None,
@@ -65,20 +70,20 @@ class PreemptionHandler:
 
     @property
     def ignored(self) -> str:
-        """Returns a sentence about a request that was there before the training began; empty if there is none."""
+        """Returns a message about a request from before the training; empty if there is none."""
         if self._stale is None:
             return ""
-        return (f"{os.path.abspath(self.file)} asked to leave ({_KEY}: 1) before this training began, and most likely ended the "
-                f"one before: it is ignored until it is written again. Set {_KEY} to 0, or remove the file; a 1 after that ends "
-                f"this training")
+        return (f"{os.path.abspath(self.file)} requested a stop ({_KEY}: 1) before this training began, and most likely ended "
+                f"the previous one: it is ignored until it is written again. Set {_KEY} to 0, or remove the file; a 1 after that "
+                f"stops this training")
 
-    def listen(self) -> None:
-        """Notes SIGTERM from here on, instead of ending the process at once. Only the main thread can."""
+    def install(self) -> None:
+        """Installs a handler of SIGTERM, so that the signal does not end the process at once. Only in the main thread."""
         if self.seconds and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._note)
 
     def close(self) -> None:
-        """Gives SIGTERM back its former handler."""
+        """Restores the former handler of SIGTERM."""
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
@@ -86,8 +91,8 @@ class PreemptionHandler:
     def _note(self, *_: Any) -> None:
         self.signalled = True
 
-    def noted(self) -> str:
-        """Returns what this rank has noted: BY_SIGNAL, BY_FILE, or empty."""
+    def local_request(self) -> str:
+        """Returns the request of this rank: BY_SIGNAL, BY_FILE, or empty."""
         if self.signalled or any(other.exit for other in self.others):
             return BY_SIGNAL
         if self.file and self.clock() - self._looked >= _FILE_CHECK:
@@ -100,22 +105,22 @@ class PreemptionHandler:
                 return BY_FILE if asks else ""
         return ""
 
-    def at(self, step: int) -> str:
-        """Returns why to stop at the end of ``step``, the same on all ranks; empty: go on."""
+    def check(self, step: int) -> str:
+        """Returns why to stop after ``step``, the same on all ranks; empty: go on. A collective at some steps."""
         if not self.seconds:
             return ""
         if self.group.size == 1:
-            return self.noted()
+            return self.local_request()
         if step < self._next:
             return ""
-        rows = report(self.group, lambda: [self.noted(), self._propose(step), self.local_state()])
+        rows = gather_results(self.group, lambda: [self.local_request(), self._propose(step), self.local_state()])
         self.on_peer_state([row[2] for row in rows])
         self._interval = rows[0][1]
         self._next, self._asked = step + self._interval, (step, self.clock())
         return next((row[0] for row in rows if row[0]), "")
 
     def _propose(self, step: int) -> int:
-        """Returns the steps until the next exchange: as many as fit into ``seconds``, at most twice as many as the last time."""
+        """Returns the steps until the next exchange: as many as take ``seconds``, at most twice as many as last time."""
         if self._asked is None:
             return 1
         before, then = self._asked
@@ -124,13 +129,13 @@ class PreemptionHandler:
 
 
 def requests(config: Any) -> dict[str, Version | None]:
-    """Returns the version of every file that the configuration of a training may name, as far as it asks to stop."""
+    """Returns {path: version, if it requests a stop} of every file that the configuration of a training may name."""
     named = [callback.get("config_file") for callback in config.get("callbacks") or () if isinstance(callback, Mapping)]
     return {str(path): request(str(path)) for path in (FILE, *named) if path}
 
 
 def request(path: str) -> Version | None:
-    """Returns the version of the file if it asks to stop. None: it does not, is not there, or is being written."""
+    """Returns the version of the file if it requests a stop. None: it does not, does not exist, or is being written."""
     try:
         with PosixStorage().open(path) as file:
             status, value = os.fstat(file.fileno()), parse_json(file.read(_LIMIT))

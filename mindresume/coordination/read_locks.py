@@ -1,8 +1,8 @@
-"""Read locks: a checkpoint that is being read is not removed.
+"""Read locks, which keep a checkpoint from being removed while it is read.
 
-    lock = acquire_read_lock(storage, root, attempt, commit_dir)       # None: the checkpoint is gone, choose again
+    lock = acquire_read_lock(storage, root, attempt, commit_dir)       # None: the checkpoint is gone, select again
     read_locks(storage, root)                                          # {name of an attempt folder: who reads it}
-    announce_removal(storage, root, names)                             # by a removal, before it looks for read locks
+    announce_removal(storage, root, names)                             # by a removal, before it checks for read locks
 
 Both are leases whose run has the number 0: ``mindresume.coordination.lease``.
 """
@@ -32,37 +32,42 @@ from mindresume.coordination.lease import (
 from mindresume.model.manifest import FOLDER, attempts, run_name, strip_trash
 from mindresume.storage.interface import Storage
 
-GIVEN_UP = 40                   # beats after which a reader elsewhere that stands still holds nothing any more
-_LOOKS, _PAUSE = 20, 0.5        # of a reader while somebody is about to remove what it wants to hold: how often, seconds between
+GIVEN_UP = 40                   # heartbeats after which the read lock of a silent reader on another machine expires
+_LOOKS, _PAUSE = 20, 0.5        # checks of a reader while a removal is announced, and seconds between
 
 
 def acquire_read_lock(storage: Storage, root: str, attempt: str, commit_dir: str, beat: float = BEAT,
                       sleep: Callable[[float], None] = time.sleep) -> Lease | None:
-    """Keeps ``attempt`` (the name of its folder of records) from being removed while it is read. ``commit_dir``: the folder whose
-    renaming would remove it. Returns None if it is gone: choose again.
+    """Locks a checkpoint against removal.
 
-    Raises OSError if nothing can be written there.
+    Args:
+        attempt: the name of its folder of records.
+        commit_dir: the folder whose rename un-commits it.
+    Returns:
+        The lock, with heartbeats; None if the checkpoint is gone: select again.
+    Raises:
+        OSError: the lock cannot be written.
     """
     lease = _lease_without_number(storage, root, LOADING, (attempt,), beat)
     try:
         for _ in range(_LOOKS):
-            if not _is_going(storage, root, attempt):
+            if not _is_removal_announced(storage, root, attempt):
                 break
-            sleep(_PAUSE)                 # who removes it may have looked for holds before this one was there
+            sleep(_PAUSE)                 # the removal may have checked for read locks before this one existed
         there = storage.status(commit_dir) is not None
     except BaseException:
         lease.release()
         raise
-    if not there:                         # it was faster
+    if not there:                         # the removal was faster
         lease.release()
         return None
     return lease.start()
 
 
 def announce_removal(storage: Storage, root: str, names: Iterable[str]) -> Lease:
-    """Tells readers that the attempts ``names`` are about to be removed; the lease is released when they are. A removal announces
-    itself and then looks for read locks, and a reader publishes its lock and then looks for announcements, so one of the two sees
-    the other: nothing moves under a reader, not even for a moment. Raises OSError if it cannot be written."""
+    """Announces to readers that the attempts ``names`` are about to be removed. Returns a lease to release after that. A removal
+    announces itself and then checks for read locks; a reader publishes its lock and then checks for announcements: one of the two
+    sees the other, so a folder is never renamed under a reader. Raises OSError if it cannot be written."""
     return _lease_without_number(storage, root, REMOVING, tuple(names), 0.0)
 
 
@@ -71,14 +76,14 @@ def _lease_without_number(storage: Storage, root: str, purpose: str, names: tupl
     lease = Lease(storage, root, holder)
     try:
         lease.publish()
-    except BaseException:                 # an error is not an undo: it may be there
+    except BaseException:                 # the lease may exist after an error, too
         lease.release()
         raise
     return lease
 
 
-def _is_going(storage: Storage, root: str, attempt: str) -> bool:
-    """Returns whether a removal of it is announced. A lease that cannot be read may be an announcement, and counts."""
+def _is_removal_announced(storage: Storage, root: str, attempt: str) -> bool:
+    """Returns whether a removal of ``attempt`` is announced. An unreadable lease may be an announcement, and counts."""
     found, unreadable = read_leases(storage, root)
     return any(holder.purpose == REMOVING and attempt in holder.holds and is_alive(holder) is not False
                for holder in found) or any(
@@ -86,9 +91,8 @@ def _is_going(storage: Storage, root: str, attempt: str) -> bool:
 
 
 class ReadLocks:
-    """Finds the read locks for a removal: {name of an attempt folder: who reads it}. Call it each time; it remembers the
-    heartbeats it saw, so that a reader on another machine that died does not lock its checkpoint for ever. A lease that cannot be
-    read may lock any of them, for as long."""
+    """Returns, when called, the read locks of now: {name of an attempt folder: reader}. It remembers heartbeats between calls, so
+    that the lock of a reader that died on another machine expires. An unreadable lease may lock any checkpoint, for as long."""
 
     def __init__(self, storage: Storage, root: str, clock: Callable[[], float] = time.monotonic):
         self.storage, self.root, self.clock = storage, root, clock
@@ -102,11 +106,11 @@ class ReadLocks:
                 held.update({name: f"perhaps, by a reader: {lease_path(self.root, run)} cannot be read ({why})"
                              for name in self._all_attempts()})
         for holder in found:
-            if holder.holds and self._counts(holder) and holder.purpose != REMOVING:
+            if holder.holds and self._is_active(holder) and holder.purpose != REMOVING:
                 held.update({name: f"{holder.purpose} by process {holder.pid} on host {holder.host}" for name in holder.holds})
         return held
 
-    def _counts(self, holder: LeaseHolder) -> bool:
+    def _is_active(self, holder: LeaseHolder) -> bool:
         silent, state = self._silent(holder.run, holder.beat, max(holder.every, BEAT)), is_alive(holder)
         if state is False or (state is None and silent):
             with suppress(OSError):
@@ -115,7 +119,7 @@ class ReadLocks:
         return True
 
     def _silent(self, run: str, beat: int | None, every: float) -> bool:
-        """Returns whether a lease had no heartbeat for long. ``beat``: None while it cannot be read."""
+        """Returns whether a lease had no heartbeat for ``GIVEN_UP`` intervals. ``beat``: None while it cannot be read."""
         before, since = self._seen.get(run, (-1, 0.0))
         if before != beat:
             since = self.clock()
@@ -128,5 +132,5 @@ class ReadLocks:
 
 
 def read_locks(storage: Storage, root: str) -> Mapping[str, str]:
-    """Returns the read locks of now, for a process that looks once."""
+    """Returns the read locks of now, for a process that checks once."""
     return ReadLocks(storage, root)()

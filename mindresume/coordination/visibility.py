@@ -1,7 +1,7 @@
-"""Waits until the ranks that select a checkpoint list everything that other ranks see.
+"""Waits until the ranks that select a checkpoint list all files that other ranks see.
 
-A name that another host has created can appear late in a listing (NFS: up to a minute). Without this wait a checkpoint could be
-taken for incomplete or absent, only because one host lists it later than another.
+NFS caches the listing of a folder for up to a minute. Without this wait a checkpoint could count as incomplete or absent, only
+because one host lists a name later than another.
 
     all ranks    newest folders of records and iterations that each lists ─▶ the newest of all of them
     all ranks    which files of those each rank finds by name: manifests, its own record ─▶ the paths that are expected
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from mindresume.coordination.collectives import Group, report
+from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.common_checkpoint import order_of
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name, parse_iteration
@@ -26,54 +26,56 @@ from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 
 PATIENCE = 65                   # checks, one a second: Linux caches the listing of a folder for at most 60 s (nfs(5), acdirmax)
-_NEWEST = 3                     # saves of each kind that are checked
-_LISTING = 64                   # about so many ranks list the root, in which Checkpoint 1.0 has a folder for each rank
-_MAX_MISSING = 5                # sentences
+_NEWEST = 3                     # saves of each kind to check
+_LISTING = 64                   # so many ranks, roughly, list the root: Checkpoint 1.0 has a folder for each rank there
+_MAX_MISSING = 5                # messages
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """The result of a wait, the same on all ranks. ``missing``: a sentence on each path that some rank sees and a selecting rank
-    still does not list."""
+    """The result of a wait, the same on all ranks. ``missing``: a message for each path that some rank sees and a selecting rank
+    does not list."""
     wait_seconds: int = 0
     missing: tuple[str, ...] = ()
 
 
 def wait_until_visible(storage: Storage, path: str, group: Group, shared_groups: SharedGroups,
                        sleep: Callable[[float], None] = time.sleep) -> Visibility:
-    """Waits, on all ranks together, until the ranks that select list all that any rank sees of the newest saves in ``path``.
+    """Waits, on all ranks together, until the selecting ranks list all files of the newest saves in ``path`` that any rank sees.
 
-    Rank 0 selects; where nodes share no storage every rank does, in the folder of its node. The wait ends at once where all names
-    are listed, and after at most ``PATIENCE`` seconds."""
+    Rank 0 selects; where nodes share no storage every rank does, in the folder of its node. Ends at once if all names are listed,
+    and after ``PATIENCE`` seconds in any case.
+    """
     if group.size == 1:
         return Visibility()
     root = os.path.dirname(os.path.abspath(path)) if folder_rank(os.path.basename(path)) is not None else path
-    listed = report(group, lambda: _newest(storage, root, group))
+    listed = gather_results(group, lambda: _newest(storage, root, group))
     save_dirs = _latest(name for ranks in listed for name in ranks)
 
-    def see() -> list[str]:
-        """Returns a bit for each mark, and where there are no records the newest file of weights."""
-        bits = "".join("1" if _there(storage, root, mark) else "0" for mark in _marks(save_dirs, group.rank))
+    def find_visible() -> list[str]:
+        """Returns [a bit for each path to check, newest file of weights if there are no records]."""
+        bits = "".join("1" if _exists(storage, root, path) else "0" for path in _paths_to_check(save_dirs, group.rank))
         return [bits, "" if save_dirs else _own_weights(storage, root, group.rank)]
 
-    def lack() -> list[list[object]]:
-        """Returns [path, a rank that sees it] of all that this rank selects among and does not list."""
+    def find_unlisted() -> list[list[object]]:
+        """Returns [path, a rank that sees it] of each path that this rank needs and does not list."""
         if group.rank and not shared_groups.is_split:
             return []
-        witnesses: dict[str, int] = {}
+        seen_by: dict[str, int] = {}
         for rank in sorted(shared_groups.ranks(group.rank), key=lambda rank: rank == group.rank):
-            for mark in _expected(save_dirs, rank, seen[rank]):
-                witnesses.setdefault(mark, rank)
-        return [[mark, witnesses[mark]] for mark in _not_listed(storage, root, witnesses)]
+            for path in _visible_paths(save_dirs, rank, visible[rank]):
+                seen_by.setdefault(path, rank)
+        return [[path, seen_by[path]] for path in _not_listed(storage, root, seen_by)]
 
-    seen = report(group, see)
+    visible = gather_results(group, find_visible)
     for seconds in range(PATIENCE + 1):
-        lacks = report(group, lack)
-        if not any(lacks) or seconds == PATIENCE:
+        unlisted = gather_results(group, find_unlisted)
+        if not any(unlisted) or seconds == PATIENCE:
             break
         sleep(1.0)
-        seen = [_both(before, now) for before, now in zip(seen, report(group, see), strict=True)]      # some may be removed
-    return Visibility(seconds, tuple(_sentences(root, lacks))[:_MAX_MISSING])
+        visible = [_intersect(before, now)
+                   for before, now in zip(visible, gather_results(group, find_visible), strict=True)]  # some may be removed
+    return Visibility(seconds, tuple(_messages(root, unlisted))[:_MAX_MISSING])
 
 
 def _newest(storage: Storage, root: str, group: Group) -> list[str]:
@@ -83,7 +85,7 @@ def _newest(storage: Storage, root: str, group: Group) -> list[str]:
         names = [name for name, _, _ in attempts(storage.list(os.path.join(root, FOLDER)))]
         for name in sorted(names, key=order_of)[-_NEWEST:]:
             inner = f"{FOLDER}/{name}/{FOLDER}/{name}"                      # of an iteration folder in the making
-            found.append(inner if _there(storage, root, inner) else f"{FOLDER}/{name}")
+            found.append(inner if _exists(storage, root, inner) else f"{FOLDER}/{name}")
     iteration_dirs = []
     with suppress(OSError, ValueError):
         step = tracked(storage, root)
@@ -96,7 +98,7 @@ def _newest(storage: Storage, root: str, group: Group) -> list[str]:
         with suppress(OSError):
             names = [name for name, _, _ in attempts(storage.list(os.path.join(root, iteration_dir, FOLDER)))]
             within = [f"{iteration_dir}/{FOLDER}/{name}" for name in names]
-            if within or _there(storage, root, iteration_dir):
+            if within or _exists(storage, root, iteration_dir):
                 found += within or [iteration_dir]
     return found
 
@@ -110,7 +112,7 @@ def _latest(folders: Iterable[str]) -> list[str]:
             *sorted(iterations, key=lambda row: parse_iteration(row.partition("/")[0]) or 0)[-_NEWEST:]]
 
 
-def _marks(save_dirs: Sequence[str], rank: int) -> Iterator[str]:
+def _paths_to_check(save_dirs: Sequence[str], rank: int) -> Iterator[str]:
     """Yields the paths that ``rank`` looks for: its record and the files that commit a save, else mindformers' metadata files."""
     for save_dir in save_dirs:
         for name in (MANIFEST, EMERGENCY, record_name(rank)) if FOLDER in save_dir.split("/") else (COMMON, METADATA):
@@ -118,13 +120,14 @@ def _marks(save_dirs: Sequence[str], rank: int) -> Iterator[str]:
     yield TRACKER
 
 
-def _expected(save_dirs: Sequence[str], rank: int, row: Sequence[str]) -> list[str]:
-    """Returns the paths that ``rank`` found. ``row``: what it reported (``see``)."""
+def _visible_paths(save_dirs: Sequence[str], rank: int, row: Sequence[str]) -> list[str]:
+    """Returns the paths that ``rank`` sees. ``row``: its result of ``find_visible``."""
     bits, weights = row
-    return [mark for mark, bit in zip(_marks(save_dirs, rank), bits, strict=True) if bit == "1"] + ([weights] if weights else [])
+    return [path for path, bit in zip(_paths_to_check(save_dirs, rank), bits, strict=True) if bit == "1"] + ([weights] if weights
+                                                                                                             else [])
 
 
-def _both(before: Sequence[str], now: Sequence[str]) -> list[str]:
+def _intersect(before: Sequence[str], now: Sequence[str]) -> list[str]:
     bits = "".join("1" if one == two == "1" else "0" for one, two in zip(before[0], now[0], strict=True))
     return [bits, before[1] if before[1] == now[1] else ""]
 
@@ -138,7 +141,7 @@ def _own_weights(storage: Storage, root: str, rank: int) -> str:
     return f"{folder}/{newest}" if newest else ""
 
 
-def _there(storage: Storage, root: str, path: str) -> bool:
+def _exists(storage: Storage, root: str, path: str) -> bool:
     try:
         return storage.status(os.path.join(root, path)) is not None
     except OSError:                                     # ESTALE as well: the file is being replaced; the next check finds it
@@ -164,7 +167,7 @@ def _downwards(path: str) -> list[str]:
     return [path[:index] for index, letter in enumerate(path) if letter == "/"] + [path]
 
 
-def _sentences(root: str, lacks: Sequence[Sequence[Sequence[object]]]) -> Iterator[str]:
-    for rank, rows in enumerate(lacks):
-        for mark, witness in rows:
-            yield f"rank {witness} sees {os.path.join(root, str(mark))}, and rank {rank} does not list it after {PATIENCE} s"
+def _messages(root: str, unlisted: Sequence[Sequence[Sequence[object]]]) -> Iterator[str]:
+    for rank, rows in enumerate(unlisted):
+        for path, seeing_rank in rows:
+            yield f"rank {seeing_rank} sees {os.path.join(root, str(path))}, and rank {rank} does not list it after {PATIENCE} s"

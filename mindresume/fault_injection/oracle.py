@@ -167,14 +167,14 @@ def _check_next_run(sandbox: Sandbox, storage: Storage, found: Verdict) -> Verdi
     """Runs the next start, one save and a retention of one checkpoint; then a resume must take it, and nothing else may be left.
     """
     run, step = len(RUNS) - 1, 90
-    places = [sandbox.place(rank, run, storage) for rank in range(sandbox.ranks)]
+    places = [sandbox.target(rank, run, storage) for rank in range(sandbox.ranks)]
     try:
         holder = LeaseHolder("saving", RUNS[run], "drill", "", 1, 1, 0.0, sandbox.ranks)
         lease = acquire(storage, sandbox.root, holder, 1.0, clock=sandbox.injector.clock, sleep=sandbox.injector.sleep,
                         keep_run_marker=sandbox.format == ITERATION)
-        for place in places:
-            clean_own_folder(place)
-        Committer(places[0]).adopt()
+        for target in places:
+            clean_own_folder(target)
+        Committer(places[0]).recover()
         save_without_faults(sandbox.root, sandbox.format, sandbox.ranks, run, step, commit=False, storage=storage)
         Committer(places[0], KeepLast(1)).saved(step)
         lease.release()

@@ -46,8 +46,8 @@ class Sandbox:
     recorded: dict[Saved, set[int]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
-    def place(self, rank: int, run: int, storage: Storage | None = None) -> SaveTarget:
-        return place_of(storage or self.injector.storage_of(rank), self.root, self.format, self.ranks, run, rank)
+    def target(self, rank: int, run: int, storage: Storage | None = None) -> SaveTarget:
+        return target_of(storage or self.injector.storage_of(rank), self.root, self.format, self.ranks, run, rank)
 
     def record_saved(self, rank: int, run: int, step: int) -> None:
         self.recorded.setdefault((RUNS[run], step), set()).add(rank)
@@ -58,7 +58,7 @@ class Sandbox:
         return [saved for saved, ranks in self.recorded.items() if len(ranks) == self.ranks]
 
     def committer(self, run: int, policy: Policy = KEEP_ALL) -> Committer:
-        return Committer(self.place(0, run), policy, clock=self.injector.clock, sleep=self.injector.sleep)
+        return Committer(self.target(0, run), policy, clock=self.injector.clock, sleep=self.injector.sleep)
 
 
 def tensors(run: int, step: int, rank: int) -> dict[str, np.ndarray]:
@@ -68,21 +68,21 @@ def tensors(run: int, step: int, rank: int) -> dict[str, np.ndarray]:
             "step_num": np.array(step, np.int64), "global_step": np.array([step], np.int32)}
 
 
-def place_of(storage: Storage, root: str, fmt: str, ranks: int, run: int, rank: int) -> SaveTarget:
+def target_of(storage: Storage, root: str, fmt: str, ranks: int, run: int, rank: int) -> SaveTarget:
     return SaveTarget(storage, root, RUNS[run], rank, ranks, fmt == ITERATION)
 
 
-def shard(place: SaveTarget, step: int, fmt: str) -> Shard:
-    run, state = RUNS.index(place.run), TrainingState(step, PER_EPOCH, step, 8)
-    return build_shard("drill", place, state, tensors(run, step, place.rank), fmt, run)
+def shard(target: SaveTarget, step: int, fmt: str) -> Shard:
+    run, state = RUNS.index(target.run), TrainingState(step, PER_EPOCH, step, 8)
+    return build_shard("drill", target, state, tensors(run, step, target.rank), fmt, run)
 
 
 def save_without_faults(root: str, fmt: str, ranks: int, run: int, step: int, commit: bool = True, only: int | None = None,
                         storage: Storage | None = None) -> None:
     """Saves a step of every rank (``only``: the first ones) without the fault injector."""
-    places = [place_of(storage or PosixStorage(), root, fmt, ranks, run, rank) for rank in range(ranks)]
-    for place in places[:only]:
-        write_shard(place, shard(place, step, fmt))
+    places = [target_of(storage or PosixStorage(), root, fmt, ranks, run, rank) for rank in range(ranks)]
+    for target in places[:only]:
+        write_shard(target, shard(target, step, fmt))
     if commit:
         Committer(places[0]).saved(step)
 
@@ -90,14 +90,14 @@ def save_without_faults(root: str, fmt: str, ranks: int, run: int, step: int, co
 class _RecordingSaveJob(SaveJob):
     """Records when this rank's part is written; for rank 0 that is before it commits."""
 
-    def __init__(self, place: SaveTarget, committer: Committer | None, sandbox: Sandbox, run: int):
-        super().__init__(place, committer)
+    def __init__(self, target: SaveTarget, committer: Committer | None, sandbox: Sandbox, run: int):
+        super().__init__(target, committer)
         self.sandbox, self.run = sandbox, run
 
     def write(self, save: Save) -> Outcome:
         outcome = super().write(save)
         if outcome.saved:
-            self.sandbox.record_saved(self.place.rank, self.run, outcome.step)
+            self.sandbox.record_saved(self.target.rank, self.run, outcome.step)
         return outcome
 
 
@@ -105,13 +105,13 @@ class _RecordingSaveJob(SaveJob):
 
 def _save_steps(sandbox: Sandbox, rank: int, run: int, steps: list[int], policy: Policy = KEEP_ALL,
                 background: bool = False) -> None:
-    place = sandbox.place(rank, run)
+    target = sandbox.target(rank, run)
     if background:
-        saver: AsyncSaver | SyncSaver = AsyncSaver(place, policy if rank == 0 else None, "thread")
+        saver: AsyncSaver | SyncSaver = AsyncSaver(target, policy if rank == 0 else None, "thread")
     else:
-        saver = SyncSaver(_RecordingSaveJob(place, sandbox.committer(run, policy) if rank == 0 else None, sandbox, run))
+        saver = SyncSaver(_RecordingSaveJob(target, sandbox.committer(run, policy) if rank == 0 else None, sandbox, run))
     for number, step in enumerate(steps):
-        saver.save(Save(shard(place, step, sandbox.format)))
+        saver.save(Save(shard(target, step, sandbox.format)))
         outcomes = saver.wait(60.0)
         if number == len(steps) - 1:            # a writer thread would wait for other ranks by the real clock
             outcomes += saver.finish(0.0 if background else 5.0)
@@ -160,16 +160,16 @@ def _acquire_lease(sandbox: Sandbox, rank: int) -> None:
     """Rank 0 acquires the lease; the other ranks wait for the run id, as in a training."""
     if rank == 0:
         holder = LeaseHolder("saving", RUNS[1], "drill", "", 1, 1, 0.0, sandbox.ranks)
-        acquire(sandbox.place(0, 1).storage, sandbox.root, holder, 1.0, clock=sandbox.injector.clock,
+        acquire(sandbox.target(0, 1).storage, sandbox.root, holder, 1.0, clock=sandbox.injector.clock,
                 sleep=sandbox.injector.sleep, keep_run_marker=sandbox.format == ITERATION)
 
 
 def _start(sandbox: Sandbox, rank: int) -> None:
     """The next run cleans up, commits what was complete, and saves."""
-    place = sandbox.place(rank, 1)
-    clean_own_folder(place)
+    target = sandbox.target(rank, 1)
+    clean_own_folder(target)
     if rank == 0:
-        SaveJob(place, sandbox.committer(1)).begin()
+        SaveJob(target, sandbox.committer(1)).begin()
     _save_steps(sandbox, rank, 1, [30], KeepLast(1))
 
 
@@ -218,8 +218,8 @@ def _one_rank_missing(root: str, fmt: str, ranks: int) -> None:
     save_without_faults(root, fmt, ranks, 0, 20, commit=False)
     save_without_faults(root, fmt, ranks, 0, 30, commit=False, only=ranks - 1)
     for rank in range(ranks):
-        place = place_of(PosixStorage(), root, fmt, ranks, 0, rank)
-        folder = place.data_dir(30) if place.iterations else os.path.join(root, f"rank_{rank}")
+        target = target_of(PosixStorage(), root, fmt, ranks, 0, rank)
+        folder = target.data_dir(30) if target.iterations else os.path.join(root, f"rank_{rank}")
         with open(temporary_name(os.path.join(folder, f"x{rank}"), RUNS[0]), "wb") as file:
             file.write(b"half")
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mindresume.coordination.collectives import Group, Waiting, agreed, decide, report, watched
+from mindresume.coordination.collectives import Group, Watchdog, always_advancing, gather_results, run_on_all, run_on_rank0
 from mindresume.errors import ConfigError, EngineError, StrategyError
 from mindresume.events import Emit, Notice, warning
 from mindresume.events.progress import ProgressReporter
@@ -45,8 +45,8 @@ from mindresume.resume.shared_selection import select_shared
 from mindresume.storage.interface import Storage
 
 UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"      # below output_dir
-OPENING = Waiting("opening the checkpoint")
-_TRANSFORMING = Waiting("transforming by MindSpore's engine", watched)
+OPENING = Watchdog("opening the checkpoint")
+_TRANSFORMING = Watchdog("transforming by MindSpore's engine", always_advancing)
 
 
 # ---- at the selection ------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def prepare(config: Any, plan: ResumePlan, context: TrainingContext, storage: St
     choice, group = plan.choice, context.group
     given = config.get("src_strategy_path_or_dir") or None
     folder = os.path.join(config.output_dir, STRATEGY) if aside else None
-    reply = decide(group, partial(_strategy_of_source, storage, choice, given, folder, plan.open_source is None), OPENING)
+    reply = run_on_rank0(group, partial(_strategy_of_source, storage, choice, given, folder, plan.open_source is None), OPENING)
     for note in reply["notes"]:
         context.emit(Notice(note))
     if plan.open_source is not None:
@@ -118,12 +118,12 @@ def read_arrays(config: Any, network: Any, context: TrainingContext, storage: St
         CollectiveError: On all ranks, if one fails.
     """
     group, emit = context.group, context.emit
-    source = agreed(group, context.plan.open_source, OPENING)
+    source = run_on_all(group, context.plan.open_source, OPENING)
     shapes = adapter.parameters_to_load(network, source.weights.tensors)
     table = getattr(network, "parameter_layout_dict", None) if adapter.is_parallel() else None
     layouts = network_layouts(table, {name: shape for name, (shape, _) in shapes.items()},
                               lambda text: emit(warning(text)))
-    regions = agreed(group, partial(wanted_regions, source.weights, shapes, layouts, group.rank))
+    regions = run_on_all(group, partial(wanted_regions, source.weights, shapes, layouts, group.rank))
     engine = context.settings.transform_engine
     if source.candidate is not None and (context.settings.unified_checkpoint or (
             engine == "mindspore" and source.candidate.format == "safetensors")):
@@ -135,13 +135,13 @@ def read_arrays(config: Any, network: Any, context: TrainingContext, storage: St
         emit(Notice(f"transformed to {folder}; it can be loaded later without auto_trans_ckpt"))
         return select_shared(storage, folder, group, SelectionPolicy(group.size, verify=context.settings.verify))
     traffic, until_read = load_traffic(bytes_of(source.weights, regions), emit)
-    arrays = agreed(group, partial(read_regions, source.weights, regions, traffic=traffic), until_read)
+    arrays = run_on_all(group, partial(read_regions, source.weights, regions, traffic=traffic), until_read)
     return arrays, traffic.read, source.what
 
 
 def _needs_files(group: Group, weights: CheckpointView, regions: Mapping[str, Region]) -> bool:
     """Returns whether some rank's file differs from what that rank loads. All ranks get the same answer."""
-    return not all(report(group, partial(_file_fits, group.rank, group.size, weights, regions)))
+    return not all(gather_results(group, partial(_file_fits, group.rank, group.size, weights, regions)))
 
 
 def _file_fits(rank: int, size: int, weights: CheckpointView, regions: Mapping[str, Region]) -> bool:
@@ -167,7 +167,7 @@ def unify(config: Any, context: TrainingContext, storage: Storage, source: OpenC
     group = context.group
     job, folder = to_complete(source, MINDSPORE), os.path.join(config.output_dir, UNIFIED)
     if context.settings.transform_engine == "mindspore":
-        answer = decide(group, lambda: _by_mindspore(storage, job, folder, group.size, context.emit), _TRANSFORMING)
+        answer = run_on_rank0(group, lambda: _by_mindspore(storage, job, folder, group.size, context.emit), _TRANSFORMING)
         if "refused" in answer:
             raise EngineError(answer["refused"])
         return answer["folder"]
@@ -186,12 +186,12 @@ def transform_files(config: Any, context: TrainingContext, storage: Storage, sou
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1 or group.size % processes:
         raise ConfigError(f"transform_process_num is {processes!r}; expected a whole number that divides {group.size}, the "
                           f"number of ranks of the job")
-    target = decide(group, lambda: _target_strategy(config, storage, group.size))
+    target = run_on_rank0(group, lambda: _target_strategy(config, storage, group.size))
     job = to_ranks(source, Strategy.from_json(target) if target else None, source.candidate.format, share=group.size // processes)
     folder = os.path.join(config.output_dir, TRANSFORMED, os.path.basename(os.path.abspath(source.weights.name)))
     engine = engine_for(context.settings.transform_engine, job.files[0].format)
     if engine == "mindspore":
-        answer = decide(group, lambda: _by_mindspore(storage, job, folder, processes, emit), _TRANSFORMING)
+        answer = run_on_rank0(group, lambda: _by_mindspore(storage, job, folder, processes, emit), _TRANSFORMING)
         if "folder" in answer:
             return answer["folder"]
         if context.settings.transform_engine == "mindspore":
@@ -233,7 +233,7 @@ def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: T
     def find_target() -> list[Any]:
         found, finished = _free_target(storage, job, folder, emit)
         return [found.target, finished]
-    target, finished = decide(group, find_target, OPENING)
+    target, finished = run_on_rank0(group, find_target, OPENING)
     conversion = Conversion(storage, job, target, emit)
     if finished:
         emit(Notice(f"{conversion.target} exists already, from an earlier start; it is used"))
@@ -241,10 +241,10 @@ def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: T
     mine = [number for number in range(len(job.groups)) if number % processes * step == group.rank]
     progress = ProgressReporter("converting", emit)
     write = writer("direct", conversion, traffic=Traffic(progress=progress.advance))
-    conversion.join(decide(group, conversion.prepare, OPENING))
+    conversion.join(run_on_rank0(group, conversion.prepare, OPENING))
     try:
-        report(group, lambda: conversion.write(write, mine), waiting_for(progress))
-        decide(group, conversion.commit, Waiting("committing the conversion"))
+        gather_results(group, lambda: conversion.write(write, mine), waiting_for(progress))
+        run_on_rank0(group, conversion.commit, Watchdog("committing the conversion"))
     except BaseException:
         if group.rank == 0:
             conversion.abandon()

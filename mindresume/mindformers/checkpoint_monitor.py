@@ -31,7 +31,7 @@ from mindresume.resume.resume_summary import random_state_row
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.remote_run_number import number_runs
 from mindresume.saving.retention import Policy, policy_of
-from mindresume.saving.save_request import SaveOptions, Saves, Step
+from mindresume.saving.save_request import SaveOptions, SaveRequest, SupportsSave
 from mindresume.saving.save_session import SaveSession
 from mindresume.saving.shard_writer import Shard
 from mindresume.saving.sync_saver import Save
@@ -72,7 +72,7 @@ class CheckpointMonitor(BuiltIn):
         if not self._ours:
             return super().on_train_begin(run_context)
         self._start(training_context.current())
-        self._checkpoints.listen(run_context.original_args().list_callback or (), self._context.requests)
+        self._checkpoints.handle_preemption(run_context.original_args().list_callback or (), self._context.requests)
         return None
 
     def step_end(self, run_context: Any) -> None:
@@ -81,18 +81,18 @@ class CheckpointMonitor(BuiltIn):
         if self._checkpoints is None:                       # it belongs to no training
             training_context.current().resources.pending_load.end()
             return self._save_ckpt(run_context.original_args())
-        step, progress = _MonitorStep(self, run_context.original_args()), self._context.progress
-        progress.step = step.number
-        reason = self._checkpoints.step_end(step)
+        request, progress = _MonitorRequest(self, run_context.original_args()), self._context.progress
+        progress.step = request.step
+        reason = self._checkpoints.step_end(request)
         if reason:
             progress.stop_reason = reason
             run_context.request_stop()
         return None
 
-    def settle(self) -> None:
-        """Finishes the save in flight after the training failed, see ``CheckpointManager.settle``."""
+    def finish_after_error(self) -> None:
+        """Finishes the save in flight after the training failed, see ``CheckpointManager.finish_after_error``."""
         if self._checkpoints is not None:
-            self._checkpoints.settle()
+            self._checkpoints.finish_after_error()
 
     def on_train_step_begin(self, run_context: Any) -> None:
         if not self._ours:
@@ -111,7 +111,7 @@ class CheckpointMonitor(BuiltIn):
         if not self._ours:
             return super().end(run_context)
         if self._checkpoints is not None:
-            self._checkpoints.end(_MonitorStep(self, run_context.original_args()), self._close)
+            self._checkpoints.end(_MonitorRequest(self, run_context.original_args()), self._close)
         return None
 
     def _close(self) -> None:
@@ -122,19 +122,19 @@ class CheckpointMonitor(BuiltIn):
         belongs to no training (mindformers trainer/base_trainer.py, ckpt_save_func); the monitor of the training then saves."""
         if _RESCUE in self._append_dict:
             saving = training_context.current().monitor
-            if saving is None or not saving.rescue(cb_params):
+            if saving is None or not saving.emergency_save(cb_params):
                 return super()._save_ckpt(cb_params, force_to_save)
             self._append_dict.pop(_RESCUE)
             return None
         if not self._saves:
             return super()._save_ckpt(cb_params, force_to_save)
-        step = _MonitorStep(self, cb_params)
-        if not self._checkpoints.wants(step.number, force_to_save):
+        request = _MonitorRequest(self, cb_params)
+        if not self._checkpoints.should_save(request.step, force_to_save):
             return None
         if self._need_flush_from_cache:
             self._flush_from_cache(cb_params)
         self._last_triggered_step = cb_params.cur_step_num
-        return self._checkpoints.write(step)
+        return self._checkpoints.save_now(request)
 
     @property
     def _saves(self) -> bool:
@@ -145,11 +145,11 @@ class CheckpointMonitor(BuiltIn):
         """Saves everything that a resume needs (network, optimizer, counters), and the inference weights that were asked for."""
         if not self._saves or _RESCUE in self._append_dict:
             return super().save_checkpoint(cb_params)
-        return self._checkpoints.hand_over(_MonitorStep(self, cb_params))
+        return self._checkpoints.submit(_MonitorRequest(self, cb_params))
 
-    def rescue(self, cb_params: Any) -> bool:
-        """Saves after ranks were lost, see ``CheckpointManager.rescue``. Returns False if the built-in may try instead."""
-        return not upstream_check.is_off(upstream.RESCUE) and self._checkpoints.rescue(_MonitorStep(self, cb_params))
+    def emergency_save(self, cb_params: Any) -> bool:
+        """Saves after ranks were lost, see ``CheckpointManager.emergency_save``. False: the built-in may try."""
+        return not upstream_check.is_off(upstream.RESCUE) and self._checkpoints.emergency_save(_MonitorRequest(self, cb_params))
 
     # ---- start -------------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class CheckpointMonitor(BuiltIn):
         self._collector = self._make_collector(home, context)
         manager.begin(self._append_step_num, resumed, resources.remote)
         context.monitor = self
-        manager.meet()
+        manager.count_hosts()
         if plan.resumes:
             self._restore_random(context)
 
@@ -196,7 +196,8 @@ class CheckpointMonitor(BuiltIn):
                      (self.save_network_params, self.network_directory, "network")]
         if self._iterations:                            # mindformers ignores both settings then (callback.py, step_end)
             inference.clear()
-        return StateCollector(self._config, home.place, self.origin_prefix, home.suffix, self._append_step_num, self._append_dict,
+        return StateCollector(self._config, home.target, self.origin_prefix, home.suffix, self._append_step_num,
+                              self._append_dict,
                         self.global_batch_size, self.save_optimizer, context.progress, context.emit,
                         tuple((folder, kind) for wanted, folder, kind in inference if wanted),
                         self._asked["keep_checkpoint_max"] or 0,
@@ -213,46 +214,46 @@ class CheckpointMonitor(BuiltIn):
         state = self._collector.state(cb_params)
         return Save(self._collector.shard(cb_params, state), tuple(self._collector.extras(cb_params, state)))
 
-    def _collect_rescue(self, cb_params: Any) -> Shard:
+    def _collect_local(self, cb_params: Any) -> Shard:
         """Collects everything that this rank holds, when other ranks are lost."""
-        state = self._collector.state(cb_params, rescue=True)
-        return self._collector.shard(cb_params, state, rescue=True)
+        state = self._collector.state(cb_params, emergency=True)
+        return self._collector.shard(cb_params, state, emergency=True)
 
     def _record_health(self, health: int, name: str) -> None:
         """Records the health of a checkpoint in the list of mindformers' health monitor, on rank 0."""
-        if self._checkpoints.place.rank != 0:
+        if self._checkpoints.target.rank != 0:
             return
         try:
-            add(self.storage, self.health_ckpts_record_dir, name, health, self._checkpoints.place.run)
+            add(self.storage, self.health_ckpts_record_dir, name, health, self._checkpoints.target.run)
         except (OSError, ValueError) as error:
             raise SaveError(f"the health of {name} was not recorded in {self.health_ckpts_record_dir}: {error}") from error
 
 
-class _MonitorStep(Step):
-    """Implements ``Step`` for a ``CheckpointMonitor`` at the end of a step. ``cb_params``: from MindSpore."""
+class _MonitorRequest(SaveRequest):
+    """Implements ``SaveRequest`` for a ``CheckpointMonitor`` at the end of a step. ``cb_params``: from MindSpore."""
 
     def __init__(self, monitor: CheckpointMonitor, cb_params: Any):
         super().__init__(monitor._append_step_num + cb_params.cur_step_num)
         self.monitor, self.cb_params = monitor, cb_params
 
-    def save(self, manager: Saves, force: bool) -> None:
+    def save(self, manager: SupportsSave, force: bool) -> None:
         self.monitor._save_ckpt(self.cb_params, force)
 
     def collect(self) -> Save:
         return self.monitor._collect(self.cb_params)
 
-    def record(self, save: Save, name: str) -> None:
+    def on_collected(self, save: Save, name: str) -> None:
         health = save.shard.state.health
         if health is not None and not self.monitor._iterations:
             self.monitor._record_health(health, name)
 
-    def taken(self, save: Save, name: str) -> None:
+    def on_submitted(self, save: Save, name: str) -> None:
         monitor = self.monitor
         monitor._latest_ckpt_file_name = os.path.join(
-            monitor._checkpoints.place.root if monitor._iterations else monitor._directory, name)
+            monitor._checkpoints.target.root if monitor._iterations else monitor._directory, name)
 
-    def rescue(self) -> Shard:
-        return self.monitor._collect_rescue(self.cb_params)
+    def collect_local(self) -> Shard:
+        return self.monitor._collect_local(self.cb_params)
 
-    def exchanges(self) -> bool:
+    def needs_collectives(self) -> bool:
         return adapter.collect_is_collective(self.cb_params.train_network, bool(self.monitor._config.integrated_save))

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from mindresume.coordination.collectives import Waiting, decide
+from mindresume.coordination.collectives import Watchdog, run_on_rank0
 from mindresume.errors import CollectiveError, ConfigError
 from mindresume.events import Notice, warning
 from mindresume.mindformers import load_iteration, selection, weights_only
@@ -20,8 +20,9 @@ from mindresume.storage.posix import PosixStorage
 def fingerprint(config: Any, context: TrainingContext) -> dict[str, str]:
     """Returns the fingerprint of the data set as rank 0 sees it, before mindformers changes its configuration."""
     try:
-        return decide(context.group, lambda: dataset_identity(PosixStorage(), config.get("train_dataset"), config.get("seed")),
-                      Waiting("looking at the data set"))
+        return run_on_rank0(context.group,
+                            lambda: dataset_identity(PosixStorage(), config.get("train_dataset"), config.get("seed")),
+                            Watchdog("looking at the data set"))
     except CollectiveError as error:
         context.emit(warning(f"the data set has no fingerprint, so a change of it stays unnoticed: {error}"))
         return {}

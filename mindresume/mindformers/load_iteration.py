@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mindresume.coordination.collectives import agreed, decide, report
+from mindresume.coordination.collectives import gather_results, run_on_all, run_on_rank0
 from mindresume.errors import ConfigError, LoadError
 from mindresume.events import Notice, warning
 from mindresume.formats.consolidated import is_complete
@@ -95,7 +95,7 @@ def select(config: Any, context: TrainingContext, storage: Storage) -> None:
     if not asked.path and not pretrained:
         return
     plan, resume = None, False
-    if asked.path and not decide(context.group, lambda: is_pretrained(storage, asked.path)):
+    if asked.path and not run_on_rank0(context.group, lambda: is_pretrained(storage, asked.path)):
         plan = selection.select(config, asked.path, None, context, storage, any_layout=True, resume=asked.resume,
                                 healthy=asked.resume and _monitors_health(config), fresh_weights=f"of {pretrained}" if pretrained
                                 else
@@ -174,7 +174,7 @@ def load(network: Any, optimizer: Any, context: TrainingContext) -> None:
     if plan.request.pretrained:
         load_pretrained(train, network, plan.request.path, context)
         return
-    source = agreed(context.group, plan.open_source, OPENING)
+    source = run_on_all(context.group, plan.open_source, OPENING)
     shapes, of_model = adapter.parameters_to_load(train, source.weights.tensors), set(network.parameters_dict())
     of_optimizer = set(optimizer.parameters_dict()) if optimizer is not None else set()
     names = set(shapes) if plan.request.resume else of_model & set(shapes)
@@ -195,11 +195,11 @@ def load_pretrained(train: Any, network: Any, folder: str, context: TrainingCont
     wanted = {name: row for name, row in adapter.parameters_to_load(train).items() if name in names and not is_transient(name)}
     layouts = job_layouts(train, {name: shape for name, (shape, _) in wanted.items()}, context.group.size,
                           lambda text: emit(warning(text)))
-    traffic, waiting = load_traffic(
+    traffic, watchdog = load_traffic(
         sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in wanted.values()), emit)
-    arrays = agreed(context.group, lambda: read_network(
+    arrays = run_on_all(context.group, lambda: read_network(
         PosixStorage(), folder, wanted, layouts, context.group.rank, network=core.get_gpt_transformer_config(),
-        tied=core.config.tie_word_embeddings, converters=template.weight_converters, traffic=traffic), waiting)
+        tied=core.config.tie_word_embeddings, converters=template.weight_converters, traffic=traffic), watchdog)
     loaded = set(arrays)
     state_restorer.restore_parameters(train, arrays, False, context, lambda name: name not in loaded, traffic.read, folder)
 
@@ -210,13 +210,13 @@ def _arrays(network: Any, source: OpenCheckpoint, shapes: Mapping[str, tuple[tup
     emit, group, request = context.emit, context.group, context.plan.request
     layouts = job_layouts(network, {name: shape for name, (shape, _) in shapes.items()}, group.size,
                           lambda text: emit(warning(text)))
-    regions = agreed(group, lambda: _regions(source.weights, shapes, layouts, of_model, group.rank, optional))
+    regions = run_on_all(group, lambda: _regions(source.weights, shapes, layouts, of_model, group.rank, optional))
     initialised = [name for name in shapes if name not in regions and not is_transient(name)]
     if initialised and group.rank == 0:
         emit(warning(f"not in {source.what}, so they keep their initial values: {listed(initialised)}"))
     mine, exchanges = _shared(source.weights, regions, layouts, context) if request.balanced else (regions, [])
-    traffic, waiting = load_traffic(bytes_of(source.weights, mine), emit)
-    arrays = agreed(group, partial(read_regions, source.weights, mine, max(WORKERS, request.workers), traffic), waiting)
+    traffic, watchdog = load_traffic(bytes_of(source.weights, mine), emit)
+    arrays = run_on_all(group, partial(read_regions, source.weights, mine, max(WORKERS, request.workers), traffic), watchdog)
     if exchanges:
         broadcaster = TensorBroadcaster()
         dtypes = {name: source.weights.tensors[name].dtype for name in regions}
@@ -232,7 +232,7 @@ def _shared(weights: CheckpointView, regions: Mapping[str, Region], layouts: Map
     """Returns, for a balanced load, what this rank reads, and what the ranks broadcast to each other."""
     mine, exchanges = plan_broadcasts(regions, layouts, {name: DTYPES[weights.tensors[name].dtype].itemsize for name in regions},
                            context.group.rank)
-    if not any(report(context.group, lambda: bool(exchanges))):
+    if not any(gather_results(context.group, lambda: bool(exchanges))):
         context.emit(Notice("load_balanced (balanced_load) has no effect: no two ranks of this job hold the same part of a "
                             "tensor"))
     return mine, exchanges

@@ -23,7 +23,7 @@ from inspect import signature
 from typing import Any
 
 from mindresume.coordination import preemption
-from mindresume.coordination.collectives import agreed, report
+from mindresume.coordination.collectives import gather_results, run_on_all
 from mindresume.errors import TrainingCompleteError
 from mindresume.events import Notice
 from mindresume.formats.rank_folder_naming import name_for_rank
@@ -63,7 +63,7 @@ def _wrap_train(original: Any) -> Any:
             result = original(self, *args, **kwargs)
             stopped = context.progress.stop_reason
             if stopped:                                     # a barrier: the first rank that exits would end the others
-                report(context.group, lambda: None)
+                gather_results(context.group, lambda: None)
         if stopped == preemption.BY_SIGNAL:
             raise SystemExit(preemption.STATUS)
         return result
@@ -189,7 +189,8 @@ def _wrap_resume_hf_iterable_dataset(original: Any) -> Any:
         context = training_context.current()
         if context.progress.restored is None:
             return original(*args, **kwargs)
-        return agreed(context.group, lambda: hf_streaming.resume_data(bind(args, kwargs)["dataset"], context.progress.restored))
+        return run_on_all(context.group,
+                          lambda: hf_streaming.resume_data(bind(args, kwargs)["dataset"], context.progress.restored))
     return resume
 
 

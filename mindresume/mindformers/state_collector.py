@@ -19,7 +19,7 @@ from mindresume.mindformers import network_state as live
 from mindresume.mindformers.training_context import RunProgress
 from mindresume.model.training_state import TrainingState, is_transient
 from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard
-from mindresume.saving.sync_saver import Extra
+from mindresume.saving.sync_saver import ExtraWeights
 
 
 @dataclass
@@ -32,7 +32,7 @@ class StateCollector:
     ``health(cb_params)``: not 0 if the network is unhealthy; None: not monitored.
     """
     config: Any
-    place: SaveTarget
+    target: SaveTarget
     prefix: str | None
     suffix: int
     steps_before: int
@@ -47,20 +47,20 @@ class StateCollector:
     _share: frozenset[str] | None = None            # with redundancy removal: the tensors with a layout that this rank writes
     _warned: set[str] = field(default_factory=set)
 
-    def shard(self, cb_params: Any, state: TrainingState, rescue: bool = False) -> Shard:
-        """Returns everything that a resume needs. Tensors are copied from the device when their bytes are read. ``rescue``: other
-        ranks are lost, so this rank writes all that it holds, and the device may hang."""
-        return (self._iteration if self.place.iterations else self._rank_file)(cb_params, state, rescue)
+    def shard(self, cb_params: Any, state: TrainingState, emergency: bool = False) -> Shard:
+        """Returns everything that a resume needs. Tensors are copied from the device when their bytes are read. ``emergency``:
+        other ranks are lost, so this rank writes all that it holds, and the device may hang."""
+        return (self._iteration if self.target.iterations else self._rank_file)(cb_params, state, emergency)
 
-    def state(self, cb_params: Any, rescue: bool = False) -> TrainingState:
-        """Returns the training state after this step. ``rescue``: without any exchange with other ranks."""
+    def state(self, cb_params: Any, emergency: bool = False) -> TrainingState:
+        """Returns the training state after this step. ``emergency``: without any exchange with other ranks."""
         optimizer = cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
         outputs, scale = cb_params.net_outputs, self.append_dict.get("loss_scale")
         if "loss_scale" in self.append_dict and isinstance(outputs, (tuple, list)) and len(outputs) >= 3:
             scale = outputs[2]
         step = self.steps_before + cb_params.cur_step_num
         progress, health = self.progress, None
-        if self.health is not None and not rescue:
+        if self.health is not None and not emergency:
             health = int(self.health(cb_params) != 0)
         return TrainingState(step, int(cb_params.batch_num), _number(optimizer.global_step, int), self.global_batch_size,
                              None if scale is None else _number(scale, float), progress.sink_size, progress.dataset_size,
@@ -68,36 +68,36 @@ class StateCollector:
                              *progress.data_at(step, self.global_batch_size))
 
     def _file(self, state: TrainingState) -> FileName:
-        return FileName(self.prefix, self.place.rank, self.suffix, state.epoch, state.step_in_epoch, self.config.format)
+        return FileName(self.prefix, self.target.rank, self.suffix, state.epoch, state.step_in_epoch, self.config.format)
 
-    def _rank_file(self, cb_params: Any, state: TrainingState, rescue: bool) -> Shard:
+    def _rank_file(self, cb_params: Any, state: TrainingState, emergency: bool) -> Shard:
         net = self.config.saved_network if self.config.saved_network is not None else cb_params.train_network
-        if rescue:
+        if emergency:
             tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, _lasting))
         else:
             tensors = live.deferred(adapter.parameters_to_save(net, self.config.integrated_save, self._chooser(net)))
         tables = live.layouts(getattr(net, "parameter_layout_dict", None), _shapes(tensors), self._warn_once)
         tensors.update(live.snapshot(self._counters(cb_params, state)))
         return rank_shard(self._file(state), state, tensors, tables, live.capture_random(),
-                          {**self._metadata(), **({"remove_redundancy": "False"} if rescue else {})})
+                          {**self._metadata(), **({"remove_redundancy": "False"} if emergency else {})})
 
-    def _iteration(self, cb_params: Any, state: TrainingState, rescue: bool) -> Shard:
+    def _iteration(self, cb_params: Any, state: TrainingState, emergency: bool) -> Shard:
         """Returns two files: the tensors of the network, and those of the optimizer and the train step alone; without
         save_optimizer only the first."""
         net, model = cb_params.train_network, set(self._model(cb_params).parameters_dict())
-        save_optimizer, deduplicates = self.save_optimizer or rescue, self._deduplicates() and not rescue
+        save_optimizer, deduplicates = self.save_optimizer or emergency, self._deduplicates() and not emergency
 
         def wanted_here(name: str) -> bool:
             return _lasting(name) and (save_optimizer or name in model)
-        tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, wanted_here) if rescue else
+        tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, wanted_here) if emergency else
                                                 adapter.parameters_to_save(net, False, wanted_here))
-        tables = live.job_layouts(net, _shapes(tensors), self.place.world_size, self._warn_once)
+        tables = live.job_layouts(net, _shapes(tensors), self.target.world_size, self._warn_once)
         if deduplicates:
             if self._share is None:
-                self._share = live.own_share(tensors, tables, self.place.rank)
+                self._share = live.own_share(tensors, tables, self.target.rank)
             tensors = {name: array for name, array in tensors.items() if name not in tables or name in self._share}
         parts = [{name: array for name, array in tensors.items() if (name in model) is wanted} for wanted in (True, False)]
-        return iteration_shard(self.prefix, self.place, state, parts[0], parts[1] if save_optimizer else None,
+        return iteration_shard(self.prefix, self.target, state, parts[0], parts[1] if save_optimizer else None,
                                tables, live.capture_random(), deduplicates)
 
     @staticmethod
@@ -113,12 +113,12 @@ class StateCollector:
 
     def _chooser(self, net: Any) -> Any:
         if self._deduplicates():
-            mine = adapter.own_share(net, self.place.rank, self.place.world_size)
+            mine = adapter.own_share(net, self.target.rank, self.target.world_size)
             return lambda name: mine(name) and _lasting(name)
         return _lasting
 
     def _deduplicates(self) -> bool:
-        return bool(self.config.remove_redundancy) and self.place.world_size > 1
+        return bool(self.config.remove_redundancy) and self.target.world_size > 1
 
     def _metadata(self) -> dict[str, str]:
         return {"format": "ms", "remove_redundancy": str(self._deduplicates())}
@@ -135,7 +135,7 @@ class StateCollector:
         self.append_dict.update({key: appended[key] for key in ("epoch_num", "step_num")})
         return list(appended.items())
 
-    def extras(self, cb_params: Any, state: TrainingState) -> list[Extra]:
+    def extras(self, cb_params: Any, state: TrainingState) -> list[ExtraWeights]:
         """Returns the files of ``checkpoint_network`` and ``checkpoint_trainable``, as far as they are asked for."""
         if not self.inference:
             return []
@@ -145,10 +145,10 @@ class StateCollector:
         found = []
         for folder, kind in self.inference:
             chosen = [row for row in rows if kind == "network" or row[0] in trainable]
-            name = (f"{stem(self.prefix, self.place.rank, self.suffix)}-{kind}-{state.epoch}_{state.step_in_epoch}."
+            name = (f"{stem(self.prefix, self.target.rank, self.suffix)}-{kind}-{state.epoch}_{state.step_in_epoch}."
                     f"{self.config.format}")
-            found.append(Extra(folder, name, kind, self.config.format, live.deferred(chosen), self._metadata(),
-                               self.keep_inference))
+            found.append(ExtraWeights(folder, name, kind, self.config.format, live.deferred(chosen), self._metadata(),
+                                      self.keep_inference))
         return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mindresume.coordination.collectives import agreed
+from mindresume.coordination.collectives import run_on_all
 from mindresume.errors import LoadError
 from mindresume.events import ProgressRestored, WeightsLoaded, warning
 from mindresume.events.progress import ProgressReporter
@@ -141,15 +141,15 @@ def load_shard(network: Any, context: TrainingContext, storage: Storage, early: 
     choice, group, shard = context.plan.choice, context.group, context.shard
     reporter = reporter or ProgressReporter("loading", context.emit)
     read = early.result if early else partial(read_shard, storage, choice.root, shard, reporter)
-    arrays, deduplicated = agreed(group, read, waiting_for(reporter))
+    arrays, deduplicated = run_on_all(group, read, waiting_for(reporter))
     files = choice.chosen.files.get(group.rank)
     own = files[0].path if files else "the file of a rank that was lost"
     replicas = [source.file.path for source in shard.sources]
     if any(path != own for path in replicas):
         context.emit(warning(f"{own} is missing; rank {group.rank} reads its tensors from replicas, as records or layouts prove: "
                              f"{', '.join(replicas)}"))
-    agreed(group, lambda: check_fit(arrays, adapter.parameters_to_load(network, arrays),
-                                    (lambda name: True) if deduplicated else is_transient))
+    run_on_all(group, lambda: check_fit(arrays, adapter.parameters_to_load(network, arrays),
+                                        (lambda name: True) if deduplicated else is_transient))
     restore_parameters(network, arrays, deduplicated, context)
 
 

@@ -296,7 +296,7 @@ def _settle_monitor(context: TrainingContext) -> None:
     """Finishes the save in flight, if the training failed."""
     monitor, context.monitor = context.monitor, None
     if monitor is not None:
-        monitor.settle()
+        monitor.finish_after_error()
 
 
 def _close_events(emit: Emitter) -> None:

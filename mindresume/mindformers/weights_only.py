@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mindresume.coordination.collectives import agreed, decide, report
+from mindresume.coordination.collectives import gather_results, run_on_all, run_on_rank0
 from mindresume.errors import LoadError
 from mindresume.events import Emit, Notice, warning
 from mindresume.events.progress import ProgressReporter
@@ -73,7 +73,8 @@ def select(config: Any, task: str, context: TrainingContext, storage: Storage) -
     group, asked = context.group, config.get("resume_training")
     path = locate_checkpoints(storage, path, group, context.emit)
     converts = bool(config.get("auto_trans_ckpt"))
-    split = not converts and group.size > 1 and any(report(group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
+    split = not converts and group.size > 1 and any(gather_results(group, lambda: os.path.isdir(path)
+                                                                   and is_root(storage, path))) and \
         shared_groups_of(storage, path, group, context.resources.topology, context.emit).is_split
     plan = selection.select(config, path, asked if isinstance(asked, str) else None, context, storage, any_layout=not split,
                             resume=False, keep_layout=not converts)
@@ -101,11 +102,11 @@ def load(config: Any, model: Any, network: Any, dataset: Any, context: TrainingC
     path = config.checkpoint.load_path
     if os.path.realpath(path) != os.path.realpath(request.path):          # mindformers wrote translated names into new files
         open_source = partial(open_complete, storage, path)
-    source = agreed(group, open_source, OPENING) if open_source is not None else None
+    source = run_on_all(group, open_source, OPENING) if open_source is not None else None
     if not request.trains:
         network.set_train(False)
-    known = decide(group, lambda: source is not None and source.candidate is None and
-                   is_huggingface(storage, source.weights.name))        # rank 0 decides, because collectives follow
+    known = run_on_rank0(group, lambda: source is not None and source.candidate is None and
+                         is_huggingface(storage, source.weights.name))        # rank 0 decides, because collectives follow
     if reason := adapter.reason_for_builtin_load(network, source.weights.tensors if source else (), known):
         context.emit(warning(f"{request.path}: {reason}; mindformers loads it, and logs the parameters that got no value"))
         config.auto_trans_ckpt = request.converts
@@ -127,31 +128,31 @@ def load(config: Any, model: Any, network: Any, dataset: Any, context: TrainingC
 def _load(config: Any, cell: Any, network: Any, source: OpenCheckpoint, context: TrainingContext) -> None:
     """Loads by regions, from any layout into that of the job."""
     emit, group, tensors = context.emit, context.group, source.weights.tensors
-    wanted = agreed(group, lambda: _parameters_of_network(cell, network, tensors))
+    wanted = run_on_all(group, lambda: _parameters_of_network(cell, network, tensors))
     optional = _optional(config, context, tensors)
-    origin = agreed(group, lambda: checkpoint_names(wanted, tensors, source.what, optional, emit))
+    origin = run_on_all(group, lambda: checkpoint_names(wanted, tensors, source.what, optional, emit))
     layouts = job_layouts(cell, {name: shape for name, (shape, _) in wanted.items()}, group.size,
                           lambda text: emit(warning(text)))
     stored = {origin.get(name, name): (shape, _read_as(tensors, origin.get(name, name), dtype))
               for name, (shape, dtype) in wanted.items()}
     backwards = {other: name for name, other in origin.items()}
-    regions = agreed(group, lambda: wanted_regions(
+    regions = run_on_all(group, lambda: wanted_regions(
         source.weights, stored, {origin.get(name, name): row for name, row in layouts.items()}, group.rank,
         lambda name: optional(backwards.get(name, name)), allow=True))
     traffic, until_read = load_traffic(bytes_of(source.weights, regions), emit)
-    arrays = agreed(group, partial(read_regions, source.weights, regions, traffic=traffic), until_read)
+    arrays = run_on_all(group, partial(read_regions, source.weights, regions, traffic=traffic), until_read)
     by_parameter = {backwards.get(name, name): array for name, array in arrays.items()}
     del arrays
-    agreed(group, lambda: _convert(by_parameter, wanted, emit))
+    run_on_all(group, lambda: _convert(by_parameter, wanted, emit))
     _assign(network, by_parameter, False, wanted, optional, source.what, context, traffic.read)
 
 
 def _load_own(config: Any, cell: Any, network: Any, context: TrainingContext, storage: Storage) -> None:
     """Loads the file of this rank, which a job of as many ranks saved without layouts."""
     group, what = context.group, context.plan.request.path
-    held = agreed(group, lambda: _tensors_by_source(storage, context), OPENING)
+    held = run_on_all(group, lambda: _tensors_by_source(storage, context), OPENING)
     there = {name for names in held.values() for name in names}
-    wanted = agreed(group, lambda: _parameters_of_network(cell, network, there))
+    wanted = run_on_all(group, lambda: _parameters_of_network(cell, network, there))
     optional = _optional(config, context, there)
     reporter = ProgressReporter("loading", context.emit)
 
@@ -164,7 +165,7 @@ def _load_own(config: Any, cell: Any, network: Any, context: TrainingContext, st
         _convert(arrays, wanted, context.emit)
         check_fit(arrays, wanted, (lambda name: True) if deduplicated else optional, allow=True)
         return arrays, deduplicated
-    arrays, deduplicated = agreed(group, read, waiting_for(reporter))
+    arrays, deduplicated = run_on_all(group, read, waiting_for(reporter))
     _assign(cell if deduplicated else network, arrays, deduplicated, wanted, optional, what, context)
 
 

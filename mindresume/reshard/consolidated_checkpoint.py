@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from mindresume.coordination.collectives import Group, Waiting, report
+from mindresume.coordination.collectives import Group, Watchdog, gather_results
 from mindresume.errors import CorruptFileError, MindResumeError, MissingCheckpointError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
@@ -55,7 +55,7 @@ def choose_complete(storage: Storage, path: str, group: Group, full: bool, resum
             check_tensors(source.weights, sorted(source.weights.tensors)[group.rank::group.size],
                           traffic=Traffic(progress=read.advance))
         return source.state.to_json() if source.state else None
-    state = report(group, check, Waiting(f"checking {path}", lambda: read.done))[0]
+    state = gather_results(group, check, Watchdog(f"checking {path}", lambda: read.done))[0]
     if state is None and resume:
         raise MissingCheckpointError(f"{path} holds complete weights, but no step_num: no training can be resumed from them. "
                                      f"With resume_training: False they are loaded as weights only")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindresume.coordination.collectives import Group, Waiting, decide, report
+from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
 from mindresume.formats import Candidate, Refusal
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files, replica_warning
 from mindresume.resume.metadata_verifier import MetadataVerifier
@@ -55,7 +55,7 @@ def verify_on_all_ranks(storage: Storage, root: str, candidate: Candidate, ranks
                 return {"refusal": result.to_json()}
             shards.append(result)
         return {"lost": [row for shard in shards for row in shard.missing_files(candidate)]}
-    rows = report(group, check, Waiting(f"checking step {candidate.step}", lambda: read[0]))
+    rows = gather_results(group, check, Watchdog(f"checking step {candidate.step}", lambda: read[0]))
     return ([Refusal(**row["refusal"]) for row in rows if "refusal" in row], tuple(shards),
             sorted({(rank, path) for row in rows for rank, path in row.get("lost", ())}))
 
@@ -64,6 +64,6 @@ def collect_warnings(storage: Storage, root: str, candidate: Candidate, missing:
                      ) -> tuple[str, ...]:
     """Returns sentences on defects of a usable candidate, the same on all ranks. ``missing``: (rank, path) of files that replicas
     replace (``verify_on_all_ranks``)."""
-    damaged = decide(group, lambda: [refusal.reason for refusal in damaged_metadata_files(storage, root, candidate)],
-                    Waiting("checking the metadata files"))
+    damaged = run_on_rank0(group, lambda: [refusal.reason for refusal in damaged_metadata_files(storage, root, candidate)],
+                          Watchdog("checking the metadata files"))
     return (*replica_warning(missing), *damaged)

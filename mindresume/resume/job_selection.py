@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from mindresume.coordination.collectives import Group, Waiting, decide, report
+from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
 from mindresume.coordination.host_memory import share_of_rank
 from mindresume.coordination.lease import Lease
 from mindresume.coordination.read_locks import acquire_read_lock
@@ -127,7 +127,7 @@ class CheckpointSelector:
             requested = None
         path = locate_checkpoints(disk, path, group, emit)
         # A collective: all ranks must take part, whatever each of them finds.
-        is_one_place = request.any_layout or any(report(group, lambda: _is_file(disk, path)))
+        is_one_place = request.any_layout or any(gather_results(group, lambda: _is_file(disk, path)))
         shared_groups = single_group(group.size) if is_one_place else \
             shared_groups_of(disk, path, group, self.shared_groups, emit)
         visibility = wait_until_visible(disk, path, group, shared_groups)
@@ -172,7 +172,7 @@ class CheckpointSelector:
     def _start_afresh(self, request: SelectionRequest, path: str) -> None:
         """Emits FreshStart. Raises MissingCheckpointError if weights were requested."""
         drop_cached_files(self.storage)
-        exists = any(report(self.group, lambda: uncached(self.storage).status(path) is not None))
+        exists = any(gather_results(self.group, lambda: uncached(self.storage).status(path) is not None))
         reason = "holds no checkpoint that was ever complete" if exists else "does not exist"
         if not request.resume:
             raise MissingCheckpointError(f"{path} {reason}, and initial weights were requested (no_load_optim: "
@@ -202,7 +202,7 @@ class CheckpointSelector:
                 self.emit(warning(text))
             in_rank_folders = chosen.origin == MINDFORMERS and not chosen.iteration_dir
             if uses_layouts and request.keep_layout and group.size > 1 and in_rank_folders:
-                uses_layouts = not all(report(group, lambda: own_shard(choice, group) is not None))
+                uses_layouts = not all(gather_results(group, lambda: own_shard(choice, group) is not None))
         except BaseException:
             if lock is not None:
                 lock.release()
@@ -244,9 +244,9 @@ def locate_checkpoints(storage: Storage, path: str, group: Group, emit: Emit) ->
             return [find_checkpoints(storage, path) or "", ""]
         except MissingCheckpointError as error:
             return ["", str(error)]
-    rows = [decide(group, search, Waiting(f"searching for checkpoints below {path}"))]
+    rows = [run_on_rank0(group, search, Watchdog(f"searching for checkpoints below {path}"))]
     if rows == [["", ""]]:
-        rows = report(group, search, Waiting(f"searching for checkpoints below {path}"))
+        rows = gather_results(group, search, Watchdog(f"searching for checkpoints below {path}"))
     folders, problem = sorted({folder for folder, _ in rows if folder}), next((text for _, text in rows if text), "")
     if len(folders) > 1:
         problem = f"the ranks of this job find checkpoints in different folders: {', '.join(folders)}; set load_checkpoint to one"
@@ -263,7 +263,7 @@ def shared_groups_of(storage: Storage, path: str, group: Group, known: dict[str,
     probe file there."""
     root = os.path.realpath(path)
     if root not in known:
-        if not any(report(group, lambda: storage.status(root) is not None)):
+        if not any(gather_results(group, lambda: storage.status(root) is not None)):
             return single_group(group.size)
         try:
             known[root] = find_shared_groups(storage, root, group)
@@ -298,7 +298,7 @@ def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[st
         return lease is not None
     shared_groups = known.get(os.path.realpath(choice.root), single_group(group.size))
     try:
-        if not all(report(group, lambda: lock() if shared_groups.is_leader(group.rank) else True)):
+        if not all(gather_results(group, lambda: lock() if shared_groups.is_leader(group.rank) else True)):
             raise LoadError(f"{chosen.records_dir} was removed while it was selected; start the job again")
     except BaseException:
         for lease in held:

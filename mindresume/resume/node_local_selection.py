@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 
-from mindresume.coordination.collectives import Group, Waiting, report
+from mindresume.coordination.collectives import Group, Watchdog, gather_results
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import Candidate, Refusal, Scan
 from mindresume.formats.rank_folder_naming import parse_name
@@ -55,7 +55,7 @@ def select_node_local(storage: Storage, path: str, group: Group, policy: Selecti
         return {"offers": list(here.offers)[:_MAX_OFFERS], "maybe_completed": any(c.maybe_completed
             for c in here.found.candidates),
                 "is_explicit": here.is_explicit, "fresh_start_refusal": here.found.fresh_start_refusal}
-    rows = report(group, scan_local, Waiting(f"scanning the checkpoints below {path}"))
+    rows = gather_results(group, scan_local, Watchdog(f"scanning the checkpoints below {path}"))
     mine, refused = local[0], []
     common = set.intersection(*(set(row["offers"]) for row in rows))
     for name in [name for name in rows[0]["offers"] if name in common]:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mindresume.coordination.collectives import Group, Waiting, report
+from mindresume.coordination.collectives import Group, Watchdog, gather_results
 from mindresume.coordination.lease_acquisition import check_no_live_job
 from mindresume.coordination.read_locks import read_locks
 from mindresume.coordination.storage_topology import SharedGroups
@@ -87,7 +87,7 @@ class RemoteFetch:
                 return [socket.gethostname(), rank.find_missing(), self.storage.free_space(self.root), None]
             except OSError as error:
                 return ["", 0, 0, f"{self.root}: {error}"]
-        rows = report(self.group, measure, Waiting("looking for room"))
+        rows = gather_results(self.group, measure, Watchdog("looking for room"))
         failed = next((row[3] for row in rows if row[3]), None)
         if failed:
             return failed
@@ -111,7 +111,8 @@ class RemoteFetch:
             except (OSError, RemoteError, RecordError) as error:
                 return str(error)
             return None
-        found = report(self.group, attempt, Waiting(f"fetching from {self.remote.url}", lambda: rank.fetched_bytes, _PATIENCE))
+        found = gather_results(self.group, attempt,
+                               Watchdog(f"fetching from {self.remote.url}", lambda: rank.fetched_bytes, _PATIENCE))
         return next((f"rank {number}: {reason}" for number, reason in enumerate(found) if reason), None)
 
 
@@ -220,8 +221,8 @@ class _RankFetch:
         path = os.path.join(self.target_dir, record_path(self.attempt, MANIFEST))
         publish(self.storage, path, [manifest_bytes], self.manifest.run)
         if self.target_dir.endswith(os.path.join(FOLDER, self.attempt)):
-            place = SaveTarget(self.storage, self.root, self.manifest.run, 0, self.manifest.world_size, iterations=True)
-            iteration_publisher.publish_iteration(place, self.manifest.step)
+            target = SaveTarget(self.storage, self.root, self.manifest.run, 0, self.manifest.world_size, iterations=True)
+            iteration_publisher.publish_iteration(target, self.manifest.step)
 
 
 def is_iteration_save(manifest: Manifest) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindresume.coordination.collectives import Group, Waiting, decide
+from mindresume.coordination.collectives import Group, Watchdog, run_on_rank0
 from mindresume.coordination.common_checkpoint import order_of
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import NoUsableCheckpointError, RecordError, RemoteError, UnusableCheckpointError
@@ -138,8 +138,8 @@ class RemoteSelection:
         fetch = RemoteFetch(self.storage, self.remote, self.root, self.group, self.emit, self.shared_groups)
         bound = (chosen.order[:2] if chosen else (0, 0)) if self.shared_groups else None
         while True:
-            offer = decide(self.group, lambda: self._offer(steps, bound, suspected=chosen is None),
-                           Waiting(f"looking at {self.remote.url}"))
+            offer = run_on_rank0(self.group, lambda: self._offer(steps, bound, suspected=chosen is None),
+                                 Watchdog(f"looking at {self.remote.url}"))
             for row in offer["refused"]:
                 self._refuse(*row)
             self._refused_unhealthy = self._refused_unhealthy or offer["unhealthy"]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mindresume.coordination.collectives import Group, SingleProcess, decide
+from mindresume.coordination.collectives import Group, SingleProcess, run_on_rank0
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CollectiveError, NoUsableCheckpointError, UnusableCheckpointError
 from mindresume.events import Emit, ignore
@@ -83,7 +83,7 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
         return select_shared(storage, path, group, policy, sources.strategy_of, progress)
     if split:
         policy = replace(policy, world_size=group.size, max_failed_loads=0)
-    elif sources.select_consolidated is not None and decide(group, lambda: is_consolidated(disk, path, policy.any_layout)):
+    elif sources.select_consolidated is not None and run_on_rank0(group, lambda: is_consolidated(disk, path, policy.any_layout)):
         return replace(sources.select_consolidated(storage, path), consolidated=True)
     if sources.remote is None:
         return pick()

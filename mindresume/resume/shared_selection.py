@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from mindresume.coordination.collectives import Group, Waiting, decide
+from mindresume.coordination.collectives import Group, Watchdog, run_on_rank0
 from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate, Refusal, Scan
@@ -60,7 +60,7 @@ def select_shared(storage: Storage, path: str, group: Group, policy: SelectionPo
     queue = CandidateQueue(storage, path, policy, strategy_of) if group.rank == 0 else None
     refusals: list[Refusal] = []
     while True:
-        message = decide(group, lambda refusals=refusals: queue.next(refusals), Waiting("scanning the checkpoints"))
+        message = run_on_rank0(group, lambda refusals=refusals: queue.next(refusals), Watchdog("scanning the checkpoints"))
         if message["end"]:
             return _conclude(message, (), policy.verifies_bytes)
         candidate, root = candidate_from_json(message["candidate"]), message["root"]

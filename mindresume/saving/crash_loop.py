@@ -1,16 +1,17 @@
-"""Guards against crash loops: counts the jobs that loaded a checkpoint and died before a step was done.
+"""Guards against crash loops: counts the jobs that loaded a checkpoint and died before their first step was done.
 
     {root}/.mindresume/trial-{key}                    rank 0, when all ranks have loaded it and the network is compiled
     {root}/.mindresume/death-{run}-rank_00003.json    a rank that ends with an error before its first step is done: why
     {root}/.mindresume/death-{run}-signals            rank 0: the numbers of signals, written by the kernel, see below
 
-A platform starts a job again whenever it dies, and a checkpoint on which every job dies would be loaded for ever. So a job counts
-against the checkpoint if it died between the two moments above, unless it was asked to end, or an error of one of its ranks is
-explained by something else (``explanation``). After ``max_failed_loads`` such jobs in a row, of one output, the checkpoint is
-suspected: it is taken only if no other can be, and retention does not remove it. The first step that a job finishes clears it.
+A platform restarts a job whenever it dies, and a checkpoint on which every job dies would be loaded for ever. So a job that dies
+between the two moments above is a failed load of the checkpoint, unless it was asked to end, or an error of one of its ranks has
+another explanation (``explanation``). After ``max_failed_loads`` failed loads in a row, of one output, the checkpoint is
+suspected: a resume uses it only if there is no other, and retention does not remove it. The first step that a job finishes clears
+it.
 
-A job that dies without an error may have been killed by the platform; it counts too, because most crashes are such. But if all
-errors came from one host of several, that host is suspected first, and the checkpoint after twice as many.
+A job that dies without an error may have been killed by the platform; it counts too, because most crashes leave no error. If all
+errors came from one host of several, that host is suspected first, and the checkpoint only after twice as many.
 """
 from __future__ import annotations
 
@@ -32,20 +33,20 @@ from mindresume.model.training_state import is_count
 from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
 
-_TRIAL, _DEATH, _SIGNALS = "trial-", "death-", "signals"
-_LIMIT = 1 << 20                # bytes of a note that we read
-_LONGEST = 300                  # characters of a cause
-_MOST = 1000                    # deaths that are remembered
-_ASKED = (signal.SIGTERM, signal.SIGINT)
-SILENT = "without a word"
+_HISTORY, _FAILURE, _SIGNALS = "trial-", "death-", "signals"
+_MAX_BYTES = 1 << 20            # bytes of a file that are read
+_MAX_CAUSE = 300                # characters of a cause
+_MAX_FAILED_LOADS = 1000        # failed loads in one file
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+NO_ERROR = "no error was reported"
 
 
 @dataclass(frozen=True)
 class FailedLoad:
-    """A job that died after it had loaded a checkpoint. It ran on ``hosts`` hosts. ``host``, ``rank``: where the error was raised
-    that nothing else explains; empty and None where no rank reported one."""
+    """A job that died after it had loaded a checkpoint. ``hosts``: number of hosts it ran on. ``host``, ``rank``: where the error
+    without another explanation was raised; empty and None if no rank reported one."""
     run: str
-    cause: str = SILENT
+    cause: str = NO_ERROR
     host: str = ""
     rank: int | None = None
     hosts: int = 1
@@ -55,179 +56,187 @@ class FailedLoad:
 
 
 @dataclass(frozen=True)
-class _Note:
-    """The note on a checkpoint. ``output``: of the jobs it is about. ``deaths``: jobs that count. ``began``: the job of the last
-    load attempt."""
+class _LoadHistory:
+    """The load attempts of one checkpoint. ``output``: of the jobs it is about. ``failed_loads``: jobs that count.
+    ``last_attempt``: the job of the last load attempt."""
     output: str = ""
-    deaths: tuple[FailedLoad, ...] = ()
-    began: FailedLoad | None = None
+    failed_loads: tuple[FailedLoad, ...] = ()
+    last_attempt: FailedLoad | None = None
 
     @classmethod
-    def read(cls, storage: Storage, path: str) -> _Note | None:
-        """Reads a note. None if it has another form. Notes of earlier versions ("2 /output") counted any death and are not
+    def read(cls, storage: Storage, path: str) -> _LoadHistory | None:
+        """Reads a file; None if it has another form. Files of earlier versions ("2 /output") counted any death and are not
         used."""
         try:
             with storage.open(path) as file:
-                value = json.loads(file.read(_LIMIT))
-            deaths, began = [_failed_load(row) for row in value["deaths"]], value["began"]
-            return cls(str(value["output"]), tuple(deaths), _failed_load(began) if began else None)
+                value = json.loads(file.read(_MAX_BYTES))
+            failed_loads, last_attempt = [_parse_failed_load(row) for row in value["deaths"]], value["began"]
+            return cls(str(value["output"]), tuple(failed_loads), _parse_failed_load(last_attempt) if last_attempt else None)
         except (OSError, ValueError, LookupError, TypeError, RecursionError, RecordError):
             return None
 
+    def encode(self) -> dict[str, Any]:
+        """Returns the JSON object of the file; its keys are those of its first version."""
+        return {"output": self.output, "deaths": [asdict(failed_load) for failed_load in self.failed_loads],
+                "began": asdict(self.last_attempt) if self.last_attempt else None}
 
-def _failed_load(row: Mapping[str, Any]) -> FailedLoad:
+
+def _parse_failed_load(row: Mapping[str, Any]) -> FailedLoad:
     """Returns the FailedLoad of a JSON object. Raises RecordError, TypeError or ValueError if it is none."""
-    death = FailedLoad(**row)
-    run_sequence(death.run)
-    texts = all(isinstance(text, str) and len(text) <= _LONGEST for text in (death.cause, death.host))
-    if not texts or not is_count(death.hosts, 1) or not (death.rank is None or is_count(death.rank)):
-        raise ValueError("no death")
-    return death
+    failed_load = FailedLoad(**row)
+    run_sequence(failed_load.run)
+    texts = all(isinstance(text, str) and len(text) <= _MAX_CAUSE for text in (failed_load.cause, failed_load.host))
+    if not texts or not is_count(failed_load.hosts, 1) or not (failed_load.rank is None or is_count(failed_load.rank)):
+        raise ValueError("not a failed load")
+    return failed_load
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 def key_of(candidate: Candidate) -> str:
-    """Returns what identifies a candidate within its root: its folder of records, or of mindformers' the iteration folder or
-    first file."""
+    """Returns the name of a candidate within its root: its folder of records; of a checkpoint of mindformers the iteration folder
+    or the first file."""
     return candidate.name or candidate.iteration_dir or os.path.basename(candidate.first.path if candidate.first else "")
 
 
 def load_attempts(storage: Storage, root: str) -> dict[str, tuple[FailedLoad, ...] | None]:
-    """Returns {key: failed loads in a row} of every checkpoint with a note; None for a note that cannot be read, which does not
-    count for the choice: a damaged note must not cost a checkpoint."""
+    """Returns {key: failed loads in a row} of every checkpoint with load attempts; None if its file cannot be read: a damaged
+    file must not exclude a checkpoint from the selection."""
     found = {}
     for name in storage.list(os.path.join(root, FOLDER)):
-        if name.startswith(_TRIAL):                         # a half-written one begins with a dot
-            note = _Note.read(storage, os.path.join(root, FOLDER, name))
-            found[name.removeprefix(_TRIAL)] = _judged(storage, root, note) if note else None
+        if name.startswith(_HISTORY):                       # a half-written one begins with a dot
+            history = _LoadHistory.read(storage, os.path.join(root, FOLDER, name))
+            found[name.removeprefix(_HISTORY)] = _counted(storage, root, history) if history else None
     return found
 
 
 def failed_loads_by_key(storage: Storage, root: str) -> dict[str, tuple[FailedLoad, ...]]:
-    """Returns ``load_attempts`` for a choice: without those that are not known, and none where the folder of records cannot be
-    listed."""
+    """Returns ``load_attempts`` for a selection: without unreadable ones, and empty if the folder of records cannot be listed."""
     try:
-        return {key: deaths for key, deaths in load_attempts(storage, root).items() if deaths}
+        return {key: failed_loads for key, failed_loads in load_attempts(storage, root).items() if failed_loads}
     except OSError:
         return {}
 
 
-def suspicion(deaths: Sequence[FailedLoad], limit: int) -> str:
-    """Returns why a checkpoint on which these jobs died is passed over; empty: it is not."""
-    if not limit or len(deaths) < limit * (2 if one_host(deaths) else 1):
+def suspicion(failed_loads: Sequence[FailedLoad], limit: int) -> str:
+    """Returns why a checkpoint with these failed loads is suspected; empty: it is not."""
+    if not limit or len(failed_loads) < limit * (2 if all_on_one_host(failed_loads) else 1):
         return ""
-    where = f", all on host {deaths[0].host}" if one_host(deaths) else ""
-    return (f"it is suspected: {len(deaths)} jobs in a row loaded it and died before their first step was done{where}, the last "
-            f"one: {deaths[-1]} (mindresume.max_failed_loads: {limit}); name it to take it all the same")
+    where = f", all on host {failed_loads[0].host}" if all_on_one_host(failed_loads) else ""
+    return (f"it is suspected: {len(failed_loads)} jobs in a row loaded it and died before their first step was done{where}, the "
+            f"last one: {failed_loads[-1]} (mindresume.max_failed_loads: {limit}); name it explicitly to load it all the same")
 
 
-def one_host(deaths: Sequence[FailedLoad]) -> bool:
-    """Returns whether one host of several may be the reason for all of them."""
-    return len({death.host for death in deaths}) == 1 and all(death.host and death.hosts > 1 for death in deaths)
+def all_on_one_host(failed_loads: Sequence[FailedLoad]) -> bool:
+    """Returns whether one host of several may be the cause of all of them."""
+    return len({failed_load.host for failed_load in failed_loads}) == 1 and all(
+        failed_load.host and failed_load.hosts > 1 for failed_load in failed_loads)
 
 
-def warning(deaths: Sequence[FailedLoad], limit: int) -> str:
-    """Returns a warning about a checkpoint that is not passed over yet; empty: none."""
-    if not deaths or suspicion(deaths, limit):
+def warning(failed_loads: Sequence[FailedLoad], limit: int) -> str:
+    """Returns a warning about a checkpoint that is not suspected yet; empty: none."""
+    if not failed_loads or suspicion(failed_loads, limit):
         return ""
-    jobs = "the job before" if len(deaths) == 1 else f"{len(deaths)} jobs in a row"
-    host = f". All died on host {deaths[0].host}: look after it" if one_host(deaths) and len(deaths) > 1 else ""
-    return f"{jobs} loaded it and died before the first step was done, the last one: {deaths[-1]}{host}"
+    jobs = "the job before" if len(failed_loads) == 1 else f"{len(failed_loads)} jobs in a row"
+    one_host = all_on_one_host(failed_loads) and len(failed_loads) > 1
+    host = f". All died on host {failed_loads[0].host}: check that host" if one_host else ""
+    return f"{jobs} loaded it and died before the first step was done, the last one: {failed_loads[-1]}{host}"
 
 
-def _judged(storage: Storage, root: str, note: _Note) -> tuple[FailedLoad, ...]:
-    """Returns the failed loads of a note, with the job of the last load attempt: it is dead, or nobody would look. A job that is
-    alive on another machine counts for now."""
-    if note.began is None:
-        return note.deaths
-    folder, prefix = os.path.join(root, FOLDER), f"{_DEATH}{note.began.run}-"
+def _counted(storage: Storage, root: str, history: _LoadHistory) -> tuple[FailedLoad, ...]:
+    """Returns the failed loads, with the job of the last attempt: it is dead, or no other job would select. A job that is alive
+    on another machine counts for now."""
+    if history.last_attempt is None:
+        return history.failed_loads
+    folder, prefix = os.path.join(root, FOLDER), f"{_FAILURE}{history.last_attempt.run}-"
     explained = False
     for name in storage.list(folder):
         if not name.startswith(prefix):
             continue
         try:
             with storage.open(os.path.join(folder, name)) as file:
-                data = file.read(_LIMIT)
+                data = file.read(_MAX_BYTES)
             if name == prefix + _SIGNALS:
-                explained = explained or any(number in data for number in _ASKED)
+                explained = explained or any(number in data for number in _STOP_SIGNALS)
                 continue
-            word = json.loads(data)
-            if not word["explained"]:
-                return (*note.deaths,
-                        _failed_load({**asdict(note.began), **{key: word[key] for key in ("cause", "host", "rank")}}))
+            failure = json.loads(data)
+            if not failure["explained"]:
+                return (*history.failed_loads,
+                        _parse_failed_load({**asdict(history.last_attempt),
+                                            **{key: failure[key] for key in ("cause", "host", "rank")}}))
             explained = True
         except (OSError, ValueError, LookupError, TypeError, RecursionError, RecordError):
-            explained = True                                # somebody said something: it did not die without a word
-    return note.deaths if explained else (*note.deaths, note.began)
+            explained = True                                # a rank reported something that cannot be read
+    return history.failed_loads if explained else (*history.failed_loads, history.last_attempt)
 
 
 # ---- the job -------------------------------------------------------------------------------------------------------
 
 class LoadAttempt:
-    """The load attempt of one job; every rank has its own. ``output``: the folder it works in. ``limit``: failed loads after
-    which a checkpoint is suspected, 0: it is not known. ``run``: its name. ``hosts``: number of hosts that it runs on."""
+    """The load attempt of one job, on one rank. ``output``: the output folder of the job. ``limit``: failed loads after which a
+    checkpoint is suspected; 0: not known. ``run``: the run id. ``hosts``: number of hosts of the job."""
 
     def __init__(self, storage: Storage, root: str, candidate: Candidate, output: str, rank: int = 0, limit: int = 0):
         self.storage, self.root, self.output, self.rank, self.limit = storage, root, output, rank, limit
-        self.path = os.path.join(root, FOLDER, _TRIAL + key_of(candidate))
+        self.path = os.path.join(root, FOLDER, _HISTORY + key_of(candidate))
         self.run, self.hosts, self.begun = "", 1, False
-        self._signals: tuple[int, int] | None = None        # (our file, what had the numbers of signals before)
+        self._signals: tuple[int, int] | None = None        # (our file, the descriptor that got the numbers before)
 
     def begin(self) -> None:
-        """Records that all ranks have loaded the checkpoint, and the network is compiled: from here on it may be what the job
-        dies of. Nothing is recorded in a folder that is not ours to write to. Raises OSError."""
+        """Records that all ranks have loaded the checkpoint and the network is compiled: from here on the checkpoint may be the
+        reason if the job dies. Records nothing in a directory without a folder of records. Raises OSError."""
         self.begun = True
         if self.rank == 0 and self.storage.status(os.path.dirname(self.path)) is not None:
-            before = _Note.read(self.storage, self.path) or _Note()
-            deaths = _judged(self.storage, self.root, before) if before.output == self.output else ()
-            note = _Note(self.output, deaths[-_MOST:], FailedLoad(self.run, hosts=self.hosts))
-            publish_json(self.storage, self.path, asdict(note), self.run)
-            self._listen()
-            self._clear(before.began.run if before.began else "")
+            before = _LoadHistory.read(self.storage, self.path) or _LoadHistory()
+            failed_loads = _counted(self.storage, self.root, before) if before.output == self.output else ()
+            history = _LoadHistory(self.output, failed_loads[-_MAX_FAILED_LOADS:], FailedLoad(self.run, hosts=self.hosts))
+            publish_json(self.storage, self.path, history.encode(), self.run)
+            self._capture_signals()
+            self._remove_failures(before.last_attempt.run if before.last_attempt else "")
 
     def passed(self) -> None:
-        """Removes the notes: a step is done, so the checkpoint is not what jobs die of. Raises OSError."""
+        """Removes the files: a step is done, so jobs do not die of this checkpoint. Raises OSError."""
         if self.rank == 0:
-            self._listen_no_more()
+            self._stop_capturing()
             self.storage.remove(self.path)
-            self._clear(self.run)
+            self._remove_failures(self.run)
             self._clear_others()
 
     def failed(self, error: BaseException) -> None:
         """Records why this rank ends before its first step is done. Raises OSError."""
-        self._listen_no_more()
+        self._stop_capturing()
         if self.begun and self.storage.status(self.path) is not None:
             why = explanation(error)
-            text = f"{type(error).__name__}: {error}".splitlines()[0][:_LONGEST]
-            publish_json(self.storage, self._death_path(record_name(self.rank)), {
+            text = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_CAUSE]
+            publish_json(self.storage, self._failure_path(record_name(self.rank)), {
                 "cause": text, "host": socket.gethostname(), "rank": self.rank, "explained": why}, self.run)
 
     def _clear_others(self) -> None:
-        """Removes the notes of this output on other checkpoints that are not suspected: the training goes on from this one,
-        nobody will load them again, and as long as there is a note retention does not remove its checkpoint."""
+        """Removes the load attempts of this output on other checkpoints that are not suspected. The training goes on from this
+        one, so no job will clear them, and retention keeps a checkpoint with failed loads."""
         folder = os.path.dirname(self.path)
         for name in self.storage.list(folder) if self.limit else ():
-            if name.startswith(_TRIAL):
-                note = _Note.read(self.storage, os.path.join(folder, name))
-                if note and note.output == self.output and not suspicion(_judged(self.storage, self.root, note), self.limit):
+            if name.startswith(_HISTORY):
+                history = _LoadHistory.read(self.storage, os.path.join(folder, name))
+                if history and history.output == self.output and not suspicion(
+                        _counted(self.storage, self.root, history), self.limit):
                     self.storage.remove(os.path.join(folder, name))
-                    self._clear(note.began.run if note.began else "")
+                    self._remove_failures(history.last_attempt.run if history.last_attempt else "")
 
-    def _death_path(self, name: str) -> str:
-        return os.path.join(self.root, FOLDER, f"{_DEATH}{self.run}-{name}")
+    def _failure_path(self, name: str) -> str:
+        return os.path.join(self.root, FOLDER, f"{_FAILURE}{self.run}-{name}")
 
-    def _clear(self, run: str) -> None:
+    def _remove_failures(self, run: str) -> None:
         folder = os.path.dirname(self.path)
         for name in self.storage.list(folder) if run else ():
-            if name.startswith(f"{_DEATH}{run}-"):
+            if name.startswith(f"{_FAILURE}{run}-"):
                 self.storage.remove(os.path.join(folder, name))
 
-    def _listen(self) -> None:
-        """Lets the kernel write the numbers of signals into a file the moment they arrive. A handler in Python would run only
-        when the step that is being computed lets it, and a platform may not wait so long before it kills."""
-        with suppress(ValueError, OSError):                 # not the main thread; a disk on which that cannot be
-            file = os.open(self._death_path(_SIGNALS), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC,
+    def _capture_signals(self) -> None:
+        """Makes the interpreter write the numbers of signals into a file the moment they arrive. A handler in Python would run
+        only after the step that is being computed, and a platform may kill before."""
+        with suppress(ValueError, OSError):                 # not the main thread, or a disk that does not support it
+            file = os.open(self._failure_path(_SIGNALS), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC,
                            0o666)
             try:
                 self._signals = file, signal.set_wakeup_fd(file, warn_on_full_buffer=False)
@@ -235,7 +244,7 @@ class LoadAttempt:
                 os.close(file)
                 raise
 
-    def _listen_no_more(self) -> None:
+    def _stop_capturing(self) -> None:
         if self._signals is not None:
             (file, before), self._signals = self._signals, None
             with suppress(ValueError, OSError):
@@ -245,19 +254,19 @@ class LoadAttempt:
 
 @dataclass
 class PendingLoadAttempt:
-    """Holds the load attempt of the checkpoint that a job has loaded until a step of it is done, or one of its ranks fails."""
+    """Holds the load attempt of a job until its first step is done or this rank fails."""
     attempt: LoadAttempt | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the load attempt, if it has not ended yet: a step is done; or this rank ends with ``error``."""
+        """Ends the load attempt, unless it has ended: a step is done, or this rank ends with ``error``."""
         attempt, self.attempt = self.attempt, None
         if attempt is not None:
-            with suppress(OSError):                 # the next job looks again
+            with suppress(OSError):                 # the next job reads the files again
                 attempt.failed(error) if error is not None else attempt.passed()
 
 
-_PROGRAM = (ImportError, NameError, AttributeError, TypeError, NotImplementedError, SyntaxError)
-_WORDS = (
+_PROGRAM_ERRORS = (ImportError, NameError, AttributeError, TypeError, NotImplementedError, SyntaxError)
+_ERROR_PATTERNS = (
     ("there was no memory", r"out of memory|memory (is )?not enough|memory exhausted|bad_alloc|alloc\w* (\w+ )*fail|"
                             r"fail\w* to alloc|\bOOM\b|EL0004|207001"),
     ("the ranks lost each other", r"hccl|hcom\b|rdma|socket|\bEI\d{4}|connect|heartbeat|time[d ]*out|cluster|communicat"),
@@ -265,7 +274,7 @@ _WORDS = (
 
 
 def explanation(error: BaseException) -> str:
-    """Returns what a job died of, if not of the numbers in a checkpoint; empty: perhaps of them."""
+    """Returns the cause of an error if it is not the content of a checkpoint; empty: it may be."""
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return "it was asked to end"
     if isinstance(error, MindResumeError):
@@ -274,9 +283,9 @@ def explanation(error: BaseException) -> str:
         return "there was no memory"
     if isinstance(error, OSError):
         return "a file or a connection failed"
-    if isinstance(error, _PROGRAM):
+    if isinstance(error, _PROGRAM_ERRORS):
         return "the program is wrong"
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.name == "compile" and f"{os.sep}mindspore{os.sep}" in frame.filename for frame in frames):
         return "the network could not be compiled"
-    return next((why for why, words in _WORDS if re.search(words, str(error), re.IGNORECASE)), "")
+    return next((why for why, words in _ERROR_PATTERNS if re.search(words, str(error), re.IGNORECASE)), "")

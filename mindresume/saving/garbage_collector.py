@@ -1,18 +1,17 @@
-"""Removes checkpoints: decides what goes as a value, and carries it out so that it may die anywhere.
+"""Removes checkpoints: plans the removals, then carries them out. A process may die at any operation of it.
 
-    made = plan(storage, root, policy, read_locks(), active=run)       # looks, touches nothing
+    made = plan(storage, root, policy, read_locks(), active=run)       # reads only
     removed = carry_out(storage, root, made, read_locks)
 
-    together           iteration folders: announce their removal ─▶ read lock? stays
-    each to_delete     rename its commit_dir to trash-... (free by a nonce) ─▶ sync ─▶ locked after all? rename it back
-    then               weights of all ranks ─▶ sync their folders ─▶ records ─▶ the trash folder
+    all iteration folders   announce their removal ─▶ read lock? it stays
+    each to_delete          rename its commit_dir to trash-... with a nonce ─▶ sync ─▶ read lock by now? rename it back
+    then                    weights of all ranks ─▶ sync their folders ─▶ records ─▶ the trash folder
 
-The ``commit_dir`` is the folder of records, or the iteration folder, which holds the weights too: then nothing else has to be
-removed.
+The ``commit_dir`` is the folder of records, or the iteration folder, which also holds the weights.
 
-The rename un-commits: from then on it is no checkpoint, only work left to do, which the next ``carry_out`` of any process
-finishes. The records are removed last, because they say which files belong to it; and only after the names of the weights are
-gone for good, or a power loss could bring back weights that no record names any more.
+Renaming ``commit_dir`` un-commits the checkpoint; the next ``carry_out`` of any process finishes the removal. Records are removed
+last, because they name the files, and only after the removal of the weights is durable: a power loss could otherwise restore
+weights that no record names.
 """
 from __future__ import annotations
 
@@ -58,12 +57,15 @@ NOTHING_WHOLE = "no checkpoint is whole: nothing goes while that is so"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a policy decides about the saves of one directory, each group newest first.
+    """The decision about each save in one directory; each group newest first.
 
-    ``kept``: checkpoints that stay. ``to_delete``: checkpoints that are removed. ``orphans``: saves that never completed and
-    never will; they are removed too. ``unfinished``: incomplete as well, but they stay. ``read_locked``: would be removed, and
-    are being read. ``reasons``: why, by the ``commit_dir`` of the candidate: a folder is what is removed, and two of them can
-    have records of one name.
+    Attributes:
+        kept: checkpoints that stay.
+        to_delete: checkpoints to remove.
+        orphans: saves that never completed and never will, to remove.
+        unfinished: incomplete saves that stay, because their run may be alive.
+        read_locked: checkpoints to remove that are being read, so they stay.
+        reasons: why, by ``commit_dir``: two folders can have records of one name.
     """
     kept: tuple[Candidate, ...] = ()
     to_delete: tuple[Candidate, ...] = ()
@@ -77,16 +79,18 @@ class Plan:
 
 def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | None = None, active: str | None = None,
          ended: Callable[[str], bool] = lambda run: False, lineage: str | None = None) -> Plan:
-    """What goes from ``root``. Counts the checkpoints of earlier runs of the same training too (``lineage``; None: whatever they
-    are of), and never those that mindformers wrote alone.
+    """Plans what to remove from ``root``. Checkpoints that mindformers wrote alone are neither counted nor removed.
 
-    ``held``: {name of an attempt folder: who reads it}. ``active``: the run that saves now; its incomplete saves before its
-    newest commit go, because every rank is past them. ``ended(run)``: whether a run is over for certain; asked after the folder
-    was read, so that no run that began meanwhile counts as over. Of other runs nothing incomplete goes, however old.
+    Args:
+        held: {name of an attempt folder: reader}.
+        active: the run that saves now. Its incomplete saves before its newest commit are orphans, because every rank is past
+        them. ended: returns whether a run is certainly over; called after the directory was read, so that a run that began
+            meanwhile does not count as over. Incomplete saves of other runs stay, whatever their age.
+        lineage: checkpoints of earlier runs of this training count; None: of any training.
 
-    What ``mindresume.saving.protection`` names never goes, and some of that is not counted either. Committed ones newer than the
-    newest whole one are broken: they do not count when the policy chooses among the others, and go only if it would not keep them
-    either if they counted. Without a single whole one no checkpoint goes at all.
+    What ``mindresume.saving.protection`` names is never removed, and some of it is not counted. Committed checkpoints newer than
+    the newest whole one are broken: the policy chooses among the others as if they did not exist, and they are removed only if it
+    would not keep them either. Without a whole checkpoint nothing is removed.
     """
     found, _, _ = scan_records(storage, root)
     aside = not_counted(found, lineage)
@@ -94,8 +98,8 @@ def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | 
     stays = {**protected(storage, root, counted), **aside}
     committed = [c for c in counted if c.committed]
     good = next((index for index, c in enumerate(committed) if NEWEST_WHOLE in stays.get(c.commit_dir, ())), None)
-    kept_by, going = _policy_says(policy, committed, good)
-    # Saves that were complete once and that nobody can commit any more take a place, but remove nothing good.
+    kept_by, going = _apply_policy(policy, committed, good)
+    # Complete saves of runs that are over, which cannot be committed any more, count, but displace no good one.
     over = {run for run in {c.run for c in found if c.run not in (None, active) and not c.committed} if ended(run)}
     places = [c for c in counted if c.committed or (c.maybe_completed and c.run in over)]
     for index in surplus(policy, places) if good is not None else ():
@@ -124,10 +128,10 @@ def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | 
     return Plan(**{name: tuple(rows) for name, rows in groups.items()}, reasons=reasons)
 
 
-def _policy_says(policy: Policy, committed: Sequence[Candidate], good: int | None
-                 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Returns what a policy says of ``committed`` (newest first): ({commit_dir: why it stays}, {commit_dir: why it goes}).
-    ``good``: index of the newest whole one."""
+def _apply_policy(policy: Policy, committed: Sequence[Candidate], good: int | None
+                  ) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Returns ({commit_dir: why it stays}, {commit_dir: why it is removed}) of ``committed``, newest first. ``good``: index of
+    the newest whole one."""
     if good is None:
         return {c.commit_dir: [NOTHING_WHOLE] for c in committed}, {}
     kept: dict[str, list[str]] = {}
@@ -145,7 +149,7 @@ def _policy_says(policy: Policy, committed: Sequence[Candidate], good: int | Non
 
 
 def _keepers(policy: Policy, newest_first: Sequence[Candidate]) -> dict[int, list[str]]:
-    """Returns which parts of ``policy`` keep each index."""
+    """Returns {index: the parts of ``policy`` that keep it}."""
     found: dict[int, list[str]] = {}
     for part in policy.policies if isinstance(policy, KeepAny) else (policy,):
         for index in part.keeps(newest_first):
@@ -156,12 +160,12 @@ def _keepers(policy: Policy, newest_first: Sequence[Candidate]) -> dict[int, lis
 # ---- carrying out --------------------------------------------------------------------------------------------------
 
 def carry_out(storage: Storage, root: str, made: Plan, read_locks: FindReadLocks = dict, emit: Emit = ignore) -> list[Candidate]:
-    """Removes ``to_delete`` and ``orphans`` of a plan, and finishes what an earlier process left. Returns those that are no
-    checkpoints any more; one that another process removed or that is being read by now is not among them. Each fails for itself,
-    with an event, and is tried again by the next call."""
+    """Removes ``to_delete`` and ``orphans`` of a plan, and finishes removals of earlier processes. Returns those that this call
+    un-committed, without those that another process removed or that are being read by now. A failure is an event, concerns one
+    candidate only, and the next call tries again."""
     trash: dict[str, Candidate] = {}
     moving = [candidate.name for candidate in made.to_delete if candidate.iteration_dir]     # with their weights
-    with _announced(storage, root, moving):
+    with _removal_announced(storage, root, moving):
         for candidate in (*made.to_delete, *made.orphans):
             try:
                 name = _uncommit(storage, root, candidate, read_locks, emit)
@@ -175,9 +179,9 @@ def carry_out(storage: Storage, root: str, made: Plan, read_locks: FindReadLocks
 
 
 @contextmanager
-def _announced(storage: Storage, root: str, names: list[str]) -> Iterator[None]:
-    """Announces to readers that ``names`` are about to be removed. Where that cannot be written (a full disk), a reader may find
-    its checkpoint renamed for a moment, until it is back."""
+def _removal_announced(storage: Storage, root: str, names: list[str]) -> Iterator[None]:
+    """Announces to readers that ``names`` are about to be removed. If that cannot be written (a full disk), a reader may find its
+    checkpoint renamed for a moment."""
     lease = None
     if names:
         with suppress(OSError):
@@ -191,16 +195,16 @@ def _announced(storage: Storage, root: str, names: list[str]) -> Iterator[None]:
 
 def free_names(storage: Storage, root: str, paths: Collection[str], run: str, dead: Callable[[], object],
                read_locks: FindReadLocks = dict, emit: Emit = ignore) -> None:
-    """Removes saves that never completed and whose weights lie under one of ``paths``, which ``run`` needs: a training that began
-    afresh on a disk without the checkpoint of that run has given the same names. ``dead()`` raises LeaseHeldError if a job that
-    has a lease on ``root`` is alive."""
+    """Removes incomplete saves of other runs whose weights have one of ``paths``, which ``run`` needs: a training that started
+    afresh on a disk without the checkpoint of ``run`` has used the same names. ``dead()`` raises LeaseHeldError if a job with a
+    lease on ``root`` is alive."""
     folder = os.path.join(root, FOLDER)
 
     def in_the_way(names: Iterable[str]) -> set[str]:
         return {name for name in names if not set(paths).isdisjoint(weights_of(storage, root, os.path.join(folder, name)))}
     names = in_the_way(c.name for c in scan_records(storage, root, brief=True)[0]
                        if not (c.maybe_completed or c.iteration_dir or c.run == run))
-    if names or in_the_way(name for name in storage.list(folder) if name.startswith(TRASH)):        # begun before
+    if names or in_the_way(name for name in storage.list(folder) if name.startswith(TRASH)):        # already being removed
         dead()
         runs = {parsed[1] for parsed in map(parse_attempt, names) if parsed}
         made = plan(storage, root, KEEP_ALL, read_locks(), ended=runs.__contains__)
@@ -208,9 +212,9 @@ def free_names(storage: Storage, root: str, paths: Collection[str], run: str, de
 
 
 def _uncommit(storage: Storage, root: str, candidate: Candidate, read_locks: FindReadLocks, emit: Emit) -> str:
-    """Renames ``commit_dir``, and returns the name of its trash, which can be emptied; empty if it was being read or gone. A
-    reader publishes its read lock and then looks whether the folder is still there; this renames and then looks for read locks.
-    So at least one of the two sees the other. For a folder that moves with its weights it looks right before, too."""
+    """Renames ``commit_dir`` to a trash folder. Returns its name; empty if the checkpoint is being read or gone. A reader
+    publishes its read lock and then checks that the folder exists; this renames and then checks for read locks: at least one of
+    the two sees the other. For a folder that moves with its weights, read locks are checked before the rename, too."""
     held = read_locks() if candidate.iteration_dir else {}
     if candidate.name in held:
         emit(RemovalPostponed(candidate.commit_dir, held[candidate.name], candidate.step))
@@ -220,7 +224,7 @@ def _uncommit(storage: Storage, root: str, candidate: Candidate, read_locks: Fin
     try:
         storage.rename(candidate.commit_dir, os.path.join(records, name))
     except FileNotFoundError:
-        return ""                                                       # somebody removed it by hand: fine
+        return ""                                                       # removed by hand or by another process
     for folder in dict.fromkeys((os.path.dirname(candidate.commit_dir), records)):
         storage.sync(folder)
     who = read_locks().get(candidate.name)
@@ -232,7 +236,7 @@ def _uncommit(storage: Storage, root: str, candidate: Candidate, read_locks: Fin
 
 
 def _postponed(path: str, error: OSError, step: int | None = None) -> RemovalPostponed:
-    """Returns equal events for the same failure, so that it can be emitted once: without the name of the trash."""
+    """Returns equal events for the same failure, without the name of the trash, so that it is emitted once."""
     return RemovalPostponed(path, error.strerror or str(error), step)
 
 
@@ -248,18 +252,18 @@ def _restore(storage: Storage, trash: str, attempt: str) -> bool:
 
 def empty_trash(storage: Storage, root: str, read_locks: FindReadLocks = dict, checked: Collection[str] = (),
                 emit: Emit = ignore) -> None:
-    """Finishes every removal that was begun; each fails for itself, with an event. ``checked``: names of trash that is known
-    not to be held, and whose rename is durable.
+    """Finishes every removal in progress. A failure is an event and concerns one of them only. ``checked``: names of trash
+    without read locks, whose rename is durable.
 
-    What a process un-committed and then died before it saw the hold on it comes back if nothing of it is lost yet; else it waits
-    until the hold is gone.
+    A checkpoint that is read-locked, because the process that un-committed it died before it checked, is restored if it is still
+    whole; else it waits until the lock is gone.
     """
     folder = os.path.join(root, FOLDER)
     names = [name for name in storage.list(folder) if name.startswith(TRASH)]
     ready, others = [name for name in names if name in checked], [name for name in names if name not in checked]
     if others:
         try:
-            for path in (root, folder):                         # who renamed it may have died before this
+            for path in (root, folder):                         # the process that renamed it may have died before the sync
                 storage.sync(path)
             held = read_locks()
         except OSError as error:
@@ -269,12 +273,12 @@ def empty_trash(storage: Storage, root: str, read_locks: FindReadLocks = dict, c
         if strip_trash(name) not in held:
             ready.append(name)
         else:
-            _bring_back(storage, root, name, emit)
+            _restore_if_whole(storage, root, name, emit)
     if not ready:
         return
-    # A name can be used twice where rank folders were deleted by hand and their records were not: the later file stays.
-    found, claimed, _ = scan_records(storage, root)
-    known = None if any(candidate.listing_error for candidate in found) else claimed           # nobody knows what that one claims
+    # A name can be used twice if rank folders were deleted by hand and their records were not: the later file stays.
+    found, referenced, _ = scan_records(storage, root)
+    known = None if any(candidate.listing_error for candidate in found) else referenced        # then not all are known
     for name in ready:
         try:
             _clear(storage, root, os.path.join(folder, name), known)
@@ -282,7 +286,7 @@ def empty_trash(storage: Storage, root: str, read_locks: FindReadLocks = dict, c
             emit(_postponed(os.path.join(folder, name), error))
 
 
-def _bring_back(storage: Storage, root: str, name: str, emit: Emit) -> None:
+def _restore_if_whole(storage: Storage, root: str, name: str, emit: Emit) -> None:
     trash = os.path.join(root, FOLDER, name)
     try:
         manifest, base = _manifest_of(storage, root, trash)
@@ -291,11 +295,11 @@ def _bring_back(storage: Storage, root: str, name: str, emit: Emit) -> None:
             if storage.status(commit_dir) is None:
                 _restore(storage, trash, commit_dir)
     except OSError as error:
-        emit(RemovalPostponed(trash, f"it is read again, and cannot be brought back: {error.strerror or error}"))
+        emit(RemovalPostponed(trash, f"it is being read and cannot be restored: {error.strerror or error}"))
 
 
 def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | None, str]:
-    """Returns the manifest of a trash folder, if nothing of it is lost yet, and the folder to which its paths are relative."""
+    """Returns (manifest of a trash folder, None unless it is whole; folder to which its paths are relative)."""
     inner = attempts_within(storage, os.path.dirname(trash), os.path.basename(trash))
     folder, base = (inner[0].path(os.path.dirname(trash)), trash) if inner else (trash, root)
     try:
@@ -308,30 +312,30 @@ def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | No
     return manifest if there.issuperset(manifest.ranks) and sizes_match(storage, base, files) else None, base
 
 
-def _clear(storage: Storage, root: str, trash: str, claimed: Collection[str] | None) -> None:
+def _clear(storage: Storage, root: str, trash: str, referenced: Collection[str] | None) -> None:
     status = storage.status(trash)
-    if status is not None and not status.is_link:               # what lies behind a link is somebody else's
+    if status is not None and not status.is_link:               # the target of a link is not ours
         if holds_weights(storage, trash):
             remove_tree(storage, trash)
             return
-        _clear_weights(storage, root, trash, claimed)
+        _clear_weights(storage, root, trash, referenced)
         parallel(storage, lambda entry: storage.remove(os.path.join(trash, entry)), storage.list(trash))
     storage.remove(trash)
 
 
 def holds_weights(storage: Storage, trash: str) -> bool:
-    """Returns whether a trash folder was an iteration folder: then nothing of it lies elsewhere."""
+    """Returns whether a trash folder was an iteration folder, which holds its weights."""
     names = storage.list(trash)
     return FOLDER in names or any(map(parse_weight_file, names)) or COMMON in names
 
 
-def _clear_weights(storage: Storage, root: str, trash: str, claimed: Collection[str] | None) -> None:
-    """Removes the weights of a trash folder. ``claimed``: files of other saves, which stay; None: not known, so only files that
-    say inside that they are of this save are removed."""
-    staying = {os.path.join(root, path) for path in claimed or ()}
+def _clear_weights(storage: Storage, root: str, trash: str, referenced: Collection[str] | None) -> None:
+    """Removes the weights of a trash folder. ``referenced``: files of other saves, which stay; None: not known, so only files
+    that say inside that they are of this save are removed."""
+    staying = {os.path.join(root, path) for path in referenced or ()}
     by_folder: dict[str, list[str]] = {}
     for path in weights_of(storage, root, trash):
-        if path not in staying and not (claimed is None and _may_be_of_another(storage, root, path, trash)):
+        if path not in staying and not (referenced is None and _may_be_of_another(storage, root, path, trash)):
             by_folder.setdefault(os.path.dirname(path), []).append(path)
 
     def clear(item: tuple[str, list[str]]) -> None:
@@ -339,15 +343,15 @@ def _clear_weights(storage: Storage, root: str, trash: str, claimed: Collection[
         for path in paths:
             storage.remove(path)
         try:
-            storage.sync(rank_folder)           # also if nothing was there: who removed it may have died before this
+            storage.sync(rank_folder)           # in any case: the process that removed them may have died before
         except FileNotFoundError:
-            return                              # this rank never wrote anything, or its folder was removed by hand
+            return                              # this rank wrote nothing, or its folder was removed by hand
     parallel(storage, clear, by_folder.items())
 
 
 def _may_be_of_another(storage: Storage, root: str, path: str, trash: str) -> bool:
-    """Returns whether another save may have written the weights at ``path``, which the save in ``trash`` may have written; a
-    half-written file has its run in its name."""
+    """Returns whether the weights at ``path`` may be of another save than the one in ``trash``. A temporary file has its run in
+    its name."""
     step, run = parse_attempt(strip_trash(os.path.basename(trash))) or (0, "")
     if path.endswith(TEMPORARY) or storage.status(path) is None:
         return False
@@ -358,11 +362,11 @@ def _may_be_of_another(storage: Storage, root: str, path: str, trash: str) -> bo
 
 
 def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
-    """Returns the paths of the weights that an attempt may have written, on every rank, recorded or not. ``folder``: path of its
-    records, already trash or not yet.
+    """Returns the paths of the weights that an attempt may have written, on every rank, recorded or not. ``folder``: the folder
+    of its records, perhaps trash already.
 
-    One record names the file of all ranks: the prefix with its suffix belongs to one run alone. Without any record that is of
-    this attempt and names a file of its step, the labels inside the files decide.
+    One record gives the names for all ranks, because a prefix with its suffix belongs to one run alone. Without a record of this
+    attempt that names a file of its step, the labels in the files decide.
     """
     step, run = parse_attempt(strip_trash(os.path.basename(folder))) or (0, "")
 
@@ -376,12 +380,12 @@ def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
         parsed = parse_name(name)
         if (record.run, record.step) != (run, step) or parsed is None or (parsed.rank, parsed.epoch, parsed.step) != (
                 record.rank, record.state.epoch, record.state.step_in_epoch):
-            return []                                           # it may name what is not of this checkpoint
+            return []                                           # it may name files of another checkpoint
         paths = [os.path.join(root, folder_name(rank), name_for_rank(name, rank, record.files[0].format))
                  for rank in range(record.world_size)]
         return paths + [temporary_name(path, record.run) for path in paths]
     entries = [entry for entry in storage.list(folder) if record_rank(entry) is not None]
-    for portion in (entries[:1], entries[1:]):                  # one is enough, but where the first is damaged others can be
+    for portion in (entries[:1], entries[1:]):                  # one is enough; the others are read only if the first is damaged
         found = next(filter(None, parallel(storage, named_by, portion)), None)
         if found is not None:
             return found

@@ -1,13 +1,13 @@
-"""Publishes an iteration folder of Checkpoint 2.0. On rank 0 alone, after all records are there:
+"""Publishes an iteration folder of Checkpoint 2.0, on rank 0, after all records exist:
 
     common.json, metadata.json ─▶ manifest (that is the commit) ─▶ the tracker's intent ─▶ rename to iteration_... ─▶ the tracker
 
-    dies before the manifest   all records are there: the next run commits it
-    before the rename          committed under its hidden name; the next run renames it
-    before the tracker         the intent says that the tracker was not set back by hand, but is late
+    death before the manifest   all records exist: the next run commits it
+    before the rename           committed under its hidden name; the next run renames it
+    before the tracker          the intent says that the tracker is late, not set back by hand
 
-A folder of that name that is there already (a run that went back saves its steps again) is never written into: the tracker is
-first set to an older one, then the old folder is renamed away, then the new one takes its name.
+An existing folder of that name (a run that resumed from an older step saves later steps again) is never written into: the tracker
+is set to an older one, the old folder is renamed, then the new one gets its name.
 """
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from mindresume.storage.atomic_publish import publish, temporary_name
 from mindresume.storage.interface import Storage
 
 
-def write_metadata_files(place: SaveTarget, state: TrainingState, records: Sequence[Record]) -> tuple[FileRecord, ...]:
+def write_metadata_files(target: SaveTarget, state: TrainingState, records: Sequence[Record]) -> tuple[FileRecord, ...]:
     """Writes ``common.json`` and, for several ranks, ``metadata.json``, from which mindformers resumes. Raises RecordError if the
-    records do not fit together."""
+    records contradict each other."""
     contents = {COMMON: [encode_common(common_from_state(state), with_status=state.health is not None)]}
-    if place.world_size > 1:
+    if target.world_size > 1:
         try:
             contents[METADATA] = encode_metadata(metadata_from_records(
                 [[file.path for file in record.files] for record in records], any(record.deduplicated for record in records),
-                lambda rank: details_of(place.storage, place.attempt(state.step), rank)))
+                lambda rank: details_of(target.storage, target.attempt(state.step), rank)))
         except ValueError as error:
             raise RecordError(f"{METADATA} cannot be made: {error}") from error
     found = []
@@ -50,46 +50,45 @@ def write_metadata_files(place: SaveTarget, state: TrainingState, records: Seque
         checksum = xxhash.xxh3_128()
         for piece in pieces:
             checksum.update(piece)
-        size = publish(place.storage, os.path.join(place.data_dir(state.step), name), pieces, place.run)
+        size = publish(target.storage, os.path.join(target.data_dir(state.step), name), pieces, target.run)
         found.append(FileRecord(name, "json", size, checksum.hexdigest()))
     return tuple(found)
 
 
-def publish_iteration(place: SaveTarget, step: int, newest: bool = True, emit: Emit = ignore) -> None:
-    """Gives the committed folder of ``step`` its name, and if it is the ``newest`` sets the tracker to it. Raises OSError: what
-    was not done is done by the next call, or by ``finish_tracker``."""
-    storage, root = place.storage, place.root
+def publish_iteration(target: SaveTarget, step: int, newest: bool = True, emit: Emit = ignore) -> None:
+    """Renames the committed folder of ``step`` to its final name, and sets the tracker to it if it is the ``newest``. Raises
+    OSError; the next call, or ``finish_tracker``, then completes the rest."""
+    storage, root = target.storage, target.root
     name, records = iteration_name(step), os.path.join(root, FOLDER)
-    target, intent = os.path.join(root, name), os.path.join(records, intent_name(step))
+    iteration_dir, intent = os.path.join(root, name), os.path.join(records, intent_name(step))
     if newest:
-        publish(storage, intent, [b""], place.run)
-    if storage.status(target) is not None:
-        _lead_elsewhere(storage, root, step, place.run)
-        _make_way(place, step, emit)
+        publish(storage, intent, [b""], target.run)
+    if storage.status(iteration_dir) is not None:
+        _set_tracker_back(storage, root, step, target.run)
+        _free_iteration_name(target, step, emit)
         storage.sync(root)
-    storage.rename(place.data_dir(step), target)
+    storage.rename(target.data_dir(step), iteration_dir)
     storage.sync(root)
     storage.sync(records)
     if newest:
-        set_tracker(storage, root, step, place.run)
+        set_tracker(storage, root, step, target.run)
         storage.remove(intent)
         for other in intents(storage.list(records)):
-            if other < step:                        # its removal had failed; nothing is late any more
+            if other < step:                        # its removal had failed; the tracker is not late any more
                 storage.remove(os.path.join(records, intent_name(other)))
 
 
-def _make_way(place: SaveTarget, step: int, emit: Emit) -> None:
-    """Frees the name of the iteration folder of ``step``. A folder that this training saved there before goes to the trash. One
-    of another training, of mindformers, or a copy by hand is not removed: it stays under another name, by which it can be
-    loaded."""
-    storage, root, name = place.storage, place.root, iteration_name(step)
+def _free_iteration_name(target: SaveTarget, step: int, emit: Emit) -> None:
+    """Frees the name of the iteration folder of ``step``. A folder that this training saved before becomes trash. One of another
+    training or of mindformers, or a copy, is kept under another name, by which it can be loaded."""
+    storage, root, name = target.storage, target.root, iteration_name(step)
     ours, _, _ = read_attempts(storage, root, attempts_within(storage, root, name))
     if ours:
-        removable, replaced = ours[0].step == step and ours[0].lineage == place.lineage, ours[0].name
+        removable, replaced = ours[0].step == step and ours[0].lineage == target.lineage, ours[0].name
     else:
         foreign = candidate_without_records(storage, root, name)
         removable = foreign is None or foreign.problem is not None
-        replaced = attempt_name(step, run_name(0, secrets.token_hex(4)))        # mindformers gives its runs no name
+        replaced = attempt_name(step, run_name(0, secrets.token_hex(4)))        # mindformers has no run ids
     free = os.path.join(FOLDER, trash_name(replaced)) if removable else f"{name}.kept-{secrets.token_hex(4)}"
     storage.rename(os.path.join(root, name), os.path.join(root, free))
     if not removable:
@@ -100,13 +99,13 @@ def set_tracker(storage: Storage, root: str, step: int, tag: str) -> None:
     publish(storage, os.path.join(root, TRACKER), [str(step).encode()], tag)
 
 
-def _lead_elsewhere(storage: Storage, root: str, step: int, tag: str) -> None:
-    """Sets the tracker to the newest iteration before ``step``, if it names ``step``, which is being replaced; removes it if
+def _set_tracker_back(storage: Storage, root: str, step: int, tag: str) -> None:
+    """Sets the tracker, if it names ``step``, which is being replaced, to the newest iteration before it; removes the tracker if
     there is none."""
     if tracked(storage, root) != step:
         return
     others = [number for name in storage.list(root) if (number := parse_iteration(name)) is not None and number < step
-              and storage.status(os.path.join(root, name)) is not None]         # a listing may show what others have removed
+              and storage.status(os.path.join(root, name)) is not None]         # a listing may show removed folders
     if others:
         set_tracker(storage, root, max(others), tag)
     else:
@@ -115,7 +114,7 @@ def _lead_elsewhere(storage: Storage, root: str, step: int, tag: str) -> None:
 
 
 def finish_tracker(storage: Storage, root: str, candidates: Iterable[Candidate], tag: str) -> None:
-    """Finishes the change of the tracker that a dead job intended. ``candidates``: those with records, newest first."""
+    """Sets the tracker as a dead job intended. ``candidates``: those with records, newest first."""
     _clean_trackers(storage, root, tag)
     pending = intents(storage.list(os.path.join(root, FOLDER)))
     if not pending:
@@ -126,12 +125,12 @@ def finish_tracker(storage: Storage, root: str, candidates: Iterable[Candidate],
         set_tracker(storage, root, newest.step or 0, tag)
     seen, there = {c.step for c in candidates if not c.listing_error}, storage.list(root)
     for step in pending:
-        if step in seen or iteration_name(step) not in there:   # else it cannot be listed now, and may be the newest
+        if step in seen or iteration_name(step) not in there:   # else it is not listed now, and may be the newest
             storage.remove(os.path.join(root, FOLDER, intent_name(step)))
 
 
 def _clean_trackers(storage: Storage, root: str, tag: str) -> None:
-    """Removes trackers that runs before ``tag`` left half-written."""
+    """Removes temporary files of the tracker of runs before ``tag``."""
     head, tail = temporary_name(os.path.join(root, TRACKER), "\0").split("\0")
     for name in storage.list(root):
         path = os.path.join(root, name)

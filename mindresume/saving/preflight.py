@@ -1,4 +1,4 @@
-"""Tests whether a directory can hold checkpoints, once before a training begins, instead of at its first save."""
+"""Tests, before a training begins, whether a directory can hold checkpoints."""
 from __future__ import annotations
 
 import os
@@ -15,8 +15,8 @@ from mindresume.storage.stale_files import remove_stale
 
 
 def check_directory(storage: Storage, root: str) -> None:
-    """Does once what a save does, with a small file. Raises SaveError that names the operation that failed or had another effect.
-    Removes the probes of jobs that died while they had some here."""
+    """Runs every operation of a save once, with a small file. Raises SaveError that names the operation that failed or had
+    another effect. Removes old probe files of dead jobs."""
     folder = os.path.join(root, FOLDER)
     first, second = (os.path.join(folder, f"{PROBE}{secrets.token_hex(4)}") for _ in range(2))
 
@@ -38,7 +38,7 @@ def check_directory(storage: Storage, root: str) -> None:
 
     def flush_above() -> None:
         storage.sync(root)
-        with suppress(PermissionError):         # somebody else's folder: ``root`` was there before, and its name is durable
+        with suppress(PermissionError):         # not our folder: ``root`` existed before, and its name is durable
             storage.sync(os.path.dirname(os.path.abspath(root)))
     operations: list[tuple[str, Callable[[], Any]]] = [
         ("making a folder", lambda: storage.make_folder(folder)),

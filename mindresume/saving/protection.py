@@ -3,10 +3,10 @@
     not_counted(found, lineage)                # {commit_dir of a candidate: reasons}; ``found``: saves with records, newest first
     protected(storage, root, counted)          # the same, of the others
 
-A rule looks at the directory and yields the candidates that must stay, each with a reason that reads well after "kept:". For a
-new reason, write a rule and add it to RULES: every removal (after a commit, with ``mindresume prune``) obeys it. The policies
-count what is protected like any other; it is only not removed. What they must not even count is in ``not_counted``. A note that a
-rule cannot understand protects whatever it may be about: better one too many than the last one missing.
+A rule yields the candidates that must stay, each with a reason that reads well after "kept:". For a new reason, write a rule and
+add it to RULES: every removal (after a commit, by ``mindresume prune``) obeys it. Policies count protected checkpoints like
+others; ``not_counted`` returns those that they do not count. A file that a rule cannot read protects every checkpoint that it may
+be about.
 """
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ANOTHER_TRAINING = "of another training"
 
 
 def not_counted(found: Sequence[Candidate], lineage: str | None) -> Reasons:
-    """Returns what no policy counts: iteration folders that were copied or renamed by hand (no resume takes them under that name,
-    and somebody may need them), and all that is of another training than ``lineage`` (None: of any)."""
+    """Returns the candidates that no policy counts: iteration folders copied or renamed by hand, which no resume selects and a
+    person may need, and checkpoints of another training than ``lineage`` (None: of any)."""
     aside = {c.commit_dir: [f"{c.iteration_dir} is a copy, or was renamed by hand: it holds step {c.step}"] for c in found
              if parse_iteration(c.iteration_dir) not in (None, c.step)}
     for candidate in others(found, lineage) if lineage is not None else ():
@@ -43,14 +43,13 @@ def not_counted(found: Sequence[Candidate], lineage: str | None) -> Reasons:
 
 
 def is_whole(storage: Storage, root: str, candidate: Candidate) -> bool:
-    """Returns whether it is committed and all its files are there with the recorded sizes. Contents are not read."""
+    """Returns whether it is committed and its files have the recorded sizes. Reads no contents."""
     return candidate.committed and candidate.problem is None and sizes_match(
         storage, root, [*candidate.all_files, *candidate.metadata_files])
 
 
 def newest_whole(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Yields the newest whole one. Where folders of nodes were brought together, also the newest that is not of some of them
-    alone."""
+    """Yields the newest whole one. Where directories of several nodes were merged, also the newest whole one of all ranks."""
     candidate = next((c for c in found if is_whole(storage, root, c)), None)
     if candidate is not None:
         yield candidate, NEWEST_WHOLE
@@ -61,8 +60,7 @@ def newest_whole(storage: Storage, root: str, found: Sequence[Candidate]) -> Ite
 
 
 def newest_healthy(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Yields the newest healthy one, where mindformers' health monitor has called some of them unhealthy: a resume passes those
-    over."""
+    """Yields the newest healthy one, if mindformers' health monitor has marked some as unhealthy: a resume skips those."""
     if any(c.health for c in found if c.committed):
         candidate = next((c for c in found if not c.health and is_whole(storage, root, c)), None)
         if candidate is not None:
@@ -70,7 +68,7 @@ def newest_healthy(storage: Storage, root: str, found: Sequence[Candidate]) -> I
 
 
 def named_by_tracker(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Yields what the tracker names: somebody set it back by hand."""
+    """Yields the one that the tracker names: it may have been set back by hand."""
     step = tracked(storage, root)
     for candidate in found if step is not None else ():
         if candidate.iteration_dir and candidate.committed and candidate.step == step:
@@ -78,23 +76,22 @@ def named_by_tracker(storage: Storage, root: str, found: Sequence[Candidate]) ->
 
 
 def named_by_meta(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Yields what ``meta.json`` names, which mindformers without mindresume loads. The job that has just committed a newer one
-    changes it last."""
+    """Yields the one that ``meta.json`` names, which mindformers without mindresume loads. A job updates it after the commit."""
     committed = [c for c in found if c.committed and c.files and not c.iteration_dir]
     for rank in sorted({min(c.files) for c in committed}):
         folder = folder_name(rank)
         try:
             path = f"{folder}/{read_json(storage, os.path.join(root, folder, META))['last_ckpt_file']}"
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError, KeyError, TypeError):
-            continue                                            # it leads nowhere, or nobody can follow it
-        # A name can have been used twice. The newest of all stays anyway.
+            continue                                            # it names no checkpoint, or cannot be read
+        # A name can have been used twice: the newest. The newest of all stays in any case.
         candidate = next((c for c in committed if any(file.path == path for file in c.files.get(rank, ()))), None)
         if candidate not in (None, committed[0]):
             yield candidate, f"{folder}/{META} names it"
 
 
 def common_to_all_nodes(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Yields what all nodes have. A save that never completed here is no checkpoint on any node."""
+    """Yields those that are common to all nodes, or newer. An incomplete save is a checkpoint on no node."""
     names = protected_by_peers(storage, root)
     for candidate in found:
         if candidate.maybe_completed and candidate.name in names:
@@ -102,7 +99,7 @@ def common_to_all_nodes(storage: Storage, root: str, found: Sequence[Candidate])
 
 
 def with_failed_loads(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Yields those on which jobs died. A suspicion may be wrong, and a person has to look at it first."""
+    """Yields those with failed loads: a suspicion may be wrong, so a person has to check it first."""
     rows = load_attempts(storage, root)
     for candidate in found:
         if rows.get(candidate.name, ()) != ():
@@ -110,7 +107,7 @@ def with_failed_loads(storage: Storage, root: str, found: Sequence[Candidate]) -
 
 
 def not_looked_into(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Yields those that cannot be looked into: each may be whole, and the newest."""
+    """Yields those that cannot be read: each may be whole and the newest."""
     for candidate in found:
         if candidate.listing_error:
             yield candidate, candidate.listing_error
@@ -121,8 +118,7 @@ RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, named
 
 
 def protected(storage: Storage, root: str, found: Sequence[Candidate]) -> Reasons:
-    """Returns {commit_dir: reasons} by all rules. Raises OSError if the directory cannot be looked at: then nothing is removed
-    this time."""
+    """Returns {commit_dir: reasons} by all rules. Raises OSError if the directory cannot be read: then nothing is removed now."""
     stays: dict[str, list[str]] = {}
     for rule in RULES:
         for candidate, why in rule(storage, root, found):

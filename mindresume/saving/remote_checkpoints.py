@@ -90,12 +90,12 @@ def record_path(attempt: str, name: str) -> str:
     return f"{FOLDER}/{attempt}/{name}"
 
 
-def committed_dir(place: SaveTarget, step: int) -> str | None:
+def committed_dir(target: SaveTarget, step: int) -> str | None:
     """Returns the folder that the paths in the records of a step start from, None unless this run has committed the step and it
     has its final name."""
-    data_dir = os.path.join(place.root, iteration_name(step)) if place.iterations else place.root
-    manifest = os.path.join(data_dir, record_path(attempt_name(step, place.run), MANIFEST))
-    return data_dir if place.storage.status(manifest) is not None else None
+    data_dir = os.path.join(target.root, iteration_name(step)) if target.iterations else target.root
+    manifest = os.path.join(data_dir, record_path(attempt_name(step, target.run), MANIFEST))
+    return data_dir if target.storage.status(manifest) is not None else None
 
 
 @dataclass
@@ -174,80 +174,80 @@ class RemoteCheckpoints:
     # ---- putting ---------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def has_shard(place: SaveTarget, step: int, data_dir: str) -> bool:
+    def has_shard(target: SaveTarget, step: int, data_dir: str) -> bool:
         """Returns whether this rank sees its own record on its disk."""
-        path = record_path(attempt_name(step, place.run), record_name(place.rank))
-        return place.storage.status(os.path.join(data_dir, path)) is not None
+        path = record_path(attempt_name(step, target.run), record_name(target.rank))
+        return target.storage.status(os.path.join(data_dir, path)) is not None
 
-    def put_shard(self, place: SaveTarget, step: int, data_dir: str) -> int:
+    def put_shard(self, target: SaveTarget, step: int, data_dir: str) -> int:
         """Uploads the files that one rank saved (rank 0: the metadata files too), then its record. Leaves out what is there
         already. Returns the bytes sent. Raises OSError or RecordError if it cannot be read from the disk (any more)."""
-        attempt = attempt_name(step, place.run)
-        recorded = os.path.join(data_dir, record_path(attempt, record_name(place.rank)))
-        with place.storage.open(recorded) as file:
+        attempt = attempt_name(step, target.run)
+        recorded = os.path.join(data_dir, record_path(attempt, record_name(target.rank)))
+        with target.storage.open(recorded) as file:
             files = [*read_record(file)[0].files]
-        if place.rank == 0:
-            files += self.local_manifest(place, attempt, data_dir)[0].metadata_files
+        if target.rank == 0:
+            files += self.local_manifest(target, attempt, data_dir)[0].metadata_files
         sent = 0
         for file in files:
             if self.store.size(self._url(attempt, file.path)) != file.size:
                 self.store.upload(os.path.join(data_dir, file.path), self._url(attempt, file.path))
                 sent += file.size or 0
-        self.store.put(self._url(attempt, record_path(attempt, record_name(place.rank))), read_bytes(place.storage, recorded))
+        self.store.put(self._url(attempt, record_path(attempt, record_name(target.rank))), read_bytes(target.storage, recorded))
         return sent
 
-    def report_lost_shard(self, place: SaveTarget, step: int, reason: str) -> None:
+    def report_lost_shard(self, target: SaveTarget, step: int, reason: str) -> None:
         """Tells rank 0 that the shard of this rank will never come."""
-        attempt = attempt_name(step, place.run)
-        self.store.put(self._url(attempt, record_path(attempt, f"{_LOST}{record_name(place.rank)}")), reason.encode())
+        attempt = attempt_name(step, target.run)
+        self.store.put(self._url(attempt, record_path(attempt, f"{_LOST}{record_name(target.rank)}")), reason.encode())
 
-    def missing(self, place: SaveTarget, step: int, data_dir: str) -> list[str]:
+    def missing(self, target: SaveTarget, step: int, data_dir: str) -> list[str]:
         """Returns, for rank 0, the names of objects that must be there before the manifest and are not. A record is put after all
         files that it names, whose sizes were checked. Raises LostShardError if a rank has reported its shard lost."""
-        attempt = attempt_name(step, place.run)
+        attempt = attempt_name(step, target.run)
         there = set(self.store.list(f"{self.url}/{attempt}"))
-        for rank in range(place.world_size):
+        for rank in range(target.world_size):
             if (path := record_path(attempt, f"{_LOST}{record_name(rank)}")) in there:
                 reason = self.store.read(self._url(attempt, path)).decode(errors="replace")
                 raise LostShardError(step, f"the part of rank {rank} {reason}")
-        records = [record_path(attempt, record_name(rank)) for rank in range(place.world_size)]
+        records = [record_path(attempt, record_name(rank)) for rank in range(target.world_size)]
         absent = [path for path in records if path not in there]
         if absent:
             return absent
-        manifest, _ = self._whole(place, attempt, data_dir)
+        manifest, _ = self._whole(target, attempt, data_dir)
         files = [*(file for files in manifest.files for file in files), *manifest.metadata_files]
         return [file.path for file in files if file.path not in there]
 
-    def commit(self, place: SaveTarget, step: int, data_dir: str) -> None:
+    def commit(self, target: SaveTarget, step: int, data_dir: str) -> None:
         """Puts the manifest, after ``missing`` returned nothing. Raises RemoteError if an object is gone all the same: a later
         run took this one for dead, and removed what it had not completed."""
-        attempt = attempt_name(step, place.run)
-        manifest, data = self._whole(place, attempt, data_dir)
+        attempt = attempt_name(step, target.run)
+        manifest, data = self._whole(target, attempt, data_dir)
         path = record_path(attempt, MANIFEST)
         self.store.put(self._url(attempt, path), data)
         # A later run that removes the attempt looks for the manifest before, and deletes it again after everything else: one of
         # the two sees what the other has done.
-        gone = self.missing(place, step, data_dir)
+        gone = self.missing(target, step, data_dir)
         if gone:
             self.store.delete(self._url(attempt, path))
             raise RemoteError(f"{len(gone)} objects were removed while the last ones came, the first is {gone[0]}")
         self._manifests[attempt] = manifest
 
-    def _whole(self, place: SaveTarget, attempt: str, data_dir: str) -> tuple[Manifest, bytes]:
+    def _whole(self, target: SaveTarget, attempt: str, data_dir: str) -> tuple[Manifest, bytes]:
         """Returns the manifest of all ranks. Where nodes share no disk, the manifest of rank 0's node names the ranks of that
         node only: then it is made from the records of all ranks, which are together only in the store."""
-        manifest, data = self.local_manifest(place, attempt, data_dir)
+        manifest, data = self.local_manifest(target, attempt, data_dir)
         if not manifest.local_ranks:
             return manifest, data
         if attempt not in self._manifests:
             self._manifests[attempt] = Manifest.from_records(parallel(
-                place.storage, lambda rank: read_record(io.BytesIO(self.record(attempt, rank))), range(manifest.world_size)))
+                target.storage, lambda rank: read_record(io.BytesIO(self.record(attempt, rank))), range(manifest.world_size)))
         return self._manifests[attempt], self._manifests[attempt].encode()
 
     @staticmethod
-    def local_manifest(place: SaveTarget, attempt: str, data_dir: str) -> tuple[Manifest, bytes]:
+    def local_manifest(target: SaveTarget, attempt: str, data_dir: str) -> tuple[Manifest, bytes]:
         """Returns the manifest on the disk of this rank, and its bytes."""
-        data = read_bytes(place.storage, os.path.join(data_dir, record_path(attempt, MANIFEST)))
+        data = read_bytes(target.storage, os.path.join(data_dir, record_path(attempt, MANIFEST)))
         return Manifest.read(io.BytesIO(data)), data
 
     # ---- deleting --------------------------------------------------------------------------------------------------

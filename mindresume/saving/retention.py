@@ -1,11 +1,11 @@
-"""Which committed checkpoints stay. Policies are values: each answers which of the checkpoints, newest first, it keeps.
+"""Defines retention policies: values that decide which committed checkpoints stay.
 
     policy = KeepAny((KeepLast(3), KeepEverySteps(1000), KeepBest("loss", 2)))
     str(policy)                        # "the last 3, one every 1000 steps, the best 2 by loss (smallest)"
-    surplus(policy, newest_first)      # indices of those to remove; never 0
+    surplus(policy, newest_first)      # indices of the checkpoints to remove; never 0
 
-They count every checkpoint committed in the folder, those of earlier runs too (mindformers counts only its own process).
-The newest one is always kept. Constructing a policy that means nothing (a count below 1) is a ConfigError.
+A policy counts every committed checkpoint in the directory, those of earlier runs too (mindformers counts only those of its own
+process). The newest one always stays. A policy without a meaning (a count below 1) raises ConfigError.
 """
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from mindresume.errors import ConfigError
 
 
 class Saved(Protocol):
-    """A checkpoint as a policy sees it. ``saved_at``: seconds since 1970; ``metrics``: what was measured at the save, by name."""
+    """The properties of a checkpoint that policies use. ``saved_at``: seconds since 1970. ``metrics``: {name: value} at the
+    save."""
     @property
     def step(self) -> int | None: ...
 
@@ -30,7 +31,7 @@ class Saved(Protocol):
 
 
 class Policy(Protocol):
-    """Chooses the checkpoints that stay. ``str`` of a policy says what it keeps, for a log or a table."""
+    """Chooses the checkpoints that stay. ``str(policy)`` describes it for a log or a table."""
 
     def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
         """Returns the indices into ``newest_first`` that stay."""
@@ -38,7 +39,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class KeepAll:
-    """Keeps all: neither ``keep_checkpoint_max`` nor ``keep_checkpoint_per_n_minutes`` is set."""
+    """Keeps all checkpoints: neither ``keep_checkpoint_max`` nor ``keep_checkpoint_per_n_minutes`` is set."""
 
     def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
         return set(range(len(newest_first)))
@@ -67,9 +68,9 @@ class KeepLast:
 
 @dataclass(frozen=True)
 class KeepPerMinutes:
-    """Keeps the oldest, and going forward in time one per ``minutes`` (``keep_checkpoint_per_n_minutes``).
+    """Keeps the oldest, and from there one per ``minutes`` (``keep_checkpoint_per_n_minutes``).
 
-    A clock that was set back removes nothing: what seems older than the one kept before it stays, and opens its interval.
+    If the clock was set back, a checkpoint that seems older than the one kept before it stays and begins a new interval.
     """
     minutes: float
 
@@ -81,7 +82,7 @@ class KeepPerMinutes:
     def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
         kept: set[int] = set()
         last = None
-        for index, saved in reversed(list(enumerate(newest_first))):      # oldest first: it opens its interval
+        for index, saved in reversed(list(enumerate(newest_first))):      # oldest first: each kept one begins an interval
             at = saved.saved_at or 0.0
             if last is None or at < last or at - last >= self.minutes * 60:
                 kept.add(index)
@@ -95,7 +96,7 @@ class KeepPerMinutes:
 @dataclass(frozen=True)
 class KeepEverySteps:
     """Keeps, for every multiple of ``interval``, the first checkpoint at or after it and before the next multiple (in sink mode
-    steps arrive in jumps); of several runs that saved that step, the newest one's. Checkpoints before the first multiple are not
+    steps arrive in jumps). If several runs saved that step, keeps the newest. Checkpoints before the first multiple are not
     kept."""
     interval: int
 
@@ -118,8 +119,7 @@ class KeepEverySteps:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``count`` best by a metric that was recorded with them; of equals the newer. Without a number they are never
-    best."""
+    """Keeps the ``count`` best by a recorded metric; of equal ones the newer. Checkpoints without that metric are not best."""
     metric: str
     count: int
     mode: str = "min"
@@ -171,10 +171,10 @@ def any_of(policies: Sequence[Policy]) -> Policy:
 
 def policy_of(keep_checkpoint_max: int | None, keep_checkpoint_per_n_minutes: int | None, every_steps: int = 0, best: int = 0,
               best_metric: str = "loss", best_mode: str = "min") -> Policy:
-    """The first two as in mindspore's CheckpointConfig: the maximum wins, the minutes count only without it, neither keeps all.
+    """Returns the policy of these settings. The first two are those of mindspore's CheckpointConfig: the minutes count only
+    without a maximum, and without both all checkpoints stay. ``every_steps`` and ``best`` (0: off) keep more than those two.
 
-    ``every_steps`` and ``best`` (0: off) keep more than those two; without them they have nothing to add to, which is a
-    ConfigError.
+    Raises ConfigError if ``every_steps`` or ``best`` is set and both of the first two are not: then all stay anyway.
     """
     if keep_checkpoint_max and keep_checkpoint_max > 0:
         base: Policy = KeepLast(keep_checkpoint_max)

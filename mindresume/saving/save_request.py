@@ -1,8 +1,8 @@
-"""Describes a training to the ``CheckpointManager``: where and when it saves, and at each step what is to be saved.
+"""Describes a training to the ``CheckpointManager``: where and when it saves, and at each step the state to save.
 
-    class Mine(Step):
+    class ArraysRequest(SaveRequest):
         def collect(self) -> Save: ...
-    manager.step_end(Mine(20))
+    manager.step_end(ArraysRequest(20))
 """
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ from mindresume.saving.sync_saver import Save
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Where and when a training saves. ``root``: the folder of checkpoints. ``prefix``: of the names of files. ``every_steps``:
-    saves fall on its absolute multiples; without it ``every_seconds`` counts, and without both only the end is saved.
-    ``async_save``: "thread" or "process" saves behind the training, True is "thread". ``iterations``: Checkpoint 2.0.
-    ``shown``: the folder as the log calls it."""
+    """Where and when a training saves.
+
+    Attributes:
+        root: the checkpoint directory.
+        prefix: of the names of files.
+        every_steps: saves fall on absolute multiples of it. Without it ``every_seconds`` counts; without both only the last step
+            is saved.
+        async_save: "thread" or "process" saves in the background; True is "thread".
+        iterations: Checkpoint 2.0.
+        shown: the directory as the log names it.
+    """
     root: str
     prefix: str
     every_steps: int | None = None
@@ -28,37 +35,40 @@ class SaveOptions:
     shown: str = ""
 
 
-class Saves(Protocol):
-    """The part of a ``CheckpointManager`` that a step may use."""
+class SupportsSave(Protocol):
+    """The method of a ``CheckpointManager`` that a request may call."""
 
-    def save(self, step: Step, force: bool = False) -> None: ...
+    def save(self, request: SaveRequest, force: bool = False) -> None: ...
 
 
-class Step:
-    """A training at the end of a step, as it is to be saved. A subclass defines at least ``collect``. ``number``: of the step,
-    since the training began, over all resumes."""
+class SaveRequest:
+    """The state of a training at the end of a step. A subclass defines at least ``collect``.
 
-    def __init__(self, number: int):
-        self.number = number
+    Args:
+        step: counted from the beginning of the training, over all resumes.
+    """
+
+    def __init__(self, step: int):
+        self.step = step
 
     def collect(self) -> Save:
-        """Returns everything that this rank writes. Called on all ranks, because it can be an exchange."""
+        """Returns everything that this rank writes. All ranks call it, because it can be a collective."""
         raise NotImplementedError
 
-    def record(self, save: Save, name: str) -> None:
-        """Called with what was collected, before the saver has it. Raises SaveError if the save failed."""
+    def on_collected(self, save: Save, name: str) -> None:
+        """Called with the collected state, before the saver gets it. Raises SaveError to make the save fail."""
 
-    def taken(self, save: Save, name: str) -> None:
-        """Called when the saver has it, under ``name``."""
+    def on_submitted(self, save: Save, name: str) -> None:
+        """Called after the saver got it, under ``name``."""
 
-    def save(self, manager: Saves, force: bool) -> None:
+    def save(self, manager: SupportsSave, force: bool) -> None:
         """Saves the step if it is due; with ``force`` in any case, unless it is saved already."""
         manager.save(self, force)
 
-    def rescue(self) -> Shard:
-        """Returns all that this rank holds when other ranks are lost, without any exchange."""
+    def collect_local(self) -> Shard:
+        """Returns all that this rank holds after other ranks were lost, without collectives."""
         return self.collect().shard
 
-    def exchanges(self) -> bool:
-        """Returns whether collecting waits for other ranks."""
+    def needs_collectives(self) -> bool:
+        """Returns whether ``collect`` waits for other ranks."""
         return False

@@ -1,8 +1,8 @@
-"""Acquires the checkpoint directory for one training: who shares it, who commits there, the run id, the suffix of file names.
+"""Acquires the checkpoint directory for one training: groups that share it, lease, run id, suffix of file names.
 
     session = open_save_session(storage, root, prefix, group, emit, settings.heartbeat)     # on all ranks together
-    session.begin(resumed)                      # what other trainings left there; what nodes that share no disk keep
-    session.place                               # for everything that is saved
+    session.begin(resumed)                      # warns of other trainings; nodes without a shared disk keep a common one
+    session.target                              # where to save
     session.release()
 """
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mindresume.coordination.collectives import Group, Waiting, decide, report
+from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
 from mindresume.coordination.common_checkpoint import clear
 from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
@@ -30,11 +30,11 @@ from mindresume.saving.preflight import check_directory
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.interface import Storage
 
-_LEASES: dict[str, Lease] = {}          # of this process, by folder: it trains one thing at a time
+_LEASES: dict[str, Lease] = {}          # {directory: lease} of this process, which runs one training at a time
 
 
 class Resumed(Protocol):
-    """A checkpoint from which a training goes on (a ``mindresume.resume.choice.Choice``), and the folder that it lies in."""
+    """A checkpoint from which a training resumes (a ``mindresume.resume.choice.Choice``), and its directory."""
 
     @property
     def chosen(self) -> Candidate | None: ...
@@ -46,8 +46,8 @@ class Resumed(Protocol):
 @dataclass
 class SaveSession:
     """The directory that a training has acquired. ``suffix``: of the names of files, the same on all ranks. ``is_leader``: this
-    rank commits and prunes. ``lease``: of those ranks. ``peer_state``: between nodes that share no disk."""
-    place: SaveTarget
+    rank commits and prunes. ``lease``: on leaders. ``peer_state``: for nodes that share no disk."""
+    target: SaveTarget
     suffix: int
     shared_groups: SharedGroups
     lease: Lease | None
@@ -56,7 +56,7 @@ class SaveSession:
 
     @property
     def is_leader(self) -> bool:
-        return self.shared_groups.is_leader(self.place.rank)
+        return self.shared_groups.is_leader(self.target.rank)
 
     def reached(self, step: int) -> None:
         """Publishes ``step`` with the next heartbeat."""
@@ -67,30 +67,30 @@ class SaveSession:
         if self.lease is not None:
             self.lease.release()
 
-    # ---- nodes that share no disk tell each other what they have ---------------------------------------------------------
+    # ---- nodes that share no disk ----------------------------------------------------------------------------------------
 
     def on_peer_state(self, rows: Sequence[Any]) -> None:
         """Acts on ``rows``, the local states of all ranks."""
         try:
             self.peer_state.on_peer_state(rows)
-        except OSError as error:                        # nothing newer than the last note goes
-            self.emit(warning(f"{self.place.root}: {error}"))
+        except OSError as error:                        # nothing newer than the recorded checkpoint is removed
+            self.emit(warning(f"{self.target.root}: {error}"))
 
     def begin(self, resumed: Resumed | None) -> None:
-        """Protects the checkpoint that all nodes are known to have until they all have a newer one. ``resumed``: what this
-        training has loaded, None: nothing."""
-        storage, root = self.place.storage, self.place.root
+        """Records the loaded checkpoint as the common one of nodes that share no disk, until they have a newer one. ``resumed``:
+        what this training has loaded; None: nothing."""
+        storage, root = self.target.storage, self.target.root
         if self.is_leader:
             self._warn_of_others()
         if not self.shared_groups.is_split:
             if self.is_leader:
                 try:
                     clear(storage, root)
-                except OSError as error:                # with it more stays than must; no rank ends alone for that
+                except OSError as error:                # then more stays than must; no rank fails alone for that
                     self.emit(warning(f"{root}: {error}"))
             return
         self.emit(warning(f"the nodes share no disk at {root}: each keeps what its own ranks save, here rank "
-                          f"{listed(self.place.local_ranks)}, and a resume takes the newest checkpoint that all of them have"))
+                          f"{listed(self.target.local_ranks)}, and a resume takes the newest checkpoint that all of them have"))
         chosen = resumed.chosen if resumed is not None and resumed.root == root else None
         try:
             self.peer_state.record(chosen.name if chosen is not None else "")
@@ -98,10 +98,10 @@ class SaveSession:
             self.emit(warning(f"{root}: {error}"))
 
     def _warn_of_others(self) -> None:
-        """Warns of checkpoints of another training in this directory: retention leaves them alone."""
-        storage, root = self.place.storage, self.place.root
+        """Warns of checkpoints of another training in this directory, which retention does not touch."""
+        storage, root = self.target.storage, self.target.root
         try:
-            rows = others(scan_records(storage, root)[0], self.place.lineage)
+            rows = others(scan_records(storage, root)[0], self.target.lineage)
         except OSError as error:
             self.emit(Notice(f"whether {root} holds checkpoints of another training is not known: {error}"))
             return
@@ -118,16 +118,21 @@ def open_save_session(storage: Storage, root: str, prefix: str, group: Group, em
                       leases: dict[str, Lease] | None = None) -> SaveSession:
     """Acquires ``root``, on all ranks of ``group`` together.
 
-    ``prefix``: of the names of files. ``heartbeat``: seconds between two signs of life, 0: none. ``iterations``: Checkpoint 2.0.
-    ``shared_groups``: which ranks see the same folder, by its path, as far as it is known; what is found out is added.
-    ``origin``: the checkpoint whose training goes on, before any conversion; None: a new training. ``number_runs(storage,
-    root)``: called on rank 0 before the run is numbered, so that its number is larger than those of runs at another place, too.
-    ``leases``: of this process, by folder; None: those that this module remembers.
-    Raises CollectiveError on all ranks if one cannot save there (SaveError, LeaseHeldError), ConfigError for Checkpoint 2.0
-    where nodes share no disk."""
-    decide(group, lambda: check_directory(storage, root))
+    Args:
+        prefix: of the names of files.
+        heartbeat: seconds between two heartbeats; 0: none.
+        iterations: Checkpoint 2.0.
+        shared_groups: {directory: groups of ranks that share it}, as far as known; this call adds what it finds.
+        origin: the checkpoint whose training goes on, before any conversion; None: a new training.
+        number_runs: called on rank 0 before the run gets its number, to make it larger than numbers in an object store, too.
+        leases: {directory: lease} of this process; None: those that this module remembers.
+    Raises:
+        CollectiveError: on all ranks, if one cannot save there (SaveError, LeaseHeldError).
+        ConfigError: Checkpoint 2.0 where nodes share no disk.
+    """
+    run_on_rank0(group, lambda: check_directory(storage, root))
     shared = _shared_groups_of(storage, root, group, iterations, {} if shared_groups is None else shared_groups)
-    decide(group, lambda: number_runs(storage, root), Waiting("numbering the run"))
+    run_on_rank0(group, lambda: number_runs(storage, root), Watchdog("numbering the run"))
     run = next_common_run(storage, root, group) if shared.is_split else ""
     own: list[Lease] = []
 
@@ -137,23 +142,23 @@ def open_save_session(storage: Storage, root: str, prefix: str, group: Group, em
         if group.rank != 0:
             check_directory(storage, root)
         memory = _LEASES if leases is None else leases
-        if root in memory:                              # an earlier training of this process, which is over
+        if root in memory:                              # of an earlier training of this process, which is over
             memory.pop(root).release()
         holder = replace(holder_of_this_process(SAVING, group.size), run=run)       # an empty run: the next one
         found = acquire(storage, root, holder, heartbeat, emit, keep_run_marker=iterations)
         memory[root] = found.start()
         own.append(memory[root])
         return own[0].run, _unused_suffix(storage, root, prefix)
-    # Rank 0 may have to watch the claim of another job for some minutes, but not as long as this waits for it.
-    rows = report(group, acquire_lease, Waiting("acquiring the directory"))
-    if shared.is_split:                                    # if they are not after all, two of them have now claimed one folder
-        report(group, lambda: [check_not_shared(one) for one in own] and None)
+    # Rank 0 may watch the lease of another job for some minutes, which is less than the stall timeout.
+    rows = gather_results(group, acquire_lease, Watchdog("acquiring the directory"))
+    if shared.is_split:                                    # if they do share it, two of them have now acquired one directory
+        gather_results(group, lambda: [check_not_shared(one) for one in own] and None)
     folder = os.path.join(root, folder_name(group.rank))
-    suffixes = report(group, lambda: 0 if iterations else free_suffix(storage.list(folder), prefix, group.rank))
+    suffixes = gather_results(group, lambda: 0 if iterations else free_suffix(storage.list(folder), prefix, group.rank))
     part = shared.ranks(group.rank) if shared.is_split else ()
-    place = SaveTarget(storage, root, rows[0][0], group.rank, group.size, iterations, part, _lineage(root, rows[0][0], origin))
-    session = SaveSession(place, max([row[1] for row in rows if row] + suffixes), shared, own[0] if own else None,
-                          PeerState(storage, root, place.run, shared, group.rank), emit)
+    target = SaveTarget(storage, root, rows[0][0], group.rank, group.size, iterations, part, _lineage(root, rows[0][0], origin))
+    session = SaveSession(target, max([row[1] for row in rows if row] + suffixes), shared, own[0] if own else None,
+                          PeerState(storage, root, target.run, shared, group.rank), emit)
     atexit.register(session.release)
     return session
 
@@ -179,7 +184,7 @@ def _shared_groups_of(storage: Storage, root: str, group: Group, iterations: boo
 
 
 def _unused_suffix(storage: Storage, root: str, prefix: str) -> int:
-    """Returns the smallest suffix that no record knows: rank folders can have been deleted by hand, and names with records are
-    never used again."""
+    """Returns the smallest suffix that no record uses: rank folders can have been deleted by hand, and names with records are
+    not used again."""
     names = [parse_name(os.path.basename(path)) for path in scan_records(storage, root)[1]]
     return max((name.suffix + 1 for name in names if name and name.prefix == prefix), default=0)

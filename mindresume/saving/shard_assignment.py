@@ -1,8 +1,8 @@
-"""Assigns, when copies are not written twice, every piece of every tensor to one of the ranks that hold it.
+"""Assigns every piece of every tensor to one of the ranks that hold it, so that replicas are not written twice.
 
     mine = shares({name: (layout, shape, itemsize)}, ranks=128)[local_rank]
 
-Computed by every rank for itself, without a message: the same everywhere, whatever order the tensors come in.
+Every rank computes the same result, without communication, whatever the order of the tensors.
 """
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ Held = tuple[TensorLayout | None, tuple[int, ...], int]
 
 
 def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
-    """For each local rank of a pipeline stage of ``ranks`` ranks the names it writes; possibly none.
+    """Returns, for each local rank of a pipeline stage of ``ranks`` ranks, the names that it writes; possibly none.
 
-    ``tensors``: {name: (layout, global shape, bytes of one element)}; layout None: all ranks hold all of it. Pieces with the
-    fewest holders go first, then the largest, then by name, each to the holder with the fewest bytes so far: what many hold
-    evens out what few hold. ValueError if a layout is of another number of ranks, or a shape does not divide.
+    Pieces with the fewest holders are assigned first, then the largest, then by name, each to the holder with the fewest bytes so
+    far: pieces with many holders balance the loads.
+
+    Args:
+        tensors: {name: (layout, global shape, bytes of one element)}; layout None: replicated on all ranks.
+    Raises:
+        ValueError: a layout is of another number of ranks, or a shape does not divide.
     """
     if ranks < 1:
         raise ValueError(f"a stage of {ranks} ranks")
@@ -39,7 +43,7 @@ def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
     loads = [0] * ranks
     found: list[set[str]] = [set() for _ in range(ranks)]
     for _, size, name, _, held in rows:
-        rank = min(held, key=loads.__getitem__)             # the first of several that are alike
+        rank = min(held, key=loads.__getitem__)             # the first of equal ones
         loads[rank] -= size
         found[rank].add(name)
     return list(map(frozenset, found))

@@ -1,7 +1,7 @@
-"""Stages the copy of a save that a background writer works on: one buffer, made at the first save and used again for every other.
+"""Stages a save for a background writer: a copy of its arrays in one buffer, which all saves use again.
 
-    staged = staging.pack(save)          # training thread: one copy of the bytes; the parameters may change afterwards
-    save = Staging(fd=...).unpack(staged)         # the writer: arrays again, in the same memory, nothing copied
+    staged = staging.pack(save)          # training thread: copies the arrays, which may change afterwards
+    save = Staging(fd=...).unpack(staged)         # writer: arrays in the same memory, without a copy
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mindresume.saving.sync_saver import Extra, Save
+from mindresume.saving.sync_saver import ExtraWeights, Save
 from mindresume.tensor_files.header import DTYPES, tensor_bytes
 
 _ALIGN = 64                     # bytes: a cache line, and enough for every dtype
@@ -37,8 +37,7 @@ class Staged:
 
 
 class Staging:
-    """A buffer of staging memory. ``shared``: another process can map it, which is given ``fd``. ``size``: bytes of the
-    buffer."""
+    """A buffer of staging memory. ``shared``: another process maps it by ``fd``. ``size``: bytes of the buffer."""
 
     def __init__(self, shared: bool = False, fd: int = -1):
         self.fd = os.memfd_create("mindresume") if shared and fd < 0 else fd
@@ -51,7 +50,7 @@ class Staging:
         return sum(_padded(array.nbytes) for table in _tables(save) for array in table.values())
 
     def pack(self, save: Save) -> Staged:
-        """Copies every array into the buffer, which grows if it must. Raises OSError or MemoryError if it cannot."""
+        """Copies every array into the buffer, which grows if needed. Raises OSError or MemoryError if it cannot."""
         needed = self.needed(save)
         if needed > self.size:
             self._grow(needed)
@@ -62,7 +61,7 @@ class Staging:
             slots: dict[str, Any] = {}
             for name, array in table.items():
                 if array.dtype.name not in DTYPES or not array.dtype.isnative:
-                    slots[name] = array.copy()          # a text, or what the format will refuse by name
+                    slots[name] = array.copy()          # a text, or a dtype that the format will refuse
                     continue
                 slot = slots[name] = Slot(array.dtype.name, tuple(array.shape), position)
                 self._bytes(slot)[:] = np.frombuffer(tensor_bytes(array), np.uint8)     # bits, not values
@@ -71,25 +70,25 @@ class Staging:
         return Staged(_with_tables(save, [stage(table) for table in _tables(save)]), self.size)
 
     def unpack(self, staged: Staged) -> Save:
-        """Returns the save with its arrays in the buffer. Raises ValueError if the memory was given back meanwhile: new memory
-        would be zeros."""
+        """Returns the save with its arrays in the buffer. Raises ValueError if the buffer was released: new memory would be
+        zeros."""
         if staged.size > self.size:
             if self.fd < 0:
-                raise ValueError("the copy of the save is gone: the training did not wait any longer for its writer")
+                raise ValueError("the staging buffer was released: the training no longer waited for the writer")
             self._map(staged.size)
         return _with_tables(staged.save, [
             {name: self._view(slot) if isinstance(slot, Slot) else slot for name, slot in table.items()}
             for table in _tables(staged.save)])
 
     def close(self) -> None:
-        """Gives the memory back as soon as no writer works on it any more."""
+        """Releases the memory; a writer that uses it keeps it until it is done."""
         self._memory, self.size = np.empty(0, np.uint8), 0
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)
 
     def _grow(self, size: int) -> None:
-        self._memory, self.size = np.empty(0, np.uint8), 0          # the old one goes before the new one comes
+        self._memory, self.size = np.empty(0, np.uint8), 0          # releases the old memory first
         if self.fd >= 0:
             os.ftruncate(self.fd, size)
         self._map(size)
@@ -99,7 +98,7 @@ class Staging:
             memory = mmap.mmap(self.fd, size)
         else:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError, AttributeError):     # fewer page faults at the first copy, where the kernel can
+            with suppress(OSError, AttributeError):     # fewer page faults at the first copy, if the kernel supports it
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory, self.size = np.frombuffer(memory, np.uint8), size
 
@@ -121,5 +120,5 @@ def _tables(save: Save) -> list[Mapping[str, Any]]:
 def _with_tables(save: Save, tables: list[dict[str, Any]]) -> Save:
     count = len(save.shard.files)
     files = [replace(file, tensors=table) for file, table in zip(save.shard.files, tables[:count], strict=True)]
-    extras: list[Extra] = [replace(extra, tensors=table) for extra, table in zip(save.extras, tables[count:], strict=True)]
+    extras: list[ExtraWeights] = [replace(extra, tensors=table) for extra, table in zip(save.extras, tables[count:], strict=True)]
     return Save(replace(save.shard, files=tuple(files)), tuple(extras))

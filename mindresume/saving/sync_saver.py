@@ -1,9 +1,9 @@
-"""Saves steps on one rank: the weights for a resume, the files beside them, and rank 0's commit.
+"""Saves steps on one rank: the shard for a resume, weights for inference, and rank 0's commit.
 
-    saver = SyncSaver(SaveJob(target, committer))   # or background.AsyncSaver(...): the same five methods
-    saver.save(Save(shard, extras))                 # every save
-    for outcome in saver.poll(): ...                # every step: the outcomes of saves, errors included
-    saver.finish(deadline)                          # the end of the training: everything written, committed, or named
+    saver = SyncSaver(SaveJob(target, committer))   # or AsyncSaver(...): the same five methods
+    saver.save(Save(shard, extras))
+    for outcome in saver.poll(): ...                # after each step: outcomes of saves, errors included
+    saver.finish(timeout)                           # at the end: everything is written and committed, or named in an outcome
 """
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from typing import Protocol
 
 import numpy as np
 
+from mindresume.coordination.lease import ended
+from mindresume.coordination.read_locks import ReadLocks
 from mindresume.errors import LeaseHeldError, OutOfSpaceError, SaveError
 from mindresume.events import Emit, ignore, warning
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats.rank_folder_naming import parse_name
 from mindresume.saving.committer import Committer
+from mindresume.saving.retention import Policy
 from mindresume.saving.shard_writer import SaveTarget, Shard, write_shard
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage
@@ -27,9 +30,9 @@ from mindresume.tensor_files import encode
 
 
 @dataclass(frozen=True)
-class Extra:
-    """Weights alone, for inference: ``checkpoint_network`` and ``checkpoint_trainable``. They have no records, and no resume
-    takes them. ``kind``: "network" or "trainable_params", a part of the name. ``keep``: so many stay in ``folder``; 0: all."""
+class ExtraWeights:
+    """Weights for inference: ``checkpoint_network`` and ``checkpoint_trainable``. They have no records, and no resume uses them.
+    ``kind``: "network" or "trainable_params", part of the name. ``keep``: how many stay in ``folder``; 0: all."""
     folder: str
     name: str
     kind: str
@@ -41,9 +44,9 @@ class Extra:
 
 @dataclass(frozen=True)
 class Save:
-    """All that one rank writes at one step."""
+    """Everything that one rank writes at one step."""
     shard: Shard
-    extras: tuple[Extra, ...] = ()
+    extras: tuple[ExtraWeights, ...] = ()
 
     @property
     def step(self) -> int:
@@ -52,8 +55,8 @@ class Save:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a save. ``saved``: this rank's part of the checkpoint is written, recorded and durable. ``error`` may still
-    name a file beside it. ``size`` in bytes of the weights, ``seconds`` of writing."""
+    """The outcome of a save. ``saved``: this rank's shard is written, recorded and durable; ``error`` may still name a file of
+    extra weights. ``size``: bytes of the shard. ``seconds``: of writing."""
     step: int
     saved: bool
     error: SaveError | None = None
@@ -62,68 +65,69 @@ class Outcome:
 
 
 class Saver(Protocol):
-    """Saves steps. Errors of a save are outcomes; LeaseHeldError is raised, as no later save can succeed."""
+    """Saves steps. Errors of a save are in its outcome. Raises LeaseHeldError, because no later save can succeed."""
 
     def save(self, save: Save) -> None:
-        """Takes what is to be saved; the arrays may change as soon as it returns."""
+        """Saves, now or in the background. The arrays may change as soon as it returns."""
 
     def busy(self) -> bool:
         """Returns whether ``save`` would have to wait."""
 
     def poll(self) -> list[Outcome]:
-        """Returns the outcomes of saves since the last call. Commits what other ranks have completed. Does not wait."""
+        """Returns the outcomes since the last call. Commits steps that other ranks have completed. Does not wait."""
 
-    def wait(self, deadline: float) -> list[Outcome]:
-        """Returns outcomes as ``poll``, after everything taken so far is written; waits at most ``deadline`` seconds."""
+    def wait(self, timeout: float) -> list[Outcome]:
+        """Returns outcomes like ``poll``, after every save so far is written, or after ``timeout`` seconds."""
 
-    def finish(self, deadline: float, patience: float | None = None) -> list[Outcome]:
-        """Returns outcomes as ``wait``; rank 0 waits for the records of all ranks, at most ``patience`` seconds (None:
-        ``deadline``). Called once, at the end."""
+    def finish(self, timeout: float, record_timeout: float | None = None) -> list[Outcome]:
+        """Returns outcomes like ``wait``. Rank 0 waits for the records of all ranks, at most ``record_timeout`` seconds (None:
+        ``timeout``). Called once, at the end."""
 
 
 class SaveJob:
-    """Does the work of a save, in whichever thread or process. ``committer``: on rank 0. ``emit``: receives the progress of a
-    long save."""
+    """Writes and commits saves, in the thread or process that calls it. ``committer``: on rank 0. ``emit``: receives the progress
+    of a long save."""
 
-    def __init__(self, place: SaveTarget, committer: Committer | None = None, emit: Emit = ignore):
-        self.place, self.committer, self.emit = place, committer, emit
+    def __init__(self, target: SaveTarget, committer: Committer | None = None, emit: Emit = ignore):
+        self.target, self.committer, self.emit = target, committer, emit
 
     def begin(self) -> None:
-        """Commits, on rank 0, what earlier writers completed but did not commit. A file system in trouble is a Notice: the next
-        writer will do it, and until then such a checkpoint counts all the same."""
+        """Commits, on rank 0, what earlier writers completed but did not commit. If the file system fails, emits a warning: the
+        next writer commits it, and until then such a checkpoint counts all the same."""
         if self.committer is None:
             return
         try:
-            self.committer.adopt()
+            self.committer.recover()
         except OSError as error:
-            self.committer.emit(warning(f"what earlier runs completed is not committed now: {error}"))
+            self.committer.emit(warning(f"complete saves of earlier runs are not committed now: {error}"))
 
     def write(self, save: Save) -> Outcome:
-        """Writes this rank's part of a save. Raises LeaseHeldError; every other SaveError is in the outcome."""
+        """Writes this rank's shard and extra weights. Raises LeaseHeldError; any other SaveError is in the outcome."""
         started = time.monotonic()
         try:
-            written = write_shard(self.place, save.shard, gauge=ProgressReporter(
+            written = write_shard(self.target, save.shard, progress=ProgressReporter(
                 f"saving step {save.step}", self.emit))
         except LeaseHeldError:
             raise
         except SaveError as error:
-            self._make_room(error, save.step)
+            self._reclaim_space(error, save.step)
             return Outcome(save.step, False, error)
         size, beside = sum(file.size or 0 for file in written.record.files), None
         try:
             for extra in save.extras:
-                write_extra(self.place.storage, extra, self.place.run)
+                write_extra_weights(self.target.storage, extra, self.target.run)
         except SaveError as error:
             beside = error
-        # Rank 0 does not commit what it could not flush itself, or it would remove older ones for it.
-        return Outcome(save.step, written.doubt is None, written.doubt or beside, size, time.monotonic() - started)
+        # Rank 0 does not commit what it could not flush: the commit would remove older checkpoints.
+        return Outcome(save.step, written.durability_error is None, written.durability_error or beside, size, time.monotonic()
+                       - started)
 
-    def _make_room(self, error: SaveError, step: int) -> None:
+    def _reclaim_space(self, error: SaveError, step: int) -> None:
         if self.committer is not None and isinstance(error, OutOfSpaceError):
             try:
-                self.committer.make_room(step)
+                self.committer.reclaim_space(step)
             except OSError as trouble:
-                self.committer.emit(warning(f"no room could be made: {trouble}"))
+                self.committer.emit(warning(f"no space could be freed: {trouble}"))
 
     def commit(self, outcome: Outcome) -> None:
         if self.committer is not None and outcome.saved:
@@ -133,9 +137,18 @@ class SaveJob:
         if self.committer is not None and self.committer.pending:
             self.committer.poll()
 
-    def finish(self, deadline: float) -> None:
+    def finish(self, timeout: float) -> None:
         if self.committer is not None:
-            self.committer.finish(deadline)
+            self.committer.finish(timeout)
+
+
+def save_job_for(target: SaveTarget, policy: Policy | None, emit: Emit = ignore) -> SaveJob:
+    """Returns the job that saves to ``target``. ``policy``: of retention, on rank 0, which commits and prunes; None on other
+    ranks."""
+    if policy is None:
+        return SaveJob(target, None, emit)
+    return SaveJob(target, Committer(target, policy, emit, read_locks=ReadLocks(target.storage, target.root),
+                                     ended=lambda run: ended(target.storage, target.root)(run)), emit)
 
 
 class SyncSaver:
@@ -157,18 +170,17 @@ class SyncSaver:
         self.work.poll()
         return self.wait(0)
 
-    def wait(self, deadline: float) -> list[Outcome]:
+    def wait(self, timeout: float) -> list[Outcome]:
         found, self._outcomes = self._outcomes, []
         return found
 
-    def finish(self, deadline: float, patience: float | None = None) -> list[Outcome]:
-        self.work.finish(deadline if patience is None else patience)
+    def finish(self, timeout: float, record_timeout: float | None = None) -> list[Outcome]:
+        self.work.finish(timeout if record_timeout is None else record_timeout)
         return self.wait(0)
 
 
-def write_extra(storage: Storage, extra: Extra, tag: str) -> None:
-    """Writes a file that appears complete or not at all; then removes the oldest beyond ``keep``. Raises SaveError that names
-    it."""
+def write_extra_weights(storage: Storage, extra: ExtraWeights, tag: str) -> None:
+    """Publishes the file, then removes the oldest beyond ``keep``. Raises SaveError that names the file."""
     path = os.path.join(extra.folder, extra.name)
     try:
         storage.make_folder(extra.folder)
@@ -181,7 +193,7 @@ def write_extra(storage: Storage, extra: Extra, tag: str) -> None:
         raise SaveError(f"{path} was not written: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _position(entry: str, extra: Extra) -> tuple[int, int, int] | None:
+def _position(entry: str, extra: ExtraWeights) -> tuple[int, int, int] | None:
     """Returns (suffix, epoch, step) of ``{stem}-{kind}-{epoch}_{step}.{fmt}``, None for another name."""
     parsed = parse_name(entry.replace(f"-{extra.kind}-", "-", 1))
     return (parsed.suffix, parsed.epoch, parsed.step) if parsed and parsed.format == extra.format else None

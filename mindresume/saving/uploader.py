@@ -52,20 +52,20 @@ class Uploader:
         remote: the checkpoints in the object store.
         place: the run, the rank and the checkpoint directory.
         policy: which checkpoints the store keeps; on rank 0.
-        patience: seconds without progress after which rank 0 gives up a step while objects of other ranks are missing.
+        stall_timeout: seconds without progress after which rank 0 gives up a step while objects of other ranks are missing.
         emit: receives an event for each upload that finished, failed or was skipped, from any thread.
         clock, sleep: seconds, of the worker thread.
         only_scheduled: nodes share no disk; rank 0 uploads only what ``schedule`` names.
         wait: how the end of the training waits for the worker: condition, seconds.
     """
 
-    def __init__(self, remote: RemoteCheckpoints, place: SaveTarget, policy: Policy | None = None, patience: float = 600.0,
+    def __init__(self, remote: RemoteCheckpoints, target: SaveTarget, policy: Policy | None = None, stall_timeout: float = 600.0,
                  emit: Emit = ignore, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
                  only_scheduled: bool = False,
                  wait: Callable[[threading.Condition, float], object] = threading.Condition.wait):
-        self.remote, self.place, self.policy, self.patience, self.emit = remote, place, policy, patience, emit
+        self.remote, self.target, self.policy, self.stall_timeout, self.emit = remote, target, policy, stall_timeout, emit
         self.clock, self.sleep, self.wait, self.only_scheduled = clock, sleep, wait, only_scheduled
-        self.pause = max(PAUSE, place.world_size / _PER_SECOND)
+        self.pause = max(PAUSE, target.world_size / _PER_SECOND)
         self.failed = self.skipped = 0
         self.uploaded = 0                               # the newest step whose shard this rank has uploaded
         self._pending: list[int] = []                   # saved here, and not uploaded
@@ -106,43 +106,43 @@ class Uploader:
         """Makes rank 0 upload ``name``, the newest checkpoint that all nodes have, next; the first rank of each node locks it
         until the next call. All of these ranks call it after the same exchange, before which rank 0 was ``ready``."""
         step, run = parse_attempt(name) or (0, "")
-        if run != self.place.run or self.place.rank == 0 and step in self._settled:
+        if run != self.target.run or self.target.rank == 0 and step in self._settled:
             return
         before, self._lock = self._lock, None
         if before is not None and before.holder.holds == (name,):
             self._lock = before
         else:
             try:
-                self._lock = acquire_read_lock(self.place.storage, self.place.root, name, self.place.attempt(step))
+                self._lock = acquire_read_lock(self.target.storage, self.target.root, name, self.target.attempt(step))
             except OSError as error:                    # perhaps it stays long enough all the same
-                self._warn(f"step {step} is not held on the disk of rank {self.place.rank} while it is uploaded: {error}")
+                self._warn(f"step {step} is not held on the disk of rank {self.target.rank} while it is uploaded: {error}")
             if before is not None:
                 before.release()
         with self._changed:
-            self._scheduled = step if self.place.rank == 0 else 0
+            self._scheduled = step if self.target.rank == 0 else 0
             self._changed.notify_all()
 
     def poll(self) -> list[RemoteError]:
         """Returns what failed since the last call; and once for each step, that its upload takes unusually long. Does not wait.
         All of it has been emitted."""
         with self._changed:
-            slow = self._step not in (None, self._warned) and self.clock() - self._since > self.patience
+            slow = self._step not in (None, self._warned) and self.clock() - self._since > self.stall_timeout
             self._warned = self._step if slow else self._warned
         if slow:
-            self._warn(f"step {self._warned} is being uploaded to {self.remote.url} for more than {self.patience:.0f} s; what is "
-                       f"saved since then is on this machine only")
+            self._warn(f"step {self._warned} is being uploaded to {self.remote.url} for more than {self.stall_timeout:.0f} s; "
+                       f"what is saved since then is on this machine only")
         with self._changed:
             found, self._errors = self._errors, []
             return found
 
-    def finish(self, deadline: float) -> list[RemoteError]:
-        """Waits until the last committed step is uploaded, at most ``deadline`` seconds. Returns as ``poll``. No save may
+    def finish(self, timeout: float) -> list[RemoteError]:
+        """Waits until the last committed step is uploaded, at most ``timeout`` seconds. Returns as ``poll``. No save may
         follow."""
-        until = self.clock() + deadline
+        until = self.clock() + timeout
         with self._changed:
-            if self.place.rank == 0:                    # a step that is not committed by now never will be
+            if self.target.rank == 0:                   # a step that is not committed by now never will be
                 with suppress(OSError):
-                    self._pending = [step for step in self._pending if committed_dir(self.place, step) is not None]
+                    self._pending = [step for step in self._pending if committed_dir(self.target, step) is not None]
                 self._last = max(self._pending, default=self.uploaded)
             self._closing, self._not_before = True, 0.0
             self._changed.notify_all()
@@ -151,21 +151,21 @@ class Uploader:
         if self._lock is not None:
             self._lock.release()
         if self.uploaded < self._last:
-            late = "" if self._finished or self._stopped else f", within {deadline:.0f} s"
-            self._warn(f"step {self._last} is not in {self.remote.url}, not whole{late}: rank {self.place.rank} "
+            late = "" if self._finished or self._stopped else f", within {timeout:.0f} s"
+            self._warn(f"step {self._last} is not in {self.remote.url}, not whole{late}: rank {self.target.rank} "
                        f"{self._progress()}. A job on an empty disk would resume from an older step")
         return self.poll()
 
-    def finish_at_exit(self, deadline: float) -> None:
+    def finish_at_exit(self, timeout: float) -> None:
         """Uploads what was committed when a process ends without ``finish``. A rank that may have no rank 0 any more does
         not wait long."""
         if not self._closing:
-            self.finish(deadline if self.place.rank == 0 or self._step is not None else min(deadline, AGAIN))
+            self.finish(timeout if self.target.rank == 0 or self._step is not None else min(timeout, AGAIN))
 
     def _progress(self) -> str:
         if self._step is not None:
             return f"is still uploading step {self._step}"
-        return "has not uploaded its part" if self.place.rank else "has not put the manifest"
+        return "has not uploaded its part" if self.target.rank else "has not put the manifest"
 
     # ---- the worker ------------------------------------------------------------------------------------------------
 
@@ -187,15 +187,15 @@ class Uploader:
 
     def _idle(self) -> bool:
         """Returns whether nothing is to be done before the training calls."""
-        return self._stopped is None and not self._pending and (self._published or self.place.rank != 0)
+        return self._stopped is None and not self._pending and (self._published or self.target.rank != 0)
 
     def _end(self) -> bool | None:
         """Publishes, on rank 0, that nothing will follow, and why. If it cannot, it tries again until the training ends."""
-        if self.place.rank == 0:
+        if self.target.rank == 0:
             if self.clock() < self._not_before:
                 return False
             status = RunStatus(None, ended=True, reason=self._stopped or "")
-            if not self._attempt(lambda: self.remote.publish_status(self.place.run, status)) and not self._closing:
+            if not self._attempt(lambda: self.remote.publish_status(self.target.run, status)) and not self._closing:
                 return False
         with self._changed:
             self._finished = True
@@ -207,7 +207,7 @@ class Uploader:
         if self._stopped is not None or self.clock() < self._not_before:
             return False
         done: list[bool] = []
-        return self._attempt(lambda: done.append(self._lead() if self.place.rank == 0 else self._follow())) and done[0]
+        return self._attempt(lambda: done.append(self._lead() if self.target.rank == 0 else self._follow())) and done[0]
 
     def _attempt(self, work: Callable[[], object], pause: float = AGAIN) -> bool:
         """Returns False if ``work`` failed; then the error is kept for the training, and the worker pauses."""
@@ -254,34 +254,34 @@ class Uploader:
 
     def _lead(self) -> bool:
         if not self._published:
-            self.remote.check_not_superseded(self.place.run)
-            self.remote.publish_status(self.place.run, RunStatus())
+            self.remote.check_not_superseded(self.target.run)
+            self.remote.publish_status(self.target.run, RunStatus())
             self._published = True
         with self._changed:
             scheduled = self._scheduled
             steps = [scheduled] if self.only_scheduled and not self._closing else sorted(self._pending, reverse=True)
-        step, data_dir = next(((step, data_dir) for step in steps if step and (data_dir := committed_dir(self.place, step))),
+        step, data_dir = next(((step, data_dir) for step in steps if step and (data_dir := committed_dir(self.target, step))),
                               (0, None))
         if data_dir is not None:
             self._begin(step)
             if self._attempt(lambda: self._lead_step(step, data_dir)):
-                self._attempt(lambda: self.remote.prune(self.policy or KEEP_ALL, self.place.run, step, self.emit), 0)
+                self._attempt(lambda: self.remote.prune(self.policy or KEEP_ALL, self.target.run, step, self.emit), 0)
         with self._changed:
             self._scheduled = self._scheduled if self._scheduled != scheduled else 0
         return data_dir is not None
 
     def _lead_step(self, step: int, data_dir: str) -> None:
-        place, attempt, started = self.place, attempt_name(step, self.place.run), self.clock()
-        lock = acquire_read_lock(place.storage, place.root, attempt, data_dir if place.iterations else place.attempt(step))
+        target, attempt, started = self.target, attempt_name(step, self.target.run), self.clock()
+        lock = acquire_read_lock(target.storage, target.root, attempt, data_dir if target.iterations else target.attempt(step))
         if lock is None:
             raise LostShardError(step, "it was removed from the disk of rank 0 before")
         try:
-            self.remote.check_not_superseded(place.run)
-            self.remote.publish_status(place.run, RunStatus(step))
+            self.remote.check_not_superseded(target.run)
+            self.remote.publish_status(target.run, RunStatus(step))
             sent = self._put_shard(step, data_dir)
             self._wait_for_others(step, data_dir)
-            self.remote.check_not_superseded(place.run)
-            self.remote.commit(place, step, data_dir)
+            self.remote.check_not_superseded(target.run)
+            self.remote.commit(target, step, data_dir)
         finally:
             lock.release()
         self._skip_older(step)
@@ -290,9 +290,9 @@ class Uploader:
 
     def _put_shard(self, step: int, data_dir: str) -> int:
         try:
-            return self.remote.put_shard(self.place, step, data_dir)
+            return self.remote.put_shard(self.target, step, data_dir)
         except FileNotFoundError as error:
-            raise LostShardError(step, f"the part of rank {self.place.rank} is not on its disk any more: {error.filename}"
+            raise LostShardError(step, f"the part of rank {self.target.rank} is not on its disk any more: {error.filename}"
                                  ) from error
 
     def _skip_older(self, step: int) -> None:
@@ -305,14 +305,14 @@ class Uploader:
     def _wait_for_others(self, step: int, data_dir: str) -> None:
         """Waits for the objects of the other ranks. Raises RemoteError that names the ranks, LostShardError if the objects will
         not come."""
-        until, before = self.clock() + self.patience, None
-        while missing := self.remote.missing(self.place, step, data_dir):
+        until, before = self.clock() + self.stall_timeout, None
+        while missing := self.remote.missing(self.target, step, data_dir):
             if before is not None and len(missing) < before:
-                until = self.clock() + self.patience
+                until = self.clock() + self.stall_timeout
             if self.clock() >= until:
-                manifest = self.remote.local_manifest(self.place, attempt_name(step, self.place.run), data_dir)[0]
+                manifest = self.remote.local_manifest(self.target, attempt_name(step, self.target.run), data_dir)[0]
                 raise RemoteError(f"{len(missing)} objects of {ranks_of(missing, manifest)} did not come within "
-                                  f"{self.patience:.0f} s, the first is {missing[0]}")
+                                  f"{self.stall_timeout:.0f} s, the first is {missing[0]}")
             before = len(missing)
             self.sleep(self.pause)
 
@@ -321,11 +321,11 @@ class Uploader:
     def _follow(self) -> bool:
         if not self._pending:
             return False
-        status = self.remote.read_status(self.place.run)
+        status = self.remote.read_status(self.target.run)
         if status is None:                              # not yet there; or a later run has removed it
             if (self._has_read_status or self._closing) and self.clock() >= self._next_check:
                 self._next_check = self.clock() + AGAIN
-                self.remote.check_not_superseded(self.place.run)
+                self.remote.check_not_superseded(self.target.run)
             return False
         self._has_read_status = True
         if status.ended:
@@ -336,20 +336,20 @@ class Uploader:
             return True
         if status.step is None or status.step in self._settled:
             return False
-        data_dir = committed_dir(self.place, status.step) or self.place.data_dir(status.step)
-        if not self.remote.has_shard(self.place, status.step, data_dir):
+        data_dir = committed_dir(self.target, status.step) or self.target.data_dir(status.step)
+        if not self.remote.has_shard(self.target, status.step, data_dir):
             return self._report_missing(status.step)
         self._begin(status.step)
         started = self.clock()
         try:
-            sent = self.remote.put_shard(self.place, status.step, data_dir)
+            sent = self.remote.put_shard(self.target, status.step, data_dir)
         except FileNotFoundError:                       # rank 0 has given it up meanwhile, or renamed its folder, or it is gone
             with self._changed:
                 self._step = None
-            return self.remote.read_status(self.place.run) == status and self._report_missing(status.step)
+            return self.remote.read_status(self.target.run) == status and self._report_missing(status.step)
         self.emit(UploadFinished(status.step, self.remote.url, sent, self.clock() - started, is_whole=False))
         # If another node has lost this step, rank 0 may go back to one before it, but not behind one that was complete.
-        self._done(status.step, over=self.uploaded if self.place.local_ranks else status.step)
+        self._done(status.step, over=self.uploaded if self.target.local_ranks else status.step)
         return True
 
     def _report_missing(self, step: int) -> bool:
@@ -360,8 +360,8 @@ class Uploader:
             return False
         if self._absent[0] != step:
             self._absent = (step, self.clock())
-        if self.clock() - self._absent[1] < (0 if unsaved or self.place.local_ranks else LATE):
+        if self.clock() - self._absent[1] < (0 if unsaved or self.target.local_ranks else LATE):
             return False
         reason = "was not saved" if unsaved else "is not on its disk any more"
-        self.remote.report_lost_shard(self.place, step, reason)
-        raise LostShardError(step, f"the part of rank {self.place.rank} {reason}")
+        self.remote.report_lost_shard(self.target, step, reason)
+        raise LostShardError(step, f"the part of rank {self.target.rank} {reason}")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from mindresume.coordination.collectives import Group, report
+from mindresume.coordination.collectives import Group, gather_results
 from mindresume.errors import LeaseHeldError, MindResumeError
 from mindresume.fault_injection.tiny_checkpoints import ITERATION, Saved, build_shard, differing_tensors, read_sources
 from mindresume.model.manifest import run_sequence
@@ -28,7 +28,7 @@ from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.remote_run_number import number_runs
 from mindresume.saving.retention import KEEP_ALL, KeepLast
-from mindresume.saving.save_request import SaveOptions, Step
+from mindresume.saving.save_request import SaveOptions, SaveRequest
 from mindresume.saving.shard_writer import SaveTarget, Shard
 from mindresume.saving.sync_saver import Outcome, Save
 from mindresume.settings import Settings
@@ -138,38 +138,38 @@ def tensors(run: str, step: int, rank: int) -> dict[str, np.ndarray]:
             "step_num": np.array(step, np.int64), "global_step": np.array([step], np.int32)}
 
 
-def make_shard(place: SaveTarget, step: int, fmt: str, suffix: int, health: int | None = None) -> Shard:
+def make_shard(target: SaveTarget, step: int, fmt: str, suffix: int, health: int | None = None) -> Shard:
     """Returns the files that a rank saves at ``step``."""
     state = TrainingState(step, PER_EPOCH, step, 8, health=health)
-    return build_shard("sim", place, state, tensors(place.run, step, place.rank), fmt, suffix)
+    return build_shard("sim", target, state, tensors(target.run, step, target.rank), fmt, suffix)
 
 
-class _Step(Step):
-    def __init__(self, number: int, manager: CheckpointManager, training: Training, history: History):
-        super().__init__(number)
+class _SaveRequest(SaveRequest):
+    def __init__(self, step: int, manager: CheckpointManager, training: Training, history: History):
+        super().__init__(step)
         self.manager, self.training, self.history = manager, training, history
 
     def collect(self) -> Save:
         """Collects this rank's shard. It is a collective, as where pipeline stages share a parameter."""
         self.manager.group.gather(b"")
-        return Save(self.rescue())
+        return Save(self.collect_local())
 
-    def rescue(self) -> Shard:
+    def collect_local(self) -> Shard:
         session, training = self.manager.session, self.training
-        saved = (session.place.run, self.number)
+        saved = (session.target.run, self.step)
         self.history.began.add(saved)
-        self.history.failed.pop((saved, session.place.rank), None)      # a repeated save replaces a failed one
-        health = (1 if self.number in training.unhealthy else 0) if training.health_monitored else None
-        return make_shard(session.place, self.number, training.format, session.suffix, health)
+        self.history.failed.pop((saved, session.target.rank), None)     # a repeated save replaces a failed one
+        health = (1 if self.step in training.unhealthy else 0) if training.health_monitored else None
+        return make_shard(session.target, self.step, training.format, session.suffix, health)
 
 
 class _RemoteCheckpoints(RemoteCheckpoints):
     """Records committed uploads in the history."""
     history: History
 
-    def commit(self, place: SaveTarget, step: int, data_dir: str) -> None:
-        super().commit(place, step, data_dir)
-        self.history.uploaded.add((place.run, step))
+    def commit(self, target: SaveTarget, step: int, data_dir: str) -> None:
+        super().commit(target, step, data_dir)
+        self.history.uploaded.add((target.run, step))
 
 
 class _Manager(CheckpointManager):
@@ -181,14 +181,14 @@ class _Manager(CheckpointManager):
         self.uploader = super()._start_uploader(remote)
         return self.uploader
 
-    def _hear(self, outcome: Outcome) -> None:
-        key = (self.place.run, outcome.step)
+    def _record_outcome(self, outcome: Outcome) -> None:
+        key = (self.target.run, outcome.step)
         if outcome.saved:
-            self.history.reported.setdefault(key, set()).add(self.place.rank)
-            self.history.failed.pop((key, self.place.rank), None)
+            self.history.reported.setdefault(key, set()).add(self.target.rank)
+            self.history.failed.pop((key, self.target.rank), None)
         else:
-            self.history.failed[key, self.place.rank] = str(outcome.error)
-        super()._hear(outcome)
+            self.history.failed[key, self.target.rank] = str(outcome.error)
+        super()._record_outcome(outcome)
 
 
 class Job:
@@ -273,20 +273,20 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
                        process.emit, pending=PendingLoadAttempt(load_attempt))
     manager.history, process.own = history, manager
     manager.open(shared_groups, choice, partial(number_runs, remote, process.emit), leases={})
-    opened.append(manager.place.run)
-    history.opened.setdefault(manager.place.run, current_cluster().scheduler.now)
-    history.sizes[manager.place.run] = training.ranks
+    opened.append(manager.target.run)
+    history.opened.setdefault(manager.target.run, current_cluster().scheduler.now)
+    history.sizes[manager.target.run] = training.ranks
     if rank == 0 and not training.fresh:
         _check_choice(job, choice, required)
     if rank == 0:
-        history.chosen[manager.place.run] = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
+        history.chosen[manager.target.run] = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
     if hold is not None:
         hold.release()
     manager.begin(start, choice, remote)
-    manager.meet()
-    manager.listen()
+    manager.count_hosts()
+    manager.handle_preemption()
     step, left = start, ""
-    history.started_runs.add(manager.place.run)
+    history.started_runs.add(manager.target.run)
     manager.begin_load_attempt()
     for step in range(start + 1, training.steps + 1):
         try:
@@ -296,16 +296,16 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
                 raise Killed
         except ExchangeError:
             if training.rescue and step > start + 1:
-                manager.rescue(_Step(step - 1, manager, training, history))
+                manager.emergency_save(_SaveRequest(step - 1, manager, training, history))
             raise
-        left = manager.step_end(_Step(step, manager, training, history))
+        left = manager.step_end(_SaveRequest(step, manager, training, history))
         if left:
             break
-    manager.end(_Step(step, manager, training, history))
+    manager.end(_SaveRequest(step, manager, training, history))
     if left:
-        report(group, lambda: None)             # as mindresume.mindformers.patches: the first rank to end would end the others
+        gather_results(group, lambda: None)     # as mindresume.mindformers.patches: the first rank to end would end the others
     if rank == 0:
-        history.ended.append(manager.place.run)
+        history.ended.append(manager.target.run)
 
 
 def _remote_of(job: Job, process: Process) -> RemoteCheckpoints:

@@ -26,8 +26,8 @@ def _uncommitted(sim: Simulation) -> None:
         storage = Mount(cluster, current_process())
         for step in (4, 6):
             for rank in range(training.ranks):
-                place = SaveTarget(storage, training.root, RUN, rank, training.ranks, sim.format == ITERATION, (), lineage)
-                write_shard(place, make_shard(place, step, sim.format, 1))
+                target = SaveTarget(storage, training.root, RUN, rank, training.ranks, sim.format == ITERATION, (), lineage)
+                write_shard(target, make_shard(target, step, sim.format, 1))
             history.began.add((RUN, step))
             history.reported[RUN, step] = set(range(training.ranks))
     with use_cluster(cluster):

@@ -6,8 +6,8 @@
 Every module of mindresume that has imported ``time``, ``threading``, ``queue``, ``secrets``, ``socket``, ``signal`` or ``atexit``
 sees a fake module; parameters whose default is one of their functions get the fake function. Of the product, only what asks the
 kernel is replaced: who a process is (``holder_of_this_process``), whether one is alive (``is_alive``), how much memory is free
-(``levels``), whether a folder is on a local disk (``is_local``), and which signals came (``LoadAttempt._listen``). A function
-without a fake that would let in real time or chance (a Timer, ``secrets.choice``) raises NotImplementedError.
+(``levels``), whether a folder is on a local disk (``is_local``), and which signals came (``LoadAttempt._capture_signals``). A
+function without a fake that would let in real time or chance (a Timer, ``secrets.choice``) raises NotImplementedError.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mindresume.coordination import host_memory, lease
-from mindresume.saving import async_saver, crash_loop, shard_writer
+from mindresume.saving import background_writer, crash_loop, shard_writer
 from mindresume.saving.staging import Staging
 from mindresume.simulation.cluster import Cluster, active_clusters, current_cluster, current_process
 from mindresume.simulation.scheduler import Killed
@@ -172,7 +172,7 @@ def _is_local(path: str, mounted: Any = None) -> bool:
     return current_process().host.disk.local
 
 
-def _listen(load_attempt: Any) -> None:
+def _capture_signals(load_attempt: Any) -> None:
     """Does nothing: the signal file would be one of the real disk."""
 
 
@@ -212,7 +212,8 @@ class _Patches:
         self.modules = {module.__name__ for module in modules}
         self._functions = {**_FUNCTIONS, lease.holder_of_this_process: _holder_of_this_process, lease.is_alive: _is_alive,
                            host_memory.levels: _memory_levels,
-                           mounts.is_local: _is_local, crash_loop.LoadAttempt._listen: _listen, Staging: _Staging}
+                           mounts.is_local: _is_local, crash_loop.LoadAttempt._capture_signals: _capture_signals,
+                           Staging: _Staging}
         self._known: set[int] = set()
         for module in modules:
             for key, value in list(vars(module).items()):
@@ -323,4 +324,4 @@ def patched_product() -> Iterator[None]:
 
 
 def _select_writer(simulated: bool) -> None:
-    async_saver._WRITERS["process"] = WriterProcess if simulated else async_saver._Process
+    background_writer.WRITERS["process"] = WriterProcess if simulated else background_writer.WriterProcess

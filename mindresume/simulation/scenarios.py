@@ -19,11 +19,11 @@ from mindresume.fault_injection.tiny_checkpoints import ITERATION
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, record_name
-from mindresume.saving.async_saver import AsyncSaver, save_job_for
+from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.garbage_collector import carry_out, plan
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.saving.sync_saver import Outcome, Save, SyncSaver
+from mindresume.saving.sync_saver import Outcome, Save, SyncSaver, save_job_for
 from mindresume.simulation.bucket import BUCKET, Bucket
 from mindresume.simulation.cluster import (
     SHARED,
@@ -214,11 +214,11 @@ def _save_only(sim: Simulation, steps: tuple[int, ...], keep: int = 0) -> None:
 def _save(sim: Simulation, rank: int, steps: tuple[int, ...], keep: int) -> None:
     training, history, process = sim.training, sim.history, current_process()
     lineage = next(iter(history.chosen), RUN)
-    place = SaveTarget(Mount(sim.cluster, process), training.root, RUN, rank, training.ranks, sim.format == ITERATION, (),
-                       lineage)
+    target = SaveTarget(Mount(sim.cluster, process), training.root, RUN, rank, training.ranks, sim.format == ITERATION, (),
+                        lineage)
     mine = (KeepLast(keep) if keep else KEEP_ALL) if rank == 0 else None
-    saver = AsyncSaver(place, mine, sim.way, emit=process.emit, timeout=20.0) if sim.way else SyncSaver(
-        save_job_for(place, mine, process.emit))
+    saver = AsyncSaver(target, mine, sim.way, emit=process.emit, timeout=20.0) if sim.way else SyncSaver(
+        save_job_for(target, mine, process.emit))
 
     def hear(outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
@@ -228,7 +228,7 @@ def _save(sim: Simulation, rank: int, steps: tuple[int, ...], keep: int) -> None
                 history.failed[(RUN, outcome.step), rank] = str(outcome.error)
     for step in steps:
         history.began.add((RUN, step))
-        saver.save(Save(make_shard(place, step, sim.format, 1)))
+        saver.save(Save(make_shard(target, step, sim.format, 1)))
         hear(saver.poll())
     hear(saver.wait(20.0))
     hear(saver.finish(20.0, 5.0))

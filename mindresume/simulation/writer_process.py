@@ -1,8 +1,8 @@
 """The writer of ``async_save: process`` as a process of a simulated cluster.
 
-It keeps the contract of ``mindresume.saving.async_saver._Process``: it shares only messages and the staging buffer with the
-training, ignores SIGTERM, finishes what it has begun when the training has died, and then waits for other ranks no longer than a
-living training would.
+It keeps the contract of ``mindresume.saving.background_writer.WriterProcess``: it shares only messages and the staging buffer
+with the training, ignores SIGTERM, finishes what it has begun when the training has died, and then waits for other ranks no
+longer than a living training would.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from mindresume.saving.async_saver import serve
+from mindresume.saving.background_writer import serve
 from mindresume.saving.retention import Policy
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.staging import Staging
@@ -26,13 +26,13 @@ _CHECK = 1.0                    # seconds between checks of the training
 class WriterProcess:
     """The training's end of the writer."""
 
-    def __init__(self, place: SaveTarget, policy: Policy | None, staging: Staging, timeout: float):
+    def __init__(self, target: SaveTarget, policy: Policy | None, staging: Staging, timeout: float):
         self._inbox, self._outbox = SimpleQueue(), SimpleQueue()
         training, cluster = current_process(), current_cluster()
         self._process = cluster.process(training.host, f"{training.name}.writer", lambda: None)
         self._process.sigterm_handler = lambda: None
-        (place, policy), memory = _pickled((replace(place, storage=None), policy)), Staging(fd=os.dup(staging.fd))
-        mine = replace(place, storage=Mount(cluster, self._process))
+        (target, policy), memory = _pickled((replace(target, storage=None), policy)), Staging(fd=os.dup(staging.fd))
+        mine = replace(target, storage=Mount(cluster, self._process))
         cluster.cleanups.append(memory.close)
         cluster.scheduler.start(self._process, _deadline_task(training, self._process, timeout), f"{training.name}.writer/bound")
         self._process.main = cluster.scheduler.start(
@@ -53,9 +53,9 @@ class WriterProcess:
             raise BrokenPipeError("the writer process has ended")
         self._inbox.put(_pickled(message))
 
-    def receive(self, patience: float) -> Any:
-        if self._outbox.empty() and patience:
-            self._outbox.wait(patience)
+    def receive(self, timeout: float) -> Any:
+        if self._outbox.empty() and timeout:
+            self._outbox.wait(timeout)
         return None if self._outbox.empty() else self._outbox.get()
 
     def alive(self) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from formats.test_huggingface import GROUPED
-from rank_folders import STORAGE, place_of, state_of
+from rank_folders import STORAGE, state_of, target_of
 from reshard.test_huggingface import document
 
 import mindresume
@@ -48,9 +48,9 @@ def training(tmp_path, small_model):
             known = {name: (layout, arrays[name].shape) for name, layout in layouts.items()}
             name = FileName("qwen3", rank, 0, state.epoch, state.step_in_epoch, "safetensors")
             metadata = {"format": "ms", "remove_redundancy": "False"}
-            write_shard(place_of(root, rank, WORLD), rank_shard(name, state, held, known, metadata=metadata),
+            write_shard(target_of(root, rank, WORLD), rank_shard(name, state, held, known, metadata=metadata),
                         clock=lambda step=step: 1.7e9 + step)
-        committer = Committer(place_of(root, 0, WORLD))
+        committer = Committer(target_of(root, 0, WORLD))
         committer.saved(step)
         assert not committer.pending
     (tmp_path / "Qwen3").mkdir()

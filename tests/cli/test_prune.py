@@ -141,8 +141,8 @@ def test_removals_cut_short_are_finished_and_counted(saved, read_ok, call):
 
 def test_another_training_in_the_same_folder(tmp_path, read_ok, monkeypatch):
     """The one that saved last is meant, unless all are."""
-    plain = rank_folders.place_of
-    monkeypatch.setattr(rank_folders, "place_of", lambda root, rank, world, run, *part: replace(
+    plain = rank_folders.target_of
+    monkeypatch.setattr(rank_folders, "target_of", lambda root, rank, world, run, *part: replace(
         plain(root, rank, world, run, *part), lineage=run))
     later = run_name(2, "0000bbbb")
     for run, steps_of in ((RUN, (100, 110)), (later, (5, 10, 15))):

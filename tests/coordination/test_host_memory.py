@@ -122,7 +122,7 @@ def share(group, machines):
 @pytest.fixture
 def kernel(monkeypatch):
     """Simulated ranks read the files of these machines."""
-    monkeypatch.setattr(runtime_fakes, "_levels", levels)
+    monkeypatch.setattr(runtime_fakes, "_memory_levels", levels)
 
 
 @pytest.mark.usefixtures("kernel")

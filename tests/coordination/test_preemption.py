@@ -31,7 +31,7 @@ def trained(leaving, clock, steps, each, asked=None, last=1000):
         leaving.step = step
         if step == asked:
             leaving.signalled = True
-        reason = leaving.at(step)
+        reason = leaving.check(step)
         if reason:
             return step, reason, exchanges
     return None, "", exchanges
@@ -67,25 +67,25 @@ def test_slow_steps_are_all_asked_at():
 
 def test_one_process_asks_nobody_and_leaves_at_once():
     leaving = PreemptionHandler(SingleProcess(), 5.0)
-    assert leaving.at(1) == ""
+    assert leaving.check(1) == ""
     leaving.signalled = True
-    assert leaving.at(2) == BY_SIGNAL
+    assert leaving.check(2) == BY_SIGNAL
 
 
 def test_zero_seconds_nobody_leaves():
     leaving = PreemptionHandler(SingleProcess(), 0)
     leaving.signalled = True
     before = signal.getsignal(signal.SIGTERM)
-    leaving.listen()
-    assert leaving.at(1) == "" and signal.getsignal(signal.SIGTERM) is before
+    leaving.install()
+    assert leaving.check(1) == "" and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_signal_is_noted_and_afterwards_does_what_it_did():
     before, leaving = signal.getsignal(signal.SIGTERM), PreemptionHandler(SingleProcess(), 5.0)
-    leaving.listen()
+    leaving.install()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert leaving.at(1) == BY_SIGNAL
+        assert leaving.check(1) == BY_SIGNAL
     finally:
         leaving.close()
     assert signal.getsignal(signal.SIGTERM) is before and STATUS == 143
@@ -97,17 +97,17 @@ def test_the_file_of_the_graceful_exit(tmp_path, monkeypatch):
     clock = Clock()
     named = SimpleNamespace(remote_config_file=str(tmp_path / "mine.json"), exit=False)
     leaving = PreemptionHandler(SingleProcess(), 5.0, [object(), named], clock)
-    assert leaving.at(1) == ""
+    assert leaving.check(1) == ""
     (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
-    assert leaving.at(2) == ""                              # looked at a moment ago
+    assert leaving.check(2) == ""                           # looked at a moment ago
     clock.now += 1
-    assert leaving.at(3) == BY_FILE
+    assert leaving.check(3) == BY_FILE
     for switched_on, said in ((False, ""), (True, BY_FILE)):
         if switched_on:
             monkeypatch.setenv("MS_ENABLE_GRACEFUL_EXIT", "1")
         leaving = PreemptionHandler(SingleProcess(), 5.0)
         (tmp_path / "graceful_exit.json").write_text('{"GracefulExit": 1}')
-        assert leaving.at(1) == said
+        assert leaving.check(1) == said
         os.remove(tmp_path / "graceful_exit.json")
 
 
@@ -121,14 +121,14 @@ def test_a_file_that_stays_does_not_end_the_next_training(tmp_path, again):
     assert str(path) in leaving.ignored and "Set GracefulExit to 0" in leaving.ignored
     for step in range(1, 4):
         clock.now += 1
-        assert leaving.at(step) == "" and callback.remote_config_file is None
+        assert leaving.check(step) == "" and callback.remote_config_file is None
     path.write_text(again) if again else os.remove(path)
     clock.now += 1
-    assert leaving.at(4) == (BY_FILE if again and "1" in again else "") and callback.remote_config_file == str(path)
+    assert leaving.check(4) == (BY_FILE if again and "1" in again else "") and callback.remote_config_file == str(path)
     assert not leaving.ignored
     path.write_text('{"GracefulExit": 1}  ')
     clock.now += 1
-    assert leaving.at(5) == BY_FILE
+    assert leaving.check(5) == BY_FILE
 
 
 def test_a_request_while_the_network_is_compiled_counts(tmp_path):
@@ -138,17 +138,17 @@ def test_a_request_while_the_network_is_compiled_counts(tmp_path):
     assert before == {"graceful_exit.json": None, path: None} and requests({}) == {"graceful_exit.json": None}
     (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
     leaving = PreemptionHandler(SingleProcess(), 5.0, [callback], Clock(), before=before)
-    assert not leaving.ignored and leaving.at(1) == BY_FILE
+    assert not leaving.ignored and leaving.check(1) == BY_FILE
     stays = PreemptionHandler(SingleProcess(), 5.0, [callback], Clock(), before={path: request(path)})
-    assert stays.ignored and stays.at(1) == ""
+    assert stays.ignored and stays.check(1) == ""
 
 
 def test_a_callback_that_took_the_signal_is_asked():
     callback = SimpleNamespace(remote_config_file=None, exit=False)
     leaving = PreemptionHandler(SingleProcess(), 5.0, [callback])
-    assert leaving.at(1) == ""
+    assert leaving.check(1) == ""
     callback.exit = True
-    assert leaving.at(2) == BY_SIGNAL
+    assert leaving.check(2) == BY_SIGNAL
 
 
 @pytest.mark.parametrize("content, asks", [('{"GracefulExit": 1}', True), ('{"GracefulExit": 0}', False), ("{}", False),

@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from rank_folders import STORAGE, Ranks, place_of, save, write_rank
+from rank_folders import STORAGE, Ranks, save, target_of, write_rank
 
 from mindresume.coordination import lease
 from mindresume.coordination.collectives import SingleProcess
@@ -219,8 +219,8 @@ def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=Tr
     """``told``: the records say which ranks share the folder, as those of versions before do not."""
     for rank in ranks:
         write_rank(root, step, rank, world, run, local_ranks=ranks if told else ())
-    place = SaveTarget(STORAGE, str(root), run, ranks[0], world, local_ranks=tuple(ranks))
-    committer = Committer(place, policy or KeepLast(99), read_locks=ReadLocks(STORAGE, str(root)))
+    target = SaveTarget(STORAGE, str(root), run, ranks[0], world, local_ranks=tuple(ranks))
+    committer = Committer(target, policy or KeepLast(99), read_locks=ReadLocks(STORAGE, str(root)))
     if commit:
         committer.saved(step)
         assert committer.pending == []
@@ -245,7 +245,7 @@ def test_the_parts_of_all_nodes_brought_together_are_whole(tmp_path):
     found = scan(STORAGE, str(tmp_path)).candidates[0]
     assert (found.local_ranks, sorted(found.files), found.problem) == ((), [0, 1, 2, 3], None)
     assert check_files(STORAGE, str(tmp_path), found, 4) is None
-    assert Committer(place_of(tmp_path, 0, 4, LATER)).adopt() == [5]
+    assert Committer(target_of(tmp_path, 0, 4, LATER)).recover() == [5]
     assert scan(STORAGE, str(tmp_path)).candidates[0].committed
 
 
@@ -257,7 +257,7 @@ def test_the_records_of_a_node_are_its_commit(tmp_path):
     assert [seen.state for seen in list_checkpoints(STORAGE, str(tmp_path), unknown_strategy)[1]] == [NODE_LOCAL]
     made = plan(STORAGE, str(tmp_path), KeepLast(1), active=LATER, ended=lambda run: True)
     assert made.orphans == made.to_delete == ()
-    assert Committer(place_of(tmp_path, 2, 4, LATER, (2, 3))).adopt() == [5]
+    assert Committer(target_of(tmp_path, 2, 4, LATER, (2, 3))).recover() == [5]
     again, = scan(STORAGE, str(tmp_path)).candidates
     assert again.committed and replace(again, committed=False) == found
     assert committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)] and (tmp_path / "rank_2" / "meta.json").exists()
@@ -376,11 +376,11 @@ def test_a_folder_that_all_see_has_no_such_note(tmp_path):
 def test_what_one_node_alone_has_does_not_count_where_folders_of_nodes_were_brought_together(tmp_path):
     for rank, part in ((0, (0, 1)), (1, (0, 1)), (2, (2, 3)), (3, (2, 3))):
         write_rank(tmp_path, 10, rank, 4, local_ranks=part)
-    Committer(place_of(tmp_path, 0, 4)).saved(10)
+    Committer(target_of(tmp_path, 0, 4)).saved(10)
     for rank in (0, 1):
         write_rank(tmp_path, 20, rank, 4, local_ranks=(0, 1))
-    assert Committer(place_of(tmp_path, 0, 4, run_name(2, "0000bbbb"))).adopt() == []
-    Committer(place_of(tmp_path, 0, 4, RUN, (0, 1))).saved(20)                          # it had done that before
+    assert Committer(target_of(tmp_path, 0, 4, run_name(2, "0000bbbb"))).recover() == []
+    Committer(target_of(tmp_path, 0, 4, RUN, (0, 1))).saved(20)                         # it had done that before
     found = scan(STORAGE, str(tmp_path)).candidates
     assert [(c.step, c.committed, c.local_ranks) for c in found] == [(20, True, (0, 1)), (10, True, ())]
     made = plan(STORAGE, str(tmp_path), KeepLast(1), {}, ended=lambda run: True)

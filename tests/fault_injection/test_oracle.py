@@ -42,8 +42,8 @@ def saved(sandbox, *steps, run=0, **how):
 
 
 def file_of(sandbox, step, rank, run=0):
-    place = sandbox.place(rank, run)
-    return os.path.join(place.data_dir(step), shard(place, step, sandbox.format).files[0].path)
+    target = sandbox.target(rank, run)
+    return os.path.join(target.data_dir(step), shard(target, step, sandbox.format).files[0].path)
 
 
 def cut(path):
@@ -63,12 +63,12 @@ def flip(sandbox, path, name="embedding.weight"):
 def write_altered(sandbox, step, **arrays):
     """All ranks record other tensors than the scenario saves."""
     for rank in range(RANKS):
-        place = sandbox.place(rank, 0, PosixStorage())
-        part = shard(place, step, sandbox.format)
+        target = sandbox.target(rank, 0, PosixStorage())
+        part = shard(target, step, sandbox.format)
         kept = {name: array for name, array in {**part.files[0].tensors, **arrays}.items() if array is not None}
         altered = replace(part, files=(replace(part.files[0], tensors=kept),))
-        write_shard(place, altered)
-    Committer(sandbox.place(0, 0, PosixStorage())).saved(step)
+        write_shard(target, altered)
+    Committer(sandbox.target(0, 0, PosixStorage())).saved(step)
 
 
 # ---- PASS ----------------------------------------------------------------------------------------------------------

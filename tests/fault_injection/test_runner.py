@@ -144,7 +144,7 @@ def test_a_custom_storage_lies_below_the_injector(folder):
 
 def test_weights_differ_by_run_step_and_rank():
     places = [(run, step, rank) for run in (0, 1) for step in (10, 20) for rank in (0, 1)]
-    assert len({scenarios.tensors(*place)["embedding.weight"].tobytes() for place in places}) == len(places)
+    assert len({scenarios.tensors(*target)["embedding.weight"].tobytes() for target in places}) == len(places)
 
 
 def test_a_sample_hits_every_scenario_format_and_fault_and_other_operations_in_each(setup):

@@ -144,19 +144,19 @@ def saved_before_it_is_written(patch: Patch) -> None:
     def save(self, save):
         right(self, save)
         self._outcomes.append(Outcome(save.step, True))
-        self._flight = None
+        self._in_flight = None
     patch.setattr(AsyncSaver, "save", save)
 
 
 def pointer_before_the_file(patch: Patch) -> None:
     right = shard_writer.write_shard
 
-    def write_shard(place, part, **how):
-        folder = os.path.join(place.root, folder_name(place.rank))
-        place.storage.make_folder(folder)
+    def write_shard(target, part, **how):
+        folder = os.path.join(target.root, folder_name(target.rank))
+        target.storage.make_folder(folder)
         name = parse_name(os.path.basename(part.files[0].path))
-        atomic_publish.publish_json(place.storage, os.path.join(folder, META), meta_json(name), place.run)
-        return right(place, part, **how)
+        atomic_publish.publish_json(target.storage, os.path.join(folder, META), meta_json(name), target.run)
+        return right(target, part, **how)
     patch_all(patch, "write_shard", write_shard)
 
 
@@ -164,11 +164,11 @@ def pointer_before_the_file(patch: Patch) -> None:
 
 def manifest_without_all_ranks(patch: Patch) -> None:
     """A manifest is written without waiting for all ranks."""
-    def _manifest(self, place, step):
-        found, attempt = [], place.attempt(step)
-        for name in self.place.storage.list(attempt):
+    def _manifest(self, target, step):
+        found, attempt = [], target.attempt(step)
+        for name in self.target.storage.list(attempt):
             if record_rank(name) is not None:
-                with self.place.storage.open(os.path.join(attempt, name)) as file:
+                with self.target.storage.open(os.path.join(attempt, name)) as file:
                     found.append(read_record(file))
         first = found[0][0]
         return Manifest(first.run, first.state, 0.0, tuple(record.files for record, _ in found), tuple(sums for _, sums in found))
@@ -185,7 +185,7 @@ def commit_that_gives_up_cleans_up(patch: Patch) -> None:
     def finish(self, deadline, pause=0.2):
         left = right(self, deadline, pause)
         for step in left:
-            disk, attempt = self.place.storage, self.place.attempt(step)
+            disk, attempt = self.target.storage, self.target.attempt(step)
             for name in disk.list(attempt):
                 disk.remove(os.path.join(attempt, name))
         return left
@@ -193,7 +193,7 @@ def commit_that_gives_up_cleans_up(patch: Patch) -> None:
 
 
 def half_written_files_are_not_cleaned(patch: Patch) -> None:
-    patch_all(patch, "clean_own_folder", lambda place: [])
+    patch_all(patch, "clean_own_folder", lambda target: [])
 
 
 # ---- choosing ------------------------------------------------------------------------------------------------------
@@ -271,17 +271,17 @@ def prune_before_saving(patch: Patch) -> None:
     """Retention runs before the new save, as if that were complete."""
     right = shard_writer.write_shard
 
-    def write_shard(place, part, **how):
-        if place.rank == 0 and part.state.step in (20, 30):
-            found = [c for c in scan_records(place.storage, place.root)[0] if c.committed]
-            garbage_collector.carry_out(place.storage, place.root, garbage_collector.Plan(to_delete=tuple(found)))
-        return right(place, part, **how)
+    def write_shard(target, part, **how):
+        if target.rank == 0 and part.state.step in (20, 30):
+            found = [c for c in scan_records(target.storage, target.root)[0] if c.committed]
+            garbage_collector.carry_out(target.storage, target.root, garbage_collector.Plan(to_delete=tuple(found)))
+        return right(target, part, **how)
     patch_all(patch, "write_shard", write_shard)
 
 
 def prune_keeps_nothing(patch: Patch) -> None:
     patch.setattr(garbage_collector, "protected", lambda *args: {})
-    patch.setattr(garbage_collector, "_policy_says", lambda policy, committed, good: ({}, {c.commit_dir: "" for c in committed}))
+    patch.setattr(garbage_collector, "_apply_policy", lambda policy, committed, good: ({}, {c.commit_dir: "" for c in committed}))
 
 
 def prune_takes_what_is_unfinished(patch: Patch) -> None:
@@ -334,9 +334,9 @@ def trash_is_never_emptied(patch: Patch) -> None:
 def tracker_before_the_rename(patch: Patch) -> None:
     right = iteration_publisher.publish_iteration
 
-    def publish_iteration(place, step, newest=True, emit=print):
-        iteration_publisher.set_tracker(place.storage, place.root, step, place.run)
-        right(place, step, newest, emit)
+    def publish_iteration(target, step, newest=True, emit=print):
+        iteration_publisher.set_tracker(target.storage, target.root, step, target.run)
+        right(target, step, newest, emit)
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
 
@@ -349,10 +349,10 @@ def rename_before_the_manifest(patch: Patch) -> None:
     def try_commit(self, step, by_name=False):
         missing = self._missing(step, by_name)
         if not missing:
-            iteration_publisher.publish_iteration(self.place, step)
-            place = There(**vars(self.place))
-            manifest = self._manifest(place, step)
-            committer.publish(place.storage, os.path.join(place.attempt(step), MANIFEST), [manifest.encode()], place.run)
+            iteration_publisher.publish_iteration(self.target, step)
+            target = There(**vars(self.target))
+            manifest = self._manifest(target, step)
+            committer.publish(target.storage, os.path.join(target.attempt(step), MANIFEST), [manifest.encode()], target.run)
             self.prune()
         return missing
     patch.setattr(Committer, "try_commit", try_commit)
@@ -382,11 +382,11 @@ def replaced_folder_removed_first(patch: Patch) -> None:
     """The old folder is removed before the new one is complete, as mindformers does."""
     right = shard_writer.write_shard
 
-    def write_shard(place, part, **how):
-        target = os.path.join(place.root, iteration_name(part.state.step))
-        if place.rank == 0 and place.storage.status(target) is not None:
-            operations.remove_tree(place.storage, target)
-        return right(place, part, **how)
+    def write_shard(target, part, **how):
+        iteration_dir = os.path.join(target.root, iteration_name(part.state.step))
+        if target.rank == 0 and target.storage.status(iteration_dir) is not None:
+            operations.remove_tree(target.storage, iteration_dir)
+        return right(target, part, **how)
     patch_all(patch, "write_shard", write_shard)
 
 
@@ -394,21 +394,21 @@ def replaced_folder_written_into(patch: Patch) -> None:
     """The files of the old folder are replaced one at a time."""
     right = iteration_publisher.publish_iteration
 
-    def publish_iteration(place, step, newest=True, emit=print):
-        disk, target = place.storage, os.path.join(place.root, iteration_name(step))
-        if disk.status(target) is None:
-            return right(place, step, newest, emit)
-        for name in disk.list(place.data_dir(step)):
+    def publish_iteration(target, step, newest=True, emit=print):
+        disk, iteration_dir = target.storage, os.path.join(target.root, iteration_name(step))
+        if disk.status(iteration_dir) is None:
+            return right(target, step, newest, emit)
+        for name in disk.list(target.data_dir(step)):
             if name != FOLDER:
-                disk.rename(os.path.join(place.data_dir(step), name), os.path.join(target, name))
-        disk.rename(place.attempt(step), os.path.join(target, FOLDER, os.path.basename(place.attempt(step))))
-        operations.remove_tree(disk, place.data_dir(step))
-        return iteration_publisher.set_tracker(disk, place.root, step, place.run)
+                disk.rename(os.path.join(target.data_dir(step), name), os.path.join(iteration_dir, name))
+        disk.rename(target.attempt(step), os.path.join(iteration_dir, FOLDER, os.path.basename(target.attempt(step))))
+        operations.remove_tree(disk, target.data_dir(step))
+        return iteration_publisher.set_tracker(disk, target.root, step, target.run)
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
 
 def tracker_names_what_is_being_replaced(patch: Patch) -> None:
-    patch.setattr(iteration_publisher, "_lead_elsewhere", lambda *args: None)
+    patch.setattr(iteration_publisher, "_set_tracker_back", lambda *args: None)
 
 
 def intent_forgotten(patch: Patch) -> None:
@@ -436,9 +436,9 @@ def renamed_without_sync(patch: Patch) -> None:
         disk.rename(temporary, os.path.join(root, TRACKER))
         PosixStorage().sync(root) if isinstance(disk, PosixStorage) else disk.disk.sync(root)
 
-    def publish_iteration(place, step, newest=True, emit=print):
+    def publish_iteration(target, step, newest=True, emit=print):
         patch.setattr(iteration_publisher, "set_tracker", set_tracker)
-        right(replace(place, storage=NoSync(place.storage)), step, newest, emit)
+        right(replace(target, storage=NoSync(target.storage)), step, newest, emit)
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
 
@@ -569,7 +569,7 @@ def verdict_of_run(patch: Patch, folder: str, scenario: Scenario, fault: Fault |
 def _taken_over(sandbox: Sandbox, rank: int) -> None:
     """Run 1 was taken for dead and continues."""
     try:
-        shard_writer.write_shard(sandbox.place(rank, 0), scenarios.shard(sandbox.place(rank, 0), 30, sandbox.format))
+        shard_writer.write_shard(sandbox.target(rank, 0), scenarios.shard(sandbox.target(rank, 0), 30, sandbox.format))
     except LeaseHeldError:
         return
     raise AssertionError("a run that lost its folder saves into it")
@@ -587,9 +587,9 @@ def test_a_late_writer_without_a_fence(folder, monkeypatch):
 
 def _same_names(sandbox: Sandbox, rank: int) -> None:
     """Another job saves step 10 under the names of the first run."""
-    place, part = sandbox.place(rank, 1), scenarios.shard(sandbox.place(rank, 1), 10, sandbox.format)
-    taken = scenarios.shard(sandbox.place(rank, 0), 10, sandbox.format).files[0].path
-    shard_writer.write_shard(place, replace(part, files=(replace(part.files[0], path=taken),)))
+    target, part = sandbox.target(rank, 1), scenarios.shard(sandbox.target(rank, 1), 10, sandbox.format)
+    taken = scenarios.shard(sandbox.target(rank, 0), 10, sandbox.format).files[0].path
+    shard_writer.write_shard(target, replace(part, files=(replace(part.files[0], path=taken),)))
 
 
 SAME_NAMES = Scenario("same names", "another job uses the names of the first run", _same_names)

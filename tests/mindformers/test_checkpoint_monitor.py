@@ -53,7 +53,7 @@ LIVES: list["Job"] = []
 def settle_all():
     """No job of a test outlives it: at the exit of the interpreter its monitor would write to a log that is closed."""
     while LIVES:
-        LIVES.pop().monitor.settle()
+        LIVES.pop().monitor.finish_after_error()
 
 
 class Job:
@@ -319,7 +319,7 @@ def test_an_error_of_the_writer_is_raised_at_a_later_step(tmp_path, own_session,
     (tmp_path / "checkpoint" / "rank_0").mkdir(parents=True, exist_ok=True)
     (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").write_text("in the way")
     job.steps(5)
-    job.monitor._checkpoints._saver._idle(600)                    # until it has failed; the failure is not reported yet
+    job.monitor._checkpoints._saver._wait_until_idle(600)         # until it has failed; the failure is not reported yet
     with pytest.raises(SaveError, match="exists already"):
         job.steps(1)
 
@@ -332,7 +332,7 @@ def test_a_last_save_that_failed_is_tried_again_at_the_end(tmp_path, kind):
     way.write_text("in the way")
     job.steps(1)
     for outcome in job.monitor._checkpoints._saver.wait(600):
-        job.monitor._checkpoints._learn([outcome])
+        job.monitor._checkpoints._handle_outcomes([outcome])
     way.unlink()
     job.end()
     assert committed(tmp_path) == [5]
@@ -367,7 +367,7 @@ def test_weights_alone_behind_the_training(tmp_path):
 def test_a_lease_exists_while_it_trains_and_not_afterwards(tmp_path):
     job = Job(build(tmp_path)).steps(5)
     assert [holder.run
-            for holder in lease_holders(PosixStorage(), str(tmp_path / "checkpoint"))] == [job.monitor._checkpoints.place.run]
+            for holder in lease_holders(PosixStorage(), str(tmp_path / "checkpoint"))] == [job.monitor._checkpoints.target.run]
     job.end()
     assert lease_holders(PosixStorage(), str(tmp_path / "checkpoint")) == []
 
@@ -473,7 +473,7 @@ def test_on_save_error_raise(tmp_path, own_session):
 def test_a_training_that_ended_with_an_error_is_settled_by_the_hooks(tmp_path, own_session, monkeypatch):
     job = Job(build(tmp_path, async_save="thread")).steps(5)
     assert own_session.monitor is job.monitor
-    job.monitor.settle()
+    job.monitor.finish_after_error()
     assert committed(tmp_path) == [5]
 
 

@@ -37,10 +37,10 @@ def config_of(**values):
 
 def saved(root, *steps, optimizer=True):
     for step in steps:
-        place = SaveTarget(STORAGE, str(root), "0001-0000aaaa", 0, 1, True)
-        write_shard(place, iteration_shard("net", place, state_of(step), {"w": np.full(3, step, np.float32)},
-                                           {"adam_m.w": np.zeros(3, np.float32)} if optimizer else None))
-        Committer(place).saved(step)
+        target = SaveTarget(STORAGE, str(root), "0001-0000aaaa", 0, 1, True)
+        write_shard(target, iteration_shard("net", target, state_of(step), {"w": np.full(3, step, np.float32)},
+                                            {"adam_m.w": np.zeros(3, np.float32)} if optimizer else None))
+        Committer(target).saved(step)
     return root
 
 
@@ -182,10 +182,10 @@ def test_weights_of_hugging_face(tmp_path, current):
 
 def test_an_unhealthy_one_is_not_taken_unless_it_is_requested(tmp_path, current):
     saved(tmp_path, 5)
-    place = SaveTarget(STORAGE, str(tmp_path), "0001-0000aaaa", 0, 1, True)
+    target = SaveTarget(STORAGE, str(tmp_path), "0001-0000aaaa", 0, 1, True)
     from dataclasses import replace
-    write_shard(place, iteration_shard("net", place, replace(state_of(10), health=1), {"w": np.ones(3, np.float32)}, {}))
-    Committer(place).saved(10)
+    write_shard(target, iteration_shard("net", target, replace(state_of(10), health=1), {"w": np.ones(3, np.float32)}, {}))
+    Committer(target).saved(10)
     monitored = {"monitor_config": {"health_checkpoint": {"embedding_local_norm_threshold": 1.0}}, "resume_training": True}
     for path, step, more in ((tmp_path, 5, monitored), (tmp_path / "iteration_00000010", 10, monitored),
                              (tmp_path, 10, {"resume_training": True})):

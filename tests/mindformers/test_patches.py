@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import iteration_folders
 import numpy as np
 import pytest
-from rank_folders import RUN, STORAGE, flip_bit, path_of, place_of, save, state_of, write_foreign
+from rank_folders import RUN, STORAGE, flip_bit, path_of, save, state_of, target_of, write_foreign
 
 pytest.importorskip("mindformers.tools")
 
@@ -335,7 +335,7 @@ def test_everything_is_closed_once_though_one_of_it_fails(output):
     def train(self):
         current = training_context.current()
         current.resources.read_lock = SimpleNamespace(release=lambda: 1 / 0)
-        current.monitor = SimpleNamespace(settle=lambda: closed.append("settled"))
+        current.monitor = SimpleNamespace(finish_after_error=lambda: closed.append("settled"))
     with pytest.raises(ZeroDivisionError):
         patches._wrap_train(train)(FakeTrainer())
     assert closed == ["settled"] and training_context.current().task == "" and recorded(output)[-1]["event"] == "training_ended"
@@ -366,7 +366,7 @@ def test_a_training_that_failed_settles_what_it_saves():
     stopped = []
 
     def train(self):
-        training_context.current().monitor = SimpleNamespace(settle=lambda: stopped.append(True))
+        training_context.current().monitor = SimpleNamespace(finish_after_error=lambda: stopped.append(True))
         raise RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
         patches._wrap_train(train)(FakeTrainer())
@@ -551,9 +551,9 @@ def network(value, dtype=ms.float32):
 
 def saved_network(root, net, step=5, drop=()):
     tensors = snapshot([(p.name, p) for p in net.get_parameters() if p.name not in drop])
-    write_shard(place_of(root, 0, 1), rank_shard(FileName("net", 0, 0, 1, step, "safetensors"), state_of(step), tensors,
-                                            metadata={"format": "ms", "remove_redundancy": "False"}))
-    Committer(place_of(root, 0, 1)).saved(step)
+    write_shard(target_of(root, 0, 1), rank_shard(FileName("net", 0, 0, 1, step, "safetensors"), state_of(step), tensors,
+                                             metadata={"format": "ms", "remove_redundancy": "False"}))
+    Committer(target_of(root, 0, 1)).saved(step)
 
 
 @pytest.mark.parametrize("dtype", [ms.float32, ms.bfloat16])

@@ -213,7 +213,7 @@ def test_what_a_feature_that_is_off_does(off):
     from mindresume.mindformers.checkpoint_monitor import CheckpointMonitor
     off({upstream.TENSORBOARD, upstream.RESCUE, upstream.TRANSFORM})
     assert adapter.tensorboard_writer() is None
-    assert CheckpointMonitor.rescue(None, None) is False
+    assert CheckpointMonitor.emergency_save(None, None) is False
     assert upstream.TRANSFORM.without in auto_transform._by_mindspore(None, None, "", 1, None)["refused"]
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-from rank_folders import PER_EPOCH, RUN, STORAGE, counters, name_of, path_of, place_of, state_of, tensors_in
+from rank_folders import PER_EPOCH, RUN, STORAGE, counters, name_of, path_of, state_of, target_of, tensors_in
 
 from mindresume.formats import Candidate
 from mindresume.formats.consolidated import HYPER, CompleteWeights, index_document, part_name, split
@@ -220,8 +220,8 @@ def recorded(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors",
         held = shard_file(plan, others.get(rank, tensors), rank, dedup, extra)
         shard = rank_shard(name_of(rank, STEP, 0, fmt), state_of(STEP), held, known,
                            metadata={"format": "ms", "remove_redundancy": str(dedup)})
-        write_shard(place_of(root, rank, plan.world_size), shard, clock=lambda: 1000.0)
-    committer = Committer(place_of(root, 0, plan.world_size, RUN))
+        write_shard(target_of(root, rank, plan.world_size), shard, clock=lambda: 1000.0)
+    committer = Committer(target_of(root, 0, plan.world_size, RUN))
     committer.saved(STEP)
     assert not committer.pending
     return newest(root)

@@ -85,15 +85,15 @@ def test_no_list_is_no_trouble(tmp_path):
 def test_ours_carry_it_themselves(tmp_path):
     from dataclasses import replace
 
-    from rank_folders import place_of, tensors_of
+    from rank_folders import target_of, tensors_of
 
     from mindresume.model.training_state import TrainingState
     from mindresume.saving.committer import Committer
     from mindresume.saving.shard_writer import rank_shard, write_shard
     save(tmp_path, 5, world=1)
     state = replace(TrainingState(10, 10, 10, 8), health=1)
-    place = place_of(tmp_path, 0, 1, RUN)
-    write_shard(place, rank_shard(name_of(0, 10), state, tensors_of(0, 10)))
-    Committer(place).saved(10)
+    target = target_of(tmp_path, 0, 1, RUN)
+    write_shard(target, rank_shard(name_of(0, 10), state, tensors_of(0, 10)))
+    Committer(target).saved(10)
     found = select_shared(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1, unhealthy=()))
     assert found.chosen.step == 5 and "unhealthy" in found.refused[0].reason

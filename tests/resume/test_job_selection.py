@@ -127,7 +127,7 @@ def test_who_cannot_begin_holds_nothing(tmp_path, monkeypatch, when):
     """The claim of a rank whose hold succeeded stayed, if another rank found the checkpoint removed."""
     save(tmp_path, 5, world=2)
     if when == "lock":
-        monkeypatch.setattr(job_selection, "report", lambda group, work: [work(), False])
+        monkeypatch.setattr(job_selection, "gather_results", lambda group, work: [work(), False])
         error = LoadError
     else:
         monkeypatch.setattr(job_selection, "describe_candidate", lambda *_: 1 / 0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_folders import RUN, STORAGE, Ranks, counters, flip_bit, name_of, place_of, state_of
+from rank_folders import RUN, STORAGE, Ranks, counters, flip_bit, name_of, state_of, target_of
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError
@@ -42,13 +42,13 @@ def held(rank, step):
     return {name: np.ascontiguousarray(whole(name, step)[LAYOUTS[name].slices(rank, SHAPES[name])]) for name in SHAPES}
 
 
-def shard_of(rank, step, place=None):
+def shard_of(rank, step, target=None):
     tables = {name: (LAYOUTS[name], SHAPES[name]) for name in SHAPES}
     random = {"python": f"of rank {rank}"}
-    if place is not None:
+    if target is not None:
         parts = [{name: array for name, array in held(rank, step).items() if name.startswith("adam") is last}
                  for last in (False, True)]
-        return iteration_shard("net", place, state_of(step), parts[0], {**parts[1], "global_step": np.array([step], np.int32)},
+        return iteration_shard("net", target, state_of(step), parts[0], {**parts[1], "global_step": np.array([step], np.int32)},
                                tables, random)
     return rank_shard(name_of(rank, step), state_of(step), {**held(rank, step), **counters(step)}, tables, random,
                       {"format": "ms", "remove_redundancy": "False"})
@@ -56,17 +56,17 @@ def shard_of(rank, step, place=None):
 
 def save(root, step, iterations=False):
     for rank in range(WORLD):
-        place = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations)
-        write_shard(place, shard_of(rank, step, place if iterations else None))
+        target = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations)
+        write_shard(target, shard_of(rank, step, target if iterations else None))
     Committer(SaveTarget(STORAGE, str(root), RUN, 0, WORLD, iterations)).saved(step)
 
 
 def last_save(root, step, ranks, iterations=False, mark=True, local_ranks=()):
     for rank in ranks:
-        place = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations, local_ranks)
+        target = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations, local_ranks)
         if mark:
-            mark_emergency(place, step)
-        write_shard(place, shard_of(rank, step, place if iterations else None))
+            mark_emergency(target, step)
+        write_shard(target, shard_of(rank, step, target if iterations else None))
 
 
 def choose(root, world=WORLD, **options):
@@ -156,8 +156,8 @@ def test_in_another_layout(tmp_path, iterations):
         assert tensor.shape == shape
         found = np.zeros(shape, np.float32)
         for cut in tensor.cuts(tuple((0, length) for length in shape)):
-            place = source.weights.locate(name, cut)
-            assert place.rank in COVERING
+            target = source.weights.locate(name, cut)
+            assert target.rank in COVERING
         assert found.shape == shape
 
 
@@ -165,8 +165,8 @@ def test_the_next_job_does_not_commit_it_and_keeps_it_until_it_has_saved_itself(
     save(tmp_path, 5)
     last_save(tmp_path, 7, COVERING)
     logged = []
-    later = Committer(place_of(tmp_path, 0, WORLD, run_name(2, "0000bbbb")), emit=logged.append)
-    assert later.adopt() == [] and logged == []
+    later = Committer(target_of(tmp_path, 0, WORLD, run_name(2, "0000bbbb")), emit=logged.append)
+    assert later.recover() == [] and logged == []
     made = plan(STORAGE, str(tmp_path), KEEP_ALL, ended=lambda run: True)
     assert [candidate.step for candidate in made.kept] == [7, 5] and made.orphans == ()
 

@@ -213,8 +213,8 @@ def test_retention_keeps_what_it_cannot_look_into_and_removes_the_rest(tmp_path)
         save(tmp_path, step, 2)
     committer = save(tmp_path, 20, 2, run=LATER, suffix=1)
     closed = tmp_path / FOLDER / attempt_name(10, RUN)
-    committer = Committer(committer.place, KeepLast(1))
-    object.__setattr__(committer.place, "storage", Closed(closed, only_list=True))
+    committer = Committer(committer.target, KeepLast(1))
+    object.__setattr__(committer.target, "storage", Closed(closed, only_list=True))
     assert sorted(committer.prune()) == [5, 15]
     assert path_of(tmp_path, 10, 0).exists() and closed.exists() and not path_of(tmp_path, 5, 0).exists()
 
@@ -246,10 +246,10 @@ def test_an_intent_stays_while_its_iteration_cannot_be_listed(tmp_path):
     iteration_folders.save(tmp_path, 5, 10)
     iteration_folders.track(tmp_path, 5)
     iteration_folders.intend(tmp_path, 10)
-    committer = Committer(iteration_folders.place_of(tmp_path, run=LATER))
+    committer = Committer(iteration_folders.target_of(tmp_path, run=LATER))
     storage = Closed(iteration_folders.folder_of(tmp_path, 10))
-    object.__setattr__(committer.place, "storage", storage)
-    committer.adopt()
+    object.__setattr__(committer.target, "storage", storage)
+    committer.recover()
     assert (tmp_path / FOLDER / intent_name(10)).exists() and iteration_folders.tracker(tmp_path) == "5"
     storage = PosixStorage()
     candidates = list_checkpoints(storage, str(tmp_path), strategy_lookup(storage))[0].candidates

@@ -6,7 +6,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from rank_folders import RUN, STORAGE, name_of, path_of, place_of, save, state_of, tensors_of, write_rank
+from rank_folders import RUN, STORAGE, name_of, path_of, save, state_of, target_of, tensors_of, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import LeaseHeldError
@@ -15,12 +15,12 @@ from mindresume.formats.records import scan_records
 from mindresume.model.manifest import run_name
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.shared_selection import select_shared
-from mindresume.saving import async_saver
+from mindresume.saving import background_writer
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.saving.staging import Staging
-from mindresume.saving.sync_saver import Extra, Outcome, Save
+from mindresume.saving.sync_saver import ExtraWeights, Outcome, Save
 from mindresume.simulation.cluster import Cluster, current_cluster, current_process
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.runtime_fakes import use_cluster
@@ -38,7 +38,7 @@ def shard(step, rank=0, fmt="safetensors", tensors=None):
 
 
 def saver_in(root, kind, world=1, rank=0, policy=KEEP_ALL, **options):
-    return AsyncSaver(place_of(root, rank, world), policy if rank == 0 else None, kind, **options)
+    return AsyncSaver(target_of(root, rank, world), policy if rank == 0 else None, kind, **options)
 
 
 def steps(root):
@@ -199,8 +199,8 @@ class Slow(PosixStorage):
 
 
 def slow_saver(tmp_path):
-    place = SaveTarget(Slow(str(tmp_path / "go")), str(tmp_path / "checkpoint"), run_name(1, "0000aaaa"), 0, 1)
-    return AsyncSaver(place, KEEP_ALL, "process")
+    target = SaveTarget(Slow(str(tmp_path / "go")), str(tmp_path / "checkpoint"), run_name(1, "0000aaaa"), 0, 1)
+    return AsyncSaver(target, KEEP_ALL, "process")
 
 
 def test_a_writer_process_that_is_killed_is_an_error_and_gets_a_successor(tmp_path):
@@ -240,7 +240,7 @@ class Mortal:
 
 @pytest.mark.parametrize("budget", [0, 1])              # 1: written in the training, committed by the writer
 def test_a_writer_that_dies_while_it_commits_has_saved(tmp_path, monkeypatch, budget):
-    monkeypatch.setitem(async_saver._WRITERS, "thread", Mortal)
+    monkeypatch.setitem(background_writer.WRITERS, "thread", Mortal)
     saver = saver_in(tmp_path, "thread", budget=budget)
     saver.save(Save(shard(5)))
     assert [outcome.saved for outcome in saver.poll()] == [True] and saver.busy()
@@ -249,7 +249,7 @@ def test_a_writer_that_dies_while_it_commits_has_saved(tmp_path, monkeypatch, bu
 
 
 def test_a_writer_that_dies_in_the_second_save_of_a_step_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setitem(async_saver._WRITERS, "thread", Mortal)
+    monkeypatch.setitem(background_writer.WRITERS, "thread", Mortal)
     saver = saver_in(tmp_path, "thread", world=2, rank=1)
     saver.save(Save(shard(5, 1)))
     saver.poll()
@@ -311,7 +311,7 @@ def test_a_writer_that_cannot_be_started_is_an_error_of_the_save(tmp_path, monke
         raise error
     saver = saver_in(tmp_path, "thread")
     with monkeypatch.context() as patched:
-        patched.setitem(async_saver._WRITERS, "thread", start)
+        patched.setitem(background_writer.WRITERS, "thread", start)
         saver.save(Save(shard(5)))
         (outcome,) = saver.poll()
         assert not outcome.saved and str(error) in str(outcome.error)
@@ -332,8 +332,8 @@ def test_a_thread_that_ends_with_a_strange_error_is_an_error(tmp_path, monkeypat
     class Strange(PosixStorage):
         def make_folder(self, path):
             raise MemoryError("no bytes left")
-    place = SaveTarget(Strange(), str(tmp_path), run_name(1, "0000aaaa"), 0, 1)
-    saver = AsyncSaver(place, KEEP_ALL, "thread")
+    target = SaveTarget(Strange(), str(tmp_path), run_name(1, "0000aaaa"), 0, 1)
+    saver = AsyncSaver(target, KEEP_ALL, "thread")
     saver.save(Save(shard(5)))
     (outcome,) = saver.wait(PATIENCE)
     assert not outcome.saved and "MemoryError: no bytes left" in str(outcome.error)
@@ -407,8 +407,9 @@ def test_a_new_writer_commits_what_the_dead_one_completed(tmp_path):
 def test_files_for_inference_go_the_same_way(tmp_path, kind):
     weights = np.arange(10, dtype=np.float32)
     saver = saver_in(tmp_path / "checkpoint", kind)
-    saver.save(Save(shard(5), (Extra(str(tmp_path / "network"), "net_rank_0-network-1_5.safetensors", "network", "safetensors",
-                                     {"w": weights}, {}),)))
+    saver.save(Save(shard(5),
+                    (ExtraWeights(str(tmp_path / "network"), "net_rank_0-network-1_5.safetensors", "network", "safetensors",
+                                            {"w": weights}, {}),)))
     weights[:] = 0
     assert saver.finish(PATIENCE)[0].error is None
     with open(tmp_path / "network" / "net_rank_0-network-1_5.safetensors", "rb") as file:

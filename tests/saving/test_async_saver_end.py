@@ -40,9 +40,9 @@ def saver(kind, version):
     return AsyncSaver(SaveTarget(Held(), os.path.abspath("checkpoint"), rank_folders.RUN, 0, 1, version == "2.0"), KEEP_ALL, kind)
 
 
-def shard(place, step):
-    if place.iterations:
-        return iteration_shard("net", place, rank_folders.state_of(step), rank_folders.tensors_of(0, step), None)
+def shard(target, step):
+    if target.iterations:
+        return iteration_shard("net", target, rank_folders.state_of(step), rank_folders.tensors_of(0, step), None)
     return rank_shard(rank_folders.name_of(0, step), rank_folders.state_of(step), rank_folders.tensors_of(0, step))
 """
 
@@ -74,7 +74,7 @@ def test_a_save_in_flight_is_committed_when_the_interpreter_ends_with_an_error(t
 saver = saver(*sys.argv[1:])
 atexit.register(saver.finish, 600)
 atexit.register(lambda: open("go", "w").close())        # runs before
-saver.save(Save(shard(saver.place, 5)))
+saver.save(Save(shard(saver.target, 5)))
 raise ValueError("the training failed")
 """, kind, version)
     _, errors = training.communicate(timeout=PATIENCE)
@@ -86,7 +86,7 @@ raise ValueError("the training failed")
 
 BEGUN = """
 saver = saver("process", "1.0")
-saver.save(Save(shard(saver.place, 5)))
+saver.save(Save(shard(saver.target, 5)))
 """
 
 
@@ -153,7 +153,7 @@ def test_a_writer_that_cannot_finish_ends_after_its_time(tmp_path):
     training = python(tmp_path, """
 saver = saver("process", "1.0")
 saver.timeout = 0.1
-saver.save(Save(shard(saver.place, 5)))
+saver.save(Save(shard(saver.target, 5)))
 print(saver._writer._process.pid, flush=True)
 time.sleep(600)
 """)

@@ -28,7 +28,7 @@ from mindresume.saving import checkpoint_manager as module
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.retention import KEEP_ALL
-from mindresume.saving.save_request import SaveOptions, Step
+from mindresume.saving.save_request import SaveOptions, SaveRequest
 from mindresume.saving.shard_writer import iteration_shard, rank_shard
 from mindresume.saving.sync_saver import Save
 from mindresume.settings import Settings
@@ -41,10 +41,10 @@ def settled():
     """No job of a test outlives it."""
     yield
     while JOBS:
-        JOBS.pop().manager.settle()
+        JOBS.pop().manager.finish_after_error()
 
 
-class Arrays(Step):
+class Arrays(SaveRequest):
     """Of ``job``, after its last step."""
 
     def __init__(self, job):
@@ -52,19 +52,19 @@ class Arrays(Step):
         self.job = job
 
     def collect(self):
-        self.job.collected.append(self.number)
-        place, state = self.job.manager.place, state_of(self.number)
-        tensors = tensors_of(place.rank, self.number)
-        if place.iterations:
-            return Save(iteration_shard("net", place, state, tensors, None))
-        name = FileName("net", place.rank, self.job.manager.session.suffix, state.epoch, state.step_in_epoch, "safetensors")
+        self.job.collected.append(self.step)
+        target, state = self.job.manager.target, state_of(self.step)
+        tensors = tensors_of(target.rank, self.step)
+        if target.iterations:
+            return Save(iteration_shard("net", target, state, tensors, None))
+        name = FileName("net", target.rank, self.job.manager.session.suffix, state.epoch, state.step_in_epoch, "safetensors")
         return Save(rank_shard(name, state, tensors))
 
-    def record(self, save, name):
-        self.job.told.append(("record", name))
+    def on_collected(self, save, name):
+        self.job.told.append(("collected", name))
 
-    def taken(self, save, name):
-        self.job.told.append(("taken", name))
+    def on_submitted(self, save, name):
+        self.job.told.append(("submitted", name))
 
 
 class Job:
@@ -78,8 +78,8 @@ class Job:
         self.manager.open(leases=leases)
         self.manager.begin(0)
         JOBS.append(self)
-        self.manager.meet()
-        self.manager.listen()
+        self.manager.count_hosts()
+        self.manager.handle_preemption()
 
     def emitted(self, kind):
         return [event for event in self.events if isinstance(event, kind)]
@@ -110,7 +110,7 @@ def test_due_steps_and_the_last_one_and_what_is_told(tmp_path, iterations):
     job = Job(tmp_path, iterations=iterations).steps(7).end()
     name = iteration_name if iterations else (lambda step: f"net_rank_0-1_{step}.safetensors")
     assert committed(tmp_path) == [5, 7] == [step for step, _ in job.saved] and job.collected == [5, 7]
-    assert job.told == [(word, name(step)) for step in (5, 7) for word in ("record", "taken")]
+    assert job.told == [(word, name(step)) for step in (5, 7) for word in ("collected", "submitted")]
     assert all(stall >= 0 for _, stall in job.saved) and not job.manager.saving and job.manager.session.lease.step == 7
 
 
@@ -118,7 +118,7 @@ def test_due_steps_and_the_last_one_and_what_is_told(tmp_path, iterations):
 def test_the_events_of_a_run_tell_what_happened_to_each_step(tmp_path, iterations):
     job = Job(tmp_path, iterations=iterations).steps(5)
     opened, begun, committed, written = job.events
-    assert opened == RunOpened(job.manager.place.run, str(tmp_path), "net" if iterations else "net_rank_0", 1)
+    assert opened == RunOpened(job.manager.target.run, str(tmp_path), "net" if iterations else "net_rank_0", 1)
     assert begun == SaveBegun(5)
     assert (committed.step, committed.ranks, committed.run_id) == (5, 1, None) and isinstance(committed, SaveCommitted)
     assert (written.step, written.size_bytes) == (5, committed.size_bytes) and 0 < written.write_seconds < written.stall_seconds
@@ -142,19 +142,19 @@ def test_a_step_that_is_left_out_is_counted(tmp_path):
 
 def test_a_save_that_an_earlier_run_could_not_commit_is_an_event_with_its_name(tmp_path):
     first = Job(tmp_path, leases={}).steps(5).end()
-    (tmp_path / FOLDER / attempt_name(5, first.manager.place.run) / MANIFEST).unlink()
+    (tmp_path / FOLDER / attempt_name(5, first.manager.target.run) / MANIFEST).unlink()
     later = Job(tmp_path, leases={})
     (committed,), (written,) = later.emitted(SaveCommitted), first.emitted(SaveWritten)
-    assert committed == SaveCommitted(5, 1, written.size_bytes, first.manager.place.run)
+    assert committed == SaveCommitted(5, 1, written.size_bytes, first.manager.target.run)
 
 
 def test_an_error_of_the_record_is_a_failed_save(tmp_path):
-    def record(self, save, name):
+    def on_collected(self, save, name):
         raise SaveError("no health")
     job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(4)
     job.step += 1
     with pytest.raises(SaveError, match="no health"):
-        job.manager.step_end(type("Sick", (Arrays,), {"record": record})(job))
+        job.manager.step_end(type("Sick", (Arrays,), {"on_collected": on_collected})(job))
     assert committed(tmp_path) == [] and job.saved == []
 
 
@@ -162,7 +162,7 @@ def test_an_earlier_training_of_this_process_gives_the_folder_back_and_one_elsew
     memory = {}
     first = Job(tmp_path, leases=memory).steps(5)
     second = Job(tmp_path, leases=memory)
-    assert [one.manager.place.run[:4] for one in (first, second)] == ["0001", "0002"]
+    assert [one.manager.target.run[:4] for one in (first, second)] == ["0001", "0002"]
     assert memory == {str(tmp_path): second.manager.session.lease}
     with pytest.raises(LeaseHeldError, match="0002"):
         first.steps(5)
@@ -176,7 +176,7 @@ def test_all_ranks_by_seconds_of_rank_0(tmp_path, monkeypatch):
         options = SaveOptions(str(tmp_path), "net", None, 60.0)
         manager = CheckpointManager(STORAGE, group, Settings(), options, KEEP_ALL, ignore,
                                     since=-100.0 if group.rank == 0 else 0.0)
-        return [manager.wants(step) for step in (1, 2)]
+        return [manager.should_save(step) for step in (1, 2)]
     assert Ranks(2).run(work) == [[True, False]] * 2
 
 
@@ -194,7 +194,7 @@ class FakeTrial:
 def test_a_trial_knows_the_run_and_ends_with_the_first_step(tmp_path, signalled):
     load_attempt = FakeTrial()
     job = Job(tmp_path, pending=PendingLoadAttempt(load_attempt))
-    assert (load_attempt.run, load_attempt.hosts) == (job.manager.place.run, 1)
+    assert (load_attempt.run, load_attempt.hosts) == (job.manager.target.run, 1)
     job.manager.preemption.signalled = signalled
     job.manager.begin_load_attempt()
     job.manager.preemption.signalled = False
@@ -273,28 +273,29 @@ def test_a_training_that_ends_with_an_error_commits_what_it_had_begun(tmp_path, 
             self.unregistered.append(function)
     monkeypatch.setattr(module, "atexit", Late())
     job = Job(tmp_path, async_save=kind).steps(5)
-    job.manager.settle()
+    job.manager.finish_after_error()
     assert committed(tmp_path) == [5]
-    job.manager.settle()                                                # at the exit of the interpreter: nothing is left to do
-    assert module.atexit.unregistered == [job.manager.settle] * 2
+    job.manager.finish_after_error()                                    # at the exit of the interpreter: nothing is left to do
+    assert module.atexit.unregistered == [job.manager.finish_after_error] * 2
 
 
 def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path):
     job = Job(tmp_path, async_save="thread").steps(4)
     spoil(tmp_path)
-    job.steps(1).manager.settle()
+    job.steps(1).manager.finish_after_error()
     assert [event.step for event in job.emitted(SaveFailed)] == [5]
 
 
 def test_a_failed_upload_stops_the_training_only_with_on_save_error_raise(tmp_path):
-    Job(tmp_path / "1", settings=Settings(max_failed_saves=1)).manager._heed([RemoteError("one"), RemoteError("two")])
+    Job(tmp_path / "1",
+        settings=Settings(max_failed_saves=1)).manager._handle_upload_errors([RemoteError("one"), RemoteError("two")])
     with pytest.raises(RemoteError, match="one"):
-        Job(tmp_path / "2", settings=Settings(on_save_error="raise")).manager._heed([RemoteError("one")])
+        Job(tmp_path / "2", settings=Settings(on_save_error="raise")).manager._handle_upload_errors([RemoteError("one")])
 
 
 def test_a_rescue_leaves_a_mark_and_writes_nothing_twice(tmp_path):
     job = Job(tmp_path).steps(7)
-    assert [job.manager.rescue(Arrays(job)) for _ in range(2)] == [True, True]
+    assert [job.manager.emergency_save(Arrays(job)) for _ in range(2)] == [True, True]
     newest = scan(STORAGE, str(tmp_path)).candidates[0]
     assert (newest.step, job.collected) == (7, [5, 7]) and (tmp_path / FOLDER / newest.name / EMERGENCY).exists()
 
@@ -302,12 +303,12 @@ def test_a_rescue_leaves_a_mark_and_writes_nothing_twice(tmp_path):
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_rescue_that_fails_is_left_to_others_unless_they_would_wait(tmp_path, waits):
     job = Job(tmp_path).steps(7)
-    step = type("Broken", (Arrays,), {"rescue": lambda self: 1 / 0, "exchanges": lambda self: waits})(job)
+    step = type("Broken", (Arrays,), {"collect_local": lambda self: 1 / 0, "needs_collectives": lambda self: waits})(job)
     if waits:
         with pytest.raises(SaveError, match="step 7 was not saved before the end on rank 0: division by zero"):
-            job.manager.rescue(step)
+            job.manager.emergency_save(step)
     else:
-        assert job.manager.rescue(step) is False
+        assert job.manager.emergency_save(step) is False
 
 
 # ---- the last step, on several ranks -----------------------------------------------------------------------------------
@@ -365,11 +366,11 @@ def test_who_leaves_does_not_wait_for_a_rank_that_ended_with_an_error(tmp_path):
     """After a signal the end of the training would be one exchange more."""
     job = Job(tmp_path).steps(5)
     job.manager.group = Peer(RAISES)
-    job.manager.preemption = SimpleNamespace(at=lambda step: "SIGTERM", close=lambda: None)
+    job.manager.preemption = SimpleNamespace(check=lambda step: "SIGTERM", close=lambda: None)
     with pytest.raises(SaveError, match="rank 1 ends with an error"):
         job.steps(1)
     assert len(job.manager.group.told) == 1
-    job.manager.settle()
+    job.manager.finish_after_error()
     assert committed(tmp_path) == [5]
 
 
@@ -418,7 +419,7 @@ class Uploads:
     def enqueue(self, step):
         self.done.append(step)
 
-    def finish(self, deadline):
+    def finish(self, timeout):
         self.done.append("finished")
         return self.work()
 
@@ -428,7 +429,7 @@ def test_after_an_error_of_one_part_of_the_end_all_others_are_done(tmp_path, err
     job = Job(tmp_path).steps(5)
     uploads = job.manager._uploader = Uploads(lambda: [RemoteError("no such bucket")])
 
-    def finish(deadline):
+    def finish(timeout):
         raise error
     job.manager._saver.finish = finish
     with pytest.raises(type(error), match=str(error)):
@@ -506,7 +507,7 @@ def test_the_others_follow_the_end_in_short_exchanges(tmp_path, monkeypatch, par
     job.manager.group = Counting(SAVED)
     monkeypatch.setattr(collectives, "LONGEST_PAUSE", collectives.FIRST_PAUSE)
 
-    def work(*deadline):
+    def work(*timeout):
         return [] if enough.wait(60) else [RemoteError("nobody followed")]
     if part == "commits":
         job.manager._saver.finish = work
@@ -527,7 +528,7 @@ def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
     job.manager.group = Leaving(SAVED)
     left = threading.Event()
 
-    def finish(deadline):
+    def finish(timeout):
         left.wait(0.1)
         done.append("committed")
         return []

@@ -2,7 +2,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from rank_folders import RUN, STORAGE, name_of, path_of, place_of, save, state_of, tensors_of, write_foreign, write_rank
+from rank_folders import RUN, STORAGE, name_of, path_of, save, state_of, target_of, tensors_of, write_foreign, write_rank
 
 from mindresume.errors import RecordError, SaveError
 from mindresume.events import CommitDelayed, SaveAbandoned
@@ -23,7 +23,7 @@ def steps(root):
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_committed_once_the_last_rank_has_recorded(tmp_path, fmt):
-    committer = Committer(place_of(tmp_path, 0, 3))
+    committer = Committer(target_of(tmp_path, 0, 3))
     for rank in (0, 2):
         write_rank(tmp_path, 5, rank, 3, fmt=fmt)
     committer.saved(5)
@@ -55,9 +55,9 @@ def test_a_manifest_is_written_only_when_the_names_of_all_records_are_durable(tm
             return super().write(path, pieces, size)
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2)
-    place = replace(place_of(tmp_path, 0, 2), storage=Noting())
-    assert Committer(place).try_commit(5) == []
-    listed, attempt = done.index(("list", place.attempt(5))), place.attempt(5)
+    target = replace(target_of(tmp_path, 0, 2), storage=Noting())
+    assert Committer(target).try_commit(5) == []
+    listed, attempt = done.index(("list", target.attempt(5))), target.attempt(5)
     written = next(number for number, (what, name) in enumerate(done) if what == "write" and MANIFEST in name)
     assert ("sync", attempt) in done[listed:written]
 
@@ -67,7 +67,7 @@ def test_a_file_that_is_not_as_recorded_is_not_committed(tmp_path):
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2)
     path_of(tmp_path, 5, 1).write_bytes(b"short")
-    committer = Committer(place_of(tmp_path, 0, 2), emit=events.append)
+    committer = Committer(target_of(tmp_path, 0, 2), emit=events.append)
     committer.saved(5)
     assert committer.pending == [5] and steps(tmp_path) == []
     (delayed,) = events
@@ -76,12 +76,12 @@ def test_a_file_that_is_not_as_recorded_is_not_committed(tmp_path):
 
 def test_the_end_waits_until_the_deadline_and_names_the_missing_ranks(tmp_path):
     now, events = [0.0], []
-    committer = Committer(place_of(tmp_path, 0, 4), emit=events.append, clock=lambda: now[0],
+    committer = Committer(target_of(tmp_path, 0, 4), emit=events.append, clock=lambda: now[0],
                           sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
     write_rank(tmp_path, 5, 0, 4)
     write_rank(tmp_path, 5, 2, 4)
     committer.saved(5)
-    assert committer.finish(deadline=10.0, pause=0.5) == {5: [1, 3]}
+    assert committer.finish(timeout=10.0, pause=0.5) == {5: [1, 3]}
     assert 10.0 <= now[0] <= 11.0
     assert [(type(event), event.step, event.missing_ranks) for event in events] == [(SaveAbandoned, 5, (1, 3))]
 
@@ -91,9 +91,9 @@ def test_the_end_commits_what_arrives_late(tmp_path):
 
     def sleep(seconds):
         write_rank(tmp_path, 5, 1, 2)
-    committer = Committer(place_of(tmp_path, 0, 2), clock=lambda: 0.0, sleep=sleep)
+    committer = Committer(target_of(tmp_path, 0, 2), clock=lambda: 0.0, sleep=sleep)
     committer.saved(5)
-    assert committer.finish(deadline=1.0) == {} and steps(tmp_path) == [5]
+    assert committer.finish(timeout=1.0) == {} and steps(tmp_path) == [5]
 
 
 def test_an_existing_file_is_never_overwritten(tmp_path):
@@ -121,8 +121,8 @@ class FullDisk(PosixStorage):
 
 def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(tmp_path):
     save(tmp_path, 5, world=1)
-    place = place_of(tmp_path, 0, 1)
-    broken = type(place)(FullDisk(), place.root, RUN, 0, 1)
+    target = target_of(tmp_path, 0, 1)
+    broken = type(target)(FullDisk(), target.root, RUN, 0, 1)
     with pytest.raises(SaveError, match="step 10 was not saved on rank 0: No space left.*saved before are untouched"):
         write_shard(broken, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
     assert sorted(os.listdir(tmp_path / "rank_0")) == ["meta.json", "net_rank_0-1_5.safetensors"]
@@ -179,7 +179,7 @@ def test_debris_of_a_dead_run_goes_with_the_next_commit(tmp_path):
 
 def test_an_unfinished_save_of_the_living_run_stays_until_a_later_one_is_committed(tmp_path):
     write_rank(tmp_path, 5, 0, 2)
-    committer = Committer(place_of(tmp_path, 0, 2), KeepLast(2))
+    committer = Committer(target_of(tmp_path, 0, 2), KeepLast(2))
     committer.saved(5)
     committer.prune()
     assert path_of(tmp_path, 5, 0).exists()
@@ -194,9 +194,9 @@ def test_a_run_that_died_before_its_manifest_is_committed_by_the_next(tmp_path):
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2)
     write_rank(tmp_path, 10, 0, 2)
-    committer = Committer(place_of(tmp_path, 0, 2, NEXT_RUN))
-    assert committer.adopt() == [5] and steps(tmp_path) == [5]
-    assert committer.adopt() == []
+    committer = Committer(target_of(tmp_path, 0, 2, NEXT_RUN))
+    assert committer.recover() == [5] and steps(tmp_path) == [5]
+    assert committer.recover() == []
 
 
 def test_temporary_files_of_dead_runs_are_removed_those_of_this_one_stay(tmp_path):
@@ -204,7 +204,7 @@ def test_temporary_files_of_dead_runs_are_removed_those_of_this_one_stay(tmp_pat
     folder.mkdir()
     for name in (f".a.safetensors.{RUN}.mindresume-tmp", f".b.safetensors.{NEXT_RUN}.mindresume-tmp", ".c.tmp", "d.ckpt"):
         (folder / name).write_text("x")
-    assert clean_own_folder(place_of(tmp_path, 0, 1, NEXT_RUN)) == [f".a.safetensors.{RUN}.mindresume-tmp"]
+    assert clean_own_folder(target_of(tmp_path, 0, 1, NEXT_RUN)) == [f".a.safetensors.{RUN}.mindresume-tmp"]
     assert len(os.listdir(folder)) == 3
 
 
@@ -212,7 +212,7 @@ def test_a_manifest_from_records_of_two_world_sizes_is_refused(tmp_path):
     write_rank(tmp_path, 5, 0, 2)
     write_rank(tmp_path, 5, 1, 4)
     with pytest.raises(RecordError, match="4 ranks; expected"):
-        Committer(place_of(tmp_path, 0, 2)).try_commit(5)
+        Committer(target_of(tmp_path, 0, 2)).try_commit(5)
     found = scan(STORAGE, str(tmp_path)).candidates[0]
     assert found.origin == OURS and found.problem is not None and MANIFEST not in os.listdir(found.records_dir)
 
@@ -232,18 +232,18 @@ class Small(PosixStorage):
 def test_too_little_room_is_an_error_before_anything_is_written(tmp_path):
     save(tmp_path, 5, world=1)
     small = Small()
-    place = SaveTarget(small, str(tmp_path), RUN, 0, 1)
+    target = SaveTarget(small, str(tmp_path), RUN, 0, 1)
     with pytest.raises(SaveError, match="needs 0.0 MiB.*has room for 0.0 MiB.*keep_checkpoint_max"):
-        write_shard(place, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
+        write_shard(target, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
     assert small.written == 0 and steps(tmp_path) == [5]
     small.left = 1 << 20
-    write_shard(place, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
+    write_shard(target, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
 
 
 def test_the_manifest_has_what_any_rank_measured_and_rank_0_goes_first(tmp_path):
     """With pipeline stages only the last one knows the loss."""
     for rank, metrics in ((0, (("accuracy", 0.5),)), (1, (("accuracy", 0.9), ("loss", 3.0)))):
-        write_shard(place_of(tmp_path, rank, 2), rank_shard(name_of(rank, 5), replace(state_of(5), metrics=metrics),
-                                                       tensors_of(rank, 5)))
-    Committer(place_of(tmp_path, 0, 2)).saved(5)
+        write_shard(target_of(tmp_path, rank, 2), rank_shard(name_of(rank, 5), replace(state_of(5), metrics=metrics),
+                                                        tensors_of(rank, 5)))
+    Committer(target_of(tmp_path, 0, 2)).saved(5)
     assert scan(STORAGE, str(tmp_path)).candidates[0].metrics == {"accuracy": 0.5, "loss": 3.0}

@@ -3,7 +3,7 @@ import errno
 import os
 from dataclasses import replace
 
-from rank_folders import RUN, STORAGE, path_of, place_of, write_rank
+from rank_folders import RUN, STORAGE, path_of, target_of, write_rank
 
 from mindresume.events import CommitDelayed, SaveAbandoned
 from mindresume.formats.scan import scan
@@ -18,10 +18,10 @@ def test_the_reason_is_emitted_once_and_again_at_the_end(tmp_path):
         write_rank(tmp_path, 5, rank, 2)
     path_of(tmp_path, 5, 1).write_bytes(b"short")
     now, events = [0.0], []
-    committer = Committer(place_of(tmp_path, 0, 2), emit=events.append, clock=lambda: now[0],
+    committer = Committer(target_of(tmp_path, 0, 2), emit=events.append, clock=lambda: now[0],
                           sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
     committer.saved(5)
-    assert committer.finish(deadline=60.0) == {5: []}
+    assert committer.finish(timeout=60.0) == {5: []}
     delayed, abandoned = events
     assert isinstance(delayed, CommitDelayed) and isinstance(abandoned, SaveAbandoned)
     assert delayed.step == abandoned.step == 5 and abandoned.missing_ranks == ()
@@ -45,13 +45,13 @@ def written(root, *steps):
     for step in steps:
         for rank in range(2):
             write_rank(root, step, rank, 2)
-    return replace(place_of(root, 0, 2), storage=ListedLate())
+    return replace(target_of(root, 0, 2), storage=ListedLate())
 
 
 def test_a_step_whose_records_are_listed_late_is_committed_before_a_later_one(tmp_path):
     """Else it would be removed behind the later one, as one that never completed."""
-    events, place = [], written(tmp_path, 5, 10)
-    committer = Committer(place, KeepLast(2), events.append)
+    events, target = [], written(tmp_path, 5, 10)
+    committer = Committer(target, KeepLast(2), events.append)
     committer.saved(5)
     assert committer.pending == [5]
     committer.saved(10)
@@ -63,7 +63,7 @@ def test_a_step_whose_records_are_listed_late_is_committed_before_a_later_one(tm
 def test_at_the_end_a_record_that_is_listed_late_is_looked_for(tmp_path):
     committer = Committer(written(tmp_path, 5))
     committer.saved(5)
-    assert committer.pending == [5] and committer.finish(deadline=0.0) == {} and committer.committed == [5]
+    assert committer.pending == [5] and committer.finish(timeout=0.0) == {} and committer.committed == [5]
 
 
 class LooksInVain(PosixStorage):
@@ -82,12 +82,12 @@ class LooksInVain(PosixStorage):
 
 def test_steps_that_cannot_be_committed_are_each_tried_once_a_poll(tmp_path):
     disk = LooksInVain()
-    committer = Committer(replace(place_of(tmp_path, 0, 2), storage=disk))
+    committer = Committer(replace(target_of(tmp_path, 0, 2), storage=disk))
     for step in range(1, 9):
         for rank in range(2):
             write_rank(tmp_path, step, rank, 2)
         committer.saved(step)
     disk.opened = 0
     assert committer.poll() == list(range(1, 9)) and disk.opened == 2 * 8
-    committer.place = replace(committer.place, storage=PosixStorage())
+    committer.target = replace(committer.target, storage=PosixStorage())
     assert committer.poll() == [] and sorted(committer.committed) == list(range(1, 9))

@@ -43,7 +43,7 @@ class Job:
         """Without an error: without a word."""
         if error is not None:
             self.load_attempts[rank].failed(error)
-        self.load_attempts[0]._listen_no_more()                 # as the end of the process does
+        self.load_attempts[0]._stop_capturing()                 # as the end of the process does
         return self
 
     def passes(self):
@@ -67,8 +67,8 @@ def test_two_deaths_and_the_older_one_is_tried(root):
     found = choose(root)
     assert found.chosen.step == 10
     assert [str(refusal) for refusal in found.refused] == [
-        "step 15: it is suspected: 2 jobs in a row loaded it and died before their first step was done, the last one: without a "
-        "word (mindresume.max_failed_loads: 2); name it to take it all the same"]
+        "step 15: it is suspected: 2 jobs in a row loaded it and died before their first step was done, the last one: no "
+        "error was reported (mindresume.max_failed_loads: 2); name it explicitly to load it all the same"]
 
 
 def test_the_job_before_is_told_of(root):
@@ -271,7 +271,7 @@ def test_a_disk_that_fails_ends_nothing_but_the_trial(root, operation):
             work()
         except OSError:
             continue
-    load_attempt._listen_no_more()
+    load_attempt._stop_capturing()
     assert choose(root, limit=3).chosen.step == 15
 
 

@@ -219,7 +219,7 @@ def test_the_newest_healthy_one_stays(tmp_path, healths, sick, kept, extra):
     assert steps(made.kept) == kept
     if extra:
         assert why(made)[attempt_name(extra, RUN)] == NEWEST_HEALTHY
-    Committer(rank_folders.place_of(tmp_path, 0, 2), KeepLast(1)).prune()
+    Committer(rank_folders.target_of(tmp_path, 0, 2), KeepLast(1)).prune()
     assert committed(tmp_path) == kept
 
 
@@ -501,8 +501,8 @@ def test_one_that_cannot_be_removed_does_not_stop_the_others(saved, operation, n
 
 def test_what_cannot_be_removed_is_emitted_once(saved):
     events, storage = [], Stuck("rename", attempt_name(5, RUN))
-    place = rank_folders.place_of(saved, 0, 2)
-    committer = Committer(type(place)(storage, place.root, place.run, 0, 2), KeepLast(3), events.append)
+    target = rank_folders.target_of(saved, 0, 2)
+    committer = Committer(type(target)(storage, target.root, target.run, 0, 2), KeepLast(3), events.append)
     assert committer.prune() == committer.prune() == []
     assert events == [RemovalPostponed(str(saved / FOLDER / attempt_name(5, RUN)), "Permission denied", 5)]
 
@@ -545,7 +545,7 @@ def test_the_committer_removes_respects_holds_and_emits(saved):
     events, held = [], dict(HELD)
     for rank in range(2):
         write_rank(saved, 30, rank, 2, run=NEXT_RUN, suffix=1)
-    committer = Committer(rank_folders.place_of(saved, 0, 2, NEXT_RUN), KeepLast(2), events.append, read_locks=lambda: held)
+    committer = Committer(rank_folders.target_of(saved, 0, 2, NEXT_RUN), KeepLast(2), events.append, read_locks=lambda: held)
     committer.saved(30)
     assert committed(saved) == [30, 20, 10] and events[-1] == CheckpointsRemoved((15, 5), str(saved), str(KeepLast(2)))
     assert not path_of(saved, 25, 0).exists()                        # of a run with a smaller number: over, by default
@@ -554,7 +554,7 @@ def test_the_committer_removes_respects_holds_and_emits(saved):
 
 
 def test_the_committer_leaves_what_may_still_go_on(saved):
-    committer = Committer(rank_folders.place_of(saved, 0, 2, NEXT_RUN), KeepLast(9), ended=lambda run: False)
+    committer = Committer(rank_folders.target_of(saved, 0, 2, NEXT_RUN), KeepLast(9), ended=lambda run: False)
     assert committer.prune() == [] and path_of(saved, 25, 0).exists()
     assert json.loads((saved / "rank_0" / "meta.json").read_text())["last_ckpt_file"] == path_of(saved, 20, 0).name
 
@@ -562,7 +562,7 @@ def test_the_committer_leaves_what_may_still_go_on(saved):
 def test_the_committer_never_takes_a_later_run_for_over(saved):
     """A run that began since: what was known of the runs at the start says nothing about it."""
     write_rank(saved, 40, 0, 2, run=NEXT_RUN, suffix=1)
-    Committer(rank_folders.place_of(saved, 0, 2), KeepLast(1), ended=over).prune()
+    Committer(rank_folders.target_of(saved, 0, 2), KeepLast(1), ended=over).prune()
     assert path_of(saved, 40, 0, 1).exists() and (saved / FOLDER / attempt_name(40, NEXT_RUN)).exists()
 
 

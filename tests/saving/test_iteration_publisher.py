@@ -16,9 +16,9 @@ from iteration_folders import (
     intend,
     listing,
     making,
-    place_of,
     records_of,
     save,
+    target_of,
     track,
     tracker,
     unname,
@@ -64,7 +64,7 @@ def tmp_path(tmp_path):
 
 
 def adopting(root, run=NEXT, emit=ignore):
-    return Committer(place_of(root, 0, 2, run), emit=emit).adopt()
+    return Committer(target_of(root, 0, 2, run), emit=emit).recover()
 
 
 def chosen(root):
@@ -145,7 +145,7 @@ def test_the_manifest_names_the_small_files_with_their_checksums(tmp_path):
 
 
 def test_nothing_is_visible_before_the_last_rank_has_recorded(tmp_path):
-    committer = Committer(place_of(tmp_path))
+    committer = Committer(target_of(tmp_path))
     write_rank(tmp_path, 10, 0)
     committer.saved(10)
     assert committer.pending == [10] and listing(tmp_path) == [] and chosen(tmp_path) is None
@@ -157,15 +157,15 @@ def test_nothing_is_visible_before_the_last_rank_has_recorded(tmp_path):
 def test_a_layout_that_does_not_divide_the_ranks_is_no_commit(tmp_path):
     events = []
     for rank in range(2):
-        place = place_of(tmp_path, rank)
-        shard = iteration_folders.iteration_shard("net", place, rank_folders.state_of(10), iteration_folders.tensors_of(rank, 10),
-                                                  None, {
+        target = target_of(tmp_path, rank)
+        shard = iteration_folders.iteration_shard("net", target, rank_folders.state_of(10),
+                                                  iteration_folders.tensors_of(rank, 10), None, {
             "embedding.weight": (TensorLayout((3,), (-1, -1)), (4, 4))})
-        iteration_folders.write_shard(place, shard)
-    committer = Committer(place_of(tmp_path), emit=events.append)
+        iteration_folders.write_shard(target, shard)
+    committer = Committer(target_of(tmp_path), emit=events.append)
     committer.saved(10)
     assert committer.pending == [10] and listing(tmp_path) == []
-    assert [(type(event), event.step) for event in events] == [(CommitDelayed, 10)] and "3 ranks, of 2" in events[0].reason
+    assert [(type(event), event.step) for event in events] == [(CommitDelayed, 10)] and "3 ranks" in events[0].reason
 
 
 def test_a_death_at_every_operation_of_a_save(tmp_path):
@@ -174,7 +174,7 @@ def test_a_death_at_every_operation_of_a_save(tmp_path):
         root = tmp_path / str(number)
         save(root, 10)
         write_all(root, 20)
-        Committer(place_of(root, storage=storage)).saved(20)
+        Committer(target_of(root, storage=storage)).saved(20)
     seen = set()
     for number, (operation, name) in lives(act):
         root = tmp_path / str(number)
@@ -225,7 +225,7 @@ def test_a_tracker_that_could_not_be_written_costs_no_save(tmp_path):
                 raise KeyboardInterrupt
             return super().write(path, pieces, size)
     save(tmp_path, 5)
-    committer = Committer(place_of(tmp_path, storage=NoTracker()))
+    committer = Committer(target_of(tmp_path, storage=NoTracker()))
     write_all(tmp_path, 10)
     committer.saved(10)
     write_all(tmp_path, 15)
@@ -289,7 +289,7 @@ def test_a_death_at_every_operation_of_an_adoption_of_several(tmp_path):
         save(root, 5)
         for step in (10, 15, 20):
             write_all(root, step)
-        Committer(place_of(root, run=NEXT, storage=storage)).adopt()
+        Committer(target_of(root, run=NEXT, storage=storage)).recover()
     for number, operation in lives(act):
         root = tmp_path / str(number)
         assert chosen(root) == (20, RUN), operation
@@ -339,7 +339,7 @@ def test_a_death_at_every_operation_of_an_adoption(tmp_path):
         root = tmp_path / str(number)
         save(root, 5)
         write_all(root, 10)
-        Committer(place_of(root, run=NEXT, storage=storage)).adopt()
+        Committer(target_of(root, run=NEXT, storage=storage)).recover()
     for number, operation in lives(act):
         root = tmp_path / str(number)
         assert chosen(root) == (10, RUN), operation
@@ -369,7 +369,7 @@ def test_a_death_at_every_operation_of_replacing_ours(tmp_path, older, left):
         root = tmp_path / f"{older} {number}"
         save(root, *older, 20)
         write_all(root, 20, run=NEXT)
-        Committer(place_of(root, run=NEXT, storage=storage)).saved(20)
+        Committer(target_of(root, run=NEXT, storage=storage)).saved(20)
     trackers = set()
     for number, operation in lives(act):
         root = tmp_path / f"{older} {number}"
@@ -377,7 +377,7 @@ def test_a_death_at_every_operation_of_replacing_ours(tmp_path, older, left):
         trackers.add(tracker(root))
         assert tracker(root) is None or (folder_of(root, int(tracker(root))) / COMMON).exists(), operation
         adopting(root, THIRD)
-        Committer(place_of(root, run=THIRD)).prune()
+        Committer(target_of(root, run=THIRD)).prune()
         assert chosen(root) == (20, NEXT) and tracker(root) == "20", operation
         assert hidden(root) == [] and (20, RUN) not in committed(root), operation
     assert trackers == {"20", left}
@@ -397,12 +397,12 @@ def test_a_death_at_every_operation_of_replacing_a_folder_of_mindformers(tmp_pat
         root = tmp_path / str(number)
         foreign(root, "mf190_20_single", (10, 15))
         write_all(root, 15, world=1, run=NEXT, at=3e9)              # later than the files of the fixture
-        Committer(place_of(root, 0, 1, NEXT, storage)).saved(15)
+        Committer(target_of(root, 0, 1, NEXT, storage)).saved(15)
     for number, operation in lives(act):
         root = tmp_path / str(number)
         assert chosen(root) == (15, NEXT), operation
-        Committer(place_of(root, 0, 1, THIRD)).adopt()
-        Committer(place_of(root, 0, 1, THIRD)).prune()
+        Committer(target_of(root, 0, 1, THIRD)).recover()
+        Committer(target_of(root, 0, 1, THIRD)).prune()
         assert chosen(root) == (15, NEXT) and tracker(root) == "15" and hidden(root) == [], operation
 
 
@@ -418,7 +418,7 @@ def test_the_tracker_is_led_to_the_newest_before_it(tmp_path):
                 raise KeyboardInterrupt
             super().rename(old, new)
     with pytest.raises(KeyboardInterrupt):
-        Committer(place_of(tmp_path, run=NEXT, storage=Stop())).saved(20)
+        Committer(target_of(tmp_path, run=NEXT, storage=Stop())).saved(20)
     assert tracker(tmp_path) == "10" and chosen(tmp_path) == (20, NEXT)
 
 
@@ -435,7 +435,7 @@ def test_a_death_at_every_operation_of_a_save_behind_one_that_got_no_name(tmp_pa
             rename(old, new)
         storage.rename, root = once, tmp_path / str(number)
         save(root, 5)
-        committer = Committer(place_of(root, storage=storage))
+        committer = Committer(target_of(root, storage=storage))
         for step in (10, 20):
             write_all(root, step)
             committer.saved(step)
@@ -457,7 +457,7 @@ def test_an_intent_that_was_left_goes_with_the_next_save(tmp_path):
             super().remove(path)
     save(tmp_path, 5)
     write_all(tmp_path, 10)
-    Committer(place_of(tmp_path, storage=Once())).saved(10)
+    Committer(target_of(tmp_path, storage=Once())).saved(10)
     intend(tmp_path, 30)                                        # not ours to remove: of a later step
     assert hidden(tmp_path) == ["tracker-0000000010", "tracker-0000000030"]
     save(tmp_path, 20)
@@ -474,7 +474,7 @@ def test_an_error_before_the_rename_is_made_up_by_the_next_save(tmp_path):
                 raise OSError(5, "Input/output error", new)
             super().rename(old, new)
     events, storage = [], Once()
-    committer = Committer(place_of(tmp_path, storage=storage), emit=events.append)
+    committer = Committer(target_of(tmp_path, storage=storage), emit=events.append)
     for step in (10, 20):
         write_all(tmp_path, step)
         committer.saved(step)
@@ -546,11 +546,11 @@ def test_what_a_writer_left_that_died_while_it_made_its_folders_goes(tmp_path, d
 
 def test_make_room_takes_what_never_completed_and_leaves_what_may_still_be_written(tmp_path):
     save(tmp_path, 5)
-    committer = Committer(place_of(tmp_path))
+    committer = Committer(target_of(tmp_path))
     for step in (10, 15, 20):
         write_rank(tmp_path, step, 0)
         committer.saved(step)
-    assert committer.make_room(25) == [10, 15]
+    assert committer.reclaim_space(25) == [10, 15]
     assert hidden(tmp_path) == [attempt_name(20, RUN)] and committer.pending == [20]
     assert chosen(tmp_path) == (5, RUN)
 
@@ -567,7 +567,7 @@ def test_while_a_step_is_replaced_the_tracker_leads_to_no_folder_that_is_only_li
         def rename(self, old, new):
             super().rename(old, new)
             trackers.extend([(tmp_path / TRACKER).read_text()] if new == str(tmp_path / TRACKER) else [])
-    committer = Committer(place_of(tmp_path, run=NEXT, storage=Late()))
+    committer = Committer(target_of(tmp_path, run=NEXT, storage=Late()))
     committer.saved(10)
     assert committer.pending == [] and trackers == ["5", "10"]
 
@@ -582,7 +582,7 @@ def test_a_death_at_every_operation_of_a_removal(tmp_path):
         assert chosen(root) == (20, RUN), operation
         for candidate in scan(STORAGE, str(root)).candidates:                   # whole, or no checkpoint any more
             assert candidate.problem is None and all((root / file.path).exists() for file in candidate.all_files), operation
-        Committer(place_of(root, run=NEXT), KeepLast(1)).prune()
+        Committer(target_of(root, run=NEXT), KeepLast(1)).prune()
         left = [name for name in hidden(root) if "claim-0000-" not in name]         # until its process is gone, or it is old
         assert listing(root) == ["iteration_00000020", TRACKER] and left == [], operation
 
@@ -692,7 +692,7 @@ def test_what_is_read_is_not_removed(tmp_path):
     assert folder_of(tmp_path, 10).is_dir()
     assert [(type(event), event.step, event.path) for event in events] == [(RemovalPostponed, 10, found.commit_dir)]
     lease.release()
-    assert Committer(place_of(tmp_path), KeepLast(1)).prune() == [10] and hidden(tmp_path) == []
+    assert Committer(target_of(tmp_path), KeepLast(1)).prune() == [10] and hidden(tmp_path) == []
 
 
 def test_a_hold_that_comes_too_late_says_so(tmp_path):
@@ -720,7 +720,7 @@ def test_what_comes_back_does_not_push_out_what_has_its_name_now(tmp_path):
     lease = acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir)
     os.rename(found.commit_dir, tmp_path / FOLDER / f"{TRASH}{found.name}")
     write_all(tmp_path, 10, run=NEXT)
-    Committer(place_of(tmp_path, run=NEXT), read_locks=lambda: read_locks(STORAGE, str(tmp_path))).saved(10)
+    Committer(target_of(tmp_path, run=NEXT), read_locks=lambda: read_locks(STORAGE, str(tmp_path))).saved(10)
     assert committed(tmp_path) == [(10, NEXT)] and (tmp_path / FOLDER / f"{TRASH}{found.name}").is_dir()
     lease.release()
     empty_trash(STORAGE, str(tmp_path), lambda: read_locks(STORAGE, str(tmp_path)))
@@ -749,7 +749,7 @@ def test_a_run_of_before_does_not_save_after_a_later_one_ended_orderly(tmp_path)
 def test_a_run_of_before_does_not_commit_what_it_had_written(tmp_path):
     write_all(tmp_path, 10)
     claimed(tmp_path, NEXT).release()
-    committer = Committer(place_of(tmp_path))
+    committer = Committer(target_of(tmp_path))
     with pytest.raises(LeaseHeldError):
         committer.saved(10)
     assert listing(tmp_path) == []
@@ -778,7 +778,7 @@ def test_details_that_are_damaged_are_an_error_of_the_commit_not_of_the_training
     write_all(tmp_path, 10)
     path = records_of(making(tmp_path, 10), 10) / record_name(0)
     path.write_bytes(path.read_bytes()[:-20])
-    committer = Committer(place_of(tmp_path))
+    committer = Committer(target_of(tmp_path))
     with pytest.raises(RecordError, match="truncated"):
         committer.try_commit(10)
     committer.saved(10)

@@ -42,12 +42,12 @@ class Trainings:
         events: list[Event] = []
         for step in steps:
             for rank in range(2):
-                place = self.place(run, rank, lineage)
-                write_shard(place, shard_of(place, step, suffix=self.number))
-            Committer(self.place(run, 0, lineage), KeepLast(keep), events.append).saved(step)
+                target = self.target(run, rank, lineage)
+                write_shard(target, shard_of(target, step, suffix=self.number))
+            Committer(self.target(run, 0, lineage), KeepLast(keep), events.append).saved(step)
         return events
 
-    def place(self, run, rank, lineage):
+    def target(self, run, rank, lineage):
         return SaveTarget(STORAGE, str(self.root), run, rank, 2, self.fmt == "2.0", lineage=lineage)
 
     def found(self):
@@ -127,8 +127,8 @@ def test_a_save_that_nobody_committed_is_of_its_training_too(trainings):
     candidate = next(c for c in trainings.found() if c.step == 100)
     Path(candidate.records_dir, MANIFEST).unlink()
     assert next(c for c in trainings.found() if c.step == 100).lineage == RUN
-    Committer(trainings.place(RUNS[2], 0, RUNS[1]), KeepLast(1)).adopt()
-    Committer(trainings.place(RUNS[2], 0, RUNS[1]), KeepLast(1)).prune()
+    Committer(trainings.target(RUNS[2], 0, RUNS[1]), KeepLast(1)).recover()
+    Committer(trainings.target(RUNS[2], 0, RUNS[1]), KeepLast(1)).prune()
     assert next(c for c in trainings.found() if c.step == 100).lineage == RUN
 
 

@@ -69,8 +69,8 @@ class World:
         shutil.rmtree(self.disk, ignore_errors=True)
         self.disk = self.base / "disk2" if self.disk.name == "disk" else self.base / "disk"
 
-    def place(self, rank=0, run=RUN):
-        make = FORMATS[self.fmt].place_of
+    def target(self, rank=0, run=RUN):
+        make = FORMATS[self.fmt].target_of
         return make(self.disk, rank, self.size, run)
 
     def save(self, step, run=RUN, policy=KEEP_ALL):
@@ -78,7 +78,7 @@ class World:
             rank_folders.save(self.disk, step, self.size, run, suffix=int(run[:4]) - 1)
         else:
             iteration_folders.save(self.disk, step, world=self.size, run=run)
-        Committer(self.place(0, run), policy, read_locks=ReadLocks(STORAGE, str(self.disk))).prune()
+        Committer(self.target(0, run), policy, read_locks=ReadLocks(STORAGE, str(self.disk))).prune()
 
     def sleep(self, seconds):
         """The other ranks get their turns."""
@@ -93,12 +93,12 @@ class World:
             if not one._finished:
                 one.run_once()
 
-    def uploaders(self, run=RUN, policy=KEEP_ALL, patience=60.0):
+    def uploaders(self, run=RUN, policy=KEEP_ALL, stall_timeout=60.0):
         remotes = [RemoteCheckpoints(self.remote.store, self.remote.url) for _ in range(self.size)]
-        self.others = [Uploader(remotes[rank], self.place(rank, run), None, patience, self.events.append, lambda: self.now,
+        self.others = [Uploader(remotes[rank], self.target(rank, run), None, stall_timeout, self.events.append, lambda: self.now,
                                 lambda seconds: None, wait=self.wait) for rank in range(1, self.size)]
-        self.first = Uploader(remotes[0], self.place(0, run), policy, patience, self.events.append, lambda: self.now, self.sleep,
-                              wait=self.wait)
+        self.first = Uploader(remotes[0], self.target(0, run), policy, stall_timeout, self.events.append, lambda: self.now,
+                              self.sleep, wait=self.wait)
         return [self.first, *self.others]
 
     def upload(self, *steps, run=RUN, policy=KEEP_ALL):
@@ -231,7 +231,7 @@ def test_what_is_newer_here_stays(world):
 
 def test_a_fresh_start_where_nothing_was_ever_committed(world):
     assert world.restore_all().is_fresh_start
-    uploaders = world.uploaders(patience=3)
+    uploaders = world.uploaders(stall_timeout=3)
     world.save(5)
     uploaders[0].enqueue(5)                             # rank 1 never does
     uploaders[0].work()
@@ -623,7 +623,7 @@ def test_retention_there_neither_deletes_nor_counts_what_it_cannot_read(world, m
 def test_another_training_is_not_counted_there_and_stays(world, monkeypatch):
     """A fresh start with the url of another training."""
     for module in (rank_folders, iteration_folders):
-        monkeypatch.setattr(module, "place_of", lambda root, rank, size, run=RUN, *more, plain=module.place_of: replace(
+        monkeypatch.setattr(module, "target_of", lambda root, rank, size, run=RUN, *more, plain=module.target_of: replace(
             plain(root, rank, size, run, *more), lineage=run))
     world.upload(5, 10)
     world.upload(15, 20, 25, run=LATER, policy=KeepLast(2))
@@ -693,7 +693,7 @@ def test_what_is_not_committed_here_is_not_begun(world):
 
 def test_a_part_that_is_not_seen_on_a_shared_disk_may_be_late_but_not_for_ever(world):
     """There a folder gets its name on another host."""
-    uploaders = world.uploaders(patience=600.0)
+    uploaders = world.uploaders(stall_timeout=600.0)
     saved(world, uploaders, 5)
     base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000005"
     record = base / record_path(attempt_name(5, RUN), "rank_00001.json")
@@ -755,7 +755,7 @@ def test_a_disk_that_cannot_be_looked_at_does_not_end_the_worker(world, monkeypa
 
 
 def test_an_upload_that_hangs_is_said_once(world):
-    uploader = world.uploaders(patience=10)[0]
+    uploader = world.uploaders(stall_timeout=10)[0]
     uploader._begin(5)
     assert uploader.poll() == []
     world.now = 11
@@ -778,7 +778,7 @@ def test_the_end_waits_for_the_last_upload(world):
 
 def test_the_worker_is_a_thread_that_ends_with_the_training(world):
     def work():
-        uploaders = [Uploader(RemoteCheckpoints(world.remote.store, URL), world.place(rank), None if rank else KEEP_ALL).start()
+        uploaders = [Uploader(RemoteCheckpoints(world.remote.store, URL), world.target(rank), None if rank else KEEP_ALL).start()
                      for rank in range(2)]
         saved(world, uploaders, 5)
         current_cluster().scheduler.sleep(60.0)
@@ -890,9 +890,9 @@ def test_two_pods_with_one_url_at_the_same_moment(world):
     world.others = first[1:]
     saved(world, first, 5)
     url = f"{URL}/{attempt_name(5, RUN)}"
-    place = first[0].place
-    first[0].remote.put_shard(place, 5, FORMATS[world.fmt].place_of(world.disk, 0, 2, RUN).root if world.fmt == "1.0" else
-                              os.path.join(place.root, "iteration_00000005"))
+    target = first[0].target
+    first[0].remote.put_shard(target, 5, FORMATS[world.fmt].target_of(world.disk, 0, 2, RUN).root if world.fmt == "1.0" else
+                              os.path.join(target.root, "iteration_00000005"))
     before = world.remote.store.list(url)
     if world.fmt == "1.0":
         rank_folders.save(world.disk, 10, world.size, twin, suffix=1)

@@ -47,11 +47,11 @@ def save(tmp_path, *steps, late=()):
     def sleep(seconds):
         now[0] += seconds
         for other in uploaders[1:]:
-            if other.place.rank not in late:
+            if other.target.rank not in late:
                 other.work()
     places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, local_ranks=PARTS[NODES[rank]]) for rank in range(4)]
-    uploaders = [Uploader(remote(), place, None, 60.0, clock=lambda: now[0],
-                          sleep=sleep if place.rank == 0 else lambda seconds: None) for place in places]
+    uploaders = [Uploader(remote(), target, None, 60.0, clock=lambda: now[0],
+                          sleep=sleep if target.rank == 0 else lambda seconds: None) for target in places]
     for step in steps:
         for node, ranks in PARTS.items():
             save_part(tmp_path / node, step, ranks)
@@ -140,10 +140,10 @@ class Training:
         self.base, self.slow, self.now, self.step, self.events = tmp_path, slow, 0.0, 0, []
         self.places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, local_ranks=PARTS[NODES[rank]])
                        for rank in range(4)]
-        self.uploaders = [Uploader(remote(), place, None, 60.0, self.events.append, lambda: self.now, self.sleep, True,
-                               wait=self.wait) for place in self.places]
-        self.exchanges = [PeerState(STORAGE, place.root, RUN, ISLANDS, place.rank, uploader)
-                          for place, uploader in zip(self.places, self.uploaders, strict=True)]
+        self.uploaders = [Uploader(remote(), target, None, 60.0, self.events.append, lambda: self.now, self.sleep, True,
+                               wait=self.wait) for target in self.places]
+        self.exchanges = [PeerState(STORAGE, target.root, RUN, ISLANDS, target.rank, uploader)
+                          for target, uploader in zip(self.places, self.uploaders, strict=True)]
         for peer_state in self.exchanges:
             STORAGE.make_folder(os.path.join(peer_state.root, FOLDER))
             peer_state.record("")

@@ -2,7 +2,7 @@
 import errno
 from dataclasses import replace
 
-from rank_folders import RUN, STORAGE, Ranks, place_of
+from rank_folders import RUN, STORAGE, Ranks, target_of
 
 from mindresume.coordination.common_checkpoint import COMMON, protected_by_peers, record
 from mindresume.coordination.lease import record_run_number
@@ -26,7 +26,7 @@ def test_an_old_note_that_cannot_be_removed_ends_no_rank_alone(tmp_path):
     record(STORAGE, str(tmp_path), "", RUN)
     for storage, there in ((Stuck(), [COMMON]), (STORAGE, [])):
         peer_state = PeerState(storage, str(tmp_path), RUN, single_group(2), 0)
-        home = SaveSession(replace(place_of(tmp_path, 0, 2), storage=storage), 0, single_group(2), None, peer_state,
+        home = SaveSession(replace(target_of(tmp_path, 0, 2), storage=storage), 0, single_group(2), None, peer_state,
                            ignore)
         home.begin(None)
         assert [path.name for path in (tmp_path / ".mindresume").iterdir()] == there
@@ -44,6 +44,6 @@ def test_the_run_of_nodes_that_share_no_disk_is_later_than_all_at_another_place(
                                     number_runs=lambda storage, root: record_run_number(storage, root, "0007-1111aaaa"),
                                     leases={})
         session.release()
-        return session.place.run
+        return session.target.run
     first, second = Ranks(2).run(opened)
     assert first == second and run_sequence(first) == 8

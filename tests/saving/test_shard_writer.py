@@ -26,31 +26,31 @@ WORLD = 2
 BOTH = pytest.mark.parametrize("made", ["1.0", "2.0"])
 
 
-def place_of(made, root, rank, storage=STORAGE, run=RUN):
+def target_of(made, root, rank, storage=STORAGE, run=RUN):
     return SaveTarget(storage, str(root), run, rank, WORLD, iterations=made == "2.0")
 
 
-def shard_of(place, step, other=0.0, suffix=0):
+def shard_of(target, step, other=0.0, suffix=0):
     """``other``: added to every weight. ``suffix``: of the name of the file, in 1.0."""
     arrays = {name: array + array.dtype.type(other) if "weight" in name else array
-              for name, array in rank_folders.tensors_of(place.rank, step).items()}
-    if place.iterations:
+              for name, array in rank_folders.tensors_of(target.rank, step).items()}
+    if target.iterations:
         model = {name: array for name, array in arrays.items() if name == "embedding.weight"}
-        return iteration_shard("net", place, rank_folders.state_of(step), model,
+        return iteration_shard("net", target, rank_folders.state_of(step), model,
                                {name: array for name, array in arrays.items() if name not in model})
-    return rank_shard(rank_folders.name_of(place.rank, step, suffix), rank_folders.state_of(step), arrays)
+    return rank_shard(rank_folders.name_of(target.rank, step, suffix), rank_folders.state_of(step), arrays)
 
 
 def write(made, root, step, rank, storage=STORAGE, other=0.0):
-    place = place_of(made, root, rank, storage)
-    return write_shard(place, shard_of(place, step, other))
+    target = target_of(made, root, rank, storage)
+    return write_shard(target, shard_of(target, step, other))
 
 
 def save_all(made, root, *steps):
     for step in steps:
         for rank in range(WORLD):
             write(made, root, step, rank)
-        assert Committer(place_of(made, root, 0)).try_commit(step) == []
+        assert Committer(target_of(made, root, 0)).try_commit(step) == []
 
 
 def chosen(root):
@@ -102,9 +102,9 @@ def test_what_rank_0_has_committed_stays_whatever_the_writer_is_told(tmp_path, m
     """Rank 0 has committed step 10 and removed step 5 before rank 1 hears of an error."""
     save_all(made, tmp_path, 5)
     write(made, tmp_path, 10, 0)
-    storage = OnRecord(operation, code, act=lambda: Committer(place_of(made, tmp_path, 0), KeepLast(1)).saved(10))
+    storage = OnRecord(operation, code, act=lambda: Committer(target_of(made, tmp_path, 0), KeepLast(1)).saved(10))
     written = write(made, tmp_path, 10, 1, storage)
-    assert not storage.armed and written.doubt is None
+    assert not storage.armed and written.durability_error is None
     assert chosen(tmp_path) == 10 and [c.step for c in scan(STORAGE, str(tmp_path)).candidates if c.committed] == [10]
 
 
@@ -112,13 +112,13 @@ def test_what_rank_0_has_committed_stays_whatever_the_writer_is_told(tmp_path, m
 @pytest.mark.parametrize("operation, effect", [("rename", True), ("sync", True), ("sync", False)])
 def test_a_record_that_is_there_counts_for_the_others_and_the_error_is_told(tmp_path, made, operation, effect):
     write(made, tmp_path, 10, 0)
-    place = place_of(made, tmp_path, 1, OnRecord(operation, errno.EIO, effect))
-    saver = SyncSaver(SaveJob(place))
-    saver.save(Save(shard_of(place, 10)))
+    target = target_of(made, tmp_path, 1, OnRecord(operation, errno.EIO, effect))
+    saver = SyncSaver(SaveJob(target))
+    saver.save(Save(shard_of(target, 10)))
     (outcome,) = saver.poll()
     assert not outcome.saved and outcome.size > 0
     assert "loss of power" in str(outcome.error) and "Input/output" in str(outcome.error)
-    assert Committer(place_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
+    assert Committer(target_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
 
 
 @BOTH
@@ -128,10 +128,10 @@ def test_a_rename_that_did_not_happen_removes_nothing_and_can_be_tried_again(tmp
         write(made, tmp_path, 10, 1, storage)
     left = files(tmp_path)
     assert any(name.endswith(".safetensors") for name in left)
-    assert write(made, tmp_path, 10, 1, storage).doubt is None
+    assert write(made, tmp_path, 10, 1, storage).durability_error is None
     assert set(left) < set(files(tmp_path))
     write(made, tmp_path, 10, 0)
-    assert Committer(place_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
+    assert Committer(target_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
 
 
 @BOTH
@@ -140,7 +140,7 @@ def test_a_second_try_finds_what_the_first_one_saved(tmp_path, made):
     before = {name: (tmp_path / name).stat().st_mtime_ns for name in files(tmp_path)}
     assert write(made, tmp_path, 10, 1, other=1.0) == first                 # whatever it has by now: this step is saved
     write(made, tmp_path, 10, 0)
-    assert Committer(place_of(made, tmp_path, 0)).try_commit(10) == []
+    assert Committer(target_of(made, tmp_path, 0)).try_commit(10) == []
     assert write(made, tmp_path, 10, 1).record == first.record              # of 2.0 the folder has another name by now
     if made == "1.0":
         assert all((tmp_path / name).stat().st_mtime_ns == moment for name, moment in before.items())
@@ -179,7 +179,7 @@ def test_without_a_name_the_files_go(tmp_path, made):
     assert [c.maybe_completed for c in scan(STORAGE, str(tmp_path)).candidates] == [False]
     write(made, tmp_path, 10, 1)
     write(made, tmp_path, 10, 0)
-    assert Committer(place_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
+    assert Committer(target_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
 
 
 @BOTH
@@ -191,9 +191,9 @@ def test_no_room_for_the_name_of_the_record(tmp_path, made):
 def test_a_file_of_another_run_is_never_touched(tmp_path):
     save(tmp_path, 5, world=WORLD)
     before = path_of(tmp_path, 5, 1).read_bytes()
-    place = place_of("1.0", tmp_path, 1, run=run_name(2, "0000bbbb"))
+    target = target_of("1.0", tmp_path, 1, run=run_name(2, "0000bbbb"))
     with pytest.raises(SaveError, match="exists already"):
-        write_shard(place, shard_of(place, 5))
+        write_shard(target, shard_of(target, 5))
     assert path_of(tmp_path, 5, 1).read_bytes() == before
 
 
@@ -217,37 +217,37 @@ def test_rank_0_renames_the_folder_between_the_rename_of_the_record_and_its_flus
     """No fault: only the order of the two."""
     save_all("2.0", tmp_path, 5)
     write("2.0", tmp_path, 10, 0)
-    committer = Committer(place_of("2.0", tmp_path, 0), KeepLast(1))
+    committer = Committer(target_of("2.0", tmp_path, 0), KeepLast(1))
     storage = OnRecord("sync", effect=False, act=lambda: committer.saved(10))
-    place = place_of("2.0", tmp_path, 1, storage)
-    saver = SyncSaver(SaveJob(place))
-    saver.save(Save(shard_of(place, 10)))
+    target = target_of("2.0", tmp_path, 1, storage)
+    saver = SyncSaver(SaveJob(target))
+    saver.save(Save(shard_of(target, 10)))
     (outcome,) = saver.poll()
     assert not storage.armed and committer.committed == [10]
     assert outcome.saved and outcome.error is None
     assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000010", iteration_folders.TRACKER]
-    saver.save(Save(shard_of(place, 10)))                               # at the end of the training, as nobody heard of the first
+    saver.save(Save(shard_of(target, 10)))                              # at the end of the training, as nobody heard of the first
     assert saver.poll()[0].saved and hidden(tmp_path) == []
 
 
 def test_rank_0_saves_a_step_again_that_is_committed(tmp_path):
     """Its writer died before it could say so."""
     save_all("2.0", tmp_path, 10)
-    place = place_of("2.0", tmp_path, 0)
-    saver = SyncSaver(SaveJob(place, Committer(place, clock=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits"))))
-    saver.save(Save(shard_of(place, 10)))
+    target = target_of("2.0", tmp_path, 0)
+    saver = SyncSaver(SaveJob(target, Committer(target, clock=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits"))))
+    saver.save(Save(shard_of(target, 10)))
     assert saver.finish(600.0)[0].saved and saver.work.committer.pending == [] and hidden(tmp_path) == []
 
 
 def test_the_last_word_of_a_dying_job_on_a_step_that_is_committed(tmp_path):
     save_all("2.0", tmp_path, 10)
-    mark_emergency(place_of("2.0", tmp_path, 1), 10)
+    mark_emergency(target_of("2.0", tmp_path, 1), 10)
     assert hidden(tmp_path) == [] and chosen(tmp_path) == 10
 
 
 @BOTH
 def test_metrics_that_differ_do_not_matter_to_a_second_try(tmp_path, made):
-    place = place_of(made, tmp_path, 1)
-    first = write_shard(place, shard_of(place, 10))
-    again = replace(shard_of(place, 10), state=replace(rank_folders.state_of(10), metrics=(("loss", 1.0),)))
-    assert write_shard(place, again) == first
+    target = target_of(made, tmp_path, 1)
+    first = write_shard(target, shard_of(target, 10))
+    again = replace(shard_of(target, 10), state=replace(rank_folders.state_of(10), metrics=(("loss", 1.0),)))
+    assert write_shard(target, again) == first

@@ -3,14 +3,14 @@ import errno
 from dataclasses import replace
 
 import pytest
-from rank_folders import RUN, name_of, path_of, place_of, state_of, tensors_of, write_rank
+from rank_folders import RUN, name_of, path_of, state_of, target_of, tensors_of, write_rank
 
 from mindresume.errors import LeaseHeldError, OutOfSpaceError, SaveError
 from mindresume.events import CheckpointsRemoved
 from mindresume.model.manifest import record_name, run_name
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
-from mindresume.saving.sync_saver import Extra, Save, SaveJob, SyncSaver, write_extra
+from mindresume.saving.sync_saver import ExtraWeights, Save, SaveJob, SyncSaver, write_extra_weights
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
@@ -21,11 +21,11 @@ def shard(step, rank=0, fmt="safetensors", suffix=0):
 
 def extra(folder, step, keep=0, kind="network"):
     name = f"net_rank_0-{kind}-{state_of(step).epoch}_{state_of(step).step_in_epoch}.safetensors"
-    return Extra(str(folder), name, kind, "safetensors", {"w": tensors_of(0, step)["layer.bias"]}, {"format": "ms"}, keep)
+    return ExtraWeights(str(folder), name, kind, "safetensors", {"w": tensors_of(0, step)["layer.bias"]}, {"format": "ms"}, keep)
 
 
 def test_written_and_committed_when_it_returns(tmp_path):
-    saver = SyncSaver(SaveJob(place_of(tmp_path, 0, 1), Committer(place_of(tmp_path, 0, 1))))
+    saver = SyncSaver(SaveJob(target_of(tmp_path, 0, 1), Committer(target_of(tmp_path, 0, 1))))
     saver.save(Save(shard(5)))
     assert not saver.busy() and saver.work.committer.committed == [5]
     (outcome,) = saver.poll()
@@ -34,30 +34,30 @@ def test_written_and_committed_when_it_returns(tmp_path):
 
 
 def test_poll_commits_what_others_complete_later(tmp_path):
-    saver = SyncSaver(SaveJob(place_of(tmp_path, 0, 2), Committer(place_of(tmp_path, 0, 2))))
+    saver = SyncSaver(SaveJob(target_of(tmp_path, 0, 2), Committer(target_of(tmp_path, 0, 2))))
     saver.save(Save(shard(5)))
     saver.poll()
     assert saver.work.committer.pending == [5]
-    write_shard(place_of(tmp_path, 1, 2), shard(5, rank=1))
+    write_shard(target_of(tmp_path, 1, 2), shard(5, rank=1))
     saver.poll()
     assert saver.work.committer.committed == [5]
 
 
 def test_an_error_is_an_outcome_and_a_lost_folder_an_exception(tmp_path):
-    saver = SyncSaver(SaveJob(place_of(tmp_path, 0, 1)))
+    saver = SyncSaver(SaveJob(target_of(tmp_path, 0, 1)))
     saver.save(Save(shard(5)))
     path_of(tmp_path, 6, 0).write_text("in the way")
     saver.save(Save(shard(6)))
     good, bad = saver.poll()
     assert good.saved and not bad.saved and "exists already" in str(bad.error)
-    write_shard(place_of(tmp_path, 0, 1, run_name(2, "0000bbbb")), shard(6, suffix=1))
+    write_shard(target_of(tmp_path, 0, 1, run_name(2, "0000bbbb")), shard(6, suffix=1))
     with pytest.raises(LeaseHeldError):
         saver.save(Save(shard(7)))
 
 
 def test_a_file_beside_it_that_fails_does_not_undo_the_checkpoint(tmp_path):
     (tmp_path / "network").write_text("a file in the way")
-    saver = SyncSaver(SaveJob(place_of(tmp_path / "checkpoint", 0, 1), Committer(place_of(tmp_path / "checkpoint", 0, 1))))
+    saver = SyncSaver(SaveJob(target_of(tmp_path / "checkpoint", 0, 1), Committer(target_of(tmp_path / "checkpoint", 0, 1))))
     saver.save(Save(shard(5), (extra(tmp_path / "network", 5),)))
     (outcome,) = saver.poll()
     assert outcome.saved and "was not written" in str(outcome.error) and saver.work.committer.committed == [5]
@@ -77,11 +77,11 @@ class UnflushedRecord(PosixStorage):
 @pytest.mark.parametrize("beside", [(), (5,)], ids=["nothing beside it", "a file beside it fails too"])
 def test_what_rank_0_could_not_flush_is_not_committed_by_it(tmp_path, beside):
     (tmp_path / "network").write_text("a file in the way")
-    place = replace(place_of(tmp_path / "checkpoint", 0, 1), storage=UnflushedRecord())
-    saver = SyncSaver(SaveJob(place, Committer(place)))
+    target = replace(target_of(tmp_path / "checkpoint", 0, 1), storage=UnflushedRecord())
+    saver = SyncSaver(SaveJob(target, Committer(target)))
     saver.save(Save(shard(5), tuple(extra(tmp_path / "network", step) for step in beside)))
     (outcome,) = saver.poll()
-    assert not place.storage.armed and not outcome.saved and "may not stay saved" in str(outcome.error)
+    assert not target.storage.armed and not outcome.saved and "may not stay saved" in str(outcome.error)
     assert saver.work.committer.committed == []
     saver.save(Save(shard(5)))                          # at the end of the training: its record is there, and flushed now
     assert [outcome.saved for outcome in saver.poll()] == [True] and saver.work.committer.committed == [5]
@@ -89,9 +89,9 @@ def test_what_rank_0_could_not_flush_is_not_committed_by_it(tmp_path, beside):
 
 def test_extras_appear_whole_and_the_oldest_go(tmp_path):
     for step in (5, 10, 15):
-        write_extra(PosixStorage(), extra(tmp_path, step, keep=2), "tag")
+        write_extra_weights(PosixStorage(), extra(tmp_path, step, keep=2), "tag")
     (tmp_path / "mine.safetensors").write_text("of the user")
-    write_extra(PosixStorage(), extra(tmp_path, 20, keep=2), "tag")
+    write_extra_weights(PosixStorage(), extra(tmp_path, 20, keep=2), "tag")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["mine.safetensors", "net_rank_0-network-2_10.safetensors", "net_rank_0-network-2_5.safetensors"]
     with open(tmp_path / names[1], "rb") as file:
@@ -99,9 +99,10 @@ def test_extras_appear_whole_and_the_oldest_go(tmp_path):
 
 
 def test_an_extra_that_cannot_be_encoded_is_named(tmp_path):
-    bad = Extra(str(tmp_path), "x.safetensors", "network", "safetensors", {"w": tensors_of(0, 5)["layer.bias"].astype(">f4")}, {})
+    bad = ExtraWeights(str(tmp_path), "x.safetensors", "network", "safetensors",
+                       {"w": tensors_of(0, 5)["layer.bias"].astype(">f4")}, {})
     with pytest.raises(SaveError, match=r"x\.safetensors was not written.*big-endian"):
-        write_extra(PosixStorage(), bad, "tag")
+        write_extra_weights(PosixStorage(), bad, "tag")
 
 
 class Small(PosixStorage):
@@ -119,8 +120,8 @@ def test_a_full_disk_is_not_filled_for_ever_by_saves_that_never_completed(tmp_pa
     write_rank(tmp_path / "elsewhere", 5, 0, 2)
     one = path_of(tmp_path / "elsewhere", 5, 0).stat().st_size
     root, events = tmp_path / "checkpoint", []
-    place = SaveTarget(Small(root, 4 * one + (64 << 10)), str(root), RUN, 0, 2)
-    saver = SyncSaver(SaveJob(place, Committer(place, emit=events.append)))
+    target = SaveTarget(Small(root, 4 * one + (64 << 10)), str(root), RUN, 0, 2)
+    saver = SyncSaver(SaveJob(target, Committer(target, emit=events.append)))
     for step in (5, 10, 15, 20):
         saver.save(Save(shard(step)))
         assert saver.poll()[0].saved
@@ -137,6 +138,6 @@ def test_quota_is_no_room(tmp_path):
     class Exhausted(PosixStorage):
         def write(self, path, pieces, size=0):
             raise OSError(errno.EDQUOT, "Disk quota exceeded", path)
-    place = place_of(tmp_path, 0, 1)
+    target = target_of(tmp_path, 0, 1)
     with pytest.raises(OutOfSpaceError, match="Disk quota exceeded"):
-        write_shard(SaveTarget(Exhausted(), place.root, place.run, 0, 1), shard(5))
+        write_shard(SaveTarget(Exhausted(), target.root, target.run, 0, 1), shard(5))

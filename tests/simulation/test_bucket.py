@@ -175,7 +175,7 @@ def test_an_overtaken_rank_0_tells_its_ranks(monkeypatch):
     end = Uploader._end
 
     def silent(uploader):
-        if uploader.place.rank == 0 and uploader._stopped:
+        if uploader.target.rank == 0 and uploader._stopped:
             uploader._finished = True
             return None
         return end(uploader)

@@ -20,7 +20,7 @@ import pytest
 
 from mindresume.coordination import host_memory, lease
 from mindresume.events import ERROR
-from mindresume.saving import async_saver
+from mindresume.saving import async_saver, background_writer
 from mindresume.saving.crash_loop import LoadAttempt
 from mindresume.simulation import runtime_fakes
 from mindresume.simulation.cluster import EPOCH, Cluster, current_cluster, current_process
@@ -318,7 +318,7 @@ def test_a_process_is_known_by_its_host_and_number():
 @pytest.mark.parametrize(("real", "stand_in"), [
     (lease.holder_of_this_process, runtime_fakes._holder_of_this_process), (lease.is_alive, runtime_fakes._is_alive),
                                                 (host_memory.levels, runtime_fakes._memory_levels),
-    (mounts.is_local, runtime_fakes._is_local), (LoadAttempt._listen, runtime_fakes._listen),
+    (mounts.is_local, runtime_fakes._is_local), (LoadAttempt._capture_signals, runtime_fakes._capture_signals),
                                                 (async_saver.Staging, runtime_fakes._Staging)])
 def test_what_the_kernel_tells_otherwise_is_called_alike(real, stand_in):
     def shape(function):
@@ -466,7 +466,7 @@ def state_of_modules():
                 found[module.__name__, key] = id(value)
                 if getattr(value, "__module__", None) == module.__name__:
                     inside(f"{module.__name__}.{key}", value)
-    found["writers"] = dict(async_saver._WRITERS)
+    found["writers"] = dict(background_writer.WRITERS)
     return found
 
 

@@ -25,7 +25,7 @@ from mindresume.formats import iteration_scan, records
 from mindresume.model import manifest
 from mindresume.resume import group_verification, job_selection, remote_selection
 from mindresume.saving import (
-    async_saver,
+    background_writer,
     checkpoint_manager,
     committer,
     crash_loop,
@@ -133,22 +133,24 @@ def mutant(name: str, edits: list[Edit], where: tuple[str, str, str], kinds: str
 MUTANTS = [
     # ---- defects of earlier versions -----------------------------------------------------------------------------------
     mutant("files are removed after the rename of their record was attempted", [
-        Edit(shard_writer, "write_shard", "return _settled(place, step, error)", "raise place.storage.remove(where) or error")],
+        Edit(shard_writer, "write_shard", "return _resolve_unconfirmed(target, step, error)",
+             "raise target.storage.remove(where) or error")],
         ("prune", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=53, within=25,
         draws=each("EIO after", then=3, tick=0.05)),
     mutant("what was committed meanwhile is reported as failed", [
-        Edit(shard_writer, "_settled", "found = _recorded(place, step, place.data_dirs(step))", "found = None"),
-        Edit(shard_writer, "_settled", "may not be saved", "was not saved")],
+        Edit(shard_writer, "_resolve_unconfirmed", "found = _read_own_record(target, step, target.data_dirs(step))",
+             "found = None"),
+        Edit(shard_writer, "_resolve_unconfirmed", "may not be saved", "was not saved")],
         ("save", "iteration", ""), MISREPORTED, deaths=False, first=40, within=25, draws=each("ESTALE after")),
     mutant("retention removes what is of another training", [
-        Edit(committer.Committer, "prune", "self._is_over, self.place.lineage)", "self._is_over, None)")],
+        Edit(committer.Committer, "prune", "self._has_ended, self.target.lineage)", "self._has_ended, None)")],
         ("afresh", "safetensors", ""), LOST),
     mutant("trash has no name of its own, and one victim that fails stops the rest", [
         Edit(manifest, "trash_name", ".{secrets.token_hex(4)}", ""), Edit(garbage_collector, "carry_out", "continue", "raise")],
         ("orphan", "iteration", ""), LEFTOVER, deaths=False),
     mutant("a job counts against a checkpoint from the moment it was chosen", [
-        Edit(checkpoint_manager.CheckpointManager, "begin", "agreed(self.group",
-             "self.meet(); self.begin_load_attempt(); agreed(self.group")],
+        Edit(checkpoint_manager.CheckpointManager, "begin", "run_on_all(self.group",
+             "self.count_hosts(); self.begin_load_attempt(); run_on_all(self.group")],
         ("restarts", "safetensors", ""), LOST),
     mutant("nobody waits for what other ranks see", [
         Edit(job_selection.CheckpointSelector, "select", "visibility = wait_until_visible(disk, path, group, shared_groups)",
@@ -156,7 +158,7 @@ MUTANTS = [
         ("same hosts", "safetensors", ""), LOST, deaths=False, first=155, within=25,
         draws=each("kill host", lag=60.0)),
     mutant("the signs of life of another job are expected as often as one's own", [
-        Edit(lease_acquisition, "_watch", "holder.every if _is_told_by_beats(holder) else BEAT", "BEAT")],
+        Edit(lease_acquisition, "_watch", "holder.every if _has_usable_heartbeat(holder) else BEAT", "BEAT")],
            ("rare beats", "safetensors", ""),
         STUCK, deaths=False, draws=undisturbed()),
     mutant("retention removes the last healthy one", [
@@ -176,7 +178,7 @@ MUTANTS = [
              "except RecordError as error:")],
         ("bucket archived", "safetensors", ""), LEFTOVER, deaths=False),
     mutant("rank 0 is overtaken at the url and tells nobody", [
-        Edit(uploader.Uploader, "_end", "if self.place.rank == 0:", "if self.place.rank == 0 and not self._stopped:")],
+        Edit(uploader.Uploader, "_end", "if self.target.rank == 0:", "if self.target.rank == 0 and not self._stopped:")],
         ("two pods", "safetensors", ""), MISREPORTED, deaths=False, draws=undisturbed(lag=30.0)),
     mutant("an attempt without inner folders is no attempt", [
         Edit(records, "find_attempts", "attempts_within(storage, root, making) or [",
@@ -191,47 +193,49 @@ MUTANTS = [
 
     # ---- committing ----------------------------------------------------------------------------------------------------
     mutant("no fence", [
-        Edit(shard_writer, "write_shard", "fence(place.storage, place.root, place.run)", "pass"),
-        Edit(committer.Committer, "try_commit", "fence(self.place.storage, self.place.root, self.place.run)", "pass")],
+        Edit(shard_writer, "write_shard", "fence(target.storage, target.root, target.run)", "pass"),
+        Edit(committer.Committer, "try_commit", "fence(self.target.storage, self.target.root, self.target.run)", "pass")],
         ("twice", "iteration", ""), LOST, deaths=False, first=140, within=25,
         draws=each("pause", 100, seed=967630889)),
     mutant("a manifest before all records are there", [
         Edit(committer.Committer, "try_commit", "if missing:", "if 0 in missing:"),
-        Edit(committer.Committer, "_manifest", "read, place.ranks)",
-             "read, [r for r in place.ranks if r not in self._missing(step)])"),
-        Edit(committer.Committer, "_manifest", "zip(place.ranks, records, strict=True)", "zip(place.ranks, records)")],
+        Edit(committer.Committer, "_manifest", "read, target.ranks)",
+             "read, [r for r in target.ranks if r not in self._missing(step)])"),
+        Edit(committer.Committer, "_manifest", "zip(target.ranks, records, strict=True)", "zip(target.ranks, records)")],
         ("prune", "safetensors", ""), f"{LOST} {STUCK} {WRONG}"),
     mutant("files are published without a flush of their folder", [
         Edit(atomic_publish, "publish", "storage.sync(folder)", "pass")], ("save", "ckpt", ""), LOST, first=2),
     mutant("saved is said before it is written", [
-        Edit(async_saver, "serve", "outcome = work.write(", "send((\"outcome\", Outcome(step, True))); outcome = work.write(")],
+        Edit(background_writer, "serve", "outcome = job.write(",
+             "send((\"outcome\", Outcome(step, True))); outcome = job.write(")],
         ("save", "safetensors", "thread"), LOST, first=1),
     mutant("a save in doubt is reported as saved", [
-        Edit(sync_saver.SaveJob, "write", "written.doubt is None", "True")], ("save", "ckpt", ""), LOST,
+        Edit(sync_saver.SaveJob, "write", "written.durability_error is None", "True")], ("save", "ckpt", ""), LOST,
         first=25, within=10, draws=each("EIO")),
     mutant("earlier runs' complete saves are not adopted", [
-        Edit(committer.Committer, "adopt", "storage, root, adopted = self.place.storage, self.place.root, []", "return []")],
+        Edit(committer.Committer, "recover", "storage, root, recovered = self.target.storage, self.target.root, []",
+             "return []")],
         ("save", "iteration", ""), LEFTOVER),
     mutant("the oldest is adopted last", [
-        Edit(committer.Committer, "adopt", "reversed(found)", "found")], ("uncommitted", "iteration", ""), LOST),
+        Edit(committer.Committer, "recover", "reversed(found)", "found")], ("uncommitted", "iteration", ""), LOST),
     mutant("an iteration folder of that name is not made way", [
-        Edit(iteration_publisher, "publish_iteration", "if storage.status(target) is not None:", "if False:")],
+        Edit(iteration_publisher, "publish_iteration", "if storage.status(iteration_dir) is not None:", "if False:")],
            ("afresh", "iteration", ""),
         LOST, deaths=False),
     mutant("what a dead job intended with the tracker is not settled", [
-        Edit(committer.Committer, "adopt",
-             "iteration_publisher.finish_tracker(storage, root, scan_records(storage, root)[0], self.place.run)",
+        Edit(committer.Committer, "recover",
+             "iteration_publisher.finish_tracker(storage, root, scan_records(storage, root)[0], self.target.run)",
              "pass")], ("save", "iteration", ""), LEFTOVER),
     mutant("the intent goes before the tracker is changed", [
-        Edit(iteration_publisher, "publish_iteration", "set_tracker(storage, root, step, place.run)",
+        Edit(iteration_publisher, "publish_iteration", "set_tracker(storage, root, step, target.run)",
              "storage.remove(intent); set_tracker(storage, root, step, "
-             "place.run)")], ("save", "iteration", ""), LOST, first=2),
+             "target.run)")], ("save", "iteration", ""), LOST, first=2),
 
     # ---- removing ------------------------------------------------------------------------------------------------------
     mutant("older ones are removed before the pointers are changed, and what these lead to", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {named_by_meta}:"),
-        Edit(committer.Committer, "_after", "self._point(self.place, manifest)",
-             "self.prune(); self._point(self.place, manifest)")],
+        Edit(committer.Committer, "_after_commit", "self._update_pointers(self.target, manifest)",
+             "self.prune(); self._update_pointers(self.target, manifest)")],
         ("prune", "safetensors", ""), LOST),
     mutant("policies count what is not committed", [
         Edit(garbage_collector, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
@@ -276,10 +280,10 @@ MUTANTS = [
              'for row in rows[:1] if "refusal" in row]')],
         ("job", "safetensors", ""), WRONG, deaths=False, first=59, within=25, draws=each("ESTALE")),
     mutant("a rank that is asked to leave leaves alone", [
-        Edit(preemption.PreemptionHandler, "at", "if self.group.size == 1:", "if True:")],
+        Edit(preemption.PreemptionHandler, "check", "if self.group.size == 1:", "if True:")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=125, within=25, draws=each("term")),
     mutant("the last step is saved again by one rank alone", [
-        Edit(checkpoint_manager.CheckpointManager, "_save_last", "step.collect if", "(lambda: None) if")],
+        Edit(checkpoint_manager.CheckpointManager, "_save_last", "request.collect if", "(lambda: None) if")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=226, within=25, draws=each("EIO")),
 ]
 

@@ -1,7 +1,7 @@
 """The writer process of a simulated job keeps the contract of the real one."""
 import pytest
 
-from mindresume.saving import async_saver
+from mindresume.saving import background_writer
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import SaveTarget
@@ -19,13 +19,13 @@ WRITER = "rank0.writer"
 
 
 def run(work, *others, ranks=1, most=20_000, **schedule):
-    """Runs ``work(background, place)`` in a training of ``ranks``, with ``others`` beside it. Returns (cluster, result)."""
+    """Runs ``work(background, target)`` in a training of ``ranks``, with ``others`` beside it. Returns (cluster, result)."""
     cluster, found = Cluster(Schedule(**schedule), {SHARED: Disk()}, most), []
     cluster.trace.wanted = True
 
     def training():
-        place = SaveTarget(Mount(cluster, current_process()), ROOT, RUN, 0, ranks, False, (), RUN)
-        found.append(work(AsyncSaver(place, KEEP_ALL, "process", timeout=TIMEOUT), place))
+        target = SaveTarget(Mount(cluster, current_process()), ROOT, RUN, 0, ranks, False, (), RUN)
+        found.append(work(AsyncSaver(target, KEEP_ALL, "process", timeout=TIMEOUT), target))
     with use_cluster(cluster):
         host = cluster.host()
         cluster.process(host, "rank0", training)
@@ -39,8 +39,8 @@ def writer_of(cluster):
     return next(process for process in cluster.processes if process.name == WRITER)
 
 
-def save(saver, place, step=2):
-    saver.save(Save(make_shard(place, step, "ckpt", 1)))
+def save(saver, target, step=2):
+    saver.save(Save(make_shard(target, step, "ckpt", 1)))
 
 
 def committed(cluster):
@@ -51,8 +51,8 @@ def operations(cluster, process=WRITER):
     return [number for number, name, _, _ in cluster.trace.rows if name == process]
 
 
-def complete(saver, place):
-    save(saver, place)
+def complete(saver, target):
+    save(saver, target)
     outcomes = saver.wait(TIMEOUT)
     outcomes += saver.finish(TIMEOUT, 5.0)
     return [(outcome.step, outcome.saved) for outcome in outcomes], current_process().cluster.scheduler.now
@@ -73,18 +73,18 @@ def test_it_is_deaf_to_sigterm():
         assert outcomes == [(2, True)] and len(committed(cluster)) == 1 and writer_of(cluster).exit == 0
 
 
-def dies(saver, place):
-    save(saver, place)
-    save(saver, place, 4)                               # waits for the first; then the training is gone
+def dies(saver, target):
+    save(saver, target)
+    save(saver, target, 4)                              # waits for the first; then the training is gone
     current_cluster().kill(current_process())
     current_cluster().scheduler.sleep(1.0)
 
 
 @pytest.mark.parametrize("end", ["kill", "error"])
 def test_what_was_begun_is_finished_when_the_training_dies(end):
-    def fails(saver, place):
-        save(saver, place)
-        save(saver, place, 4)
+    def fails(saver, target):
+        save(saver, target)
+        save(saver, target, 4)
         raise ValueError
     cluster, _ = run(dies if end == "kill" else fails)
     assert cluster.processes[0].exit == (-9 if end == "kill" else 1)
@@ -101,8 +101,8 @@ def test_it_ends_with_its_host():
 
 def test_after_the_death_of_the_training_it_waits_for_others_no_longer_than_its_timeout():
     """The second rank never writes its record."""
-    def work(saver, place):
-        save(saver, place)
+    def work(saver, target):
+        save(saver, target)
         saver.wait(TIMEOUT)
         saver._send(("finish", 10_000.0), None)
         current_cluster().scheduler.sleep(1.0)
@@ -122,12 +122,12 @@ def test_a_process_that_hangs_ends_after_its_timeout():
 
 
 def test_a_live_training_is_served_without_a_time_limit():
-    def work(saver, place):
+    def work(saver, target):
         current_cluster().scheduler.sleep(10 * TIMEOUT)
-        save(saver, place)
+        save(saver, target)
         first = saver.wait(TIMEOUT)
         current_cluster().scheduler.sleep(10 * TIMEOUT)
-        save(saver, place, 4)
+        save(saver, target, 4)
         return [outcome.saved for outcome in first + saver.wait(TIMEOUT) + saver.finish(TIMEOUT, 5.0)]
     cluster, found = run(work)
     assert found == [True, True] and len([process for process in cluster.processes if process.name == WRITER]) == 1
@@ -137,10 +137,10 @@ def test_the_training_notices_its_death_and_starts_another_one():
     undisturbed, _ = run(complete)
     number = operations(undisturbed)[4]
 
-    def work(saver, place):
-        save(saver, place)
+    def work(saver, target):
+        save(saver, target)
         first = saver.wait(TIMEOUT)
-        save(saver, place, 4)
+        save(saver, target, 4)
         second = saver.wait(TIMEOUT) + saver.finish(TIMEOUT, 5.0)
         return [(outcome.step, outcome.saved, str(outcome.error or "")) for outcome in first + second]
     cluster, found = run(work, faults=(Fault(number, "kill"),))
@@ -150,8 +150,8 @@ def test_the_training_notices_its_death_and_starts_another_one():
 
 def test_it_shares_no_object_with_the_training():
     """Messages are pickled, as on a pipe, with the same errors."""
-    def work(saver, place):
-        writer = WriterProcess(place, KEEP_ALL, saver._staging, TIMEOUT)
+    def work(saver, target):
+        writer = WriterProcess(target, KEEP_ALL, saver._staging, TIMEOUT)
         message = ["poll", {"a": 1}]
         with pytest.raises((AttributeError, TypeError)):
             writer.send(("save", lambda: None))
@@ -170,4 +170,4 @@ def test_it_shares_no_object_with_the_training():
 
 def test_the_product_has_its_own_writer_again_afterwards():
     run(complete)
-    assert async_saver._WRITERS["process"] is async_saver._Process
+    assert background_writer.WRITERS["process"] is background_writer.WriterProcess
