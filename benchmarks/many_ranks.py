@@ -164,7 +164,7 @@ class Bench:
 
     def _prune(self, storage: Slow) -> None:
         committer = Committer(self.target(storage, 0), KeepLast(1), lambda text: None)
-        committer._alone = True                                 # behind the first commit of a run
+        committer._has_single_meta = True                                 # behind the first commit of a run
         committer.saved(20)
         assert committer.committed == [20] and not self.disk.find(f"{ROOT}/{FOLDER}/{attempt_name(10, RUN)}")
 

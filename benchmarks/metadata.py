@@ -112,7 +112,7 @@ class Bench:
         if len(found) != len(self.large):
             raise SystemExit(f"{kind}: {len(found)} of {len(self.large)} parameters are described")
         self.sizes[f"manifest {kind}"] = os.path.getsize(os.path.join(candidate.records_dir, MANIFEST))
-        self.sizes[f"metadata {kind}"] = sum(file.size for file in candidate.small)
+        self.sizes[f"metadata {kind}"] = sum(file.size for file in candidate.metadata_files)
         os.rename(candidate.commit_dir, target.data_dir(STEP))              # for the next round
         os.remove(os.path.join(target.attempt(STEP), MANIFEST))
 

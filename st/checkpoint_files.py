@@ -144,7 +144,7 @@ OF_TRAIN_STEP = frozenset({"scale_sense", "lm_loss", "aux_loss", "mtp_loss", "in
 def candidate(root: Path, step: int, legacy: bool = False) -> Candidate:
     """The checkpoint of ours of this step. AssertionError if it cannot be used."""
     found = [c for c in scan(PosixStorage(), str(root)).candidates
-             if c.step == step and c.attempt and legacy == (not c.iteration_dir)]
+             if c.step == step and c.records_dir and legacy == (not c.iteration_dir)]
     assert len(found) == 1 and found[0].problem is None, found
     return found[0]
 
@@ -153,7 +153,7 @@ def tensors_of_ranks(root: Path, step: int, legacy: bool = False) -> dict[int, M
     """{rank: what it recorded of the tensors in its files}"""
     one, found = candidate(root, step, legacy), {}
     for rank in one.files:
-        with open(os.path.join(one.attempt, record_name(rank)), "rb") as file:
+        with open(os.path.join(one.records_dir, record_name(rank)), "rb") as file:
             found[rank] = read_details(file)[1].tensors
     return found
 

@@ -106,7 +106,7 @@ def test_parse_value_refuses_what_is_not_closed(text):
 
 
 @pytest.mark.parametrize("text", ["{{}}", "{[1]: 2}", "[!!timestamp foo]", "[!!int '']", "[!!float x]", "[!!binary 1]",
-                                  "[&a [*a]]", "{a: &b 1, c: *b}", "[!!python/name:os.system ]", "[" * 1500 + "]" * 1500,
+                                  "[&a [*a]]", "{a: &b 1, c: *b}", "[!!python/name:os.system ]", "[" * 5000 + "]" * 5000,
                                   "{? [1] : 2}", "[!!omap [a]]", "[" + "9" * 5000 + "]", "{<<: 1}"], ids=lambda text: text[:20])
 def test_parse_value_refuses_what_is_no_value(text):
     try:

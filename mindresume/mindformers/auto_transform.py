@@ -187,7 +187,7 @@ def transform_files(config: Any, context: TrainingContext, storage: Storage, sou
         raise ConfigError(f"transform_process_num is {processes!r}; expected a whole number that divides {group.size}, the "
                           f"number of ranks of the job")
     target = run_on_rank0(group, lambda: _target_strategy(config, storage, group.size))
-    job = to_ranks(source, Strategy.from_json(target) if target else None, source.candidate.format, share=group.size // processes)
+    job = to_ranks(source, Strategy.from_json(target) if target else None, source.candidate.format, group.size // processes)
     folder = os.path.join(config.output_dir, TRANSFORMED, os.path.basename(os.path.abspath(source.weights.name)))
     engine = engine_for(context.settings.transform_engine, job.files[0].format)
     if engine == "mindspore":

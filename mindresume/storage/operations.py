@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from mindresume.bounded_json import parse_json
 from mindresume.storage.interface import Storage
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

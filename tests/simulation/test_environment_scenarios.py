@@ -195,7 +195,7 @@ def test_what_a_quota_prevents_and_is_called_saved_is_found(monkeypatch):
 
 
 def test_memory_that_is_taken_and_not_there_is_found(monkeypatch):
-    monkeypatch.setattr(AsyncSaver, "_cannot_stage", lambda *_: None)
+    monkeypatch.setattr(AsyncSaver, "_why_not_staged", lambda *_: None)
     assert "stuck" in kinds_of(simulated("memory", Schedule(seed=3), way="thread"))
 
 
