@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mindresume.simulation.scheduler import TICK, Task
@@ -99,7 +99,10 @@ class Schedule:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Schedule:
         """Reads what ``to_json`` returns; missing keys have their defaults. Raises AttributeError, KeyError, TypeError or
-        ValueError for anything else."""
+        ValueError for anything else, a key of another name included: without it another schedule would run."""
+        unknown = sorted(set(value) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"a schedule has no {unknown[0]!r}; it has {', '.join(field.name for field in fields(cls))}")
         pairs = {name: tuple((int(at), int(further)) for at, further in value.get(name, ())) for name in ("switches", "picks")}
         faults = tuple(Fault(int(row["at"]), str(row["kind"]), int(row.get("amount", 0))) for row in value.get("faults", ()))
         return cls(int(value.get("seed", 0)), **pairs, faults=faults, lag=float(value.get("lag", 0.0)),

@@ -67,6 +67,11 @@ def test_as_json_and_back(schedule):
     assert again == schedule and hash(again) == hash(schedule) and again.size == schedule.size
 
 
+def test_a_key_of_an_older_replay_line_is_refused():
+    with pytest.raises(ValueError, match="strikes"):
+        Schedule.from_json({"seed": 1, "strikes": [{"at": 5, "kind": "kill"}]})
+
+
 def test_what_is_simpler_is_smaller_and_part_of_it():
     for schedule in DRAWN:
         for shrink_candidates in schedule.shrink_candidates():
