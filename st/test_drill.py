@@ -45,7 +45,8 @@ def test_it_finds_a_file_system_that_does_not_keep_its_word(tmp_path):
         "if __name__ == '__main__':              # its worker processes import this file, too\n"
         "    sys.argv[0] = 'mindresume'\n"
         "    main()\n")
-    done = subprocess.run([sys.executable, str(program), "drill", "--dir", str(tmp_path), "--story", "save", "--format", "ckpt",
+    done = subprocess.run([sys.executable, str(program), "drill", "--dir", str(tmp_path), "--scenario", "save", "--format",
+                           "ckpt",
                            "--fault", "power", "--every", "5", "--jobs", "1"], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 _DISK, _SIMULATED = "On a file system", "In the simulation (--simulate)"
 # parameter -> option, for the options of one mode only
-_OF_THE_DISK = {"folder": "--dir", "story": "--story", "fault": "--fault", "ranks": "--ranks", "full": "--full",
-                "every": "--every", "seed": "--seed"}
-_OF_THE_SIMULATION = {"seeds": "--seeds", "first_seed": "--first-seed", "scenario": "--scenario", "way": "--way",
-                      "systematic": "--systematic", "replay": "--replay"}
+_OF_THE_DISK = {"folder": "--dir", "fault": "--fault", "ranks": "--ranks", "full": "--full", "every": "--every",
+                "seed": "--seed"}
+_OF_THE_SIMULATION = {"seeds": "--seeds", "first_seed": "--first-seed", "way": "--way", "systematic": "--systematic",
+                      "replay": "--replay"}
 
 
 @app.command()
@@ -33,8 +33,6 @@ def drill(context: typer.Context,
                                                      help="A folder on the file system to test, for example the shared one of "
                                                      "the training. The drill creates its own folder there and removes it. "
                                                      "Default: the folder for temporary files.")] = None,
-          story: Annotated[list[str] | None, typer.Option("--story", metavar="NAME", rich_help_panel=_DISK,
-                                                          help="Only this scenario of the drill (repeat for more).")] = None,
           fault: Annotated[list[str] | None, typer.Option("--fault", metavar="NAME", rich_help_panel=_DISK,
                                                           help="Only this fault (repeat for more).")] = None,
           ranks: Annotated[int, typer.Option("--ranks", min=1, max=64, rich_help_panel=_DISK, help="Simulated ranks.")] = 2,
@@ -51,8 +49,6 @@ def drill(context: typer.Context,
                                              help="Number of random runs.")] = 200,
           first_seed: Annotated[int, typer.Option("--first-seed", min=0, metavar="S", rich_help_panel=_SIMULATED,
                                                   help="Seed of the first run.")] = 0,
-          scenario: Annotated[list[str] | None, typer.Option("--scenario", metavar="NAME", rich_help_panel=_SIMULATED,
-                                                             help="Only this scenario (repeat for more).")] = None,
           way: Annotated[list[str] | None, typer.Option("--way", metavar="foreground|thread|process", help="Only this way of "
                                                         "saving.", rich_help_panel=_SIMULATED)] = None,
           systematic: Annotated[int | None, typer.Option("--systematic", min=0, max=5, metavar="K", rich_help_panel=_SIMULATED,
@@ -60,6 +56,8 @@ def drill(context: typer.Context,
                                                          "between ranks, and no random ones.")] = None,
           replay: Annotated[str | None, typer.Option("--replay", metavar="JSON|@FILE", rich_help_panel=_SIMULATED,
                                                      help="Run this schedule and print every operation.")] = None,
+          scenario: Annotated[list[str] | None, typer.Option("--scenario", metavar="NAME", help="Only this scenario of the mode "
+                                                             "(repeat for more; --explain lists them).")] = None,
           fmt: Annotated[list[str] | None, typer.Option("--format", metavar="safetensors|ckpt|iteration",
                                                         help="Only this format (iteration: Checkpoint 2.0).")] = None,
           jobs: Annotated[int, typer.Option("--jobs", min=1, max=1024, metavar="N",
@@ -92,14 +90,15 @@ def drill(context: typer.Context,
         from mindresume.cli.simulate import SearchOptions, run_search
         from mindresume.cli.simulate import replay as run_again
         others = [_OF_THE_SIMULATION[name] for name in sorted(given & _OF_THE_SIMULATION.keys() - {"replay"})]
-        if replay is not None and (others or fmt):
-            raise ConfigError(f"--replay runs one schedule; it does not go with {', '.join(others) or '--format'}")
+        others += [option for option, values in (("--scenario", scenario), ("--format", fmt)) if values]
+        if replay is not None and others:
+            raise ConfigError(f"--replay runs one schedule; it does not go with {', '.join(others)}")
         options = SearchOptions(seeds, first_seed, tuple(scenario or ()), tuple(fmt or ()), tuple(way or ()), systematic,
                                 jobs, json)
         sys.exit(run_search(options) if replay is None else run_again(replay, json))
     if full and every is not None:
         raise ConfigError("--full takes every operation; it does not go with --every")
-    sys.exit(_on_disk(folder, story, fmt, fault, ranks, 1 if full else every, seed, jobs, json))
+    sys.exit(_on_disk(folder, scenario, fmt, fault, ranks, 1 if full else every, seed, jobs, json))
 
 
 def _on_disk(folder: str | None, scenario: list[str] | None, fmt: list[str] | None, fault: list[str] | None, ranks: int,

@@ -6,7 +6,7 @@ import pytest
 from mindresume.fault_injection import runner
 
 COMMAND = "drill"
-SMALL = ("--story", "pointers", "--format", "ckpt", "--jobs", "1")
+SMALL = ("--scenario", "pointers", "--format", "ckpt", "--jobs", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -98,10 +98,10 @@ def test_all_schedules_with_few_switches(call, unflushed):
 
 @pytest.mark.parametrize("arguments, says", [
     (("--simulate", "--dir", "/tmp"), "--dir is of the drill on a file system"),
-    (("--simulate", "--story", "save"), "--story is of"), (("--simulate", "--fault", "EIO"), "--fault is of"),
+    (("--simulate", "--fault", "EIO"), "--fault is of"),
     (("--simulate", "--every", "1"), "--every is of"), (("--simulate", "--ranks", "2"), "--ranks is of"),
     (("--simulate", "--seed", "0"), "--seed is of"), (("--seeds", "7"), "--seeds needs --simulate"),
-    (("--scenario", "save"), "--scenario needs --simulate"), (("--replay", "{}"), "--replay needs --simulate"),
+    (("--scenario", "x"), "there is no scenario 'x'; choose from:"), (("--replay", "{}"), "--replay needs --simulate"),
     (("--simulate", "--systematic", "1"), "--systematic needs --scenario"),
     (("--simulate", "--scenario", "x"), "there is no scenario 'x'; choose from: save, prune"),
     (("--simulate", "--way", "x"), "choose from: foreground, thread, process"),
