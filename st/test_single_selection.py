@@ -122,7 +122,7 @@ def stopped(whole_single, tmp_path_factory) -> SimpleNamespace:
 
 def test_a_name_that_is_not_there(stopped, whole_single):
     assert_not_trained(stopped.unnamed)
-    facts = ("MissingCheckpointError", "qwen3_rank_0-2_5.safetensors", f"{whole_single.checkpoints}/rank_0",
+    facts = ("MissingCheckpointError", "qwen3_rank_0-2_5.safetensors", str(whole_single.checkpoints),
              *names(whole_single).values())
     assert [fact for fact in facts if fact not in failure(stopped.unnamed)] == []
 
