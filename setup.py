@@ -13,9 +13,9 @@ MINDFORMERS = [
     "numpy>=1.26,<2",            # what mindformers 1.9.0 asks for
     "safetensors>=0.4.5,<0.8",   # 0.8.0 makes MindSpore's transform engine write wrong bytes without an error
 ]
+S3 = ["s3fs==2025.3.0"]          # needs fsspec of the same version; every datasets that mindformers 1.9.0 takes accepts this one
 TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.6", "matplotlib>=3.7",
-        "tokenizers>=0.20", "greenlet>=3", "import-linter>=2.1", "s3fs>=2025.3", "moto[server]>=5"]
-S3 = ["s3fs>=2025.3"]           # of the same version as fsspec, which mindformers brings
+        "tokenizers>=0.20", "greenlet>=3", "import-linter>=2.1", "moto[server]>=5", *S3]
 
 setup(
     name="mindresume",
