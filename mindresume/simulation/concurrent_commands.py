@@ -69,7 +69,7 @@ class _Conversion(Conversion):
     """A conversion without its lock: that is a file of the real disk, and no other process makes the same conversion here."""
 
     def _take_lock(self) -> None:
-        self._mine = True
+        self._owns_work = True
 
 
 def convert(sim: Simulation) -> None:
