@@ -39,9 +39,11 @@ class Emitter:
             try:
                 handler.handle(event, now)
             except Exception as error:
-                if handler in self._handlers:               # unless another thread removed it first
+                try:
                     self._handlers.remove(handler)
-                    self(warning(f"{type(handler).__name__} failed and is off from now on: {error}"))
+                except ValueError:                          # another thread removed it first
+                    continue
+                self(warning(f"{type(handler).__name__} failed and is off from now on: {error}"))
 
     def close(self) -> None:
         """Closes all handlers. Idempotent."""

@@ -24,10 +24,6 @@ class LogLines:
         if text:
             getattr(self.logger, level)("%s%s", PREFIX, text)
 
-    def emit(self, event: Event) -> None:
-        """Logs an event without a time, for a caller that has only a logger."""
-        self.handle(event, 0.0)
-
     def close(self) -> None:
         pass
 
