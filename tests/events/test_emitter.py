@@ -71,3 +71,19 @@ def test_a_logger_gets_a_line_or_none(event, lines):
             return lambda text, *values: said.append((level, text % values))
     LogLines(Logger()).handle(event, 0.0)
     assert said == lines
+
+
+class RemovedMeanwhile(list):
+    """Handlers of which another thread removes one between the look and the removal."""
+
+    def remove(self, handler):
+        super().remove(handler)
+        raise ValueError("list.remove(x): x not in list")
+
+
+def test_two_threads_remove_the_same_handler():
+    good = Recorder()
+    emit = Emitter()
+    emit._handlers = RemovedMeanwhile([Broken(), good])
+    emit(SaveBegun(1))
+    assert good.events == [SaveBegun(1)]
