@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from mindresume.formats.strategy import read_strategy
-from mindresume.reshard.conversion_plan import to_complete, to_ranks
+from mindresume.reshard.conversion_plan import to_consolidated, to_ranks
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.engines import writer
@@ -66,7 +66,7 @@ def direct(task: dict[str, Any]) -> dict[str, Any]:
         os.fsync = lambda handle: None
         posix._begin_flush = lambda *rest: None
     source = open_checkpoint(storage, task["source"], strategy=task["from"])
-    job = to_ranks(source, read_strategy(task["to"]), "safetensors") if task["to"] else to_complete(source, "mindspore")
+    job = to_ranks(source, read_strategy(task["to"]), "safetensors") if task["to"] else to_consolidated(source, "mindspore")
     conversion = Conversion(storage, job, task["target"])
     conversion.run(lambda: conversion.write(writer("direct", conversion, task["workers"], traffic=traffic)))
     return {"read": traffic.read}

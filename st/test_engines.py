@@ -12,11 +12,11 @@ from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, random
 
 from mindresume.errors import EngineError
 from mindresume.events import Event
-from mindresume.formats.consolidated import read_complete
+from mindresume.formats.consolidated import read_consolidated
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import mindspore_engine
-from mindresume.reshard.checkpoint_view import CheckpointView, view_of_complete
+from mindresume.reshard.checkpoint_view import CheckpointView, view_of_consolidated
 from mindresume.reshard.direct_engine import transform
 from mindresume.reshard.mindspore_engine import prepare, rewrite
 from mindresume.reshard.open_checkpoint import open_checkpoint
@@ -79,7 +79,7 @@ def case_of(root: Path, text: str) -> Case:
     tensors = {name: TENSORS[name] for name in model}
     source, target = (Plan.parse(side, model) if side else None for side in pair.split(">"))
     if source is None:
-        weights = view_of_complete(STORAGE, read_complete(STORAGE, str(complete(root, tensors))))
+        weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(complete(root, tensors))))
     else:
         weights = weights_of(root, source, tensors, fmt, kind == "dedup")
     return Case(weights, target.strategy() if target else None, target, tensors)
@@ -174,7 +174,7 @@ def test_in_its_own_processes(tmp_path):
 def test_what_mindspore_says_is_in_the_error(tmp_path):
     """An axis of 3 is free before one of 2, and MindSpore begins with the minor one: 2 pieces it cannot make of 3."""
     source = complete(tmp_path / "src", {"w": np.zeros((12, 4), np.float32)})
-    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(source)))
+    weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(source)))
     (tmp_path / "work").mkdir()
     with pytest.raises(EngineError, match="ended with status 1(.|\n)*ValueError: dev_matrix value 3"):
         rewrite(weights, Strategy(({"w": TensorLayout((2, 3, 2), (0, -1), 2)},)), str(tmp_path / "work"), timeout=120.0)

@@ -19,7 +19,7 @@ import pytest
 
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.huggingface import HEAD
-from mindresume.reshard.conversion_plan import to_complete
+from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.engines import writer
 from mindresume.reshard.geometry import whole
@@ -76,12 +76,12 @@ def export(source: Path, target: Path, config: Path, *more: str) -> dict:
 
 
 def through_mindspore(folder: Path, middle: Path) -> None:
-    """A Hugging Face folder as complete weights of MindSpore Transformers."""
+    """A Hugging Face folder as consolidated weights of MindSpore Transformers."""
     weights = view_of_folder(STORAGE, str(folder))
     if read_model(STORAGE, str(folder)).tied:               # such a network has no head
         weights.tensors = {name: tensor for name, tensor in weights.tensors.items() if name != HEAD}
     source = replace(open_checkpoint(STORAGE, str(folder)), weights=weights)
-    conversion = Conversion(STORAGE, to_complete(source, MINDSPORE), str(middle))
+    conversion = Conversion(STORAGE, to_consolidated(source, MINDSPORE), str(middle))
     conversion.prepare()
     conversion.write(writer("direct", conversion))
     conversion.commit()

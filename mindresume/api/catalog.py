@@ -39,7 +39,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import MissingCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan, missing_ranks_text, steps_text
-from mindresume.formats.consolidated import is_complete
+from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.location import locate
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.strategy_store import strategy_lookup
@@ -88,7 +88,7 @@ def open(path: str | os.PathLike[str], *, world_size: int | None = None, strateg
     """Opens a folder of checkpoints for reading: of Checkpoint 1.0 or 2.0, written by mindresume or mindformers.
 
     Args:
-        path: The checkpoint folder; or the output folder or run folder above it, a rank folder, an iteration folder, complete
+        path: The checkpoint folder; or the output folder or run folder above it, a rank folder, an iteration folder, consolidated
             (merged) weights, or one file.
         world_size: Number of ranks of the job that would resume. None: that of the manifest, else of the folder ``strategy``
             beside it, else the number of rank folders.
@@ -109,9 +109,9 @@ def open(path: str | os.PathLike[str], *, world_size: int | None = None, strateg
 
 
 class _Location(NamedTuple):
-    """Says where the checkpoints are; ``is_complete``: they are complete weights."""
+    """Says where the checkpoints are; ``is_consolidated``: they are consolidated weights."""
     path: str
-    is_complete: bool
+    is_consolidated: bool
 
 
 class Catalog:
@@ -205,7 +205,7 @@ class Catalog:
         policy = SelectionPolicy(world_size, name, FULL if verify else QUICK, every_rank,
                                  max_failed_loads=Settings.load().max_failed_loads)
         strategy_of = strategy_lookup(self._storage)
-        sources = CheckpointSources(strategy_of, lambda storage, path: consolidated_checkpoint.choose_complete(
+        sources = CheckpointSources(strategy_of, lambda storage, path: consolidated_checkpoint.choose_consolidated(
             storage, path, SingleProcess(), verify, resume=True)[0])
         preview = preview_selection(self._storage, self.path, policy, sources, progress)
         choice, root, local = preview.choice, preview.choice.root, None
@@ -251,7 +251,7 @@ class Catalog:
 
         def again() -> Iterator[CheckpointStatus]:
             return (row for row in self._list(location)[1] if step is None or row.candidate.step == step)
-        if location.is_complete:
+        if location.is_consolidated:
             verdicts = [consolidated_checkpoint.verify(self._storage, location.path, counted) for _ in wanted]
         else:
             verdicts = verify_checkpoints(self._storage, found.root, wanted, again, counted)
@@ -278,11 +278,11 @@ class Catalog:
 
     def _locate(self) -> _Location:
         path = locate(self._storage, self.path)
-        return _Location(path, is_complete(self._storage, path))
+        return _Location(path, is_consolidated(self._storage, path))
 
     def _list(self, location: _Location) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
         """Returns the present scan, and a row for each step of it."""
-        if location.is_complete:
+        if location.is_consolidated:
             return consolidated_checkpoint.survey(self._storage, location.path)
         found, rows = listing.list_checkpoints(self._storage, location.path, strategy_lookup(self._storage), self.world_size)
         if found.fresh_start_refusal:
@@ -291,7 +291,7 @@ class Catalog:
 
     def _rows(self, location: _Location, step: int | None = None) -> Iterator[tuple[Scan, CheckpointStatus]]:
         """Yields the rows of ``_list``, or those of ``step``; files are examined one candidate after the other."""
-        if location.is_complete:
+        if location.is_consolidated:
             found, rows = consolidated_checkpoint.survey(self._storage, location.path)
             yield from ((found, row) for row in rows if step is None or row.candidate.step == step)
             return
@@ -305,7 +305,7 @@ class Catalog:
 
     def _checkpoint(self, location: _Location, root: str, row: CheckpointStatus) -> Checkpoint:
         checkpoint = Checkpoint(self._storage, root, info_of(self._storage, root, row), row.candidate, self._strategy, self._hold,
-                                location.path if location.is_complete else "")
+                                location.path if location.is_consolidated else "")
         self._checkpoints.add(checkpoint)
         return checkpoint
 

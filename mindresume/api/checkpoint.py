@@ -22,7 +22,7 @@ from mindresume.formats import Candidate, Refusal
 from mindresume.formats.rank_folder_naming import parse_name
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.geometry import Region, whole
-from mindresume.reshard.open_checkpoint import OpenCheckpoint, hold_candidate, open_candidate, open_complete, state_of
+from mindresume.reshard.open_checkpoint import OpenCheckpoint, hold_candidate, open_candidate, open_consolidated, state_of
 from mindresume.resume.verifier import verify_rank
 from mindresume.storage.interface import Storage
 
@@ -44,8 +44,8 @@ class Checkpoint:
     """
 
     def __init__(self, storage: Storage, root: str, info: CheckpointInfo, candidate: Candidate, strategy: str | None = None,
-                 hold: bool = True, complete_path: str = ""):
-        self.info, self._complete_path = info, complete_path
+                 hold: bool = True, consolidated_path: str = ""):
+        self.info, self._consolidated_path = info, consolidated_path
         self._storage, self._root, self._candidate, self._strategy, self._holds = storage, root, candidate, strategy, hold
         self._notes: list[str] = []
         self._leases: list[Lease] = []
@@ -78,11 +78,11 @@ class Checkpoint:
 
         Raises:
             CorruptFileError: The file with the counters is missing or damaged.
-            MindResumeError: As for ``tensors``, for complete weights.
+            MindResumeError: As for ``tensors``, for consolidated weights.
         """
         if self._candidate.state is not None:
             return self._candidate.state
-        if self._complete_path or self._candidate.first is None:
+        if self._consolidated_path or self._candidate.first is None:
             return self.source().state
         proof = verify_rank(self._storage, self._root, self._candidate, min(self._candidate.files), full=False)
         if isinstance(proof, Refusal):
@@ -135,7 +135,7 @@ class Checkpoint:
 
     def hold(self) -> None:
         """Keeps jobs and ``prune`` from removing it until ``release()``. Does nothing if it is held already, or if no job removes
-        it (mindformers wrote it, or it is complete weights).
+        it (mindformers wrote it, or it is consolidated weights).
 
         Raises:
             MissingCheckpointError: It was removed already.
@@ -170,8 +170,8 @@ class Checkpoint:
 
     @cached_property
     def _source(self) -> OpenCheckpoint:
-        if self._complete_path:
-            source = open_complete(self._storage, self._complete_path)
+        if self._consolidated_path:
+            source = open_consolidated(self._storage, self._consolidated_path)
         else:
             try:
                 source = open_candidate(self._storage, self._root, self._candidate, self._strategy)

@@ -77,7 +77,7 @@ class ComparedCheckpoint(Result):
         source: Path, step and number of ranks.
         step: None for weights without a step.
         tensors: Number of its tensors.
-        world_size: Number of ranks that saved it; None for complete weights.
+        world_size: Number of ranks that saved it; None for consolidated weights.
         refused: Newer checkpoints of that folder that could not be used.
         notes: What was assumed or ignored, as sentences.
     """

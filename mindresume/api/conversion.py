@@ -24,7 +24,7 @@ from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_from_c
 from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.file_record import FORMATS
-from mindresume.reshard.conversion_plan import ConversionPlan, to_complete, to_iteration, to_ranks
+from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated, to_iteration, to_ranks
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import BUFFERS, Traffic
 from mindresume.reshard.engines import ENGINES, engine_for, tile_for, writer
@@ -138,7 +138,7 @@ def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None
 def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: Path | None = None, hf_index: bool = False,
           drop: Sequence[str] = (), part_size_bytes: int = PART_BYTES, engine: str = "auto", workers: int = 2,
           memory_limit_bytes: int | None = None, dry_run: bool = False, progress: Progress = SILENT) -> ConversionResult:
-    """Merges the slices of all ranks into complete weights, as MindSpore's ``unified_safetensors`` does.
+    """Merges the slices of all ranks into consolidated weights, as MindSpore's ``unified_safetensors`` does.
 
     Args:
         src: As for ``convert``.
@@ -162,7 +162,7 @@ def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: 
         MindResumeError: As for ``convert``.
     """
     with opened(src, step, strategy, hold=not dry_run) as source:
-        job = to_complete(source, HUGGINGFACE if hf_index else MINDSPORE, part_size_bytes, tuple(drop))
+        job = to_consolidated(source, HUGGINGFACE if hf_index else MINDSPORE, part_size_bytes, tuple(drop))
         return _run(job, dst, source.weights.format, engine, workers, memory_limit_bytes, dry_run, progress)
 
 

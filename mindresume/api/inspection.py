@@ -22,7 +22,7 @@ from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.storage.operations import parallel
 from mindresume.storage.posix import PosixStorage
 
-CHECKPOINT, COMPLETE_WEIGHTS, STRATEGY = "checkpoint", "complete weights", "strategy"
+CHECKPOINT, CONSOLIDATED, STRATEGY = "checkpoint", "consolidated weights", "strategy"
 
 Slices = Callable[[TensorInfo, Sequence[int]], list[TensorSlice]]
 
@@ -40,13 +40,13 @@ class Inspection(Result):
 
     Attributes:
         path: Its path.
-        kind: "checkpoint", "complete weights" or "strategy".
+        kind: "checkpoint", "consolidated weights" or "strategy".
         source: Path, step and number of ranks, as a phrase.
-        origin: "mindresume" or "mindformers"; None for complete weights and strategies.
+        origin: "mindresume" or "mindformers"; None for consolidated weights and strategies.
         run_id: The run that saved it; None unless mindresume did.
         step: None for weights without a step, and for strategies.
         format: "safetensors" or "ckpt"; None for strategies.
-        world_size: Number of ranks of the job; None for complete weights.
+        world_size: Number of ranks of the job; None for consolidated weights.
         stages: Number of pipeline stages; None if no tensor has a layout.
         stage_size: Ranks of a stage; None if no tensor has a layout.
         tensor_count: Number of all its tensors.
@@ -126,7 +126,7 @@ def _of_checkpoint(source: OpenCheckpoint) -> Inspection:
     for row in rows:
         total[row.dtype or ""] += row.size_bytes or 0
     return Inspection(
-        weights.name, CHECKPOINT if candidate else COMPLETE_WEIGHTS, source.what, candidate.origin if candidate else None,
+        weights.name, CHECKPOINT if candidate else CONSOLIDATED, source.what, candidate.origin if candidate else None,
         candidate.run if candidate else None, candidate.step if candidate else source.state.step if source.state else None,
         candidate.format if candidate else weights.format if weights.headers else None, weights.world_size if candidate else None,
         weights.world_size // stage_size if stage_size else None, stage_size, len(rows),
@@ -144,6 +144,6 @@ def _asked(found: Inspection, pattern: str | None, rank: int | None, world_size:
     if rank is not None and not 0 <= rank < world_size:
         raise ConfigError(f"{found.path}: there is no rank {rank}; it has {ranks_count(world_size)}")
     if rank is not None and rows[0].file is not None:
-        raise ConfigError(f"{found.path} holds complete weights, which belong to no rank; leave out the rank")
+        raise ConfigError(f"{found.path} holds consolidated weights, which belong to no rank; leave out the rank")
     ranks = range(world_size) if rank is None else range(rank, rank + 1)
     return replace(found, tensors=rows, rank=rank, slices=tuple(part for row in rows for part in slices(row, ranks)))

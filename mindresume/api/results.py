@@ -75,15 +75,15 @@ class CheckpointInfo(Result):
         step: Absolute optimizer step since the training began; None for weights without a step.
         epoch: Epoch of that step, from 1; None if it is unknown.
         state: "complete"; "incomplete" (the save never completed, so nothing is lost with it); "unusable" (damaged, or not for a
-            job of ``world_size`` ranks); "of this node" (nodes share no disk, and this node's part is here).
+            job of ``world_size`` ranks); "node-local" (nodes share no disk, and this node's part is here).
         problem: Why a resume skips it; None if it can be used.
         warnings: What is wrong with it although it can be used, as sentences.
         format: Format of its files, "safetensors" or "ckpt".
-        iteration_dir: Name of its iteration folder (Checkpoint 2.0); None for rank folders and complete weights.
-        origin: "mindresume", "mindformers" (written without records) or "merged" (complete weights that mindresume wrote).
+        iteration_dir: Name of its iteration folder (Checkpoint 2.0); None for rank folders and consolidated weights.
+        origin: "mindresume", "mindformers" (written without records) or "merged" (consolidated weights that mindresume wrote).
         run_id: The run that saved it; None unless ``origin`` is "mindresume".
         committed: Whether its manifest was written.
-        world_size: Number of ranks that saved it; 1 for complete weights.
+        world_size: Number of ranks that saved it; 1 for consolidated weights.
         missing_ranks: Ranks that wrote nothing to it; the others wrote everything that they held.
         local_ranks: Where nodes share no disk, the ranks whose files are on this node; empty otherwise.
         saved_at: Seconds since 1970; None if no record says.

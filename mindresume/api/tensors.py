@@ -30,9 +30,9 @@ class TensorInfo(Result):
         dtype: Such as "bfloat16"; None in a strategy.
         shape: Global shape in elements; None in a strategy.
         layout: How the ranks of a pipeline stage cut it; None: each has all of it.
-        stages: Pipeline stages that hold it, from 0; empty: all of them, or complete weights.
+        stages: Pipeline stages that hold it, from 0; empty: all of them, or consolidated weights.
         copies: Number of ranks of a stage that hold each element.
-        file: Name of its file in complete weights; None otherwise.
+        file: Name of its file in consolidated weights; None otherwise.
     """
     name: str
     dtype: str | None
@@ -70,7 +70,7 @@ class TensorSlice(Result):
         region: (start, stop) of each dimension, in ``unit``; None: the file of these ranks holds another shape than the layout
             says.
         of: The whole shape, in ``unit``.
-        ranks: Ranks whose files store it; empty for complete weights.
+        ranks: Ranks whose files store it; empty for consolidated weights.
         missing_ranks: Ranks that hold it by the layout, but whose files lack it: a redundant copy that was not written, or a lost
             file.
         unit: "elements"; "pieces" in a strategy, which has no shapes: the number of pieces of a dimension.

@@ -86,7 +86,7 @@ def step_text(step: int | None) -> str:
 def origin_text(origin: str | None, run_id: str | None) -> str:
     """Returns who wrote a checkpoint, as a phrase."""
     from mindresume.formats import MERGED, MINDFORMERS
-    return {MINDFORMERS: "mindformers", MERGED: "mindresume, complete weights"}.get(origin or "", f"run {run_id}")
+    return {MINDFORMERS: "mindformers", MERGED: "mindresume, consolidated weights"}.get(origin or "", f"run {run_id}")
 
 
 def run_text(info: CheckpointInfo) -> str:

@@ -17,8 +17,8 @@ MAX_WORKERS = 256               # no disk is faster with more threads or process
 ENGINES = ("auto", "direct", "mindspore")
 
 Src = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: the folder that contains the rank folders (or the run "
-                                                        "folder), a rank folder, a folder of complete weights, or one file. It "
-                                                        "is only read.")]
+                                                        "folder), a rank folder, a folder of consolidated weights, or one file. "
+                                                        "It is only read.")]
 Dst = Annotated[str, typer.Argument(metavar="DST", help="The folder to create. It appears when it is complete; a folder that "
                                                         "holds something else is refused.")]
 From = Annotated[str | None, typer.Option("--from", metavar="STRATEGY", help="Strategy file or folder with which SRC was "

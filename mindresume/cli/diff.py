@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MOST_SHOWN = 20
 
 A = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: the folder that contains the rank folders (or the run "
-                                  "folder), a rank folder, a folder of complete weights, or one file.")]
+                                  "folder), a rank folder, a folder of consolidated weights, or one file.")]
 B = Annotated[str, typer.Argument(metavar="B", help="The other one, of any layout and format.")]
 FromA = Annotated[str | None, typer.Option("--from-a", metavar="STRATEGY", help="Strategy file or folder with which A was "
                                            "saved, if A has neither layouts nor the folder 'strategy' beside it.")]

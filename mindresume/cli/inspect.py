@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint (the folder that contains the rank folders, the run "
-                                                        "folder, a rank folder, a folder of complete weights, one file), or a "
-                                                        "strategy file or folder.")]
+                                                        "folder, a rank folder, a folder of consolidated weights, one file), or "
+                                                        "a strategy file or folder.")]
 From = Annotated[str | None, typer.Option("--from", metavar="STRATEGY", help="Strategy file or folder with which the "
                                           "checkpoint was saved, if it has neither layouts nor the folder 'strategy' beside it.")]
 Step = Annotated[int | None, typer.Option("--step", metavar="N", help="The step; default: the newest complete one.")]

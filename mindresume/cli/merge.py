@@ -20,7 +20,7 @@ def merge(src: Src, dst: Dst, strategy: From = None, step: Step = None,
           part: Annotated[str, typer.Option("--part-size", metavar="SIZE", help="Most bytes in one file.")] = "3GiB",
           engine: Engine = "auto", workers: Workers = 2, memory: Memory = None, dry_run: DryRun = False, json: AsJson = False
           ) -> None:
-    """Merges the slices of all ranks into complete weights, as MindSpore's unified_safetensors does.
+    """Merges the slices of all ranks into consolidated weights, as MindSpore's unified_safetensors does.
 
     [bold]mindresume merge output/checkpoint merged[/bold]                       to resume from it, or to convert it again
 

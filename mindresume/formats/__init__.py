@@ -51,7 +51,7 @@ class Candidate:
 
     Attributes:
         step: None if unknown.
-        origin: OURS (mindresume), MINDFORMERS (written without records) or MERGED (complete weights that mindresume wrote).
+        origin: OURS (mindresume), MINDFORMERS (written without records) or MERGED (consolidated weights that mindresume wrote).
         format: of the weight files; empty if unknown.
         files: of each rank; paths relative to the root of the scan.
         world_size: ranks that saved it; for rank folders of MINDFORMERS, the number of ranks that have a file.

@@ -38,8 +38,8 @@ _ACCUMULATED = "accu_grads"             # name prefix of gradient accumulation b
 
 
 @dataclass(frozen=True)
-class CompleteWeights:
-    """Complete weights in a folder, or in one file.
+class ConsolidatedWeights:
+    """Consolidated weights in a folder, or in one file.
 
     Attributes:
         root: the folder, also for a single file.
@@ -70,7 +70,7 @@ class _Index:
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 
-def is_complete(storage: Storage, path: str) -> bool:
+def is_consolidated(storage: Storage, path: str) -> bool:
     """Returns whether ``path`` is one tensor file, or a folder with tensor files directly inside, but not files of ranks,
     which may be sharded."""
     status = storage.status(path)
@@ -79,8 +79,8 @@ def is_complete(storage: Storage, path: str) -> bool:
     return bool(_tensor_files(storage.list(path) if status.is_folder else [os.path.basename(path)]))
 
 
-def read_complete(storage: Storage, path: str) -> CompleteWeights:
-    """Reads the index and the headers of complete weights. Of the tensors, reads only SCALARS.
+def read_consolidated(storage: Storage, path: str) -> ConsolidatedWeights:
+    """Reads the index and the headers of consolidated weights. Of the tensors, reads only SCALARS.
 
     Raises:
         ConfigError: ``path`` is not such a folder or file, or does not tell which of its files belong to the weights.
@@ -89,9 +89,9 @@ def read_complete(storage: Storage, path: str) -> CompleteWeights:
     """
     status = storage.status(path)
     if status is None:
-        raise ConfigError(f"{path}: no such file or folder; give a folder of complete weights, or one file")
+        raise ConfigError(f"{path}: no such file or folder; give a folder of consolidated weights, or one file")
     if _part_of_ranks(storage, path, status.is_folder):
-        raise ConfigError(f"{path}: expected complete weights, found files of ranks, which may be sharded; give the folder "
+        raise ConfigError(f"{path}: expected consolidated weights, found files of ranks, which may be sharded; give the folder "
                           f"that holds the rank folders, to resume from it")
     if not status.is_folder:
         if not _tensor_files([os.path.basename(path)]):
@@ -111,11 +111,12 @@ def read_complete(storage: Storage, path: str) -> CompleteWeights:
                                                                  f"it holds tensor {tensor}", tensor=tensor)
         files = sorted(named)
     if not files:
-        raise ConfigError(f"{path}: no file with extension {' or '.join(FORMATS)} in this folder; expected complete weights")
+        raise ConfigError(f"{path}: no file with extension {' or '.join(FORMATS)} in this folder; expected consolidated weights")
     return _read(storage, path, files, index, kind, notes)
 
 
-def _read(storage: Storage, root: str, files: list[str], index: _Index | None, kind: str, notes: list[str]) -> CompleteWeights:
+def _read(storage: Storage, root: str, files: list[str], index: _Index | None, kind: str,
+          notes: list[str]) -> ConsolidatedWeights:
     formats = {os.path.splitext(file)[1]: file for file in reversed(files)}
     if len(formats) > 1:
         raise ConfigError(f"{root}: expected files of one format, found {' and '.join(sorted(formats.values()))}; move those of "
@@ -138,7 +139,7 @@ def _read(storage: Storage, root: str, files: list[str], index: _Index | None, k
         raise ConfigError(f"{root}: no tensor in {listed(files, 1)}")
     if cut := [tensor for tensor, file in found.items() if file == HYPER and tensor.startswith(_ACCUMULATED)]:
         notes.append(f"{os.path.join(root, HYPER)}: {listed(cut, 1)} hold only rank 0's part: MindSpore does not merge them")
-    return CompleteWeights(root, tuple(files), found, headers, _scalars(storage, root, found, headers), kind, tuple(notes))
+    return ConsolidatedWeights(root, tuple(files), found, headers, _scalars(storage, root, found, headers), kind, tuple(notes))
 
 
 def _by_index(root: str, found: Mapping[str, str], index: _Index) -> tuple[dict[str, str], list[str]]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from mindresume.errors import MissingCheckpointError
-from mindresume.formats.consolidated import is_complete
+from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.iteration_naming import TRACKER, parse_iteration
 from mindresume.formats.iteration_scan import is_iteration, tracked
 from mindresume.formats.rank_folder_naming import META, folder_rank
@@ -137,7 +137,7 @@ def _only_probes(storage: Storage, records: str) -> bool:
 def _is_checkpoint(storage: Storage, path: str) -> bool:
     """Returns whether ``path`` is itself one checkpoint or a part of one; folders below it are then not considered."""
     own = os.path.basename(os.path.abspath(path))
-    return folder_rank(own) is not None or is_iteration(storage, path) or is_complete(storage, path)
+    return folder_rank(own) is not None or is_iteration(storage, path) or is_consolidated(storage, path)
 
 
 def _has_checkpoint(storage: Storage, path: str) -> bool:

@@ -5,7 +5,7 @@
     at the load       layouts of the compiled network ─▶ each rank reads the byte ranges of its own slices from the source
                       ckpt files in another layout: first converted to output/transformed_checkpoint, by as many processes as
                       transform_process_num says; then each rank loads its own new file
-                      ``mindresume: {unified_checkpoint: 1}``: complete weights are also written to output/unified_checkpoint
+                      ``mindresume: {unified_checkpoint: 1}``: consolidated weights are also written to output/unified_checkpoint
                       ``{transform_engine: mindspore}``: safetensors are first merged by MindSpore too
 
 Sources are only read. Outputs appear by a rename; an existing output of the same conversion is reused.
@@ -31,12 +31,12 @@ from mindresume.mindformers.load_progress import load_traffic, waiting_for
 from mindresume.mindformers.network_state import layouts as network_layouts
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
 from mindresume.reshard.checkpoint_view import CheckpointView
-from mindresume.reshard.conversion_plan import ConversionPlan, to_complete, to_ranks
+from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated, to_ranks
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.engines import engine_for, writer
 from mindresume.reshard.geometry import Region, held, whole
-from mindresume.reshard.open_checkpoint import OpenCheckpoint, checkpoint_of, open_complete, with_world_size
+from mindresume.reshard.open_checkpoint import OpenCheckpoint, checkpoint_of, open_consolidated, with_world_size
 from mindresume.reshard.region_load import bytes_of, read_regions, wanted_regions
 from mindresume.reshard.strategy_store import identity_of, set_aside, strategy_for
 from mindresume.resume.choice import Choice
@@ -129,7 +129,7 @@ def read_arrays(config: Any, network: Any, context: TrainingContext, storage: St
             engine == "mindspore" and source.candidate.format == "safetensors")):
         folder = unify(config, context, storage, source)
         if engine == "mindspore":
-            source = open_complete(storage, folder)
+            source = open_consolidated(storage, folder)
     if source.candidate is not None and source.candidate.format == "ckpt" and _needs_files(group, source.weights, regions):
         folder = transform_files(config, context, storage, source)
         emit(Notice(f"transformed to {folder}; it can be loaded later without auto_trans_ckpt"))
@@ -162,10 +162,10 @@ def _held_by(rank: int, weights: CheckpointView, name: str) -> Region | None:
 
 
 def unify(config: Any, context: TrainingContext, storage: Storage, source: OpenCheckpoint) -> str:
-    """Writes complete weights to output/unified_checkpoint; every rank writes some of the files. Returns the folder. Raises
+    """Writes consolidated weights to output/unified_checkpoint; every rank writes some of the files. Returns the folder. Raises
     CollectiveError on all ranks."""
     group = context.group
-    job, folder = to_complete(source, MINDSPORE), os.path.join(config.output_dir, UNIFIED)
+    job, folder = to_consolidated(source, MINDSPORE), os.path.join(config.output_dir, UNIFIED)
     if context.settings.transform_engine == "mindspore":
         answer = run_on_rank0(group, lambda: _by_mindspore(storage, job, folder, group.size, context.emit), _TRANSFORMING)
         if "refused" in answer:

@@ -5,7 +5,7 @@ layout of this job, without a conversion on disk.
     the counters    mindformers computes them from common.json: it receives numbers from which it computes ours
     at the load     compiled network ─▶ layouts of this job ─▶ regions of this rank ─▶ byte ranges ─▶ read, verified, loaded
 
-Sources are iteration folders; also rank folders and complete weights, so that a job can switch to Checkpoint 2.0.
+Sources are iteration folders; also rank folders and consolidated weights, so that a job can switch to Checkpoint 2.0.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import Any
 from mindresume.coordination.collectives import gather_results, run_on_all, run_on_rank0
 from mindresume.errors import ConfigError, LoadError
 from mindresume.events import Notice, warning
-from mindresume.formats.consolidated import is_complete
+from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.huggingface import ARCHITECTURES
 from mindresume.formats.iteration_naming import COMMON
 from mindresume.formatting import listed
@@ -132,8 +132,8 @@ def _folder_with_common(root: str, iteration_dir: str) -> str:
 
 
 def is_pretrained(storage: Storage, path: str) -> bool:
-    """Returns whether ``path`` is a Hugging Face folder: complete weights with the configuration of the model beside them."""
-    return storage.status(os.path.join(path, CONFIG)) is not None and is_complete(storage, path)
+    """Returns whether ``path`` is a Hugging Face folder: consolidated weights with the configuration of the model beside them."""
+    return storage.status(os.path.join(path, CONFIG)) is not None and is_consolidated(storage, path)
 
 
 def _monitors_health(config: Any) -> bool:

@@ -9,8 +9,8 @@
       check_runner_config             ─▶ records the data and sink size; ends a training that is already complete
       transform_and_load_checkpoint   ─▶ load_chosen: loads what this rank verified, and verifies it again while it is read
 
-With ``auto_trans_ckpt`` and for complete weights, the last one calls ``mindresume.mindformers.auto_transform``. Checkpoint 2.0
-(``use_legacy_format: False``) has wrappers of its own and ``mindresume.mindformers.load_iteration``.
+With ``auto_trans_ckpt`` and for consolidated weights, the last one calls ``mindresume.mindformers.auto_transform``. Checkpoint
+2.0 (``use_legacy_format: False``) has wrappers of its own and ``mindresume.mindformers.load_iteration``.
 ``mindresume.mindformers.weights_only`` loads weights alone: for a training of Checkpoint 1.0 that does not resume, an evaluation
 or a prediction.
 """

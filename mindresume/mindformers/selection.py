@@ -35,14 +35,15 @@ def select(config: Any, path: str, requested: str | None, context: TrainingConte
     """
     resources, group, complete = context.resources, context.group, []
 
-    def take_complete(storage: Storage, path: str) -> Choice:
-        choice, source = consolidated_checkpoint.choose_complete(storage, path, group, context.settings.verify == "full", resume)
+    def take_consolidated(storage: Storage, path: str) -> Choice:
+        choice, source = consolidated_checkpoint.choose_consolidated(storage, path, group, context.settings.verify == "full",
+                                                                     resume)
         complete.append(source)
         return choice
     request = SelectionRequest(path, requested, any_layout, resume, keep_layout, fresh_weights,
                                health_dir=str(config.get("output_dir") or "") if healthy else None,
                                output_dir=adapter.output_root() if resume and _has_monitor(config) else None)
-    selector = CheckpointSelector(storage, group, context.settings, context.emit, take_complete,
+    selector = CheckpointSelector(storage, group, context.settings, context.emit, take_consolidated,
                                   strategy_lookup(storage, config.get("src_strategy_path_or_dir") or None),
                                   resources.remote, partial(modelarts.checkpoint_roots, config), resources.topology)
     found = selector.select(request)

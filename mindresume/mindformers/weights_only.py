@@ -21,7 +21,7 @@ from mindresume.coordination.collectives import gather_results, run_on_all, run_
 from mindresume.errors import LoadError
 from mindresume.events import Emit, Notice, warning
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats.consolidated import is_complete
+from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.scan import is_root
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
@@ -32,7 +32,7 @@ from mindresume.mindformers.network_state import check_fit, job_layouts
 from mindresume.mindformers.training_context import PREDICT, TRAIN, LoadRequest, TrainingContext
 from mindresume.model.training_state import is_transient
 from mindresume.reshard.huggingface import is_huggingface
-from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_complete
+from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_consolidated
 from mindresume.reshard.region_load import bytes_of, read_regions, wanted_regions
 from mindresume.resume.job_selection import locate_checkpoints, shared_groups_of
 from mindresume.resume.verified_shard import ShardSource
@@ -56,7 +56,7 @@ def path_of(config: Any, task: str) -> str:
     if task == PREDICT and not config.get("use_legacy") and config.get("run_mode") != "predict_with_train_model":
         return ""
     path = config.get("load_checkpoint") or (config.get("checkpoint") or {}).get("load_path")
-    if not path and (pretrained := config.get("pretrained_model_dir")) and is_complete(PosixStorage(), str(pretrained)):
+    if not path and (pretrained := config.get("pretrained_model_dir")) and is_consolidated(PosixStorage(), str(pretrained)):
         path = pretrained                       # mindformers trainer.py:_try_use_pretrained_model_dir_as_ckpt
     return str(path or "")
 
@@ -101,7 +101,7 @@ def load(config: Any, model: Any, network: Any, dataset: Any, context: TrainingC
     request, group, open_source = context.plan.request, context.group, context.plan.open_source
     path = config.checkpoint.load_path
     if os.path.realpath(path) != os.path.realpath(request.path):          # mindformers wrote translated names into new files
-        open_source = partial(open_complete, storage, path)
+        open_source = partial(open_consolidated, storage, path)
     source = run_on_all(group, open_source, OPENING) if open_source is not None else None
     if not request.trains:
         network.set_train(False)

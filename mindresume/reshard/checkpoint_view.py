@@ -1,7 +1,7 @@
 """Views a checkpoint of any format as tensors in global shape, and locates each piece of a tensor.
 
     weights = view_of_rank_folders(storage, root, candidate, strategy)  # rank folders, with records or with a strategy
-    weights = view_of_complete(storage, read_complete(storage, path))   # uncut
+    weights = view_of_consolidated(storage, read_consolidated(storage, path))   # uncut
     for cut in weights.tensors["embedding.weight"].cuts(region):
         location = weights.locate("embedding.weight", cut)              # rank, file, byte ranges, checksum of that piece
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mindresume.errors import CorruptFileError, LoadError
-from mindresume.formats.consolidated import CompleteWeights
+from mindresume.formats.consolidated import ConsolidatedWeights
 from mindresume.formatting import listed
 from mindresume.model.layout import TensorLayout, is_scalar
 from mindresume.reshard.geometry import Cut, Region, cuts, shape_of
@@ -77,7 +77,7 @@ class CheckpointView:
 
     ``path_of(rank, tensor)`` returns the path of the file that holds a rank's piece of a tensor, None if there is none;
     ``checksum(rank, tensor)`` its recorded checksum or None; ``paths(rank)`` all files of a rank (an iteration folder has
-    several). ``path_by_tensor``: of complete weights, else None. ``headers``: by path, as far as they were read.
+    several). ``path_by_tensor``: of consolidated weights, else None. ``headers``: by path, as far as they were read.
     """
     storage: Storage
     name: str
@@ -142,8 +142,8 @@ def read_header_of(storage: Storage, path: str) -> Header | None:
         return None
 
 
-def view_of_complete(storage: Storage, weights: CompleteWeights) -> CheckpointView:
-    """Views complete weights. LoadError if one of them is a text."""
+def view_of_consolidated(storage: Storage, weights: ConsolidatedWeights) -> CheckpointView:
+    """Views consolidated weights. LoadError if one of them is a text."""
     paths = {name: os.path.join(weights.root, file) for name, file in weights.tensors.items()}
     entries = {name: weights.headers[file].tensors[name] for name, file in weights.tensors.items()}
     texts = [name for name, entry in entries.items() if entry.dtype not in DTYPES]

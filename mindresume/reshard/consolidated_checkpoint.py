@@ -1,6 +1,6 @@
-"""Presents complete weights, a folder or a file, as a checkpoint to a job, ``ls``, ``which`` and ``verify``.
+"""Presents consolidated weights, a folder or a file, as a checkpoint to a job, ``ls``, ``which`` and ``verify``.
 
-    choice, source = choose_complete(storage, path, group, full=True, resume=True)
+    choice, source = choose_consolidated(storage, path, group, full=True, resume=True)
     candidate, problem = look(storage, path)
     candidate, problems = verify(storage, path, progress)
 """
@@ -17,7 +17,7 @@ from mindresume.model.file_record import FileRecord
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.conversion_manifest import ConversionManifest, conversion_manifest_of
 from mindresume.reshard.direct_engine import Traffic
-from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_complete
+from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_consolidated
 from mindresume.reshard.region_load import check_tensors
 from mindresume.resume.choice import Choice
 from mindresume.resume.listing import CheckpointStatus
@@ -28,15 +28,15 @@ from mindresume.tensor_files.checksum import damaged_tensors, file_checksum
 
 
 def candidate_of(source: OpenCheckpoint, state: TrainingState | None) -> Candidate:
-    """Returns complete weights as one saved step of one rank."""
+    """Returns consolidated weights as one saved step of one rank."""
     files = source.made.files if source.made else tuple(
         FileRecord(os.path.basename(path), header.format) for path, header in source.weights.headers.items())
     step, epoch = (state.step, state.epoch) if state else (None, None)
     return Candidate(step, MERGED if source.made else MINDFORMERS, files[0].format, {0: files}, 1, (0.0,), state, epoch=epoch)
 
 
-def choose_complete(storage: Storage, path: str, group: Group, full: bool, resume: bool) -> tuple[Choice, OpenCheckpoint]:
-    """Returns complete weights as the choice of a selection, and opened.
+def choose_consolidated(storage: Storage, path: str, group: Group, full: bool, resume: bool) -> tuple[Choice, OpenCheckpoint]:
+    """Returns consolidated weights as the choice of a selection, and opened.
 
     Args:
         full: every rank reads its share of the bytes and compares the recorded checksums, if there are any.
@@ -49,7 +49,7 @@ def choose_complete(storage: Storage, path: str, group: Group, full: bool, resum
     read = ProgressReporter.silent()
 
     def check() -> object:
-        source = open_complete(storage, path)
+        source = open_consolidated(storage, path)
         opened.append(source)
         if full and source.made:
             check_tensors(source.weights, sorted(source.weights.tensors)[group.rank::group.size],
@@ -57,7 +57,7 @@ def choose_complete(storage: Storage, path: str, group: Group, full: bool, resum
         return source.state.to_json() if source.state else None
     state = gather_results(group, check, Watchdog(f"checking {path}", lambda: read.done))[0]
     if state is None and resume:
-        raise MissingCheckpointError(f"{path} holds complete weights, but no step_num: no training can be resumed from them. "
+        raise MissingCheckpointError(f"{path} holds consolidated weights, but no step_num: no training can be resumed from them. "
                                      f"With resume_training: False they are loaded as weights only")
     source = opened[0]
     chosen = candidate_of(source, TrainingState.from_json(state) if state else None)
@@ -67,7 +67,7 @@ def choose_complete(storage: Storage, path: str, group: Group, full: bool, resum
 def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:
     """Checks names, index, headers and sizes; reads no tensor. Returns the candidate, and why it cannot be used."""
     try:
-        source = open_complete(storage, path)
+        source = open_consolidated(storage, path)
         return candidate_of(source, source.state), None
     except (MindResumeError, OSError) as error:
         problem = _refusal(path, error)
@@ -75,7 +75,7 @@ def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:
 
 
 def survey(storage: Storage, path: str) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
-    """Returns for complete weights what ``resume.listing.list_checkpoints`` returns for folders with several steps."""
+    """Returns for consolidated weights what ``resume.listing.list_checkpoints`` returns for folders with several steps."""
     candidate, problem = look(storage, path)
     return Scan(_folder(path), (candidate,)), (CheckpointStatus(candidate, problem),)
 

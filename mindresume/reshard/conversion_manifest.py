@@ -25,7 +25,7 @@ class ConversionManifest:
         fingerprint: of everything that determined the bytes.
         what: describes the source.
         files: with sizes and checksums; paths relative to the folder.
-        tensors: {name: checksum}, for complete weights only.
+        tensors: {name: checksum}, for consolidated weights only.
     """
     fingerprint: str
     what: str
@@ -69,8 +69,8 @@ def read_conversion_manifest(storage: Storage, folder: str) -> ConversionManifes
 
 
 def conversion_manifest_of(storage: Storage, path: str) -> ConversionManifest | None:
-    """Reads the manifest of complete weights, a folder or one file of it. Returns None if mindresume did not write them. Raises
-    the errors of ``read_conversion_manifest``."""
+    """Reads the manifest of consolidated weights, a folder or one file of it. Returns None if mindresume did not write them.
+    Raises the errors of ``read_conversion_manifest``."""
     status = storage.status(path)
     if status is None or status.is_folder:
         made = read_conversion_manifest(storage, path)
@@ -82,7 +82,8 @@ def conversion_manifest_of(storage: Storage, path: str) -> ConversionManifest | 
 
 
 def check_names(made: ConversionManifest, folder: str, tensors: Mapping[str, Any]) -> None:
-    """Raises CorruptFileError unless complete weights have exactly the tensors that were written: an index can be altered too."""
+    """Raises CorruptFileError unless consolidated weights have exactly the tensors that were written: an index can be altered
+    too."""
     gone, more = [name for name in made.tensors if name not in tensors], [name for name in tensors if name not in made.tensors]
     if gone or more:
         differing = f"{listed(gone, 3)} {'is' if len(gone) == 1 else 'are'} not found" if gone else f"{listed(more, 3)} not named"

@@ -2,7 +2,7 @@
 
     plan = to_ranks(source, strategy, "safetensors")        # rank folders, for another job
     plan = to_iteration(source, strategy)                   # an iteration folder of Checkpoint 2.0
-    plan = to_complete(source, MINDSPORE)                   # complete weights in parts
+    plan = to_consolidated(source, MINDSPORE)                   # consolidated weights in parts
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mindresume.model.manifest import FOLDER as RECORDS
 from mindresume.model.manifest import attempt_name, run_name
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.scalar_tensors import with_counters
-from mindresume.reshard.target_files import METADATA, PART_BYTES, TargetFile, complete_files, iteration_files, rank_files
+from mindresume.reshard.target_files import METADATA, PART_BYTES, TargetFile, consolidated_files, iteration_files, rank_files
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class ConversionPlan:
         files: paths relative to the target.
         groups: indices of files that are written together.
         fingerprint: 32 hex digits of everything that determines the bytes.
-        shards: indices of the files of each rank; empty for complete weights.
+        shards: indices of the files of each rank; empty for consolidated weights.
         iteration_dir: the unfinished iteration folder that holds the files; else empty.
-        strategy: None for one rank and for complete weights.
-        index: (name, JSON value) of the index of complete weights.
+        strategy: None for one rank and for consolidated weights.
+        index: (name, JSON value) of the index of consolidated weights.
     """
     source: OpenCheckpoint
     files: tuple[TargetFile, ...]
@@ -123,10 +123,11 @@ def prefix_of(source: OpenCheckpoint) -> str:
     return (file.prefix if file else None) or "checkpoint"
 
 
-def to_complete(source: OpenCheckpoint, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()) -> ConversionPlan:
-    """Plans complete weights of ``kind`` MINDSPORE or HUGGINGFACE, in parts. ConfigError: see ``complete_files``."""
+def to_consolidated(source: OpenCheckpoint, kind: str, part_bytes: int = PART_BYTES,
+                    drop: tuple[str, ...] = ()) -> ConversionPlan:
+    """Plans consolidated weights of ``kind`` MINDSPORE or HUGGINGFACE, in parts. ConfigError: see ``consolidated_files``."""
     source = with_counters(source) if kind == MINDSPORE else source
-    files, index = complete_files(source.weights, kind, part_bytes, drop)
+    files, index = consolidated_files(source.weights, kind, part_bytes, drop)
     fingerprint = _fingerprint(source, ["complete", kind, part_bytes, sorted(drop)])
     return ConversionPlan(source, tuple(files), tuple((i,) for i in range(len(files))), fingerprint, index=index)
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mindresume.errors import ConfigError, CorruptFileError, LoadError
-from mindresume.formats.consolidated import read_complete
+from mindresume.formats.consolidated import read_consolidated
 from mindresume.formats.huggingface import (
     ARCHITECTURES,
     CONFIG,
@@ -37,7 +37,7 @@ from mindresume.formats.huggingface import (
 from mindresume.formatting import listed
 from mindresume.model.layout import TensorLayout
 from mindresume.model.training_state import is_transient
-from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor, view_of_complete
+from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor, view_of_consolidated
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.geometry import Cut, Region, shape_of
 from mindresume.reshard.range_reader import ComposedCut, OpenFiles, bits_dtype, castable, gather
@@ -185,13 +185,13 @@ def view_of_folder(storage: Storage, folder: str, attention: str = INTERLEAVED, 
         wanted: {name: (shape, dtype)} of parameters; values are converted to the dtype while they are read.
 
     Raises: ConfigError: see ``model_from_config``. LoadError that names every tensor that is missing, has another shape or a
-    dtype that cannot be converted, or has no rule. CorruptFileError: see ``read_complete``.
+    dtype that cannot be converted, or has no rule. CorruptFileError: see ``read_consolidated``.
     """
     return _of_folder(storage, folder, read_model(storage, folder, attention, mlp), wanted or {})
 
 
 def _of_folder(storage: Storage, folder: str, model: Model, wanted: Mapping[str, tuple[tuple[int, ...], str]]) -> TranslatedView:
-    inner, known = view_of_complete(storage, read_complete(storage, folder)), rules(model)
+    inner, known = view_of_consolidated(storage, read_consolidated(storage, folder)), rules(model)
     needed = shapes(known)
     missing = [name for name in needed if name not in inner.tensors]
     unknown = [name for name in inner.tensors if name not in needed and not any(fnmatchcase(name, p) for p in IGNORED)]

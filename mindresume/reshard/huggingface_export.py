@@ -17,7 +17,7 @@ from mindresume.errors import ConfigError, LoadError
 from mindresume.formats.consolidated import HUGGINGFACE
 from mindresume.formats.huggingface import CONFIG, HEAD, Model, Rule, check_contiguous_order, inverse_rules, rules
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
-from mindresume.reshard.conversion_plan import ConversionPlan, to_complete
+from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.geometry import whole
@@ -51,7 +51,7 @@ def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes:
     check_contiguous_order(model, {name: tensor.layout for name, tensor in inner.tensors.items() if tensor.layout is not None})
     back = inverse_rules(known)
     view = translated(inner, back, {} if dtype == KEEP else dict.fromkeys(back, dtype))
-    plan = to_complete(replace(source, weights=view), HUGGINGFACE, part_bytes)
+    plan = to_consolidated(replace(source, weights=view), HUGGINGFACE, part_bytes)
     wanted = json.dumps([plan.fingerprint, repr(replace(model, source=CONFIG)), config], sort_keys=True)
     files = tuple(replace(file, metadata={"format": "pt"}) for file in plan.files)   # transformers refuses any other
     return replace(plan, files=files, fingerprint=xxhash.xxh3_128_hexdigest(wanted.encode()),

@@ -1,4 +1,4 @@
-"""Opens the checkpoint that a user names: the newest of a folder, one step of it, complete weights, or a single file.
+"""Opens the checkpoint that a user names: the newest of a folder, one step of it, consolidated weights, or a single file.
 
     source = open_checkpoint(storage, "output/checkpoint", step=200)
     source.weights.tensors, source.state, source.identity
@@ -25,13 +25,13 @@ from mindresume.errors import (
 )
 from mindresume.events import Emit, ignore, warning
 from mindresume.formats import OURS, Candidate, Refusal, steps_text
-from mindresume.formats.consolidated import FILE, is_complete, read_complete
+from mindresume.formats.consolidated import FILE, is_consolidated, read_consolidated
 from mindresume.formats.rank_folder_naming import FileName, parse_name
 from mindresume.formats.scalar_state import is_without_step, state_from_scalars
 from mindresume.formats.strategy import Strategy
 from mindresume.formatting import ranks_count
 from mindresume.model.training_state import TrainingState, is_count, is_number
-from mindresume.reshard.checkpoint_view import CheckpointView, view_of_complete
+from mindresume.reshard.checkpoint_view import CheckpointView, view_of_consolidated
 from mindresume.reshard.conversion_manifest import ConversionManifest, check_names, conversion_manifest_of
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.iteration_view import view_of_iteration
@@ -59,7 +59,7 @@ class OpenCheckpoint:
         what: a description for messages.
         folder: the root, into which nothing is written; None for a single file.
         refused: newer checkpoints that were refused.
-        made: the manifest of complete weights that mindresume wrote.
+        made: the manifest of consolidated weights that mindresume wrote.
     """
     weights: CheckpointView
     state: TrainingState | None
@@ -139,10 +139,10 @@ def open_checkpoint(storage: Storage, path: str, step: int | None = None, strate
     Raises:
         MissingCheckpointError, NoUsableCheckpointError, StrategyError, CorruptFileError, LoadError.
     """
-    if is_complete(storage, path):
+    if is_consolidated(storage, path):
         if strategy is not None:
-            raise ConfigError(f"{path} holds complete weights, which have no layout; remove the strategy {strategy}")
-        return open_complete(storage, path, step)
+            raise ConfigError(f"{path} holds consolidated weights, which have no layout; remove the strategy {strategy}")
+        return open_consolidated(storage, path, step)
     for tries_left in reversed(range(_TRIES)):
         try:
             return _open_newest(storage, path, step, strategy, on_open)
@@ -237,21 +237,21 @@ def with_world_size(root: str, candidate: Candidate, strategy: Strategy | None) 
     return replace(candidate, world_size=strategy.world_size)
 
 
-def open_complete(storage: Storage, path: str, step: int | None = None) -> OpenCheckpoint:
-    """Opens complete weights of MindSpore or Hugging Face. Raises the errors of ``read_complete``, and CorruptFileError if
-    mindresume wrote other tensors."""
-    found = read_complete(storage, path)
+def open_consolidated(storage: Storage, path: str, step: int | None = None) -> OpenCheckpoint:
+    """Opens consolidated weights of MindSpore or Hugging Face. Raises the errors of ``read_consolidated``, and CorruptFileError
+    if mindresume wrote other tensors."""
+    found = read_consolidated(storage, path)
     state = state_of(found.scalars, None)
     if step is not None and (state is None or state.step != step):
         raise MissingCheckpointError(f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}")
     paths = [os.path.join(found.root, file) for file in found.files]
-    weights, made = view_of_complete(storage, found), conversion_manifest_of(storage, path)
+    weights, made = view_of_consolidated(storage, found), conversion_manifest_of(storage, path)
     if made is not None:
         if found.kind != FILE:
             check_names(made, found.root, found.tensors)
         weights = replace(weights, checksum=lambda rank, name: made.tensors.get(name))
     return OpenCheckpoint(weights, state, None, [file_identity(storage, p) for p in paths],
-                  f"{path}, complete weights{'' if state is None else f' of step {state.step}'}",
+                  f"{path}, consolidated weights{'' if state is None else f' of step {state.step}'}",
                   None if found.kind == FILE else found.root, notes=found.notes, made=made)
 
 

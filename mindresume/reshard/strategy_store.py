@@ -73,10 +73,11 @@ def _find_strategy(storage: Storage, root: str, candidate: Candidate, given: str
 
 
 def own_strategy(weights: CheckpointView) -> Strategy | None:
-    """Returns the strategy of the job that saved these weights; None if it was one rank. StrategyError for complete weights."""
+    """Returns the strategy of the job that saved these weights; None if it was one rank. StrategyError for consolidated
+    weights."""
     if weights.path_by_tensor is not None:
-        raise StrategyError(f"{weights.name} holds complete weights, which have no layout of their own; say which one the result "
-                            f"is to have (--to)")
+        raise StrategyError(f"{weights.name} holds consolidated weights, which have no layout of their own; say with --to which "
+                            "one the result gets")
     if weights.world_size == 1:
         return None
     sizes = {tensor.layout.stage_size for tensor in weights.tensors.values() if tensor.layout}

@@ -1,8 +1,8 @@
-"""Plans the files of a conversion, and which region of which tensor each holds: for the ranks of another job, or complete
+"""Plans the files of a conversion, and which region of which tensor each holds: for the ranks of another job, or consolidated
 weights.
 
     files = rank_files(weights, strategy, name=lambda rank: f"rank_{rank}/...", fmt="safetensors")
-    files, index = complete_files(weights, HUGGINGFACE, part_bytes=3 << 30)
+    files, index = consolidated_files(weights, HUGGINGFACE, part_bytes=3 << 30)
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mindresume.reshard.parameter_families import missing_parameters, prefix_spl
 from mindresume.tensor_files import FilePlan, TensorSpec, plan_file
 from mindresume.tensor_files.header import DTYPES
 
-PART_BYTES = 3 << 30                # bytes of a part of complete weights, as of MindSpore's unified_safetensors
+PART_BYTES = 3 << 30                # bytes of a part of consolidated weights, as of MindSpore's unified_safetensors
 METADATA = {"format": "ms"}
 IN_COMMON = frozenset(SCALARS) - {"global_step"}       # global_step is a parameter of the optimizer
 
@@ -126,11 +126,11 @@ def model_names(tensors: Mapping[str, Tensor]) -> set[str]:
             and not any(rest in tensors for _, rest in prefix_splits(name))}
 
 
-def complete_files(weights: CheckpointView, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()
+def consolidated_files(weights: CheckpointView, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()
                    ) -> tuple[list[TargetFile], tuple[str, dict[str, Any]]]:
-    """Returns the files of complete weights, and the index as (file name, JSON value). ``drop``: patterns of names to leave out;
-    HUGGINGFACE also leaves out counters: single numbers that no strategy names, and without a dot in the name. ConfigError if
-    nothing is left."""
+    """Returns the files of consolidated weights, and the index as (file name, JSON value). ``drop``: patterns of names to leave
+    out; HUGGINGFACE also leaves out counters: single numbers that no strategy names, and without a dot in the name. ConfigError
+    if nothing is left."""
     tensors = {name: tensor for name, tensor in weights.tensors.items() if not any(fnmatchcase(name, p) for p in drop)}
     hyper = [name for name, tensor in tensors.items() if (is_hyper if kind == MINDSPORE else _is_no_parameter)(
         name, tensor.layout is not None or not tensor.is_counter, math.prod(tensor.shape))]

@@ -42,5 +42,5 @@ def describe_candidate(candidate: Candidate, bytes_verified: bool = True) -> str
         return f"{first}, written by mindformers without records: sizes and headers are checked, not every byte{lost}"
     checked = "every byte" if bytes_verified else "sizes and headers"
     if candidate.origin == MERGED:
-        return f"{first}, complete weights that mindresume wrote, {checked} of the tensors checked"
+        return f"{first}, consolidated weights that mindresume wrote, {checked} of the tensors checked"
     return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, {checked} checked{lost}"

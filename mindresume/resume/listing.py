@@ -12,7 +12,7 @@ from mindresume.resume.missing_ranks import StrategyOf, complete_missing_ranks
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 
-COMPLETE, INCOMPLETE, UNUSABLE, NODE_LOCAL = "complete", "incomplete", "unusable", "of this node"
+COMPLETE, INCOMPLETE, UNUSABLE, NODE_LOCAL = "complete", "incomplete", "unusable", "node-local"
 
 
 @dataclass(frozen=True)

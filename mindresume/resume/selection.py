@@ -19,7 +19,7 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CollectiveError, NoUsableCheckpointError, UnusableCheckpointError
 from mindresume.events import Emit, ignore
 from mindresume.formats import Candidate, Refusal
-from mindresume.formats.consolidated import is_complete
+from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.location import locate
 from mindresume.resume.candidates import find_candidates
 from mindresume.resume.choice import Choice
@@ -83,7 +83,8 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
         return select_shared(storage, path, group, policy, sources.strategy_of, progress)
     if split:
         policy = replace(policy, world_size=group.size, max_failed_loads=0)
-    elif sources.select_consolidated is not None and run_on_rank0(group, lambda: is_consolidated(disk, path, policy.any_layout)):
+    elif sources.select_consolidated is not None and run_on_rank0(group,
+                                                                  lambda: selects_consolidated(disk, path, policy.any_layout)):
         return replace(sources.select_consolidated(storage, path), consolidated=True)
     if sources.remote is None:
         return pick()
@@ -136,9 +137,9 @@ def newest_node_local(storage: Storage, path: str, policy: SelectionPolicy, stra
     return None
 
 
-def is_consolidated(storage: Storage, path: str, any_layout: bool) -> bool:
+def selects_consolidated(storage: Storage, path: str, any_layout: bool) -> bool:
     """Returns whether ``path`` holds consolidated weights: a folder of them, or one file if any layout may be loaded."""
-    if not is_complete(storage, path):
+    if not is_consolidated(storage, path):
         return False
     if any_layout:
         return True

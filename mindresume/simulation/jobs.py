@@ -259,7 +259,7 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
     shared_groups: dict[str, Any] = {}
     remote = _remote_of(job, process) if training.url else None
     if not training.fresh:
-        found = CheckpointSelector(storage, group, training.settings, process.emit, _no_complete_weights, remote=remote,
+        found = CheckpointSelector(storage, group, training.settings, process.emit, _no_consolidated_weights, remote=remote,
                                    saved_to=lambda: {training.root}, shared_groups=shared_groups).select(
             SelectionRequest(training.root, output_dir=training.output, any_layout=training.allow_reshard,
                              health_dir=training.output if training.health_monitored else None))
@@ -314,8 +314,8 @@ def _remote_of(job: Job, process: Process) -> RemoteCheckpoints:
     return made
 
 
-def _no_complete_weights(storage: Any, path: str) -> Choice:
-    raise AssertionError(f"{path} was selected as complete weights")
+def _no_consolidated_weights(storage: Any, path: str) -> Choice:
+    raise AssertionError(f"{path} was selected as consolidated weights")
 
 
 def _check_choice(job: Job, choice: Choice | None, required: Saved | None) -> None:

@@ -221,7 +221,7 @@ def test_where_nodes_share_no_disk(tmp_path):
         save_part(tmp_path, step, (2, 3))
     found = mindresume.open(tmp_path).select()
     assert found.chosen is None and (found.local.step, found.local.local_ranks, found.local.world_size) == (10, (2, 3), 4)
-    assert plain(found)["local"]["state"] == "of this node"
+    assert plain(found)["local"]["state"] == "node-local"
     report = mindresume.open(tmp_path).verify()
     assert not report.damaged and [row.local_ranks for row in report.checkpoints] == [(2, 3), (2, 3)]
 

@@ -458,7 +458,7 @@ def test_what_one_of_several_nodes_has(tmp_path, call):
     assert status == 0 and out.startswith("part     step 10, epoch 1: rank 2, 3 of 4") and "refused" not in out
     status, out, _ = call("which", tmp_path, "--json")
     assert json.loads(out)["local"]["local_ranks"] == [2, 3] and json.loads(out)["chosen"] is None
-    assert call("ls", tmp_path)[1].count("of this node") == 2
+    assert call("ls", tmp_path)[1].count("node-local") == 2
     status, out, _ = call("verify", tmp_path)
     assert status == 0 and out.count("every byte of rank 2, 3 of 4") == 2
     path_of(tmp_path, 10, 3).unlink()

@@ -167,7 +167,7 @@ def test_a_newer_step_that_cannot_be_used_is_printed(tmp_path, call, read):
     assert call(tmp_path / "a", tmp_path / "third", "--to", "dp=2", "--step", 10)[0] == 2
 
 
-def test_complete_weights_and_a_single_file(tmp_path, call):
+def test_consolidated_weights_and_a_single_file(tmp_path, call):
     (tmp_path / "one").mkdir()
     put(tmp_path / "one" / "net.safetensors", {**TENSORS, **COUNTERS})
     strategy_in(tmp_path / "to", "dp2tp2")

@@ -162,10 +162,10 @@ def test_steps_of_a_folder(tmp_path, read_ok, call):
     assert call(tmp_path)[1].startswith("not usable: step 10:")
 
 
-def test_complete_weights_and_single_files(tmp_path, read_ok, call):
+def test_consolidated_weights_and_single_files(tmp_path, read_ok, call):
     complete(tmp_path / "merged", TENSORS)
     found = read_ok(tmp_path / "merged", "--tensor", "*qkv*")
-    assert (found["kind"], found["world_size"], found["step"]) == ("complete weights", None, STEP)
+    assert (found["kind"], found["world_size"], found["step"]) == ("consolidated weights", None, STEP)
     assert all(row["file"].startswith("part") and row["layout"] is None for row in found["tensors"])
     assert found["tensors"][0]["file"] in call(tmp_path / "merged", "--tensor", "*qkv*")[1]
     put(tmp_path / "one.ckpt", {"w": np.zeros((2, 3), np.float16)})

@@ -1,4 +1,4 @@
-"""``mindresume merge``: complete weights of both kinds, what is said, and what is refused."""
+"""``mindresume merge``: consolidated weights of both kinds, what is said, and what is refused."""
 import json
 import os
 
@@ -6,7 +6,7 @@ import pytest
 from rank_folders import STORAGE, flip_bit, folder_contents
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, arrays_of, complete, foreign, put, random_tensors, recorded
 
-from mindresume.formats.consolidated import HYPER, MAP, read_complete
+from mindresume.formats.consolidated import HYPER, MAP, read_consolidated
 from mindresume.formats.strategy import write_strategy
 from mindresume.model.manifest import FOLDER
 from mindresume.reshard.conversion_manifest import CONVERSION
@@ -34,8 +34,8 @@ def bits(tensors):
 
 
 def read_all(folder):
-    """All tensors of complete weights, and what was found."""
-    found = read_complete(STORAGE, str(folder))
+    """All tensors of consolidated weights, and what was found."""
+    found = read_consolidated(STORAGE, str(folder))
     return arrays_of(found), found
 
 
@@ -86,7 +86,7 @@ def test_one_file_of_hugging_face(source, tmp_path, call):
     assert "model.safetensors" in os.listdir(tmp_path / "new")
 
 
-def test_complete_weights_in_other_parts(tmp_path, call):
+def test_consolidated_weights_in_other_parts(tmp_path, call):
     complete(tmp_path / "a", TENSORS)
     assert call(tmp_path / "a", tmp_path / "b", "--part-size", "500")[0] == 0
     assert bits(read_all(tmp_path / "b")[0]) == bits(EVERYTHING)
@@ -134,11 +134,12 @@ def test_other_sources(tmp_path, refused):
     assert "missing does not exist" in refused(tmp_path / "missing")
     foreign(tmp_path / "checkpoint", Plan.parse("tp2", SOLID), TENSORS)
     assert "have no layout" in refused(tmp_path / "checkpoint")
-    complete(tmp_path / "complete", TENSORS)
+    complete(tmp_path / "consolidated", TENSORS)
     write_strategy(PLAN.strategy(), str(tmp_path / "strategy"))
-    assert "holds complete weights, which have no layout" in refused(tmp_path / "complete", "--from", tmp_path / "strategy")
-    os.remove(tmp_path / "complete" / "part0.safetensors")
-    assert f"part0.safetensors: the file is missing; {MAP} says that it holds tensor " in refused(tmp_path / "complete")
+    assert "holds consolidated weights, which have no layout" in refused(tmp_path / "consolidated", "--from",
+        tmp_path / "strategy")
+    os.remove(tmp_path / "consolidated" / "part0.safetensors")
+    assert f"part0.safetensors: the file is missing; {MAP} says that it holds tensor " in refused(tmp_path / "consolidated")
 
 
 def test_a_flipped_bit_in_merged_weights_is_found_when_they_are_read_again(source, tmp_path, call):

@@ -1,4 +1,4 @@
-"""Folders of complete weights: reading, refusals, and names and contents of new ones."""
+"""Folders of consolidated weights: reading, refusals, and names and contents of new ones."""
 import json
 import os
 import shutil
@@ -20,10 +20,10 @@ from mindresume.formats.consolidated import (
     MAP,
     MINDSPORE,
     index_document,
-    is_complete,
+    is_consolidated,
     is_hyper,
     part_name,
-    read_complete,
+    read_consolidated,
     split,
 )
 from mindresume.formats.scan import is_root
@@ -60,11 +60,11 @@ def write(folder, kind, part_bytes=150, hyper=True):
 
 
 def read(path):
-    return read_complete(STORAGE, str(path))
+    return read_consolidated(STORAGE, str(path))
 
 
 def complete(path):
-    return is_complete(STORAGE, str(path))
+    return is_consolidated(STORAGE, str(path))
 
 
 def edit(path, change):

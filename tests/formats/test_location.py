@@ -75,7 +75,7 @@ def test_a_single_checkpoint_is_returned_itself(tmp_path, path):
     assert locate(STORAGE, str(tmp_path / path)) == str(tmp_path / path)
 
 
-def test_complete_weights_are_returned_themselves(tmp_path):
+def test_consolidated_weights_are_returned_themselves(tmp_path):
     make(tmp_path, "part0.safetensors")
     rank_folders.save(tmp_path / "checkpoint", 5, world=1)
     assert locate(STORAGE, str(tmp_path)) == str(tmp_path)

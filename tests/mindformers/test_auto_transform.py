@@ -87,11 +87,11 @@ def right(plan, rank, arrays):
 
 
 @pytest.mark.parametrize("target", ["tp4", "dp2tp2opt2", "dp4opt4", "tp2pp2", "dp2"])
-@pytest.mark.parametrize("origin", ["records", "strategy beside", "strategy given", "complete"])
+@pytest.mark.parametrize("origin", ["records", "strategy beside", "strategy given", "consolidated"])
 def test_every_rank_loads_its_own_slices(tmp_path, origin, target):
     source, plan = Plan.parse("dp2tp2opt2", NET), Plan.parse(target, NET)
     path, values = tmp_path / "run" / "checkpoint", {}
-    if origin == "complete":
+    if origin == "consolidated":
         complete(path, TENSORS)
     elif origin == "records":
         recorded(path, source, TENSORS)
@@ -243,7 +243,7 @@ def test_damage_to_merged_weights_of_ours_reaches_all_ranks(tmp_path):
 def test_merged_weights_without_a_step_are_no_training(tmp_path):
     put(tmp_path / "weights" / "model.safetensors", TENSORS)
     for error in run(Plan.parse("dp2", NET), lambda group: load(group, tmp_path / "weights", tmp_path, Plan.parse("dp2", NET))):
-        assert isinstance(error, MissingCheckpointError) and "holds complete weights, but no step_num" in str(error)
+        assert isinstance(error, MissingCheckpointError) and "holds consolidated weights, but no step_num" in str(error)
 
 
 def test_the_checkpoint_of_the_counters_is_that_of_the_weights(tmp_path):

@@ -112,7 +112,7 @@ FOLDERS = {
     "rank folders": (["rank_0/", "rank_1/"], False), "rank folders and a loose file": (["rank_0/", "a.ckpt"], False),
     "an empty folder": ([], False), "only records": ([".mindresume/"], False), "loose safetensors": (["a.safetensors"], True),
     "loose ckpt": (["a.ckpt", "config.json"], True),
-    "complete weights": (["hyper_param.safetensors", "part0.safetensors"], True),
+    "consolidated weights": (["hyper_param.safetensors", "part0.safetensors"], True),
 }
 
 
@@ -122,7 +122,7 @@ def test_what_a_folder_is_taken_for(tmp_path, names, complete):
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_bytes(b"")
     for path in (tmp_path, f"{tmp_path}/"):
         assert not load_iteration.applies(config_of(path))
-        assert selection.is_consolidated(STORAGE, str(path), False) is complete
+        assert selection.selects_consolidated(STORAGE, str(path), False) is complete
 
 
 @pytest.mark.parametrize("values, iterations", [({"use_legacy_format": False}, True), ({"checkpoint": {"load_path": "x"}}, True),

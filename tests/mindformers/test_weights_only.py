@@ -20,7 +20,7 @@ from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableC
 from mindresume.formats.strategy import write_strategy  # noqa: E402
 from mindresume.mindformers import adapter, patches, training_context, upstream, weights_only  # noqa: E402
 from mindresume.mindformers.training_context import EVALUATE, PREDICT, TRAIN  # noqa: E402
-from mindresume.reshard.conversion_plan import to_complete, to_iteration  # noqa: E402
+from mindresume.reshard.conversion_plan import to_consolidated, to_iteration  # noqa: E402
 from mindresume.reshard.converter import Conversion  # noqa: E402
 from mindresume.reshard.engines import writer  # noqa: E402
 from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
@@ -107,7 +107,7 @@ def right(network, plan, rank=0, without=()):
 def written(root, origin, plan):
     """The path of a checkpoint of that kind."""
     path = root / "run" / "checkpoint"
-    if origin == "complete":
+    if origin == "consolidated":
         return complete(path, TENSORS)
     if origin == "one file":
         return put(path / "model.ckpt", TENSORS)
@@ -118,7 +118,7 @@ def written(root, origin, plan):
     recorded(path, plan, TENSORS)
     if origin in ("merged", "iteration"):
         source, target = open_checkpoint(STORAGE, str(path)), root / origin
-        conversion = Conversion(STORAGE, to_complete(source, "mindspore") if origin == "merged" else
+        conversion = Conversion(STORAGE, to_consolidated(source, "mindspore") if origin == "merged" else
                                 to_iteration(source, own_strategy(source.weights)), str(target))
         conversion.run(lambda: conversion.write(writer("direct", conversion)))
         return target
@@ -126,7 +126,7 @@ def written(root, origin, plan):
 
 
 SOURCE, SINGLE = Plan.parse("dp2tp2opt2", NET), Plan.parse("dp1", NET)
-ORIGINS = ["records", "mindformers", "mindformers ckpt", "complete", "one file", "merged", "iteration", "file of a rank"]
+ORIGINS = ["records", "mindformers", "mindformers ckpt", "consolidated", "one file", "merged", "iteration", "file of a rank"]
 
 
 # ---- what is loaded --------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_what_stays_with_mindformers(tmp_path, task, values, pipeline):
                                     {"load_checkpoint": "", "pretrained_model_dir": "PATH"},
                                     {"use_legacy": False, "run_mode": "predict_with_train_model"}])
 def test_the_path_by_whatever_key_it_comes(tmp_path, values):
-    path = str(written(tmp_path, "complete", SINGLE))
+    path = str(written(tmp_path, "consolidated", SINGLE))
     values = {key: {"load_path": path} if isinstance(value, dict) else path if value == "PATH" else value
               for key, value in values.items()}
     config = config_of(path, tmp_path, **{"load_checkpoint": path, **values})

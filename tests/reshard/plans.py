@@ -21,7 +21,7 @@ import numpy as np
 from rank_folders import PER_EPOCH, RUN, STORAGE, counters, name_of, path_of, state_of, target_of, tensors_in
 
 from mindresume.formats import Candidate
-from mindresume.formats.consolidated import HYPER, CompleteWeights, index_document, part_name, split
+from mindresume.formats.consolidated import HYPER, ConsolidatedWeights, index_document, part_name, split
 from mindresume.formats.scan import scan
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
@@ -247,8 +247,8 @@ def tensors_of_rank(folder: Path, rank: int) -> dict[str, np.ndarray]:
     return tensors_in(path)
 
 
-def arrays_of(found: CompleteWeights) -> dict[str, np.ndarray]:
-    """{name: array} of all tensors of complete weights."""
+def arrays_of(found: ConsolidatedWeights) -> dict[str, np.ndarray]:
+    """{name: array} of all tensors of consolidated weights."""
     arrays = {}
     for name, file in found.tensors.items():
         with open(os.path.join(found.root, file), "rb") as opened:

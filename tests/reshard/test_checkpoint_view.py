@@ -25,10 +25,10 @@ from reshard.plans import (
 )
 
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
-from mindresume.formats.consolidated import read_complete
+from mindresume.formats.consolidated import read_consolidated
 from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
 from mindresume.model.layout import TensorLayout
-from mindresume.reshard.checkpoint_view import view_of_complete
+from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.geometry import held, shape_of, slices_of, view, whole, within
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.storage.posix import PosixStorage
@@ -94,8 +94,8 @@ def test_records_know_their_layouts(tmp_path, text, given):
 
 
 @pytest.mark.parametrize("kind", ["mindspore", "huggingface"])
-def test_complete_weights(tmp_path, kind):
-    check_all(view_of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path, TENSORS, kind)))))
+def test_consolidated_weights(tmp_path, kind):
+    check_all(view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(complete(tmp_path, TENSORS, kind)))))
 
 
 @pytest.mark.parametrize("text", ["dp2tp2pp2opt2", "dp4", "dp2tp2", "dp4opt2"])

@@ -14,9 +14,9 @@ from rank_folders import STORAGE, flip_bit, leaves_nothing, path_of
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, newest, part_of, put, random_tensors, recorded
 
 from mindresume.errors import CorruptFileError, LoadError
-from mindresume.formats.consolidated import read_complete
+from mindresume.formats.consolidated import read_consolidated
 from mindresume.reshard import compare as module
-from mindresume.reshard.checkpoint_view import view_of_complete
+from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.compare import DTYPE, ONLY_A, ONLY_B, SHAPE, VALUES, by_size, comparable, compare
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.tensor_files import read_header
@@ -34,13 +34,13 @@ SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, 1.5)
 
 def uncut(path, tensors):
     """Weights of one file with these tensors."""
-    return view_of_complete(STORAGE, read_complete(STORAGE, str(put(Path(path), tensors))))
+    return view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(put(Path(path), tensors))))
 
 
 def opened(root, kind, text, fmt="safetensors", tensors=TENSORS):
     """Weights of a checkpoint written under the plan."""
-    if kind == "complete":
-        return view_of_complete(STORAGE, read_complete(STORAGE, str(complete(root, tensors))))
+    if kind == "consolidated":
+        return view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(complete(root, tensors))))
     plan = Plan.parse(text, MODEL)
     write = foreign if "foreign" in kind else recorded
     candidate = write(root, plan, tensors, fmt, dedup="dedup" in kind)
@@ -154,8 +154,9 @@ def test_the_largest_comes_first(tmp_path):
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("one, other, tile", [
-    (("foreign", "dp2tp2pp2opt2", "ckpt"), ("recorded", "tp4"), 64), (("recorded dedup", "dp2tp2axes10"), ("complete", ""), 200),
-    (("foreign dedup", "dp4opt4"), ("recorded", "pp4", "ckpt"), 24), (("complete", ""), ("recorded", "tp8"), 1 << 20)])
+    (("foreign", "dp2tp2pp2opt2", "ckpt"), ("recorded", "tp4"), 64), (("recorded dedup", "dp2tp2axes10"), ("consolidated", ""),
+        200),
+    (("foreign dedup", "dp4opt4"), ("recorded", "pp4", "ckpt"), 24), (("consolidated", ""), ("recorded", "tp8"), 1 << 20)])
 def test_the_same_tensors_in_other_layouts_and_formats_are_equal(tmp_path, one, other, tile):
     a, b, passed = opened(tmp_path / "a", *one), opened(tmp_path / "b", *other), []
     with leaves_nothing(tmp_path):
@@ -184,12 +185,12 @@ def test_one_flipped_bit_is_found_with_its_index(tmp_path, name, rank, byte):
 
 MEASURED = """
 import sys, tracemalloc
-from mindresume.formats.consolidated import read_complete
+from mindresume.formats.consolidated import read_consolidated
 from mindresume.reshard import compare
-from mindresume.reshard.checkpoint_view import view_of_complete
+from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.storage.posix import PosixStorage
 compare.PORTION = 4096
-a, b = (view_of_complete(PosixStorage(), read_complete(PosixStorage(), path)) for path in sys.argv[1:])
+a, b = (view_of_consolidated(PosixStorage(), read_consolidated(PosixStorage(), path)) for path in sys.argv[1:])
 tracemalloc.start()
 (it,) = compare.compare(a, b, workers=1, tile=1 << 16)
 print(tracemalloc.get_traced_memory()[1], it.count, it.absolute, it.relative)
@@ -210,7 +211,7 @@ def test_memory_is_bounded_whatever_the_tensor(tmp_path):
 # ---- trouble ---------------------------------------------------------------------------------------------------------
 
 def test_a_file_cut_short_and_a_piece_that_is_nowhere(tmp_path):
-    a, b = opened(tmp_path / "a", "recorded", "tp2"), opened(tmp_path / "b", "complete", "")
+    a, b = opened(tmp_path / "a", "recorded", "tp2"), opened(tmp_path / "b", "consolidated", "")
     path = path_of(tmp_path / "a", STEP, 1)
     with leaves_nothing(tmp_path):
         assert compare(a, b) == []                  # headers are read by now

@@ -1,4 +1,4 @@
-"""Complete weights that mindresume wrote: checked like any other checkpoint, by a job and by the commands."""
+"""Consolidated weights that mindresume wrote: checked like any other checkpoint, by a job and by the commands."""
 import json
 import os
 from pathlib import Path
@@ -13,10 +13,10 @@ from mindresume.formats.consolidated import HUGGINGFACE, MAP, MINDSPORE
 from mindresume.model.record_codec import encode_head
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
-from mindresume.reshard.conversion_plan import to_complete
+from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.engines import writer
-from mindresume.reshard.open_checkpoint import open_checkpoint, open_complete
+from mindresume.reshard.open_checkpoint import open_checkpoint, open_consolidated
 from mindresume.resume.choice import describe_candidate
 from mindresume.tensor_files import read_header
 
@@ -32,7 +32,7 @@ def kind(request):
 
 def merge(root: Path, kind: str = MINDSPORE) -> Path:
     recorded(root / "a", Plan.parse("tp2", TINY), TENSORS)
-    job = to_complete(open_checkpoint(STORAGE, str(root / "a")), kind, 520)
+    job = to_consolidated(open_checkpoint(STORAGE, str(root / "a")), kind, 520)
     conversion = Conversion(STORAGE, job, str(root / "merged"))
     conversion.run(lambda: conversion.write(writer("direct", conversion)))
     return root / "merged"
@@ -72,8 +72,8 @@ def test_a_flipped_bit_is_named_with_file_and_tensor(tmp_path, kind):
     other = next(path for path in folder.glob("*.safetensors") if path.name != name)
     assert verify(other)[1] == []
     with pytest.raises(CollectiveError, match=f"{name}.*layers.1.weight"):
-        consolidated_checkpoint.choose_complete(STORAGE, str(folder), SingleProcess(), True, False)
-    consolidated_checkpoint.choose_complete(STORAGE, str(folder), SingleProcess(), False, False)
+        consolidated_checkpoint.choose_consolidated(STORAGE, str(folder), SingleProcess(), True, False)
+    consolidated_checkpoint.choose_consolidated(STORAGE, str(folder), SingleProcess(), False, False)
 
 
 @pytest.mark.parametrize("spoil, says", [
@@ -93,9 +93,9 @@ def test_what_says_how_it_was_written_is_damaged(tmp_path):
     _, (problem,), _ = verify(folder)
     assert problem.file == CONVERSION and "cannot be read" in problem.reason
     with pytest.raises(CorruptFileError, match="To go by their headers and sizes alone, remove it"):
-        open_complete(STORAGE, str(folder))
+        open_consolidated(STORAGE, str(folder))
     os.remove(folder / CONVERSION)
-    assert verify(folder)[1] == [] and open_complete(STORAGE, str(folder)).made is None
+    assert verify(folder)[1] == [] and open_consolidated(STORAGE, str(folder)).made is None
 
 
 def test_a_tensor_that_an_altered_index_leaves_out(tmp_path):
@@ -106,7 +106,7 @@ def test_a_tensor_that_an_altered_index_leaves_out(tmp_path):
     _, (problem,), _ = verify(folder)
     assert "layers.1.weight is not found" in problem.reason
     with pytest.raises(CorruptFileError, match="layers.1.weight is not found"):
-        open_complete(STORAGE, str(folder))
+        open_consolidated(STORAGE, str(folder))
 
 
 @pytest.mark.parametrize("field, value", [
@@ -128,5 +128,5 @@ def test_weights_of_others_have_no_checksums(tmp_path):
     assert (candidate.origin, candidate.step, problems, read) == ("mindformers", STEP, [], 0)
     assert "written by mindformers without records" in describe_candidate(candidate)
     ours = consolidated_checkpoint.look(STORAGE, str(merge(tmp_path)))[0]
-    assert "complete weights that mindresume wrote, every byte of the tensors checked" in describe_candidate(ours)
-    assert set(COUNTERS) <= set(open_complete(STORAGE, str(folder)).weights.tensors)
+    assert "consolidated weights that mindresume wrote, every byte of the tensors checked" in describe_candidate(ours)
+    assert set(COUNTERS) <= set(open_consolidated(STORAGE, str(folder)).weights.tensors)

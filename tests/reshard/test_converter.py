@@ -37,7 +37,7 @@ from mindresume.errors import ConfigError, CorruptFileError, OutOfSpaceError, Sa
 from mindresume.events import WARNING, ignore
 from mindresume.fault_injection.faults import Fault, FaultInjector, Killed, RankStorage
 from mindresume.fault_injection.scheduler import Scheduler
-from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE, read_complete
+from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE, read_consolidated
 from mindresume.formats.rank_folder_naming import META, parse_label
 from mindresume.formats.scan import scan
 from mindresume.formats.strategy import Strategy, write_strategy
@@ -45,7 +45,7 @@ from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import FOLDER, read_details, run_sequence
 from mindresume.reshard import converter as module
 from mindresume.reshard.conversion_manifest import CONVERSION, read_conversion_manifest
-from mindresume.reshard.conversion_plan import to_complete, to_ranks
+from mindresume.reshard.conversion_plan import to_consolidated, to_ranks
 from mindresume.reshard.converter import LOCK, Conversion, remove_tree
 from mindresume.reshard.engines import writer
 from mindresume.reshard.open_checkpoint import open_checkpoint
@@ -80,11 +80,11 @@ def ranks_job(root, text="pp2", fmt="safetensors"):
     return to_ranks(open_checkpoint(STORAGE, str(root)), Plan.parse(text, TINY).strategy(), fmt)
 
 
-def complete_job(root):
-    return to_complete(open_checkpoint(STORAGE, str(root)), MINDSPORE, 32)
+def consolidated_job(root):
+    return to_consolidated(open_checkpoint(STORAGE, str(root)), MINDSPORE, 32)
 
 
-JOBS = {"ranks": ranks_job, "complete": complete_job}
+JOBS = {"ranks": ranks_job, "consolidated": consolidated_job}
 
 
 def conversion(job, target, storage=STORAGE, emit=ignore):
@@ -207,8 +207,8 @@ def without_hints(found):
     return {path: content for path, content in found.items() if not path.endswith(META)}
 
 
-@pytest.mark.parametrize("what, kind", [("ranks", "EIO"), ("ranks", "EIO after"), ("ranks", CTRL_C), ("complete", "EIO"),
-                                        ("complete", CTRL_C)])
+@pytest.mark.parametrize("what, kind", [("ranks", "EIO"), ("ranks", "EIO after"), ("ranks", CTRL_C), ("consolidated", "EIO"),
+                                        ("consolidated", CTRL_C)])
 def test_an_error_or_ctrl_c_at_any_operation(in_memory, root, expected, what, kind):
     wanted, names = expected[what]
     job, before, raised, numbers = JOBS[what](root), contents(root), 0, struck_by(kind, names)
@@ -232,7 +232,7 @@ def test_an_error_or_ctrl_c_at_any_operation(in_memory, root, expected, what, ki
 
 
 @pytest.mark.parametrize("what, kind", [("ranks", "kill all"), ("ranks", "torn"), ("ranks", "power"), ("ranks", "reorder"),
-                                        ("complete", "kill all"), ("complete", "power"), ("complete", "reorder")])
+                                        ("consolidated", "kill all"), ("consolidated", "power"), ("consolidated", "reorder")])
 def test_death_at_any_operation(in_memory, root, expected, what, kind):
     """Killed, killed in the middle of a write, and power lost: nothing that was not flushed is left, or any part of it."""
     wanted, names = expected[what]
@@ -327,11 +327,11 @@ def test_the_same_conversion_again_does_nothing(tmp_path, root, what):
 
 
 def other_jobs(root):
-    return {"plan": ranks_job(root, "tp2"), "format": ranks_job(root, fmt="ckpt"), "complete": complete_job(root),
+    return {"plan": ranks_job(root, "tp2"), "format": ranks_job(root, fmt="ckpt"), "consolidated": consolidated_job(root),
             "one rank": to_ranks(open_checkpoint(STORAGE, str(root)), None, "safetensors"),
-            "kind": to_complete(open_checkpoint(STORAGE, str(root)), HUGGINGFACE, 32),
-            "parts": to_complete(open_checkpoint(STORAGE, str(root)), MINDSPORE, 64),
-            "drop": to_complete(open_checkpoint(STORAGE, str(root)), MINDSPORE, 32, ("embedding*",))}
+            "kind": to_consolidated(open_checkpoint(STORAGE, str(root)), HUGGINGFACE, 32),
+            "parts": to_consolidated(open_checkpoint(STORAGE, str(root)), MINDSPORE, 64),
+            "drop": to_consolidated(open_checkpoint(STORAGE, str(root)), MINDSPORE, 32, ("embedding*",))}
 
 
 def test_every_conversion_is_another_one(tmp_path, root):
@@ -342,9 +342,9 @@ def test_every_conversion_is_another_one(tmp_path, root):
     assert ranks_job(tmp_path / "copy").fingerprint == ranks_job(root).fingerprint          # the same records: the same bytes
 
 
-@pytest.mark.parametrize("what", ["plan", "format", "complete", "one rank", "kind", "parts", "drop"])
+@pytest.mark.parametrize("what", ["plan", "format", "consolidated", "one rank", "kind", "parts", "drop"])
 def test_another_conversion_into_the_same_folder_is_refused(tmp_path, root, what):
-    first = complete_job(root) if what in ("kind", "parts", "drop") else ranks_job(root)
+    first = consolidated_job(root) if what in ("kind", "parts", "drop") else ranks_job(root)
     carry_out(conversion(first, tmp_path / "new"))
     before = stamps(tmp_path)
     with pytest.raises(ConfigError, match=r"new is not empty: it was converted from .*checkpoint, step 15, 2 ranks; .* Nothing "
@@ -512,7 +512,7 @@ def test_the_same_conversion_in_another_process(tmp_path, root, expected):
 
 def test_two_different_conversions_at_once(tmp_path, root):
     """Both may run; the second one to commit finds the folder taken, and nothing of the first is touched."""
-    first, second = conversion(ranks_job(root), tmp_path / "new"), conversion(complete_job(root), tmp_path / "new")
+    first, second = conversion(ranks_job(root), tmp_path / "new"), conversion(consolidated_job(root), tmp_path / "new")
     for made in (first, second):
         assert not made.finished()
         made.prepare()
@@ -756,11 +756,11 @@ def test_lost_files_of_the_target_stand_in_for_each_other(tmp_path):
     check(tmp_path / "c", Plan.parse("tp4"))
 
 
-# ---- complete weights ------------------------------------------------------------------------------------------------
+# ---- consolidated weights ------------------------------------------------------------------------------------------------
 
 def merge(source, target, kind=MINDSPORE, part_bytes=2000, drop=()):
-    carry_out(conversion(to_complete(open_checkpoint(STORAGE, str(source)), kind, part_bytes, drop), target))
-    return read_complete(STORAGE, str(target))
+    carry_out(conversion(to_consolidated(open_checkpoint(STORAGE, str(source)), kind, part_bytes, drop), target))
+    return read_consolidated(STORAGE, str(target))
 
 
 @pytest.mark.parametrize("write", [recorded, foreign])

@@ -34,10 +34,10 @@ from reshard.plans import (
 from reshard.test_geometry import layouts
 
 from mindresume.errors import CorruptFileError, LoadError
-from mindresume.formats.consolidated import read_complete
+from mindresume.formats.consolidated import read_consolidated
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import direct_engine, range_reader
-from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_complete
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_consolidated
 from mindresume.reshard.direct_engine import Traffic, tiles, transform
 from mindresume.reshard.geometry import elements, shape_of, whole
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
@@ -134,15 +134,15 @@ def test_every_byte_of_every_rank(sources, tmp_path, given, wanted, kind, source
 
 @pytest.mark.parametrize("kind, wanted, fmt", [("mindspore", "dp2tp2pp2opt2", "safetensors"), ("huggingface", "tp4", "ckpt"),
                                                ("mindspore", "tp1", "ckpt"), ("huggingface", "dp4opt4", "safetensors")])
-def test_from_complete_weights(tmp_path, kind, wanted, fmt):
-    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path / "from", TENSORS, kind))))
+def test_from_consolidated_weights(tmp_path, kind, wanted, fmt):
+    weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(complete(tmp_path / "from", TENSORS, kind))))
     plan = Plan.parse(wanted)
     targets = targets_of(tmp_path / "to", plan, fmt)
     check(targets, transform(weights, STORAGE, targets, 2, 512), plan, TENSORS)
 
 
 @pytest.mark.parametrize("given, fmt", [("dp2tp2pp2opt2", "safetensors"), ("tp8", "ckpt"), ("dp2tp2axes10", "safetensors")])
-def test_to_complete_weights_in_parts(sources, tmp_path, given, fmt):
+def test_to_consolidated_weights_in_parts(sources, tmp_path, given, fmt):
     weights = weights_of(sources, given, "recorded", fmt)
     expected = {**TENSORS, **COUNTERS}
     holds = whole_tensors(weights.tensors)
@@ -487,7 +487,7 @@ def test_a_target_that_is_there_already_stays(sources, tmp_path):
 
 def test_a_dtype_that_the_format_cannot_hold(tmp_path):
     path = put(tmp_path / "a.safetensors", {"w": np.zeros(4, ml_dtypes.float8_e5m2)})
-    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(path)))
+    weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(path)))
     with pytest.raises(ValueError, match="ckpt cannot hold dtype float8_e5m2"):
         transform(weights, STORAGE, [TargetFile(str(tmp_path / f"b.{fmt}"), fmt, whole_tensors(weights.tensors))
                                      for fmt in ("safetensors", "ckpt")])
@@ -497,7 +497,7 @@ def test_a_dtype_that_the_format_cannot_hold(tmp_path):
 def test_a_text_of_a_ckpt_is_refused(tmp_path):
     path = put(tmp_path / "a.ckpt", {"note": np.array("abc"), "w": np.arange(4)})
     with pytest.raises(LoadError, match="a.ckpt: note is a text, not a tensor"):
-        view_of_complete(STORAGE, read_complete(STORAGE, str(path)))
+        view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(path)))
 
 
 # ---- interrupted -----------------------------------------------------------------------------------------------------

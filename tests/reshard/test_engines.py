@@ -6,7 +6,7 @@ from rank_folders import STORAGE
 from reshard.plans import COUNTERS, Plan, Spec, random_tensors, recorded, shard_file
 
 from mindresume.errors import ConfigError
-from mindresume.reshard.conversion_plan import to_complete, to_ranks
+from mindresume.reshard.conversion_plan import to_consolidated, to_ranks
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import BUFFERS, TILE, Traffic
 from mindresume.reshard.engines import ENGINES, MIN_TILE, engine_for, tile_for, writer
@@ -82,9 +82,9 @@ def test_what_is_done_is_not_written_again(made):
     made.commit()
 
 
-def test_every_source_byte_is_read_once_for_complete_weights(tmp_path, made):
+def test_every_source_byte_is_read_once_for_consolidated_weights(tmp_path, made):
     source = open_checkpoint(STORAGE, str(tmp_path / "a"))
-    merged, traffic = Conversion(STORAGE, to_complete(source, "mindspore", 4096), str(tmp_path / "merged")), Traffic()
+    merged, traffic = Conversion(STORAGE, to_consolidated(source, "mindspore", 4096), str(tmp_path / "merged")), Traffic()
     merged.run(lambda: merged.write(writer("direct", merged, traffic=traffic)))
     assert traffic.read == traffic.verified == traffic.written == NBYTES
 

@@ -16,7 +16,7 @@ from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.huggingface import ARCHITECTURES, CONTIGUOUS, HEAD, inverse_rules, rules
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import range_reader, region_load
-from mindresume.reshard.conversion_plan import to_complete
+from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.engines import writer
@@ -296,14 +296,14 @@ def exported(source, folder, model, dtype="keep", part=5 << 30):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_round_trip(tmp_path, name, dtype):
-    """Hugging Face -> complete weights of MindSpore -> Hugging Face: the same bits under the same names."""
+    """Hugging Face -> consolidated weights of MindSpore -> Hugging Face: the same bits under the same names."""
     model = MODELS[name]
     tensors = bits(random(model), dtype)
     weights = view_of_folder(STORAGE, folder_of(tmp_path / "hf", model, tensors), model.attention, model.mlp)
     if model.tied:
         weights.tensors = {key: tensor for key, tensor in weights.tensors.items() if key != HEAD}
     source = replace(open_checkpoint(STORAGE, str(tmp_path / "hf")), weights=weights)
-    merged = Conversion(STORAGE, to_complete(source, MINDSPORE, 3000), str(tmp_path / "middle"))
+    merged = Conversion(STORAGE, to_consolidated(source, MINDSPORE, 3000), str(tmp_path / "middle"))
     middle = open_checkpoint(STORAGE, convert(merged))
     assert middle.weights.tensors.keys() == weights.tensors.keys()
     back = exported(middle, tmp_path / "back", model, part=2000)
@@ -373,7 +373,7 @@ def test_recorded_checksums_are_compared(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         source = complete(folder / "source", assemble(rules(GROUPED), random(GROUPED)))
-        merged = convert(Conversion(STORAGE, to_complete(source, MINDSPORE), str(folder / "merged")))
+        merged = convert(Conversion(STORAGE, to_consolidated(source, MINDSPORE), str(folder / "merged")))
         source = open_checkpoint(STORAGE, merged)
         job = to_huggingface(source, GROUPED, "keep", 1 << 30)
         traffic, tensors = Traffic(), source.weights.tensors

@@ -18,13 +18,13 @@ from rank_folders import STORAGE
 from reshard.plans import COUNTERS, Plan, Spec, complete, foreign, part_of, put, random_tensors
 
 from mindresume.errors import EngineError, StrategyError
-from mindresume.formats.consolidated import read_complete
+from mindresume.formats.consolidated import read_consolidated
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.strategy_codec import decode_strategy
 from mindresume.mindformers import transform_worker
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import transform_processes
-from mindresume.reshard.checkpoint_view import view_of_complete
+from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.mindspore_engine import prepare, rewrite, source_strategy
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
@@ -116,9 +116,9 @@ def test_the_way_to_uncut(tmp_path, work, fmt, dedup, model, kind):
     assert (job["kind"], job["redundant"], job["target_strategy"]) == (kind, not dedup, None)
 
 
-def test_complete_weights_of_several_files_become_one(tmp_path, work):
+def test_consolidated_weights_of_several_files_become_one(tmp_path, work):
     root = complete(tmp_path / "src", TENSORS, part_bytes=100)
-    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(root)))
+    weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(root)))
     assert len(set(weights.path_by_tensor.values())) > 2
     task = prepare(weights, Plan.parse("tp2", SMALL).strategy(), str(work))
     path = work / "in" / "rank_0" / "weights.safetensors"
@@ -134,7 +134,7 @@ def test_one_complete_file_is_taken_as_it_is_unless_it_holds_more(tmp_path, work
     """What the index does not name MindSpore would copy too."""
     put(tmp_path / "src" / "model.safetensors", {"w": np.zeros((8, 4)), "stray": np.zeros(())})
     (tmp_path / "src" / "param_name_map.json").write_text(json.dumps(dict.fromkeys(listed, "model.safetensors")))
-    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(tmp_path / "src")))
+    weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(tmp_path / "src")))
     layouts = {"w": TensorLayout((2,), (0, -1)), "stray": TensorLayout((2,), ())}
     prepare(weights, Strategy(({name: layouts[name] for name in listed},)), str(work))
     path = os.path.realpath(work / "in" / "rank_0" / "weights.safetensors")
@@ -143,7 +143,7 @@ def test_one_complete_file_is_taken_as_it_is_unless_it_holds_more(tmp_path, work
 
 
 def test_uncut_to_uncut_is_no_work(tmp_path, work):
-    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path / "src", TENSORS))))
+    weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(complete(tmp_path / "src", TENSORS))))
     assert rewrite(weights, None, str(work), command=["false"]) is weights
     assert not os.listdir(work)
 

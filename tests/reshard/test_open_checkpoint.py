@@ -157,17 +157,17 @@ def test_of_the_same_step_the_newest_that_can_be_used_is_taken(tmp_path, spoil):
     assert [refusal.step for refusal in found.value.refused] == [10, 10]
 
 
-# ---- complete weights ------------------------------------------------------------------------------------------------
+# ---- consolidated weights ------------------------------------------------------------------------------------------------
 
-def test_complete_weights(tmp_path):
+def test_consolidated_weights(tmp_path):
     source = opened(complete(tmp_path / "a", TENSORS, part_bytes=100))
     check(source, {**TENSORS, **COUNTERS})
     assert source.state.step == STEP and source.name is None and source.candidate is None
-    assert source.what == f"{tmp_path}/a, complete weights of step 15"
+    assert source.what == f"{tmp_path}/a, consolidated weights of step 15"
     assert opened(tmp_path / "a", step=STEP).state == source.state
     with pytest.raises(MissingCheckpointError, match=r"a holds step 15, not step 7"):
         opened(tmp_path / "a", step=7)
-    with pytest.raises(ConfigError, match=r"a holds complete weights, which have no layout; remove the strategy .*strategy"):
+    with pytest.raises(ConfigError, match=r"a holds consolidated weights, which have no layout; remove the strategy .*strategy"):
         opened(tmp_path / "a", strategy=strategy_in(tmp_path / "strategy"))
 
 
@@ -175,7 +175,7 @@ def test_complete_weights(tmp_path):
 def test_a_single_file(tmp_path, fmt):
     source = opened(put(tmp_path / f"net.{fmt}", TENSORS))
     check(source)
-    assert source.state is None and source.what.endswith(f"net.{fmt}, complete weights")
+    assert source.state is None and source.what.endswith(f"net.{fmt}, consolidated weights")
     with pytest.raises(MissingCheckpointError, match="holds no step, not step 7"):
         opened(tmp_path / f"net.{fmt}", step=7)
 
@@ -340,7 +340,7 @@ def test_ranks_of_different_formats(tmp_path):
     assert len(found.value.refused) == 2
 
 
-def test_complete_weights_of_both_formats(tmp_path):
+def test_consolidated_weights_of_both_formats(tmp_path):
     put(tmp_path / "a" / "one.ckpt", {"a": TENSORS["norm.weight"]})
     put(tmp_path / "a" / "two.safetensors", {"b": TENSORS["norm.weight"]})
     with pytest.raises(ConfigError, match="expected files of one format, found one.ckpt and two.safetensors"):

@@ -8,10 +8,10 @@ from rank_folders import STORAGE, flip_bit, leaves_nothing
 from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, put, random_tensors, recorded
 
 from mindresume.errors import CorruptFileError, LoadError
-from mindresume.formats.consolidated import read_complete
+from mindresume.formats.consolidated import read_consolidated
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import region_load
-from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_complete
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_consolidated
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.geometry import elements, whole
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
@@ -263,8 +263,8 @@ def test_every_byte_is_compared_once(roots, monkeypatch, workers, tile):
         assert traffic.read == traffic.verified == sum(array.nbytes for array in EVERYTHING.values())
 
 
-def test_complete_weights_with_recorded_checksums(tmp_path):
-    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(complete(tmp_path, TENSORS))))
+def test_consolidated_weights_with_recorded_checksums(tmp_path):
+    weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(complete(tmp_path, TENSORS))))
     assert set(weights.tensors) == set(EVERYTHING)
     traffic = Traffic()
     check_tensors(weights, weights.tensors, traffic=traffic)
@@ -277,6 +277,6 @@ def test_complete_weights_with_recorded_checksums(tmp_path):
 def test_a_tensor_larger_than_a_tile(tmp_path, monkeypatch):
     tensors = {"w": np.arange(1 << 16, dtype=np.float32).reshape(64, 1024)}
     monkeypatch.setattr(region_load, "TILE", 4096)
-    weights = view_of_complete(STORAGE, read_complete(STORAGE, str(put(tmp_path / "w.safetensors", tensors))))
+    weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(put(tmp_path / "w.safetensors", tensors))))
     found = read_regions(weights, {"w": ((3, 61), (5, 1019))})
     assert found["w"].tobytes() == tensors["w"][3:61, 5:1019].tobytes()

@@ -1,4 +1,5 @@
-"""What the new files hold: names that must be there and that may be missing, regions against numpy, parts of complete weights."""
+"""What the new files hold: names that must be there and that may be missing, regions against numpy, parts of consolidated
+weights."""
 import math
 import re
 
@@ -12,7 +13,7 @@ from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.geometry import whole
-from mindresume.reshard.target_files import METADATA, check_names, complete_files, holdings, rank_files
+from mindresume.reshard.target_files import METADATA, check_names, consolidated_files, holdings, rank_files
 from mindresume.tensor_files.header import DTYPES
 
 PLAIN = TensorLayout((1,), (-1, -1))
@@ -151,7 +152,7 @@ def test_one_file_a_rank(fmt):
     assert rank_files(weights_of(MODEL), None, str, fmt)[0].metadata == METADATA
 
 
-# ---- complete weights ------------------------------------------------------------------------------------------------
+# ---- consolidated weights ------------------------------------------------------------------------------------------------
 
 def nbytes(name):
     return math.prod(MODEL[name].shape) * DTYPES[MODEL[name].dtype].itemsize
@@ -159,7 +160,7 @@ def nbytes(name):
 
 @pytest.mark.parametrize("part_bytes", [1, 600, 1 << 30])
 def test_parts_of_mindspore(part_bytes):
-    files, (name, index) = complete_files(weights_of(MODEL), MINDSPORE, part_bytes)
+    files, (name, index) = consolidated_files(weights_of(MODEL), MINDSPORE, part_bytes)
     *parts, hyper = files
     assert name == MAP and hyper.path == HYPER and set(hyper.holds) == {*COUNTERS, "layers.1.none"}
     assert [file.path for file in parts] == [f"part{i}.safetensors" for i in range(len(parts))]
@@ -175,7 +176,7 @@ def test_parts_of_mindspore(part_bytes):
 
 
 def test_one_file_of_hugging_face_has_no_number():
-    files, (name, index) = complete_files(weights_of(MODEL), HUGGINGFACE)
+    files, (name, index) = consolidated_files(weights_of(MODEL), HUGGINGFACE)
     assert [file.path for file in files] == ["model.safetensors"] and name == "model.safetensors.index.json"
     assert not set(COUNTERS) & set(index["weight_map"])
 
@@ -184,18 +185,18 @@ def test_one_file_of_hugging_face_has_no_number():
     ((), "never"), (("adam_*",), "adam_"), (("adam_m.*", "*.bias"), r"adam_m\.|.*\.bias$"), (("ADAM_*",), "never"),
     (("embedding",), "never"), (("layers.?.norm*",), r"layers\.\d\.norm")])
 def test_patterns_of_names_that_stay_away(drop, gone):
-    files, _ = complete_files(weights_of(MODEL), MINDSPORE, drop=drop)
+    files, _ = consolidated_files(weights_of(MODEL), MINDSPORE, drop=drop)
     assert {name for file in files for name in file.holds} == {name for name in {**MODEL, **COUNTERS} if not re.match(gone, name)}
 
 
 def test_counters_that_are_dropped_leave_no_file_of_them():
-    files, _ = complete_files(weights_of(without(MODEL, "layers.1.none")), MINDSPORE, drop=tuple(COUNTERS))
+    files, _ = consolidated_files(weights_of(without(MODEL, "layers.1.none")), MINDSPORE, drop=tuple(COUNTERS))
     assert HYPER not in [file.path for file in files]
 
 
 @pytest.mark.parametrize("kind, drop", [(MINDSPORE, ("*",)), (HUGGINGFACE, ("[a-z]*.*",))])
 def test_nothing_is_left(kind, drop):
     with pytest.raises(ConfigError, match=rf"of {len(MODEL) + len(COUNTERS)} tensors none is left to be written after"):
-        complete_files(weights_of(MODEL), kind, drop=drop)
+        consolidated_files(weights_of(MODEL), kind, drop=drop)
     with pytest.raises(ConfigError, match="of 5 tensors none is left to be written$"):
-        complete_files(weights_of({}), kind)
+        consolidated_files(weights_of({}), kind)

@@ -36,7 +36,7 @@ def events():
 
 
 def complete(group):
-    return lambda storage, path: consolidated_checkpoint.choose_complete(storage, path, group, True, True)[0]
+    return lambda storage, path: consolidated_checkpoint.choose_consolidated(storage, path, group, True, True)[0]
 
 
 def chooser(group=None, storage=STORAGE, settings=None, emit=ignore, **options):
