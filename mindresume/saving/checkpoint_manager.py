@@ -1,4 +1,4 @@
-"""Saves the checkpoints of one training: schedule, outcomes of saves, preemption, and the end.
+"""Saves the checkpoints of one training: which steps, with which saver, until when.
 
     manager = CheckpointManager(storage, group, settings, options, policy, emit)
     manager.open()                              # all ranks: acquires the directory
@@ -9,7 +9,7 @@
     manager.end(request)                        # or, after an error, manager.finish_after_error()
 
     step_end ─▶ outcomes of the saves so far ─▶ due? ─▶ collect ─▶ saver ─▶ was any rank asked to stop?
-    end      ─▶ the last step, if it is not saved yet ─▶ the saver waits (with a deadline) until all ranks are committed
+    end      ─▶ TrainingEnd: the last step, if it is not saved yet ─▶ commit of all ranks ─▶ upload ─▶ release
     saver    SyncSaver, or with async_save AsyncSaver: write_shard ─▶ rank 0: commit, pointers, prune
 """
 from __future__ import annotations
@@ -19,48 +19,38 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
-from mindresume.coordination.collectives import (
-    Group,
-    SingleProcess,
-    Watchdog,
-    always_advancing,
-    gather_results,
-    run_on_all,
-    run_until_all_done,
-)
+from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_all
 from mindresume.coordination.host_memory import UNKNOWN, share_of_rank
 from mindresume.coordination.lease import Lease
 from mindresume.coordination.preemption import PreemptionHandler, Version
 from mindresume.coordination.storage_topology import SharedGroups
-from mindresume.errors import LeaseHeldError, RemoteError, SaveError
+from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import (
     Emit,
     Notice,
     PreemptionRequested,
     RunOpened,
     SaveBegun,
-    SaveFailed,
     SaveSkipped,
     SaveStaged,
-    SaveWritten,
     ignore,
     warning,
 )
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.rank_folder_naming import stem
-from mindresume.formatting import listed
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.retention import Policy
+from mindresume.saving.save_outcomes import SaveOutcomes
 from mindresume.saving.save_request import SaveOptions, SaveRequest
 from mindresume.saving.save_schedule import SaveSchedule
 from mindresume.saving.save_session import Resumed, SaveSession, open_save_session
 from mindresume.saving.shard_writer import SaveTarget, clean_own_folder, mark_emergency, write_shard
 from mindresume.saving.sync_saver import Outcome, Saver, SyncSaver, save_job_for
+from mindresume.saving.training_end import TrainingEnd
 from mindresume.saving.uploader import Uploader
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
@@ -89,16 +79,14 @@ class CheckpointManager:
         self.storage, self.group, self.settings, self.options, self.policy, self.emit = (
             storage, group, settings, options, policy, emit)
         self.pending = pending or PendingLoadAttempt()
+        self.outcomes = SaveOutcomes(settings, emit, self._record_outcome)
+        self.training_end = TrainingEnd(group, self.outcomes, settings.commit_timeout)
         self.session: SaveSession | None = None
         self.preemption: PreemptionHandler | None = None
         self._saver: Saver | None = None
         self._uploader: Uploader | None = None
-        self._saved: set[int] = set()
-        self._stalls: dict[int, float] = {}                 # {step: seconds that it stopped the training}, until its outcome
-        self._failed_in_a_row = 0
         self._skipped = 0
         self._schedule = SaveSchedule(options, since)
-        self._errors: list[Exception] = []                  # of the end; the first is raised when all parts of it are done
 
     @property
     def target(self) -> SaveTarget:
@@ -199,11 +187,11 @@ class CheckpointManager:
         """Saves the step if it is due. Returns why the training is to stop after this step, which is saved then; empty: go on."""
         self.pending.end()
         if self._saver is not None:
-            self._handle_outcomes(self._saver.poll())
+            self.outcomes.handle(self._saver.poll())
         if self.session is not None:
             self.session.reached(request.step)
         if self._uploader is not None:
-            self._handle_upload_errors(self._uploader.poll())
+            self.outcomes.handle_upload_errors(self._uploader.poll())
         request.save(self, False)
         return self._stop_if_preempted(request)
 
@@ -214,7 +202,7 @@ class CheckpointManager:
         reason = self.preemption.check(request.step)
         if reason:
             self.emit(PreemptionRequested(request.step, reason))
-            self._save_last(request)
+            self.training_end.save_last(request, self._saver, self)
         return reason
 
     def save(self, request: SaveRequest, force: bool = False) -> None:
@@ -225,7 +213,7 @@ class CheckpointManager:
     def should_save(self, step: int, force: bool = False) -> bool:
         """Returns whether ``step`` is saved now, the same on all ranks. Called once a step."""
         before = self._schedule.advance(step)
-        if step in self._saved or not (force or self._schedule.is_due(before, step, self.group)):
+        if step in self.outcomes.saved or not (force or self._schedule.is_due(before, step, self.group)):
             return False
         return force or not self._is_skipped(step)
 
@@ -236,9 +224,9 @@ class CheckpointManager:
         except LeaseHeldError:                            # no later save can succeed
             raise
         except SaveError as error:                          # the saver did not get it
-            self._handle_failure(request.step, error)
+            self.outcomes.handle_failure(request.step, error)
         if isinstance(self._saver, SyncSaver):              # it is written already
-            self._handle_outcomes(self._saver.poll())
+            self.outcomes.handle(self._saver.poll())
 
     def submit(self, request: SaveRequest) -> None:
         """Collects the state and gives it to the saver. Raises SaveError if one of the two fails."""
@@ -247,12 +235,13 @@ class CheckpointManager:
         save = request.collect()
         name = iteration_name(save.step) if self.target.iterations else os.path.basename(save.shard.files[0].path)
         request.on_collected(save, name)
-        self._saved.add(save.step)
+        self.outcomes.saved.add(save.step)
         self._saver.save(save)
-        self._stalls[save.step] = time.monotonic() - started
+        stall_seconds = time.monotonic() - started
+        self.outcomes.set_stall(save.step, stall_seconds)
         request.on_submitted(save, name)
         if not isinstance(self._saver, SyncSaver):
-            self.emit(SaveStaged(save.step, name, self._stalls[save.step]))
+            self.emit(SaveStaged(save.step, name, stall_seconds))
 
     def _is_skipped(self, step: int) -> bool:
         """Returns whether ``async_when_busy: skip`` skips the step: on all ranks if one of them still writes. If ranks skipped
@@ -265,38 +254,10 @@ class CheckpointManager:
             self.emit(SaveSkipped(step, "the previous save is still being written", self._skipped))
         return busy
 
-    # ---- outcomes --------------------------------------------------------------------------------------------------
-
-    def _handle_outcomes(self, outcomes: list[Outcome]) -> None:
-        """Handles the outcomes of saves. Raises SaveError as configured."""
-        for outcome in outcomes:
-            self._record_outcome(outcome)
-            if outcome.error is not None:
-                self._handle_failure(outcome.step, outcome.error)
-            else:
-                self._failed_in_a_row = 0
-
     def _record_outcome(self, outcome: Outcome) -> None:
-        if not outcome.saved:
-            self._saved.discard(outcome.step)
-            return
-        if self._uploader is not None:
+        """Enqueues the upload of a step that is saved."""
+        if outcome.saved and self._uploader is not None:
             self._uploader.enqueue(outcome.step)
-        self.emit(SaveWritten(outcome.step, outcome.size, outcome.seconds, self._stalls.pop(outcome.step, None)))
-
-    def _handle_failure(self, step: int, error: SaveError) -> None:
-        self._emit_failure(step, str(error))
-        if self.settings.on_save_error == "raise" or 0 < self.settings.max_failed_saves <= self._failed_in_a_row:
-            raise error
-
-    def _emit_failure(self, step: int | None, reason: str) -> None:
-        self._failed_in_a_row += 1
-        self.emit(SaveFailed(step, reason, self._failed_in_a_row))
-
-    def _handle_upload_errors(self, errors: list[RemoteError]) -> None:
-        """Raises the first error of uploads if ``on_save_error`` is ``raise``; the checkpoints on disk are good in any case."""
-        if errors and self.settings.on_save_error == "raise":
-            raise errors[0]
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -304,79 +265,19 @@ class CheckpointManager:
         """Saves the last step, waits until everything is committed and uploaded, and releases the directory. Ranks that are done
         wait for the others. Calls ``closing()`` when no save is possible any more. Raises an error of the last save, or of what
         follows it, after all of this."""
-        timeout = self.settings.commit_timeout
         if self._saver is not None:
-            self._save_last(request)
+            self.training_end.save_last(request, self._saver, self)
             saver, self._saver = self._saver, None
             closing()
             atexit.unregister(self.finish_after_error)
-            outcomes: list[Outcome] = []
-            self._run_on_all_ranks("committing the last step", lambda: outcomes.extend(saver.finish(timeout)))
-            for outcome in outcomes:
-                self._keep_error(partial(self._handle_outcomes, [outcome]))
+            self.training_end.commit(saver)                 # its outcomes enqueue the last uploads
         uploader, self._uploader = self._uploader, None
-        errors: list[RemoteError] = []
         if uploader is not None:
-            self._run_on_all_ranks("uploading the last step", lambda: errors.extend(uploader.finish(timeout)))
-        for error in errors:
-            self._keep_error(partial(self._handle_upload_errors, [error]))
+            self.training_end.upload(uploader)
         if self.session is not None:
-            self._run_on_all_ranks("releasing the directory", self.session.release)
+            self.training_end.release(self.session)
         self._close_preemption()
-        self._raise_on_all_ranks()
-
-    def _raise_on_all_ranks(self) -> None:
-        """Raises the first error of the end, on all ranks: in a later collective a rank without an error would wait for one that
-        has ended with one."""
-        failing: list[int] = []
-        self._keep_error(lambda: failing.extend(
-            rank for rank, (_, fails) in enumerate(gather_results(self.group, lambda: [True, bool(self._errors)])) if fails))
-        if self._errors:
-            raise self._errors[0]
-        if failing:
-            raise SaveError(f"the training ends with an error, because rank {listed(failing)} does: its log names it")
-
-    def _keep_error(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:          # any error: the other parts of the end come first
-            self._errors.append(error)
-
-    def _run_on_all_ranks(self, what: str, work: Callable[[], None]) -> None:
-        """Runs ``work`` on all ranks until all are done, with short collectives meanwhile: rank 0 may commit and upload for
-        minutes. Keeps errors. A collective that fails because a rank is lost is the last one."""
-        stall_timeout = max(Watchdog.stall_timeout, 3 * self.settings.commit_timeout)
-        try:
-            run_until_all_done(self.group, lambda: self._keep_error(work), Watchdog(what, stall_timeout=stall_timeout))
-        except Exception as error:          # of the collective: errors of the work are kept already
-            self._errors.append(error)
-            self.group = SingleProcess(self.group.rank)
-
-    def _save_last(self, request: SaveRequest) -> None:
-        """Saves the last step on all ranks that have not saved it.
-
-        Collecting parameters can be a collective, so ranks that have saved it take part and write nothing. If one rank ends with
-        an error, no rank begins and all raise SaveError: the next collective would wait for that rank. An error of this save is
-        kept until a collective has sent it to the others.
-        """
-        number, timeout = request.step, self.settings.commit_timeout
-
-        def written() -> list[bool]:
-            try:
-                self._handle_outcomes(self._saver.wait(timeout))
-            except SaveError as error:
-                self._errors.append(error)
-            return [number in self._saved, bool(self._errors)]
-        rows = gather_results(self.group, written, Watchdog(f"writing what was begun before step {number}", always_advancing))
-        if self._errors:
-            raise self._errors[0]
-        failing = [rank for rank, (_, fails) in enumerate(rows) if fails]
-        if failing:
-            raise SaveError(f"the training ends at step {number}, because rank {listed(failing)} ends with an error of a save, "
-                            f"which the log of that rank tells. What all ranks have written counts; start the same command again")
-        if all(saved for saved, _ in rows):
-            return
-        self._keep_error(request.collect if number in self._saved else lambda: request.save(self, True))
+        self.training_end.raise_errors()
 
     def finish_after_error(self) -> None:
         """Finishes the save in progress after the training ended with an error. Rank 0 waits some seconds for records of other
@@ -388,11 +289,11 @@ class CheckpointManager:
                 self.emit(warning("the training ended with an error; the save in flight is finished first"))
             outcomes = saver.finish(self.settings.commit_timeout, _OTHERS) if saver is not None else []
             for outcome in outcomes:
-                self._record_outcome(outcome)
+                self.outcomes.record(outcome)
                 if outcome.error is not None:
-                    self._emit_failure(outcome.step, str(outcome.error))
+                    self.outcomes.record_failure(outcome.step, str(outcome.error))
         except Exception as error:
-            self._emit_failure(None, f"the last save was not finished: {error}")
+            self.outcomes.record_failure(None, f"the last save was not finished: {error}")
         finally:
             self._close_preemption()
 
@@ -409,15 +310,15 @@ class CheckpointManager:
         try:
             for outcome in self._saver.wait(self.settings.commit_timeout):
                 if not outcome.saved:
-                    self._saved.discard(outcome.step)
+                    self.outcomes.saved.discard(outcome.step)
             mark_emergency(self.target, number)
-            if number not in self._saved:
+            if number not in self.outcomes.saved:
                 write_shard(self.target, request.collect_local())
-                self._saved.add(number)
+                self.outcomes.saved.add(number)
         except Exception as error:          # any error: the caller has no other copy of the state
             if request.needs_collectives():
                 raise SaveError(f"step {number} was not saved before the end on rank {self.target.rank}: {error}") from error
-            self._emit_failure(number, f"step {number} was not saved before the end: {error}; mindformers saves it")
+            self.outcomes.record_failure(number, f"step {number} was not saved before the end: {error}; mindformers saves it")
             return False
         self.emit(warning(f"other ranks are lost; rank {self.target.rank} saved step {number}"))
         return True

@@ -304,7 +304,7 @@ def test_a_resume_from_another_folder_belongs_to_that_training(tmp_path, where):
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_async_save_holds_the_weights_of_its_step(tmp_path, kind, fmt):
     job = Job(build(tmp_path, async_save=kind, checkpoint_format=fmt, keep_checkpoint_max=3)).steps(22).end()
-    assert committed(tmp_path) == [10, 15, 20, 22][-3:] and job.monitor._checkpoints._failed_in_a_row == 0
+    assert committed(tmp_path) == [10, 15, 20, 22][-3:] and job.monitor._checkpoints.outcomes.failed_in_a_row == 0
     for candidate in scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates:
         found = ms.load_checkpoint(str(tmp_path / "checkpoint" / candidate.files[0][0].path), format=fmt)
         assert (found["weight"].asnumpy() == candidate.step).all() and int(found["step_num"]) == candidate.step
@@ -332,7 +332,7 @@ def test_a_last_save_that_failed_is_tried_again_at_the_end(tmp_path, kind):
     way.write_text("in the way")
     job.steps(1)
     for outcome in job.monitor._checkpoints._saver.wait(600):
-        job.monitor._checkpoints._handle_outcomes([outcome])
+        job.monitor._checkpoints.outcomes.handle([outcome])
     way.unlink()
     job.end()
     assert committed(tmp_path) == [5]
@@ -496,7 +496,7 @@ def test_a_monitor_in_a_second_training_saves_its_steps(tmp_path):
     job = Job(build(tmp_path)).steps(10).end()
     second = Job(job.monitor).steps(10).end()
     assert files(tmp_path)[-2:] == ["net_rank_0_1-1_10.safetensors", "net_rank_0_1-1_5.safetensors"]
-    assert second.monitor._checkpoints._saved == {5, 10}
+    assert second.monitor._checkpoints.outcomes.saved == {5, 10}
 
 
 # ---- what is left to the built-in ------------------------------------------------------------------------------------

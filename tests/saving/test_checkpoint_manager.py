@@ -288,9 +288,9 @@ def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path):
 
 def test_a_failed_upload_stops_the_training_only_with_on_save_error_raise(tmp_path):
     Job(tmp_path / "1",
-        settings=Settings(max_failed_saves=1)).manager._handle_upload_errors([RemoteError("one"), RemoteError("two")])
+        settings=Settings(max_failed_saves=1)).manager.outcomes.handle_upload_errors([RemoteError("one"), RemoteError("two")])
     with pytest.raises(RemoteError, match="one"):
-        Job(tmp_path / "2", settings=Settings(on_save_error="raise")).manager._handle_upload_errors([RemoteError("one")])
+        Job(tmp_path / "2", settings=Settings(on_save_error="raise")).manager.outcomes.handle_upload_errors([RemoteError("one")])
 
 
 def test_a_rescue_leaves_a_mark_and_writes_nothing_twice(tmp_path):
@@ -336,7 +336,7 @@ SAVED, UNSAVED, RAISES = [True, False], [False, False], [False, True]
 def lonely_failure(root, row):
     """The last step fails on this rank alone; then its disk is well again."""
     job = Job(root).steps(4)
-    job.manager.group = Peer(row)
+    job.manager.training_end.group = Peer(row)
     spoil(root)
     job.steps(1)
     repair(root)
@@ -345,7 +345,7 @@ def lonely_failure(root, row):
 
 def test_who_has_saved_the_last_step_takes_part_when_another_rank_repeats_it(tmp_path):
     job = Job(tmp_path).steps(5)
-    job.manager.group = Peer(UNSAVED)
+    job.manager.training_end.group = Peer(UNSAVED)
     job.end()
     assert job.collected == [5, 5] and committed(tmp_path) == [5]
     assert [path.name for path in (tmp_path / "rank_0").glob("*.safetensors")] == ["net_rank_0-1_5.safetensors"]
@@ -365,11 +365,11 @@ def test_nobody_repeats_it_if_one_ends_with_an_error_and_all_end(tmp_path):
 def test_who_leaves_does_not_wait_for_a_rank_that_ended_with_an_error(tmp_path):
     """After a signal the end of the training would be one exchange more."""
     job = Job(tmp_path).steps(5)
-    job.manager.group = Peer(RAISES)
+    job.manager.training_end.group = Peer(RAISES)
     job.manager.preemption = SimpleNamespace(check=lambda step: "SIGTERM", close=lambda: None)
     with pytest.raises(SaveError, match="rank 1 ends with an error"):
         job.steps(1)
-    assert len(job.manager.group.told) == 1
+    assert len(job.manager.training_end.group.told) == 1
     job.manager.finish_after_error()
     assert committed(tmp_path) == [5]
 
@@ -377,29 +377,29 @@ def test_who_leaves_does_not_wait_for_a_rank_that_ended_with_an_error(tmp_path):
 def test_who_ends_with_an_error_tells_the_others_first(tmp_path):
     job = Job(tmp_path, settings=Settings(on_save_error="raise"), async_save="thread").steps(4)
     spoil(tmp_path)
-    job.manager.group = Peer(SAVED)
+    job.manager.training_end.group = Peer(SAVED)
     job.steps(1)
     with pytest.raises(SaveError, match="step 5"):
         job.end()
-    assert job.manager.group.told == [RAISES] and job.collected == [5]
+    assert job.manager.training_end.group.told == [RAISES] and job.collected == [5]
 
 
 def test_all_have_saved_it(tmp_path):
     job = Job(tmp_path).steps(PER_EPOCH)
-    job.manager.group = Peer(SAVED)
+    job.manager.training_end.group = Peer(SAVED)
     assert job.end().collected == [5, 10]
 
 
 def test_a_writer_that_is_busy_elsewhere_is_waited_for_in_short_exchanges(tmp_path):
     job = Job(tmp_path).steps(5)
-    job.manager.group = Peer(UNSAVED, busy=1)
+    peer = job.manager.training_end.group = Peer(UNSAVED, busy=1)
     job.end()
-    assert job.collected == [5, 5] and job.manager.group.busy == -3 and job.manager.group.told == [SAVED, None, None, SAVED]
+    assert job.collected == [5, 5] and peer.busy == -3 and peer.told == [SAVED, None, None, SAVED]
 
 
 def test_a_rank_that_is_lost_at_the_end_is_the_error_of_the_training(tmp_path):
     job = Job(tmp_path).steps(5)
-    job.manager.group = Peer(RuntimeError("the other rank is gone"))
+    job.manager.training_end.group = Peer(RuntimeError("the other rank is gone"))
     with pytest.raises(RuntimeError, match="the other rank is gone"):
         job.end()
     assert job.collected == [5] and committed(tmp_path) == [5]
@@ -440,14 +440,14 @@ def test_after_an_error_of_one_part_of_the_end_all_others_are_done(tmp_path, err
 def test_an_error_of_the_last_save_is_raised_when_everything_is_done(tmp_path):
     """Only this rank has it, so the others go on with the end."""
     job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(5)
-    job.manager.group = Peer(SAVED)
+    job.manager.training_end.group = Peer(SAVED)
     uploads = job.manager._uploader = Uploads()
     job.step += 1
     (tmp_path / "rank_0").rename(tmp_path / "aside")
     (tmp_path / "rank_0").write_text("in the way")
     with pytest.raises(SaveError, match="step 6"):
         job.end()
-    assert job.manager.group.told == [UNSAVED, None, None, None, [True, True]] and uploads.done == ["finished"]
+    assert job.manager.training_end.group.told == [UNSAVED, None, None, None, [True, True]] and uploads.done == ["finished"]
 
 
 class Other(Peer):
@@ -463,7 +463,7 @@ class Other(Peer):
 def test_an_error_that_another_rank_alone_has_at_the_end_is_one_of_all(tmp_path):
     """Who leaves after a signal comes to one exchange more, and would wait there for the rank that raised."""
     job = Job(tmp_path).steps(5)
-    job.manager.group = Other(SAVED)
+    job.manager.training_end.group = Other(SAVED)
     with pytest.raises(SaveError, match="rank 1 does: its log names it"):
         job.end()
     assert committed(tmp_path) == [5] and list((tmp_path / FOLDER).glob("claim-*")) == []
@@ -476,19 +476,19 @@ class Broken(Arrays):
 
 def test_whatever_the_last_save_raises_the_others_are_told_first(tmp_path):
     job = Job(tmp_path).steps(5)
-    job.manager.group = Peer(SAVED)
+    job.manager.training_end.group = Peer(SAVED)
     job.step += 1
     with pytest.raises(MemoryError, match="no room for a copy"):
         job.manager.end(Broken(job))
-    assert job.manager.group.told == [UNSAVED, None, None, [True, True]]
+    assert job.manager.training_end.group.told == [UNSAVED, None, None, [True, True]]
 
 
 def test_who_takes_part_in_a_save_of_others_and_fails_tells_them_first(tmp_path):
     job = Job(tmp_path).steps(5)
-    job.manager.group = Peer(UNSAVED)
+    job.manager.training_end.group = Peer(UNSAVED)
     with pytest.raises(MemoryError, match="no room for a copy"):
         job.manager.end(Broken(job))
-    assert job.manager.group.told == [SAVED, None, None, [True, True]]
+    assert job.manager.training_end.group.told == [SAVED, None, None, [True, True]]
 
 
 @pytest.mark.parametrize("part", ["commits", "uploads"])
@@ -504,7 +504,7 @@ def test_the_others_follow_the_end_in_short_exchanges(tmp_path, monkeypatch, par
             if self.exchanges == 10:
                 enough.set()
             return super().gather(message)
-    job.manager.group = Counting(SAVED)
+    job.manager.training_end.group = Counting(SAVED)
     monkeypatch.setattr(collectives, "LONGEST_PAUSE", collectives.FIRST_PAUSE)
 
     def work(*timeout):
@@ -514,7 +514,7 @@ def test_the_others_follow_the_end_in_short_exchanges(tmp_path, monkeypatch, par
     else:
         job.manager._uploader = Uploads(work)
     job.end()
-    assert job.manager.group.exchanges > 10
+    assert job.manager.training_end.group.exchanges > 10
 
 
 def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
@@ -525,7 +525,7 @@ def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
             if self.told:                                               # it has told that its step is saved
                 raise RuntimeError("the other rank is gone")
             return super().gather(message)
-    job.manager.group = Leaving(SAVED)
+    job.manager.training_end.group = Leaving(SAVED)
     left = threading.Event()
 
     def finish(timeout):

@@ -37,6 +37,7 @@ from mindresume.saving import (
     shard_writer,
     staging,
     sync_saver,
+    training_end,
     uploader,
 )
 from mindresume.simulation.oracle import LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
@@ -283,7 +284,7 @@ MUTANTS = [
         Edit(preemption.PreemptionHandler, "check", "if self.group.size == 1:", "if True:")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=125, within=25, draws=each("term")),
     mutant("the last step is saved again by one rank alone", [
-        Edit(checkpoint_manager.CheckpointManager, "_save_last", "request.collect if", "(lambda: None) if")],
+        Edit(training_end.TrainingEnd, "save_last", "request.collect if", "(lambda: None) if")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=226, within=25, draws=each("EIO")),
 ]
 
