@@ -6,6 +6,9 @@
 Rank 0 writes all of its events. Any other rank keeps its newest events in memory and writes them when it fails, so that the
 reason of a failure is recorded whichever rank it was. A killed process can leave a torn last line, which readers ignore.
 
+A write that fails (a full disk) loses the events of this write only: the next event is written on a new line, because the failed
+write can have left a torn one. One warning says so, and one line when the file is written again.
+
 The size of a file and the number of files are bounded. Beyond ``LIMIT`` bytes only failures and the end of the run are written.
 When a new run begins, only the files of the newest ``MAX_FILES`` runs are kept, and for each of them those of the ``MAX_FAILED``
 ranks that failed first: when one of 8,192 ranks fails, all of them do.
@@ -20,7 +23,18 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 
-from mindresume.events import FAILED, CandidateRefused, Event, SaveFailed, TrainingEnded, WorkProgress
+from mindresume.events import (
+    FAILED,
+    CandidateRefused,
+    Emit,
+    Event,
+    Notice,
+    SaveFailed,
+    TrainingEnded,
+    WorkProgress,
+    ignore,
+    warning,
+)
 
 FOLDER = "mindresume_events"
 SUFFIX = ".jsonl"
@@ -29,24 +43,30 @@ MAX_FILES = 200                 # files of rank 0 in one folder
 MAX_FAILED = 8                  # files of other ranks per file of rank 0: those that failed first
 KEPT = 200                      # newest events that a rank without a file keeps in memory
 TEXT_LIMIT = 2000               # characters of a string in an event
+WARN_EVERY = 600.0              # least number of seconds between two warnings that the file cannot be written
 
 
 class EventFile:
-    """Writes events to a file. Creates it with the first event of rank 0, or with the failure of another rank. ``handle`` raises
-    OSError if the file cannot be written.
+    """Writes events to a file. Creates it with the first event of rank 0, or with the failure of another rank.
 
     Args:
         folder: the output folder of the training.
         rank: of this process.
         limit: bytes, as LIMIT.
+        emit: receives a warning when the file cannot be written, and a line when it is written again. It may pass both on to
+            this handler.
     """
 
-    def __init__(self, folder: str, rank: int, limit: int = LIMIT):
-        self.folder, self.rank, self.limit = os.path.join(folder, FOLDER), rank, limit
+    def __init__(self, folder: str, rank: int, limit: int = LIMIT, emit: Emit = ignore):
+        self.folder, self.rank, self.limit, self.emit = os.path.join(folder, FOLDER), rank, limit, emit
         self.path: str | None = None
         self._file = -1
         self._size = 0
         self._kept: deque[bytes] = deque(maxlen=KEPT)
+        self._has_failure = False                       # this rank needs a file
+        self._is_torn = False                           # the last write failed: the file may end with part of a line
+        self._is_reported = False                       # a warning was emitted since the last write that did not fail
+        self._last_warning: float | None = None
         self._is_closed = False
         self._lock = threading.RLock()                  # reentrant: a signal handler can interrupt the thread that holds it
 
@@ -57,15 +77,44 @@ class EventFile:
         with self._lock:
             if self._is_closed:
                 return
-            if self._file < 0:
-                self._kept.append(line)
-                if self.rank and not _is_failure(event):
-                    return
-                self._open(time_s)
-                line = b"".join(self._kept)
-                self._kept.clear()
-            if self._size + len(line) <= self.limit or _says_more(event) and self._size + len(line) <= 2 * self.limit:
-                self._write(line)
+            try:
+                notice = self._succeeded() if self._append(event, line, time_s) else None
+            except OSError as error:
+                notice = self._failed(error, time_s)
+        if notice is not None:                          # without the lock: another handler can wait for a lock of its own
+            self.emit(notice)
+
+    def _append(self, event: Event, line: bytes, time_s: float) -> bool:
+        """Writes an event. Returns False if it is only kept in memory, or left out because of the limit."""
+        if self._file < 0:
+            self._kept.append(line)
+            self._has_failure = self._has_failure or _is_failure(event)
+            if self.rank and not self._has_failure:
+                return False
+            self._open(time_s)
+            line = b"".join(self._kept)
+            self._kept.clear()
+        if self._is_torn:
+            line = b"\n" + line
+        if self._size + len(line) <= self.limit or _says_more(event) and self._size + len(line) <= 2 * self.limit:
+            self._write(line)
+            return True
+        return False
+
+    def _failed(self, error: OSError, time_s: float) -> Notice | None:
+        """Returns a warning, but no second one until the file is written again, and none within WARN_EVERY: a disk that is almost
+        full can fail every other write."""
+        if self._is_reported or self._last_warning is not None and abs(time_s - self._last_warning) < WARN_EVERY:
+            return None
+        self._is_reported, self._last_warning = True, time_s
+        return warning(f"the event file {self.path or self.folder} cannot be written, so events are missing in it: {error}; each "
+                       f"later event is tried")
+
+    def _succeeded(self) -> Notice | None:
+        if not self._is_reported:
+            return None
+        self._is_reported = False
+        return Notice(f"the event file {self.path} is written again")
 
     def close(self) -> None:
         with self._lock:
@@ -82,10 +131,12 @@ class EventFile:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _write(self, line: bytes) -> None:
+        self._is_torn = True                            # until all of it is written
         done = os.write(self._file, line)
         self._size += done
-        if done < len(line):                            # a full disk: a later event would continue the torn line
-            raise OSError(f"{self.path}: {done} of {len(line)} bytes written")
+        if done < len(line):
+            raise OSError(f"{done} of {len(line)} bytes written")
+        self._is_torn = False
 
 
 def _line(event: Event, time_s: float, rank: int) -> bytes:

@@ -242,7 +242,8 @@ def training(config: Any) -> Iterator[TrainingContext]:
     save in flight, and TrainingEnded is the last event.
     """
     group = group_of_job()
-    emit = Emitter(MindFormersLog(), TensorBoard(), EventFile(adapter.output_root(), group.rank))
+    emit = Emitter(MindFormersLog(), TensorBoard())
+    emit.add(EventFile(adapter.output_root(), group.rank, emit=emit))
     context, ended = TrainingContext(task=TRAIN, resources=Resources(group, emit)), TrainingEnded(FAILED)
     with ExitStack() as end:                            # callbacks run in the reverse order
         end.callback(set_current, TrainingContext())    # what runs in this process later has a context of its own

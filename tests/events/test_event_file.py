@@ -1,11 +1,15 @@
 """One file per run, written by rank 0 and by failing ranks; bounded in size and number."""
+import errno
 import json
 import os
+import resource
 
 import pytest
 
 from mindresume.events import FAILED, FINISHED, Notice, SaveBegun, SaveFailed, TrainingEnded, WorkProgress, event_file
+from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import FOLDER, EventFile
+from mindresume.report.event_log import find_event_logs, read_events
 
 
 def lines_of(folder):
@@ -97,16 +101,133 @@ def test_a_failure_of_all_ranks_keeps_the_files_of_earlier_runs(tmp_path, monkey
     assert left[:-1] == sorted([*names[2:], *failed[:event_file.MAX_FAILED]])
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_for_the_emitter(tmp_path):
+# ---- a disk that fails -----------------------------------------------------------------------------------------------
+
+class Log:
+    """A training's events: the file and what else its emitter passes on."""
+
+    def __init__(self, folder, rank=0, limit=event_file.LIMIT):
+        self.folder, self.notices, self.time = folder, [], 0.0
+        self.emit = Emitter(self, clock=lambda: self.time)
+        self.file = EventFile(str(folder), rank, limit, self.emit)
+        self.emit.add(self.file)
+
+    def handle(self, event, time_s):
+        if isinstance(event, Notice):
+            self.notices.append(event.level)
+
+    def close(self):
+        pass
+
+    def read(self, *kinds):
+        """What the report reads, in order."""
+        (log,) = find_event_logs([str(self.folder)])
+        return [event for _, event in read_events(log, kinds)]
+
+    def steps(self):
+        return [event.step for event in self.read(SaveBegun)]
+
+
+class Disk:
+    """In the place of ``os`` in the module: the next writes fail as ``faults`` say, one each. None: no fault; a number: only so
+    many bytes are written; an error: raised."""
+
+    def __init__(self, monkeypatch):
+        self.faults = []
+        self._write = os.write
+        monkeypatch.setattr(event_file.os, "write", self.write)
+
+    def write(self, where, data):
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, OSError):
+            raise fault
+        return self._write(where, data if fault is None else data[:fault])
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("fault", [FULL, OSError(errno.EIO, os.strerror(errno.EIO)), 0, 1, 20])
+def test_after_a_write_that_fails_the_later_events_are_written(tmp_path, monkeypatch, fault):
+    disk, log = Disk(monkeypatch), Log(tmp_path)
+    log.emit(SaveBegun(1))
+    disk.faults = [fault]
+    for step in (2, 3):
+        log.emit(SaveBegun(step))
+    log.emit(SaveFailed(4, "no room"))
+    assert log.steps() == [1, 3] and log.read(SaveFailed) == [SaveFailed(4, "no room")]
+    assert log.notices == ["warning", "info"]
+
+
+@pytest.mark.parametrize("fault", [FULL, 1, 20])
+def test_while_the_disk_is_full_exactly_those_events_are_missing_and_one_warning_says_so(tmp_path, monkeypatch, fault):
+    disk, log = Disk(monkeypatch), Log(tmp_path)
+    log.emit(SaveBegun(1))
+    disk.faults = [fault] * 101                                             # of 100 events, and of the warning
+    for step in range(2, 102):
+        log.emit(SaveBegun(step))
+    assert log.notices == ["warning"] and not disk.faults
+    for step in (102, 103):
+        log.emit(SaveBegun(step))
+    assert log.steps() == [1, 102, 103] and log.notices == ["warning", "info"]
+
+
+def test_a_disk_that_fails_every_other_write_is_reported_once_in_a_while(tmp_path, monkeypatch):
+    disk, log = Disk(monkeypatch), Log(tmp_path)
+    for minute in range(20):
+        log.time = 60.0 * minute
+        disk.faults = [FULL, None]
+        for step in (2 * minute, 2 * minute + 1):
+            log.emit(SaveBegun(step))
+        log.emit(SaveBegun(1000 + minute))
+    assert log.notices == ["warning", "info"] * 2
+    assert {1000, 1010, 1019} <= set(log.steps())
+
+
+@pytest.mark.parametrize("fault", [FULL, 20])
+def test_the_failure_of_another_rank_is_recorded_when_there_is_room_again(tmp_path, monkeypatch, fault):
+    """The same full disk lets a save fail and the line about it."""
+    disk, log = Disk(monkeypatch), Log(tmp_path, rank=3)
+    log.emit(SaveBegun(5))
+    disk.faults = [fault, fault]                                            # of the failure, and of the warning
+    log.emit(SaveFailed(5, "no room"))
+    log.emit(SaveBegun(10))
+    log.emit(TrainingEnded(FAILED, "no room"))
+    assert log.read()[-1] == TrainingEnded(FAILED, "no room") and log.steps() == [10]
+
+
+def test_a_folder_that_cannot_be_made_is_tried_again_and_no_event_is_lost(tmp_path):
+    log = Log(tmp_path, rank=3)
     (tmp_path / FOLDER).touch()
-    with pytest.raises(OSError):
-        EventFile(str(tmp_path), 0).handle(SaveBegun(1), 0.0)
+    log.emit(SaveBegun(5))
+    log.emit(SaveFailed(5, "no room"))
+    assert log.notices == ["warning"]
+    (tmp_path / FOLDER).unlink()
+    log.emit(SaveBegun(10))
+    assert log.steps() == [5, 10] and log.read(SaveFailed) == [SaveFailed(5, "no room")]
+    assert log.notices == ["warning", "info"]
 
 
-def test_a_disk_that_takes_half_of_a_line_is_an_error(tmp_path, monkeypatch):
-    file = EventFile(str(tmp_path), 0)
-    file.handle(SaveBegun(1), 0.0)
-    write = os.write
-    monkeypatch.setattr(event_file.os, "write", lambda where, data: write(where, data[:5]))
-    with pytest.raises(OSError, match="5 of"):
-        file.handle(SaveBegun(2), 0.0)
+def test_a_line_that_the_system_itself_cuts(tmp_path):
+    """A limit on the size of files acts as a full disk: a short write, then an error."""
+    log = Log(tmp_path)
+    log.emit(SaveBegun(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(log.file.path) + 20, before[1]))
+    try:
+        for step in (2, 3):
+            log.emit(SaveBegun(step))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    log.emit(SaveBegun(4))
+    assert log.steps() == [1, 4] and log.notices == ["warning", "info"]
+
+
+def test_the_limit_counts_torn_lines_too(tmp_path, monkeypatch):
+    disk, log = Disk(monkeypatch), Log(tmp_path, limit=1000)
+    for step in range(100):
+        disk.faults = [20]
+        log.emit(SaveBegun(step))
+        log.emit(SaveFailed(step, "no room"))
+    log.emit(TrainingEnded(FINISHED))
+    assert 1900 < os.path.getsize(log.file.path) <= 2000
