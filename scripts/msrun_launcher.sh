@@ -216,13 +216,24 @@ end_job() {
   done
 }
 
-# Waits until second $1 of this script for writers to finish, then sends SIGKILL. A writer ends by itself after its training.
+# Prints the processes among "$@" with a thread that has not ended, except those that were left behind. A process that is ending
+# loses its environment before it has closed its files, so marked alone would miss it.
+running() {
+  local pid
+  for pid in "$@"; do
+    [[ $STUCK == *" $pid "* ]] || ! grep -qsE '^State:[[:space:]]*[^ZX[:space:]]' "/proc/$pid/task/"*/status || echo "$pid"
+  done
+}
+
+# Waits until second $1 of this script for writers to finish, then sends SIGKILL, waits MSRUN_STUCK seconds. A writer ends by
+# itself after its training.
 end_writers() {
-  local left
-  while left=$(marked "$WRITER_MARK") && [[ -n $left ]]; do
+  local left killed='' since=''
+  while left=$({ marked "$WRITER_MARK"; running $killed; } | sort -u) && [[ -n $left ]]; do
     if (( AT_ONCE || SECONDS >= $1 )); then
       kill -KILL $left 2>/dev/null
-      return
+      killed=$left since=${since:-$SECONDS}
+      (( SECONDS - since <= MSRUN_STUCK )) || leave_behind $left
     fi
     pause 0.05
   done
