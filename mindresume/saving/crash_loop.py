@@ -1,17 +1,17 @@
 """Guards against crash loops: counts the jobs that loaded a checkpoint and died before their first step was done.
 
-    {root}/.mindresume/trial-{key}                    rank 0, when all ranks have loaded it and the network is compiled
-    {root}/.mindresume/death-{run}-rank_00003.json    a rank that ends with an error before its first step is done: why
-    {root}/.mindresume/death-{run}-signals            rank 0: the numbers of signals, written by the kernel, see below
+    {root}/.mindresume/trial-{key}                    by rank 0: all ranks have loaded the checkpoint, the network is compiled
+    {root}/.mindresume/death-{run}-rank_00003.json    by a rank that ends with an error before its first step is done: the error
+    {root}/.mindresume/death-{run}-signals            by rank 0: the numbers of signals (``LoadAttempt._capture_signals``)
 
-A platform restarts a job whenever it dies, and a checkpoint on which every job dies would be loaded for ever. So a job that dies
-between the two moments above is a failed load of the checkpoint, unless it was asked to end, or an error of one of its ranks has
-another explanation (``explanation``). After ``max_failed_loads`` failed loads in a row, of one output, the checkpoint is
-suspected: a resume uses it only if there is no other, and retention does not remove it. The first step that a job finishes clears
-it.
+A platform restarts a job whenever it dies. If every job died of one checkpoint, that checkpoint would be loaded for ever. So a
+job that dies after all ranks have loaded a checkpoint, and before the first step is done, counts as a failed load of the
+checkpoint, unless the job was asked to end, or an error of one of its ranks has another cause (``explanation``). After
+``max_failed_loads`` failed loads in a row, by jobs with the same output folder, the checkpoint is suspected: a resume uses it
+only if there is no other, and retention does not remove it. The first step that a job finishes clears the suspicion.
 
 A job that dies without an error may have been killed by the platform; it counts too, because most crashes leave no error. If all
-errors came from one host of several, that host is suspected first, and the checkpoint only after twice as many.
+errors came from one of several hosts, that host is suspected first, and the checkpoint only after twice as many failed loads.
 """
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ NO_ERROR = "no error was reported"
 
 @dataclass(frozen=True)
 class FailedLoad:
-    """A job that died after it had loaded a checkpoint. ``hosts``: number of hosts it ran on. ``host``, ``rank``: where the error
-    without another explanation was raised; empty and None if no rank reported one."""
+    """Describes a job that died after it had loaded a checkpoint. ``hosts``: number of its hosts. ``host``, ``rank``: where the
+    error without another cause was raised; empty and None if no rank reported one."""
     run: str
     cause: str = NO_ERROR
     host: str = ""
@@ -57,7 +57,7 @@ class FailedLoad:
 
 @dataclass(frozen=True)
 class _LoadHistory:
-    """The load attempts of one checkpoint. ``output``: of the jobs it is about. ``failed_loads``: jobs that count.
+    """Holds the load attempts of one checkpoint. ``output``: output folder of the jobs. ``failed_loads``: the jobs that count.
     ``last_attempt``: the job of the last load attempt."""
     output: str = ""
     failed_loads: tuple[FailedLoad, ...] = ()
@@ -65,8 +65,8 @@ class _LoadHistory:
 
     @classmethod
     def read(cls, storage: Storage, path: str) -> _LoadHistory | None:
-        """Reads a file; None if it has another form. Files of earlier versions ("2 /output") counted any death and are not
-        used."""
+        """Returns the content of a file, None if it has another form. Files of earlier versions ("2 /output") counted jobs that
+        died for any reason, and are not used."""
         try:
             with storage.open(path) as file:
                 value = json.loads(file.read(_MAX_BYTES))
@@ -94,24 +94,24 @@ def _parse_failed_load(row: Mapping[str, Any]) -> FailedLoad:
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 def key_of(candidate: Candidate) -> str:
-    """Returns the name of a candidate within its root: its folder of records; of a checkpoint of mindformers the iteration folder
-    or the first file."""
+    """Returns the name of a candidate within its root: its folder of records, or for a checkpoint of mindformers its iteration
+    folder or first file."""
     return candidate.name or candidate.iteration_dir or os.path.basename(candidate.first.path if candidate.first else "")
 
 
 def load_attempts(storage: Storage, root: str) -> dict[str, tuple[FailedLoad, ...] | None]:
-    """Returns {key: failed loads in a row} of every checkpoint with load attempts; None if its file cannot be read: a damaged
-    file must not exclude a checkpoint from the selection."""
+    """Returns {key: failed loads in a row} for every checkpoint with load attempts. The value is None if the file cannot be read:
+    a damaged file must not exclude a checkpoint from the selection."""
     found = {}
     for name in storage.list(os.path.join(root, FOLDER)):
-        if name.startswith(_HISTORY):                       # a half-written one begins with a dot
+        if name.startswith(_HISTORY):                       # the name of a half-written file begins with a dot
             history = _LoadHistory.read(storage, os.path.join(root, FOLDER, name))
             found[name.removeprefix(_HISTORY)] = _counted(storage, root, history) if history else None
     return found
 
 
 def failed_loads_by_key(storage: Storage, root: str) -> dict[str, tuple[FailedLoad, ...]]:
-    """Returns ``load_attempts`` for a selection: without unreadable ones, and empty if the folder of records cannot be listed."""
+    """Returns ``load_attempts`` without unreadable files; empty if the folder of records cannot be listed. For a selection."""
     try:
         return {key: failed_loads for key, failed_loads in load_attempts(storage, root).items() if failed_loads}
     except OSError:
@@ -128,7 +128,7 @@ def suspicion(failed_loads: Sequence[FailedLoad], limit: int) -> str:
 
 
 def all_on_one_host(failed_loads: Sequence[FailedLoad]) -> bool:
-    """Returns whether one host of several may be the cause of all of them."""
+    """Returns whether one of several hosts may be the cause of all failed loads."""
     return len({failed_load.host for failed_load in failed_loads}) == 1 and all(
         failed_load.host and failed_load.hosts > 1 for failed_load in failed_loads)
 
@@ -144,8 +144,8 @@ def warning(failed_loads: Sequence[FailedLoad], limit: int) -> str:
 
 
 def _counted(storage: Storage, root: str, history: _LoadHistory) -> tuple[FailedLoad, ...]:
-    """Returns the failed loads, with the job of the last attempt: it is dead, or no other job would select. A job that is alive
-    on another machine counts for now."""
+    """Returns the failed loads, with the job of the last attempt unless its end has another cause. That job is dead, because no
+    other job would select a checkpoint otherwise; a job that is alive on another machine counts for now."""
     if history.last_attempt is None:
         return history.failed_loads
     folder, prefix = os.path.join(root, FOLDER), f"{_FAILURE}{history.last_attempt.run}-"
@@ -180,11 +180,11 @@ class LoadAttempt:
         self.storage, self.root, self.output, self.rank, self.limit = storage, root, output, rank, limit
         self.path = os.path.join(root, FOLDER, _HISTORY + key_of(candidate))
         self.run, self.hosts, self.begun = "", 1, False
-        self._signals: tuple[int, int] | None = None        # (our file, the descriptor that got the numbers before)
+        self._signals: tuple[int, int] | None = None        # (our file, the descriptor that received the numbers before)
 
     def begin(self) -> None:
-        """Records that all ranks have loaded the checkpoint and the network is compiled: from here on the checkpoint may be the
-        reason if the job dies. Records nothing in a directory without a folder of records. Raises OSError."""
+        """Records that all ranks have loaded the checkpoint and the network is compiled: if the job dies from here on, the
+        checkpoint may be the reason. Records nothing if the directory has no folder of records. Raises OSError."""
         self.begun = True
         if self.rank == 0 and self.storage.status(os.path.dirname(self.path)) is not None:
             before = _LoadHistory.read(self.storage, self.path) or _LoadHistory()
@@ -195,7 +195,7 @@ class LoadAttempt:
             self._remove_failures(before.last_attempt.run if before.last_attempt else "")
 
     def passed(self) -> None:
-        """Removes the files: a step is done, so jobs do not die of this checkpoint. Raises OSError."""
+        """Removes the files of the load attempt: a step is done, so jobs do not die of this checkpoint. Raises OSError."""
         if self.rank == 0:
             self._stop_capturing()
             self.storage.remove(self.path)
@@ -212,8 +212,8 @@ class LoadAttempt:
                 "cause": text, "host": socket.gethostname(), "rank": self.rank, "explained": why}, self.run)
 
     def _clear_others(self) -> None:
-        """Removes the load attempts of this output on other checkpoints that are not suspected. The training goes on from this
-        one, so no job will clear them, and retention keeps a checkpoint with failed loads."""
+        """Removes the load attempts of jobs with this output folder on other checkpoints that are not suspected. The training
+        continues from this checkpoint, so no job would clear them, and retention keeps a checkpoint with failed loads."""
         folder = os.path.dirname(self.path)
         for name in self.storage.list(folder) if self.limit else ():
             if name.startswith(_HISTORY):
@@ -233,9 +233,9 @@ class LoadAttempt:
                 self.storage.remove(os.path.join(folder, name))
 
     def _capture_signals(self) -> None:
-        """Makes the interpreter write the numbers of signals into a file the moment they arrive. A handler in Python would run
-        only after the step that is being computed, and a platform may kill before."""
-        with suppress(ValueError, OSError):                 # not the main thread, or a disk that does not support it
+        """Makes the interpreter write the numbers of signals into a file at the moment when they arrive. A handler in Python
+        would run only after the current step, and a platform may kill the job before."""
+        with suppress(ValueError, OSError):                 # not in the main thread, or not supported by the disk
             file = os.open(self._failure_path(_SIGNALS), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC,
                            0o666)
             try:
@@ -258,7 +258,7 @@ class PendingLoadAttempt:
     attempt: LoadAttempt | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the load attempt, unless it has ended: a step is done, or this rank ends with ``error``."""
+        """Ends the load attempt at the first call: a step is done, or this rank ends with ``error``."""
         attempt, self.attempt = self.attempt, None
         if attempt is not None:
             with suppress(OSError):                 # the next job reads the files again
@@ -274,7 +274,7 @@ _ERROR_PATTERNS = (
 
 
 def explanation(error: BaseException) -> str:
-    """Returns the cause of an error if it is not the content of a checkpoint; empty: it may be."""
+    """Returns the cause of an error; empty if the content of the checkpoint may be the cause."""
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return "it was asked to end"
     if isinstance(error, MindResumeError):

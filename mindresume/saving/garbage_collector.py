@@ -1,4 +1,4 @@
-"""Removes checkpoints: plans the removals, then carries them out. A process may die at any operation of it.
+"""Removes checkpoints: plans the removals, then carries them out. The process may die at any operation.
 
     made = plan(storage, root, policy, read_locks(), active=run)       # reads only
     removed = carry_out(storage, root, made, read_locks)
@@ -47,25 +47,25 @@ from mindresume.storage.atomic_publish import TEMPORARY, temporary_name
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, remove_tree
 
-FindReadLocks = Callable[[], Mapping[str, str]]        # name of an attempt folder -> who holds it, asked anew each time
+FindReadLocks = Callable[[], Mapping[str, str]]        # {name of an attempt folder: its reader}, read anew at each call
 
 NEWEST = "the newest one"
 NOT_COMMITTED = "complete, not committed yet"
 NOT_COMPLETE = "not complete yet; its run may still go on"
-NOTHING_WHOLE = "no checkpoint is whole: nothing goes while that is so"
+NOTHING_WHOLE = "no checkpoint is whole, so none is removed"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision about each save in one directory; each group newest first.
+    """Says for each save in one directory whether it is removed. Each group is sorted, newest first.
 
     Attributes:
         kept: checkpoints that stay.
         to_delete: checkpoints to remove.
         orphans: saves that never completed and never will, to remove.
         unfinished: incomplete saves that stay, because their run may be alive.
-        read_locked: checkpoints to remove that are being read, so they stay.
-        reasons: why, by ``commit_dir``: two folders can have records of one name.
+        read_locked: checkpoints that stay only because they are being read.
+        reasons: {``commit_dir``: why}; not by name, because two folders can have records of one name.
     """
     kept: tuple[Candidate, ...] = ()
     to_delete: tuple[Candidate, ...] = ()
@@ -84,13 +84,14 @@ def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | 
     Args:
         held: {name of an attempt folder: reader}.
         active: the run that saves now. Its incomplete saves before its newest commit are orphans, because every rank is past
-        them. ended: returns whether a run is certainly over; called after the directory was read, so that a run that began
+            them.
+        ended: returns whether a run is certainly over. It is called after the directory was read, so that a run that began
             meanwhile does not count as over. Incomplete saves of other runs stay, whatever their age.
         lineage: checkpoints of earlier runs of this training count; None: of any training.
 
-    What ``mindresume.saving.protection`` names is never removed, and some of it is not counted. Committed checkpoints newer than
-    the newest whole one are broken: the policy chooses among the others as if they did not exist, and they are removed only if it
-    would not keep them either. Without a whole checkpoint nothing is removed.
+    Saves that ``mindresume.saving.protection`` names are never removed, and some of them do not count. Committed checkpoints
+    newer than the newest whole one are broken: the policy is applied to the others as if the broken ones did not exist, and a
+    broken one is removed only if the policy would not keep it either. Without a whole checkpoint nothing is removed.
     """
     found, _, _ = scan_records(storage, root)
     aside = not_counted(found, lineage)
@@ -99,7 +100,7 @@ def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | 
     committed = [c for c in counted if c.committed]
     good = next((index for index, c in enumerate(committed) if NEWEST_WHOLE in stays.get(c.commit_dir, ())), None)
     kept_by, going = _apply_policy(policy, committed, good)
-    # Complete saves of runs that are over, which cannot be committed any more, count, but displace no good one.
+    # A complete save of a run that is over cannot be committed any more. It counts, but displaces no committed checkpoint.
     over = {run for run in {c.run for c in found if c.run not in (None, active) and not c.committed} if ended(run)}
     places = [c for c in counted if c.committed or (c.maybe_completed and c.run in over)]
     for index in surplus(policy, places) if good is not None else ():
@@ -130,13 +131,13 @@ def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | 
 
 def _apply_policy(policy: Policy, committed: Sequence[Candidate], good: int | None
                   ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Returns ({commit_dir: why it stays}, {commit_dir: why it is removed}) of ``committed``, newest first. ``good``: index of
-    the newest whole one."""
+    """Returns ({commit_dir: why it stays}, {commit_dir: why it is removed}) for ``committed``, which is sorted newest first.
+    ``good``: index of the newest whole one."""
     if good is None:
         return {c.commit_dir: [NOTHING_WHOLE] for c in committed}, {}
     kept: dict[str, list[str]] = {}
     going: dict[str, str] = {}
-    # Those newer than the good one are broken: judged among all; the others as if the broken ones were not there.
+    # Checkpoints newer than the good one are broken. They are judged among all, the others as if there were no broken ones.
     for counted, judged in ((committed, committed[:good]), (committed[good:], committed[good:])):
         keepers = _keepers(policy, counted)
         gone = set(surplus(policy, counted))
@@ -160,9 +161,9 @@ def _keepers(policy: Policy, newest_first: Sequence[Candidate]) -> dict[int, lis
 # ---- carrying out --------------------------------------------------------------------------------------------------
 
 def carry_out(storage: Storage, root: str, made: Plan, read_locks: FindReadLocks = dict, emit: Emit = ignore) -> list[Candidate]:
-    """Removes ``to_delete`` and ``orphans`` of a plan, and finishes removals of earlier processes. Returns those that this call
-    un-committed, without those that another process removed or that are being read by now. A failure is an event, concerns one
-    candidate only, and the next call tries again."""
+    """Removes ``to_delete`` and ``orphans`` of a plan, and finishes removals of earlier processes. Returns the candidates that
+    this call un-committed; those that another process removed, or that are being read by now, are left out. A failure is an event
+    and concerns one candidate only; the next call tries again."""
     trash: dict[str, Candidate] = {}
     moving = [candidate.name for candidate in made.to_delete if candidate.iteration_dir]     # with their weights
     with _removal_announced(storage, root, moving):
@@ -180,8 +181,8 @@ def carry_out(storage: Storage, root: str, made: Plan, read_locks: FindReadLocks
 
 @contextmanager
 def _removal_announced(storage: Storage, root: str, names: list[str]) -> Iterator[None]:
-    """Announces to readers that ``names`` are about to be removed. If that cannot be written (a full disk), a reader may find its
-    checkpoint renamed for a moment."""
+    """Announces to readers that ``names`` are about to be removed. If the announcement cannot be written (a full disk), a reader
+    may find its checkpoint renamed for a moment."""
     lease = None
     if names:
         with suppress(OSError):
@@ -195,8 +196,8 @@ def _removal_announced(storage: Storage, root: str, names: list[str]) -> Iterato
 
 def free_names(storage: Storage, root: str, paths: Collection[str], run: str, dead: Callable[[], object],
                read_locks: FindReadLocks = dict, emit: Emit = ignore) -> None:
-    """Removes incomplete saves of other runs whose weights have one of ``paths``, which ``run`` needs: a training that started
-    afresh on a disk without the checkpoint of ``run`` has used the same names. ``dead()`` raises LeaseHeldError if a job with a
+    """Removes incomplete saves of other runs whose weights have one of the ``paths`` that ``run`` needs: a training that started
+    afresh, on a disk without the checkpoint of ``run``, has used the same names. ``dead()`` raises LeaseHeldError if a job with a
     lease on ``root`` is alive."""
     folder = os.path.join(root, FOLDER)
 
@@ -212,9 +213,10 @@ def free_names(storage: Storage, root: str, paths: Collection[str], run: str, de
 
 
 def _uncommit(storage: Storage, root: str, candidate: Candidate, read_locks: FindReadLocks, emit: Emit) -> str:
-    """Renames ``commit_dir`` to a trash folder. Returns its name; empty if the checkpoint is being read or gone. A reader
-    publishes its read lock and then checks that the folder exists; this renames and then checks for read locks: at least one of
-    the two sees the other. For a folder that moves with its weights, read locks are checked before the rename, too."""
+    """Renames ``commit_dir`` to a trash folder. Returns the name of the trash folder; empty if the checkpoint is being read or
+    gone. A reader publishes its read lock and then checks that the folder exists; this function renames the folder and then
+    checks for read locks: at least one of the two sees the other. An iteration folder moves with its weights, so read locks are
+    checked before its rename, too."""
     held = read_locks() if candidate.iteration_dir else {}
     if candidate.name in held:
         emit(RemovalPostponed(candidate.commit_dir, held[candidate.name], candidate.step))
@@ -236,7 +238,8 @@ def _uncommit(storage: Storage, root: str, candidate: Candidate, read_locks: Fin
 
 
 def _postponed(path: str, error: OSError, step: int | None = None) -> RemovalPostponed:
-    """Returns equal events for the same failure, without the name of the trash, so that it is emitted once."""
+    """Returns the event for a failure. Without the name of the trash folder, events of the same failure are equal, and it is
+    emitted once."""
     return RemovalPostponed(path, error.strerror or str(error), step)
 
 
@@ -253,17 +256,17 @@ def _restore(storage: Storage, trash: str, attempt: str) -> bool:
 def empty_trash(storage: Storage, root: str, read_locks: FindReadLocks = dict, checked: Collection[str] = (),
                 emit: Emit = ignore) -> None:
     """Finishes every removal in progress. A failure is an event and concerns one of them only. ``checked``: names of trash
-    without read locks, whose rename is durable.
+    folders without read locks, whose rename is durable.
 
-    A checkpoint that is read-locked, because the process that un-committed it died before it checked, is restored if it is still
-    whole; else it waits until the lock is gone.
+    A checkpoint in the trash has a read lock if the process that un-committed it died before it checked for read locks. It is
+    restored if it is still whole; otherwise it stays in the trash until the lock is gone.
     """
     folder = os.path.join(root, FOLDER)
     names = [name for name in storage.list(folder) if name.startswith(TRASH)]
     ready, others = [name for name in names if name in checked], [name for name in names if name not in checked]
     if others:
         try:
-            for path in (root, folder):                         # the process that renamed it may have died before the sync
+            for path in (root, folder):                         # the process that renamed them may have died before the sync
                 storage.sync(path)
             held = read_locks()
         except OSError as error:
@@ -276,9 +279,9 @@ def empty_trash(storage: Storage, root: str, read_locks: FindReadLocks = dict, c
             _restore_if_whole(storage, root, name, emit)
     if not ready:
         return
-    # A name can be used twice if rank folders were deleted by hand and their records were not: the later file stays.
+    # Two saves can have files of one name, if rank folders were deleted by hand and their records were not: the later file stays.
     found, referenced, _ = scan_records(storage, root)
-    known = None if any(candidate.listing_error for candidate in found) else referenced        # then not all are known
+    known = None if any(candidate.listing_error for candidate in found) else referenced        # None: not all are known
     for name in ready:
         try:
             _clear(storage, root, os.path.join(folder, name), known)
@@ -299,7 +302,7 @@ def _restore_if_whole(storage: Storage, root: str, name: str, emit: Emit) -> Non
 
 
 def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | None, str]:
-    """Returns (manifest of a trash folder, None unless it is whole; folder to which its paths are relative)."""
+    """Returns (manifest of a trash folder, or None unless all of its files are there; folder to which its paths are relative)."""
     inner = attempts_within(storage, os.path.dirname(trash), os.path.basename(trash))
     folder, base = (inner[0].path(os.path.dirname(trash)), trash) if inner else (trash, root)
     try:
@@ -314,7 +317,7 @@ def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | No
 
 def _clear(storage: Storage, root: str, trash: str, referenced: Collection[str] | None) -> None:
     status = storage.status(trash)
-    if status is not None and not status.is_link:               # the target of a link is not ours
+    if status is not None and not status.is_link:               # the target of a link is not removed
         if holds_weights(storage, trash):
             remove_tree(storage, trash)
             return
@@ -331,7 +334,7 @@ def holds_weights(storage: Storage, trash: str) -> bool:
 
 def _clear_weights(storage: Storage, root: str, trash: str, referenced: Collection[str] | None) -> None:
     """Removes the weights of a trash folder. ``referenced``: files of other saves, which stay; None: not known, so only files
-    that say inside that they are of this save are removed."""
+    whose label names this save are removed."""
     staying = {os.path.join(root, path) for path in referenced or ()}
     by_folder: dict[str, list[str]] = {}
     for path in weights_of(storage, root, trash):
@@ -343,15 +346,15 @@ def _clear_weights(storage: Storage, root: str, trash: str, referenced: Collecti
         for path in paths:
             storage.remove(path)
         try:
-            storage.sync(rank_folder)           # in any case: the process that removed them may have died before
+            storage.sync(rank_folder)           # also if nothing was left: the process that removed the files may have died
         except FileNotFoundError:
             return                              # this rank wrote nothing, or its folder was removed by hand
     parallel(storage, clear, by_folder.items())
 
 
 def _may_be_of_another(storage: Storage, root: str, path: str, trash: str) -> bool:
-    """Returns whether the weights at ``path`` may be of another save than the one in ``trash``. A temporary file has its run in
-    its name."""
+    """Returns whether the weights at ``path`` may be of another save than the one in ``trash``. A temporary file cannot be: its
+    name contains its run."""
     step, run = parse_attempt(strip_trash(os.path.basename(trash))) or (0, "")
     if path.endswith(TEMPORARY) or storage.status(path) is None:
         return False
@@ -362,11 +365,11 @@ def _may_be_of_another(storage: Storage, root: str, path: str, trash: str) -> bo
 
 
 def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
-    """Returns the paths of the weights that an attempt may have written, on every rank, recorded or not. ``folder``: the folder
-    of its records, perhaps trash already.
+    """Returns the paths of the weights that an attempt may have written, on every rank, recorded or not. ``folder``: its folder
+    of records, which may be in the trash already.
 
-    One record gives the names for all ranks, because a prefix with its suffix belongs to one run alone. Without a record of this
-    attempt that names a file of its step, the labels in the files decide.
+    One record gives the names for all ranks, because a prefix with its suffix belongs to one run alone. If no record of this
+    attempt names a file of its step, the labels in the files decide.
     """
     step, run = parse_attempt(strip_trash(os.path.basename(folder))) or (0, "")
 

@@ -1,16 +1,16 @@
-"""The checkpoints in an object store: the names of their objects, and the order in which these are put and deleted.
+"""Reads, puts and deletes checkpoints in an object store: the names of the objects, and the order of puts and deletions.
 
     {remote_save_url}/checkpoint/
       run-0002-1f3a9c04.json                              status of the newest run: the step that it is uploading
-      step-0000000015-run-0002-1f3a9c04/                  one attempt: all that one run saved of one step
+      step-0000000015-run-0002-1f3a9c04/                  one attempt: everything that one run saved at one step
         rank_0/qwen3_rank_0-2_5.safetensors               weights, or qwen3-model-...safetensors, common.json, metadata.json
         .mindresume/step-0000000015-run-0002-1f3a9c04/    rank_00000.json ..., and put last: manifest.json
 
-    put       each rank: weights ─▶ its record      rank 0: objects of all ranks there? ─▶ the manifest: that is the commit
-    delete    the manifest ─▶ everything else
+    put       each rank: weights ─▶ its record      rank 0: objects of all ranks there? ─▶ manifest, which is the commit
+    delete    manifest ─▶ everything else
 
-Names contain step and run, so no object ever replaces another one (except the status of a run), and the objects of a dead rank
-differ from those that are being uploaded. Below its name an attempt has the layout of a checkpoint directory: its copy is a
+Names contain step and run. So no object ever replaces another one (except the status of a run), and objects that a dead run left
+behind have other names than those that are being uploaded. An attempt has the layout of a checkpoint directory: a copy of it is a
 checkpoint, or an iteration folder.
 """
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mindresume.storage.object_store import ObjectStore
 from mindresume.storage.operations import parallel, read_bytes
 
 _STATUS, _SUFFIX = "run-", ".json"
-_LOST = "lost-"                  # prefix of the name of a record that will never come
+_LOST = "lost-"                  # prefix of the object that says that a record will never come
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class BucketListing:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Tells all ranks of a run what to do. ``step``: they upload it now; ``ended``: nothing will follow, because of ``reason``
-    unless the training has ended."""
+    """Tells all ranks of a run what to do. ``step``: they upload it now. ``ended``: no upload follows. ``reason``: why; empty:
+    the training has ended."""
     step: int | None = None
     ended: bool = False
     reason: str = ""
@@ -78,7 +78,7 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class _RetentionRow:
-    """Holds what a retention policy needs of one checkpoint."""
+    """Holds the values of one checkpoint that a retention policy reads."""
     step: int
     saved_at: float
     metrics: Mapping[str, float]
@@ -86,13 +86,13 @@ class _RetentionRow:
 
 
 def record_path(attempt: str, name: str) -> str:
-    """Returns the path of a record, or of the manifest, in an attempt: relative to the folder that the paths in it start from."""
+    """Returns the path of a record or manifest of an attempt, relative to the folder to which the paths in it are relative."""
     return f"{FOLDER}/{attempt}/{name}"
 
 
 def committed_dir(target: SaveTarget, step: int) -> str | None:
-    """Returns the folder that the paths in the records of a step start from, None unless this run has committed the step and it
-    has its final name."""
+    """Returns the folder to which the paths in the records of a step are relative. Returns None unless this run has committed the
+    step and the folder has its final name."""
     data_dir = os.path.join(target.root, iteration_name(step)) if target.iterations else target.root
     manifest = os.path.join(data_dir, record_path(attempt_name(step, target.run), MANIFEST))
     return data_dir if target.storage.status(manifest) is not None else None
@@ -103,13 +103,13 @@ class RemoteCheckpoints:
     """Reads, puts and deletes the checkpoints below ``url``. Every method raises RemoteError if the store fails."""
     store: ObjectStore
     url: str
-    _manifests: dict[str, Manifest] = field(default_factory=dict)       # read already; they never change
+    _manifests: dict[str, Manifest] = field(default_factory=dict)       # read already; a manifest never changes
     _unreadable: set[str] = field(default_factory=set)
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def scan(self) -> BucketListing:
-        """Returns what is there, with one listing."""
+        """Returns the names of all objects, with one listing."""
         objects: dict[str, set[str]] = {}
         statuses = []
         for name in self.store.list(self.url):
@@ -124,7 +124,7 @@ class RemoteCheckpoints:
         return BucketListing({attempt: frozenset(paths) for attempt, paths in objects.items()}, tuple(statuses))
 
     def manifest(self, attempt: str) -> tuple[Manifest, bytes]:
-        """Returns the manifest of an attempt, and its bytes. Raises RecordError if it is damaged, or not of this attempt."""
+        """Returns the manifest of an attempt, and its bytes. Raises RecordError if it is damaged or of another attempt."""
         data = self.store.read(self._url(attempt, record_path(attempt, MANIFEST)))
         manifest = Manifest.read(io.BytesIO(data))
         if attempt_name(manifest.step, manifest.run) != attempt:
@@ -145,7 +145,7 @@ class RemoteCheckpoints:
     # ---- runs ------------------------------------------------------------------------------------------------------
 
     def publish_status(self, run: str, status: RunStatus) -> None:
-        """Puts the status that rank 0 gives its run: the other ranks, on any node, follow it, and other jobs see the run."""
+        """Puts the status of a run, on rank 0. The other ranks, on any node, follow it, and other jobs see the run."""
         text = json.dumps({"step": status.step, "ended": status.ended, "reason": status.reason})
         self.store.put(self._status_url(run), text.encode())
 
@@ -157,7 +157,7 @@ class RemoteCheckpoints:
             value = parse_json(self.store.read(url))
             step, ended, reason = value["step"], value["ended"], value.get("reason", "")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise RemoteError(f"{url} is not a run status that mindresume wrote ({error}); the next step replaces it") from error
+            raise RemoteError(f"{url} is no run status that mindresume wrote: {error}; the next upload replaces it") from error
         return RunStatus(step if is_count(step) else None, ended is True, reason if isinstance(reason, str) else "")
 
     def _status_url(self, run: str) -> str:
@@ -180,8 +180,8 @@ class RemoteCheckpoints:
         return target.storage.status(os.path.join(data_dir, path)) is not None
 
     def put_shard(self, target: SaveTarget, step: int, data_dir: str) -> int:
-        """Uploads the files that one rank saved (rank 0: the metadata files too), then its record. Leaves out what is there
-        already. Returns the bytes sent. Raises OSError or RecordError if it cannot be read from the disk (any more)."""
+        """Uploads the files that one rank saved (rank 0: the metadata files too), then its record. Leaves out files that
+        the store has. Returns the bytes sent. Raises OSError or RecordError if a file cannot be read from the disk (any more)."""
         attempt = attempt_name(step, target.run)
         recorded = os.path.join(data_dir, record_path(attempt, record_name(target.rank)))
         with target.storage.open(recorded) as file:
@@ -197,13 +197,14 @@ class RemoteCheckpoints:
         return sent
 
     def report_lost_shard(self, target: SaveTarget, step: int, reason: str) -> None:
-        """Tells rank 0 that the shard of this rank will never come."""
+        """Puts an object that tells rank 0 that the shard of this rank will never come."""
         attempt = attempt_name(step, target.run)
         self.store.put(self._url(attempt, record_path(attempt, f"{_LOST}{record_name(target.rank)}")), reason.encode())
 
     def missing(self, target: SaveTarget, step: int, data_dir: str) -> list[str]:
-        """Returns, for rank 0, the names of objects that must be there before the manifest and are not. A record is put after all
-        files that it names, whose sizes were checked. Raises LostShardError if a rank has reported its shard lost."""
+        """Returns the names of missing objects that rank 0 needs before it puts the manifest. A rank puts its
+        record after all files in it, so their sizes are not compared again. Raises LostShardError if a rank has reported that its
+        shard is lost."""
         attempt = attempt_name(step, target.run)
         there = set(self.store.list(f"{self.url}/{attempt}"))
         for rank in range(target.world_size):
@@ -219,23 +220,23 @@ class RemoteCheckpoints:
         return [file.path for file in files if file.path not in there]
 
     def commit(self, target: SaveTarget, step: int, data_dir: str) -> None:
-        """Puts the manifest, after ``missing`` returned nothing. Raises RemoteError if an object is gone all the same: a later
-        run took this one for dead, and removed what it had not completed."""
+        """Puts the manifest, after ``missing`` returned nothing. Raises RemoteError if an object is gone by then: a later run
+        took this one for dead, and removed its incomplete attempt."""
         attempt = attempt_name(step, target.run)
         manifest, data = self._whole(target, attempt, data_dir)
         path = record_path(attempt, MANIFEST)
         self.store.put(self._url(attempt, path), data)
-        # A later run that removes the attempt looks for the manifest before, and deletes it again after everything else: one of
-        # the two sees what the other has done.
+        # A later run that removes the attempt looks for the manifest before, and deletes it once more after all other objects.
+        # This run puts the manifest and then looks for the other objects. So one of the two runs sees what the other has done.
         gone = self.missing(target, step, data_dir)
         if gone:
             self.store.delete(self._url(attempt, path))
-            raise RemoteError(f"{len(gone)} objects were removed while the last ones came, the first is {gone[0]}")
+            raise RemoteError(f"{len(gone)} objects were removed during the upload, the first is {gone[0]}")
         self._manifests[attempt] = manifest
 
     def _whole(self, target: SaveTarget, attempt: str, data_dir: str) -> tuple[Manifest, bytes]:
-        """Returns the manifest of all ranks. Where nodes share no disk, the manifest of rank 0's node names the ranks of that
-        node only: then it is made from the records of all ranks, which are together only in the store."""
+        """Returns the manifest of all ranks, and its bytes. If nodes share no disk, the manifest on the disk of rank 0 names only
+        the ranks of its node. Then the manifest is made from the records of all ranks, which only the store has."""
         manifest, data = self.local_manifest(target, attempt, data_dir)
         if not manifest.local_ranks:
             return manifest, data
@@ -253,16 +254,16 @@ class RemoteCheckpoints:
     # ---- deleting --------------------------------------------------------------------------------------------------
 
     def prune(self, policy: Policy, run: str, step: int, emit: Emit = ignore) -> list[int]:
-        """Removes, after ``step`` of ``run`` was committed, the checkpoints that the policy does not keep, and attempts that
-        earlier runs, or this one before ``step``, never completed. Keeps the newest checkpoint, the newest healthy one, and
-        ``step``; checkpoints of another training (``lineage.py``) are not counted and stay.
+        """Removes checkpoints that the policy does not keep, and incomplete attempts of earlier runs and of this run before
+        ``step``. Called after ``step`` of ``run`` was committed. The newest checkpoint, the newest healthy one and ``step`` stay
+        in any case. Checkpoints of another training (``lineage.py``) stay and do not count.
 
         Returns:
             The steps of removed checkpoints.
 
         Raises:
-            SupersededError: a later run is there; nothing was removed.
-            RemoteError: something could not be removed; the rest was.
+            SupersededError: there is a later run; nothing was removed.
+            RemoteError: some objects could not be removed; all others were.
         """
         seen = self.scan()
         self.check_not_superseded(run, seen)
@@ -287,30 +288,30 @@ class RemoteCheckpoints:
         if removed:
             emit(CheckpointsRemoved(tuple(removed), self.url, str(policy)))
         if failures:
-            raise RemoteError(f"{len(failures)} names below {self.url} could not be cleared: {failures[0]}")
+            raise RemoteError(f"{len(failures)} removals below {self.url} failed, the first: {failures[0]}")
         return removed
 
     def _known(self, attempt: str, emit: Emit) -> Manifest | None:
-        """Returns a manifest, which is read once. None if it cannot be read (damaged, archived, access denied): the attempt
-        stays, and is not counted."""
+        """Returns the manifest of an attempt; reads it once. Returns None if it cannot be read (damaged, archived, access
+        denied): then the attempt stays and does not count."""
         if attempt not in self._manifests and attempt not in self._unreadable:
             try:
                 self._manifests[attempt] = self.manifest(attempt)[0]
             except (RecordError, RemoteError) as error:
                 self._unreadable.add(attempt)
-                emit(warning(f"{self.url}/{attempt} stays, and is not counted: its manifest cannot be read: {error}"))
+                emit(warning(f"{self.url}/{attempt} stays and does not count, because its manifest cannot be read: {error}"))
         return self._manifests.get(attempt)
 
     def _delete(self, attempt: str, seen: BucketListing, failures: list[RemoteError]) -> bool:
-        """Deletes the objects of an attempt. Returns whether all are gone. The manifest of a checkpoint goes first: a reader
-        that has begun to download finds objects missing, and takes another checkpoint. The manifest of an attempt that never
-        completed goes last, because its run may be alive and put it meanwhile."""
+        """Deletes the objects of an attempt. Returns whether all are gone. The manifest of a checkpoint is deleted first: a
+        reader that has begun to download finds that objects are missing, and takes another checkpoint. The manifest of an
+        incomplete attempt is deleted last, because its run may be alive and put it meanwhile."""
         manifest = record_path(attempt, MANIFEST)
         others = sorted(seen.objects[attempt] - {manifest})
         if manifest not in seen.objects[attempt]:
             try:
                 if self.store.size(self._url(attempt, manifest)) is not None:
-                    return False                                    # the listing lags behind
+                    return False                                    # the listing was out of date
             except RemoteError as error:
                 failures.append(error)
                 return False
@@ -319,7 +320,7 @@ class RemoteCheckpoints:
         return self._try(failures, *(self._url(attempt, name) for name in order))
 
     def _try(self, failures: list[RemoteError], *urls: str) -> bool:
-        """Deletes objects in this order. Returns False, and deletes no further one, if one cannot be deleted: the next ``prune``
+        """Deletes objects in this order. Stops at the first one that cannot be deleted, and returns False: the next ``prune``
         tries again."""
         try:
             for url in urls:

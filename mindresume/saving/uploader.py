@@ -1,20 +1,20 @@
 """Uploads checkpoints to an object store in a thread of each rank; the training waits for it only at its end.
 
-    uploader = Uploader(remote, place, policy).start()      # policy: on rank 0
+    uploader = Uploader(remote, target, policy).start()     # policy: on rank 0
     uploader.enqueue(20)                                    # this rank has written its shard of step 20
     for error in uploader.poll(): ...                       # every step
     for error in uploader.finish(600): ...                  # the end of the training
 
     rank 0     newest committed step ─▶ publishes "step 20 now" ─▶ own shard ─▶ shards of all there? ─▶ manifest ─▶ retention
-    others     read what rank 0 published ─▶ own shard of that step, or a note that it is lost
+    others     read the step that rank 0 published ─▶ own shard of it, or a report that this shard is lost
 
-One upload runs at a time. Rank 0 decides which: ranks of unequal speed would skip different steps, and no step would ever be
-complete. It publishes its decision as an object, because the store is the one place that all ranks see, also on nodes that share
-no disk. While rank 0 uploads a step, its read lock keeps retention from removing the files.
+One step is uploaded at a time. Rank 0 selects it: if each rank did, ranks of unequal speed would skip different steps, and no
+step would ever be complete. Rank 0 publishes the step as an object, because the store is the one place that all ranks see, also
+if their nodes share no disk. While rank 0 uploads a step, its read lock keeps retention from removing the files.
 
-Where nodes share no disk, each node has a retention of its own. The exchange in which they learn which checkpoints all of them
-have (``mindresume.coordination.peer_state``) therefore also schedules the next upload: at that moment each node has the
-checkpoint, and locks it from then on.
+If nodes share no disk, each node removes checkpoints by itself. So the exchange in which the nodes learn which checkpoints all of
+them have (``mindresume.coordination.peer_state``) also schedules the next upload: at that moment each node has the checkpoint,
+and locks it from then on.
 """
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ from mindresume.saving.remote_checkpoints import (
 from mindresume.saving.retention import KEEP_ALL, Policy
 from mindresume.saving.shard_writer import SaveTarget
 
-PAUSE = 2.0                     # seconds between two polls of the store; longer where many ranks poll one object
+PAUSE = 2.0                     # seconds between two polls of the store; longer if many ranks poll one object
 AGAIN = 30.0                    # seconds until a failed upload is tried again
-LATE = 60.0                     # seconds after which a file that this host does not list on a shared disk is gone, not late
-_PER_SECOND = 32                # polls of all ranks together
+LATE = 60.0                     # seconds for which this host may not list a file of a shared disk yet; then the file is gone
+_PER_SECOND = 32                # polls per second of all ranks together
 
 
 class Uploader:
-    """Uploads what one rank saves.
+    """Uploads the shards that one rank saves. On rank 0 it also commits uploads and prunes the store.
 
     Args:
         remote: the checkpoints in the object store.
-        place: the run, the rank and the checkpoint directory.
+        target: the run, the rank and the checkpoint directory.
         policy: which checkpoints the store keeps; on rank 0.
         stall_timeout: seconds without progress after which rank 0 gives up a step while objects of other ranks are missing.
         emit: receives an event for each upload that finished, failed or was skipped, from any thread.
-        clock, sleep: seconds, of the worker thread.
-        only_scheduled: nodes share no disk; rank 0 uploads only what ``schedule`` names.
-        wait: how the end of the training waits for the worker: condition, seconds.
+        clock, sleep: of the worker thread, in seconds.
+        only_scheduled: nodes share no disk, so rank 0 uploads only the steps that ``schedule`` names.
+        wait: waits for a condition, at most so many seconds; ``finish`` waits for the worker with it.
     """
 
     def __init__(self, remote: RemoteCheckpoints, target: SaveTarget, policy: Policy | None = None, stall_timeout: float = 600.0,
@@ -68,8 +68,8 @@ class Uploader:
         self.pause = max(PAUSE, target.world_size / _PER_SECOND)
         self.failed = self.skipped = 0
         self.uploaded = 0                               # the newest step whose shard this rank has uploaded
-        self._pending: list[int] = []                   # saved here, and not uploaded
-        self._settled: set[int] = set()                 # steps whose shard of this rank is uploaded, or lost
+        self._pending: list[int] = []                   # saved by this rank, not uploaded yet
+        self._settled: set[int] = set()                 # steps whose shard of this rank is uploaded or lost
         self._scheduled = 0                             # the step that is scheduled, on rank 0; 0: none
         self._lock: Lease | None = None                 # on the scheduled checkpoint, on the first rank of each node
         self._errors: list[RemoteError] = []
@@ -77,23 +77,24 @@ class Uploader:
         self._since = 0.0
         self._warned: int | None = None
         self._last = 0                                  # the newest step saved
-        self._absent: tuple[int, float] = (0, 0.0)      # a step whose own shard is not seen here, and since when
+        self._absent: tuple[int, float] = (0, 0.0)      # (step whose shard this rank does not see, since when)
         self._not_before = self._next_check = 0.0
         self._closing = self._published = self._has_read_status = False
-        self._stopped: str | None = None                # why nothing is uploaded any more; empty: rank 0 has ended
+        self._stopped: str | None = None                # why uploads have ended; empty: rank 0 has ended
         self._finished = False                          # the worker has nothing more to do
         self._changed = threading.Condition()
 
     # ---- the training's side ---------------------------------------------------------------------------------------
 
     def start(self) -> Uploader:
+        """Starts the worker thread. Returns this uploader."""
         threading.Thread(target=self._run, name="mindresume-uploader", daemon=True).start()
         return self
 
     def enqueue(self, step: int) -> None:
         """Adds a step that this rank has saved."""
         with self._changed:
-            self._pending.append(step)              # also after the worker stopped: ``finish`` names what is not in the store
+            self._pending.append(step)              # also after the worker stopped: ``finish`` reports what the store lacks
             self._last = max(self._last, step)
             self._changed.notify_all()
 
@@ -103,8 +104,9 @@ class Uploader:
             return not (self._scheduled or self._closing or self._stopped is not None)
 
     def schedule(self, name: str) -> None:
-        """Makes rank 0 upload ``name``, the newest checkpoint that all nodes have, next; the first rank of each node locks it
-        until the next call. All of these ranks call it after the same exchange, before which rank 0 was ``ready``."""
+        """Schedules ``name``, the newest checkpoint that all nodes have, as the next upload of rank 0. The first rank of each
+        node locks the checkpoint until the next call. All these ranks call it after the same exchange; rank 0 was ``ready``
+        before that exchange."""
         step, run = parse_attempt(name) or (0, "")
         if run != self.target.run or self.target.rank == 0 and step in self._settled:
             return
@@ -114,8 +116,8 @@ class Uploader:
         else:
             try:
                 self._lock = acquire_read_lock(self.target.storage, self.target.root, name, self.target.attempt(step))
-            except OSError as error:                    # perhaps it stays long enough all the same
-                self._warn(f"step {step} is not held on the disk of rank {self.target.rank} while it is uploaded: {error}")
+            except OSError as error:                    # without a lock the checkpoint may still stay long enough
+                self._warn(f"step {step} cannot be locked on the disk of rank {self.target.rank} while it is uploaded: {error}")
             if before is not None:
                 before.release()
         with self._changed:
@@ -123,21 +125,21 @@ class Uploader:
             self._changed.notify_all()
 
     def poll(self) -> list[RemoteError]:
-        """Returns what failed since the last call; and once for each step, that its upload takes unusually long. Does not wait.
-        All of it has been emitted."""
+        """Returns the errors since the last call, and once for each step an error if its upload takes unusually long. Does not
+        wait. There was an event for each of these errors."""
         with self._changed:
             slow = self._step not in (None, self._warned) and self.clock() - self._since > self.stall_timeout
             self._warned = self._step if slow else self._warned
         if slow:
-            self._warn(f"step {self._warned} is being uploaded to {self.remote.url} for more than {self.stall_timeout:.0f} s; "
-                       f"what is saved since then is on this machine only")
+            self._warn(f"the upload of step {self._warned} to {self.remote.url} has taken more than {self.stall_timeout:.0f} s; "
+                       f"steps saved since then are on this machine only")
         with self._changed:
             found, self._errors = self._errors, []
             return found
 
     def finish(self, timeout: float) -> list[RemoteError]:
-        """Waits until the last committed step is uploaded, at most ``timeout`` seconds. Returns as ``poll``. No save may
-        follow."""
+        """Waits until the last committed step is uploaded, at most ``timeout`` seconds. Returns errors like ``poll``. No
+        save may follow."""
         until = self.clock() + timeout
         with self._changed:
             if self.target.rank == 0:                   # a step that is not committed by now never will be
@@ -151,14 +153,14 @@ class Uploader:
         if self._lock is not None:
             self._lock.release()
         if self.uploaded < self._last:
-            late = "" if self._finished or self._stopped else f", within {timeout:.0f} s"
-            self._warn(f"step {self._last} is not in {self.remote.url}, not whole{late}: rank {self.target.rank} "
+            late = "" if self._finished or self._stopped else f" after {timeout:.0f} s"
+            self._warn(f"step {self._last} is not complete in {self.remote.url}{late}: rank {self.target.rank} "
                        f"{self._progress()}. A job on an empty disk would resume from an older step")
         return self.poll()
 
     def finish_at_exit(self, timeout: float) -> None:
-        """Uploads what was committed when a process ends without ``finish``. A rank that may have no rank 0 any more does
-        not wait long."""
+        """Uploads committed steps when a process ends without ``finish``. A rank other than 0 that uploads nothing at the moment
+        does not wait long, because rank 0 may be gone."""
         if not self._closing:
             self.finish(timeout if self.target.rank == 0 or self._step is not None else min(timeout, AGAIN))
 
@@ -176,8 +178,8 @@ class Uploader:
                     self._changed.wait(None if self._idle() else self.pause)
 
     def run_once(self) -> bool | None:
-        """Does what is due. Returns True if something was done, so that the next call can follow at once; None if it was the
-        last call."""
+        """Does the work that is due. Returns True if there was some, so that the next call can follow at once; False if there was
+        none; None if this was the last call."""
         if self._stopped is None:
             worked = self.work()
             with self._changed:
@@ -186,11 +188,12 @@ class Uploader:
         return self._end()
 
     def _idle(self) -> bool:
-        """Returns whether nothing is to be done before the training calls."""
+        """Returns whether there is no work until the training calls a method."""
         return self._stopped is None and not self._pending and (self._published or self.target.rank != 0)
 
     def _end(self) -> bool | None:
-        """Publishes, on rank 0, that nothing will follow, and why. If it cannot, it tries again until the training ends."""
+        """Publishes, on rank 0, that no upload follows, and why. If that fails, it is tried again until the training ends.
+        Returns like ``run_once``."""
         if self.target.rank == 0:
             if self.clock() < self._not_before:
                 return False
@@ -203,25 +206,26 @@ class Uploader:
         return None
 
     def work(self) -> bool:
-        """Does what is due while the training goes on. Returns whether something was done."""
+        """Does the work that is due, unless uploads have ended or pause after a failure. Returns whether there was some."""
         if self._stopped is not None or self.clock() < self._not_before:
             return False
         done: list[bool] = []
         return self._attempt(lambda: done.append(self._lead() if self.target.rank == 0 else self._follow())) and done[0]
 
     def _attempt(self, work: Callable[[], object], pause: float = AGAIN) -> bool:
-        """Returns False if ``work`` failed; then the error is kept for the training, and the worker pauses."""
+        """Runs ``work``. Returns False if it failed: then the error is kept for the training, and the worker pauses for ``pause``
+        seconds, unless uploads have ended or the shard is lost."""
         try:
             work()
             return True
-        except Exception as error:      # whatever it is, the training hears of it; the worker lives on
+        except Exception as error:      # any error goes to the training; the worker continues
             step = error.step if isinstance(error, LostShardError) else self._step
             about = "" if step is None or isinstance(error, LostShardError) else f"step {step} is not uploaded: "
             with self._changed:
                 self.failed += 1
                 if isinstance(error, SupersededError):
                     self._stopped = str(error)
-                elif isinstance(error, LostShardError):         # at once: there is nothing to wait for
+                elif isinstance(error, LostShardError):         # no pause: a retry would not help
                     self._settled.add(error.step)
                     self._pending = [other for other in self._pending if other != error.step]
                 else:
@@ -244,7 +248,7 @@ class Uploader:
             self._step, self._since = step, self.clock()
 
     def _done(self, step: int, over: int) -> None:
-        """Notes that the shard of ``step`` is uploaded. What is older than ``over`` will never be."""
+        """Records that the shard of ``step`` is uploaded. Saved steps up to ``over`` are not uploaded any more."""
         with self._changed:
             self.uploaded, self._step = max(step, self.uploaded), None
             self._settled.add(step)
@@ -253,6 +257,7 @@ class Uploader:
     # ---- rank 0 ----------------------------------------------------------------------------------------------------
 
     def _lead(self) -> bool:
+        """Uploads the next step on rank 0, and prunes the store. Returns whether there was one."""
         if not self._published:
             self.remote.check_not_superseded(self.target.run)
             self.remote.publish_status(self.target.run, RunStatus())
@@ -274,7 +279,7 @@ class Uploader:
         target, attempt, started = self.target, attempt_name(step, self.target.run), self.clock()
         lock = acquire_read_lock(target.storage, target.root, attempt, data_dir if target.iterations else target.attempt(step))
         if lock is None:
-            raise LostShardError(step, "it was removed from the disk of rank 0 before")
+            raise LostShardError(step, "it was removed from the disk of rank 0 before its upload")
         try:
             self.remote.check_not_superseded(target.run)
             self.remote.publish_status(target.run, RunStatus(step))
@@ -296,15 +301,15 @@ class Uploader:
                                  ) from error
 
     def _skip_older(self, step: int) -> None:
-        """Counts the pending steps before ``step``, which is uploaded: they will not be."""
+        """Counts pending steps before ``step`` as skipped: ``step`` is uploaded, so they will not be."""
         skipped = tuple(sorted(other for other in self._pending if other < step))
         if skipped:
             self.skipped += len(skipped)
             self.emit(UploadsSkipped(skipped, self.skipped))
 
     def _wait_for_others(self, step: int, data_dir: str) -> None:
-        """Waits for the objects of the other ranks. Raises RemoteError that names the ranks, LostShardError if the objects will
-        not come."""
+        """Waits for the objects of the other ranks. Raises RemoteError that names the late ranks, LostShardError if an object
+        will never come."""
         until, before = self.clock() + self.stall_timeout, None
         while missing := self.remote.missing(self.target, step, data_dir):
             if before is not None and len(missing) < before:
@@ -319,10 +324,11 @@ class Uploader:
     # ---- the other ranks ---------------------------------------------------------------------------------------------
 
     def _follow(self) -> bool:
+        """Uploads the shard of the step that rank 0 has published. Returns whether there was one."""
         if not self._pending:
             return False
         status = self.remote.read_status(self.target.run)
-        if status is None:                              # not yet there; or a later run has removed it
+        if status is None:                              # not published yet, or removed by a later run
             if (self._has_read_status or self._closing) and self.clock() >= self._next_check:
                 self._next_check = self.clock() + AGAIN
                 self.remote.check_not_superseded(self.target.run)
@@ -343,18 +349,19 @@ class Uploader:
         started = self.clock()
         try:
             sent = self.remote.put_shard(self.target, status.step, data_dir)
-        except FileNotFoundError:                       # rank 0 has given it up meanwhile, or renamed its folder, or it is gone
+        except FileNotFoundError:                       # rank 0 gave the step up or renamed its folder, or the shard is gone
             with self._changed:
                 self._step = None
             return self.remote.read_status(self.target.run) == status and self._report_missing(status.step)
         self.emit(UploadFinished(status.step, self.remote.url, sent, self.clock() - started, is_whole=False))
-        # If another node has lost this step, rank 0 may go back to one before it, but not behind one that was complete.
+        # If another node has lost this step, rank 0 may next upload an older one, but none before a step that is complete.
         self._done(status.step, over=self.uploaded if self.target.local_ranks else status.step)
         return True
 
     def _report_missing(self, step: int) -> bool:
-        """Tells rank 0 that the shard of this rank will never come. On a disk of its own node a rank sees at once what it wrote;
-        on a shared one it may see late that a folder has another name, so it first waits."""
+        """Reports to rank 0 that the shard of this rank will never come. A rank sees its files on the disk of its own node at
+        once. On a shared disk it can see late that a folder was renamed, so it waits first. Returns False while it waits; raises
+        LostShardError after the report."""
         unsaved = step > self._last
         if unsaved and not self._closing:
             return False

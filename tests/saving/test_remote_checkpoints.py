@@ -748,7 +748,7 @@ def test_a_disk_that_cannot_be_looked_at_does_not_end_the_worker(world, monkeypa
     with monkeypatch.context() as broken:
         broken.setattr(type(STORAGE), "status", lambda self, path: refuse(path))
         assert world.first.work() is False and "Input/output error" in str(world.first.poll()[0])
-        assert "step 5 is not in" in str(world.first.finish(0)[-1])
+        assert "step 5 is not" in str(world.first.finish(0)[-1])
     world.now += AGAIN
     world.first.work()
     assert world.committed() == [5]
@@ -759,7 +759,7 @@ def test_an_upload_that_hangs_is_said_once(world):
     uploader._begin(5)
     assert uploader.poll() == []
     world.now = 11
-    assert "step 5 is being uploaded" in str(uploader.poll()[0]) and uploader.poll() == []
+    assert "step 5" in str(uploader.poll()[0]) and uploader.poll() == []
 
 
 def saved(world, uploaders, *steps, run=RUN):
@@ -799,7 +799,7 @@ def test_the_end_names_what_is_missing(world):
         world.now += seconds
     world.first.wait = hang
     error = str(world.first.finish(2)[-1])
-    assert "step 5 is not in obs://bucket/job/checkpoint, not whole, within 2 s: rank 0 is still uploading step 5" in error
+    assert all(fact in error for fact in ("step 5 is not", "obs://bucket/job/checkpoint", "2 s", "rank 0 is still uploading"))
 
 
 def test_the_end_does_not_wait_longer_than_it_may(world):
@@ -808,7 +808,7 @@ def test_the_end_does_not_wait_longer_than_it_may(world):
     saved(world, uploaders, 5)
     uploaders[0]._finished = True
     error = str(uploaders[1].finish(600)[-1])
-    assert "within 600 s: rank 1 has not uploaded its part" in error and 600 <= world.now < 610
+    assert "600 s: rank 1 has not uploaded its part" in error and 600 <= world.now < 610
 
 
 # ---- a later run at the same url -----------------------------------------------------------------------------------------
@@ -840,7 +840,8 @@ def test_the_end_names_the_newest_step_that_is_not_there_whenever_the_uploads_st
     saved(world, uploaders, 15)
     for rank, one in enumerate(uploaders):
         one.poll()
-        assert f"step 15 is not in {URL}, not whole: rank {rank} " in str(one.finish(600)[-1])
+        error = str(one.finish(600)[-1])
+        assert all(fact in error for fact in ("step 15 is not", URL, f"rank {rank} "))
 
 
 def test_overtaken_before_the_first_word(world):
@@ -879,7 +880,7 @@ def test_a_run_status_of_an_older_version_has_no_reason(world):
     assert world.remote.read_status(RUN) == RunStatus(5, True)
     for damaged in (b"", b"[]", b"{}", b"\xff", b'{"step": 5}'):
         world.remote.store.put(f"{URL}/run-{RUN}.json", damaged)
-        with pytest.raises(RemoteError, match=f"{URL}/run-{RUN}.json is not a run status"):
+        with pytest.raises(RemoteError, match=f"{URL}/run-{RUN}.json is "):
             world.remote.read_status(RUN)
 
 
@@ -945,7 +946,7 @@ def test_objects_that_a_later_run_removes_while_the_manifest_comes(world, monkey
     monkeypatch.setattr(moxing.file, "watch", watch)
     world.first.work()
     monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
-    assert world.committed() == [5] and "were removed while the last ones came" in str(world.first.poll()[0])
+    assert world.committed() == [5] and "objects were removed" in str(world.first.poll()[0])
 
 
 def test_a_manifest_that_comes_while_its_debris_is_removed_goes_too(world, monkeypatch):
@@ -972,7 +973,7 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(world, monkeypatch):
     monkeypatch.setattr(moxing.file, "remove", refuse)
     uploaders = world.upload(15, 20, run=LATER, policy=KeepLast(1))
     assert world.committed() == [20, 5]
-    assert all("could not be cleared" in str(error) for error in uploaders[0].poll())
+    assert all("403 Forbidden" in str(error) for error in uploaders[0].poll())
 
 
 # ---- death after every operation ---------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ def test_at_the_end_the_last_step_that_all_have_is_uploaded(tmp_path):
     errors = job.finish()
     assert in_bucket() == [5] and job.now < 10
     assert any("step 10 is given up: the part of rank 2 was not saved" in text for text in errors)
-    assert any("step 10 is not in obs://bucket/job/checkpoint, not whole: rank 0" in text for text in errors)
+    assert any("step 10 is not complete in obs://bucket/job/checkpoint: rank 0" in text for text in errors)
 
 
 def test_a_failed_upload_may_be_pledged_again_or_a_newer_one(tmp_path, monkeypatch):
@@ -293,7 +293,7 @@ def test_a_disk_on_which_nothing_can_be_held_is_said(tmp_path, monkeypatch):
         raise OSError(30, "Read-only file system")
     monkeypatch.setattr(uploaders, "acquire_read_lock", refuse)
     job.uploaders[2].schedule(attempt_name(5, RUN))
-    assert "step 5 is not held on the disk of rank 2 while it is uploaded" in job.errors()[0]
+    assert "step 5 cannot be locked on the disk of rank 2" in job.errors()[0]
 
 
 def test_a_node_whose_folder_cannot_be_listed_says_that_it_has_nothing(tmp_path, monkeypatch):
