@@ -1,0 +1,92 @@
+"""Trainings that save a few arrays through a CheckpointManager, for the tests of the manager and of the end of a training."""
+from rank_folders import STORAGE, state_of, tensors_of
+
+from mindresume.coordination.collectives import SingleProcess
+from mindresume.events import SaveWritten
+from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats.scan import scan
+from mindresume.saving.checkpoint_manager import CheckpointManager
+from mindresume.saving.retention import KEEP_ALL
+from mindresume.saving.save_request import SaveOptions, SaveRequest
+from mindresume.saving.shard_writer import iteration_shard, rank_shard
+from mindresume.saving.sync_saver import Save
+from mindresume.settings import Settings
+
+JOBS: list["Job"] = []
+
+
+def end_jobs():
+    """Ends the jobs of a test: no job outlives it."""
+    while JOBS:
+        JOBS.pop().manager.finish_after_error()
+
+
+class Arrays(SaveRequest):
+    """Of ``job``, after its last step."""
+
+    def __init__(self, job):
+        super().__init__(job.step)
+        self.job = job
+
+    def collect(self):
+        self.job.collected.append(self.step)
+        target, state = self.job.manager.target, state_of(self.step)
+        tensors = tensors_of(target.rank, self.step)
+        if target.iterations:
+            return Save(iteration_shard("net", target, state, tensors, None))
+        name = FileName("net", target.rank, self.job.manager.session.suffix, state.epoch, state.step_in_epoch, "safetensors")
+        return Save(rank_shard(name, state, tensors))
+
+    def on_collected(self, save, name):
+        self.job.told.append(("collected", name))
+
+    def on_submitted(self, save, name):
+        self.job.told.append(("submitted", name))
+
+
+class Job:
+    """One life of a training process."""
+
+    def __init__(self, root, group=None, settings=None, pending=None, leases=None, iterations=False, every=5, **options):
+        self.step, self.collected, self.told, self.events, self.reason = 0, [], [], [], ""
+        options = SaveOptions(str(root), "net", every, iterations=iterations, **options)
+        self.manager = CheckpointManager(
+            STORAGE, group or SingleProcess(), settings or Settings(), options, KEEP_ALL, self.events.append, pending)
+        self.manager.open(leases=leases)
+        self.manager.begin(0)
+        JOBS.append(self)
+        self.manager.count_hosts()
+        self.manager.handle_preemption()
+
+    def emitted(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def saved(self):
+        return [(event.step, event.stall_seconds) for event in self.emitted(SaveWritten)]
+
+    def steps(self, count):
+        for _ in range(count):
+            self.step += 1
+            self.reason = self.manager.step_end(Arrays(self))
+        return self
+
+    def end(self):
+        self.manager.end(Arrays(self))
+        return self
+
+
+def committed(root):
+    return sorted(c.step for c in scan(STORAGE, str(root)).candidates if c.committed)
+
+
+def spoil(root):
+    """A file in the place of the folder of rank 0: nothing can be written there, not even by root."""
+    root.mkdir(parents=True, exist_ok=True)
+    if (root / "rank_0").is_dir():
+        (root / "rank_0").rename(root / "aside")
+    (root / "rank_0").write_text("in the way")
+
+
+def repair(root):
+    (root / "rank_0").unlink()

@@ -1,0 +1,247 @@
+"""The end of a training on several ranks: the last step, its commit and upload, and errors that all ranks get."""
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+from manager_jobs import Arrays, Job, committed, end_jobs, repair, spoil
+from rank_folders import PER_EPOCH
+
+from mindresume.coordination import collectives
+from mindresume.errors import LeaseHeldError, RemoteError, SaveError
+from mindresume.model.manifest import FOLDER
+from mindresume.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def settled():
+    yield
+    end_jobs()
+
+
+# ---- the last step, on several ranks -----------------------------------------------------------------------------------
+
+class Peer:
+    """The group of this rank and one other, which is busy for some exchanges, and then says ``row`` (or is gone)."""
+    rank, size = 0, 2
+
+    def __init__(self, row, busy=0):
+        self.row, self.busy, self.told = row, busy, []
+
+    def gather(self, message):
+        if isinstance(self.row, Exception):
+            raise self.row
+        if isinstance(json.loads(message), list):                       # who is done?
+            self.busy -= 1
+            return [message, json.dumps([self.busy < 0, 0, 0]).encode()]
+        self.told.append(json.loads(message)["value"])
+        return [message, json.dumps({"value": self.row}).encode()]
+
+
+SAVED, UNSAVED, RAISES = [True, False], [False, False], [False, True]
+
+
+def lonely_failure(root, row):
+    """The last step fails on this rank alone; then its disk is well again."""
+    job = Job(root).steps(4)
+    job.manager.training_end.group = Peer(row)
+    spoil(root)
+    job.steps(1)
+    repair(root)
+    return job
+
+
+def test_who_has_saved_the_last_step_takes_part_when_another_rank_repeats_it(tmp_path):
+    job = Job(tmp_path).steps(5)
+    job.manager.training_end.group = Peer(UNSAVED)
+    job.end()
+    assert job.collected == [5, 5] and committed(tmp_path) == [5]
+    assert [path.name for path in (tmp_path / "rank_0").glob("*.safetensors")] == ["net_rank_0-1_5.safetensors"]
+
+
+def test_who_has_not_saved_the_last_step_repeats_it_with_the_others(tmp_path):
+    assert lonely_failure(tmp_path, SAVED).end().collected == [5, 5] and committed(tmp_path) == [5]
+
+
+def test_nobody_repeats_it_if_one_ends_with_an_error_and_all_end(tmp_path):
+    job = lonely_failure(tmp_path, RAISES)
+    with pytest.raises(SaveError, match="rank 1 ends with an error"):
+        job.end()
+    assert job.collected == [5] and committed(tmp_path) == []
+
+
+def test_who_leaves_does_not_wait_for_a_rank_that_ended_with_an_error(tmp_path):
+    """After a signal the end of the training would be one exchange more."""
+    job = Job(tmp_path).steps(5)
+    job.manager.training_end.group = Peer(RAISES)
+    job.manager.preemption = SimpleNamespace(check=lambda step: "SIGTERM", close=lambda: None)
+    with pytest.raises(SaveError, match="rank 1 ends with an error"):
+        job.steps(1)
+    assert len(job.manager.training_end.group.told) == 1
+    job.manager.finish_after_error()
+    assert committed(tmp_path) == [5]
+
+
+def test_who_ends_with_an_error_tells_the_others_first(tmp_path):
+    job = Job(tmp_path, settings=Settings(on_save_error="raise"), async_save="thread").steps(4)
+    spoil(tmp_path)
+    job.manager.training_end.group = Peer(SAVED)
+    job.steps(1)
+    with pytest.raises(SaveError, match="step 5"):
+        job.end()
+    assert job.manager.training_end.group.told == [RAISES] and job.collected == [5]
+
+
+def test_all_have_saved_it(tmp_path):
+    job = Job(tmp_path).steps(PER_EPOCH)
+    job.manager.training_end.group = Peer(SAVED)
+    assert job.end().collected == [5, 10]
+
+
+def test_a_writer_that_is_busy_elsewhere_is_waited_for_in_short_exchanges(tmp_path):
+    job = Job(tmp_path).steps(5)
+    peer = job.manager.training_end.group = Peer(UNSAVED, busy=1)
+    job.end()
+    assert job.collected == [5, 5] and peer.busy == -3 and peer.told == [SAVED, None, None, SAVED]
+
+
+def test_a_rank_that_is_lost_at_the_end_is_the_error_of_the_training(tmp_path):
+    job = Job(tmp_path).steps(5)
+    job.manager.training_end.group = Peer(RuntimeError("the other rank is gone"))
+    with pytest.raises(RuntimeError, match="the other rank is gone"):
+        job.end()
+    assert job.collected == [5] and committed(tmp_path) == [5]
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------------
+
+class Uploads:
+    """In the place of an Uploader."""
+
+    def __init__(self, work=lambda: []):
+        self.work, self.done = work, []
+
+    def poll(self):
+        return []
+
+    def enqueue(self, step):
+        self.done.append(step)
+
+    def finish(self, timeout):
+        self.done.append("finished")
+        return self.work()
+
+
+@pytest.mark.parametrize("error", [LeaseHeldError("taken over"), SaveError("no room"), ValueError("a defect")])
+def test_after_an_error_of_one_part_of_the_end_all_others_are_done(tmp_path, error):
+    job = Job(tmp_path).steps(5)
+    uploads = job.manager._uploader = Uploads(lambda: [RemoteError("no such bucket")])
+
+    def finish(timeout):
+        raise error
+    job.manager._saver.finish = finish
+    with pytest.raises(type(error), match=str(error)):
+        job.end()
+    assert uploads.done[-1] == "finished" and list((tmp_path / FOLDER).glob("claim-*")) == []
+
+
+def test_an_error_of_the_last_save_is_raised_when_everything_is_done(tmp_path):
+    """Only this rank has it, so the others go on with the end."""
+    job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(5)
+    job.manager.training_end.group = Peer(SAVED)
+    uploads = job.manager._uploader = Uploads()
+    job.step += 1
+    (tmp_path / "rank_0").rename(tmp_path / "aside")
+    (tmp_path / "rank_0").write_text("in the way")
+    with pytest.raises(SaveError, match="step 6"):
+        job.end()
+    assert job.manager.training_end.group.told == [UNSAVED, None, None, None, [True, True]] and uploads.done == ["finished"]
+
+
+class Other(Peer):
+    """``last``: what the other rank says in the last exchange of the end."""
+    last = RAISES
+
+    def gather(self, message):
+        if not isinstance(json.loads(message), list) and len(self.told) == 3:
+            self.row = self.last
+        return super().gather(message)
+
+
+def test_an_error_that_another_rank_alone_has_at_the_end_is_one_of_all(tmp_path):
+    """Who leaves after a signal comes to one exchange more, and would wait there for the rank that raised."""
+    job = Job(tmp_path).steps(5)
+    job.manager.training_end.group = Other(SAVED)
+    with pytest.raises(SaveError, match="rank 1 does: its log names it"):
+        job.end()
+    assert committed(tmp_path) == [5] and list((tmp_path / FOLDER).glob("claim-*")) == []
+
+
+class Broken(Arrays):
+    def collect(self):
+        raise MemoryError("no room for a copy")
+
+
+def test_whatever_the_last_save_raises_the_others_are_told_first(tmp_path):
+    job = Job(tmp_path).steps(5)
+    job.manager.training_end.group = Peer(SAVED)
+    job.step += 1
+    with pytest.raises(MemoryError, match="no room for a copy"):
+        job.manager.end(Broken(job))
+    assert job.manager.training_end.group.told == [UNSAVED, None, None, [True, True]]
+
+
+def test_who_takes_part_in_a_save_of_others_and_fails_tells_them_first(tmp_path):
+    job = Job(tmp_path).steps(5)
+    job.manager.training_end.group = Peer(UNSAVED)
+    with pytest.raises(MemoryError, match="no room for a copy"):
+        job.manager.end(Broken(job))
+    assert job.manager.training_end.group.told == [SAVED, None, None, [True, True]]
+
+
+@pytest.mark.parametrize("part", ["commits", "uploads"])
+def test_the_others_follow_the_end_in_short_exchanges(tmp_path, monkeypatch, part):
+    """Its work is done only after ten exchanges: if another rank waited for it in one of them, it never would be."""
+    job, enough = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(5), threading.Event()
+
+    class Counting(Peer):
+        exchanges = 0
+
+        def gather(self, message):
+            self.exchanges += 1
+            if self.exchanges == 10:
+                enough.set()
+            return super().gather(message)
+    job.manager.training_end.group = Counting(SAVED)
+    monkeypatch.setattr(collectives, "LONGEST_PAUSE", collectives.FIRST_PAUSE)
+
+    def work(*timeout):
+        return [] if enough.wait(60) else [RemoteError("nobody followed")]
+    if part == "commits":
+        job.manager._saver.finish = work
+    else:
+        job.manager._uploader = Uploads(work)
+    job.end()
+    assert job.manager.training_end.group.exchanges > 10
+
+
+def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
+    job, done = Job(tmp_path).steps(5), []
+
+    class Leaving(Peer):
+        def gather(self, message):
+            if self.told:                                               # it has told that its step is saved
+                raise RuntimeError("the other rank is gone")
+            return super().gather(message)
+    job.manager.training_end.group = Leaving(SAVED)
+    left = threading.Event()
+
+    def finish(timeout):
+        left.wait(0.1)
+        done.append("committed")
+        return []
+    job.manager._saver.finish = finish
+    job.manager._uploader = Uploads()
+    with pytest.raises(RuntimeError, match="the other rank is gone"):
+        job.end()
+    assert done == ["committed"] and list((tmp_path / FOLDER).glob("claim-*")) == []
