@@ -22,7 +22,7 @@ def end_jobs():
 
 
 class Arrays(SaveRequest):
-    """Of ``job``, after its last step."""
+    """The state of ``job`` after its last step."""
 
     def __init__(self, job):
         super().__init__(job.step)
@@ -45,7 +45,7 @@ class Arrays(SaveRequest):
 
 
 class Job:
-    """One life of a training process."""
+    """One attempt of a training, in this process."""
 
     def __init__(self, root, group=None, settings=None, pending=None, leases=None, iterations=False, every=5, **options):
         self.step, self.collected, self.told, self.events, self.reason = 0, [], [], [], ""
