@@ -47,17 +47,17 @@ INJECTED = {"append_info": [{"epoch_num": 0, "step_num": 0, "global_step": 0, "l
             "embedding_local_norm_threshold": 1.0, "use_checkpoint_health_monitor": False, "use_legacy_format": True}
 
 
-LIVES: list["Job"] = []
+UNFINISHED: list["Job"] = []
 
 
-def settle_all():
+def finish_all():
     """No job of a test outlives it: at the exit of the interpreter its monitor would write to a log that is closed."""
-    while LIVES:
-        LIVES.pop().monitor.finish_after_error()
+    while UNFINISHED:
+        UNFINISHED.pop().monitor.finish_after_error()
 
 
 class Job:
-    """One life of a training process."""
+    """A training process, from its start to its end."""
 
     def __init__(self, monitor, done=0, per_epoch=PER_EPOCH):
         net = nn.Dense(3, 2)
@@ -69,7 +69,7 @@ class Job:
                                       train_network=train, network=train, optimizer=self.optimizer,
                                       net_outputs=(ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)))
         self.context = SimpleNamespace(original_args=lambda: self.params)
-        LIVES.append(self)
+        UNFINISHED.append(self)
         monitor.on_train_begin(self.context)
 
     def steps(self, count, stride=1):
@@ -114,10 +114,10 @@ def committed(folder):
 
 
 @pytest.fixture(autouse=True)
-def own_session():
+def own_context():
     before = training_context.current()
     yield training_context.set_current(training_context.TrainingContext(Settings()))
-    settle_all()
+    finish_all()
     training_context.set_current(before)
 
 
@@ -313,8 +313,8 @@ def test_async_save_holds_the_weights_of_its_step(tmp_path, kind, fmt):
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_an_error_of_the_writer_is_raised_at_a_later_step(tmp_path, own_session, kind):
-    own_session.settings = Settings(on_save_error="raise")
+def test_an_error_of_the_writer_is_raised_at_a_later_step(tmp_path, own_context, kind):
+    own_context.settings = Settings(on_save_error="raise")
     job = Job(build(tmp_path, async_save=kind))
     (tmp_path / "checkpoint" / "rank_0").mkdir(parents=True, exist_ok=True)
     (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").write_text("in the way")
@@ -345,8 +345,8 @@ def test_a_copy_takes_no_more_than_the_share_of_the_rank(tmp_path, monkeypatch, 
     assert "the share of this rank" in caplog.text
 
 
-def test_a_save_that_is_due_while_one_is_written_is_skipped_if_asked(tmp_path, own_session, monkeypatch):
-    own_session.settings = Settings(async_when_busy="skip")
+def test_a_save_that_is_due_while_one_is_written_is_skipped_if_asked(tmp_path, own_context, monkeypatch):
+    own_context.settings = Settings(async_when_busy="skip")
     job = Job(build(tmp_path, async_save=True)).steps(5)
     job.monitor._checkpoints._saver.wait(600)
     monkeypatch.setattr(job.monitor._checkpoints._saver, "busy", lambda: True)
@@ -462,33 +462,33 @@ def spoil(folder):
     (folder / "checkpoint" / "rank_0").write_text("in the way")
 
 
-def test_on_save_error_raise(tmp_path, own_session):
-    own_session.settings = Settings(on_save_error="raise")
+def test_on_save_error_raise(tmp_path, own_context):
+    own_context.settings = Settings(on_save_error="raise")
     job = Job(build(tmp_path)).steps(4)
     spoil(tmp_path)
     with pytest.raises(SaveError, match="step 5 was not saved on rank 0"):
         job.steps(1)
 
 
-def test_a_training_that_ended_with_an_error_is_settled_by_the_hooks(tmp_path, own_session, monkeypatch):
+def test_a_training_that_ended_with_an_error_is_settled_by_the_hooks(tmp_path, own_context, monkeypatch):
     job = Job(build(tmp_path, async_save="thread")).steps(5)
-    assert own_session.monitor is job.monitor
+    assert own_context.monitor is job.monitor
     job.monitor.finish_after_error()
     assert committed(tmp_path) == [5]
 
 
-def test_after_its_end_a_training_has_no_monitor(tmp_path, own_session):
+def test_after_its_end_a_training_has_no_monitor(tmp_path, own_context):
     Job(build(tmp_path)).steps(5).end()
-    assert own_session.monitor is None
+    assert own_context.monitor is None
 
 
-def test_a_stop_that_is_agreed_upon_ends_the_training(tmp_path, own_session):
+def test_a_stop_that_is_agreed_upon_ends_the_training(tmp_path, own_context):
     job = Job(build(tmp_path)).steps(2)
     stopped = []
     job.context.request_stop = lambda: stopped.append(True)
     job.monitor._checkpoints.preemption.signalled = True
     job.steps(1)
-    assert (committed(tmp_path), own_session.progress.stop_reason, stopped) == ([3], "SIGTERM", [True])
+    assert (committed(tmp_path), own_context.progress.stop_reason, stopped) == ([3], "SIGTERM", [True])
 
 
 def test_a_monitor_in_a_second_training_saves_its_steps(tmp_path):
@@ -682,12 +682,12 @@ def test_scalars_of_saves_where_tensorboard_is_on(tmp_path, monkeypatch, kind):
     assert "mindresume/steps-lost" not in writer.rows                           # no job died
 
 
-def test_an_event_and_scalars_of_what_a_resume_lost(tmp_path, monkeypatch, own_session):
+def test_an_event_and_scalars_of_what_a_resume_lost(tmp_path, monkeypatch, own_context):
     writer, seen = Writer(), Seen()
     monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", writer)
-    own_session.emit.add(seen)
-    own_session.progress.load_seconds = 2.5
-    own_session.plan = training_context.ResumePlan(lost=LostWork(4, 100.0), choice=SimpleNamespace(
+    own_context.emit.add(seen)
+    own_context.progress.load_seconds = 2.5
+    own_context.plan = training_context.ResumePlan(lost=LostWork(4, 100.0), choice=SimpleNamespace(
         chosen=SimpleNamespace(world_size=1, run=None), shards=(), root="elsewhere"))
     Job(build(tmp_path, done=10), 10)
     assert writer.rows["mindresume/steps-lost"] == {10: 4} and writer.rows["mindresume/load-seconds"] == {10: 2.5}

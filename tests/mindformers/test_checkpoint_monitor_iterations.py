@@ -15,25 +15,15 @@ from mindresume.coordination.storage_topology import SharedGroups  # noqa: E402
 from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.formats.iteration_naming import TRACKER  # noqa: E402
 from mindresume.formats.scan import scan  # noqa: E402
-from mindresume.mindformers import training_context  # noqa: E402
 from mindresume.model.manifest import FOLDER, read_details  # noqa: E402
 from mindresume.resume.shared_selection import select_shared  # noqa: E402
 from mindresume.saving import save_session  # noqa: E402
-from mindresume.settings import Settings  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
-from tests.mindformers.test_checkpoint_monitor import Job, resume, settle_all  # noqa: E402
+from tests.mindformers.test_checkpoint_monitor import Job, own_context, resume  # noqa: E402, F401  the fixture applies to these tests too
 from tests.mindformers.test_checkpoint_monitor import build as build_any  # noqa: E402
 
 FILES = ["common.json", "net-model-0000000-0000001.safetensors", "net-opt-0000000-0000001.safetensors"]
-
-
-@pytest.fixture(autouse=True)
-def own_session():
-    before = training_context.current()
-    yield training_context.set_current(training_context.TrainingContext(Settings()))
-    settle_all()
-    training_context.set_current(before)
 
 
 def build(folder, done=0, **options):
