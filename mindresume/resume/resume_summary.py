@@ -50,12 +50,6 @@ def random_state_row(restored: Sequence[str], ranks: str = "") -> SummaryRow:
     return SummaryRow("random state", ABSENT, f"{ranks or 'not in the checkpoint'}: the seeds of the configuration apply")
 
 
-def format_summary(items: Sequence[SummaryRow]) -> str:
-    """Returns a text with one line for each row."""
-    width = max(len(item.name) for item in items)
-    return "\n".join(f"  {item.name:<{width}}  {item.how:<10}  {item.text}" for item in items)
-
-
 def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) -> list[str]:
     """Returns the warnings of a resume. Raises ProgressError if the data set has changed, the configuration does not say so, and
     ``on_change`` is "error"."""

@@ -5,13 +5,13 @@ from mindresume.errors import ProgressError
 from mindresume.model.data_position import DataPosition, DataRequest
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.progress import RunSettings, resume_progress
-from mindresume.resume.resume_summary import format_summary, random_state_row, resume_warnings, summary_rows
+from mindresume.resume.resume_summary import random_state_row, resume_warnings, summary_rows
 
 OURS = {"files": "a"}
 
 
 def rows_of(state, new):
-    return format_summary([*summary_rows(state, resume_progress(state, new), new), random_state_row(())]).splitlines()
+    return [*summary_rows(state, resume_progress(state, new), new), random_state_row(())]
 
 
 STOOD = DataPosition(3, 40, identity=OURS)
@@ -23,35 +23,33 @@ def state(step=35, data=STOOD, **more):
 
 def test_nothing_changed():
     assert rows_of(state(loss_scale=1024.0), RunSettings(8, 10, None, OURS)) == [
-        "  step           restored    35",
-        "  samples        restored    280 seen",
-        "  epoch          restored    3 done",
-        "  data           restored    pass 4, behind 40 of 80 samples: 35 steps are skipped",
-        "  data set       restored    the same",
-        "  learning rate  restored    position of the schedule: step 35 of the optimizer",
-        "  loss scale     restored    1024",
-        "  random state   absent      not in the checkpoint: the seeds of the configuration apply"]
+        ("step", "restored", "35"),
+        ("samples", "restored", "280 seen"),
+        ("epoch", "restored", "3 done"),
+        ("data", "restored", "pass 4, behind 40 of 80 samples: 35 steps are skipped"),
+        ("data set", "restored", "the same"),
+        ("learning rate", "restored", "position of the schedule: step 35 of the optimizer"),
+        ("loss scale", "restored", "1024"),
+        ("random state", "absent", "not in the checkpoint: the seeds of the configuration apply")]
 
 
 def test_another_batch_size():
     assert rows_of(state(), RunSettings(16, 5, None, OURS)) == [
-        "  step           recomputed  35 * 8 / 16 = 17.5, so 17",
-        "  samples        restored    280 seen",
-        "  epoch          recomputed  3 done",
-        "  data           recomputed  pass 4, behind 32 of 80 samples: 17 steps are skipped; 8 samples are seen again",
-        "  data set       restored    the same",
-        "  learning rate  recomputed  position of the schedule: 35 * 8 / 16 = 17.5, so 17",
-        "  loss scale     absent      not in use",
-        "  random state   absent      not in the checkpoint: the seeds of the configuration apply"]
+        ("step", "recomputed", "35 * 8 / 16 = 17.5, so 17"),
+        ("samples", "restored", "280 seen"),
+        ("epoch", "recomputed", "3 done"),
+        ("data", "recomputed", "pass 4, behind 32 of 80 samples: 17 steps are skipped; 8 samples are seen again"),
+        ("data set", "restored", "the same"),
+        ("learning rate", "recomputed", "position of the schedule: 35 * 8 / 16 = 17.5, so 17"),
+        ("loss scale", "absent", "not in use"),
+        ("random state", "absent", "not in the checkpoint: the seeds of the configuration apply")]
 
 
 def test_another_data_set_and_a_checkpoint_that_does_not_say():
-    lines = rows_of(state(), RunSettings(8, 10, None, {"files": "b"}, DataRequest(False, 2)))
-    assert ("  data           recomputed  as data_skip_steps: 2 says: pass 1, behind 16 of 80 samples: 2 steps are "
-            "skipped") in lines
-    assert "  data set       changed     files: a, now b" in lines
-    assert "  data set       absent      not in the checkpoint: taken for the same" in rows_of(state(data=None),
-        RunSettings(8, 10))
+    rows = rows_of(state(), RunSettings(8, 10, None, {"files": "b"}, DataRequest(False, 2)))
+    assert ("data", "recomputed", "as data_skip_steps: 2 says: pass 1, behind 16 of 80 samples: 2 steps are skipped") in rows
+    assert ("data set", "changed", "files: a, now b") in rows
+    assert ("data set", "absent", "not in the checkpoint: taken for the same") in rows_of(state(data=None), RunSettings(8, 10))
 
 
 def test_random_states_by_name():
