@@ -44,16 +44,16 @@ def progress_for(config: Any, dataset_size: int, context: TrainingContext) -> tu
     Raises:
         ProgressError: As ``resume.progress.resume_progress``.
     """
-    state, setting, run = selected_state(context.plan.choice), _run_settings(config, dataset_size,
-                                                                             context.progress), context.progress
+    state, run = selected_state(context.plan.choice), context.progress
+    setting = _run_settings(config, dataset_size, run)
     progress = resume_progress(state, setting)
     run.origin, run.restored = RunOrigin(progress.initial_step, progress.position, progress.consumed), progress
     run.global_step, run.summary = progress.global_step, summary_rows(state, progress, setting)
     for sentence in resume_warnings(progress, setting, context.settings.on_dataset_change):
         context.emit(warning(sentence))
     config.data_skip_steps, config.ignore_data_skip = progress.data_skip, not progress.data_skip
-    context.emit(ProgressRestored(progress.initial_step, progress.initial_epoch, state.step, progress.step_scale, setting.batch,
-                                  state.loss_scale))
+    context.emit(ProgressRestored(progress.initial_step, progress.initial_epoch, state.step, progress.step_scale,
+                                  setting.global_batch_size, state.loss_scale))
     return progress, state.loss_scale
 
 

@@ -37,15 +37,15 @@ class RunSettings:
     """Settings of the new run.
 
     Args:
-        batch: global batch size in samples.
-        size: steps of one pass over its data.
+        global_batch_size: in samples. None: not known.
+        dataset_size: steps of one pass over its data.
         sink_size: steps of a sink. None: not in sink mode.
         identity: identity of its data set (``dataset_fingerprint.dataset_identity``). Empty: not known.
         data_request: where its data set starts, by the configuration.
         epochs: passes that the configuration requests. None: any number.
     """
-    batch: int | None
-    size: int
+    global_batch_size: int | None
+    dataset_size: int
     sink_size: int | None = None
     identity: Mapping[str, str] | None = None
     data_request: DataRequest = DataRequest()
@@ -95,12 +95,12 @@ def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
     """Returns the counters of a run that continues after ``state``. Raises ProgressError if the checkpoint has less than one step
     of the new run, or the data would start within a sink."""
     step, old = state.step, state.global_batch_size
-    scale = Fraction(old, new.batch) if old and new.batch else Fraction(1)
+    scale = Fraction(old, new.global_batch_size) if old and new.global_batch_size else Fraction(1)
     initial_step, global_step = int(step * scale), int(state.global_step * scale)
     if step and not initial_step:
-        raise ProgressError(f"step {step} at global batch size {old} is less than one step at global batch size {new.batch}: "
-                            f"{step} * {old} samples. Choose a smaller batch, or start a new training with these weights "
-                            f"(resume_training: False)")
+        raise ProgressError(f"step {step} at global batch size {old} is less than one step at global batch size "
+                            f"{new.global_batch_size}: {step} * {old} samples. Choose a smaller batch, or start a new training "
+                            f"with these weights (resume_training: False)")
     before = _position_of(state, new, initial_step)
     changed = tuple(dataset_differences(before.identity, new.identity or {}))
     identity = dict(new.identity or {}) or before.identity
@@ -113,7 +113,7 @@ def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
     else:
         position, repeated = _rescaled(start, new, old)
     passes, position = position.passes, replace(_align_to_sink(position, new), identity=identity)
-    skip = position.steps(new.size, new.batch or 1)
+    skip = position.steps(new.dataset_size, new.global_batch_size or 1)
     _check_sink(skip, SKIP_KEY if starts else f"the data of step {initial_step}", new)
     consumed = step * old if state.consumed is None and old else state.consumed
     return ResumeProgress(initial_step, _initial_epoch(position, skip, new), global_step, float(scale), position, skip, consumed,
@@ -125,7 +125,7 @@ def fresh_position(new: RunSettings) -> tuple[DataPosition, int, int]:
     the initial epoch. Raises ProgressError if no data is left, or the data would start within a sink."""
     check_skip(new)
     position = _align_to_sink(_beginning(new, 0), new)
-    skip = position.steps(new.size, new.batch or 1)
+    skip = position.steps(new.dataset_size, new.global_batch_size or 1)
     _check_sink(skip, SKIP_KEY, new)
     return replace(position, identity=dict(new.identity or {})), skip, _initial_epoch(position, skip, new)
 
@@ -133,14 +133,15 @@ def fresh_position(new: RunSettings) -> tuple[DataPosition, int, int]:
 def _beginning(new: RunSettings, epochs: int) -> DataPosition:
     """Returns the position at which the configuration starts a data set after ``epochs`` epochs of the training. MindSpore runs
     as many passes as epochs, so a skipped pass counts as an epoch only if it replaces a finished one."""
-    position = DataPosition().after(0 if new.data_request.ignore else new.data_request.skip or 0, new.size, new.batch or 1)
+    skip = 0 if new.data_request.ignore else new.data_request.skip or 0
+    position = DataPosition().after(skip, new.dataset_size, new.global_batch_size or 1)
     passes = min(position.passes, epochs)
     return replace(position, passes=passes, first_epoch=epochs - passes, declared=str(new.data_request))
 
 
 def check_skip(new: RunSettings) -> str:
     """Returns a warning if more than a pass is skipped, else an empty text. Raises ProgressError if no data would be left."""
-    skip, size, epochs = 0 if new.data_request.ignore else new.data_request.skip or 0, new.size, new.epochs
+    skip, size, epochs = 0 if new.data_request.ignore else new.data_request.skip or 0, new.dataset_size, new.epochs
     if epochs and skip and size * epochs - skip < (new.sink_size or 1):
         raise ProgressError(f"{SKIP_KEY} is {skip}; the data set has {size} steps, {epochs} passes over it have {size * epochs}: "
                             f"nothing of it would be left{', not even one sink' if skip < size * epochs else ''}. It counts "
@@ -156,14 +157,14 @@ def _position_of(state: TrainingState, new: RunSettings, initial_step: int) -> D
         return state.data
     if state.dataset_size and state.global_batch_size:
         return DataPosition().after(state.step, state.dataset_size, state.global_batch_size)
-    return DataPosition().after(initial_step, new.size, new.batch or 1)
+    return DataPosition().after(initial_step, new.dataset_size, new.global_batch_size or 1)
 
 
 def _rescaled(position: DataPosition, new: RunSettings, old: int | None) -> tuple[DataPosition, int]:
     """Returns the position in whole steps of the new run, and the samples of the partial step that is left over."""
-    batch = new.batch or old or 1
+    batch = new.global_batch_size or old or 1
     steps, left = divmod(position.samples, batch)
-    if steps >= new.size:                                   # a pass has fewer steps now: skip its last samples
+    if steps >= new.dataset_size:                           # a pass has fewer steps now: skip its last samples
         return replace(position, passes=position.passes + 1, samples=0), 0
     return replace(position, samples=steps * batch), left
 
@@ -179,18 +180,18 @@ def _skip_partial_sink(position: DataPosition, state: TrainingState) -> DataPosi
 
 def _align_to_sink(position: DataPosition, new: RunSettings) -> DataPosition:
     """Moves a position between two passes back to the nearest one at which a sink begins, within the trained passes."""
-    if not new.sink_size or position.samples or position.passes * new.size % new.sink_size == 0:
+    if not new.sink_size or position.samples or position.passes * new.dataset_size % new.sink_size == 0:
         return position
     epochs = max(position.first_epoch + position.passes, 0)
-    passes = epochs - epochs % (new.sink_size // gcd(new.size, new.sink_size))
+    passes = epochs - epochs % (new.sink_size // gcd(new.dataset_size, new.sink_size))
     return replace(position, passes=passes, first_epoch=epochs - passes)
 
 
 def _initial_epoch(position: DataPosition, skip: int, new: RunSettings) -> int:
     if not new.sink_size:
         return position.first_epoch + position.passes
-    sinks, more = divmod(position.first_epoch * new.size + skip, new.sink_size)
-    rest = (new.epochs or 0) * new.size % new.sink_size             # mindformers trains whole sinks only
+    sinks, more = divmod(position.first_epoch * new.dataset_size + skip, new.sink_size)
+    rest = (new.epochs or 0) * new.dataset_size % new.sink_size             # mindformers trains whole sinks only
     return sinks + (more > rest)
 
 

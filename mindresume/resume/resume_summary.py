@@ -28,15 +28,16 @@ def summary_rows(state: TrainingState, progress: ResumeProgress, new: RunSetting
     """Returns rows for all parts of the state except the random state, which is restored later."""
     scaled, old = progress.step_scale != 1, state.global_batch_size
     how = RECOMPUTED if scaled else RESTORED
-    rows = [SummaryRow("step", how, _scaled(state.step, progress.initial_step, old, new.batch) if scaled else str(state.step))]
+    step = _scaled(state.step, progress.initial_step, old, new.global_batch_size) if scaled else str(state.step)
+    rows = [SummaryRow("step", how, step)]
     if progress.consumed is not None:
         rows.append(SummaryRow("samples", RESTORED, f"{progress.consumed} seen"))
     epoch = RECOMPUTED if progress.starts_data_set and new.sink_size else how
     rows += [SummaryRow("epoch", epoch, f"{progress.initial_epoch} done" + (" (an epoch is a sink)" if new.sink_size else "")),
              _data(state, progress, new), _data_set(state, progress)]
-    rate = "position of the schedule: " + (_scaled(state.global_step, progress.global_step, old, new.batch) if scaled else
-                                           f"step {state.global_step} of the optimizer")
-    rows.append(SummaryRow("learning rate", how, rate))
+    rate = _scaled(state.global_step, progress.global_step, old, new.global_batch_size) if scaled else \
+        f"step {state.global_step} of the optimizer"
+    rows.append(SummaryRow("learning rate", how, f"position of the schedule: {rate}"))
     rows.append(SummaryRow("loss scale", ABSENT, "not in use") if state.loss_scale is None else
                 SummaryRow("loss scale", RESTORED, f"{state.loss_scale:g}"))
     return rows
@@ -67,11 +68,11 @@ def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) 
         found.append(f"{what}; {progress.data_skip} steps of it are skipped as if it were. {do}")
     if progress.moved_passes and not progress.starts_data_set and not progress.changed:
         place = progress.position.passes
-        found.append(f"sink_size {new.sink_size} does not divide the {new.size} steps of a pass: the data goes on with pass "
-                     f"{place + 1} instead of {place - progress.moved_passes + 1}. Shuffled data has the order of this pass")
+        found.append(f"sink_size {new.sink_size} does not divide the {new.dataset_size} steps of a pass: the data goes on with "
+                     f"pass {place + 1} instead of {place - progress.moved_passes + 1}. Shuffled data has the order of this pass")
     if progress.repeated:
         found.append(f"{progress.repeated} samples are seen again: the checkpoint stands within a step of global batch size "
-                     f"{new.batch}, and steps are rounded down")
+                     f"{new.global_batch_size}, and steps are rounded down")
     return found
 
 
@@ -81,7 +82,7 @@ def _scaled(count: int, result: int, old: int | None, new: int | None) -> str:
 
 
 def _data(state: TrainingState, progress: ResumeProgress, new: RunSettings) -> SummaryRow:
-    position, size = progress.position, new.size * (new.batch or 1)
+    position, size = progress.position, new.dataset_size * (new.global_batch_size or 1)
     where = f"pass {position.passes + 1}, behind {position.samples} of {size} samples: {progress.data_skip} steps are skipped"
     if progress.starts_data_set:
         return SummaryRow("data", RECOMPUTED, f"as {position.declared} says: {where}")

@@ -174,16 +174,16 @@ def test_a_skip_beyond_the_data_is_an_error():
 def trained(skip, epoch, new):
     """Steps of the data set, counted from its beginning, that MindSpore trains on: (the first, one behind the last). mindformers
     trainer/utils.py, check_runner_config; mindspore train/model.py, _train_process and _train_dataset_sink_process."""
-    assert skip < new.size * new.epochs                             # or MindSpore refuses
+    assert skip < new.dataset_size * new.epochs                     # or MindSpore refuses
     if not new.sink_size:
         passes = new.epochs - epoch
-        stop = (skip // new.size + passes) * new.size
-        assert skip // new.size + passes <= new.epochs              # or the data ends before the training
+        stop = (skip // new.dataset_size + passes) * new.dataset_size
+        assert skip // new.dataset_size + passes <= new.epochs      # or the data ends before the training
         return skip, stop
-    sinks = int(new.size / new.sink_size * new.epochs)
+    sinks = int(new.dataset_size / new.sink_size * new.epochs)
     assert skip % new.sink_size == 0 and epoch < sinks
     stop = skip + (sinks - epoch) * new.sink_size
-    assert stop <= -(-sinks * new.sink_size // new.size) * new.size
+    assert stop <= -(-sinks * new.sink_size // new.dataset_size) * new.dataset_size
     return skip, stop
 
 
