@@ -1,6 +1,6 @@
-"""Computes regions of a tensor. A region is ((start, stop), ...) per dimension, in elements; () of a 0-d tensor.
+"""Computes regions of a tensor. A region is a (start, stop) for each dimension, in elements; () for a 0-d tensor.
 
-Results that depend only on layout and shape are cached: a model has thousands of tensors of a dozen kinds.
+Results that depend only on layout and shape are cached: a model has thousands of tensors, but only a dozen layouts and shapes.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def elements(region: Region) -> int:
 
 
 def overlap(one: Region, other: Region) -> Region | None:
-    """Returns the common region, None if there is no common element."""
+    """Returns the common region, or None if there is no common element."""
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return found if all(start < stop for start, stop in found) else None
 
@@ -48,19 +48,19 @@ def slices_of(region: Region) -> tuple[slice, ...]:
 
 
 def view(array: np.ndarray, region: Region) -> np.ndarray:
-    """Returns a region of an array as a view; of a 0-d array the array itself."""
+    """Returns a region of an array as a view; for a 0-d array the whole."""
     return array[(*slices_of(region), ...)]
 
 
 @lru_cache(maxsize=1 << 16)
 def held(layout: TensorLayout, rank: int, shape: tuple[int, ...]) -> Region:
-    """Returns the region of a tensor of global ``shape`` that local ``rank`` holds. ValueError as of ``TensorLayout.slices``."""
+    """Returns the region of a tensor of global ``shape`` that local ``rank`` holds. ValueError: see ``TensorLayout.slices``."""
     return tuple((part.start, part.stop) for part in layout.slices(rank, shape))
 
 
 class Cut(NamedTuple):
-    """Describes the ``part`` of a wanted region that lies in one ``piece``, which its ``holders`` (local ranks, ascending) hold.
-    Both are in elements of the whole tensor."""
+    """Describes the ``part`` of a wanted region that lies in one ``piece``. ``holders``: local ranks that hold the piece,
+    ascending. Both regions are in elements of the whole tensor."""
     piece: Region
     holders: Sequence[int]
     part: Region
@@ -68,8 +68,8 @@ class Cut(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def cuts(layout: TensorLayout | None, shape: tuple[int, ...], region: Region) -> tuple[Cut, ...]:
-    """Returns the pieces that cover ``region`` of a tensor of global ``shape``, each once; none for an empty region. ``layout``
-    None: one piece, held by local rank 0. The cost grows with the number of pieces, not with the number of ranks."""
+    """Returns one cut for each piece that overlaps ``region`` of a tensor of global ``shape``; none for an empty region.
+    ``layout`` None: one piece, held by local rank 0. The cost grows with the number of pieces, not with the number of ranks."""
     if layout is None:
         return (Cut(whole(shape), (0,), region),) if elements(region) else ()
     lengths = layout.local_shape(shape)
@@ -86,11 +86,11 @@ def cuts(layout: TensorLayout | None, shape: tuple[int, ...], region: Region) ->
 
 
 def runs(part: Region, shape: Sequence[int]) -> tuple[int, Iterator[int]]:
-    """Splits a region of a C-ordered array of ``shape`` into contiguous runs. Returns the elements of each run, and their first
-    positions, ascending."""
+    """Splits a region of a C-ordered array of ``shape`` into contiguous runs of equal length. Returns (elements of each run,
+    first positions of the runs, ascending)."""
     split = len(shape)
     while split and (part[split - 1] == (0, shape[split - 1])):
-        split -= 1                                          # dimensions from here on are covered whole
+        split -= 1                                          # the region covers the whole of the dimensions from here on
     leading = max(split - 1, 0)
     tail = math.prod(shape[split:])
     length = tail * (part[leading][1] - part[leading][0]) if split else tail
@@ -111,8 +111,8 @@ def offset(part: Region, shape: Sequence[int]) -> int:
 
 
 def blocks(shape: Sequence[int], most: int) -> Iterator[Region]:
-    """Yields a tensor in blocks of at most ``most`` elements (at least one), in the order of its elements. In every layout, the
-    part of a piece that lies in a block is contiguous in that piece, and the part in the next block follows it."""
+    """Yields blocks of a tensor with at most ``most`` elements each (at least one), in the order of its elements. In every
+    layout, the part of a piece that lies in a block is contiguous in that piece, and the part in the next block follows it."""
     if not math.prod(shape):
         return
     dim, row = 0, math.prod(shape[1:])

@@ -26,8 +26,8 @@ from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.region_load import check_tensors
 from mindresume.storage.atomic_publish import publish_json
 
-KEEP = "keep"                                       # the dtype that is there
-DTYPES = ("bfloat16", "float32", KEEP)              # that an export can write
+KEEP = "keep"                                       # the stored dtype
+DTYPES = ("bfloat16", "float32", KEEP)              # what an export can write
 
 
 def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes: int, config: Mapping[str, Any] | None = None
@@ -36,14 +36,15 @@ def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes:
 
     Args:
         dtype: one of DTYPES.
-        part_bytes: size of a part at most.
-        config: what ``Export`` will write as config.json.
-
-    Raises: LoadError that names the tensors which the source lacks or has in another shape, with the arithmetic, and those
-    without a rule. ConfigError if a layout makes the order unknown.
+        part_bytes: largest size of a part.
+        config: the content of the config.json that ``Export`` will write.
+    Raises:
+        LoadError: A tensor is missing, has another shape, or has no rule; the message names these tensors and shows how the
+            expected shape is computed.
+        ConfigError: ``dtype`` is not supported, or the order of the rows cannot be known from a layout.
     """
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
+        raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
     inner, known = source.weights, rules(model)
     if model.tied:
         del known[HEAD]
@@ -70,14 +71,14 @@ def _check(inner: CheckpointView, known: Mapping[str, Rule], model: Model) -> No
         problems.append(f"missing: {problems_text(missing)}{hint}")
     if lost:
         hint = ". It is no copy of the embedding, so tie_word_embeddings must be false" if HEAD in lost else ""
-        problems.append(f"no place for: {problems_text(lost)}{hint}")
+        problems.append(f"without a rule: {problems_text(lost)}{hint}")
     if problems or other:
-        raise LoadError(f"{inner.name} does not hold a {model.kind} of {model.layers} layers as {model.source} describes it: "
-                        + problems_text(problems + other))
+        raise LoadError(f"{inner.name} does not hold the weights that {model.source} describes ({model.kind}, {model.layers} "
+                        f"layers): {problems_text(problems + other)}")
 
 
 def _is_known(name: str, tensor: Tensor, known: Mapping[str, Rule]) -> bool:
-    """Returns whether a tensor is a weight, an optimizer state of one (``adam_m.NAME``), a counter or a buffer."""
+    """Returns whether a tensor is a weight, an optimizer state of a weight (``adam_m.NAME``), a counter or a buffer."""
     parts = name.split(".")
     if any(".".join(parts[i:]) in known for i in range(len(parts))):
         return True
@@ -87,8 +88,8 @@ def _is_known(name: str, tensor: Tensor, known: Mapping[str, Rule]) -> bool:
 
 
 def verify_composed(plan: ConversionPlan, traffic: Traffic | None = None) -> None:
-    """Compares the recorded checksums of the tensors that the export reads in parts, as it cannot do that while it runs.
-    CorruptFileError."""
+    """Compares the recorded checksums of the tensors that an export reads in parts, because the export itself cannot compare
+    them. Raises CorruptFileError if one differs."""
     view = plan.source.weights
     inner = view.inner
     recorded = [name for name in view.composed_sources() if any(
@@ -98,11 +99,11 @@ def verify_composed(plan: ConversionPlan, traffic: Traffic | None = None) -> Non
 
 @dataclass
 class Export(Conversion):
-    """Runs a conversion and writes ``config`` with the dtype of the weights as ``config.json`` beside them."""
+    """Runs a conversion, and writes ``config`` with the dtype of the weights as ``config.json`` into the same folder."""
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def commit(self) -> None:
-        """Writes ``config.json`` and commits. Errors as of ``Conversion``."""
+        """Writes ``config.json``, then commits. Raises the errors of ``Conversion.commit``."""
         dtypes = {tensor.dtype for tensor in self.plan.source.weights.tensors.values()}
         document = dict(self.config)
         if len(dtypes) == 1:

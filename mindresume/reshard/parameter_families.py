@@ -1,4 +1,4 @@
-"""Relates names of parameters: ``adam_m.layers.0.weight`` belongs to the family ``adam_m`` of ``layers.0.weight``."""
+"""Groups parameters into families by their names: ``adam_m.layers.0.weight`` is ``layers.0.weight`` in the family ``adam_m``."""
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -7,8 +7,8 @@ from mindresume.model.training_state import is_transient
 
 
 def missing_parameters(named: Collection[str], present: Collection[str]) -> list[str]:
-    """Returns the parameters that a strategy names (``named``) and a checkpoint lacks, sorted; without families that are absent
-    as a whole (the moments, where only weights were saved), and without transient parameters."""
+    """Returns the parameters that a strategy names (``named``) and a checkpoint (``present``) lacks, sorted. Leaves out transient
+    parameters, and families of which the checkpoint has no parameter: the moments, if only weights were saved."""
     families = {family for name in present for family, rest in prefix_splits(name) if rest in named}
     return sorted(name for name in named if name not in present and not is_transient(name)
                   and not any(rest in present and family not in families for family, rest in prefix_splits(name)))

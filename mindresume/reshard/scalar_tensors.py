@@ -1,4 +1,4 @@
-"""Adds the counters that Checkpoint 1.0 keeps as tensors in every file to checkpoints whose format keeps them elsewhere."""
+"""Adds counters as tensors to checkpoints that keep them elsewhere; Checkpoint 1.0 keeps them as tensors in every file."""
 from __future__ import annotations
 
 import io
@@ -15,15 +15,15 @@ from mindresume.tensor_files import encode, read_header
 
 
 def with_counters(source: OpenCheckpoint) -> OpenCheckpoint:
-    """Returns an iteration folder with the counters of its ``common.json`` as tensors; any other source unchanged."""
+    """Returns ``source``; if it is an iteration folder, with the counters of its ``common.json`` added as tensors."""
     if not source.is_iteration or source.state is None:
         return source
     return replace(source, weights=_with(source.weights, counters_of(source.state)))
 
 
 def counters_of(state: TrainingState) -> dict[str, np.ndarray]:
-    """Returns the counters that mindformers appends to each file (core/callback/callback.py:save_checkpoint), without unknown
-    ones."""
+    """Returns the counters that mindformers appends to each file (core/callback/callback.py:save_checkpoint). Leaves out counters
+    that are not known."""
     found: dict[str, np.ndarray] = {"epoch_num": np.array(state.epoch, np.int64), "step_num": np.array(state.step, np.int64),
                                     "global_step": np.array([state.global_step], np.int32)}
     if state.loss_scale is not None:
@@ -34,7 +34,7 @@ def counters_of(state: TrainingState) -> dict[str, np.ndarray]:
 
 
 def _with(weights: CheckpointView, arrays: dict[str, np.ndarray]) -> CheckpointView:
-    """Adds tensors from a file in memory, because readers read ranges of files."""
+    """Adds tensors. They are in a file in memory, because readers read ranges of files."""
     arrays = {name: array for name, array in arrays.items() if name not in weights.tensors}
     content = b"".join(piece for _, piece in encode("safetensors", arrays, {}))
     memory = _Memory(content)
@@ -45,7 +45,7 @@ def _with(weights: CheckpointView, arrays: dict[str, np.ndarray]) -> CheckpointV
 
 
 class _Memory:
-    """Holds an anonymous file in memory; it is closed with the object."""
+    """Holds an anonymous file in memory, and closes it when the object is deleted."""
 
     def __init__(self, content: bytes):
         self._handle = os.memfd_create("counters")

@@ -1,12 +1,12 @@
-"""Identifies a data set by its entry in the configuration, with sizes of files instead of their paths.
+"""Identifies a data set by its section of the configuration, with the names and sizes of its files instead of their paths.
 
     identity = dataset_identity(storage, config.train_dataset, config.seed)
     {"type": "MindDataset", "dataset_dir": "1 file, 1234 bytes: mcore.mindrecord", "shuffle": "True", ...}
-    dataset_differences(recorded, identity)             # one phrase each
+    dataset_differences(recorded, identity)             # ["shuffle: True, now False"]
 
 Two trainings with equal identities read the same samples in the same order. The identity does not depend on the speed of reading,
-the number of ranks, the batches, or the location of the files: a data set can be moved. Files that loaders write themselves
-(indices, caches, states of an iterator) are left out, wherever they lie.
+the number of ranks, the batch size, or the location of the files: a data set can be moved. It leaves out files that loaders write
+themselves (indices, caches, states of an iterator), in any folder.
 """
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from mindresume.storage.interface import Storage
 
 # Folders that loaders write (mindformers dataset/, Hugging Face datasets).
 _WRITTEN = {"path_to_cache", "s3_cache_path", "cache_dir", "dataset_state_dir", "save_indices_npz_path", "filepath_prefix"}
-# Keys of train_dataset that do not decide which samples are read, or that follow from others (batch sizes, devices). Credentials
-# are not recorded either.
+# Keys of train_dataset that do not affect which samples are read, or that follow from other keys (batch sizes, devices), and
+# credentials, which must not be recorded.
 _IGNORED = _WRITTEN | {
     "num_parallel_workers", "python_multiprocessing", "prefetch_size", "numa_enable", "batch_size", "autotune_per_step",
     "auto_tune", "profile", "max_rowsize", "num_shards", "shard_id", "device_num", "rank_id", "do_eval", "dynamic_batch",
@@ -32,20 +32,20 @@ _IGNORED = _WRITTEN | {
     "num_proc", "keep_in_memory", "load_from_cache_file", "cache_file_name", "writer_batch_size", "download_mode",
     "download_config", "verification_mode", "save_step", "resume_step", "token_monitor",
     "token_monitor_config", "token", "use_auth_token", "storage_options"}
-# Files that loaders write among those of a data set: indices of Megatron ({prefix}/cache/GPTDataset_indices, path_to_cache),
-# caches, unfinished files and locks of Hugging Face, states of its iterators, a table that mindformers leaves beside its weights.
+# Files that loaders write into the folder of a data set: indices of Megatron ({prefix}/cache/GPTDataset_indices, path_to_cache),
+# caches, unfinished files, locks and iterator states of Hugging Face, and a table that mindformers writes beside its weights.
 _MADE = re.compile(r"(^|/)(cache/\w+_indices/|[0-9a-f]{32}-\w+-\w+-(description\.txt|\w+_index\.npy)$|cache-[^/]*\.arrow$|"
                    r"tmp[a-z0-9_]{8}$|[^/]*\.(lock|incomplete)(/|$)|dataset_state_rank\d+\.json$|param_name_map\.json$|"
                    r"__pycache__/)")
-_LISTED = re.compile(r"\d+ files?, \d+ bytes[^:]*: ")         # how ``_named`` begins
-_PREFIXES = "data_path"                     # data_path, train_data_path, ...: files of Megatron, also without a folder before
-_SUFFIXES = ("", ".bin", ".idx")            # a data set of Megatron is named without them
+_LISTED = re.compile(r"\d+ files?, \d+ bytes[^:]*: ")         # how a text of ``_named`` begins
+_PREFIXES = "data_path"                     # keys that end so (data_path, train_data_path, ...) name files of Megatron
+_SUFFIXES = ("", ".bin", ".idx")            # the configuration names a data set of Megatron without its suffixes
 _MOST_FILES = 100_000
 
 
 def dataset_identity(storage: Storage, section: Any, seed: Any = None) -> dict[str, str]:
-    """Returns {key: value} of ``section``, the ``train_dataset`` of the configuration; {} for None. Files are listed, not read.
-    Raises OSError."""
+    """Returns {key: value} of ``section``, the ``train_dataset`` of the configuration; {} for None. Lists files, but does not
+    read them. Raises OSError."""
     if not isinstance(section, Mapping):
         return {}
     rows = dict(_rows(_Files(storage, frozenset(_written(section))), section, ""))
@@ -59,8 +59,8 @@ def dataset_identity(storage: Storage, section: Any, seed: Any = None) -> dict[s
 
 
 def dataset_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Returns the differences of two data sets, one phrase each; an empty list if there are none or one data set is not known.
-    Rows of caches and states, which earlier versions recorded, are ignored."""
+    """Returns one phrase for each difference of two data sets; an empty list if there is none or one data set is unknown. Ignores
+    caches and states of loaders, which earlier versions recorded."""
     if not before or not now:
         return []
     return [f"{key}: {_short(before.get(key))}, now {_short(now.get(key))}" for key in dict.fromkeys((*before, *now))
@@ -111,13 +111,15 @@ def _of_value(files: _Files, value: Any, prefix: bool) -> str:
 
 @dataclass(frozen=True)
 class _Files:
-    """Files that values of the configuration name. ``written``: folders that loaders write, which may lie among the data."""
+    """Finds the files that values of the configuration name. ``written``: folders that loaders write; they may be in a folder of
+    the data, and are left out."""
     storage: Storage
     written: frozenset[str]
 
     def of(self, text: str, prefix: bool) -> list[tuple[str, int]]:
-        """Returns (name, bytes) of the files that a value names, sorted within a folder; [] if it names none. The files of a
-        prefix take precedence over a folder of the same name, in which mindformers keeps their indices."""
+        """Returns (name, bytes) of each file that a value names, sorted within a folder; [] if it names none. ``prefix``: the
+        value may be the path of a Megatron data set, also in the working directory. If there are files with this prefix, a folder
+        of the same name is ignored: mindformers keeps their indices there."""
         text = text.strip() if prefix else text
         if not prefix and os.sep not in text and "." not in text:
             return []

@@ -18,14 +18,14 @@ RESTORED, RECOMPUTED, ABSENT, CHANGED = "restored", "recomputed", "absent", "cha
 
 
 class SummaryRow(NamedTuple):
-    """A part of the state, how it was restored (RESTORED, RECOMPUTED, ABSENT or CHANGED), and details."""
+    """Describes one part of the state. ``how``: RESTORED, RECOMPUTED, ABSENT or CHANGED. ``text``: details."""
     name: str
     how: str
     text: str
 
 
 def summary_rows(state: TrainingState, progress: ResumeProgress, new: RunSettings) -> list[SummaryRow]:
-    """Returns rows for all parts of the state except the random state, which is restored later."""
+    """Returns a row for each part of the state except the random state, which is restored later."""
     scaled, old = progress.step_scale != 1, state.global_batch_size
     how = RECOMPUTED if scaled else RESTORED
     step = _scaled(state.step, progress.initial_step, old, new.global_batch_size) if scaled else str(state.step)
@@ -44,34 +44,44 @@ def summary_rows(state: TrainingState, progress: ResumeProgress, new: RunSetting
 
 
 def random_state_row(restored: Sequence[str], ranks: str = "") -> SummaryRow:
-    """Returns the row of the random state. ``restored``: names of its generators. ``ranks``: why there are none, such as "saved
-    by 4 ranks, this job has 2"."""
+    """Returns the row of the random state.
+
+    Args:
+        restored: names of the generators whose state was restored.
+        ranks: why none was restored, such as "saved by 4 ranks, this job has 2". Empty: the checkpoint has no random state.
+    """
     if restored:
         return SummaryRow("random state", RESTORED, ", ".join(restored))
     return SummaryRow("random state", ABSENT, f"{ranks or 'not in the checkpoint'}: the seeds of the configuration apply")
 
 
 def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) -> list[str]:
-    """Returns the warnings of a resume. Raises ProgressError if the data set has changed, the configuration does not say so, and
-    ``on_change`` is "error"."""
+    """Returns the warnings of a resume.
+
+    Args:
+        on_change: the setting ``on_dataset_change``: "warn" or "error".
+    Raises:
+        ProgressError: The data set has changed, the configuration does not say so, and ``on_change`` is "error".
+    """
     found = list(filter(None, [check_skip(new)])) if progress.starts_data_set else []
     if progress.repeats_request:
-        found.append(f"{progress.position.declared} is still set, and the data set is not that of the checkpoint "
-                     f"({'; '.join(progress.changed)}): it begins anew. Remove the key once a new data set has begun, if "
-                     f"later changes are not to do that")
+        found.append(f"{progress.position.declared} is still set, and the data set differs from that of the checkpoint "
+                     f"({'; '.join(progress.changed)}), so it starts as that key says. Remove the key once the new data set has "
+                     f"started, or the next change of the data set has the same effect")
     if progress.changed and not progress.starts_data_set:
-        what = f"the data set is not that of the checkpoint ({'; '.join(progress.changed)})"
-        do = (f"If it is a new one, set {IGNORE_KEY}: True to start at its beginning, or {SKIP_KEY} to the number of its steps "
-              f"that were trained already")
+        what = f"the data set differs from that of the checkpoint ({'; '.join(progress.changed)})"
+        do = (f"If it is a new data set, set {IGNORE_KEY}: True to start at its beginning, or {SKIP_KEY} to the number of its "
+              f"steps that were trained already")
         if on_change == "error":
             raise ProgressError(f"{what}, and the configuration does not say so (mindresume.on_dataset_change: error). {do}")
-        found.append(f"{what}; {progress.data_skip} steps of it are skipped as if it were. {do}")
+        found.append(f"{what}; {progress.data_skip} steps of it are skipped as if it were the same. {do}")
     if progress.moved_passes and not progress.starts_data_set and not progress.changed:
         place = progress.position.passes
-        found.append(f"sink_size {new.sink_size} does not divide the {new.dataset_size} steps of a pass: the data goes on with "
-                     f"pass {place + 1} instead of {place - progress.moved_passes + 1}. Shuffled data has the order of this pass")
+        found.append(f"sink_size {new.sink_size} does not divide the {new.dataset_size} steps of a pass: the data continues "
+                     f"with pass {place + 1} instead of {place - progress.moved_passes + 1}, which changes only the order of "
+                     f"shuffled data")
     if progress.repeated:
-        found.append(f"{progress.repeated} samples are seen again: the checkpoint stands within a step of global batch size "
+        found.append(f"{progress.repeated} samples are seen again: the checkpoint is within a step of global batch size "
                      f"{new.global_batch_size}, and steps are rounded down")
     return found
 

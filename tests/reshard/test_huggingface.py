@@ -170,7 +170,7 @@ def test_other_conversions_are_refused(tmp_path, stored, wanted):
     tensors = random(GROUPED)
     tensors["model.layers.1.self_attn.k_proj.weight"] = tensors["model.layers.1.self_attn.k_proj.weight"].astype(DTYPES[stored])
     folder = folder_of(tmp_path / "hf", GROUPED, tensors)
-    with pytest.raises(LoadError, match=rf"1 tensors cannot be converted: {QKV} (is|would be)"):
+    with pytest.raises(LoadError, match=rf"1 tensors cannot be converted: {QKV} (is|would have)"):
         view_of_folder(STORAGE, folder, wanted={QKV: ((96, 16), wanted)})
 
 
@@ -179,7 +179,7 @@ def test_parts_of_several_dtypes_need_a_wanted_one(tmp_path):
     name = "model.layers.1.self_attn.k_proj.weight"
     tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
     folder = folder_of(tmp_path / "hf", GROUPED, tensors)
-    with pytest.raises(LoadError, match=f"{QKV} would be of bfloat16 and float32 at once"):
+    with pytest.raises(LoadError, match=f"{QKV} would have the dtypes bfloat16 and float32"):
         view_of_folder(STORAGE, folder)
     found = everything(view_of_folder(STORAGE, folder, wanted={QKV: ((96, 16), "float32")}))
     same(found, assemble(rules(GROUPED), {**tensors, name: tensors[name].astype(np.float32)}))
@@ -195,8 +195,8 @@ def test_folders_that_are_refused(tmp_path):
             view_of_folder(STORAGE, folder_of(tmp_path / str(len(list(tmp_path.iterdir()))), model, found))
         assert all(word in str(error.value) for word in words), error.value
     refused({key: value for key, value in tensors.items() if key != name}, f"missing: {name}")
-    refused({**tensors, "model.layers.2.mlp.up_proj.weight": tensors[name]}, "no rule knows: model.layers.2.mlp.up_proj.weight")
-    refused({**tensors, "model.layers.0.self_attn.q_proj.bias": tensors[name]}, "no rule knows", "q_proj.bias")
+    refused({**tensors, "model.layers.2.mlp.up_proj.weight": tensors[name]}, "without a rule: model.layers.2.mlp.up_proj.weight")
+    refused({**tensors, "model.layers.0.self_attn.q_proj.bias": tensors[name]}, "without a rule", "q_proj.bias")
     refused({**tensors, name: tensors[name][:-1]}, f"{name} is (11, 16), not (12, 16)", "2 x intermediate_size 12 = 24")
     refused(tensors, "q_proj.weight is (48, 16), not (24, 16)", model=replace(GROUPED, heads=4))
     refused({key: value for key, value in tensors.items() if key != "lm_head.weight"}, "missing: lm_head.weight")
@@ -348,16 +348,16 @@ def test_sources_that_do_not_fit(tmp_path):
     refused(whole_, replace(GROUPED, groups=2), f"{QKV} is (96, 16), expected (72, 16): (num_attention_heads 8 + 2 x "
                                                 "num_key_value_heads 2) x head_dim 6 = 72")
     refused(whole_, replace(GROUPED, layers=3), "missing: decoder.layers.2.input_layernorm.weight", "and 3 more")
-    refused(whole_, replace(GROUPED, layers=1), "no place for: decoder.layers.1.")
-    refused(whole_, MODELS["tied"], f"no place for: {HEAD}", "tie_word_embeddings must be false")
+    refused(whole_, replace(GROUPED, layers=1), "without a rule: decoder.layers.1.")
+    refused(whole_, MODELS["tied"], f"without a rule: {HEAD}", "tie_word_embeddings must be false")
     refused({name: array for name, array in whole_.items() if name != HEAD}, GROUPED, f"missing: {HEAD}",
             "tie_word_embeddings must be true")
     refused({**whole_, "decoder.layers.0.self_attention.linear_qkv.bias": np.zeros(96, np.float32)}, GROUPED, "linear_qkv.bias")
     refused({**whole_, "decoder.layers.0.mlp.router.expert_bias": np.zeros(4, np.float32)}, GROUPED, "router.expert_bias")
     source = complete(tmp_path / "double", {**whole_, PROJ: whole_[PROJ].astype(np.float64)})
-    with pytest.raises(LoadError, match="o_proj.weight is float64, wanted bfloat16"):
+    with pytest.raises(LoadError, match="o_proj.weight is float64, expected bfloat16"):
         to_huggingface(source, GROUPED, "bfloat16", 1 << 30)
-    with pytest.raises(ConfigError, match="dtype 'int8'"):
+    with pytest.raises(ConfigError, match="dtype is 'int8'"):
         to_huggingface(source, GROUPED, "int8", 1 << 30)
     states = {f"{prefix}.{name}": array for name, array in whole_.items() for prefix in ("adam_m", "adam_v", "accu_grads")}
     source = complete(tmp_path / "states", {**whole_, **states, "global_step": np.zeros(1, np.int32),

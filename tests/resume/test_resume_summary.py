@@ -70,15 +70,15 @@ def test_no_warning_without_a_reason():
 
 def test_samples_that_are_seen_again():
     (sentence,) = warnings(state(), RunSettings(16, 5, None, OURS))
-    assert sentence == ("8 samples are seen again: the checkpoint stands within a step of global batch size 16, and steps are "
+    assert sentence == ("8 samples are seen again: the checkpoint is within a step of global batch size 16, and steps are "
                         "rounded down")
 
 
 def test_a_change_that_nobody_declared():
     new = RunSettings(8, 10, None, {"files": "b"})
     (sentence,) = warnings(state(), new)
-    assert sentence.startswith("the data set is not that of the checkpoint (files: a, now b); 35 steps of it are skipped as "
-                               "if it were. If it is a new one, set ignore_data_skip: True")
+    assert sentence.startswith("the data set differs from that of the checkpoint (files: a, now b); 35 steps of it are skipped "
+                               "as if it were the same. If it is a new data set, set ignore_data_skip: True")
     with pytest.raises(ProgressError, match="mindresume.on_dataset_change: error.*ignore_data_skip: True"):
         warnings(state(), new, "error")
 
@@ -87,6 +87,6 @@ def test_words_that_are_still_there_when_the_data_set_changes_again():
     """``ignore_data_skip: True`` was left in the configuration: what it does is said; without a change it does nothing."""
     data_request, stood = DataRequest(True), DataPosition(0, 40, 3, "ignore_data_skip: True", OURS)
     (sentence,) = warnings(state(data=stood), RunSettings(8, 10, None, {"files": "b"}, data_request), "error")
-    assert sentence.startswith("ignore_data_skip: True is still set, and the data set is not that of the checkpoint (files: a, "
-                               "now b): it begins anew.")
+    assert sentence.startswith("ignore_data_skip: True is still set, and the data set differs from that of the checkpoint "
+                               "(files: a, now b), so it starts as that key says.")
     assert warnings(state(data=stood), RunSettings(8, 10, None, OURS, data_request)) == []
