@@ -1,18 +1,18 @@
-"""Wraps functions of mindformers' graph trainer, for the selection at the start, the counters and the load. No file is patched.
+"""Wraps functions of mindformers' graph trainer: selection at the start, counters, and load. No file of mindformers is changed.
 
-    MindFormerRegister.get_cls       ─▶ keeps the documented data keys below `trainer:` from the trainer's constructor
+    MindFormerRegister.get_cls       ─▶ removes the documented data keys below `trainer:` before the trainer's constructor
     Trainer.train / finetune
       _check_config_rules             ─▶ select_checkpoint: scan, verify, agree; or a fresh start
       get_resume_checkpoint           ─▶ the name of the selected file
       load_resume_context_from_...    ─▶ restore_progress: initial step and epoch, loss scale
       _resume_hf_iterable_dataset     ─▶ streaming data continues at its own position
-      check_runner_config             ─▶ records the data and sink size; ends a training that is already complete
+      check_runner_config             ─▶ records the dataset and sink size; ends a training that is already complete
       transform_and_load_checkpoint   ─▶ load_chosen: loads what this rank verified, and verifies it again while it is read
 
-With ``auto_trans_ckpt`` and for consolidated weights, the last one calls ``mindresume.mindformers.auto_transform``. Checkpoint
-2.0 (``use_legacy_format: False``) has wrappers of its own and ``mindresume.mindformers.load_iteration``.
-``mindresume.mindformers.weights_only`` loads weights alone: for a training of Checkpoint 1.0 that does not resume, an evaluation
-or a prediction.
+With ``auto_trans_ckpt`` and for consolidated weights, the wrapper of transform_and_load_checkpoint calls
+``mindresume.mindformers.auto_transform``. Checkpoint 2.0 (``use_legacy_format: False``) has wrappers of its own, which call
+``mindresume.mindformers.load_iteration``. ``mindresume.mindformers.weights_only`` loads weights without counters and optimizer:
+for an evaluation, a prediction, or a training of Checkpoint 1.0 that does not resume.
 """
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from mindresume.storage.posix import PosixStorage
 
 
 def _argument_binder(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """Returns a function that maps the arguments of a call to the parameter names of ``original``, defaults included."""
+    """Returns a function that maps the arguments of a call to the parameter names of ``original``, including defaults."""
     parameters = signature(original)
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _wrap_check_config_rules(original: Any) -> Any:
             with context.progress.timed_load():
                 job_start.select_checkpoint(self.config, context)
         elif context.task and not getattr(getattr(self, "trainer", None), "pipeline_task", None):
-            # a pipeline_task has loaded its weights already
+            # if there is a pipeline_task, it has loaded the weights already
             weights_only.select(self.config, context.task, context, PosixStorage())
         return original(self, *args, **kwargs)
     return check
@@ -98,8 +98,8 @@ def _wrap_check_config_rules(original: Any) -> Any:
 
 def _wrap_get_cls(original: Any) -> Any:
     """Removes ``ignore_data_skip`` and ``data_skip_steps`` below ``trainer:`` (documents 002 and 003) from the arguments of the
-    trainer's constructor, which would raise a TypeError. The registry is asked for the class after it loads a plug-in that this
-    block names, so both ways to load mindresume work."""
+    trainer's constructor, which would raise a TypeError. The section ``trainer:`` can also name mindresume as a plug-in; this
+    works too, because the registry loads the plug-in before it looks up the class."""
     from mindformers.tools.register import MindFormerModuleType
     bind = _argument_binder(original)
 
@@ -124,7 +124,7 @@ def _wrap_get_resume_checkpoint(original: Any) -> Any:
         if not plan.resumes:
             return original(*args, **kwargs)
         if plan.open_source is not None:
-            return True                                     # of another number of ranks, or without a file of one rank
+            return True                                     # another number of ranks, or the file of a rank is missing
         name = os.path.basename(plan.choice.chosen.first.path)
         return name_for_rank(name, context.group.rank, plan.choice.chosen.format)
     return get
@@ -135,15 +135,15 @@ def _wrap_is_hf_checkpoint(original: Any) -> Any:
 
     @functools.wraps(original)
     def is_hf(*args: Any, **kwargs: Any) -> bool:
-        # 1.9.0 raises an error for a file, and refuses to resume from one
+        # mindformers 1.9.0 raises an error if the path is a file, so it could not resume from one
         return os.path.isdir(bind(args, kwargs)["checkpoint_path"]) and original(*args, **kwargs)
     return is_hf
 
 
 def _wrap_is_publicly_accessible_path(original: Any) -> Any:
-    """Compares SHARED_PATHS by folders (mindformers takes /data01 for a part of /data), and recognises shared file systems other
-    than NFS. mindformers is then asked about ``/``, because for a job of one node and in ModelArts it answers without looking at
-    the path."""
+    """Compares SHARED_PATHS folder by folder (mindformers treats /data01 as a part of /data), and recognises shared file systems
+    other than NFS. For other paths mindformers is asked about ``/``: in a job of one node and in ModelArts its answer does not
+    depend on the path."""
     parameters = signature(original)
 
     @functools.wraps(original)
@@ -161,7 +161,7 @@ def _wrap_resume_ckpt_path_with_strategy(original: Any) -> Any:
 
     @functools.wraps(original)
     def find(*args: Any, **kwargs: Any) -> Any:
-        # With MS_ENABLE_TFT mindformers would take the newest file by time, instead of the selected one.
+        # With MS_ENABLE_TFT mindformers would take the newest file by modification time instead of the selected one.
         if training_context.current().plan.resumes:
             return bind(args, kwargs)["config"].checkpoint.load_path
         return original(*args, **kwargs)
@@ -209,7 +209,7 @@ def _wrap_check_runner_config(original: Any) -> Any:
         if resumes and runner.initial_epoch >= runner.epochs:
             raise TrainingCompleteError(f"the training is complete: step {runner.initial_step} is the end of "
                                         f"{runner.origin_epochs} epochs of {config.data_size} steps. Nothing was trained or "
-                                        f"saved. For more, raise runner_config.epochs")
+                                        f"saved. To train longer, raise runner_config.epochs")
     return check
 
 
@@ -252,12 +252,12 @@ def _wrap_clear_auto_trans_output(original: Any) -> Any:
     return clear
 
 
-# ---- Checkpoint 2.0: mindformers reads common.json and loads ---------------------------------------------------------
+# ---- Checkpoint 2.0 ---------------------------------------------------------------------------------------------------
 
 def _wrap_get_checkpoint_path(original: Any) -> Any:
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> str:
-        request = training_context.current().plan.iterations    # mindformers would look for a healthy or a newer one by itself
+        request = training_context.current().plan.iterations    # mindformers itself might select another iteration
         return request.path if request else original(*args, **kwargs)
     return get
 
@@ -285,7 +285,7 @@ def _wrap_load_common(original: Any) -> Any:
         request, objects = context.plan.iterations, context.objects
         if not request or objects.common is None or os.path.dirname(given["common_filename"]) != request.path:
             return original(cls, *args, **kwargs)
-        common, objects.common = objects.common, None   # once: a fault-tolerant job later loads other checkpoints here
+        common, objects.common = objects.common, None   # once: a fault-tolerant job may load other checkpoints later
         return cls(**common)
     return load_common
 
@@ -332,7 +332,7 @@ def _wrap_load_checkpoint(original: Any) -> Any:
     return load
 
 
-WRAPPERS: dict[str, Callable[[Any], Any]] = {           # {name of a symbol: its wrapper}; several modules may import one name
+WRAPPERS: dict[str, Callable[[Any], Any]] = {           # {name of a symbol: its wrapper}; several modules may import a symbol
     "Trainer.train": _wrap_train,
     "Trainer.finetune": _wrap_train,
     "Trainer.evaluate": functools.partial(_wrap_inference, training_context.EVALUATE),

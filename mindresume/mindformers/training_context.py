@@ -1,11 +1,11 @@
-"""Holds the context of the training of this process, the one object that code inside mindformers' calls can reach.
+"""Holds the context of the training in this process: the object that wrappers of mindformers' functions get their state from.
 
     with training(config) as context: ...       # begin: event file, TensorBoard, log lines; end: outcome, resources closed
     with inference(PREDICT, config) as context: ...
-    current()                                   # within them; else an idle context, for a CheckpointMonitor without Trainer
+    current()                                   # inside: this context; else an idle one, for a CheckpointMonitor without Trainer
 
-mindformers passes nothing of ours through its functions, and a process runs one training at a time, so there is one current
-context. Our functions receive it as an argument.
+mindformers calls the wrappers and passes them nothing of mindresume, and a process runs one training at a time, so one context is
+the current one. Functions below the wrappers receive it as an argument.
 """
 from __future__ import annotations
 
@@ -54,13 +54,17 @@ TRAIN, EVALUATE, PREDICT = "train", "evaluate", "predict"
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Describes what the configuration asks to load, and how.
+    """Describes what the configuration requests to load, and how.
 
-    ``path``: of the checkpoint, empty: none; after the selection the path that mindformers receives. ``resume``: with optimizer
-    and counters, else weights alone. ``iterations``: by the code for Checkpoint 2.0. ``balanced``: replicas are read once and
-    broadcast. ``workers``: reading threads, 0: chosen automatically. ``pretrained``: ``path`` holds Hugging Face weights.
-    ``trains``: a training begins with the weights, else an evaluation or a prediction. ``converts``: auto_trans_ckpt, as the user
-    wrote it.
+    Attributes:
+        path: path of the checkpoint; empty: none. After the selection: the path that mindformers receives.
+        resume: optimizer and counters are loaded too; else only weights.
+        iterations: the code for Checkpoint 2.0 loads.
+        balanced: replicas are read once and broadcast.
+        workers: number of reading threads; 0: chosen automatically.
+        pretrained: ``path`` holds Hugging Face weights.
+        trains: a training starts with the weights; else an evaluation or a prediction.
+        converts: ``auto_trans_ckpt`` as the user wrote it.
     """
     path: str
     resume: bool = True
@@ -76,9 +80,11 @@ class LoadRequest:
 class ResumePlan:
     """Describes what was selected and how it is loaded.
 
-    ``choice``: the checkpoint; after a conversion on disk the converted one. ``selected``: the checkpoint before any conversion.
-    ``open_source``: opens it as weights of any layout; None: each rank loads what it verified. ``lost``: on rank 0, the work of a
-    job that died after this checkpoint.
+    Attributes:
+        choice: the checkpoint; after a conversion on disk, the converted one.
+        selected: the checkpoint before any conversion.
+        open_source: opens the checkpoint to read regions in any layout; None: each rank loads the files that it verified.
+        lost: on rank 0, the work of a dead job after this checkpoint.
     """
     request: LoadRequest | None = None
     choice: Choice | None = None
@@ -88,23 +94,23 @@ class ResumePlan:
 
     @property
     def resumes(self) -> bool:
-        """Returns whether counters and optimizer are restored; loading weights alone is no resume."""
+        """Returns whether counters and optimizer are restored. A load of weights alone is no resume."""
         return self.choice is not None and self.choice.chosen is not None and (self.request is None or self.request.resume)
 
     @property
     def iterations(self) -> LoadRequest | None:
-        """Returns the request if the code for Checkpoint 2.0 loads it, else None."""
+        """Returns the request if the code for Checkpoint 2.0 loads, else None."""
         return self.request if self.request is not None and self.request.iterations else None
 
     @property
     def weights_only(self) -> LoadRequest | None:
-        """Returns the request if weights alone are loaded in Checkpoint 1.0, else None."""
+        """Returns the request if only weights are loaded, in Checkpoint 1.0; else None."""
         return self.request if self.request is not None and not (self.request.iterations or self.request.resume) else None
 
 
 @dataclass(frozen=True)
 class RunOrigin:
-    """Describes where this run begins: its first step follows ``step``. ``consumed``: samples seen before, None: unknown."""
+    """Describes where this run begins: its first step follows ``step``. ``consumed``: samples seen before it; None: unknown."""
     step: int = 0
     position: DataPosition = DataPosition()
     consumed: int | None = 0
@@ -116,11 +122,18 @@ class RunOrigin:
 class RunProgress:
     """Holds the counters of the run.
 
-    ``dataset_size``: steps of one pass over the data. ``sink_size``: None: no sink mode. ``dataset_identity``: fingerprint of the
-    data set, empty: unknown. ``restored``: where a resume continues. ``global_step``: of its optimizer, scaled to the global
-    batch size of this run. ``summary``: rows of the table of the resume. ``load_seconds``: time of selecting, reading and
-    verifying. ``step``: the last finished step. ``stop_reason``: why the training stopped before its end, after it saved its last
-    step. ``metrics``: the newest value of each reported metric.
+    Attributes:
+        origin: where the run begins.
+        restored: where a resume continues; None: no resume.
+        global_step: ``global_step`` of the restored optimizer, scaled to the global batch size of this run.
+        summary: rows of the resume's table.
+        dataset_identity: fingerprint of the data set; empty: unknown.
+        dataset_size: steps of one pass over the data; None: unknown.
+        sink_size: steps of a sink; None: no sink mode.
+        load_seconds: time of selecting, verifying and loading.
+        step: the last finished step; None: none yet.
+        stop_reason: why the training stopped early, after its last step was saved; empty: it did not.
+        metrics: newest value of each reported metric.
     """
     origin: RunOrigin = RunOrigin()
     restored: ResumeProgress | None = None
@@ -154,11 +167,16 @@ class RunProgress:
 
 @dataclass
 class Resources:
-    """Holds what is opened for the run and closed once at its end.
+    """Holds what is opened for the run and closed at its end.
 
-    ``storage``: verifies and loads the selected checkpoint. ``topology``: which ranks see the same folder, by its path.
-    ``read_lock``: keeps the selected checkpoint from being removed until all ranks have read it. ``pending_load``: the load
-    attempt, until its first step is done. ``remote``: the object store to which checkpoints are uploaded.
+    Attributes:
+        group: the ranks of the job.
+        emit: receives the events of the run.
+        storage: storage through which the selected checkpoint is verified and loaded.
+        topology: {path of a folder: which ranks share it}.
+        read_lock: prevents the removal of the selected checkpoint until all ranks have read it.
+        pending_load: the load attempt, until the first step after the load is done.
+        remote: checkpoints in the object store that this run uploads to; None: no uploads.
     """
     group: Group = field(default_factory=SingleProcess)
     emit: Emitter = field(default_factory=lambda: Emitter(MindFormersLog(), TensorBoard()))
@@ -174,7 +192,7 @@ class Resources:
             self.storage.clear()
 
     def release(self) -> None:
-        """Releases the read lock and the kept bytes: the checkpoint was read, or will not be read. Idempotent."""
+        """Releases the read lock and the kept bytes, once the checkpoint was read or will not be read. Idempotent."""
         self.drop_verified_bytes()
         if self.read_lock is not None:
             self.read_lock.release()
@@ -183,8 +201,8 @@ class Resources:
 
 @dataclass
 class IterationObjects:
-    """Holds what mindformers passes to the wrappers before a load of Checkpoint 2.0. ``common``: what it then reads as
-    common.json, once."""
+    """Holds objects that mindformers passes to wrappers before it loads a checkpoint of Checkpoint 2.0. ``common``: the content
+    that it will get once instead of common.json."""
     config: Any = None
     model: Any = None
     common: dict[str, Any] | None = None
@@ -192,9 +210,13 @@ class IterationObjects:
 
 @dataclass
 class TrainingContext:
-    """Holds everything that wrappers and CheckpointMonitor share. ``task``: TRAIN, EVALUATE or PREDICT; empty: idle. ``monitor``:
-    the CheckpointMonitor that saves in this training. ``requests``: requests to stop from before it began
-    (``coordination.preemption``)."""
+    """Holds everything that the wrappers and CheckpointMonitor share.
+
+    Attributes:
+        task: TRAIN, EVALUATE or PREDICT; empty: idle.
+        requests: the files that may request a stop, as they were before the training began (``coordination.preemption``).
+        monitor: the CheckpointMonitor that saves in this training.
+    """
     settings: Settings = field(default_factory=Settings)
     task: str = ""
     resources: Resources = field(default_factory=Resources)
@@ -214,7 +236,8 @@ class TrainingContext:
 
     @property
     def shard(self) -> VerifiedShard | None:
-        """Returns what this rank verified and loads; None if the checkpoint has another number of ranks, and so is converted."""
+        """Returns the shard that this rank verified and loads; None if the checkpoint has another number of ranks: it is
+        converted."""
         return own_shard(self.plan.choice, self.group)
 
 
@@ -236,17 +259,17 @@ def set_current(context: TrainingContext) -> TrainingContext:
 
 @contextmanager
 def training(config: Any) -> Iterator[TrainingContext]:
-    """Opens the context of a training. TrainingCompleteError ends it quietly; any other error is recorded and passes.
+    """Opens the context of a training. Suppresses TrainingCompleteError; records any other error and raises it again.
 
-    On every rank, also after an error: the load attempt receives the error, the read lock is released, the monitor finishes the
-    save in flight, and TrainingEnded is the last event.
+    At the end, on every rank and also after an error: the load attempt receives the error, the read lock is released, the monitor
+    finishes the save in flight, and TrainingEnded is the last event.
     """
     group = group_of_job()
     emit = Emitter(MindFormersLog(), TensorBoard())
     emit.add(EventFile(adapter.output_root(), group.rank, emit=emit))
     context, ended = TrainingContext(task=TRAIN, resources=Resources(group, emit)), TrainingEnded(FAILED)
     with ExitStack() as end:                            # callbacks run in the reverse order
-        end.callback(set_current, TrainingContext())    # what runs in this process later has a context of its own
+        end.callback(set_current, TrainingContext())    # later code of this process gets a new, idle context
         end.callback(_close_events, emit)
         end.callback(lambda: emit(ended))
         end.callback(_settle_monitor, context)
@@ -269,8 +292,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
 
 
 def _ended(progress: RunProgress, error: BaseException | None = None) -> TrainingEnded:
-    """Returns how a training ended. SystemExit is no failure if its status is that of a success, or of a process that SIGTERM
-    ended."""
+    """Returns how a training ended. SystemExit is no failure if its status means success (0 or None) or an end by SIGTERM."""
     reason = progress.stop_reason
     if isinstance(error, SystemExit) and error.code == preemption.STATUS:
         return TrainingEnded(PREEMPTED, reason or preemption.BY_SIGNAL, progress.step)
@@ -281,7 +303,7 @@ def _ended(progress: RunProgress, error: BaseException | None = None) -> Trainin
 
 @contextmanager
 def inference(task: str, config: Any) -> Iterator[TrainingContext]:
-    """Opens the context of an evaluation or a prediction, which loads weights alone and saves nothing."""
+    """Opens the context of an evaluation or a prediction, which loads only weights and saves nothing."""
     before = current()
     context = set_current(TrainingContext(Settings.load(config.get("mindresume")), task, Resources(group_of_job())))
     try:
@@ -301,18 +323,18 @@ def _settle_monitor(context: TrainingContext) -> None:
 
 
 def _close_events(emit: Emitter) -> None:
-    """Closes the event file. Uploads may end after the training, at the exit of the process: these are only logged."""
+    """Closes the event file. An upload may end later, at the exit of the process; its events are only logged."""
     emit.close()
     emit.add(MindFormersLog())
 
 
 def report_metric(name: str, value: Any) -> None:
-    """Records a measurement, such as the loss of an evaluation: every later save stores the newest value, and
-    ``mindresume.keep_best`` can rank checkpoints by it (the value of rank 0 counts).
+    """Records a measurement, such as the loss of an evaluation. Every later save stores the newest value, and
+    ``mindresume.keep_best`` can rank checkpoints by it; rank 0's value counts.
 
     Args:
-        name: of the metric.
-        value: a number, or a tensor or array of one element. If it is not finite, the next saves have no such metric.
+        name: name of the metric.
+        value: a number, or a tensor or array of one element. If it is not finite, later saves do not store this metric.
     Raises:
         ConfigError: The name is empty, or the value is no number.
     """
