@@ -32,6 +32,7 @@ from mindresume.events.event_file import FOLDER
 from mindresume.formats.strategy import write_strategy
 from mindresume.tensor_files import encode
 
+pytestmark = pytest.mark.usefixtures("no_flush")
 SECONDS = float(os.environ.get("MINDRESUME_HOSTILE_SECONDS", "12"))     # of CPU
 SEED = os.environ.get("MINDRESUME_HOSTILE_SEED")
 HANGS = 600                     # seconds after which a command is taken to hang: none needs a twentieth of it
@@ -319,11 +320,11 @@ def one_case(whole, folder, seed):
 
 def test_whatever_is_damaged_a_command_ends_in_a_line(whole, tmp_path):
     seeds = iter([int(SEED)]) if SEED else iter(lambda: random.SystemRandom().getrandbits(48), None)
-    begun, cases = time.process_time(), 0
+    begun, started, cases = time.process_time(), time.monotonic(), 0
     for seed in seeds:
         one_case(whole, Path(tmp_path, f"case{cases}"), seed)
         shutil.rmtree(tmp_path / f"case{cases}", ignore_errors=True)
         cases += 1
-        if time.process_time() - begun > SECONDS:
+        if time.process_time() - begun > SECONDS or time.monotonic() - started > 4 * SECONDS:   # the machine has other work
             break
     assert cases

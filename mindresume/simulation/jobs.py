@@ -8,7 +8,6 @@ A rank selects and loads a checkpoint, acquires the folder, trains (each step is
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -362,7 +361,3 @@ def wrong_content(storage: Any, choice: Choice, ranks: list[int]) -> list[str]:
         found += [f"{name} of rank {rank} is not what was saved in step {chosen.step} of {chosen.run}"
                   for name in differing_tensors(tensors(chosen.run or "", chosen.step or 0, rank), read)]
     return found
-
-
-__all__ = ["ExchangeError", "History", "Job", "Training", "tensors", "wrong_content"]
-Work = Callable[[], Any]

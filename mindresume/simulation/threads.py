@@ -213,8 +213,6 @@ class SimpleQueue:
         self._items.append(item)
         self._waiters.wake(1)
 
-    put_nowait = put
-
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         scheduler = current_cluster().scheduler
         until = None if timeout is None else scheduler.now + timeout

@@ -1,6 +1,5 @@
 """Runs commands in this process. A test module names its command, COMMAND; without it the first argument is the command."""
 import json
-import os
 import sys
 
 import pytest
@@ -56,9 +55,3 @@ def refused(call, tmp_path):
         assert folder_contents(tmp_path) == before
         return err
     return run
-
-
-@pytest.fixture
-def no_flush(monkeypatch):
-    """Flushing takes most of the time of a test that does not look at it."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)

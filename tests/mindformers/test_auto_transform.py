@@ -41,6 +41,17 @@ class Network:
         self.parameter_layout_dict = rows
 
 
+CONTEXTS: list[training_context.TrainingContext] = []         # of the jobs of a test
+
+
+@pytest.fixture(autouse=True)
+def released():
+    """Releases read locks and kept bytes, as the end of a training does."""
+    yield
+    while CONTEXTS:
+        CONTEXTS.pop().resources.release()
+
+
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     monkeypatch.setattr(adapter, "is_parallel", lambda: True)
@@ -52,6 +63,7 @@ def job(group, path, output, plan, settings=None, **values):
     config = MindFormerConfig(load_checkpoint=str(path), resume_training=True, auto_trans_ckpt=True, output_dir=str(output),
                               load_ckpt_format="safetensors", **values)
     current = training_context.TrainingContext(settings or Settings(), training_context.TRAIN, training_context.Resources(group))
+    CONTEXTS.append(current)
     job_start.select_checkpoint(config, current)
     assert config.auto_trans_ckpt is False
     current.progress.global_step = STEP

@@ -25,8 +25,9 @@ from mindresume.settings import Settings  # noqa: E402
 
 @pytest.fixture
 def current():
-    before = training_context.current()
-    yield training_context.set_current(training_context.TrainingContext(Settings(), task=training_context.TRAIN))
+    before, own = training_context.current(), training_context.TrainingContext(Settings(), task=training_context.TRAIN)
+    yield training_context.set_current(own)
+    own.resources.release()                             # its read lock and kept bytes, as at the end of a training
     training_context.set_current(before)
 
 

@@ -57,8 +57,9 @@ def place(module, name):
 
 @pytest.fixture(autouse=True)
 def current():
-    before = training_context.current()
-    yield training_context.set_current(training_context.TrainingContext())
+    before, own = training_context.current(), training_context.TrainingContext()
+    yield training_context.set_current(own)
+    own.resources.release()                             # its read lock and kept bytes, as at the end of a training
     training_context.set_current(before)
 
 
