@@ -223,10 +223,14 @@ def core_network(network: Any) -> Any:
 
 def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool) -> list[str]:
     """Hands the arrays to the parameters without a copy, and empties ``arrays``. With ``remove_redundancy`` replicas receive what
-    other ranks loaded. Returns the names of the network's parameters that got no value."""
+    other ranks loaded. Returns the names of the network's parameters that got no value.
+
+    Without ``strict_load`` MindSpore gives a parameter that has no array the array of a longer name with the same end: that of
+    ``adam_m.weight`` for ``weight``.
+    """
     from mindspore import load_param_into_net
     parameters = {name: _parameter(name, to_tensor(arrays.pop(name))) for name in list(arrays)}
-    return load_param_into_net(network, parameters, remove_redundancy=remove_redundancy)[0]
+    return load_param_into_net(network, parameters, strict_load=True, remove_redundancy=remove_redundancy)[0]
 
 
 def _parameter(name: str, tensor: Any) -> Any:
