@@ -236,7 +236,10 @@ class Committer:
         # Hidden iteration folders that a resume takes before all others. The tracker is set for each, up to the newest, as in
         # ``_publish_iterations``.
         ahead = {c.name for c in takewhile(lambda c: c.iteration_dir.startswith(FOLDER), usable) if c.order <= usable[0].order}
+        placed = {candidate.name for candidate in usable}
         for candidate in reversed(found):                       # the newest last: the pointers name it
+            if candidate.name not in placed:        # the second listing could not read it: without its order the tracker would be
+                continue                            # wrong, so a later run publishes it
             making = candidate.iteration_dir.startswith(FOLDER)
             if candidate.problem is not None or candidate.missing_ranks or (candidate.committed
                                                                      or candidate.iteration_dir) and not making:
