@@ -89,7 +89,7 @@ class Strategies:
         self.of_rank = {rank: builtin.strategy_of(spec, rank) for rank in range(ranks)}
 
     @contextlib.contextmanager
-    def told(self, rank: int) -> Iterator[None]:
+    def patched(self, rank: int) -> Iterator[None]:
         """mindformers hears it everywhere. Its log is silent."""
         import builtin_20_read as builtin
         logging.disable(logging.WARNING)

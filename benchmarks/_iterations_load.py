@@ -145,7 +145,7 @@ def main() -> None:
     strategies = job.Strategies(spec, RANKS)
     network, optimizer = job.cells_of(spec, tensors, rank, values=False)
     work = Ours(optimizer, strategies, rank) if kind == "ours" else BuiltIn(network, optimizer)
-    with builtin.as_rank(rank, RANKS, spec), strategies.told(rank):
+    with builtin.as_rank(rank, RANKS, spec), strategies.patched(rank):
         for line in sys.stdin:
             print(json.dumps(one(work, json.loads(line), tensors, optimizer, rank)), file=answers, flush=True)
 
@@ -162,16 +162,16 @@ def one(work: Ours | BuiltIn, task: dict[str, Any], tensors: job.Model, optimize
     if task["first"] and isinstance(work, BuiltIn):
         with mapped_counted() as mapped:
             work.load(task["root"])
-        told = {"read": characters_read() - before + mapped[0]}
+        measured = {"read": characters_read() - before + mapped[0]}
     else:
         with Peak() as peak:
             started = time.perf_counter()
             read = (work.plain if task["plain"] else work.load)(task["root"])
             seconds = time.perf_counter() - started
-        told = {"seconds": seconds, "anonymous": peak.mib, "read": read, "rchar": characters_read() - before, "proof": proof}
+        measured = {"seconds": seconds, "anonymous": peak.mib, "read": read, "rchar": characters_read() - before, "proof": proof}
     if task["first"] and not task["plain"]:
         check(tensors, optimizer, rank)
-    return {**told, "parameters": job.held(tensors), "mapped": touched(".safetensors")}
+    return {**measured, "parameters": job.held(tensors), "mapped": touched(".safetensors")}
 
 
 def check(tensors: job.Model, optimizer: Any, rank: int) -> None:

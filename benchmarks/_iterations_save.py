@@ -178,7 +178,7 @@ class Rank:
         done = False
         while not done:
             time.sleep(PAUSE)
-            done = self.told_by_first(self.rank == 0 and self.tracked(way))     # a step brings the ranks together
+            done = self.is_true_on_any_rank(self.rank == 0 and self.tracked(way))   # a step brings the ranks together
             started = time.perf_counter()
             if ours:
                 self.poll(way)
@@ -198,7 +198,7 @@ class Rank:
         except FileNotFoundError:
             return False
 
-    def told_by_first(self, value: bool) -> bool:
+    def is_true_on_any_rank(self, value: bool) -> bool:
         from mindspore import Tensor
         return float(self.all_reduce(Tensor([float(value)]))[0].asnumpy()[0]) > 0
 
@@ -294,7 +294,7 @@ def main() -> None:
     ms.set_device("CPU")
     init()
     rank = Rank(folder, int(mib))
-    with rank.strategies.told(rank.rank):
+    with rank.strategies.patched(rank.rank):
         rank.run(int(rounds))
 
 

@@ -117,9 +117,9 @@ def main() -> None:
         task = json.loads(line)
         with Peak() as peak:
             started = time.perf_counter()
-            told = work(task)
+            result = work(task)
             seconds = time.perf_counter() - started
-        answers.write(json.dumps({"seconds": seconds, "anonymous": peak.mib, **told}) + "\n")
+        answers.write(json.dumps({"seconds": seconds, "anonymous": peak.mib, **result}) + "\n")
         answers.flush()
 
 

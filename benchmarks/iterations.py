@@ -199,17 +199,17 @@ def load(folder: str, options: argparse.Namespace, rounds: measure.Rounds) -> tu
             for child in children[kind]:
                 child.begin({"root": roots[source], "first": number == 0, "prove": ours and source == OF_OURS,
                              "plain": kind == PLAIN})
-            told = [child.answer() for child in children[kind]]
+            rows = [child.answer() for child in children[kind]]
             name = f"{kind}, {source}"
-            answers.append({"round": number, "what": name, "ranks": told})
+            answers.append({"round": number, "what": name, "ranks": rows})
             if kind != "built-in" or number == 0:
-                reads[name] = [row["read"] for row in told]
+                reads[name] = [row["read"] for row in rows]
             if number == 0:
                 continue
-            rounds.add(name, max(row["seconds"] for row in told))
-            rounds.add(f"{name}: MiB", max(row["anonymous"] for row in told))
+            rounds.add(name, max(row["seconds"] for row in rows))
+            rounds.add(f"{name}: MiB", max(row["anonymous"] for row in rows))
             if ours and source == OF_OURS:
-                rounds.add(PROVEN, max(row["seconds"] + row["proof"] for row in told))
+                rounds.add(PROVEN, max(row["seconds"] + row["proof"] for row in rows))
     for child in children["built-in"] + children["ours"]:
         child.close()
     shutil.rmtree(folder)

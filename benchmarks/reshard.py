@@ -115,13 +115,13 @@ def run_case(case: str, options: argparse.Namespace, base: Path) -> list[list[st
             subprocess.run(["sync"], check=True)
             if not options.cold:
                 measure.warm_memory(int(2.5 * size))
-            told = children[name, flush].do({"source": str(home / "source"), "target": str(out), "from": old, "to": new,
-                                             "merged_from": merged_old, "merged_to": merged_new, "flush": flush,
-                                             "workers": options.workers})
+            result = children[name, flush].do({"source": str(home / "source"), "target": str(out), "from": old, "to": new,
+                                               "merged_from": merged_old, "merged_to": merged_new, "flush": flush,
+                                               "workers": options.workers})
             label = _label(name, flush)
-            rounds.add(label, told["seconds"])
-            rounds.add(f"{label} MiB", told["anonymous"])
-            last[label] = told
+            rounds.add(label, result["seconds"])
+            rounds.add(f"{label} MiB", result["anonymous"])
+            last[label] = result
             if number == options.rounds and name == "direct":
                 check(out, target, tensors)
     for child in children.values():

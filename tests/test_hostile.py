@@ -694,14 +694,14 @@ def test_a_good_prune_for_comparison(root):
     assert not path_of(root, OLD, 0).exists() and path_of(root, NEW, 0).exists()
 
 
-@pytest.mark.parametrize("name", ["../victim.ckpt", "rank_0/../../victim.ckpt", "/{outside}/victim.ckpt", "victim.ckpt",
-                                  "rank_1/net_rank_1-1_7.safetensors", ".mindresume/victim.ckpt",
+@pytest.mark.parametrize("name", ["../target.ckpt", "rank_0/../../target.ckpt", "/{outside}/target.ckpt", "target.ckpt",
+                                  "rank_1/net_rank_1-1_7.safetensors", ".mindresume/target.ckpt",
                                   "rank_0/net_rank_0-1_7.safetensors"])
 def test_prune_removes_no_file_that_a_hostile_record_names(root, name):
     """Every record of the oldest checkpoint names something else: outside, or what mindformers saved."""
     write_foreign(root, 7, WORLD, meta=False)
     name = name.format(outside=str(root.parent).strip("/"))
-    for path in (root.parent / "victim.ckpt", root / "victim.ckpt", root / FOLDER / "victim.ckpt"):
+    for path in (root.parent / "target.ckpt", root / "target.ckpt", root / FOLDER / "target.ckpt"):
         path.write_bytes(b"not yours")
     for rank in range(WORLD):
         path = record_path(root, rank, OLD)

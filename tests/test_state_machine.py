@@ -99,7 +99,7 @@ class Training(RuleBasedStateMachine):
         self.root = os.path.join(self.base, "checkpoint-0")
         self.entries: list[Entry] = []
         self.run: Run | None = None
-        self.world, self.lives, self.copies, self.ticks = 2, 0, 0, 0
+        self.world, self.run_count, self.copies, self.ticks = 2, 0, 0, 0
         self.now = 0.0
 
     def teardown(self):
@@ -238,8 +238,8 @@ class Training(RuleBasedStateMachine):
             clean_own_folder(SaveTarget(STORAGE, self.root, run, rank, self.world))
         SaveJob(SaveTarget(STORAGE, self.root, run, 0, self.world),
                 Committer(SaveTarget(STORAGE, self.root, run, 0, self.world))).begin()
-        self.lives += 1
-        self.run = Run(self.lives, run, self.world, suffix, step, fmt)
+        self.run_count += 1
+        self.run = Run(self.run_count, run, self.world, suffix, step, fmt)
 
     def _next(self, jump: int) -> Entry:
         now = self.run

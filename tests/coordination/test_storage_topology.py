@@ -215,10 +215,10 @@ def test_two_leaders_of_one_folder_find_each_other(tmp_path):
 
 # ---- a node commits its part ---------------------------------------------------------------------------------------------
 
-def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=True, told=True):
-    """``told``: the records say which ranks share the folder, as those of versions before do not."""
+def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=True, with_local_ranks=True):
+    """``with_local_ranks``: the records say which ranks share the folder, as those of versions before do not."""
     for rank in ranks:
-        write_rank(root, step, rank, world, run, local_ranks=ranks if told else ())
+        write_rank(root, step, rank, world, run, local_ranks=ranks if with_local_ranks else ())
     target = SaveTarget(STORAGE, str(root), run, ranks[0], world, local_ranks=tuple(ranks))
     committer = Committer(target, policy or KeepLast(99), read_locks=ReadLocks(STORAGE, str(root)))
     if commit:
@@ -280,7 +280,7 @@ def test_of_the_records_of_a_node_one_cannot_be_read(tmp_path):
 
 
 def test_records_of_versions_before_do_not_say_who_shares_the_folder(tmp_path):
-    save_part(tmp_path, 5, commit=False, told=False)
+    save_part(tmp_path, 5, commit=False, with_local_ranks=False)
     found, = scan(STORAGE, str(tmp_path)).candidates
     assert not found.maybe_completed and "2 of 4 ranks recorded what they wrote, missing: rank 0, 1" in found.problem.reason
 

@@ -137,7 +137,7 @@ def failed_saves_reported_as_saved(patch: Patch) -> None:
     patch.setattr(SaveJob, "write", lambda self, save: replace(right(self, save), saved=True))
 
 
-def saved_before_it_is_written(patch: Patch) -> None:
+def save_reported_before_it_is_written(patch: Patch) -> None:
     """The save is reported as complete when the writer accepts it."""
     right = AsyncSaver.save
 
@@ -211,7 +211,7 @@ def highest_step_first(patch: Patch) -> None:
         found.candidates, key=lambda c: (c.step, -c.order[0]), reverse=True))))(right(disk, root)))
 
 
-def missing_ranks_forgiven(patch: Patch) -> None:
+def missing_ranks_accepted(patch: Patch) -> None:
     """A save without manifest counts as soon as one rank recorded it."""
     right = candidates.scan
 
@@ -232,19 +232,19 @@ def only_manifests_count(patch: Patch) -> None:
     patch.setattr(candidates, "scan", scan)
 
 
-def believe_everything(patch: Patch) -> None:
+def skip_verification(patch: Patch) -> None:
     """Records and files are not verified."""
-    def prove_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None, metadata=None):
+    def verify_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None, metadata=None):
         return VerifiedShard(rank, tuple(map(ShardSource, candidate.files[rank])), candidate.state)
-    patch.setattr(group_verification, "verify_rank", prove_nothing)
+    patch.setattr(group_verification, "verify_rank", verify_nothing)
     patch.setattr(shared_selection, "check_files", lambda disk, root, candidate, world, files=True: candidate.problem)
 
 
-def believe_everything_and_write_in_place(patch: Patch) -> None:
+def verification_skipped_and_files_written_in_place(patch: Patch) -> None:
     record_before_weights(patch)
     publish = atomic_publish.publish
     patch_all(patch, "publish", lambda disk, path, pieces, tag, size=0: publish(_InPlace(disk), path, pieces, tag, size))
-    believe_everything(patch)
+    skip_verification(patch)
 
 
 class _InPlace:
@@ -284,7 +284,7 @@ def prune_keeps_nothing(patch: Patch) -> None:
     patch.setattr(garbage_collector, "_apply_policy", lambda policy, committed, good: ({}, {c.commit_dir: "" for c in committed}))
 
 
-def prune_takes_what_is_unfinished(patch: Patch) -> None:
+def prune_removes_unfinished_saves(patch: Patch) -> None:
     """Retention removes saves in progress, too."""
     right = garbage_collector.plan
 
@@ -305,7 +305,7 @@ def removal_without_rename(patch: Patch) -> None:
 
 
 def records_removed_before_weights(patch: Patch) -> None:
-    def _clear(disk, root, trash, claimed):
+    def _clear(disk, root, trash, referenced):
         paths = garbage_collector.weights_of(disk, root, trash)
         for entry in disk.list(trash):
             disk.remove(os.path.join(trash, entry))
@@ -316,7 +316,7 @@ def records_removed_before_weights(patch: Patch) -> None:
 
 
 def weights_removed_without_sync(patch: Patch) -> None:
-    def _clear(disk, root, trash, claimed):
+    def _clear(disk, root, trash, referenced):
         for path in garbage_collector.weights_of(disk, root, trash):
             disk.remove(path)
         for entry in disk.list(trash):
@@ -407,17 +407,17 @@ def replaced_folder_written_into(patch: Patch) -> None:
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
 
-def tracker_names_what_is_being_replaced(patch: Patch) -> None:
+def tracker_names_the_folder_that_is_being_replaced(patch: Patch) -> None:
     patch.setattr(iteration_publisher, "_set_tracker_back", lambda *args: None)
 
 
-def intent_forgotten(patch: Patch) -> None:
+def intent_not_written(patch: Patch) -> None:
     right = iteration_publisher.publish
     patch.setattr(iteration_publisher, "publish", lambda disk, path, pieces, tag, size=0: 0 if os.path.basename(path).startswith(
         "tracker-") else right(disk, path, pieces, tag, size))
 
 
-def intents_are_never_settled(patch: Patch) -> None:
+def intents_are_never_finished(patch: Patch) -> None:
     patch.setattr(iteration_publisher, "intents", lambda names: set())  # neither by the next run nor by the next save
 
 
@@ -459,10 +459,11 @@ ITERATION_MUTANTS = [
     Mutant("replaced folder removed first", replaced_folder_removed_first, "save again", "kill all", LOST_WORK, "sync"),
     Mutant("replaced folder written into", replaced_folder_written_into, "save again", "kill all", HARD_FAIL,
            "rename checkpoint/.mindresume/step-0000000020-run-0002-0000bbbb/"),
-    Mutant("tracker names what is being replaced", tracker_names_what_is_being_replaced, "save again", "kill all", HARD_FAIL,
+    Mutant("tracker names the folder that is being replaced", tracker_names_the_folder_that_is_being_replaced, "save again",
+           "kill all", HARD_FAIL,
            "rename checkpoint/.mindresume/step-0000000020"),
-    Mutant("intent forgotten", intent_forgotten, "pointers", "kill all", LOST_WORK, "latest"),
-    Mutant("intents are never settled", intents_are_never_settled, "pointers", "kill all", LEFT, "remove"),
+    Mutant("intent not written", intent_not_written, "pointers", "kill all", LOST_WORK, "latest"),
+    Mutant("intents are never finished", intents_are_never_finished, "pointers", "kill all", LEFT, "remove"),
     Mutant("renamed without sync", renamed_without_sync, "pointers", "reorder", LOST_WORK, "sync checkpoint", seed=8),
     Mutant("iteration removed without rename", iteration_removed_without_rename, "prune", "kill all", LEFT, "remove"),
     Mutant("only manifests count", only_manifests_count, "pointers", "kill all", LOST_WORK, "list"),
@@ -481,21 +482,22 @@ MUTANTS = [
     Mutant("errors of writing swallowed", errors_of_writing_swallowed, "first save", "EIO", HARD_FAIL),
     Mutant("errors of writing swallowed", errors_of_writing_swallowed, "save", "ENOSPC", LOST_WORK),
     Mutant("failed saves reported as saved", failed_saves_reported_as_saved, "save", "EIO", LOST_WORK, "write"),
-    Mutant("saved before it is written", saved_before_it_is_written, "background", "kill all", LOST_WORK),
+    Mutant("save reported before it is written", save_reported_before_it_is_written, "background", "kill all", LOST_WORK),
     Mutant("pointer before the file", pointer_before_the_file, "first save", "kill all", HARD_FAIL),
     Mutant("manifest without all ranks", manifest_without_all_ranks, "first save", "kill one", HARD_FAIL),
     Mutant("a commit that gives up cleans up", commit_that_gives_up_cleans_up, "first save", "late", CONTROL, seed=3),
     Mutant("half-written files are not cleaned", half_written_files_are_not_cleaned, "first save", "kill all", LEFT, "rename"),
     Mutant("oldest first", oldest_first, "save", "", CONTROL),
     Mutant("highest step first", highest_step_first, "save again", "kill all", LOST_WORK, "rename"),
-    Mutant("missing ranks forgiven", missing_ranks_forgiven, "first save", "kill all", SILENT_DIVERGENCE, "write"),
+    Mutant("missing ranks accepted", missing_ranks_accepted, "first save", "kill all", SILENT_DIVERGENCE, "write"),
     Mutant("only manifests count", only_manifests_count, "pointers", "kill all", LOST_WORK),
     Mutant("only manifests count", only_manifests_count, "save", "kill one", LOST_WORK, "manifest"),
-    Mutant("believe everything and write in place", believe_everything_and_write_in_place, "first save", "torn",
+    Mutant("verification skipped and files written in place", verification_skipped_and_files_written_in_place, "first save",
+           "torn",
            SILENT_DIVERGENCE),
     Mutant("prune before saving", prune_before_saving, "prune", "kill all", HARD_FAIL, "write"),
     Mutant("prune keeps nothing", prune_keeps_nothing, "prune", "", CONTROL),
-    Mutant("prune takes what is unfinished", prune_takes_what_is_unfinished, "save", "", CONTROL),
+    Mutant("prune removes unfinished saves", prune_removes_unfinished_saves, "save", "", CONTROL),
     Mutant("removal without rename", removal_without_rename, "prune", "kill all", HARD_FAIL, "remove"),
     Mutant("records removed before weights", records_removed_before_weights, "prune", "kill all", LEFT, "remove"),
     Mutant("weights removed without sync", weights_removed_without_sync, "prune", "reorder", LEFT, "trash"),
@@ -557,7 +559,7 @@ def test_there_is_a_mutant_for_every_way_to_fail():
     assert len({mutant.name for mutant in MUTANTS}) >= 20
 
 
-# ---- what the seven stories do not reach, with stories and disks of this test -----------------------------------------
+# ---- defects that the seven scenarios do not reach: scenarios and disks of this test ---------------------------------------
 
 def verdict_of_run(patch: Patch, folder: str, scenario: Scenario, fault: Fault | None = None,
          disk: type[PosixStorage] = PosixStorage) -> str:
@@ -619,5 +621,5 @@ class Rotten(PosixStorage):
 def test_a_disk_that_lies(folder, monkeypatch):
     save = scenarios.SCENARIOS["save"]
     assert verdict_of_run(monkeypatch, folder, save, disk=Rotten) == LOST_WORK            # refused, and the step before is taken
-    believe_everything(monkeypatch)
+    skip_verification(monkeypatch)
     assert verdict_of_run(monkeypatch, folder, save, disk=Rotten) == SILENT_DIVERGENCE

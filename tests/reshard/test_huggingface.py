@@ -378,8 +378,8 @@ def test_recorded_checksums_are_compared(tmp_path):
         job = to_huggingface(source, GROUPED, "keep", 1 << 30)
         traffic, tensors = Traffic(), source.weights.tensors
         verify_composed(job, traffic)
-        woven = [one for one in tensors if "linear_qkv" in one or "linear_fc1" in one]
-        assert traffic.verified == traffic.read == sum(tensors[one].nbytes for one in woven)
+        fused = [one for one in tensors if "linear_qkv" in one or "linear_fc1" in one]
+        assert traffic.verified == traffic.read == sum(tensors[one].nbytes for one in fused)
         path = os.path.join(merged, "part0.safetensors")
         at = source.weights.headers[path].tensors[name].ranges[0][0]
         os.chmod(path, 0o644)

@@ -136,13 +136,13 @@ def test_caches_and_states_named_in_the_configuration(tmp_path):
     def section(**more):
         return {"data_loader": {"type": "HFDataLoader", "path": "json", "data_dir": str(tmp_path / "d"), "streaming": True,
                                 "size": 80, **more}}
-    told = {"cache_dir": str(tmp_path / "d" / "c"), "dataset_state_dir": str(tmp_path / "states"), "num_proc": 4}
-    before = of(section(**told))
+    extra = {"cache_dir": str(tmp_path / "d" / "c"), "dataset_state_dir": str(tmp_path / "states"), "num_proc": 4}
+    before = of(section(**extra))
     assert before == of(section()) and before["data_dir"] == "1 file, 3 bytes: data.json"
     write(tmp_path / "d" / "c", "json/default/0.0.0/json-train.arrow")
     write(tmp_path / "states", "step_5/dataset_state_rank0.json")
     write(tmp_path / "d", "step_5/dataset_state_rank0.json")
-    assert of(section(**told)) == before
+    assert of(section(**extra)) == before
     write(tmp_path / "cache", *INDICES)
     assert of(megatron("/no/where", path_to_cache=str(tmp_path / "cache"), mmap_bin_files=False)) == of(megatron("/no/where"))
 

@@ -17,9 +17,9 @@ def listed(folder, *rows):
     (folder / LIST).write_text(text, encoding="utf-8")
 
 
-def choose(root, sick, named=None):
+def choose(root, unhealthy, named=None):
     return select_shared(STORAGE, str(root), SingleProcess(),
-                         SelectionPolicy(4, named, ranks_to_verify=every_rank, unhealthy=sick))
+                         SelectionPolicy(4, named, ranks_to_verify=every_rank, unhealthy=unhealthy))
 
 
 @pytest.mark.parametrize("write", [save, write_foreign])

@@ -48,9 +48,9 @@ def test_the_newest_that_both_have(tmp_path):
 
 def test_one_that_a_node_had_saved_and_not_committed_is_taken_where_its_records_say_that_they_are_all(tmp_path):
     both(tmp_path, 5)
-    for step, told in ((10, True), (15, False)):
-        save_part(tmp_path / "a", step, (0, 1), told=told)
-        save_part(tmp_path / "b", step, (2, 3), told=told, commit=False)
+    for step, with_local_ranks in ((10, True), (15, False)):
+        save_part(tmp_path / "a", step, (0, 1), with_local_ranks=with_local_ranks)
+        save_part(tmp_path / "b", step, (2, 3), with_local_ranks=with_local_ranks, commit=False)
     assert step_of(choose(tmp_path)) == 10
 
 

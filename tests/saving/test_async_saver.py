@@ -217,12 +217,12 @@ def test_a_writer_process_that_is_killed_is_an_error_and_gets_a_successor(tmp_pa
     assert steps(tmp_path / "checkpoint") == [10, 1]
 
 
-class Mortal:
+class KillableWriter:
     """A writer that says that a step is saved, if it says anything, and is never done with it."""
     silent = False
 
     def __init__(self, *_):
-        self.said, self.lives = [], True
+        self.said, self.running = [], True
 
     def send(self, message):
         if message[0] == "save" and not self.silent:
@@ -232,7 +232,7 @@ class Mortal:
         return self.said.pop(0) if self.said else None
 
     def alive(self):
-        return self.lives
+        return self.running
 
     def end(self):
         return "killed"
@@ -240,24 +240,24 @@ class Mortal:
 
 @pytest.mark.parametrize("budget", [0, 1])              # 1: written in the training, committed by the writer
 def test_a_writer_that_dies_while_it_commits_has_saved(tmp_path, monkeypatch, budget):
-    monkeypatch.setitem(background_writer.WRITERS, "thread", Mortal)
+    monkeypatch.setitem(background_writer.WRITERS, "thread", KillableWriter)
     saver = saver_in(tmp_path, "thread", budget=budget)
     saver.save(Save(shard(5)))
     assert [outcome.saved for outcome in saver.poll()] == [True] and saver.busy()
-    saver._writer.lives = False
+    saver._writer.running = False
     assert saver.poll() == [] and not saver.busy()
 
 
 def test_a_writer_that_dies_in_the_second_save_of_a_step_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setitem(background_writer.WRITERS, "thread", Mortal)
+    monkeypatch.setitem(background_writer.WRITERS, "thread", KillableWriter)
     saver = saver_in(tmp_path, "thread", world=2, rank=1)
     saver.save(Save(shard(5, 1)))
     saver.poll()
-    saver._writer.lives = False
+    saver._writer.running = False
     assert saver.poll() == []
-    monkeypatch.setattr(Mortal, "silent", True)
+    monkeypatch.setattr(KillableWriter, "silent", True)
     saver.save(Save(shard(5, 1)))
-    saver._writer.lives = False
+    saver._writer.running = False
     assert [(outcome.saved, "died (killed)" in str(outcome.error)) for outcome in saver.poll()] == [(False, True)]
 
 

@@ -209,10 +209,10 @@ def healths(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("sick, kept, extra", [((), [25], None), ((25, 20), [25, 15], 15), ((25, 20, 15, 10, 5), [25], None),
+@pytest.mark.parametrize("unhealthy, kept, extra", [((), [25], None), ((25, 20), [25, 15], 15), ((25, 20, 15, 10, 5), [25], None),
                                                ((20,), [25], None), ((10,), [25], None)])
-def test_the_newest_healthy_one_stays(tmp_path, healths, sick, kept, extra):
-    healths.update({step: int(step in sick) for step in (5, 10, 15, 20, 25)})
+def test_the_newest_healthy_one_stays(tmp_path, healths, unhealthy, kept, extra):
+    healths.update({step: int(step in unhealthy) for step in (5, 10, 15, 20, 25)})
     for step in (5, 10, 15, 20, 25):
         save(tmp_path, step, world=2)
     made = planned(tmp_path, KeepLast(1))

@@ -101,7 +101,7 @@ class Dying(PosixStorage):
         super().remove(path)
 
 
-def lives(act):
+def interrupted_at_each_operation(act):
     """Calls ``act(storage, number)`` with a death before each of its operations. Yields what was not done yet."""
     calm = Dying()
     act(calm, 0)
@@ -176,7 +176,7 @@ def test_a_death_at_every_operation_of_a_save(tmp_path):
         write_all(root, 20)
         Committer(target_of(root, storage=storage)).saved(20)
     seen = set()
-    for number, (operation, name) in lives(act):
+    for number, (operation, name) in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         assert chosen(root) == (20, RUN), (operation, name)
         adopting(root)
@@ -290,7 +290,7 @@ def test_a_death_at_every_operation_of_an_adoption_of_several(tmp_path):
         for step in (10, 15, 20):
             write_all(root, step)
         Committer(target_of(root, run=NEXT, storage=storage)).recover()
-    for number, operation in lives(act):
+    for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         assert chosen(root) == (20, RUN), operation
         adopting(root, THIRD)
@@ -340,7 +340,7 @@ def test_a_death_at_every_operation_of_an_adoption(tmp_path):
         save(root, 5)
         write_all(root, 10)
         Committer(target_of(root, run=NEXT, storage=storage)).recover()
-    for number, operation in lives(act):
+    for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         assert chosen(root) == (10, RUN), operation
         adopting(root, THIRD)
@@ -371,7 +371,7 @@ def test_a_death_at_every_operation_of_replacing_ours(tmp_path, older, left):
         write_all(root, 20, run=NEXT)
         Committer(target_of(root, run=NEXT, storage=storage)).saved(20)
     trackers = set()
-    for number, operation in lives(act):
+    for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / f"{older} {number}"
         assert chosen(root) == (20, NEXT), operation
         trackers.add(tracker(root))
@@ -398,7 +398,7 @@ def test_a_death_at_every_operation_of_replacing_a_folder_of_mindformers(tmp_pat
         foreign(root, "mf190_20_single", (10, 15))
         write_all(root, 15, world=1, run=NEXT, at=3e9)              # later than the files of the fixture
         Committer(target_of(root, 0, 1, NEXT, storage)).saved(15)
-    for number, operation in lives(act):
+    for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         assert chosen(root) == (15, NEXT), operation
         Committer(target_of(root, 0, 1, THIRD)).recover()
@@ -440,7 +440,7 @@ def test_a_death_at_every_operation_of_a_save_behind_one_that_got_no_name(tmp_pa
             write_all(root, step)
             committer.saved(step)
         assert failed and tracker(root) == "20" and hidden(root) == []
-    for number, operation in lives(act):
+    for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         newest = 20 if making(root, 20).exists() or folder_of(root, 20).exists() else 10
         assert chosen(root) == (newest, RUN), operation
@@ -577,7 +577,7 @@ def test_a_death_at_every_operation_of_a_removal(tmp_path):
         root = tmp_path / str(number)
         save(root, 10, 20)
         carry_out(storage, str(root), plan(STORAGE, str(root), KeepLast(1)))
-    for number, operation in lives(act):
+    for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         assert chosen(root) == (20, RUN), operation
         for candidate in scan(STORAGE, str(root)).candidates:                   # whole, or no checkpoint any more
@@ -729,7 +729,7 @@ def test_what_comes_back_does_not_push_out_what_has_its_name_now(tmp_path):
 
 # ---- two jobs --------------------------------------------------------------------------------------------------------
 
-def claimed(root, run=""):
+def acquire_lease(root, run=""):
     holder = holder_of_this_process("saving", 2)
     return acquire(STORAGE, str(root), replace(holder, run=run), 0.0, keep_run_marker=True)
 
@@ -737,7 +737,7 @@ def claimed(root, run=""):
 def test_a_run_of_before_does_not_save_after_a_later_one_ended_orderly(tmp_path):
     """A commit moves the folders away: without the marker nothing would tell that run 2 ever was."""
     save(tmp_path, 10)
-    lease = claimed(tmp_path, NEXT)
+    lease = acquire_lease(tmp_path, NEXT)
     save(tmp_path, 20, run=NEXT)
     lease.release()
     assert hidden(tmp_path) == [f"ended-{NEXT}.json"]
@@ -748,7 +748,7 @@ def test_a_run_of_before_does_not_save_after_a_later_one_ended_orderly(tmp_path)
 
 def test_a_run_of_before_does_not_commit_what_it_had_written(tmp_path):
     write_all(tmp_path, 10)
-    claimed(tmp_path, NEXT).release()
+    acquire_lease(tmp_path, NEXT).release()
     committer = Committer(target_of(tmp_path))
     with pytest.raises(LeaseHeldError):
         committer.saved(10)
@@ -758,7 +758,7 @@ def test_a_run_of_before_does_not_commit_what_it_had_written(tmp_path):
 def test_the_number_of_a_run_grows_over_all_that_ended(tmp_path):
     runs = []
     for _ in range(3):
-        lease = claimed(tmp_path)
+        lease = acquire_lease(tmp_path)
         runs.append(lease.run[:4])
         lease.release()
     assert runs == ["0001", "0002", "0003"] and len(hidden(tmp_path)) == 1
@@ -768,7 +768,7 @@ def test_a_run_is_later_than_iterations_that_were_copied_without_their_root(tmp_
     save(tmp_path / "old", 10, run=THIRD)
     (tmp_path / "new").mkdir()
     shutil.copytree(folder_of(tmp_path / "old", 10), folder_of(tmp_path / "new", 10))
-    lease = claimed(tmp_path / "new")
+    lease = acquire_lease(tmp_path / "new")
     save(tmp_path / "new", 20, run=lease.run)
     lease.release()
     assert lease.run > THIRD and [c.step for c in plan(STORAGE, str(tmp_path / "new"), KeepLast(1)).to_delete] == [10]

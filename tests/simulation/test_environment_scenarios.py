@@ -210,9 +210,9 @@ def test_a_choice_by_the_times_of_files_is_found(monkeypatch):
     find_candidates = shared_selection.find_candidates
 
     def by_time(storage, path, *more):
-        scan, insists = find_candidates(storage, path, *more)
+        scan, is_explicit = find_candidates(storage, path, *more)
         rows = sorted(scan.candidates, key=lambda c: storage.status(f"{scan.root}/{c.first.path}").mtime, reverse=True)
-        return replace(scan, candidates=tuple(rows)), insists
+        return replace(scan, candidates=tuple(rows)), is_explicit
     monkeypatch.setattr(shared_selection, "find_candidates", by_time)
     assert "lost" in found("copied", 20)
 

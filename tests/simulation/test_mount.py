@@ -158,15 +158,15 @@ def test_an_abandoned_file_is_gone_once():
 
 def test_a_full_disk_stays_full_for_a_while_and_can_be_read():
     def work(mount):
-        told = []
+        results = []
         for _ in range(3):
             for name in ("write", "list", "make_folder"):
                 try:
                     OPERATIONS[name](mount)
-                    told.append("ok")
+                    results.append("ok")
                 except OSError as error:
-                    told.append(error.errno)
-        return told
+                    results.append(error.errno)
+        return results
     _, (found,) = run(work, faults=(Fault(1, "ENOSPC", 5),))
     full = errno.ENOSPC
     assert found == [full, "ok", full, full, "ok", full, "ok", "ok", "ok"]
@@ -192,12 +192,12 @@ def test_a_disk_without_room():
 def watched(seconds, change, look=lambda mount: mount.list("/c")):
     """Returns what a host sees before, right after and ``seconds`` after the ``change`` of another host."""
     def watcher(mount):
-        told = [look(mount)]
+        results = [look(mount)]
         current_cluster().scheduler.sleep(2.0)
-        told.append(look(mount))
+        results.append(look(mount))
         current_cluster().scheduler.sleep(seconds)
-        told.append(look(mount))
-        return told
+        results.append(look(mount))
+        return results
 
     def changer(mount):
         current_cluster().scheduler.sleep(1.0)
@@ -220,10 +220,10 @@ def test_a_name_that_was_removed_can_still_be_listed_but_not_opened():
 
 def test_an_own_change_shows_what_others_have_done_meanwhile():
     def watcher(mount):
-        told = [mount.list("/c")]
+        results = [mount.list("/c")]
         current_cluster().scheduler.sleep(2.0)
         mount.write("/c/own", [b"1"])
-        return [*told, mount.list("/c"), mount.open("/c/b").read()]
+        return [*results, mount.list("/c"), mount.open("/c/b").read()]
 
     def changer(mount):
         current_cluster().scheduler.sleep(1.0)

@@ -222,8 +222,8 @@ def test_a_disk_that_is_well(fmt):
 def test_damage_is_reported_as_what_it_is(damage, fmt, expected):
     selected = kinds(findings_of(fmt, damage, restart=False))
     assert selected == expected
-    lived = kinds(findings_of(fmt, damage))
-    assert lived == expected
+    restarted = kinds(findings_of(fmt, damage))
+    assert restarted == expected
 
 
 @pytest.mark.parametrize(("stray", "formats"), [(a_stray_file, RANKS), (a_stray_file_at_the_top, ALL), (a_stray_record, ALL)])
@@ -259,11 +259,11 @@ def test_a_checkpoint_that_proves_itself_and_holds_something_else(fmt, monkeypat
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_reports_to_the_jobs_are_checked(fmt):
-    disk, told = once(fmt)
-    (run,) = told.sizes
+    disk, recorded = once(fmt)
+    (run,) = recorded.sizes
 
     def found(**changed):
-        history = told.copy()
+        history = recorded.copy()
         for name, value in changed.items():
             getattr(history, name).update(value) if isinstance(value, dict) else getattr(history, name).extend(value)
         return check_disks({SHARED: disk.copy()}, history, training(fmt))
@@ -279,11 +279,11 @@ def test_reports_to_the_jobs_are_checked(fmt):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_as_many_stay_as_are_to_be_kept(fmt):
     """A save that was given up does not count."""
-    disk, told = once(fmt)
-    (run,) = told.sizes
+    disk, recorded = once(fmt)
+    (run,) = recorded.sizes
 
     def found(keep, **changed):
-        history = told.copy()
+        history = recorded.copy()
         for name, value in changed.items():
             getattr(history, name).extend(value) if isinstance(value, list) else getattr(history, name).update(value)
         return check_disks({SHARED: disk.copy()}, history, replace(training(fmt), keep=keep), restart=False)
@@ -293,25 +293,25 @@ def test_as_many_stay_as_are_to_be_kept(fmt):
 
 
 def test_a_death_before_the_first_step_does_not_blame_the_checkpoint():
-    disk, told = once("ckpt")
-    (run,) = told.sizes
-    disk, apply_death = disk.copy(), "0002-00000000"
-    note = {"output": "/out", "deaths": [], "began": {"run": apply_death}}
+    disk, recorded = once("ckpt")
+    (run,) = recorded.sizes
+    disk, dead_run = disk.copy(), "0002-00000000"
+    note = {"output": "/out", "deaths": [], "began": {"run": dead_run}}
     put(disk, f"{ROOT}/.mindresume/trial-step-0000000006-run-{run}", json.dumps(note).encode())
-    (found,) = check_disks({SHARED: disk.copy()}, told.copy(), training("ckpt"), restart=False)
-    assert found.kind == LOST and apply_death in found.text
-    history = told.copy()
-    history.started_runs.add(apply_death)
+    (found,) = check_disks({SHARED: disk.copy()}, recorded.copy(), training("ckpt"), restart=False)
+    assert found.kind == LOST and dead_run in found.text
+    history = recorded.copy()
+    history.started_runs.add(dead_run)
     assert check_disks({SHARED: disk.copy()}, history, training("ckpt"), restart=False) == []
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_without_a_fault_the_pointers_are_those_of_the_last_save(fmt):
-    disk, told = once(fmt)
-    assert oracle.check_pointers({SHARED: disk.copy()}, told, training(fmt)) == []
+    disk, recorded = once(fmt)
+    assert oracle.check_pointers({SHARED: disk.copy()}, recorded, training(fmt)) == []
     disk = disk.copy()
     stale_pointer(disk, fmt)
-    (found,) = oracle.check_pointers({SHARED: disk}, told, training(fmt))
+    (found,) = oracle.check_pointers({SHARED: disk}, recorded, training(fmt))
     assert found.kind == LOST
     assert oracle.check_pointers({SHARED: disk}, History(), training(fmt)) == []  # of a run that may not have come so far
 

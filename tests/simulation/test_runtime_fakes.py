@@ -54,34 +54,34 @@ def attempt(function, *values, **named):
 
 
 def event(at):
-    one, told = at.threading.Event(), []
-    told.append(one.wait(0.01))
+    one, results = at.threading.Event(), []
+    results.append(one.wait(0.01))
 
     def sets():
         at.time.sleep(0.02)
         one.set()
     thread = at.threading.Thread(target=sets, daemon=True)
     thread.start()
-    told += [one.wait(5.0), one.is_set(), one.wait(0), one.wait()]
+    results += [one.wait(5.0), one.is_set(), one.wait(0), one.wait()]
     one.clear()
     thread.join()
-    return [*told, one.is_set(), one.wait(0)]
+    return [*results, one.is_set(), one.wait(0)]
 
 
 def lock(at):
-    one, told = at.threading.Lock(), []
-    told += [one.acquire(), one.locked(), one.acquire(False), one.acquire(timeout=0.01), one.acquire(blocking=False)]
+    one, results = at.threading.Lock(), []
+    results += [one.acquire(), one.locked(), one.acquire(False), one.acquire(timeout=0.01), one.acquire(blocking=False)]
 
     def waits():
-        told.append(one.acquire(timeout=0.01))
+        results.append(one.acquire(timeout=0.01))
         with one:
-            told.append("has it")
+            results.append("has it")
     thread = at.threading.Thread(target=waits, daemon=True)
     thread.start()
     at.time.sleep(0.03)
     one.release()
     thread.join(5.0)
-    return [*told, one.locked(), attempt(one.release)]
+    return [*results, one.locked(), attempt(one.release)]
 
 
 def lock_released_by_another(at):
@@ -102,100 +102,100 @@ def lock_of_a_thread_that_ended(at):
 
 
 def lock_taken_again(at):
-    one, told = at.threading.RLock(), []
+    one, results = at.threading.RLock(), []
     with one, one:
-        told += [one.acquire(False)]
+        results += [one.acquire(False)]
         one.release()
-        other = at.threading.Thread(target=lambda: told.extend([one.acquire(False), attempt(one.release)]), daemon=True)
+        other = at.threading.Thread(target=lambda: results.extend([one.acquire(False), attempt(one.release)]), daemon=True)
         other.start()
         other.join(5.0)
-    after = at.threading.Thread(target=lambda: told.append(one.acquire(False)), daemon=True)
+    after = at.threading.Thread(target=lambda: results.append(one.acquire(False)), daemon=True)
     after.start()
     after.join(5.0)
-    return [*told, attempt(at.threading.RLock().release)]
+    return [*results, attempt(at.threading.RLock().release)]
 
 
 def condition(at):
-    one, told = at.threading.Condition(), []
-    told += [attempt(one.wait, 0.01), attempt(one.notify), attempt(one.notify_all)]
+    one, results = at.threading.Condition(), []
+    results += [attempt(one.wait, 0.01), attempt(one.notify), attempt(one.notify_all)]
 
     def waits(name):
         with one, one:                                  # taken twice: a wait gives up both
-            told.append((name, one.wait(5.0)))
+            results.append((name, one.wait(5.0)))
     threads = [at.threading.Thread(target=waits, args=(name,), daemon=True) for name in "ab"]
     for thread in threads:
         thread.start()
         at.time.sleep(0.01)
     with one:
         one.notify()
-        told.append("notified")
+        results.append("notified")
         at.time.sleep(0.01)
-        told.append("gives it up")
+        results.append("gives it up")
     at.time.sleep(0.02)
     with one:
         one.notify_all()
     for thread in threads:
         thread.join(5.0)
     with one:
-        told += [one.wait(0.01), one.wait_for(lambda: False, 0.01), one.wait_for(lambda: 7, 0.01)]
-    return [*told, one.acquire(), one.release()]
+        results += [one.wait(0.01), one.wait_for(lambda: False, 0.01), one.wait_for(lambda: 7, 0.01)]
+    return [*results, one.acquire(), one.release()]
 
 
 def condition_of_a_lock(at):
     inner = at.threading.Lock()
-    one, told = at.threading.Condition(inner), []
+    one, results = at.threading.Condition(inner), []
     with one:
-        told += [inner.locked(), one.wait(0.01), inner.locked()]
-    return [*told, inner.locked(), attempt(one.wait, 0.01)]
+        results += [inner.locked(), one.wait(0.01), inner.locked()]
+    return [*results, inner.locked(), attempt(one.wait, 0.01)]
 
 
 def simple_queue(at):
-    one, told = at.queue.SimpleQueue(), []
-    told += [one.empty(), one.qsize(), attempt(one.get_nowait), attempt(one.get, timeout=0.01), attempt(one.get, False)]
+    one, results = at.queue.SimpleQueue(), []
+    results += [one.empty(), one.qsize(), attempt(one.get_nowait), attempt(one.get, timeout=0.01), attempt(one.get, False)]
     for item in (1, None, 2):
         one.put(item)
-    told += [one.qsize(), one.get(), one.get_nowait(), one.get(timeout=1.0), one.empty()]
+    results += [one.qsize(), one.get(), one.get_nowait(), one.get(timeout=1.0), one.empty()]
 
     def puts():
         at.time.sleep(0.01)
         one.put("late")
     thread = at.threading.Thread(target=puts, daemon=True)
     thread.start()
-    told.append(one.get(timeout=5.0))
+    results.append(one.get(timeout=5.0))
     thread.join()
-    return told
+    return results
 
 
 def thread_states(at):
-    told = []
-    one = at.threading.Thread(target=lambda *values, **named: told.append((values, named)), args=(1,), kwargs={"b": 2},
+    results = []
+    one = at.threading.Thread(target=lambda *values, **named: results.append((values, named)), args=(1,), kwargs={"b": 2},
                               name="named", daemon=True)
-    told += [one.is_alive(), attempt(one.join), one.name, one.daemon]
+    results += [one.is_alive(), attempt(one.join), one.name, one.daemon]
     one.start()
     one.join()
-    told += [one.is_alive(), attempt(one.start)]
+    results += [one.is_alive(), attempt(one.start)]
     done = at.threading.Event()
     slow = at.threading.Thread(target=done.wait, daemon=True)
     slow.start()
-    told += [slow.join(0.01), slow.is_alive()]
+    results += [slow.join(0.01), slow.is_alive()]
     done.set()
     slow.join()
     nothing = at.threading.Thread(daemon=True)
     nothing.start()
     nothing.join()
-    return [*told, slow.is_alive(), nothing.is_alive()]
+    return [*results, slow.is_alive(), nothing.is_alive()]
 
 
 def thread_of_a_subclass(at):
-    told = []
+    results = []
 
     class Own(at.threading.Thread):
         def run(self):
-            told.append("run")
+            results.append("run")
     one = Own(daemon=True)
     one.start()
     one.join()
-    return told
+    return results
 
 
 def thread_that_exits(at):
@@ -208,20 +208,20 @@ def thread_that_exits(at):
 
 
 def thread_that_joins_itself(at):
-    told = []
-    one = at.threading.Thread(target=lambda: told.append(attempt(one.join)), daemon=True)
+    results = []
+    one = at.threading.Thread(target=lambda: results.append(attempt(one.join)), daemon=True)
     one.start()
     one.join(5.0)
-    return told
+    return results
 
 
 def main_thread(at):
-    told = [at.threading.current_thread() is at.threading.main_thread()]
-    one = at.threading.Thread(target=lambda: told.append(at.threading.current_thread() is at.threading.main_thread()))
+    results = [at.threading.current_thread() is at.threading.main_thread()]
+    one = at.threading.Thread(target=lambda: results.append(at.threading.current_thread() is at.threading.main_thread()))
     one.daemon = True
     one.start()
     one.join()
-    return told
+    return results
 
 
 def clocks(at):
@@ -263,28 +263,28 @@ def test_an_error_ends_a_thread_and_not_the_process():
 
 
 def test_what_a_killed_process_had_is_free_and_its_threads_are_gone():
-    cluster, told = Cluster(Schedule()), []
+    cluster, results = Cluster(Schedule()), []
     lock, done = runtime_fakes.Lock(), runtime_fakes.Event()
 
-    def victim():
+    def killed():
         thread = runtime_fakes.Thread(target=done.wait)
         thread.start()
-        told.append(thread)
+        results.append(thread)
         with lock:
             current_cluster().scheduler.sleep(100.0)
 
     def other():
         current_cluster().scheduler.sleep(1.0)
         cluster.kill(cluster.processes[0])
-        told.append(lock.acquire(timeout=1.0))
+        results.append(lock.acquire(timeout=1.0))
         done.set()                                                      # wakes nobody
-        told.append(told[0].is_alive())
+        results.append(results[0].is_alive())
     with use_cluster(cluster):
         host = cluster.host()
-        for work in (victim, other):
+        for work in (killed, other):
             cluster.process(host, work.__name__, work)
         cluster.scheduler.run()
-    assert told[1:] == [True, False] and [process.exit for process in cluster.processes] == [-9, 0]
+    assert results[1:] == [True, False] and [process.exit for process in cluster.processes] == [-9, 0]
 
 
 def test_time_is_that_of_the_host_and_passes_at_once():
@@ -327,56 +327,56 @@ def test_what_the_kernel_tells_otherwise_is_called_alike(real, stand_in):
 
 
 def test_a_signal_runs_the_handler_and_the_one_before_can_be_put_back():
-    module, told = runtime_fakes._MODULES[signal], []
+    module, results = runtime_fakes._MODULES[signal], []
 
     def fault():
         current_cluster().terminate(current_process())
 
     def work():
-        before = module.signal(signal.SIGTERM, lambda number, frame: told.append((number, frame)))
+        before = module.signal(signal.SIGTERM, lambda number, frame: results.append((number, frame)))
         fault()
-        inner = module.signal(signal.SIGTERM, lambda *_: told.append("inner"))
+        inner = module.signal(signal.SIGTERM, lambda *_: results.append("inner"))
         fault()
         module.signal(signal.SIGTERM, inner)
         fault()
         module.signal(signal.SIGTERM, signal.SIG_IGN)
         fault()
-        told.append(attempt(module.signal, signal.SIGTERM, None))
-        thread = runtime_fakes.Thread(target=lambda: told.append(attempt(module.signal, signal.SIGTERM, signal.SIG_DFL)))
+        results.append(attempt(module.signal, signal.SIGTERM, None))
+        thread = runtime_fakes.Thread(target=lambda: results.append(attempt(module.signal, signal.SIGTERM, signal.SIG_DFL)))
         thread.start()
         thread.join()
         assert module.signal(signal.SIGTERM, before) == signal.SIG_IGN and before == signal.SIG_DFL
         fault()
     _, cluster = simulated(work)
-    assert told == [(15, None), "inner", (15, None), "TypeError", "ValueError"]
+    assert results == [(15, None), "inner", (15, None), "TypeError", "ValueError"]
     assert cluster.processes[0].exit == -15                          # nobody is deaf who has put the default back
 
 
 def test_at_the_end_of_a_process_what_was_registered_last_comes_first():
-    module, told = runtime_fakes._MODULES[atexit], []
+    module, results = runtime_fakes._MODULES[atexit], []
 
     def work():
-        module.register(told.append, 1)
+        module.register(results.append, 1)
         module.register(lambda: current_cluster().scheduler.sleep(5.0))
-        module.register(told.append, 2)
-        module.register(told.append, 3)
-        module.unregister(told.clear)
-        told.append(0)
+        module.register(results.append, 2)
+        module.register(results.append, 3)
+        module.unregister(results.clear)
+        results.append(0)
     _, cluster = simulated(work)
-    assert told[0] == 0 and told[1:] == [3, 2, 1] and cluster.scheduler.now == 5.0
+    assert results[0] == 0 and results[1:] == [3, 2, 1] and cluster.scheduler.now == 5.0
 
 
 def test_what_was_unregistered_does_not_come():
-    module, told = runtime_fakes._MODULES[atexit], []
+    module, results = runtime_fakes._MODULES[atexit], []
 
     def gone():
-        told.append("gone")
+        results.append("gone")
 
     def work():
         module.register(gone)
         module.unregister(gone)
     simulated(work)
-    assert told == []
+    assert results == []
 
 
 @pytest.mark.parametrize(("module", "name"), [
@@ -576,7 +576,7 @@ def test_no_memory_and_no_file_of_a_killed_process_is_left_open():
     cluster = Cluster(Schedule())
     with use_cluster(cluster):
         host = cluster.host()
-        victim = cluster.process(host, "victim", work)
-        cluster.process(host, "kills", lambda: (current_cluster().scheduler.sleep(1.0), cluster.kill(victim)))
+        killed = cluster.process(host, "killed", work)
+        cluster.process(host, "kills", lambda: (current_cluster().scheduler.sleep(1.0), cluster.kill(killed)))
         cluster.scheduler.run()
     assert open_files() == before

@@ -23,92 +23,92 @@ def run_works(scheduler, *works):
     return tasks
 
 
-def counting(scheduler, told, name, count=3):
+def counting(scheduler, events, name, count=3):
     def work():
         for _ in range(count):
-            told.append((name, scheduler.operation()))
+            events.append((name, scheduler.operation()))
     return work
 
 
 # ---- turns -------------------------------------------------------------------------------------------------------------------
 
 def test_without_switches_each_task_gets_as_far_as_it_can():
-    told, scheduler = [], made()
-    run_works(scheduler, counting(scheduler, told, "a"), counting(scheduler, told, "b"))
-    assert told == [("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5), ("b", 6)]
+    events, scheduler = [], made()
+    run_works(scheduler, counting(scheduler, events, "a"), counting(scheduler, events, "b"))
+    assert events == [("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5), ("b", 6)]
 
 
 def test_a_switch_lets_another_go_first_and_the_operation_keeps_its_number():
-    told, scheduler = [], made(switches=((2, 1),))
-    run_works(scheduler, counting(scheduler, told, "a"), counting(scheduler, told, "b"))
-    assert told == [("a", 1), ("b", 3), ("b", 4), ("b", 5), ("a", 2), ("a", 6)]
+    events, scheduler = [], made(switches=((2, 1),))
+    run_works(scheduler, counting(scheduler, events, "a"), counting(scheduler, events, "b"))
+    assert events == [("a", 1), ("b", 3), ("b", 4), ("b", 5), ("a", 2), ("a", 6)]
 
 
 @pytest.mark.parametrize(("further", "first"), [(1, "b"), (2, "c"), (3, "b"), (4, "c")])
 def test_a_switch_says_how_far_on_in_the_list(further, first):
-    told, scheduler = [], made(switches=((1, further),))
-    run_works(scheduler, *(counting(scheduler, told, name, 1) for name in "abc"))
-    assert told[0][0] == first
+    events, scheduler = [], made(switches=((1, further),))
+    run_works(scheduler, *(counting(scheduler, events, name, 1) for name in "abc"))
+    assert events[0][0] == first
 
 
 def test_a_switch_without_another_ready_task_changes_nothing():
-    told, scheduler = [], made(switches=((1, 1), (2, 3)))
-    run_works(scheduler, counting(scheduler, told, "a"))
-    assert told == [("a", 1), ("a", 2), ("a", 3)]
+    events, scheduler = [], made(switches=((1, 1), (2, 3)))
+    run_works(scheduler, counting(scheduler, events, "a"))
+    assert events == [("a", 1), ("a", 2), ("a", 3)]
 
 
 def test_a_pick_lets_another_than_the_next_begin():
-    told, scheduler = [], made(picks=((1, 2),))
-    run_works(scheduler, *(counting(scheduler, told, name, 1) for name in "abc"))
-    assert [name for name, _ in told] == ["c", "a", "b"]
+    events, scheduler = [], made(picks=((1, 2),))
+    run_works(scheduler, *(counting(scheduler, events, name, 1) for name in "abc"))
+    assert [name for name, _ in events] == ["c", "a", "b"]
 
 
 def test_after_one_that_waits_the_next_in_turn_goes_on():
-    told, scheduler = [], made()
+    events, scheduler = [], made()
 
     def work(name):
         for _ in range(2):
-            told.append(name)
+            events.append(name)
             scheduler.sleep(0.0)
     run_works(scheduler, *(lambda name=name: work(name) for name in "abc"))
-    assert "".join(told) == "abcabc"
+    assert "".join(events) == "abcabc"
 
 
 def test_an_operation_takes_a_tick():
-    told, scheduler = [], made()
-    run_works(scheduler, counting(scheduler, told, "a"))
+    events, scheduler = [], made()
+    run_works(scheduler, counting(scheduler, events, "a"))
     assert scheduler.now == pytest.approx(3 * TICK) and scheduler.operations == 3
 
 
 def test_a_task_that_raises_ends_and_the_others_go_on():
-    told, scheduler = [], made()
+    events, scheduler = [], made()
     ended = []
     scheduler.ended.append(lambda task: ended.append((task.name, type(task.error))))
 
     def bad():
         raise ValueError("x")
-    run_works(scheduler, bad, counting(scheduler, told, "b", 1))
-    assert ended == [("t0", ValueError), ("t1", type(None))] and told == [("b", 1)]
+    run_works(scheduler, bad, counting(scheduler, events, "b", 1))
+    assert ended == [("t0", ValueError), ("t1", type(None))] and events == [("b", 1)]
 
 
 # ---- time --------------------------------------------------------------------------------------------------------------------
 
 def test_sleepers_wake_in_the_order_of_their_moments():
-    told, scheduler = [], made()
+    events, scheduler = [], made()
 
     def work(seconds):
         scheduler.sleep(seconds)
-        told.append((seconds, scheduler.now))
+        events.append((seconds, scheduler.now))
     run_works(scheduler, *(lambda seconds=seconds: work(seconds) for seconds in (30.0, 10.0, 20.0)))
-    assert told == [(10.0, 10.0), (20.0, 20.0), (30.0, 30.0)]
+    assert events == [(10.0, 10.0), (20.0, 20.0), (30.0, 30.0)]
 
 
 @pytest.mark.parametrize(("timeout", "woken", "moment"), [(None, True, 5.0), (9.0, True, 5.0), (3.0, False, 3.0)])
 def test_a_blocked_task_is_woken_or_times_out(timeout, woken, moment):
-    told, scheduler = [], made()
+    events, scheduler = [], made()
 
     def waits():
-        told.append((scheduler.block(timeout), scheduler.now))
+        events.append((scheduler.block(timeout), scheduler.now))
 
     def wakes():
         scheduler.sleep(5.0)
@@ -116,17 +116,17 @@ def test_a_blocked_task_is_woken_or_times_out(timeout, woken, moment):
     waiting = scheduler.start(process(), waits, "waits")
     scheduler.start(process(), wakes, "wakes")
     scheduler.run()
-    assert told == [(woken, moment)]
+    assert events == [(woken, moment)]
 
 
 def test_to_wake_one_that_does_not_wait_is_nothing_it_remembers():
-    told, scheduler = [], made()
+    events, scheduler = [], made()
 
     def work():
         scheduler.wake(scheduler.current)
-        told.append(scheduler.block(1.0))
+        events.append(scheduler.block(1.0))
     run_works(scheduler, work)
-    assert told == [False]
+    assert events == [False]
 
 
 def test_tasks_that_wait_for_each_other_are_stuck():
@@ -143,19 +143,19 @@ def test_a_wait_with_a_limit_is_no_deadlock():
 
 
 def test_a_process_that_stands_still_is_not_woken_before_it_goes_on():
-    told, scheduler = [], made()
+    events, scheduler = [], made()
     one = process()
 
     def sleeper():
         scheduler.sleep(1.0)
-        told.append(("sleeper", scheduler.now))
+        events.append(("sleeper", scheduler.now))
 
     def pauses():
         one.paused_until = 50.0
     scheduler.start(one, sleeper, "sleeper")
     scheduler.start(process(), pauses, "pauses")
     scheduler.run()
-    assert told == [("sleeper", 50.0)]
+    assert events == [("sleeper", 50.0)]
 
 
 # ---- too long ----------------------------------------------------------------------------------------------------------------
@@ -179,9 +179,9 @@ def test_a_loop_without_an_end_is_too_long_whatever_it_catches():
 
 
 def test_as_many_operations_as_there_may_be_are_not_too_long():
-    told, scheduler = [], made(most=3)
-    run_works(scheduler, counting(scheduler, told, "a"))
-    assert len(told) == 3
+    events, scheduler = [], made(most=3)
+    run_works(scheduler, counting(scheduler, events, "a"))
+    assert len(events) == 3
 
 
 # ---- death -------------------------------------------------------------------------------------------------------------------
@@ -224,10 +224,10 @@ def test_a_killed_task_has_no_effect_any_more(how):
             "is about to operate": lambda: None}[how]
 
     def kills():
-        victim.dead = True
+        killed.dead = True
         scheduler.sleep(10.0)
-    victim = process()
-    scheduler.start(victim, lambda: effects.work(wait), "victim")
+    killed = process()
+    scheduler.start(killed, lambda: effects.work(wait), "killed")
     scheduler.start(process(), kills, "kills")
     scheduler.run()
     assert effects.done == ["begin"] and "finally" in effects.started_runs
@@ -236,7 +236,7 @@ def test_a_killed_task_has_no_effect_any_more(how):
 
 def test_the_stack_of_a_killed_task_is_unwound_at_once_not_when_python_collects_it():
     scheduler, moments = made(), []
-    victim, gone = process(), []
+    killed, gone = process(), []
 
     def waits():
         try:
@@ -246,61 +246,61 @@ def test_the_stack_of_a_killed_task_is_unwound_at_once_not_when_python_collects_
 
     def kills():
         scheduler.sleep(1.0)
-        victim.dead = True
+        killed.dead = True
         scheduler.sleep(1.0)
         gone.append(list(moments))
-    task = scheduler.start(victim, waits, "victim")
+    task = scheduler.start(killed, waits, "killed")
     scheduler.start(process(), kills, "kills")
     scheduler.run()
     assert gone == [[1.0]] and isinstance(task.error, Killed) and task.done
 
 
 def test_a_task_that_was_killed_before_it_began_never_begins():
-    scheduler, told = made(), []
+    scheduler, events = made(), []
     one = process()
     one.dead = True
-    scheduler.start(one, lambda: told.append("begun"), "one")
+    scheduler.start(one, lambda: events.append("begun"), "one")
     scheduler.run()
-    assert told == []
+    assert events == []
 
 
 def test_a_task_that_kills_its_process_ends_at_its_next_operation():
-    scheduler, told, one = made(), [], process()
+    scheduler, events, one = made(), [], process()
 
     def work():
         try:
             one.dead = True
             scheduler.operation()
         finally:
-            told.append("finally")
+            events.append("finally")
             with pytest.raises(Killed):
                 scheduler.operation()
             with pytest.raises(Killed):
                 scheduler.sleep(1.0)
     scheduler.start(one, work, "one")
     scheduler.run()
-    assert told == ["finally"] and scheduler.operations == 0
+    assert events == ["finally"] and scheduler.operations == 0
 
 
 def test_a_kill_among_many_does_not_disturb_the_others():
-    told, scheduler = [], made()
-    victim = process()
+    events, scheduler = [], made()
+    killed = process()
 
     def sleeper(name, seconds):
         for _ in range(3):
             scheduler.sleep(seconds)
-            told.append((name, scheduler.now))
+            events.append((name, scheduler.now))
 
     def kills():
         scheduler.sleep(2.5)
-        victim.dead = True
+        killed.dead = True
     for name in ("one", "two"):
-        scheduler.start(victim, lambda name=name: sleeper(name, 1.0), name)
+        scheduler.start(killed, lambda name=name: sleeper(name, 1.0), name)
     scheduler.start(process(), lambda: sleeper("other", 2.0), "other")
     scheduler.start(process(), kills, "kills")
     scheduler.run()
-    assert [row for row in told if row[0] == "other"] == [("other", 2.0), ("other", 4.0), ("other", 6.0)]
-    assert max(moment for name, moment in told if name != "other") == 2.0
+    assert [row for row in events if row[0] == "other"] == [("other", 2.0), ("other", 4.0), ("other", 6.0)]
+    assert max(moment for name, moment in events if name != "other") == 2.0
 
 
 def test_at_the_end_nothing_of_those_that_are_left_happens():
@@ -317,14 +317,14 @@ def test_at_the_end_nothing_of_those_that_are_left_happens():
 
 
 def test_a_run_ends_at_its_condition_and_can_continue():
-    told, scheduler = [], made()
+    events, scheduler = [], made()
 
     def work():
         for _ in range(4):
             scheduler.sleep(1.0)
-            told.append(scheduler.now)
+            events.append(scheduler.now)
     scheduler.start(process(), work, "one")
-    scheduler.run(until=lambda: len(told) >= 2)
-    assert told == [1.0, 2.0]
+    scheduler.run(until=lambda: len(events) >= 2)
+    assert events == [1.0, 2.0]
     scheduler.run()
-    assert told == [1.0, 2.0, 3.0, 4.0]
+    assert events == [1.0, 2.0, 3.0, 4.0]

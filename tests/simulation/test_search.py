@@ -117,10 +117,10 @@ def test_a_failure_becomes_no_simpler_than_its_number_of_tries_allows(no_folder_
 
 def test_a_failure_says_all_that_is_needed(no_folder_is_flushed):
     failure = next(found((0, 6)))
-    told = json.loads(json.dumps(failure.to_json()))
-    assert (told["scenario"], told["format"], told["way"]) == ("save", "ckpt", "")
-    assert told["findings"] == [str(finding) for finding in failure.findings]
-    assert told["findings"][0].startswith(f"{failure.kind[1]}: ")
+    row = json.loads(json.dumps(failure.to_json()))
+    assert (row["scenario"], row["format"], row["way"]) == ("save", "ckpt", "")
+    assert row["findings"] == [str(finding) for finding in failure.findings]
+    assert row["findings"][0].startswith(f"{failure.kind[1]}: ")
 
 
 # ---- search ------------------------------------------------------------------------------------------------------------------
@@ -282,12 +282,12 @@ print(digest.hexdigest(), counts)
 
 def test_hashes_of_strings_and_memory_addresses_decide_nothing():
     """The same schedules in two processes: every operation, event and disk is the same."""
-    told = []
+    outputs = []
     for seed, memory in (("0", "one"), ("1", "other")):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()}
-        told.append(subprocess.run([sys.executable, "-c", _PROGRAM, memory, "0", "17"], env=environment, check=True,
-                                   capture_output=True, text=True).stdout)
-    assert told[0] == told[1] and told[0].strip()
+        outputs.append(subprocess.run([sys.executable, "-c", _PROGRAM, memory, "0", "17"], env=environment, check=True,
+                                      capture_output=True, text=True).stdout)
+    assert outputs[0] == outputs[1] and outputs[0].strip()
 
 
 def test_a_run_is_the_same_whatever_ran_before():

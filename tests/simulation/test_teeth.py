@@ -138,67 +138,67 @@ MUTANTS = [
              "raise target.storage.remove(where) or error")],
         ("prune", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=53, within=25,
         draws=each("EIO after", then=3, tick=0.05)),
-    mutant("what was committed meanwhile is reported as failed", [
+    mutant("a save that was committed meanwhile is reported as failed", [
         Edit(shard_writer, "_resolve_unconfirmed", "found = _read_own_record(target, step, target.data_dirs(step))",
              "found = None"),
         Edit(shard_writer, "_resolve_unconfirmed", "may not be saved", "was not saved")],
         ("save", "iteration", ""), MISREPORTED, deaths=False, first=40, within=25, draws=each("ESTALE after")),
-    mutant("retention removes what is of another training", [
+    mutant("retention removes checkpoints of another training", [
         Edit(committer.Committer, "prune", "self._has_ended, self.target.lineage)", "self._has_ended, None)")],
         ("afresh", "safetensors", ""), LOST),
-    mutant("trash has no name of its own, and one victim that fails stops the rest", [
+    mutant("trash names are not unique, and one failed removal stops the rest", [
         Edit(manifest, "trash_name", ".{secrets.token_hex(4)}", ""), Edit(garbage_collector, "carry_out", "continue", "raise")],
         ("orphan", "iteration", ""), LEFTOVER, deaths=False),
-    mutant("a job counts against a checkpoint from the moment it was chosen", [
+    mutant("a load attempt is counted as soon as the checkpoint is selected", [
         Edit(checkpoint_manager.CheckpointManager, "begin", "run_on_all(self.group",
              "self.count_hosts(); self.begin_load_attempt(); run_on_all(self.group")],
         ("restarts", "safetensors", ""), LOST),
-    mutant("nobody waits for what other ranks see", [
+    mutant("selection does not wait for the listings of other ranks", [
         Edit(job_selection.CheckpointSelector, "select", "visibility = wait_until_visible(disk, path, group, shared_groups)",
              "from mindresume.coordination.visibility import Visibility; visibility = Visibility()")],
         ("same hosts", "safetensors", ""), LOST, deaths=False, first=155, within=25,
         draws=each("kill host", lag=60.0)),
-    mutant("the signs of life of another job are expected as often as one's own", [
+    mutant("the heartbeat of another job is expected as often as that of this job", [
         Edit(lease_acquisition, "_watch", "holder.every if _has_usable_heartbeat(holder) else BEAT", "BEAT")],
            ("rare beats", "safetensors", ""),
         STUCK, deaths=False, draws=undisturbed()),
-    mutant("retention removes the last healthy one", [
+    mutant("retention removes the newest healthy checkpoint", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {newest_healthy}:")],
         ("health", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=1),
-    mutant("nodes that share no disk upload what each has", [
+    mutant("nodes without shared storage each upload their own newest step", [
         Edit(checkpoint_manager.CheckpointManager, "_start_uploader",
              "only_scheduled=apart and self.settings.preemption_check_interval > 0",
              "only_scheduled=False")],
         ("bucket slow", "safetensors", ""), LOST, deaths=False, draws=undisturbed()),
-    mutant("a manifest in the bucket that cannot be read ends the start", [
+    mutant("an unreadable manifest in the bucket aborts the start", [
         Edit(remote_selection.RemoteSelection, "_offer", "except (RecordError, RemoteError) as error:",
              "except RecordError as error:")],
         ("bucket archived", "safetensors", ""), STUCK, deaths=False),
-    mutant("a manifest in the bucket that cannot be read ends all retention there", [
+    mutant("an unreadable manifest in the bucket stops retention there", [
         Edit(remote_checkpoints.RemoteCheckpoints, "_known", "except (RecordError, RemoteError) as error:",
              "except RecordError as error:")],
         ("bucket archived", "safetensors", ""), LEFTOVER, deaths=False),
-    mutant("rank 0 is overtaken at the url and tells nobody", [
+    mutant("rank 0 is superseded at the URL and does not notify the other ranks", [
         Edit(uploader.Uploader, "_end", "if self.target.rank == 0:", "if self.target.rank == 0 and not self._stopped:")],
         ("two pods", "safetensors", ""), MISREPORTED, deaths=False, draws=undisturbed(lag=30.0)),
-    mutant("an attempt without inner folders is no attempt", [
+    mutant("a save attempt without inner folders is ignored", [
         Edit(records, "find_attempts", "attempts_within(storage, root, making) or [",
              "attempts_within(storage, root, making) or 0 * [")], ("prune", "iteration", ""), LEFTOVER),
-    mutant("a late tracker counts as set back while a later save has no name", [
+    mutant("a lagging tracker counts as set back while a later save is unpublished", [
         Edit(iteration_scan, "_from_tracker", " and (c.step in intended or parse_iteration(c.iteration_dir) is not None)", "")],
         ("prune", "iteration", ""), LOST, deaths=False, first=135, within=25,
         draws=each("EIO", later=(27, "power"))),
-    mutant("memory that was given back is mapped anew", [
+    mutant("released staging memory is mapped again", [
         Edit(staging.Staging, "unpack", "if self.fd < 0:", "if False:")],
         ("save", "safetensors", "thread"), WRONG, deaths=False, within=25, draws=each("slow", 100)),
 
     # ---- committing ----------------------------------------------------------------------------------------------------
-    mutant("no fence", [
+    mutant("writers are not fenced", [
         Edit(shard_writer, "write_shard", "fence(target.storage, target.root, target.run)", "pass"),
         Edit(committer.Committer, "try_commit", "fence(self.target.storage, self.target.root, self.target.run)", "pass")],
         ("twice", "iteration", ""), LOST, deaths=False, first=140, within=25,
         draws=each("pause", 100, seed=967630889)),
-    mutant("a manifest before all records are there", [
+    mutant("the manifest is written before all records exist", [
         Edit(committer.Committer, "try_commit", "if missing:", "if 0 in missing:"),
         Edit(committer.Committer, "_manifest", "read, target.ranks)",
              "read, [r for r in target.ranks if r not in self._missing(step)])"),
@@ -206,7 +206,7 @@ MUTANTS = [
         ("prune", "safetensors", ""), f"{LOST} {STUCK} {WRONG}"),
     mutant("files are published without a flush of their folder", [
         Edit(atomic_publish, "publish", "storage.sync(folder)", "pass")], ("save", "ckpt", ""), LOST, first=2),
-    mutant("saved is said before it is written", [
+    mutant("a save is reported before it is written", [
         Edit(background_writer, "serve", "outcome = job.write(",
              "send((\"outcome\", Outcome(step, True))); outcome = job.write(")],
         ("save", "safetensors", "thread"), LOST, first=1),
@@ -217,31 +217,31 @@ MUTANTS = [
         Edit(committer.Committer, "recover", "storage, root, recovered = self.target.storage, self.target.root, []",
              "return []")],
         ("save", "iteration", ""), LEFTOVER),
-    mutant("the oldest is adopted last", [
+    mutant("the oldest save is adopted last", [
         Edit(committer.Committer, "recover", "reversed(found)", "found")], ("uncommitted", "iteration", ""), LOST),
-    mutant("an iteration folder of that name is not made way", [
+    mutant("an existing iteration folder is not moved away", [
         Edit(iteration_publisher, "publish_iteration", "if storage.status(iteration_dir) is not None:", "if False:")],
            ("afresh", "iteration", ""),
         LOST, deaths=False),
-    mutant("what a dead job intended with the tracker is not settled", [
+    mutant("the tracker update that a dead job intended is not finished", [
         Edit(committer.Committer, "recover",
              "iteration_publisher.finish_tracker(storage, root, scan_records(storage, root)[0], self.target.run)",
              "pass")], ("save", "iteration", ""), LEFTOVER),
-    mutant("the intent goes before the tracker is changed", [
+    mutant("the intent is removed before the tracker is changed", [
         Edit(iteration_publisher, "publish_iteration", "set_tracker(storage, root, step, target.run)",
              "storage.remove(intent); set_tracker(storage, root, step, "
              "target.run)")], ("save", "iteration", ""), LOST, first=2),
 
     # ---- removing ------------------------------------------------------------------------------------------------------
-    mutant("older ones are removed before the pointers are changed, and what these lead to", [
+    mutant("retention runs before the pointers change and does not protect their target", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {named_by_meta}:"),
         Edit(committer.Committer, "_after_commit", "self._update_pointers(self.target, manifest)",
              "self.prune(); self._update_pointers(self.target, manifest)")],
         ("prune", "safetensors", ""), LOST),
-    mutant("policies count what is not committed", [
+    mutant("retention policies count uncommitted saves", [
         Edit(garbage_collector, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
         ("restarts", "safetensors", ""), LOST, deaths=False, first=187, within=25, draws=each("EIO")),
-    mutant("a hold is not looked for after the rename", [
+    mutant("read locks are not checked after the rename", [
         Edit(garbage_collector, "_uncommit", "who = read_locks().get(candidate.name)", "who = None")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=80, within=100, draws=SWITCHES),
     mutant("weights are removed before the rename un-commits them", [
@@ -249,38 +249,38 @@ MUTANTS = [
              "_clear_weights(storage, root, candidate.records_dir, ()); "
              "storage.rename(candidate.commit_dir, os.path.join(records, name))")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=60, within=50, draws=SWITCHES),
-    mutant("a reader looks first, then holds", [
+    mutant("a reader checks the checkpoint before it takes the read lock", [
         Edit(read_locks, "acquire_read_lock", "lease = _lease_without_number(",
              "early = storage.status(commit_dir) is not None; lease = _lease_without_number("),
         Edit(read_locks, "acquire_read_lock", "there = storage.status(commit_dir) is not None", "there = early")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=129, within=25, draws=ONE_SWITCH),
-    mutant("a run that lives counts as over", [
+    mutant("a running job counts as ended", [
         Edit(lease, "ended", "return run not in living[0]", "return True")], ("readers", "safetensors", ""),
         LOST, deaths=False, first=390, within=30, draws=each("pause", 20)),
-    mutant("what all nodes have is not protected", [
+    mutant("the newest step common to all nodes is not protected", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {common_to_all_nodes}:")],
         ("nodes", "safetensors", ""), f"{LOST} {STUCK}", first=1),
 
     # ---- starting and ending together ----------------------------------------------------------------------------------
-    mutant("a claim that cannot be read is none", [
+    mutant("an unreadable lease is ignored", [
         Edit(lease, "read_leases", "unreadable[run] = str(error)", "pass")],
         ("twice", "safetensors", ""), STUCK, deaths=False, first=283, within=25,
         draws=each("EIO", later=(9, "EIO"), seed=2)),
-    mutant("a note on trial stays while the training goes on from another", [
+    mutant("a load attempt record stays while the training continues from another checkpoint", [
         Edit(crash_loop.LoadAttempt, "_clear_others", "if self.limit else ()", "if False else ()")],
         ("damaged", "safetensors", ""), LEFTOVER, deaths=False),
-    mutant("the number of a run is used again", [
+    mutant("a run number is reused", [
         Edit(lease, "next_run", "max(map(run_sequence, used), default=0) + 1", "max(map(run_sequence, used), default=1)")],
         ("restarts", "safetensors", ""), f"{STUCK} {LEFTOVER} {LOST} {WRONG}"),
-    mutant("ranks do not agree on a suffix", [
+    mutant("ranks do not agree on a file suffix", [
         Edit(save_session, "open_save_session", "[row[1] for row in rows if row] + suffixes)",
              "[row[1] for row in rows if row] + [suffixes[group.rank]])")], ("restarts", "safetensors", ""), f"{LEFTOVER} {LOST}",
         first=4),
-    mutant("what rank 0 finds decides alone", [
+    mutant("only the verification by rank 0 decides", [
         Edit(group_verification, "verify_on_all_ranks", 'for row in rows if "refusal" in row]',
              'for row in rows[:1] if "refusal" in row]')],
         ("job", "safetensors", ""), WRONG, deaths=False, first=59, within=25, draws=each("ESTALE")),
-    mutant("a rank that is asked to leave leaves alone", [
+    mutant("a preempted rank exits without the others", [
         Edit(preemption.PreemptionHandler, "check", "if self.group.size == 1:", "if True:")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=125, within=25, draws=each("term")),
     mutant("the last step is saved again by one rank alone", [
