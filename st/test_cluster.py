@@ -130,7 +130,7 @@ def test_attempt_2_removes_what_was_half_written(chain):
         assert not Path(path).exists()
 
 
-def test_attempt_2_one_rank_dies_and_the_job_ends_by_itself(chain):
+def test_attempt_2_the_job_ends_by_itself_when_one_rank_dies(chain):
     """Within ALL_RANKS_END seconds (else the fixture fails), with the status of a process that got SIGKILL."""
     assert chain.status == 128 + 9, f"exit status {chain.status} after SIGKILL to rank {chain.killed_rank}"
     assert chain.attempts[1].trained()[-1] < STEPS

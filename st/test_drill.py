@@ -34,7 +34,7 @@ def test_every_cell_passes_and_nothing_is_left_behind(tmp_path, fmt, every, soak
     assert {cell["fault"] for cell in cells} >= {"EIO", "ENOSPC", "EDQUOT", "ESTALE", "torn", "power", "reorder", "late"}
 
 
-def test_it_finds_a_file_system_that_does_not_keep_its_word(tmp_path):
+def test_drill_finds_a_file_system_that_does_not_flush(tmp_path):
     """The exit status, the table and the reason of a failure: here nothing that was synced is durable."""
     program = tmp_path / "drill.py"
     program.write_text(

@@ -134,7 +134,7 @@ def bits(tensors):
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_both_engines_give_the_same(cases, tmp_path, text):
+def test_both_engines_write_the_same_tensors(cases, tmp_path, text):
     case = cases[text]
     direct, rewritten = (final(weights, case.target, tmp_path / name)
                          for name, weights in (("direct", case.weights), ("mindspore", case.task.collect())))
@@ -146,12 +146,12 @@ def test_both_engines_give_the_same(cases, tmp_path, text):
             assert bits(one) == bits({**expected, **COUNTERS})
 
 
-def test_there_are_enough_of_them():
+def test_the_cases_are_numerous_enough():
     assert len([case for case in CASES if ">" in case and not case.startswith(">")]) >= 40 + 2 * len(UNCUT)
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_refused_is_wrong_in_silence(cases, tmp_path, text):
+def test_refused_layouts_would_be_silently_wrong_in_mindspore(cases, tmp_path, text):
     """If this fails MindSpore has learned it, and the refusal can go."""
     case = cases[text]
     direct, rewritten = (final(weights, case.target, tmp_path / name)
@@ -171,7 +171,7 @@ def test_in_its_own_processes(tmp_path):
         bits({**target.shard(quiet(random_tensors(PLAIN)), rank), **COUNTERS}) for rank in range(4)]
 
 
-def test_what_mindspore_says_is_in_the_error(tmp_path):
+def test_the_error_contains_the_message_of_mindspore(tmp_path):
     """An axis of 3 is free before one of 2, and MindSpore begins with the minor one: 2 pieces it cannot make of 3."""
     source = complete(tmp_path / "src", {"w": np.zeros((12, 4), np.float32)})
     weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(source)))

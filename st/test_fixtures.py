@@ -53,7 +53,7 @@ def folder(request, tmp_path) -> Path:
 # ---- as they were written ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", NAMES)
-def test_which_chooses_the_newest_with_the_files_of_all_ranks(name):
+def test_which_selects_the_newest_step_with_files_of_all_ranks(name):
     status, answer = call("which", FIXTURES / name / "output")
     files = steps_of(name)[newest_of(name)]
     assert status == 0 and answer["refused"] == []
@@ -74,7 +74,7 @@ def test_ls_lists_every_step_newest_first(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_verify_says_that_there_are_no_checksums(name):
+def test_verify_reports_missing_checksums(name):
     status, answer = call("verify", FIXTURES / name / "output" / "checkpoint")
     assert status == 0 and answer["damaged"] is False
     assert [(row["step"], row["state"]) for row in answer["checkpoints"]] == [
@@ -110,7 +110,7 @@ SHARDED = "mf190_10_ckpt_dp2tp2opt"         # every rank holds moments of its ow
 
 @pytest.mark.parametrize("folder", [PLAIN, SHARDED], indirect=True)
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_one_bad_file_of_the_newest_step_makes_all_ranks_take_the_one_before(folder, damage):
+def test_one_bad_file_makes_all_ranks_fall_back_to_the_previous_step(folder, damage):
     harm, reason = DAMAGE[damage]
     path = next((folder / "checkpoint" / "rank_2").glob("*-2_5.*"))
     harm(path)
@@ -127,7 +127,7 @@ def test_one_bad_file_of_the_newest_step_makes_all_ranks_take_the_one_before(fol
 
 
 @pytest.mark.parametrize("folder", [SHARDED], indirect=True)
-def test_a_missing_file_that_held_something_of_its_own(folder):
+def test_a_step_is_refused_if_a_missing_file_held_unique_slices(folder):
     next((folder / "checkpoint" / "rank_2").glob("*-2_5.*")).unlink()
     status, answer = call("which", folder)
     assert status == 0 and (answer["chosen"]["step"], answer["chosen"]["missing_ranks"]) == (10, [])
@@ -140,7 +140,7 @@ def test_a_missing_file_that_held_something_of_its_own(folder):
     assert status == 1 and [row["state"] for row in report["checkpoints"]] == ["damaged", "unverifiable"]
 
 
-def test_a_missing_file_whose_contents_others_hold(folder):
+def test_a_missing_file_is_replaced_by_replicas(folder):
     """As MindIO TTP leaves it: by the strategy files rank 0 has all that rank 2 had."""
     next((folder / "checkpoint" / "rank_2").glob("*-2_5.*")).unlink()
     status, answer = call("which", folder)
@@ -153,7 +153,7 @@ def test_a_missing_file_whose_contents_others_hold(folder):
 
 
 @pytest.mark.parametrize("folder", [SHARDED], indirect=True)
-def test_a_missing_rank_folder_is_known_from_the_strategy_folder(folder):
+def test_a_missing_rank_folder_is_detected_by_the_strategy_folder(folder):
     shutil.rmtree(folder / "checkpoint" / "rank_3")
     status, answer = call("which", folder)
     assert status == 3 and answer["chosen"] is None
@@ -181,7 +181,7 @@ def test_meta_json_is_a_hint_only(folder):
     assert "rank_1/meta.json names qwen3_rank_1-9_1.safetensors" in listed["notes"][1]
 
 
-def test_every_step_damaged_leaves_nothing_and_says_why(folder):
+def test_no_step_is_selected_and_reasons_are_given_if_all_are_damaged(folder):
     for path in (folder / "checkpoint" / "rank_1").glob("*.safetensors"):
         emptied(path)
     status, answer = call("which", folder)

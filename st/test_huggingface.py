@@ -155,7 +155,7 @@ def test_a_checkpoint_of_four_ranks(made):
 
 
 @pytest.mark.parametrize("name", ["grouped", "one group", "experts"])
-def test_there_and_back(made, name):
+def test_a_round_trip_keeps_all_bits(made, name):
     """Grouped-query attention, experts and tied weights, with names and shapes as transformers writes them: through complete
     weights of MindSpore and back, the same bits and the same logits."""
     before, after = (read_regions(weights, {one: whole(tensor.shape) for one, tensor in weights.tensors.items()}) for weights in

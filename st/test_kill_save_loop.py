@@ -172,7 +172,7 @@ def chance() -> random.Random:
     return random.Random(seed)
 
 
-def test_one_process_killed_at_random_moments(tmp_path, chance):
+def test_one_process_recovers_when_killed_at_random_moments(tmp_path, chance):
     killed = KilledRun(tmp_path / "checkpoint", 1)
 
     def kill(saver: Saver) -> None:

@@ -20,7 +20,7 @@ def lose_ranks(run: Run, left: str, command: str) -> Run:
 
 
 @pytest.mark.parametrize("command", [pytest.param("", marks=pytest.mark.soak), "--use_legacy_format False"])
-def test_ranks_that_hold_everything(whole_several, tmp_path, command):
+def test_remaining_ranks_that_hold_everything_are_enough(whole_several, tmp_path, command):
     left = {2: "1", 4: "0,3"}[whole_several.workers]
     run = lose_ranks(run_beside(whole_several, tmp_path / "run", copied=False), left, command)
     assert run.which()["chosen"]["step"] == 12

@@ -124,7 +124,7 @@ def right(info, compiled, layout: TensorLayout) -> bool:
 @quick
 @given(tensors=st.dictionaries(st.text("ab.'\"(),\\ é", min_size=1, max_size=6), st.tuples(cuts(8), st.sampled_from(TYPES)),
                                min_size=1, max_size=4), prefix=st.sampled_from([None, "qwen3"]), balanced=st.booleans())
-def test_what_mindformers_writes_we_read(tmp_path, tensors, prefix, balanced):
+def test_metadata_written_by_mindformers_is_read(tmp_path, tensors, prefix, balanced):
     """Two stages of 8 ranks, of the same parameters in all names but one letter."""
     rows = {stage: {f"{name}{stage}": row for name, row in tensors.items()} for stage in (0, 1)}
     path = tmp_path / "metadata.json"
@@ -160,7 +160,7 @@ def written_by_mindformers(path: Path, rows: dict, prefix: str | None, balanced:
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: f"{path.parts[-5]}-{path.parts[-2]}")
-def test_what_a_real_run_wrote(path):
+def test_metadata_of_a_real_run_is_read(path):
     """Every slice has in its file the shape that it should, and what we would write instead says the same."""
     from safetensors import safe_open
     found = read_metadata(path.read_bytes(), str(path))
@@ -188,7 +188,7 @@ def stored_by_all(name: str, layout: TensorLayout, shape, *, first: int = 0, dty
 @given(tensors=st.dictionaries(st.text("ab.'\"(),\\ é", min_size=1, max_size=6),
                                st.tuples(cuts(8, 0), st.sampled_from(TYPES)), min_size=1, max_size=4),
        shards=st.sampled_from([0, 0, -1]), shared=st.booleans(), target=cuts(4, 0), rank=st.integers(0, 3))
-def test_what_we_write_mindformers_reads_and_loads_from_the_same_files(tmp_path, tensors, shards, shared, target, rank):
+def test_mindformers_reads_our_metadata_and_loads_from_the_same_files(tmp_path, tensors, shards, shared, target, rank):
     """Of stage 1 of 8 ranks, with all copies or only the shares of ``shares``, for rank ``rank`` of 4 that cuts otherwise."""
     import mindspore as ms
     from mindformers.checkpoint.metadata import load_metadata

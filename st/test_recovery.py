@@ -114,7 +114,7 @@ def assert_uninterrupted(run: Run, whole: Run) -> None:
     assert differences(whole.steps(), run.steps(-1)) == []
 
 
-def test_a_few_deaths_of_one_process(whole_single, tmp_path):
+def test_one_process_recovers_from_a_few_kills(whole_single, tmp_path):
     run, chance = run_beside(whole_single, tmp_path / "run", copied=False), random.Random(6)
     starts = supervised(run, "", [(in_a_save, True), (in_between, True), (while_it_loads, True)], chance)
     assert starts == 4
@@ -123,7 +123,7 @@ def test_a_few_deaths_of_one_process(whole_single, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("fmt", ["", "--use_legacy_format False"])
-def test_ten_deaths_of_four_processes(whole_four, tmp_path, fmt, capsys):
+def test_four_processes_recover_from_ten_kills(whole_four, tmp_path, fmt, capsys):
     run, chance = run_beside(whole_four, tmp_path / "run", copied=False), random.Random(7)
     moments = [at_the_start, in_a_save, while_it_loads, in_between, in_a_later_save, in_between, at_the_start, in_a_later_save,
                while_it_loads, in_between]

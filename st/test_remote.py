@@ -75,7 +75,7 @@ def resumed(whole: Run, run: Run, arguments: str, there: list[int], store: Moxin
 
 
 @pytest.mark.parametrize("layout", [pytest.param("", id="1.0"), pytest.param(FORMAT_2, id="2.0", marks=pytest.mark.soak)])
-def test_one_process_on_an_empty_disk(whole_single, tmp_path, layout):
+def test_one_process_resumes_on_an_empty_disk(whole_single, tmp_path, layout):
     run = run_beside(whole_single, tmp_path / "run", copied=False)
     there = killed_and_its_disk_lost(run, f"{ALWAYS} {layout}", 17, Moxing)
     assert there and there[-1] in (5, 10, 15)
@@ -129,7 +129,7 @@ def test_outside_of_modelarts_the_url_is_ignored_with_a_warning(whole_single, tm
     assert len(notices(run, "remote_save_url", URL, level="warning")) == 1
 
 
-def test_what_is_wrong_at_the_start(whole_single, tmp_path):
+def test_a_wrong_setting_is_an_error_at_the_start(whole_single, tmp_path):
     """A url of another kind is the error of mindformers, which looks at it before us; ModelArts without moxing is ours."""
     run = run_beside(whole_single, tmp_path / "url", copied=False)
     run.start("--remote_save_url https://bucket/job", **Moxing.environment(run))

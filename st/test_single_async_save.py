@@ -45,7 +45,7 @@ def test_killed_in_a_background_save_and_started_again(behind, whole_single, kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_written_behind_the_training_is_what_a_synchronous_save_writes(behind, whole_single, kind):
+def test_an_asynchronous_save_writes_the_same_bits_as_a_synchronous_one(behind, whole_single, kind):
     """The last step of both, bit by bit: the snapshot was not changed by the steps that followed."""
     assert not_equal(*(tensors_in(weights(run, 40)) for run in (whole_single, behind[kind]))) == []
 

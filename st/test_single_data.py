@@ -91,7 +91,7 @@ def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
 
 # ---- a new data set that was declared ------------------------------------------------------------------------------
 
-def test_it_starts_with_its_first_sample(changed, alone):
+def test_training_starts_with_the_first_sample_of_the_new_data_set(changed, alone):
     """Scenario 1. Two passes of 15 steps follow step 40."""
     run = changed.ignored
     assert [samples(run, 0)[step] for step in range(41, 48)] == alone.second[:7]

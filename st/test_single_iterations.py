@@ -343,7 +343,7 @@ def test_twice_the_batch_of_another_data_set_for_more_epochs(others, broken):
     assert not_equal(saved, loaded) == ["global_step"] and int(loaded["global_step"][0]) == 15
 
 
-def test_what_it_saves_counts_in_its_own_steps(others):
+def test_saves_count_in_steps_of_the_new_batch_size(others):
     root = others.larger.checkpoints
     assert committed_steps(others.larger) == [16, 20, 24, 28, 32, 35] and tracker(root) == 35
     assert common_json(root, 28) == {"epoch_num": 3, "step_num": 28, "global_step": 28, "loss_scale": 1.0,
@@ -359,7 +359,7 @@ def test_a_batch_size_that_cuts_a_step_is_rounded_down(others, whole_single):
         step: before[2 * step - 1] + before[2 * step] for step in range(18, 21)}
 
 
-def test_which_says_what_a_resume_takes(broken):
+def test_which_names_the_checkpoint_that_a_resume_takes(broken):
     answer = json.loads(broken.run.mindresume("which", "--json", str(broken.root)).stdout)
     assert answer["chosen"]["step"] == 40 and answer["refused"] == []
     assert {Path(path).name for path in answer["chosen"]["files"]} == set(BOTH)

@@ -51,7 +51,7 @@ def test_attempts_are_those_that_were_recorded(training):
     assert (training.after["restarts"], training.after["failures"]) == (1, 1)
 
 
-def test_there_is_one_event_file_for_each_attempt(training):
+def test_each_attempt_writes_one_event_file(training):
     files = sorted((training.run.folder / "output" / "mindresume_events").iterdir())
     assert len(files) == 2 and {str(path) for path in files} <= set(training.after["sources"]["read"])
     assert training.after["notes"] == []

@@ -172,7 +172,7 @@ def killed_in_its_first_save(whole: Run, folder: Path) -> Run:
 
 
 @pytest.mark.soak
-def test_what_a_killed_first_save_leaves(whole_single, tmp_path):
+def test_a_killed_first_save_is_a_fresh_start_and_is_cleaned_up(whole_single, tmp_path):
     """Killed in its first save, the run starts afresh, cleans up and saves."""
     run = killed_in_its_first_save(whole_single, tmp_path)
     assert len(list(run.checkpoints.glob(f"{FOLDER}/step-*"))) == 1 and run.which()["chosen"] is None

@@ -83,7 +83,7 @@ def test_its_own_class_writes_the_same_bytes(strategy):
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_what_mindspore_compiled_is_read_as_it_says(name):
+def test_strategies_compiled_by_mindspore_are_read_exactly(name):
     folder = FIXTURES / name
     strategy = read_strategy(str(folder / "output" / "strategy"))
     expected = json.loads((folder / "layouts.json").read_text(encoding="utf-8"))

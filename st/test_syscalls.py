@@ -211,7 +211,7 @@ def test_every_call_comes_after_what_it_relies_on(strace, base, setup, width):
     assert not {"truncate", "link"} & set(kinds)
 
 
-def test_the_order_is_told_from_a_wrong_one(strace, base):
+def test_the_rules_detect_every_wrong_order(strace, base):
     """The rules see every flush that is left out, and every file that gets its name one call too early."""
     setup = Setup("safetensors", "foreground")
     calls = [call for call in clean(base, setup, [STEP, NEXT]) if call.changes and not call.error]

@@ -138,13 +138,13 @@ def test_the_other_python_is_made_once_and_has_nothing_of_ours():
     assert said.stdout.split() == ["1.8.0", "2.7.2", "None"]
 
 
-def test_a_version_that_nobody_knows_is_refused():
+def test_an_unknown_version_is_refused():
     said = subprocess.run([ROOT / "scripts" / "other_version.sh", "1.7.0"], capture_output=True, text=True)
     assert said.returncode == 2 and "1.8.0" in said.stderr
 
 
 @given(strategies.data())
-def test_axes_without_optimizer_shards_say_the_same(data):
+def test_device_axes_describe_the_same_slices_without_optimizer_shards(data):
     """``device_axes``, with which all layouts here are handed over."""
     matrix = tuple(data.draw(strategies.lists(strategies.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3)))
     axes = data.draw(strategies.permutations([*range(len(matrix)), -1, -1]))[:2]
@@ -189,7 +189,7 @@ def test_the_built_in_of_180_does_not_resume_from_190(name):
 
 @pytest.mark.parametrize("remove_redundancy", [False, True], ids=["all", "nodup"])
 @pytest.mark.parametrize("name", JOBS)
-def test_what_one_writes_the_other_reads(name, writer, remove_redundancy, tmp_path):
+def test_each_version_reads_what_the_other_writes(name, writer, remove_redundancy, tmp_path):
     """In its own layout and in another. Not so what 1.8.0 wrote without replicas: see below."""
     builtin(writer).write(tmp_path / "written", TENSORS, JOBS[name], iteration=STEP, remove_redundancy=remove_redundancy)
     root = copied(tmp_path / "written", tmp_path / "copy")
@@ -355,7 +355,7 @@ HARMFUL: dict[str, tuple[Callable, str | None, str | None]] = {            # cha
 
 @pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS)
 @pytest.mark.parametrize("written", ["dp2tp2"], indirect=True)
-def test_metadata_may_say_more(written, folder, version, change):
+def test_unknown_fields_of_metadata_are_ignored(written, folder, version, change):
     edited(folder / "metadata.json", change)                       # and it is compact now, without line breaks
     for layouts in (written[1], None):
         expect_readable(folder.parent, TENSORS, layouts, version)
@@ -425,7 +425,7 @@ def test_the_built_in_wants_a_step_of_one_dimension(written, folder, version):
 
 # ---- the checks here can fail ----------------------------------------------------------------------------------------------
 
-def test_one_bit_in_a_file_is_seen(written, folder, version):
+def test_one_flipped_bit_in_a_file_is_detected(written, folder, version):
     path = sorted(folder.glob("*-model-*"))[0]
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -7,7 +7,7 @@ from mindresume.bounded_json import MAX_DEPTH, MAX_VALUES, parse_json
 
 
 @pytest.mark.parametrize("value", [None, 1, "a", [], {}, {"a": [1, {"b": "[,{"}]}, [[]] * 1000])
-def test_what_json_writes_is_read(value):
+def test_output_of_json_is_parsed(value):
     assert parse_json(json.dumps(value).encode()) == value
 
 

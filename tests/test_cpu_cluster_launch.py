@@ -120,7 +120,7 @@ def test_logs_of_an_earlier_job_are_removed(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "1", "x@t:1", "1@t:", "1@when:3", "@t:3", "-1@t:3", "1@t:soon", "1@log:("])
-def test_a_kill_that_says_nothing_is_refused(text):
+def test_a_kill_option_without_a_value_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="expected RANK"):
         Kill(text)
 

@@ -13,7 +13,7 @@ def test_shown(text, expected):
     shown(text).encode()
 
 
-def test_what_is_kept():
+def test_kept_characters_are_not_escaped():
     assert shown("a\nb\x1b", keep="\n") == "a\nb\\x1b"
 
 

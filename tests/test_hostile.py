@@ -201,7 +201,7 @@ def test_details_that_no_rank_can_have_written(keys, value, says):
     refused(read_details, content, says)
 
 
-def test_what_the_cases_alter_is_good():
+def test_the_unaltered_files_are_good():
     assert read_details(io.BytesIO(resealed(RECORD)))[1].tensors["w"].global_shape == (8, 4)
     assert Manifest.read(io.BytesIO(resealed(COMMIT))).files == FILES
 
@@ -260,7 +260,7 @@ def test_the_largest_job_that_is_allowed_can_be_read_back():
     assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
 
 
-def test_what_could_not_be_read_back_is_not_written():
+def test_values_that_cannot_be_read_back_are_not_written():
     record = Record(RUN, 1, WORLD, state_of(NEW), 1000.0, (FileRecord("rank_1/" + "x" * HEAD_LIMIT, "ckpt", 1, "ab" * 16),))
     with pytest.raises(ValueError, match=f"at most {HEAD_LIMIT} can be read back"):
         record.encode(Details())
@@ -526,7 +526,7 @@ def test_a_counter_of_gigabytes_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["0001-0000aaaa ²", "0001-0000aaaa " + "9" * 5000, "0001-0000aaaa -5", " ", "../x 5", ""])
-def test_a_label_that_nobody_wrote_is_none(root, text):
+def test_an_unknown_label_is_ignored(root, text):
     for rank in range(WORLD):
         path_of(root, 20, rank, 1).write_bytes(b"".join(
             bytes(piece) for _, piece in encode("safetensors", counters(20), {"mindresume": text})))
@@ -799,7 +799,7 @@ def test_any_altered_manifest_is_read_or_refused(change):
 
 @settings(max_examples=60)
 @given(mutation(), mutation(), st.sampled_from(["record", "details", "manifest"]), st.sampled_from([WORLD, None]))
-def test_whatever_is_altered_a_checkpoint_is_chosen(good, change, also, part, world):
+def test_a_checkpoint_is_selected_after_any_alteration(good, change, also, part, world):
     """The older one is untouched, so whatever lies there, one of the two is taken, and no error ends the job."""
     kept = {path: path.read_bytes() for path in attempt(good).iterdir()}
     try:

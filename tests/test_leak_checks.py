@@ -20,7 +20,7 @@ def test_a_thread_or_a_file_that_is_left_is_found(tmp_path):
         pass
 
 
-def test_what_others_start_and_open_does_not_count(tmp_path):
+def test_processes_and_files_of_others_do_not_count(tmp_path):
     (tmp_path / "file").touch()
     go, started, over = (threading.Event() for _ in range(3))
 

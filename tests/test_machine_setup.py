@@ -33,7 +33,7 @@ def shell(tmp_path):
 NEED = 'need_system "it is needed" some-deb some-rpm test -e installed'
 
 
-def test_nothing_is_said_when_all_is_there(shell, tmp_path):
+def test_nothing_is_printed_when_everything_is_installed(shell, tmp_path):
     (tmp_path / "installed").touch()
     done = shell(NEED)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not (tmp_path / "apt.log").exists()
@@ -46,7 +46,7 @@ def test_root_installs_it_and_fetches_the_lists_only_if_the_first_attempt_fails(
 
 
 @pytest.mark.parametrize("case", [{"uid": 1000}, {"with_apt": False}, {"INSTALL_SYSTEM": "0"}], ids=str)
-def test_who_may_not_install_is_told_what_to_install(shell, tmp_path, case):
+def test_a_user_without_root_rights_gets_the_packages_to_install(shell, tmp_path, case):
     done = shell(NEED, **case)
     assert done.returncode == 1 and not (tmp_path / "apt.log").exists()
     assert "some-deb" in done.stderr and "some-rpm" in done.stderr and len(done.stderr.splitlines()) == 1

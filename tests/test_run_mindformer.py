@@ -226,7 +226,7 @@ def test_num_samples_needs_no_eval_dataset(run, config):
     assert changed.train_dataset.data_loader.num_samples == changed.eval_dataset.data_loader.num_samples == 5
 
 
-def test_data_set_flag_without_data_set_says_so(run, config):
+def test_a_data_set_flag_without_data_set_is_an_error(run, config):
     with pytest.raises(ConfigError, match="--eval_dataset_dir: eval_dataset is empty, so it has no key 'data_loader'"):
         run("--eval_dataset_dir", "d")
     assert run("--eval_dataset_dir", "")[0] == config      # an empty shell variable: as if not given

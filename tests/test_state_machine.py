@@ -444,7 +444,7 @@ TestTraining.settings = settings(max_examples=25, stateful_step_count=20, print_
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_one_altered_label_does_not_make_a_save_that_never_completed_complete(tmp_path, fmt):
+def test_one_altered_label_does_not_complete_an_incomplete_save(tmp_path, fmt):
     """Found by the machine above, with the bit it flips anywhere in a file: killed after the weights, before any record."""
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2, fmt=fmt)

@@ -77,7 +77,7 @@ def test_the_listing(saved):
                         "committed", "world_size", "missing_ranks", "local_ranks", "saved_at", "size_bytes", "files", "usable"}
 
 
-def test_what_is_incomplete_or_damaged_is_listed_and_no_step(tmp_path):
+def test_incomplete_and_damaged_saves_are_listed_but_are_no_steps(tmp_path):
     for step in (5, 10):
         save(tmp_path, step)
     write_rank(tmp_path, 15, 0, 4)
@@ -90,13 +90,13 @@ def test_what_is_incomplete_or_damaged_is_listed_and_no_step(tmp_path):
     assert catalog[10].info.problem == problem                           # it can be looked at all the same
 
 
-def test_of_two_saves_of_a_step_the_complete_one_is_meant(tmp_path):
+def test_a_step_number_means_the_complete_one_of_two_saves(tmp_path):
     save(tmp_path, 5, world=2)
     write_rank(tmp_path, 5, 0, 2, run="0002-0000bbbb", suffix=1)
     assert mindresume.open(tmp_path)[5].info.run_id == RUN
 
 
-def test_who_saves_there(tmp_path):
+def test_list_names_the_job_that_saves_there(tmp_path):
     save(tmp_path, 5, 1)
     lease = acquire(STORAGE, str(tmp_path), holder_of_this_process(SAVING, 8))
     (user,) = mindresume.open(tmp_path).list().in_use_by
@@ -115,7 +115,7 @@ def test_merged_weights(tmp_path):
         catalog[STEP + 1]
 
 
-def test_one_file(tmp_path):
+def test_a_single_file_can_be_opened(tmp_path):
     import numpy as np
     path = put(tmp_path / "one.safetensors", {"w": np.zeros((2, 3), np.float16), "step_num": np.array(7, np.int64)})
     catalog = mindresume.open(path)
@@ -166,7 +166,7 @@ def test_select_takes_the_newest(saved):
     assert plain(found)["chosen"] == found.chosen.to_json() and found.chosen.state.step == 15
 
 
-def test_select_says_why_a_newer_one_is_refused(tmp_path):
+def test_select_gives_the_reason_for_refusing_a_newer_one(tmp_path):
     for step in (5, 10):
         save(tmp_path, step)
     path = damage(tmp_path, 10, 1, "layer.bias")
@@ -216,7 +216,7 @@ def test_select_of_damaged_merged_weights(tmp_path):
     assert report.damaged and report.problems[0].tensors
 
 
-def test_where_nodes_share_no_disk(tmp_path):
+def test_a_node_local_checkpoint_is_reported_as_local(tmp_path):
     for step in (5, 10):
         save_part(tmp_path, step, (2, 3))
     found = mindresume.open(tmp_path).select()
@@ -243,13 +243,13 @@ def test_verify_names_files_and_tensors(tmp_path):
         mindresume.open(tmp_path).verify(step=6)
 
 
-def test_what_has_no_checksums_is_not_verified(tmp_path):
+def test_a_checkpoint_without_checksums_is_not_verified(tmp_path):
     write_foreign(tmp_path, 5)
     write_rank(tmp_path, 10, 0, 4)
     assert [row.state for row in mindresume.open(tmp_path).verify().checkpoints] == ["incomplete", "unverifiable"]
 
 
-def test_what_is_removed_while_it_is_read_is_no_damage(tmp_path):
+def test_a_checkpoint_removed_while_it_is_read_is_not_damaged(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, world=2)
 

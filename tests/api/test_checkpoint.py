@@ -72,7 +72,7 @@ def test_only_the_region_is_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("region", [(slice(0, 8, 2),), (slice(0, 1),) * 3, (3, slice(None))])
-def test_what_is_no_region_is_an_error(saved, region):
+def test_an_invalid_region_is_an_error(saved, region):
     with mindresume.open(saved)[STEP] as checkpoint, pytest.raises(ValueError, match="region"):
         checkpoint.read("layers.1.weight", region)
 
@@ -136,7 +136,7 @@ def prune_all_but_the_newest(root):
     return [row.step for row in mindresume.prune(root, policy=mindresume.KeepLast(1)).removed]
 
 
-def test_it_is_held_within_the_block(tmp_path):
+def test_the_read_lock_lasts_for_the_block(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, world=2, replicas=1)
     with mindresume.open(tmp_path)[5] as checkpoint:
@@ -147,7 +147,7 @@ def test_it_is_held_within_the_block(tmp_path):
     assert prune_all_but_the_newest(tmp_path) == [5]
 
 
-def test_it_is_held_from_the_first_read_until_it_is_deleted(tmp_path):
+def test_the_read_lock_lasts_from_the_first_read_until_deletion(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, world=2, replicas=1)
     checkpoint = mindresume.open(tmp_path)[5]
@@ -159,7 +159,7 @@ def test_it_is_held_from_the_first_read_until_it_is_deleted(tmp_path):
     assert leases(tmp_path) == []
 
 
-def test_it_is_released_when_the_process_ends(tmp_path):
+def test_the_read_lock_is_released_when_the_process_ends(tmp_path):
     save(tmp_path, 5, world=2, replicas=1)
     code = ("import mindresume, pathlib, sys; checkpoint = mindresume.open(sys.argv[1])[5]; checkpoint.read('layer.bias'); "
             "print(len(list(pathlib.Path(sys.argv[1]).glob('*/claim-*'))))")
@@ -178,7 +178,7 @@ def test_a_catalog_lets_go_of_all(tmp_path):
     found[0].release()
 
 
-def test_without_a_hold_nothing_is_written(tmp_path):
+def test_nothing_is_written_without_a_read_lock(tmp_path):
     save(tmp_path, 5, world=2, replicas=1)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with mindresume.open(tmp_path, hold=False)[5] as checkpoint:
@@ -187,13 +187,13 @@ def test_without_a_hold_nothing_is_written(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_what_mindformers_wrote_is_not_held(tmp_path):
+def test_checkpoints_of_mindformers_are_not_locked(tmp_path):
     write_foreign(tmp_path, 5, world=1)
     with mindresume.open(tmp_path)[5] as checkpoint:
         assert checkpoint.read("layer.bias").shape == (5,) and not checkpoint.is_held and not (tmp_path / FOLDER).exists()
 
 
-def test_where_nothing_can_be_written_it_is_read_all_the_same(tmp_path, monkeypatch):
+def test_a_read_only_folder_is_read_without_a_lock(tmp_path, monkeypatch):
     from mindresume.coordination import lease
     save(tmp_path, 5, world=2, replicas=1)
 
@@ -205,7 +205,7 @@ def test_where_nothing_can_be_written_it_is_read_all_the_same(tmp_path, monkeypa
         assert any("Read-only file system" in note for note in checkpoint.notes)
 
 
-def test_one_that_was_removed_meanwhile(tmp_path):
+def test_a_checkpoint_that_was_removed_meanwhile_is_an_error(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, world=2, replicas=1)
     checkpoint = mindresume.open(tmp_path)[5]

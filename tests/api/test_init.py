@@ -55,7 +55,7 @@ def test_the_table_is_what_type_checkers_see():
     assert (PACKAGE / "py.typed").exists()
 
 
-def test_who_may_import_the_api():
+def test_only_the_command_line_imports_the_api():
     """It is above all rooms but the command line."""
     found = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")
              if "mindresume.api" in path.read_text(encoding="utf-8")}

@@ -59,7 +59,7 @@ def test_a_dry_run_writes_nothing_at_all(root, training):
     assert {path: path.stat().st_mtime_ns for path in training.rglob("*")} == before
 
 
-def test_the_source_is_held_while_it_is_converted(root, training):
+def test_the_source_is_locked_while_it_is_converted(root, training):
     held = []
 
     class Looker:
@@ -128,7 +128,7 @@ def test_inspect(root):
 
 # ---- prune -----------------------------------------------------------------------------------------------------------
 
-def test_prune_says_what_goes_and_why(root):
+def test_prune_reports_what_it_removes_and_why(root):
     before = contents(root)
     policy = mindresume.KeepAny((mindresume.KeepLast(1), mindresume.KeepEverySteps(200)))
     dry = mindresume.prune(root, policy=policy, dry_run=True)

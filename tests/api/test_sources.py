@@ -11,7 +11,7 @@ from mindresume.formats.strategy import write_strategy
 from mindresume.model.manifest import FOLDER
 
 
-def test_what_is_a_strategy(tmp_path):
+def test_strategy_arguments_are_recognized(tmp_path):
     for fmt in ("ckpt", "json"):
         write_strategy(Plan.parse("tp2").strategy(), str(tmp_path / fmt), fmt)
         assert is_strategy(STORAGE, str(tmp_path / fmt))
@@ -31,7 +31,7 @@ def leases(root):
     return list((root / FOLDER).glob("claim-*"))
 
 
-def test_a_path_is_held_until_the_end_of_the_block(tmp_path):
+def test_a_path_is_locked_until_the_end_of_the_block(tmp_path):
     save(tmp_path, 5, world=1)
     with opened(str(tmp_path)) as source:
         assert source.state.step == 5 and len(leases(tmp_path)) == 1
@@ -39,7 +39,7 @@ def test_a_path_is_held_until_the_end_of_the_block(tmp_path):
         assert leases(tmp_path) == []
 
 
-def test_a_checkpoint_stays_held_as_long_as_its_owner_wants(tmp_path):
+def test_a_checkpoint_stays_locked_as_long_as_its_owner_wants(tmp_path):
     save(tmp_path, 5, world=1)
     checkpoint = mindresume.open(tmp_path)[5]
     with opened(checkpoint) as source:

@@ -77,7 +77,7 @@ def test_which_prints_the_newest_one(saved, read):
         str(saved), False, True, None, "")
 
 
-def test_which_says_why_a_newer_one_is_not_taken(saved, read):
+def test_which_gives_the_reason_for_refusing_a_newer_one(saved, read):
     path = cut(saved, 15, 2)
     status, found = read("which", saved)
     assert (status, facts(found["chosen"])) == (0, (10, 1, "safetensors", [], paths(saved, 10), []))
@@ -97,7 +97,7 @@ def test_which_names_the_damaged_tensor(tmp_path, read):
     assert read("which", tmp_path, "--quick")[1]["chosen"]["step"] == 10
 
 
-def test_which_finds_none(saved, read):
+def test_which_reports_that_no_checkpoint_is_usable(saved, read):
     for step in (5, 10, 15):
         cut(saved, step, 0)
     status, found = read("which", saved)
@@ -105,12 +105,12 @@ def test_which_finds_none(saved, read):
     assert [(r["step"], r["rank"]) for r in found["refused"]] == [(15, 0), (10, 0), (5, 0)]
 
 
-def test_which_in_an_empty_folder(tmp_path, read):
+def test_which_accepts_an_empty_folder(tmp_path, read):
     status, found = read("which", tmp_path)
     assert (status, found["chosen"], found["refused"], found["fresh"]) == (3, None, [], True)
 
 
-def test_which_by_name(saved, read):
+def test_which_accepts_a_name(saved, read):
     for name in ("net_rank_0-1_10.safetensors", "net_rank_3-1_10"):
         status, found = read("which", saved, "--name", name)
         assert status == 0 and found["chosen"]["step"] == 10
@@ -119,17 +119,17 @@ def test_which_by_name(saved, read):
     assert status == 3 and found["chosen"] is None
 
 
-def test_which_of_a_name_that_is_not_there(saved, call):
+def test_which_refuses_a_name_that_does_not_exist(saved, call):
     status, out, _ = call("which", saved, "--name", "net_rank_0-9_9")
     assert status == 3 and "net_rank_0-9_9" in out and "net_rank_0-1_10.safetensors" in out
 
 
-def test_which_of_a_file_and_of_a_rank_folder(saved, read):
+def test_which_accepts_a_file_or_a_rank_folder(saved, read):
     assert read("which", path_of(saved, 10, 2))[1]["chosen"]["step"] == 10
     assert read("which", saved / "rank_3")[1]["chosen"]["step"] == 15
 
 
-def test_which_of_a_torn_file_outside_rank_folders(tmp_path, read, call):
+def test_which_refuses_a_torn_file_outside_rank_folders(tmp_path, read, call):
     path = tmp_path / "single.safetensors"
     path.write_bytes(b"x" * 20)
     status, found = read("which", path)
@@ -150,7 +150,7 @@ def test_the_folders_above_will_do(saved, read, command, above):
         assert found["root"] == str(saved) and len(found["checkpoints"]) == 3
 
 
-def test_torn_metadata_of_mindformers_is_what_all_commands_say(tmp_path, read, call):
+def test_all_commands_report_torn_metadata_of_mindformers(tmp_path, read, call):
     foreign(tmp_path, steps=(10, 15))
     os.truncate(folder_of(tmp_path, 15) / "metadata.json", 100)
     status, found = read("which", tmp_path)
@@ -175,7 +175,7 @@ def said_of(step, read, call, root):
 
 
 @pytest.mark.parametrize("ranks", [(2,), (0, 3)])
-def test_replicas_that_stand_in_are_said_by_all_commands(tmp_path, read, call, ranks):
+def test_all_commands_report_ranks_rebuilt_from_replicas(tmp_path, read, call, ranks):
     save(tmp_path, 5)
     for rank in ranks:
         path_of(tmp_path, 5, rank).unlink()
@@ -187,7 +187,7 @@ def test_replicas_that_stand_in_are_said_by_all_commands(tmp_path, read, call, r
 
 @pytest.mark.parametrize("iterations", [False, True])
 @pytest.mark.parametrize("harm", ["altered", "empty", "removed"])
-def test_a_damaged_manifest_is_said_by_all_commands(tmp_path, read, call, iterations, harm):
+def test_all_commands_report_a_damaged_manifest(tmp_path, read, call, iterations, harm):
     save_iterations(tmp_path, 5) if iterations else save(tmp_path, 5)
     path, = tmp_path.rglob("manifest.json")
     path.write_bytes(b"" if harm == "empty" else path.read_bytes().replace(b'"part"', b'"x"').replace(b"0", b"1"))
@@ -217,7 +217,7 @@ def test_changed_metadata_files_are_found_by_all_commands(tmp_path, read, call, 
     assert chosen == problems and len(problems) == (1 if manifest else 2) and name in problems[-1]
 
 
-def test_which_ls_and_verify_of_a_folder_of_something_else(tmp_path, call, read):
+def test_which_ls_and_verify_refuse_a_folder_of_something_else(tmp_path, call, read):
     (tmp_path / "data.bin").write_bytes(b"x")
     for command, status in (("which", 3), ("ls", 2), ("verify", 2)):
         found = call(command, tmp_path)
@@ -249,7 +249,7 @@ def test_a_missing_rank_of_mindformers_needs_the_number_of_ranks(tmp_path, read,
     assert read("which", tmp_path, "--world-size", 4)[0] == 3
 
 
-def test_which_for_people(saved, call, origin):
+def test_which_prints_a_text_by_default(saved, call, origin):
     cut(saved, 15, 2)
     status, out, err = call("which", saved)
     assert status == 0 and err == ""
@@ -374,7 +374,7 @@ def test_a_folder_that_does_not_exist(tmp_path, call, command):
     assert (status, out) == (2, "") and err == f"mindresume: {tmp_path}/missing does not exist\n"
 
 
-def test_which_of_a_folder_that_does_not_exist_is_the_fresh_start_of_a_first_run(tmp_path, call, read):
+def test_which_reports_a_fresh_start_if_the_folder_does_not_exist(tmp_path, call, read):
     status, found = read("which", tmp_path / "missing")
     assert (status, found["chosen"], found["refused"], found["fresh"]) == (3, None, [], True)
     assert "a resume starts afresh" in call("which", tmp_path / "missing")[1]
@@ -426,7 +426,7 @@ def test_python_m_mindresume(tmp_path):
     assert done.returncode == 0 and json.loads(done.stdout)["chosen"]["files"] == paths(tmp_path, 5, 2) and done.stderr == ""
 
 
-def test_ls_says_who_saves_there(tmp_path, call, read):
+def test_ls_names_the_job_that_saves_there(tmp_path, call, read):
     save(tmp_path, 5, 1)
     lease = acquire(STORAGE, str(tmp_path), holder_of_this_process(SAVING, 8))
     out = call("ls", tmp_path)[1]
@@ -437,7 +437,7 @@ def test_ls_says_who_saves_there(tmp_path, call, read):
     assert read("ls", tmp_path)[1]["in_use_by"] == []
 
 
-def test_the_last_save_of_a_dying_job_of_mindformers_is_what_which_says_too(tmp_path, read):
+def test_which_selects_the_emergency_save_of_a_mindformers_job(tmp_path, read):
     """Proven by the strategy folder beside, as a training does it."""
     from resume.test_missing_ranks import COVERING, STRATEGY, WORLD, foreign
 
@@ -450,7 +450,7 @@ def test_the_last_save_of_a_dying_job_of_mindformers_is_what_which_says_too(tmp_
     assert read("which", root)[1]["chosen"]["step"] == 7
 
 
-def test_what_one_of_several_nodes_has(tmp_path, call):
+def test_commands_report_the_part_of_one_node(tmp_path, call):
     """Nodes that share no disk: each command says what this node has, and that the job asks all of them."""
     for step in (5, 10):
         save_part(tmp_path, step, (2, 3))

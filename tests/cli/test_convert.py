@@ -229,7 +229,7 @@ def test_wrong_arguments(little, tmp_path, call, arguments):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_target_that_holds_something(source, tmp_path, call, refused):
+def test_a_target_that_is_not_empty_is_an_error(source, tmp_path, call, refused):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "notes.txt").write_text("precious")
     assert "new is not empty; give a folder that does not exist. Nothing was changed" in refused(source, "--to", "tp=4")
@@ -369,7 +369,7 @@ def test_the_one_that_runs_is_left_alone(source, tmp_path, call, running):
     check(tmp_path / "new", Plan.parse("dp2pp2"))
 
 
-def test_a_lock_without_a_holder_is_no_obstacle(source, tmp_path, call, running):
+def test_a_lock_of_a_dead_process_is_taken_over(source, tmp_path, call, running):
     with open(running.work + LOCK) as lock, suppress(OSError):
         running._release()
         fcntl.flock(lock, fcntl.LOCK_UN)

@@ -31,7 +31,7 @@ def values(folder):
 
 @pytest.mark.parametrize("plan", ["dp1", "tp2", "dp2tp2opt2", "dp2tp2pp2opt2", "pp4"])
 @pytest.mark.parametrize("dedup", [False, True])
-def test_there_and_back(tmp_path, call, plan, dedup):
+def test_a_round_trip_keeps_everything(tmp_path, call, plan, dedup):
     """Layout, weights, moments and counters; what both formats say of the step; and it can be resumed from."""
     plan = Plan.parse(plan)
     recorded(tmp_path / "old", plan, TENSORS, dedup=dedup and plan.world_size > 1)
@@ -65,7 +65,7 @@ def test_another_layout_at_once(tmp_path, call):
     assert all(found[name] == expected[name] for name in TENSORS)
 
 
-def test_of_mindformers_with_its_strategy(tmp_path, call):
+def test_a_checkpoint_of_mindformers_is_converted_with_its_strategy(tmp_path, call):
     plan = Plan.parse("dp2tp2opt2")
     foreign(tmp_path / "checkpoint", plan, TENSORS)
     write_strategy(plan.strategy(), str(tmp_path / "strategy"))

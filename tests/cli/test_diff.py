@@ -86,7 +86,7 @@ def test_a_table_of_the_largest(two, call):
     assert "\nand 5 more (--json lists all)\ndifferent: 25 of 25 tensors\n" in out and "[0]" in out and "3 of 3" in out
 
 
-def test_what_is_only_on_one_side(two, call, read):
+def test_tensors_of_one_side_only_are_listed(two, call, read):
     a, b = two(changed(gone=np.zeros(2, np.int8)), {"w": ONE["w"].astype(np.float64), "step_num": ONE["step_num"][None]})
     status, found = read(a, b, "--tolerance", "inf")
     assert status == 1 and {row["name"]: row["kind"] for row in found["differences"]} == {
@@ -112,7 +112,7 @@ def test_tolerance(two, read, call, change, tolerance, status):
         assert row["differing"] == 1 and row["first_values"][0] == 4
 
 
-def test_minus_zero_is_said_to_be_bits_only(two, call, read):
+def test_minus_zero_is_reported_as_a_difference_of_bits(two, call, read):
     paths = two(ONE, changed(w=np.where(ONE["w"] == 0, np.float32(-0.0), ONE["w"])))
     status, out, _ = call(*paths)
     assert status == 1 and "bits only: signs of 0, or NaN" in out and "0 -> -0" in out
@@ -121,7 +121,7 @@ def test_minus_zero_is_said_to_be_bits_only(two, call, read):
     assert read(*paths)[1]["differences"][0]["bits_only"] == 1
 
 
-def test_a_newer_step_that_was_not_taken_is_said(tmp_path, call, read):
+def test_a_newer_step_that_is_refused_is_reported(tmp_path, call, read):
     for step in (5, 10):
         save(tmp_path / "a", step, replicas=1)
     for path in (tmp_path / "a").glob("rank_*/*-1_10.*"):

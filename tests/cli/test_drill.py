@@ -14,7 +14,7 @@ def few(monkeypatch):
     monkeypatch.setattr(runner, "QUICK", 30)
 
 
-def test_a_sample_is_the_default_and_says_what_it_left_out(call, read, tmp_path):
+def test_the_default_is_a_sample_that_reports_what_it_left_out(call, read, tmp_path):
     status, out, err = call("--dir", tmp_path, *SMALL)
     *_, cells, left_out = out.splitlines()
     assert status == 0 and "cells in" in cells

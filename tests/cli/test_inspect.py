@@ -51,7 +51,7 @@ def listed(regions):
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
-def test_what_a_checkpoint_is(saved, read_ok, origin):
+def test_inspect_describes_a_checkpoint(saved, read_ok, origin):
     found = read_ok(saved[origin])
     whole = {**TENSORS, **COUNTERS}
     keys = ("kind", "origin", "run_id", "step", "world_size", "stages", "stage_size", "files", "size_bytes")
@@ -82,7 +82,7 @@ def test_every_tensor_and_its_layout(saved, read_ok, origin):
 
 
 @pytest.mark.parametrize("rank", range(8))
-def test_what_a_rank_holds(saved, read_ok, rank):
+def test_inspect_lists_the_slices_of_a_rank(saved, read_ok, rank):
     found = read_ok(saved["mindresume"], "--rank", rank)
     parts = {part["name"]: part for part in found["slices"]}
     assert found["rank"] == rank and parts.keys() == {*PLAN.regions(rank), *COUNTERS}
@@ -101,7 +101,7 @@ def test_copies_that_were_left_away(saved, read_ok, call, rank):
 
 
 @pytest.mark.parametrize("pattern", ["layers.2.*weight", "embedding.weight", "norm.weight", "layers.3.none"])
-def test_who_holds_which_slice(saved, read_ok, origin, pattern):
+def test_inspect_lists_the_ranks_that_hold_a_slice(saved, read_ok, origin, pattern):
     found = read_ok(saved[origin], "--tensor", pattern)
     names = [row["name"] for row in found["tensors"]]
     assert names and {part["name"] for part in found["slices"]} == set(names)

@@ -81,7 +81,7 @@ def test_weights_of_hugging_face(source, tmp_path, call):
         assert bits(found) == bits({name: wanted[name] for name, at in index["weight_map"].items() if at == file})
 
 
-def test_one_file_of_hugging_face(source, tmp_path, call):
+def test_merge_writes_one_file_for_hugging_face(source, tmp_path, call):
     assert call(source, tmp_path / "new", "--hf-index", "--drop", "a*.*")[0] == 0
     assert "model.safetensors" in os.listdir(tmp_path / "new")
 
@@ -155,7 +155,7 @@ def test_a_flipped_bit_in_merged_weights_is_found_when_they_are_read_again(sourc
 # ---- and then --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options, step", [([], STEP), (["--hf-index", "--drop", "adam_*", "--drop", "accu_grads.*"], None)])
-def test_what_was_merged_is_listed_verified_and_chosen(source, tmp_path, call, options, step):
+def test_merged_weights_are_listed_verified_and_selected(source, tmp_path, call, options, step):
     folder = tmp_path / "merged"
     assert call(source, folder, *options)[0] == 0
 

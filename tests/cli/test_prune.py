@@ -53,7 +53,7 @@ def size_of(root, *wanted):
     return sum(path_of(root, step, rank).stat().st_size for step, rank in wanted)
 
 
-def test_what_stays_goes_and_why(saved, read_ok):
+def test_prune_reports_what_is_kept_and_removed_and_why(saved, read_ok):
     going = size_of(saved, (5, 0), (5, 1), (25, 0), (25, 1), (35, 0))
     found = read_ok(saved, "--keep-last", 1, "--keep-every-steps", 10, "--keep-best", 2, "--mode", "min")
     assert set(found) == {"root", "dry_run", "kept", "removed", "held", "resumed_removals", "freed_bytes"}
@@ -68,7 +68,7 @@ def test_what_stays_goes_and_why(saved, read_ok):
     assert found["freed_bytes"] == sum(row["size_bytes"] for row in found["removed"]) == going
 
 
-def test_a_dry_run_says_the_same_and_changes_nothing(saved, read_ok, call):
+def test_a_dry_run_reports_the_same_and_changes_nothing(saved, read_ok, call):
     before = contents(saved)
     dry = read_ok(saved, "--keep-last", 2, "--dry-run")
     status, out, err = call(saved, "--keep-last", 2, "--dry-run")
@@ -96,7 +96,7 @@ def test_pruning_twice_removes_nothing_more(saved, read_ok):
     assert (again["removed"], again["freed_bytes"]) == ([], 0) and contents(saved) == before
 
 
-def test_what_a_job_reads_stays(saved, read_ok, call):
+def test_prune_keeps_a_checkpoint_that_a_job_reads(saved, read_ok, call):
     held = acquire_read_lock(STORAGE, str(saved), attempt_name(10, RUN), str(saved / FOLDER / attempt_name(10, RUN)))
     try:
         found = read_ok(saved, "--keep-last", 1)

@@ -53,7 +53,7 @@ def test_nothing_is_found_by_processes(read):
     assert found["schedules"] > found["states"] > 6
 
 
-def test_what_is_found_is_printed_and_replayed(call, unflushed, monkeypatch, tmp_path):
+def test_a_finding_is_printed_and_can_be_replayed(call, unflushed, monkeypatch, tmp_path):
     status, out, err = call(*SMALL, "--seeds", "3")
     assert status == 1 and "1 finding(s)" in out
     head, text, line, command = out.splitlines()[:4]
@@ -115,12 +115,12 @@ def test_all_schedules_with_few_switches(call, unflushed):
         '{"scenario":"save","format":"ckpt","way":"","schedule":{"faults":[{"at":"x"}]}}')),
     (("--simulate", "--replay", '{"scenario":"save","format":"ckpt","way":"","schedule":{"faults":[{"at":1,"kind":"x"}]}}'),
      "there is no fault 'x'")])
-def test_what_cannot_be_asked(call, arguments, says):
+def test_invalid_options_are_errors(call, arguments, says):
     status, out, err = call(*arguments)
     assert (status, out) == (2, "") and says in err and err.count("\n") == 1
 
 
-def test_without_greenlet_one_line_says_what_to_install(call, monkeypatch):
+def test_one_line_names_the_package_to_install_without_greenlet(call, monkeypatch):
     usual = builtins.__import__
 
     def missing(name, *arguments, **named):
@@ -135,7 +135,7 @@ def test_without_greenlet_one_line_says_what_to_install(call, monkeypatch):
     assert status == 0 and "first save" in out and "mindresume[simulate]" in out
 
 
-def test_it_explains_scenarios_and_faults(call):
+def test_explain_describes_scenarios_and_faults(call):
     status, out, err = call("--explain")
     assert status == 0 and all(f"\n{name} " in out for name in ("first save", "late", "two hosts", "kill host", "ESTALE after"))
 

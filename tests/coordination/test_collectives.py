@@ -38,7 +38,7 @@ def test_results_and_errors_reach_all_ranks(watchdog):
     assert gather_results(SingleProcess(), lambda: 5, watchdog) == [5]
 
 
-def test_one_process_works_in_its_own_thread():
+def test_a_single_process_runs_work_in_its_own_thread():
     assert gather_results(SingleProcess(), threading.get_ident, Watchdog()) == [threading.get_ident()]
 
 
@@ -62,7 +62,7 @@ def test_the_ranks_exchange_while_one_of_them_works():
     assert 600.0 <= moments[-1] <= 600.0 + LONGEST_PAUSE
 
 
-def test_nobody_waits_longer_than_the_work_takes():
+def test_no_rank_waits_longer_than_the_work_takes():
     def work(group):
         gather_results(group, lambda: current_cluster().scheduler.sleep(600.0), Watchdog(stall_timeout=1e9))
         return current_cluster().scheduler.now

@@ -51,7 +51,7 @@ def test_the_host_where_there_is_no_limit(tmp_path):
     assert machine.left == 22
 
 
-def test_nothing_is_known(tmp_path):
+def test_unreadable_limits_are_unknown(tmp_path):
     assert left(str(tmp_path)) == UNKNOWN and share_of_rank(SingleProcess(), str(tmp_path)) == UNKNOWN
     Machine(tmp_path, None).write("proc/meminfo", "MemAvailable: many")
     assert left(str(tmp_path)) == UNKNOWN
@@ -151,5 +151,5 @@ def test_hosts_share_nothing(tmp_path):
     assert share_of_rank(SingleProcess(), str(machines[0].root)) == 9 * GIB
 
 
-def test_of_this_machine():
+def test_the_memory_of_this_machine_is_plausible():
     assert left() > 1 << 20

@@ -19,7 +19,7 @@ from mindresume.simulation.cluster import current_cluster
 
 @pytest.mark.parametrize("name", [f".tracker-0000000004.{run_name(7, '0000aaaa')}.mindresume-tmp",
                                   f".emergency.12.{run_name(7, '0000aaaa')}.mindresume-tmp"])
-def test_whatever_a_run_began_to_write_tells_its_number(name):
+def test_every_file_that_a_run_began_to_write_reserves_its_number(name):
     assert run_sequence(next_run([name])) == 8
 
 
@@ -48,7 +48,7 @@ def test_a_number_used_again_is_another_process():
     assert is_alive(replace(ME, machine="")) is None
 
 
-def test_a_claim_that_is_only_published_does_not_stop_a_job_that_has_acquired_the_folder(tmp_path):
+def test_a_lease_that_is_only_published_does_not_stop_the_job_that_has_acquired_the_folder(tmp_path):
     lease = acquire_lease(tmp_path)
     rival = publish_lease(tmp_path, ELSEWHERE, 2)
     fence(STORAGE, str(tmp_path), lease.run)
@@ -58,7 +58,7 @@ def test_a_claim_that_is_only_published_does_not_stop_a_job_that_has_acquired_th
 
 
 @pytest.mark.parametrize("token, stops", [("00000000", False), ("ffffffff", True)])
-def test_of_two_runs_with_one_number_the_later_name_counts(tmp_path, token, stops):
+def test_the_later_name_wins_between_two_runs_with_one_number(tmp_path, token, stops):
     save(tmp_path, 5, 1, run=run_name(1, token))
     if stops:
         with pytest.raises(LeaseHeldError):
@@ -83,7 +83,7 @@ def test_also_after_its_successor_has_ended(tmp_path):
         fence(STORAGE, str(tmp_path), run_name(1, "0000aaaa"))
 
 
-def test_a_claim_removed_by_hand_does_not_stop_a_job(tmp_path):
+def test_a_lease_removed_by_hand_does_not_stop_a_job(tmp_path):
     lease = acquire_lease(tmp_path)
     for path in (tmp_path / FOLDER).iterdir():
         path.unlink()
@@ -101,7 +101,7 @@ def test_an_impossible_interval(tmp_path, every):
         LeaseHolder.read(STORAGE, str(path))
 
 
-def test_which_runs_have_ended(tmp_path):
+def test_runs_of_dead_processes_have_ended(tmp_path):
     living, dead, far = publish_lease(tmp_path, ME, 1), publish_lease(tmp_path, dead_holder(), 2), publish_lease(tmp_path,
         ELSEWHERE, 3)
     over = ended(STORAGE, str(tmp_path))
@@ -109,7 +109,7 @@ def test_which_runs_have_ended(tmp_path):
     assert over(run_name(9, "00000009"))
 
 
-def test_a_claim_beats_by_itself(tmp_path):
+def test_a_lease_sends_heartbeats_by_itself(tmp_path):
     def work():
         lease = acquire(STORAGE, str(tmp_path), ME).start()
         (begun,) = lease_holders(STORAGE, str(tmp_path))

@@ -46,7 +46,7 @@ def test_a_process_that_is_just_ending_is_waited_for(tmp_path):
     assert run_sequence(second.run) == 1 or run_sequence(second.run) == 2
 
 
-def test_a_dead_process_of_this_machine_is_known_at_once(tmp_path):
+def test_a_dead_process_of_this_machine_is_detected_at_once(tmp_path):
     events, time = [], ManualClock()
     dead = publish_lease(tmp_path, dead_holder())
     (tmp_path / FOLDER / f".{attempt_name(5, dead.run)}.{dead.run}.mindresume-tmp").write_text("half")
@@ -63,7 +63,7 @@ class Killed(PosixStorage):
         raise KeyboardInterrupt
 
 
-def test_a_job_that_is_killed_while_it_claims_the_folder_leaves_nothing_to_the_next_but_one(tmp_path):
+def test_leftovers_of_a_job_killed_while_it_acquires_the_folder_are_removed(tmp_path):
     acquire_lease(tmp_path).release()
     with pytest.raises(KeyboardInterrupt):
         acquire(Killed(), str(tmp_path), ME)
@@ -74,7 +74,7 @@ def test_a_job_that_is_killed_while_it_claims_the_folder_leaves_nothing_to_the_n
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
 
 
-def test_half_written_claims_of_readers_go_when_they_are_old(tmp_path):
+def test_half_written_leases_of_readers_are_removed_when_old(tmp_path):
     """The run of a reader has the number 0, which is before that of every job: only its age can tell that it is over."""
     (tmp_path / FOLDER).mkdir()
     names = [f".claim-{run}.json.{run}.mindresume-tmp" for run in (run_name(0, "0000aaaa"), run_name(0, "0000bbbb"))]
@@ -86,7 +86,7 @@ def test_half_written_claims_of_readers_go_when_they_are_old(tmp_path):
     assert sorted(os.listdir(tmp_path / FOLDER)) == [names[1], f"claim-{lease.run}.json"]
 
 
-def test_what_cannot_be_removed_of_those_before_stops_no_job(tmp_path):
+def test_leftovers_that_cannot_be_removed_stop_no_job(tmp_path):
     dead = publish_lease(tmp_path, dead_holder(), 3)
     ended_one = f"ended-{run_name(2, '0000bbbb')}.json"
     for name in (ended_one, f".x.{dead.run}.mindresume-tmp"):
@@ -162,7 +162,7 @@ class During(PosixStorage):
 @pytest.mark.parametrize("other", [ME, ELSEWHERE])
 @pytest.mark.parametrize("token", ["00000000", "ffffffff"])
 @pytest.mark.parametrize("at", range(1, 14))
-def test_of_two_that_start_at_once_one_acquires_the_folder_and_is_never_thrown_out(tmp_path, token, other, at):
+def test_one_of_two_concurrent_jobs_acquires_the_folder_and_keeps_it(tmp_path, token, other, at):
     """The later of the two threw out one that had acquired the folder already."""
     acquired = []
 
@@ -182,7 +182,7 @@ def rival_of(root, token, holder=ELSEWHERE):
     return Lease(STORAGE, str(root), replace(holder, run=run_name(1, token)))
 
 
-def test_of_two_that_start_at_once_the_earlier_waits_for_the_later_to_give_way(tmp_path):
+def test_the_earlier_of_two_concurrent_jobs_waits_for_the_later_to_give_way(tmp_path):
     rival = rival_of(tmp_path, "ffffffff")
     time = ManualClock(lambda now: rival.withdraw())
     holder = replace(ME, run=run_name(1, "88888888"))
@@ -191,7 +191,7 @@ def test_of_two_that_start_at_once_the_earlier_waits_for_the_later_to_give_way(t
     assert 0 < time.now < 3 and os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
 
 
-def test_of_two_that_start_at_once_the_earlier_gives_way_if_the_later_has_acquired_the_folder(tmp_path):
+def test_the_earlier_of_two_concurrent_jobs_gives_way_if_the_later_has_acquired_the_folder(tmp_path):
     rival = rival_of(tmp_path, "ffffffff")
     time, holder = ManualClock(lambda now: rival.beat()), replace(ME, run=run_name(1, "88888888"))
     with pytest.raises(LeaseHeldError, match="run 0001-ffffffff on host node7"):
@@ -200,7 +200,7 @@ def test_of_two_that_start_at_once_the_earlier_gives_way_if_the_later_has_acquir
 
 
 @pytest.mark.parametrize("keep_run_marker", [True, False])
-def test_who_gives_way_leaves_no_trace(tmp_path, keep_run_marker):
+def test_a_job_that_gives_way_leaves_no_files(tmp_path, keep_run_marker):
     """A number that seemed to be of a later run, which has ended, threw out the one that stayed."""
     rival = rival_of(tmp_path, "00000000")
     holder = replace(ME, run=run_name(1, "88888888"))
@@ -238,7 +238,7 @@ class Remembering(PosixStorage):
         self.listed.pop(os.path.dirname(path), None)
 
 
-def test_who_has_waited_for_a_later_name_does_not_believe_what_it_listed_before(tmp_path):
+def test_a_job_that_waited_for_a_later_name_lists_again(tmp_path):
     """The other had acquired the folder, saved and ended meanwhile: both had one number, and the second was thrown out."""
     rival = rival_of(tmp_path, "ffffffff")
 
@@ -263,7 +263,7 @@ def test_a_number_that_all_nodes_have_agreed_on_and_that_is_in_use_is_refused(tm
     assert os.listdir(tmp_path / FOLDER) == [attempt_name(5, run_name(1, "00000000"))]
 
 
-def test_of_two_that_start_at_once_one_removes_the_claim_that_the_other_is_writing(tmp_path):
+def test_a_job_whose_half_written_lease_is_removed_reports_the_other_job(tmp_path):
     """It takes it for that of a dead job; whoever writes it is told who is there, not that a file has vanished."""
     first = []
 
@@ -277,7 +277,7 @@ def test_of_two_that_start_at_once_one_removes_the_claim_that_the_other_is_writi
     fence(STORAGE, str(tmp_path), first[0].run)
 
 
-def test_a_claim_that_cannot_be_published_is_an_error_and_does_not_stay(tmp_path):
+def test_a_lease_that_cannot_be_published_is_an_error_and_is_removed(tmp_path):
     class Unsettled(PosixStorage):
         def sync(self, folder):
             raise OSError(errno.EIO, os.strerror(errno.EIO), folder)
@@ -307,7 +307,7 @@ class Stale(PosixStorage):
         return super().open(path)
 
 
-def test_a_claim_that_cannot_be_read_for_a_moment_is_a_claim(tmp_path):
+def test_a_lease_that_is_unreadable_for_a_moment_counts(tmp_path):
     """The living job was thrown out: the second one did not even see it."""
     publish_lease(tmp_path, ME)
     with pytest.raises(LeaseHeldError, match="is in use: run 0001"):
@@ -319,7 +319,7 @@ def test_a_claim_that_cannot_be_read_for_a_moment_is_a_claim(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"", lambda data: b"\0" * len(data), None])
-def test_a_claim_that_stays_unreadable_is_taken_for_alive(tmp_path, damage):
+def test_a_lease_that_stays_unreadable_counts_as_alive(tmp_path, damage):
     """Damaged, or of a later version: nobody is thrown out, and the file is named."""
     lease = publish_lease(tmp_path, dead_holder())
     path = tmp_path / FOLDER / f"claim-{lease.run}.json"
@@ -334,7 +334,7 @@ def test_a_claim_that_stays_unreadable_is_taken_for_alive(tmp_path, damage):
     assert run_sequence(acquire_lease(tmp_path).run) == 1
 
 
-def test_of_two_that_start_at_once_an_unreadable_claim_counts_too(tmp_path):
+def test_an_unreadable_lease_counts_between_two_concurrent_jobs(tmp_path):
     rival = Lease(STORAGE, str(tmp_path), replace(ME, run=run_name(1, "ffffffff")))
 
     class Late(Stale):
@@ -370,13 +370,13 @@ def test_an_owner_elsewhere_that_gives_no_signs_of_life_is_not_taken_for_dead(tm
     assert time.now == BEAT * PATIENCE
 
 
-def test_without_beats_a_dead_process_of_this_machine_is_known_all_the_same(tmp_path):
+def test_a_dead_process_of_this_machine_is_detected_without_heartbeats(tmp_path):
     publish_lease(tmp_path, replace(dead_holder(), every=0.0))
     time = ManualClock()
     assert run_sequence(acquire_lease(tmp_path, time=time).run) == 2 and time.now == 0
 
 
-def test_a_claim_of_before_does_not_say_how_often_it_beats(tmp_path):
+def test_a_lease_of_an_earlier_version_has_the_default_heartbeat_interval(tmp_path):
     lease = publish_lease(tmp_path, replace(ELSEWHERE, every=100.0))
     path = tmp_path / FOLDER / f"claim-{lease.run}.json"
     with open(path, "rb") as file:

@@ -48,7 +48,7 @@ def test_all_ranks_leave_at_the_same_step(asked, rank):
     assert len({tuple(exchanges) for _, _, exchanges in results}) == 1
 
 
-def test_they_ask_about_every_so_many_seconds():
+def test_ranks_exchange_about_every_interval():
     """Of 1,000 steps of 0.1 s each, every 5 s: the first few at once, then every 50th."""
     def work(group):
         clock = Clock()
@@ -65,14 +65,14 @@ def test_slow_steps_are_all_asked_at():
     assert {tuple(found) for found in Ranks(2).run(work)} == {tuple(range(1, 11))}
 
 
-def test_one_process_asks_nobody_and_leaves_at_once():
+def test_a_single_process_leaves_at_once_without_an_exchange():
     leaving = PreemptionHandler(SingleProcess(), 5.0)
     assert leaving.check(1) == ""
     leaving.signalled = True
     assert leaving.check(2) == BY_SIGNAL
 
 
-def test_zero_seconds_nobody_leaves():
+def test_an_interval_of_zero_disables_preemption():
     leaving = PreemptionHandler(SingleProcess(), 0)
     leaving.signalled = True
     before = signal.getsignal(signal.SIGTERM)
@@ -153,7 +153,7 @@ def test_a_callback_that_took_the_signal_is_asked():
 
 @pytest.mark.parametrize("content, asks", [('{"GracefulExit": 1}', True), ('{"GracefulExit": 0}', False), ("{}", False),
                                            ("", False), ("[1]", False), ('{"Grac', False), ('{"GracefulExit": "1"}', False)])
-def test_what_the_file_may_hold(tmp_path, content, asks):
+def test_the_preemption_file_is_parsed(tmp_path, content, asks):
     (tmp_path / "f.json").write_text(content)
     assert (request(str(tmp_path / "f.json")) is not None) is asks
     assert request(str(tmp_path / "absent.json")) is None and request(str(tmp_path)) is None

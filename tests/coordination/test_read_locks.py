@@ -12,7 +12,7 @@ from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.storage.posix import PosixStorage
 
 
-def test_a_reader_holds_its_checkpoint_and_lets_it_go(tmp_path):
+def test_a_reader_locks_its_checkpoint_and_releases_it(tmp_path):
     save(tmp_path, 5, 1)
     name = next(name for name in os.listdir(tmp_path / FOLDER))
     lease = acquire_read_lock(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name))
@@ -68,13 +68,13 @@ def test_a_reader_does_not_stop_a_job_from_saving(tmp_path):
     lease.release()
 
 
-def test_a_dead_reader_holds_nothing(tmp_path):
+def test_a_lock_of_a_dead_reader_does_not_count(tmp_path):
     dead = replace(dead_holder(), purpose="loading", holds=("step-x",))
     publish_lease(tmp_path, dead, sequence=0)
     assert read_locks(STORAGE, str(tmp_path)) == {} and lease_holders(STORAGE, str(tmp_path)) == []
 
 
-def test_a_reader_elsewhere_holds_until_it_was_silent_for_long(tmp_path):
+def test_a_lock_of_another_host_expires_without_heartbeats(tmp_path):
     reader = publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",)), sequence=0)
     now = [0.0]
     seen = ReadLocks(STORAGE, str(tmp_path), clock=lambda: now[0])
@@ -88,7 +88,7 @@ def test_a_reader_elsewhere_holds_until_it_was_silent_for_long(tmp_path):
     assert seen() == {}
 
 
-def test_a_readers_claim_that_cannot_be_read_may_hold_any_of_them(tmp_path):
+def test_an_unreadable_read_lock_protects_every_checkpoint(tmp_path):
     save(tmp_path, 5, 1)
     save(tmp_path, 10, 1)
     names = {name for name in os.listdir(tmp_path / FOLDER)}
@@ -118,7 +118,7 @@ def test_a_reader_that_beats_rarely_is_given_time(tmp_path):
     assert seen() == {}
 
 
-def test_a_claim_without_a_number_that_cannot_be_read_may_be_of_who_removes(tmp_path):
+def test_an_unreadable_lock_may_be_of_the_removing_process(tmp_path):
     """As written by another user, whose files nobody else may read."""
     save(tmp_path, 5, world=1)
     name = attempt_name(5, RUN)

@@ -57,7 +57,7 @@ def seen(tmp_path, nodes):
 
 @pytest.mark.parametrize("nodes, leaders", [
     ("aaaa", (0, 0, 0, 0)), ("aabb", (0, 0, 2, 2)), ("abab", (0, 1, 0, 1)), ("abcd", (0, 1, 2, 3)), ("abbc", (0, 1, 1, 3))])
-def test_who_sees_whom(tmp_path, nodes, leaders):
+def test_ranks_that_see_a_probe_file_share_a_group(tmp_path, nodes, leaders):
     shared_groups = seen(tmp_path, nodes)
     assert shared_groups.leaders == leaders and shared_groups.is_split is (len(set(nodes)) > 1)
     for rank, name in enumerate(nodes):
@@ -134,13 +134,13 @@ def test_a_listing_that_is_too_old_leaves_no_folder_behind(tmp_path):
     assert looked_from(tmp_path, [Old(), Old()]) == (0, 0, 0, 0)
 
 
-def test_that_one_sees_the_other_is_enough(tmp_path):
+def test_one_sighting_is_enough_for_a_shared_group(tmp_path):
     hosts = [Late(1e9), Late(0), Late(1e9)]
     assert looked_from(tmp_path, hosts) == (0,) * 6 and not any(host.now for host in hosts)
 
 
 @pytest.mark.parametrize("local, looks", [(False, PATIENCE), (True, LOOKS)])
-def test_how_long_nodes_that_share_no_disk_wait(tmp_path, local, looks):
+def test_nodes_without_shared_storage_wait_for_a_limited_time(tmp_path, local, looks):
     hosts = [Late(1e9), Late(1e9)]
     assert looked_from(tmp_path, hosts, local) == (0, 0, 2, 2)
     assert [host.now for host in hosts] == [looks - 1] * 2
@@ -161,7 +161,7 @@ def test_an_error_while_looking_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize("nodes", ["aa", "ab"])
-def test_what_a_job_left_that_was_killed_here_long_ago_goes(tmp_path, nodes):
+def test_probe_files_of_a_job_killed_long_ago_are_removed(tmp_path, nodes):
     """Also where nobody ever saves, so nobody asks whether that is possible."""
     old, new = "probe-0123abcd-0", "probe-beef0000-0"
     for name in set(nodes):
@@ -185,7 +185,7 @@ def test_an_end_while_it_waits_leaves_nothing_behind(tmp_path):
     assert [os.listdir(tmp_path / name) for name in "ab"] == [[], []]
 
 
-def test_one_process_and_a_folder_that_cannot_be_written(tmp_path):
+def test_a_single_process_needs_no_writable_folder(tmp_path):
     assert find_shared_groups(STORAGE, str(tmp_path / "nowhere"), SingleProcess()) == single_group(1)
     (tmp_path / "file").write_text("x")
     found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / "file"), group))
@@ -271,7 +271,7 @@ def test_a_node_of_which_a_rank_has_not_recorded_has_no_part_of_it(tmp_path):
         assert (found.local_ranks, found.maybe_completed) == ((), False)
 
 
-def test_of_the_records_of_a_node_one_cannot_be_read(tmp_path):
+def test_a_save_with_an_unreadable_record_counts_as_maybe_completed(tmp_path):
     """It may have been whole, so nothing of it goes."""
     save_part(tmp_path, 5, commit=False)
     (tmp_path / FOLDER / attempt_name(5, RUN) / record_name(3)).write_bytes(b"")
@@ -279,7 +279,7 @@ def test_of_the_records_of_a_node_one_cannot_be_read(tmp_path):
     assert found.maybe_completed and "the record of rank 3 cannot be read" in found.problem.reason
 
 
-def test_records_of_versions_before_do_not_say_who_shares_the_folder(tmp_path):
+def test_records_of_earlier_versions_have_no_local_ranks(tmp_path):
     save_part(tmp_path, 5, commit=False, with_local_ranks=False)
     found, = scan(STORAGE, str(tmp_path)).candidates
     assert not found.maybe_completed and "2 of 4 ranks recorded what they wrote, missing: rank 0, 1" in found.problem.reason
@@ -347,7 +347,7 @@ def test_a_node_that_is_ahead_keeps_what_the_others_have(tmp_path):
     assert committed(STORAGE, root) == names(35)
 
 
-def test_what_never_completed_goes_although_it_is_newer_than_what_all_nodes_have(tmp_path):
+def test_an_incomplete_save_newer_than_the_common_step_is_removed(tmp_path):
     save_part(tmp_path, 5)
     record(STORAGE, str(tmp_path), names(5)[0], RUN)
     write_rank(tmp_path, 10, 2, 4, local_ranks=(2, 3))
@@ -358,7 +358,7 @@ def test_what_never_completed_goes_although_it_is_newer_than_what_all_nodes_have
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff"])
-def test_where_nothing_is_known_nothing_goes(tmp_path, content):
+def test_nothing_is_removed_if_the_common_step_is_unknown(tmp_path, content):
     for step in (5, 10):
         save_part(tmp_path, step)
     (tmp_path / FOLDER / COMMON).write_bytes(content)
@@ -373,7 +373,7 @@ def test_a_folder_that_all_see_has_no_such_note(tmp_path):
     assert SharedGroups((0, 0)).is_split is False
 
 
-def test_what_one_node_alone_has_does_not_count_where_folders_of_nodes_were_brought_together(tmp_path):
+def test_a_step_of_one_node_does_not_count_in_merged_folders_of_nodes(tmp_path):
     for rank, part in ((0, (0, 1)), (1, (0, 1)), (2, (2, 3)), (3, (2, 3))):
         write_rank(tmp_path, 10, rank, 4, local_ranks=part)
     Committer(target_of(tmp_path, 0, 4)).saved(10)

@@ -76,7 +76,7 @@ def test_records_and_manifests_that_appear_late(tmp_path, name):
     assert waited(tmp_path, [f"{FOLDER}/{attempt(10)}/{name}"]) == 30
 
 
-def test_one_that_a_single_rank_lists(tmp_path):
+def test_a_checkpoint_that_one_rank_lists_is_waited_for(tmp_path):
     save(tmp_path, 5, 3)
     save(tmp_path, 10, 3)
     assert waited(tmp_path, [f"{FOLDER}/{attempt(10)}"], late_ranks=(0, 1)) == 15          # two of them sleep
@@ -126,7 +126,7 @@ def test_an_iteration_in_the_making(tmp_path):
     assert waited(tmp_path, [f"{FOLDER}/{name}/{FOLDER}/{name}/rank_00001.json"], ranks=2) == 30
 
 
-def test_the_tracker_leads_to_what_nobody_lists(tmp_path):
+def test_the_tracker_names_an_iteration_that_no_rank_lists(tmp_path):
     save_iteration(tmp_path, 5)
     save_iteration(tmp_path, 10)
     assert waited(tmp_path, [iteration_name(10)], ranks=2, late_ranks=(0, 1)) == 15
@@ -160,7 +160,7 @@ def test_at_most_until_no_listing_can_be_that_old(tmp_path):
     assert "rank 1" in found.missing[0] and "rank 0" in found.missing[0]
 
 
-def test_what_is_removed_meanwhile_is_not_waited_for(tmp_path):
+def test_a_checkpoint_removed_meanwhile_is_not_waited_for(tmp_path):
     save(tmp_path, 5, 3)
     save(tmp_path, 10, 3)
     late = Late(tmp_path, [f"{FOLDER}/{attempt(10)}"], 1e9,

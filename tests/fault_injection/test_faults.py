@@ -112,7 +112,7 @@ def dead_after(folder, kind, seed=0, ranks=4):
     return {rank for rank in range(ranks) if dies(rank)}
 
 
-def test_each_death_kills_the_right_ranks(folder):
+def test_each_kill_fault_kills_the_right_ranks(folder):
     assert dead_after(folder, "kill one") == {1}
     assert dead_after(folder, "kill all") == dead_after(folder, "late") == {0, 1, 2, 3}
     some = [dead_after(folder, "kill some", seed) for seed in range(100)]
@@ -122,7 +122,7 @@ def test_each_death_kills_the_right_ranks(folder):
     assert os.listdir(folder) == []
 
 
-def test_no_except_clause_of_the_product_catches_a_death(root):
+def test_no_except_clause_of_the_product_catches_a_kill(root):
     storage = injector_for("kill one", 2).storage_of(0)
     with pytest.raises(Killed):
         publish(storage, os.path.join(root, "a", "h"), [b"x"], "t")
@@ -232,7 +232,7 @@ def test_a_folder_whose_removal_is_durable_does_not_come_back(root):
     assert lost(root, steps) == {}
 
 
-def test_of_a_rename_to_another_folder_both_names_change_or_none(root):
+def test_a_rename_to_another_folder_changes_both_names_or_none(root):
     os.mkdir(root + "/b")
 
     def steps(storage):

@@ -73,7 +73,7 @@ def write_altered(sandbox, step, **arrays):
 
 # ---- PASS ----------------------------------------------------------------------------------------------------------
 
-def test_the_newest_is_taken_and_the_next_run_tidies_up(sandbox):
+def test_the_newest_is_selected_and_the_next_run_cleans_up(sandbox):
     found = check_resume(saved(sandbox, 10, 20), [OLD, NEW])
     assert (found.verdict, found.reason, found.chosen, found.left) == (PASS, "", NEW, ())
     assert os.listdir(os.path.join(sandbox.root, FOLDER)) == [attempt_name(90, RUNS[2])]
@@ -92,7 +92,7 @@ def test_newer_than_needed_is_no_lost_work(sandbox):
     assert check_resume(saved(sandbox, 10, 20), [OLD], tidy=False).chosen == NEW
 
 
-def test_what_all_ranks_have_finished_is_due(sandbox):
+def test_a_step_that_all_ranks_have_finished_is_due(sandbox):
     """Counts complete saves that were not committed, too."""
     for rank in range(RANKS):
         sandbox.record_saved(rank, 0, 20)
@@ -101,7 +101,7 @@ def test_what_all_ranks_have_finished_is_due(sandbox):
     assert check_resume(saved(sandbox, 20, commit=False), [OLD], tidy=False).verdict == PASS
 
 
-def test_what_some_ranks_have_finished_is_not_due(sandbox):
+def test_a_step_that_some_ranks_have_finished_is_not_due(sandbox):
     sandbox.record_saved(0, 0, 20)
     assert check_resume(saved(sandbox, 10), [OLD], tidy=False).chosen == OLD
 
@@ -190,7 +190,7 @@ def test_the_next_run_cannot_write(sandbox):
     assert found.verdict == HARD_FAIL and "No space left" in found.reason
 
 
-def test_what_the_next_run_saved_is_not_taken(sandbox, monkeypatch):
+def test_not_selecting_the_save_of_the_next_run_is_a_finding(sandbox, monkeypatch):
     monkeypatch.setattr(oracle, "save_without_faults", lambda *args, **how: None)  # it says that it saved
     found = check_resume(saved(sandbox, 10), [OLD])
     assert (found.verdict, found.chosen) == (LOST_WORK, OLD) and found.reason.startswith("after the next run: ")
@@ -312,7 +312,7 @@ def test_weights_of_an_iteration_that_are_not_what_was_saved(iterations):
     assert found.verdict == SILENT_DIVERGENCE and "embedding.weight" in found.reason
 
 
-def test_what_is_left_of_iterations(iterations):
+def test_leftovers_of_iterations_are_reported(iterations):
     """Files of a folder, of the root and of the folder of records are reported."""
     strays = [f"{FOLDER}/other", "notes.txt"]
     saved(iterations, 10)

@@ -35,7 +35,7 @@ def test_every_scenario_and_format_and_rank_has_operations(setup, folder):
     assert os.listdir(folder) == []
 
 
-def test_one_cell_for_every_fault_and_operation_it_can_hit(setup, monkeypatch):
+def test_each_fault_and_operation_it_can_hit_is_one_cell(setup, monkeypatch):
     task, = prepare(setup, ["pointers"], ["ckpt"])
     monkeypatch.setattr(runner, "cell", lambda setup, task, fault: fault)
     found = list(cells(setup, task))
@@ -66,7 +66,7 @@ def test_a_cell_can_be_repeated(setup, kind):
     assert first.to_json()["verdict"] == first.verdict == "PASS"
 
 
-def test_a_death_ends_the_rank_and_an_error_does_not(setup):
+def test_a_kill_ends_the_rank_and_an_error_does_not(setup):
     """A run continues after an error, so its later operations belong to the cell."""
     task, = prepare(setup, ["first save"], ["ckpt"])
     number = next(operation.number for operation in task.operations if operation.name == "write")
@@ -82,7 +82,7 @@ def broken(workload, past=((0, 10),)):
     return Scenario("broken", "of this test", workload, past)
 
 
-def test_what_fails_without_a_fault_is_not_drilled(setup, monkeypatch):
+def test_a_scenario_that_fails_without_a_fault_is_not_drilled(setup, monkeypatch):
     def loses(sandbox, rank):
         sandbox.record_saved(rank, 0, 20)       # it says so
     monkeypatch.setattr(runner, "SCENARIOS", {"broken": broken(loses)})

@@ -51,7 +51,7 @@ def test_the_order_does_not_depend_on_slow_ranks():
     assert slow(5, 0) == slow(5, 1) == list(order(5, (3, 3)))
 
 
-def test_one_operation_at_a_time():
+def test_one_operation_runs_at_a_time():
     scheduler, inside, most = Scheduler(3, random.Random(0)), [0], []
 
     def work(rank):

@@ -33,7 +33,7 @@ def folder_of(tmp_path):
     return folder
 
 
-def test_results_errors_and_deaths(tmp_path):
+def test_results_errors_and_killed_workers_are_reported(tmp_path):
     folder = folder_of(tmp_path)
     with Workers(2, str(folder)) as workers:
         assert sorted(workers.map(square, range(7))) == [0, 1, 4, 9, 16, 25, 36]

@@ -128,7 +128,7 @@ def test_without_an_index_all_files_count(tmp_path, fmt):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "net-1_1.ckpt"])
-def test_one_file(tmp_path, name, monkeypatch):
+def test_a_single_file_is_read(tmp_path, name, monkeypatch):
     put(tmp_path / "other" / name, {**WEIGHTS, **counters(STEP)})
     put(tmp_path / "other" / "unrelated.safetensors", WEIGHTS)
     found = read(tmp_path / "other" / name)
@@ -330,14 +330,14 @@ def test_two_indexes_of_huggingface(hub):
     refused(hub, ConfigError, says="model.fp16.safetensors.index.json and model.safetensors.index.json")
 
 
-def test_two_indexes_that_say_the_same(hub):
+def test_two_equal_indexes_are_accepted(hub):
     shutil.copy(hub / HF_INDEX, hub / MAP)
     found = read(hub)
     assert (found.kind, list(found.tensors), found.notes) == (MINDSPORE, list(WEIGHTS), ())
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_two_indexes_that_say_different_files(hub, flat):
+def test_two_different_indexes_are_an_error(hub, flat):
     table = dict(json.loads((hub / HF_INDEX).read_text())["weight_map"])
     table[BIAS] = HF_FIRST
     (hub / MAP).write_text(json.dumps(table if flat else {"weight_map": table}))

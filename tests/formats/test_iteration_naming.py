@@ -126,7 +126,7 @@ def test_a_status_can_be_omitted_but_not_lost():
         encode_common(COMMON, with_status=False)
 
 
-def test_what_mindformers_1_8_and_2_1_wrote():
+def test_names_of_mindformers_1_8_and_2_1_are_parsed():
     older = b'{"epoch_num": 1, "step_num": 10, "global_step": 10, "loss_scale": 1.0, "global_batch_size": 8}'
     newer = b'{"step_num": 10, "consumed_samples": 80, "data_plan_state": {"x": [1]}, "ckpt_status": 1, "loss_scale": 2}'
     assert parse_common(older, "c") == CommonInfo(1, 10, 10, 1.0, 8, None)
@@ -174,7 +174,7 @@ def test_tracker(data, step):
     (b"2 0", "not a whole number"), (b"20.0", "not a whole number"), (b"1_0", "not a whole number"),
     ("٢".encode(), "not a whole number"),
     (b"release", "not a whole number"), (b"1" + b"0" * 18, "19 digits"), (b"1" * 10**6, "1000000 digits")])
-def test_a_tracker_that_names_no_step_says_why(data, why):
+def test_a_tracker_that_names_no_step_has_a_reason(data, why):
     found = parse_tracker(data)
     assert isinstance(found, str) and why in found and len(found) < 200
 

@@ -80,7 +80,7 @@ def test_with_a_tracker_steps_go_down_from_it_and_newer_ones_come_last(tmp_path)
     assert found(tmp_path) == [(30, RUN), (20, NEXT), (10, RUN), (40, RUN)]
 
 
-def test_of_one_step_the_later_run_goes_first(tmp_path):
+def test_the_later_run_of_one_step_comes_first(tmp_path):
     save(tmp_path, 10)
     unname(tmp_path, 10)
     save(tmp_path, 10, run=NEXT)

@@ -50,7 +50,7 @@ def test_an_emergency_save_lies_among_the_steps_of_its_run(tmp_path):
     assert order(tmp_path) == [(10, OURS), (7, MINDFORMERS), (5, OURS)]
 
 
-def test_after_a_fall_back_the_later_run_of_mindformers_is_newer_as_its_meta_json_says(tmp_path):
+def test_meta_json_decides_which_mindformers_run_is_newer_after_a_fallback(tmp_path):
     for step in (5, 10, 15, 20):
         write_foreign(tmp_path, step, world=2)
     write_foreign(tmp_path, 15, world=2, suffix=1)
@@ -80,7 +80,7 @@ def test_an_old_prefix_stays_old_though_mindformers_saved_in_our_run_since(tmp_p
 
 
 @pytest.mark.parametrize("meta", [True, False])
-def test_two_prefixes_go_by_time_and_a_note_says_so(tmp_path, meta):
+def test_two_prefixes_are_ordered_by_time_with_a_note(tmp_path, meta):
     for step, time in ((5, 100.0), (10, 200.0)):
         write_foreign(tmp_path, step, world=1, time=time, meta=meta)
     assert scan(STORAGE, str(tmp_path)).notes == ()

@@ -57,7 +57,7 @@ def test_world_size_of_a_plan():
     ("dp=2,dp=2", "dp=2 gives dp a second time"), ("tp=2,mp=2", "mp=2 gives tp a second time (mp is a synonym of tp)"),
     ("dp=1000,tp=1000", f"1000000 ranks; a job has at most {MAX_RANKS}"), ("dp=9999999999", "dp is '9999999999'"),
 ])
-def test_wrong_plans_are_plans_and_say_what_is_wrong(text, says):
+def test_wrong_plans_are_errors_that_name_the_problem(text, says):
     assert is_plan(text)
     with pytest.raises(ConfigError, match=re.escape(says)):
         ParallelPlan.parse(text)

@@ -35,7 +35,7 @@ def test_attempts_of_both_formats_and_in_every_state(tmp_path):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_writer_that_died_while_it_made_the_folders_of_an_iteration_left_an_attempt(tmp_path, depth):
+def test_folders_of_a_writer_killed_while_it_created_them_are_an_attempt(tmp_path, depth):
     """Between the second and the third no listing knew it."""
     parts = [FOLDER, attempt_name(10, RUN), FOLDER, attempt_name(10, RUN)]
     os.makedirs(tmp_path.joinpath(*parts[:depth + 1]))
@@ -57,7 +57,7 @@ def test_late_records_of_an_unpublished_iteration_are_found_by_name(tmp_path):
     assert candidate.maybe_completed and candidate.problem is None and sorted(candidate.files) == [0, 1]
 
 
-def test_candidates_have_paths_from_the_root_and_say_whether_they_are_committed(tmp_path):
+def test_candidates_have_paths_from_the_root_and_a_committed_flag(tmp_path):
     save(tmp_path, 10)
     write_all(tmp_path, 20)
     found, known, notes = scan_records(STORAGE, str(tmp_path))
@@ -71,7 +71,7 @@ def test_candidates_have_paths_from_the_root_and_say_whether_they_are_committed(
         f"iteration_00000010/net-{kind}-0000001-0000002.safetensors" for kind in ("model", "opt")]
 
 
-def test_of_two_folders_of_records_in_one_iteration_the_later_run_counts(tmp_path):
+def test_the_later_run_counts_if_an_iteration_has_two_folders_of_records(tmp_path):
     save(tmp_path, 10)
     (folder_of(tmp_path, 10) / FOLDER / attempt_name(10, NEXT)).mkdir()
     assert [a.run for a in attempts_within(STORAGE, str(tmp_path), "iteration_00000010")] == [NEXT]

@@ -15,7 +15,7 @@ def found(root):
     return [(c.step, c.iteration_dir) for c in scan(STORAGE, str(root)).candidates]
 
 
-def test_what_is_a_root(tmp_path):
+def test_roots_are_recognized(tmp_path):
     for name in ("both", "ranks", "iterations", "records", "tracker", "other"):
         (tmp_path / name).mkdir()
     rank_folders.save(tmp_path / "ranks", 5, world=1)

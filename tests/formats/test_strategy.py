@@ -117,7 +117,7 @@ def test_packed_numbers_and_unknown_fields_are_read():
 
 # ---- dimensions ------------------------------------------------------------------------------------------------------
 
-def test_two_axes_in_a_file_are_of_a_matrix_until_the_tensor_is_known_to_be_a_vector():
+def test_two_axes_describe_a_matrix_unless_the_tensor_is_a_vector():
     strategy = Strategy(({"w": TensorLayout((2, 4), (1, 0)), "v": TensorLayout((2, 2, 2), (1, 0), 2),
                           "x": TensorLayout((8,), (0, -1))},))
     fitted = strategy.fit_dimensions({"w": 1, "v": 1, "x": 2, "absent": 5})
@@ -126,7 +126,7 @@ def test_two_axes_in_a_file_are_of_a_matrix_until_the_tensor_is_known_to_be_a_ve
     assert strategy.fit_dimensions({"w": 2}) == strategy
 
 
-def test_a_stage_of_one_rank_says_nothing_about_dimensions():
+def test_a_stage_of_one_rank_has_no_dimensions():
     (stage,) = decode_strategy(parameter(body(matrix=(), maps=((),)), "b"), "s.ckpt").values()
     assert Strategy((stage,)).fit_dimensions({"b": 2}).stages == ({"b": TensorLayout((1,), (-1, -1))},)
 
@@ -168,7 +168,7 @@ def test_rank_10_comes_after_rank_2(tmp_path):
         read_strategy(str(tmp_path))
 
 
-def test_one_file_a_stage_is_enough_and_each_content_is_parsed_once(tmp_path, monkeypatch):
+def test_one_file_per_stage_is_enough_and_each_content_is_parsed_once(tmp_path, monkeypatch):
     write_strategy(TWO, str(tmp_path))
     parsed = []
     monkeypatch.setattr(module, "decode_strategy", lambda content, path: parsed.append(path) or decode_strategy(content, path))

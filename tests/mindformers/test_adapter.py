@@ -76,7 +76,7 @@ def test_counters_of_a_cached_graph_are_saved(monkeypatch):
     assert saved["global_step"].asnumpy().tolist() == [7]
 
 
-def test_where_one_rank_compiles_nothing_is_added(monkeypatch):
+def test_nothing_is_added_if_a_single_rank_compiles(monkeypatch):
     network = cached_network(monkeypatch)
     monkeypatch.setattr(adapter, "is_parallel", lambda: False)
     monkeypatch.setattr(adapter, "_saved_by_mindspore", lambda *_: [])
@@ -136,14 +136,14 @@ def test_a_stage_that_receives_a_shared_parameter_leaves_it_out(alone, stages):
     assert [name for name, _ in adapter.rescued_parameters(network, lambda name: True)] == ["a"]
 
 
-def test_what_may_be_old_here_is_not_rescued(alone, stages):
+def test_a_stale_shared_parameter_is_not_saved_in_an_emergency(alone, stages):
     network = Holder({"embedding": ((2, 2), ms.float32)})
     network.parameter_layout_dict = {"embedding": row(shared=True)}
     with pytest.raises(SaveError, match="cannot save embedding: another pipeline stage has its newest value"):
         adapter.rescued_parameters(network, lambda name: True)
 
 
-def test_which_collecting_is_an_exchange(stages, monkeypatch):
+def test_collecting_is_collective_only_in_parallel(stages, monkeypatch):
     network = Holder({"a": ((2, 2), ms.float32)})
     network.parameter_layout_dict = {"a": row()}
     assert not adapter.collect_is_collective(network, False)
@@ -155,7 +155,7 @@ def test_which_collecting_is_an_exchange(stages, monkeypatch):
 # ---- between compiling and computing ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE])
-def test_what_is_to_be_done_between_compiling_and_computing(mode):
+def test_work_is_called_between_compiling_and_computing(mode):
     done = []
 
     class Network(Holder):

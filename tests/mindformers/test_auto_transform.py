@@ -147,7 +147,7 @@ def test_a_strategy_that_contradicts_the_records_is_an_error_on_all_ranks(tmp_pa
         assert "the strategy that is given cuts it as" in str(error)
 
 
-def test_what_does_not_fit_is_named(tmp_path):
+def test_tensors_that_do_not_fit_are_named(tmp_path):
     plan = Plan.parse("tp2", NET)
     recorded(tmp_path / "checkpoint", Plan.parse("dp1", NET), TENSORS)
 
@@ -202,7 +202,7 @@ def test_transform_process_num_must_divide(tmp_path, processes):
 
 
 @pytest.mark.parametrize("engine", ["auto", "mindspore"])
-def test_what_mindspores_engine_refuses_is_done_by_ours_unless_it_was_asked_for(tmp_path, engine, monkeypatch):
+def test_the_direct_engine_takes_over_refused_work_unless_mindspores_is_requested(tmp_path, engine, monkeypatch):
     source, plan = Plan.parse("tp2", NET), Plan.parse("dp2", NET)
     recorded(tmp_path / "checkpoint", source, TENSORS, fmt="ckpt")
 

@@ -60,7 +60,7 @@ def gone_on(dataset, progress, current):
 
 
 @pytest.mark.parametrize("skip", [1, 3, 9, 10, 11, 13, 20])
-def test_it_goes_on_at_its_place(states, current, skip):
+def test_a_stream_continues_at_its_position(states, current, skip):
     """Also between two passes, where mindformers gives the first sample for ever; the states that follow have the right names."""
     dataset, source = reader(states)
     gone_on(dataset, at(skip), current)

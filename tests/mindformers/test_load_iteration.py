@@ -65,7 +65,7 @@ def asks(path, resume, balanced=False):
     ({"checkpoint": {"save_max": 3}, "load_checkpoint": "a", "resume_training": True}, asks("a", True)),
     ({"checkpoint": {"load_path": "b", "load_balanced": False}, "balanced_load": True, "resume_training": True}, asks("b", True)),
     ({"checkpoint": {"load_path": "b", "load_balanced": True}, "resume_training": True}, asks("b", True, True))])
-def test_both_dialects_ask_for_the_same(values, asked):
+def test_both_configuration_dialects_give_the_same_request(values, asked):
     assert load_request(MindFormerConfig(**values)) == asked
 
 
@@ -88,7 +88,7 @@ def test_a_contradiction_is_an_error():
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("section", [False, True])
-def test_both_dialects_are_set_to_the_choice(tmp_path, current, section):
+def test_both_configuration_dialects_are_set_to_the_selection(tmp_path, current, section):
     saved(tmp_path, 5, 10)
     config = config_of(load_checkpoint=str(tmp_path), resume_training=True, auto_trans_ckpt=True, load_ckpt_format="ckpt",
                        **({"checkpoint": {"load_path": str(tmp_path)}} if section else {}))
@@ -134,7 +134,7 @@ def test_weights_alone_are_no_resume(tmp_path, current):
     current.resources.release()
 
 
-def test_where_common_json_is_missing_mindformers_is_shown_another_folder(tmp_path, current):
+def test_mindformers_gets_another_folder_if_common_json_is_missing(tmp_path, current):
     saved(tmp_path, 5)
     os.remove(tmp_path / "iteration_00000005" / "common.json")
     config = config_of(load_checkpoint=str(tmp_path), resume_training=True)
@@ -271,14 +271,14 @@ def test_no_optimizer_state_names_the_key():
     ({"w": (3,), "v": (2,), "adam_m__w": (3,)}, "v is not in the checkpoint"),
     ({"w": (4,), "adam_m__w": (3,)}, r"w is \(3,\) in the checkpoint, \(4,\) in the network"),
     ({"w": (3,), "adam_m__w": (3,), "adam_v__w": (3,)}, "adam_v.w is not in the checkpoint")])
-def test_what_does_not_fit_is_named(shapes, message):
+def test_tensors_that_do_not_fit_are_named(shapes, message):
     with pytest.raises(LoadError, match=message):
         load_iteration._regions(weights_of(w=(3,), adam_m__w=(3,)), wanted(**shapes), {}, {"w", "v"}, 0, lambda name: False)
 
 
 @pytest.mark.parametrize("name, may", [("accu_grads.w", True), ("global_step", True), ("scale_sense", True), ("lora_a.w", True),
                                        ("w", False), ("adam_m.w", False)])
-def test_what_a_checkpoint_need_not_have(current, name, may):
+def test_optional_tensors_may_be_missing(current, name, may):
     current.settings = Settings(allow_missing=("lora_*",))
     assert load_iteration._optional(current, {"scale_sense"})(name) is may
 

@@ -28,7 +28,7 @@ def elsewhere(monkeypatch):
 
 
 @pytest.mark.parametrize("name", modelarts.VARIABLES)
-def test_modelarts_is_where_mindformers_says_so(monkeypatch, name):
+def test_modelarts_is_detected_as_by_mindformers(monkeypatch, name):
     assert not modelarts.modelarts_variable() and not check_in_modelarts()
     monkeypatch.setenv(name, "x")
     assert modelarts.modelarts_variable() == name and check_in_modelarts()
@@ -41,7 +41,7 @@ def test_outside_the_url_is_ignored_with_one_warning():
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/job/", "memory://job"])
-def test_outside_any_object_store_that_fsspec_knows_is_used(url):
+def test_any_fsspec_store_is_used_outside_modelarts(url):
     pytest.importorskip("s3fs")
     events = []
     remote = modelarts.remote_of(MindFormerConfig(remote_save_url=url), events.append)
@@ -55,7 +55,7 @@ def test_outside_what_is_no_url_is_an_error(url):
 
 
 @pytest.mark.parametrize("url", [None, ""])
-def test_without_a_url_nothing_is_said(monkeypatch, url):
+def test_nothing_is_logged_without_a_url(monkeypatch, url):
     monkeypatch.setenv("MA_JOB_DIR", "x")
     events = []
     assert modelarts.remote_of(MindFormerConfig(remote_save_url=url), events.append) is None and events == []
@@ -68,7 +68,7 @@ def test_below_the_url(monkeypatch, url):
 
 
 @pytest.mark.parametrize("url", ["/cache/job", 5])
-def test_what_is_no_url_is_named_with_what_is_expected(monkeypatch, url):
+def test_an_invalid_url_is_an_error_that_names_the_expected_form(monkeypatch, url):
     monkeypatch.setenv("MA_JOB_DIR", "x")
     with pytest.raises(ConfigError, match=f"remote_save_url is {url!r}; expected .* obs:// or s3://"):
         modelarts.remote_of(MindFormerConfig(remote_save_url=url))

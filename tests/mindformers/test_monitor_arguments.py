@@ -55,7 +55,7 @@ def test_keys_that_contradict_each_other():
 
 
 @pytest.mark.parametrize("key, value", [("exception_save", True), ("enc_key", b"0" * 16)])
-def test_what_safetensors_cannot_hold(key, value):
+def test_dtypes_that_safetensors_cannot_store_are_errors(key, value):
     with pytest.raises(ConfigError, match=f"{key} is set, and checkpoint_format is 'safetensors'.*set checkpoint_format: ckpt"):
         check(checkpoint_format="safetensors", **{key: value})
     assert check(**{key: value})[key] == value
@@ -71,7 +71,7 @@ def test_the_section_is_checked_before_mindformers_reads_it():
     assert monitor == {"type": "CheckpointMonitor", "keep_checkpoint_max": None, "keep_checkpoint_per_n_minutes": 10}
 
 
-def test_what_the_user_wrote_wins_over_a_default():
+def test_a_setting_of_the_user_overrides_a_default():
     assert check(save_checkpoint_seconds=60)["save_checkpoint_steps"] == 0
     assert check(keep_checkpoint_per_n_minutes=10)["keep_checkpoint_max"] == 0
     assert check(save_checkpoint_seconds=0)["save_checkpoint_steps"] == 1

@@ -45,7 +45,7 @@ def test_arrays_stay_as_they_are(value):
     assert to_numpy("x", value) is value
 
 
-def test_what_is_no_tensor_is_named():
+def test_a_value_that_is_no_tensor_is_named():
     with pytest.raises(SaveError, match="parameter table is a list; only tensors can be saved"):
         to_numpy("table", [1, 2])
 
@@ -203,7 +203,7 @@ def test_errors_name_the_tensor_what_was_found_and_what_is_expected(name, array,
         check_fit(arrays, WANTED)
 
 
-def test_one_number_fits_whatever_its_number_of_dimensions():
+def test_a_single_number_fits_any_number_of_dimensions():
     check_fit({**fitting(), "global_step": np.array(5, np.int32)}, WANTED)
 
 
@@ -220,7 +220,7 @@ def test_transient_parameters_may_be_missing(name):
     check_fit(fitting(), {**WANTED, f"model.{name}": ((4,), "float32")})
 
 
-def test_others_may_be_missing_only_if_the_caller_says_so():
+def test_other_tensors_may_be_missing_only_if_the_caller_allows_it():
     with pytest.raises(LoadError):
         check_fit({}, WANTED)
     check_fit({}, WANTED, may_miss=lambda name: True)
@@ -247,7 +247,7 @@ def test_random_states_go_on_after_a_way_through_json():
     assert [draws() for _ in range(5)] == expected
 
 
-def test_what_was_not_saved_is_not_restored():
+def test_state_that_was_not_saved_is_not_restored():
     assert restore_random({}) == []
 
 

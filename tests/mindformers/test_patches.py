@@ -118,7 +118,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("names, complete", FOLDERS.values(), ids=FOLDERS)
-def test_what_a_folder_is_taken_for(tmp_path, names, complete):
+def test_folders_are_recognized_by_their_files(tmp_path, names, complete):
     for name in names:
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_bytes(b"")
     for path in (tmp_path, f"{tmp_path}/"):
@@ -128,7 +128,7 @@ def test_what_a_folder_is_taken_for(tmp_path, names, complete):
 
 @pytest.mark.parametrize("values, iterations", [({"use_legacy_format": False}, True), ({"checkpoint": {"load_path": "x"}}, True),
                                                 ({"use_legacy_format": True}, False), ({}, False)])
-def test_which_format_a_job_uses(tmp_path, values, iterations):
+def test_the_format_of_a_job_is_recognized(tmp_path, values, iterations):
     assert load_iteration.applies(MindFormerConfig(**{"load_checkpoint": str(tmp_path), **values})) is iterations
 
 
@@ -190,7 +190,7 @@ def test_a_folder_of_something_else_is_no_fresh_start(tmp_path, current):
         job_start.select_checkpoint(config_of(tmp_path), current)
 
 
-def test_the_output_folder_of_a_first_start_that_died_begins_again(tmp_path, current):
+def test_the_output_folder_of_a_killed_first_start_is_a_fresh_start(tmp_path, current):
     for name in ("checkpoint/rank_0", "strategy", "log/rank_0"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "log" / "rank_0" / "info.log").write_bytes(b"x")
@@ -200,7 +200,7 @@ def test_the_output_folder_of_a_first_start_that_died_begins_again(tmp_path, cur
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_what_another_rank_sees_is_never_a_fresh_start(tmp_path, current, monkeypatch, there):
+def test_checkpoints_seen_by_another_rank_prevent_a_fresh_start(tmp_path, current, monkeypatch, there):
     """An older one may be taken, said aloud; but never none."""
     late = Visibility(65, ("rank 1 sees /x/manifest.json, and rank 0 does not list it, after 65 s",))
     monkeypatch.setattr(job_selection, "wait_until_visible", lambda *_: late)
@@ -222,7 +222,7 @@ def test_only_damaged_ones_are_an_error(tmp_path, current):
 
 
 @pytest.mark.parametrize("values", [{"resume_training": False, "load_checkpoint": ""}, {"load_checkpoint": ""}])
-def test_what_is_no_resume_is_left_alone(tmp_path, current, values):
+def test_jobs_that_do_not_resume_are_left_alone(tmp_path, current, values):
     save(tmp_path, 5, world=1)
     config = config_of(tmp_path, **values)
     before = dict(config)
@@ -280,7 +280,7 @@ def ends(outcome):
 @pytest.mark.parametrize("outcome, reason, step", [
     ("finished", "", 7), ("preempted", "a graceful exit", 7), ("nothing_to_train", "step 40 is the end", None),
     ("failed", "ValueError: loss is nan", 7)])
-def test_the_event_file_says_how_a_training_ended(output, outcome, reason, step):
+def test_the_event_file_records_how_a_training_ended(output, outcome, reason, step):
     with contextlib.suppress(ValueError):
         patches._wrap_train(ends(outcome))(FakeTrainer())
     first, last = recorded(output)
@@ -668,7 +668,7 @@ def test_shared_paths_as_mindformers_sees_them(module, monkeypatch):
     assert asked("/data01/job")                                     # one node
 
 
-def test_what_was_verified_is_loaded_from_memory(tmp_path, current):
+def test_verified_files_are_loaded_from_memory(tmp_path, current):
     """The file is read once: what becomes of it afterwards does not matter. Without memory for it, it is read twice."""
     saved_network(tmp_path, network(1.0))
     path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
@@ -688,7 +688,7 @@ def test_what_was_verified_is_loaded_from_memory(tmp_path, current):
         assert getattr(current.resources.storage, "size", 0) == 0
 
 
-def test_what_a_download_replaced_is_read_anew(tmp_path, current, monkeypatch):
+def test_files_replaced_by_a_download_are_read_again(tmp_path, current, monkeypatch):
     """Where nodes share no disk, the damaged bytes of the first look were kept, and what had come from the object store in their
     place was refused with them."""
     save(tmp_path, 15, world=1)

@@ -22,7 +22,7 @@ def test_shorter_messages_are_filled_up_to_the_longest(length, longest):
     assert len(words) == len(_words(b"", longest)) and _bytes(words, length) == bytes(range(1, length + 1))
 
 
-def test_words_can_be_written_to():
+def test_received_arrays_are_writeable():
     assert _words(b"abc", 3).flags.writeable                # a tensor made of them may share their memory
 
 

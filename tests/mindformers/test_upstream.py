@@ -62,7 +62,7 @@ def test_everything_that_is_used_is_a_row(path):
     assert uncovered(ast.parse(path.read_text(encoding="utf-8"))) == []
 
 
-def test_what_is_no_row_is_found():
+def test_uses_without_a_row_are_found():
     program = ("import mindspore as ms\nfrom mindspore import context, nn\nfrom mindformers.trainer import utils\n"
                "ms.get_seed(); ms.reset_seed(); context.set_context(mode=1); nn.Cell.compile; utils.other(1)")
     assert uncovered(ast.parse(program)) == ["mindformers.trainer.utils.other", "mindspore.context.set_context",
@@ -91,7 +91,7 @@ def test_every_wrapped_row_has_a_wrapper_and_every_wrapper_a_row():
 
 
 @pytest.mark.parametrize("module", ["mindformers.upstream", "mindformers.transform_worker"])
-def test_what_is_imported_without_mindformers(module):
+def test_only_listed_modules_import_without_mindformers(module):
     """The table, and the processes of transform_engine: mindspore. Without the plug-in itself, which installs."""
     program = ("import sys, types; package = types.ModuleType('mindresume.plugin'); "
                f"package.__path__ = [{str(PACKAGE / 'plugin')!r}]; sys.modules['mindresume.plugin'] = package; "
@@ -109,7 +109,7 @@ def test_no_row_twice():
 
 # ---- the installed release -------------------------------------------------------------------------------------------
 
-def test_the_installed_release_is_as_the_table_says():
+def test_the_installed_release_matches_the_table():
     """Also after the installation: a wrapper has the signature of what it wraps."""
     assert upstream_check.profile_for(upstream_check.installed_versions()) == (MINDFORMERS_1_9, "")
     assert upstream_check.check(MINDFORMERS_1_9.symbols) == []
@@ -119,7 +119,7 @@ def test_the_installed_release_is_as_the_table_says():
 @pytest.mark.parametrize("versions, untested", [
     ({"mindformers": "1.9.1", "mindspore": "2.9"}, []), ({"mindformers": "1.90.0", "mindspore": "2.9.0"}, ["mindformers 1.90.0"]),
     ({"mindformers": "2.1.0", "mindspore": "2.10.0"}, ["mindformers 2.1.0", "mindspore 2.10.0"])])
-def test_untested_versions_are_said(versions, untested):
+def test_untested_versions_are_reported(versions, untested):
     profile, notice = upstream_check.profile_for(versions)
     assert profile is MINDFORMERS_1_9 and bool(notice) is bool(untested) and all(text in notice for text in untested)
 
@@ -160,7 +160,7 @@ def profile_of(*rows):
 @pytest.mark.parametrize("symbol", [
     row("load", "path, network, optimizer=None"), row("Trainer.get", "cls, name", Kind.REPLACED), row("Trainer.config"),
     row("Child.get", "cls, name", Kind.CALLED), row("Trainer")], ids=lambda symbol: symbol.name)
-def test_what_is_as_expected_is_no_finding(module, symbol):
+def test_an_expected_signature_is_no_finding(module, symbol):
     assert upstream_check.check([symbol]) == []
 
 
@@ -169,7 +169,7 @@ def test_what_is_as_expected_is_no_finding(module, symbol):
     (row("Trainer.gone"), None), (row("NoSuchClass.train", "self"), None), (row("Child.get", "cls, name", Kind.REPLACED), None),
     (row("load", "path, network, optimizer"), "path, network, optimizer=None"),
     (row("load", "path, network"), "path, network, optimizer=None")], ids=lambda value: getattr(value, "name", None))
-def test_what_differs_is_a_finding(module, symbol, found):
+def test_a_different_signature_is_a_finding(module, symbol, found):
     [finding] = upstream_check.check([symbol])
     assert (finding.symbol, finding.found) == (symbol, found)
 
@@ -208,7 +208,7 @@ def off():
     upstream_check.switch_off(())
 
 
-def test_what_a_feature_that_is_off_does(off):
+def test_disabled_features_do_nothing(off):
     from mindresume.mindformers import adapter, auto_transform
     from mindresume.mindformers.checkpoint_monitor import CheckpointMonitor
     off({upstream.TENSORBOARD, upstream.RESCUE, upstream.TRANSFORM})

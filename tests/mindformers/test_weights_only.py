@@ -133,7 +133,7 @@ ORIGINS = ["records", "mindformers", "mindformers ckpt", "consolidated", "one fi
 
 @pytest.mark.parametrize("task", [TRAIN, EVALUATE, PREDICT])
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_whatever_was_saved_is_loaded_in_one_process(tmp_path, origin, task):
+def test_every_saved_format_is_loaded_in_one_process(tmp_path, origin, task):
     """Without use_parallel or auto_trans_ckpt; the optimizer's state stays away."""
     network = load(written(tmp_path, origin, SOURCE), tmp_path / "out", SINGLE, task)
     right(network, SINGLE)
@@ -152,7 +152,7 @@ def test_every_rank_loads_its_own_slices(tmp_path, origin, target):
         right(network, plan, rank)
 
 
-def test_of_as_many_ranks_without_a_strategy_each_loads_its_own_file(tmp_path):
+def test_equal_ranks_without_a_strategy_load_their_own_files(tmp_path):
     plan = Plan.parse("tp2", NET)
     foreign(tmp_path / "checkpoint", plan, TENSORS)
     for rank, network in enumerate(Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group))):
@@ -200,7 +200,7 @@ def test_a_damaged_newest_one_is_passed_over_and_a_named_one_is_refused_by_name(
         chosen(path, tmp_path)
 
 
-def test_what_is_not_there_is_an_error(tmp_path):
+def test_a_missing_checkpoint_is_an_error(tmp_path):
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(MissingCheckpointError, match="Set another load_checkpoint"):
             chosen(path, tmp_path / "out")
@@ -211,7 +211,7 @@ def test_what_is_not_there_is_an_error(tmp_path):
 NEW = {"layers.0.lora_a": ((3,), "float32"), "layers.1.lora_a": ((3,), "float32"), "value_head.weight": ((2, 8), "float32")}
 
 
-def test_a_missing_tensor_is_an_error_that_says_what_lets_it_through(tmp_path):
+def test_a_missing_tensor_is_an_error_that_names_the_option_to_allow_it(tmp_path):
     path = complete(tmp_path / "weights", TENSORS)
     with pytest.raises(CollectiveError, match=r"value_head.weight is not in the checkpoint.*set mindresume: "
                                              r'\{allow_missing: \["layers.\*.lora_a", "value_head.weight"\]\}'):
@@ -264,7 +264,7 @@ def test_a_shape_that_differs_is_named(tmp_path):
 
 # ---- names and dtypes ------------------------------------------------------------------------------------------------
 
-def test_one_prefix_before_all_names_and_the_old_name_of_adapters(tmp_path):
+def test_a_common_prefix_and_old_adapter_names_are_accepted(tmp_path):
     prefixed = {f"backbone.{name}": array for name, array in TENSORS.items() if name in WEIGHTS}
     right(load(complete(tmp_path / "prefixed", prefixed), tmp_path, SINGLE), SINGLE)
     old = {**{name: TENSORS[name] for name in WEIGHTS}, "w.tk_delta_lora_a": np.ones(3, np.float32)}
@@ -286,7 +286,7 @@ def test_another_dtype_of_the_same_kind_is_converted(tmp_path, stored, wanted, v
     (np.array([1e30], np.float32), "float16", "has values that float16, the dtype of the parameter, cannot hold"),
     (np.array([2**40]), "int32", "has values that int32"),
     (np.array([1.5], np.float32), "int32", "w is float32 in the checkpoint")])
-def test_a_dtype_that_cannot_hold_it_is_an_error(tmp_path, value, wanted, says):
+def test_a_dtype_that_loses_values_is_an_error(tmp_path, value, wanted, says):
     path = complete(tmp_path / "weights", {**TENSORS, "w": value})
     with pytest.raises(CollectiveError, match=says):
         load(path, tmp_path, SINGLE, changed={"w": ((1,), wanted)})
@@ -325,7 +325,7 @@ def test_evaluation_and_prediction_choose_and_are_over_afterwards(tmp_path):
     (PREDICT, {"use_legacy": False}, None),                         # mindformers' inference models load themselves
     (PREDICT, {}, "loaded already"), (EVALUATE, {"load_checkpoint": ""}, None), (EVALUATE, {"only_save_strategy": True}, None),
     (PREDICT, {"model": {"model_config": {"pet_config": {"pet_type": "slora"}}}}, None)])
-def test_what_stays_with_mindformers(tmp_path, task, values, pipeline):
+def test_other_loads_are_left_to_mindformers(tmp_path, task, values, pipeline):
     config = config_of(written(tmp_path, "records", SINGLE), tmp_path, **values)
     before = dict(config)
     assert begun(task, config, pipeline) is None and dict(config) == before

@@ -53,7 +53,7 @@ def test_dp2_tp2(tensor_map, shards, stride, shape, held):
 
 
 @given(layouts())
-def test_every_element_is_held_by_as_many_ranks_as_there_are_copies(case):
+def test_every_element_has_as_many_ranks_as_copies(case):
     layout, shape = case
     count = np.zeros(shape, int)
     for rank in range(layout.stage_size):

@@ -83,7 +83,7 @@ def test_a_fresh_start_after_a_failure_loses_everything_and_after_an_end_nothing
     assert lost(attempt(1, 1, 4, outcome=FINISHED), attempt(2, 1, 9, outcome=FINISHED)) == [0, 0]
 
 
-def test_what_was_saved_on_preemption_is_kept():
+def test_steps_saved_on_preemption_are_not_lost():
     assert lost(attempt(1, 1, 17, outcome=PREEMPTED), attempt(2, 18, 20, RUNS[1], FINISHED)) == [0, 0]
 
 

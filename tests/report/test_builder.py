@@ -73,7 +73,7 @@ def test_the_last_stage_of_each_attempt_if_the_number_of_ranks_changed(tmp_path)
     assert [set(attempt.losses.values) for attempt in report.attempts] == [{6.0}, {5.0}] and report.loss_rank == 3
 
 
-def test_without_the_log_of_the_last_stage_it_is_said(tmp_path):
+def test_a_missing_log_of_the_last_stage_is_reported(tmp_path):
     info(tmp_path, 0, pipeline(0, 1, 5, 0.5))
     assert "not the true one" in made(tmp_path).notes[-1]
 
@@ -84,7 +84,7 @@ def test_without_the_log_of_rank_0_another_one_tells(tmp_path):
     assert report.rank == 2 and "no log of rank 0" in report.notes[1] and report.steps_lost == 3
 
 
-def test_what_is_missing_or_odd_is_said(tmp_path):
+def test_missing_or_odd_input_is_reported(tmp_path):
     log = Training().loss(1, 1000).loss(2, 1010).loss(3, 1020, "nan")
     log.start(9).resume(10, 35, RUNS[0], after=17, scale=0.5).save(20, 25).write_all(tmp_path)
     Log().loss(1, 1000).loss(2, 1010).loss(3, 1020, "nan").write(tmp_path / "log" / "rank_0" / "info.log")
@@ -94,7 +94,7 @@ def test_what_is_missing_or_odd_is_said(tmp_path):
         assert words in notes
 
 
-def test_the_rank_that_failed_first_says_why(tmp_path):
+def test_the_reason_comes_from_the_rank_that_failed_first(tmp_path):
     Training().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 4).write_all(tmp_path)
     fail(tmp_path, 1, 9, "CollectiveError: rank 2 is gone")
     fail(tmp_path, 2, 8, "SaveError: full")
@@ -131,13 +131,13 @@ def test_a_log_of_another_time_zone_is_put_to_its_events(tmp_path):
     assert [round(row.started + 3 * 3600 - ZERO, 3) for row in there.attempts] == [0, 40]
 
 
-def test_logs_of_two_time_zones_are_said(tmp_path):
+def test_logs_of_two_time_zones_are_reported(tmp_path):
     for number, offset in enumerate((86400, 72000)):
         record(tmp_path, 0, [RecordedEvent(ZERO + 9 * number, ev.TrainingStarted("a", 1, 1, "x", offset))])
     assert "+20 h, +24 h" in made(tmp_path).notes[-1]
 
 
-def test_what_is_behind_a_save_that_others_could_not_write(tmp_path):
+def test_a_failed_save_has_the_reason_of_another_rank(tmp_path):
     Training().start(0).run(1, RUNS[0]).steps(2, 1, 5).event(8, ev.SaveWritten(5, 1, 0.1, 0.1)).write_all(tmp_path)
     record(tmp_path, 3, [RecordedEvent(ZERO + 8, ev.SaveFailed(5, "full"))])
     save, = to_json(made(tmp_path))["attempts"][0]["saves"]

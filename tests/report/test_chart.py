@@ -37,7 +37,7 @@ def test_marks_stand_where_things_happened():
     assert below.get_xlabel() == "seconds since the first start" and below.get_xlim() == (0, 55)
 
 
-def test_what_counts_is_one_curve_over_all_attempts_and_cut_where_steps_go_back():
+def test_the_loss_curve_spans_all_attempts_and_is_cut_where_steps_go_back():
     steps, values = chart.kept_curve(accounts(two_attempts()))
     assert list(steps) == list(range(1, 11)) and np.isfinite(values).all()
     steps, values = chart.kept_curve(accounts(two_attempts(), Training().start(90).fresh(91).run(92, RUNS[2]).steps(95, 1, 2)))
@@ -76,7 +76,7 @@ def test_many_marks_are_spread():
     assert chart._spread([5, 10]) == [5, 10]
 
 
-def test_without_matplotlib_it_is_said_what_to_install(monkeypatch):
+def test_the_error_without_matplotlib_names_the_package(monkeypatch):
     monkeypatch.setattr(chart.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'mindresume\[plot\]'"):
         chart.check_installed()

@@ -38,7 +38,7 @@ def written(path, *parts):
     return EventLog(str(path), 0)
 
 
-def test_what_the_handler_writes_is_read(tmp_path):
+def test_events_written_by_the_handler_are_read(tmp_path):
     recorded = two_attempts().recorded
     for events in recorded:
         record(tmp_path, 0, events)
@@ -109,7 +109,7 @@ def test_long_texts_are_cut():
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink(path, path), lambda path: None])
-def test_what_is_no_file_has_no_events(tmp_path, make):
+def test_a_missing_file_has_no_events(tmp_path, make):
     path = str(tmp_path / "20261121T200000-rank_0-9.jsonl")
     make(path)
     assert list(read_events(EventLog(path, 0))) == []

@@ -39,7 +39,7 @@ def test_the_other_lines_of_mindformers(log, kind):
     assert one(log) == LogLine(ZERO + 3, kind)
 
 
-def test_other_lines_say_nothing():
+def test_other_lines_are_ignored():
     text = Log().line(1, "set output path to '/x'").line(1, "  77.5% |███   | 117.0 samples/s/p  0:00:00 }").lines
     text += Log().line(1, "mindresume: step 5 committed: 8 ranks, 40.0 GiB").line(1, "mindresume: fresh start: x").lines
     text += ["", "swap:[ParallelConfig]", ".Init Config.", "[INFO] 2026-13-41 20:00:00,000 [x] work: .Init Config."]
@@ -96,7 +96,7 @@ def test_pieces_come_in_order_and_one_may_vanish(tmp_path):
     assert [line.kind for line in found] == [log_parser.START, log_parser.OVER]
 
 
-def test_what_a_worker_prints_and_logs_is_there_once(tmp_path):
+def test_lines_both_printed_and_logged_count_once(tmp_path):
     logged, printed = two_attempts(), Log(printed=True).start(0).loss(12, 1, 5.99, 10)
     paths = logged.write(tmp_path / "info.log"), printed.write(tmp_path / "worker_0.log")
     files = [LogFile(0, (str(path),)) for path in paths]

@@ -41,5 +41,5 @@ def test_interval_and_typical_step():
     assert (losses([3], [2]).interval, Losses().interval, Losses().typical) == (1, 1, 0.0)
 
 
-def test_what_is_not_finite_is_counted():
+def test_losses_that_are_not_finite_are_counted():
     assert Losses(np.arange(4), np.array([1, np.nan, np.inf, 2]), np.arange(4), np.ones(4)).not_finite == 2

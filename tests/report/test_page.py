@@ -67,7 +67,7 @@ def test_nothing_is_loaded_and_nothing_can_be_run(tmp_path):
     assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in checker.attributes
 
 
-def test_hostile_words_are_text(tmp_path):
+def test_hostile_text_is_escaped(tmp_path):
     log = Training().start(0).event(1, ev.CandidateRefused(5, EVIL, EVIL)).resume(2, 0, EVIL).run(3, EVIL).steps(4, 1, 3)
     log.event(8, ev.SaveFailed(3, EVIL)).event(9, ev.TrainingEnded(ev.FAILED, EVIL))
     report = written(tmp_path, log)
@@ -84,12 +84,12 @@ def test_a_hostile_name_of_a_folder_is_text(tmp_path):
     assert "<script>" not in page.html(written(folder, two_attempts()), "")
 
 
-def test_the_picture_has_words(tmp_path):
+def test_the_chart_has_a_text_alternative(tmp_path):
     text = page.html(written(tmp_path, two_attempts()), "<svg viewBox='0 0 1 1'></svg>")
     assert re.search(r'<svg role="img" aria-label="[^"]*attempt 1 failed at step 8"', text)
 
 
-def test_without_logs_it_says_where_it_looked(tmp_path):
+def test_a_page_without_logs_names_the_searched_folders(tmp_path):
     save(tmp_path / "checkpoint", 5)
     text = page.html(build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"), ["/elsewhere"]), "")
     rows = Checker(text).rows
@@ -110,14 +110,14 @@ def test_hidden_characters_are_shown(tmp_path):
     assert "\\x1b[2Jred\\u202e" in text and "\x1b" not in text and "\u202e" not in text
 
 
-def test_what_is_not_known_says_so(tmp_path):
+def test_unknown_values_are_marked(tmp_path):
     two_attempts().write(tmp_path / "log" / "rank_0" / "info.log")
     report = build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"))
     rows = [row for row in Checker(page.html(report, "")).rows if len(row) == 9]
     assert [(row[1], row[7]) for row in rows[1:]] == [("not known", "not known")] * 2 and "inferred" in rows[2][4]
 
 
-def test_one_sentence(tmp_path):
+def test_the_summary_is_one_sentence(tmp_path):
     assert page.summary(written(tmp_path, two_attempts())) == (
         "2 run attempts, 1 failure; step 10 reached, 3 of 13 steps lost; 55 s, goodput 18 %")
 

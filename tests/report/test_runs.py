@@ -51,7 +51,7 @@ def test_events_without_a_log_are_attempts_whose_losses_are_not_known():
     assert not len(first.losses) and first.started == pytest.approx(ZERO + 0.1)
 
 
-def test_a_log_without_events_is_attempts_of_which_little_is_known():
+def test_a_log_without_events_gives_attempts_with_unknown_fields():
     first, second = attempts_of([], lines(two_attempts()))
     assert (first.has_events, first.run_id, first.saves, first.outcome, first.reason) == (False, None, (), FAILED, "")
     assert (first.resumed_from, first.first_step, first.last_step, first.is_inferred) == (None, 1, 8, True)
@@ -111,7 +111,7 @@ def test_a_log_that_begins_in_the_middle():
     (lambda log: log.event(20, ev.PreemptionRequested(3, "SIGTERM")), UNKNOWN, ""),
     (lambda log: log, UNKNOWN, ""),
 ])
-def test_how_it_ended(ending, outcome, reason):
+def test_the_outcome_of_an_attempt_is_recognized(ending, outcome, reason):
     attempt = one(ending(trained(Training(), 0, 1, 3)))
     assert (attempt.outcome, attempt.reason, attempt.last_step) == (outcome, reason, 3)
 
@@ -121,7 +121,7 @@ def test_nothing_to_train():
     assert (attempt.outcome, attempt.reason, attempt.first_step, attempt.resumed_from) == (NOTHING_TO_TRAIN, "the end", None, 40)
 
 
-def test_the_rank_that_failed_first_says_why():
+def test_the_reason_comes_from_the_rank_that_failed_first():
     training = trained(Training(), 0, 1, 4).event(9, ev.TrainingEnded(FAILED, "CollectiveError: rank 2 is gone"))
     failures = [Failure(ZERO + 8, 2, "SaveError: full"), Failure(ZERO + 8.5, 1, "CollectiveError: rank 2 is gone")]
     attempt = one(training, failures=failures)
@@ -177,7 +177,7 @@ def test_a_save_that_the_next_attempt_commits_is_one_of_the_attempt_that_made_it
     assert [save.is_committed for save in first.saves] == [True] and second.saves == ()
 
 
-def test_a_save_says_that_its_step_was_done():
+def test_a_save_proves_that_its_step_was_done():
     log = Training().start(0).fresh(1).run(2, RUNS[0]).loss(10, 10).save(14, 14)         # the loss every 10 steps
     assert one(log).last_step == 14
 
@@ -221,7 +221,7 @@ def test_with_pipeline_stages_the_loss_of_another_rank_is_put_where_it_belongs()
 @pytest.mark.parametrize("leases, outcome", [
     ({RUNS[0]: True}, RUNNING), ({RUNS[0]: False}, FAILED), ({RUNS[0]: None}, UNKNOWN), ({}, FAILED), ({RUNS[3]: True}, FAILED),
     (None, UNKNOWN)])
-def test_the_lease_of_the_last_attempt_says_whether_it_runs(leases, outcome):
+def test_the_lease_of_the_last_attempt_decides_whether_it_runs(leases, outcome):
     attempt = with_outcome(one(trained(Training(), 0, 1, 3)), leases)
     assert attempt.outcome == outcome and bool(attempt.reason) == (outcome == FAILED)
     unrecorded = replace(attempt, run_id=None, outcome=UNKNOWN)

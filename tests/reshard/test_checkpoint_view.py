@@ -242,7 +242,7 @@ def test_a_strategy_that_contradicts_the_records(tmp_path, wanted):
     assert str(found.value).partition(":")[0] in TENSORS
 
 
-def test_a_strategy_that_says_the_same_in_other_words(tmp_path):
+def test_an_equivalent_strategy_is_accepted(tmp_path):
     candidate = recorded(tmp_path, plan_of("tp4"), TENSORS)
     other = {name: TensorLayout((2, 2), tuple((1, 0) if axis == 0 else -1 for axis in layout.tensor_map))
              for name, layout in plan_of("tp4").stages[0].items()}
@@ -361,7 +361,7 @@ class Counting(PosixStorage):
 
 
 @pytest.mark.parametrize("write", [foreign, recorded])
-def test_one_header_and_one_record_a_stage_are_read(tmp_path, write):
+def test_one_header_and_one_record_per_stage_are_read(tmp_path, write):
     plan, storage = plan_of("dp2tp2pp2"), Counting()
     candidate = write(tmp_path, plan, TENSORS)
     view_of_rank_folders(storage, str(tmp_path), candidate, plan.strategy())

@@ -132,7 +132,7 @@ def test_equal_nan_is_equal_and_another_nan_differs_in_bits_only(tmp_path):
 
 # ---- names, shapes, dtypes -------------------------------------------------------------------------------------------
 
-def test_what_has_no_values_to_compare(tmp_path):
+def test_tensors_without_comparable_values_are_reported(tmp_path):
     w = np.zeros((2, 3), np.float32)
     a = uncut(tmp_path / "a.safetensors", {"gone": w, "shape": w, "dtype": w, "same": w, "value": w})
     b = uncut(tmp_path / "b.safetensors", {"shape": w.T, "dtype": w.astype(np.float16), "same": w, "value": w + 1, "new": w})

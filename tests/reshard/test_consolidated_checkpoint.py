@@ -87,7 +87,7 @@ def test_other_damage_of_a_file(tmp_path, kind, spoil, says):
     assert problem.file == path.name and says in problem.reason
 
 
-def test_what_says_how_it_was_written_is_damaged(tmp_path):
+def test_a_damaged_conversion_manifest_is_reported(tmp_path):
     folder = merge(tmp_path)
     flip_bit(folder / CONVERSION)
     _, (problem,), _ = verify(folder)

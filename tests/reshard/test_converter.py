@@ -233,7 +233,7 @@ def test_an_error_or_ctrl_c_at_any_operation(in_memory, root, expected, what, ki
 
 @pytest.mark.parametrize("what, kind", [("ranks", "kill all"), ("ranks", "torn"), ("ranks", "power"), ("ranks", "reorder"),
                                         ("consolidated", "kill all"), ("consolidated", "power"), ("consolidated", "reorder")])
-def test_death_at_any_operation(in_memory, root, expected, what, kind):
+def test_a_conversion_survives_a_kill_at_any_operation(in_memory, root, expected, what, kind):
     """Killed, killed in the middle of a write, and power lost: nothing that was not flushed is left, or any part of it."""
     wanted, names = expected[what]
     job, before, went_on, numbers = JOBS[what](root), contents(root), 0, struck_by(kind, names)
@@ -277,7 +277,7 @@ def test_a_conversion_that_was_killed_goes_on_where_it_was(tmp_path, root, expec
 
 
 @pytest.mark.parametrize("spoil", ["a torn mark", "a shorter file", "a missing file"])
-def test_what_is_not_as_it_was_left_is_written_again(tmp_path, root, expected, spoil):
+def test_changed_files_are_written_again(tmp_path, root, expected, spoil):
     first, again = conversion(ranks_job(root), tmp_path / "new"), disk()
     first.prepare()
     first.write(writer("direct", first))
@@ -468,7 +468,7 @@ def test_too_little_room_is_seen_before_the_first_byte(tmp_path, root):
     assert job.size() == sum(path.stat().st_size for path in (tmp_path / "out" / "new").glob("rank_*/*.safetensors"))
 
 
-def test_what_is_there_already_needs_no_room(tmp_path, root):
+def test_finished_files_need_no_space(tmp_path, root):
     job, first = ranks_job(root), conversion(ranks_job(root), tmp_path / "new")
     first.prepare()
     first.write(writer("direct", first), [0])
@@ -551,7 +551,7 @@ def test_the_other_one_commits_between_our_looking_and_our_lock(tmp_path, root, 
 
 
 @pytest.mark.parametrize("operation", ["sync", "rename"])
-def test_nobody_starts_between_the_end_of_the_lock_and_the_rename(tmp_path, root, expected, operation):
+def test_no_conversion_starts_between_the_end_of_the_lock_and_the_rename(tmp_path, root, expected, operation):
     committing = Meanwhile(FaultInjector(STORAGE, Scheduler(1, random.Random(0))), 0)
     first, second, started = conversion(ranks_job(root), tmp_path / "new", committing), conversion(
         ranks_job(root), tmp_path / "new"), []
@@ -731,7 +731,7 @@ def test_weights_without_step_num_are_converted_and_have_no_records(tmp_path, fm
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_one_rank(tmp_path, fmt):
+def test_a_target_of_one_rank_is_written(tmp_path, fmt):
     recorded(tmp_path / "a", Plan.parse("dp2tp2pp2opt2"), ALL)
     convert(tmp_path / "a", tmp_path / "b", None, fmt)
     check(tmp_path / "b", Plan.parse("dp1"))
@@ -790,7 +790,7 @@ def test_merged_weights_know_their_epoch(tmp_path):
     assert candidate.state.epoch == 2
 
 
-def test_what_merged_weights_were_made_from(tmp_path):
+def test_merged_weights_record_their_source(tmp_path):
     """Their checksums are recorded for whoever loads them."""
     recorded(tmp_path / "a", Plan.parse("tp2", TINY), TENSORS)
     merge(tmp_path / "a", tmp_path / "merged", part_bytes=32)

@@ -298,7 +298,7 @@ def test_more_files_than_may_be_open(sources, tmp_path, monkeypatch, workers):
 @pytest.mark.parametrize("given, wanted", [("dp2tp2pp2opt2", "tp8"), ("tp8", "dp4opt4"), ("dp2tp2axes10", "tp2"),
                                            ("dp4opt4", "tp4")])
 @pytest.mark.parametrize("short_run", [0, range_reader.SHORT_RUN])
-def test_one_rank_gathers_what_it_needs_and_no_more(sources, monkeypatch, given, wanted, short_run):
+def test_a_rank_reads_only_what_it_needs(sources, monkeypatch, given, wanted, short_run):
     monkeypatch.setattr(range_reader, "SHORT_RUN", short_run)
     weights, plan = weights_of(sources, given, "recorded", "safetensors"), Plan.parse(wanted)
     for rank in range(1, plan.world_size):
@@ -485,7 +485,7 @@ def test_a_target_that_is_there_already_stays(sources, tmp_path):
     assert files_below(tmp_path) == ["rank_2/new.safetensors"] and Path(targets[2].path).read_bytes() == b"precious"
 
 
-def test_a_dtype_that_the_format_cannot_hold(tmp_path):
+def test_a_dtype_that_the_format_cannot_store_is_an_error(tmp_path):
     path = put(tmp_path / "a.safetensors", {"w": np.zeros(4, ml_dtypes.float8_e5m2)})
     weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(path)))
     with pytest.raises(ValueError, match="ckpt cannot hold dtype float8_e5m2"):

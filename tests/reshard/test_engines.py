@@ -70,7 +70,7 @@ def test_the_direct_engine_writes_the_groups_of_a_conversion(made, workers, tile
     assert traffic.verified == traffic.read == NBYTES + sum(array.nbytes for array in COUNTERS.values())     # both stages
 
 
-def test_what_is_done_is_not_written_again(made):
+def test_finished_files_are_not_written_again(made):
     made.prepare()
     traffic = Traffic()
     made.write(writer("direct", made, traffic=traffic), [0])
@@ -90,7 +90,7 @@ def test_every_source_byte_is_read_once_for_consolidated_weights(tmp_path, made)
 
 
 @pytest.mark.parametrize("still_writing", [False, True])
-def test_what_a_killed_process_left_in_the_scratch_folder_is_in_nobodys_way(made, monkeypatch, still_writing):
+def test_leftovers_in_the_scratch_folder_are_ignored(made, monkeypatch, still_writing):
     """MindSpore's engine refuses folders that exist; and workers of the process that was killed may still write into theirs."""
     from mindresume.reshard import engines, mindspore_engine
     made.prepare()

@@ -215,7 +215,7 @@ def test_blocks_are_as_large_as_they_may_be(shape, most, count):
 
 @RELAXED
 @given(layouts(), st.data())
-def test_cuts_cover_a_region_exactly_once_with_what_each_rank_holds(case, data):
+def test_cuts_cover_a_region_exactly_once_with_slices_of_the_ranks(case, data):
     layout, shape = case
     region = data.draw(regions_of(shape))
     array, marks = numbered(shape), np.zeros(shape, int)
@@ -235,7 +235,7 @@ def test_cuts_cover_a_region_exactly_once_with_what_each_rank_holds(case, data):
 
 @RELAXED
 @given(layouts())
-def test_what_a_rank_holds_is_what_numpy_splits_off(case):
+def test_slices_of_a_rank_equal_those_of_numpy(case):
     layout, shape = case
     for rank in range(layout.stage_size):
         assert held(layout, rank, shape) == region_of(shape, layout, rank)
@@ -243,7 +243,7 @@ def test_what_a_rank_holds_is_what_numpy_splits_off(case):
 
 
 @pytest.mark.parametrize("text", ["dp2tp4", "dp8opt-1", "dp2tp2pp2opt2", "dp2tp2axes10", "dp2tp2axes01", "dp4tp2opt2"])
-def test_what_a_rank_holds_of_a_model(text):
+def test_slices_of_a_model_are_computed_for_each_rank(text):
     plan = Plan.parse(text)
     for rank in range(plan.world_size):
         assert plan.regions(rank) == {name: held(layout, rank % plan.stage_size, MODEL[name].shape)

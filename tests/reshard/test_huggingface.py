@@ -266,7 +266,7 @@ def test_networks_that_do_not_fit(tmp_path):
         read_network(STORAGE, folder, wanted, {}, 0, converters=[RenameConvertOp()])
 
 
-def test_what_is_a_hugging_face_folder(tmp_path):
+def test_hugging_face_folders_are_recognized(tmp_path):
     assert is_huggingface(STORAGE, folder_of(tmp_path / "hf", MOE, random(MOE)))
     other = tmp_path / "other"
     other.mkdir()

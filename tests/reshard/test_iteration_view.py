@@ -72,7 +72,7 @@ def test_every_tensor_by_records_and_by_metadata(tmp_path, plan, dedup):
         right(values(without_records(tmp_path)))
 
 
-def test_which_of_the_two_is_read(tmp_path, monkeypatch):
+def test_records_or_metadata_json_are_read_whichever_is_smaller(tmp_path, monkeypatch):
     """Few records, or one metadata.json instead of all records; and that only if it is what was written."""
     asked = []
     real = iteration_view.read_metadata
@@ -131,7 +131,7 @@ def test_without_records_the_metadata_is_all_there_is(tmp_path):
         iteration_view.view_of_iteration(STORAGE, str(tmp_path), candidate)
 
 
-def test_a_tensor_whose_layout_nobody_knew_is_refused_by_name(tmp_path):
+def test_a_tensor_without_a_known_layout_is_refused_by_name(tmp_path):
     iterated(tmp_path, "tp2", skip=("embedding.weight",))
     with pytest.raises(StrategyError, match=r"embedding.weight \("):
         open_checkpoint(STORAGE, str(tmp_path), STEP)

@@ -79,7 +79,7 @@ def array_of(weights, name, rank):
 
 # ---- what is prepared ------------------------------------------------------------------------------------------------
 
-def test_what_mindspore_is_given(tmp_path, work, small):
+def test_mindspore_gets_one_file_per_rank_folder_and_both_strategies(tmp_path, work, small):
     """One file in each folder of a rank, whatever else lies beside it, and strategies of both sides."""
     put(Path(small.weights.paths(0)[0]).parent / "zzz_rank_0-9_9.safetensors", {"other": np.zeros(3)})
     task = prepare(small.weights, small.target.strategy(), str(work), workers=8)
@@ -130,7 +130,7 @@ def test_consolidated_weights_of_several_files_become_one(tmp_path, work):
 
 
 @pytest.mark.parametrize("listed, expected", [(["w", "stray"], "model"), (["w"], "merged")])
-def test_one_complete_file_is_taken_as_it_is_unless_it_holds_more(tmp_path, work, listed, expected):
+def test_a_complete_file_is_used_directly_unless_it_has_extra_tensors(tmp_path, work, listed, expected):
     """What the index does not name MindSpore would copy too."""
     put(tmp_path / "src" / "model.safetensors", {"w": np.zeros((8, 4)), "stray": np.zeros(())})
     (tmp_path / "src" / "param_name_map.json").write_text(json.dumps(dict.fromkeys(listed, "model.safetensors")))
@@ -221,7 +221,7 @@ def test_a_file_is_missing_though_its_copy_is_there(tmp_path, work):
     refused(weights, Plan.parse("tp4", SMALL).strategy(), work, "rank 2 has no file")
 
 
-def test_a_file_holds_something_else(tmp_path, work):
+def test_a_file_with_other_tensors_is_an_error(tmp_path, work):
     weights = weights_of(tmp_path / "src", Plan.parse("dp2tp2", SMALL))
     path = Path(weights.paths(3)[0])
     put(path, {**Plan.parse("dp2tp2", SMALL).shard(TENSORS, 3), **COUNTERS, "embedding.weight": np.zeros((8, 4), np.float32)})
@@ -319,7 +319,7 @@ def test_files_that_are_not_there_or_cut_short(tmp_path, work, small, more, part
     ("raise ValueError('no such thing')", "status 1"),
     ("print('no such thing', flush=True); os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL (out of memory?)"),
     ("print('no such thing', flush=True); os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV")])
-def test_a_process_that_dies(tmp_path, work, small, more, part):
+def test_a_killed_process_is_an_error(tmp_path, work, small, more, part):
     with pytest.raises(EngineError) as error:
         attempt(small, work, fake(tmp_path, small.ready, more))
     assert part in str(error.value) and "no such thing" in str(error.value) and "--engine direct" in str(error.value)
@@ -359,7 +359,7 @@ def test_a_process_that_hangs(tmp_path, work, small, life, monkeypatch):
     assert "hanging" in str(error.value) and life.over() and now == [3.0]
 
 
-def test_one_fails_and_the_others_are_ended(tmp_path, life):
+def test_one_failure_ends_the_other_processes(tmp_path, life):
     """The second one fails once the first one hangs."""
     command = fake(tmp_path, tmp_path, f"if path == 'second': open({str(tmp_path / 'go')!r}).read(); sys.exit(5)\n"
                                        + life.hangs + f"open({str(tmp_path / 'go')!r}, 'w').close(); signal.pause()")
@@ -382,7 +382,7 @@ def test_interrupted(tmp_path, work, small, life, monkeypatch):
     assert life.over()
 
 
-def test_it_does_not_outlive_its_parent(tmp_path, life):
+def test_the_worker_ends_with_its_parent(tmp_path, life):
     """The parent is killed, and can end nothing itself."""
     worker = fake(tmp_path, tmp_path, "import threading\nfrom mindresume.mindformers.transform_worker import end_with_parent\n"
                                       "threading.Thread(target=end_with_parent, daemon=True).start()\n"
@@ -406,7 +406,7 @@ def test_the_real_worker_ends_without_its_parent():
         assert (done.returncode, done.stdout) == (expected, "" if alone else "lives\n")
 
 
-def test_what_mindspore_hands_over_is_made_contiguous():
+def test_arrays_of_mindspore_are_made_contiguous():
     """0-d arrays keep their shape, and nobody waits for memory that others use."""
     saved = {}
     engine = SimpleNamespace(save_file=lambda tensors, path, metadata: saved.update(tensors, path=path, metadata=metadata))

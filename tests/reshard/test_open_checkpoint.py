@@ -91,7 +91,7 @@ def missing_record(root, step):
 
 
 @pytest.mark.parametrize("spoil", [cut_short, altered_header, empty, damaged_record, missing_record])
-def test_the_next_older_one_is_taken_and_the_reason_is_told(tmp_path, spoil):
+def test_the_next_older_checkpoint_is_opened_and_the_reason_is_reported(tmp_path, spoil):
     for step in (5, 10, 15):
         save(tmp_path, step, replicas=1)
     reason = spoil(tmp_path, 15)
@@ -113,7 +113,7 @@ def test_none_is_whole(tmp_path):
     assert [refusal.step for refusal in found.value.refused] == [10, 5]
 
 
-def test_a_single_one_says_itself_what_is_wrong(tmp_path):
+def test_a_single_bad_checkpoint_is_an_error_with_its_reason(tmp_path):
     save(tmp_path, 5, replicas=1)
     cut_short(tmp_path, 5)
     with pytest.raises(CorruptFileError, match="net_rank_2-1_5.safetensors: step 5: the file of rank 2 has") as found:
@@ -141,7 +141,7 @@ def test_the_same_step_of_two_runs(tmp_path):
 
 
 @pytest.mark.parametrize("spoil", ["incomplete", "damaged"])
-def test_of_the_same_step_the_newest_that_can_be_used_is_taken(tmp_path, spoil):
+def test_the_newest_usable_save_of_a_step_is_opened(tmp_path, spoil):
     """A later run's save of the same step that never completed, or is damaged, does not hide the one of the run before."""
     save(tmp_path, 10, 2, replicas=1)
     if spoil == "incomplete":
@@ -218,7 +218,7 @@ def test_without_a_strategy_it_is_asked_for(tmp_path):
         opened(tmp_path / "checkpoint", strategy=str(tmp_path / "missing"))
 
 
-def test_one_rank_needs_none(tmp_path):
+def test_one_rank_needs_no_strategy(tmp_path):
     foreign(tmp_path / "checkpoint", Plan.parse("dp1", MODEL), TENSORS)
     check(opened(tmp_path / "checkpoint"))
 
@@ -321,7 +321,7 @@ def test_a_stage_is_missing(tmp_path, write):
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
 
 
-def test_both_formats_of_one_step(tmp_path):
+def test_one_of_two_formats_of_a_step_is_opened(tmp_path):
     """Two whole checkpoints of one step, as after a change of ``save_format``: one of them is taken, never a mixture."""
     foreign(tmp_path / "checkpoint", PLAN, TENSORS, "ckpt")
     foreign(tmp_path / "checkpoint", PLAN, TENSORS, "safetensors")
@@ -446,7 +446,7 @@ def names_of(root):
     return sorted(os.listdir(root / FOLDER))
 
 
-def test_what_is_read_is_held(tmp_path):
+def test_an_opened_checkpoint_is_locked(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, replicas=1)
     before = names_of(tmp_path)
@@ -459,13 +459,13 @@ def test_what_is_read_is_held(tmp_path):
     assert names_of(tmp_path) == before
 
 
-def test_what_mindformers_wrote_is_read_without_a_trace(tmp_path):
+def test_a_checkpoint_of_mindformers_is_read_without_writing_files(tmp_path):
     write_foreign(tmp_path, 5, 1)
     with open_and_hold(STORAGE, str(tmp_path)) as source:
         assert source.state.step == 5 and not (tmp_path / FOLDER).exists()
 
 
-def test_one_that_is_refused_is_not_held(tmp_path):
+def test_a_refused_checkpoint_is_not_locked(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, replicas=1)
     cut_short(tmp_path, 10)
@@ -473,7 +473,7 @@ def test_one_that_is_refused_is_not_held(tmp_path):
         assert source.state.step == 5 and list(read_locks(STORAGE, str(tmp_path))) == [source.candidate.name]
 
 
-def test_one_that_is_removed_before_it_is_held_is_looked_for_anew(tmp_path, monkeypatch):
+def test_the_scan_is_repeated_if_a_checkpoint_is_removed_before_the_lock(tmp_path, monkeypatch):
     for step in (5, 10):
         save(tmp_path, step, replicas=1)
 
@@ -488,7 +488,7 @@ def test_one_that_is_removed_before_it_is_held_is_looked_for_anew(tmp_path, monk
         assert source.state.step == 5 and source.refused == ()
 
 
-def test_one_that_gets_its_name_while_it_is_opened_is_looked_for_anew(tmp_path, monkeypatch):
+def test_the_scan_is_repeated_if_a_checkpoint_is_renamed_while_it_is_opened(tmp_path, monkeypatch):
     save(tmp_path, 5, replicas=1)
     commit_dir, aside = tmp_path / FOLDER / attempt_name(5, RUN), tmp_path / "aside"
     open_one, scan = source_module.open_candidate, source_module.find_candidates
@@ -515,7 +515,7 @@ def test_a_folder_that_never_rests_is_an_error_in_the_end(tmp_path, monkeypatch)
         pass
 
 
-def test_where_nothing_can_be_written_it_is_read_all_the_same(tmp_path, monkeypatch):
+def test_a_read_only_folder_is_read_without_a_lock(tmp_path, monkeypatch):
     def refused(*_):
         raise PermissionError(13, "Permission denied")
     save(tmp_path, 5, replicas=1)

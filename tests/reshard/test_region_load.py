@@ -88,7 +88,7 @@ def test_whole_shapes_are_compared(roots):
             "embedding.weight": (layout, (8, 8))}, 0)
 
 
-def test_what_lives_within_a_step_may_be_missing(roots):
+def test_transient_state_of_a_step_may_be_missing(roots):
     weights = weights_of(roots, "tp4")
     wanted = {"accu_grads.new.weight": ((4,), "float32"), "norm.weight": ((8,), "float32")}
     assert set(wanted_regions(weights, wanted, {}, 0)) == {"norm.weight"}

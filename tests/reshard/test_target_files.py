@@ -38,7 +38,7 @@ def without(model, *prefixes):
 # ---- holdings --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("text", ["tp4", "dp2tp2pp2opt2", "dp4opt4", "pp4", "dp2tp2axes10", "dp8"])
-def test_every_rank_holds_what_the_reference_says(text):
+def test_every_rank_gets_the_slices_of_the_reference(text):
     plan = Plan.parse(text)
     found = holdings(weights_of(MODEL), plan.strategy())
     assert len(found) == plan.world_size
@@ -52,13 +52,13 @@ def test_every_rank_holds_what_the_reference_says(text):
         assert set(held) == set(expected) | set(counters)
 
 
-def test_without_a_strategy_one_rank_holds_everything():
+def test_one_rank_holds_everything_without_a_strategy():
     held, = holdings(weights_of(MODEL), None)
     assert held == {name: whole(spec.shape) for name, spec in MODEL.items()} | {
         name: whole(array.shape) for name, array in COUNTERS.items()}
 
 
-def test_what_a_counter_is():
+def test_counters_are_recognized():
     assert Tensor("step_num", "int64", ()).is_counter and Tensor("global_step", "int32", (1,)).is_counter
     assert not Tensor("step_num", "int64", (2,)).is_counter
     assert not Tensor("scale", "float32", (1,), TensorLayout((1,), (-1,))).is_counter         # the strategy names it
@@ -66,7 +66,7 @@ def test_what_a_counter_is():
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 
-def test_tensors_that_no_stage_holds_are_named():
+def test_tensors_without_a_stage_are_named():
     named = without(MODEL, "layers.3.", "head")
     lost = [name for name in MODEL if name not in named]
     with pytest.raises(StrategyError, match=rf"the strategy of the test: {len(lost)} tensors of the source are in no stage of "
@@ -137,14 +137,14 @@ def test_another_number_of_dimensions_is_named():
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "str"])
-def test_a_dtype_that_the_format_cannot_hold(dtype):
+def test_a_dtype_that_the_format_cannot_store_is_an_error(dtype):
     weights = weights_of({"w": Spec((4,), 0, "first", dtype)}, {})
     with pytest.raises((ValueError, KeyError)):
         rank_files(weights, None, str, "safetensors")
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_one_file_a_rank(fmt):
+def test_each_rank_gets_one_file(fmt):
     plan = Plan.parse("dp2tp2pp2opt2")
     files = rank_files(weights_of(MODEL), plan.strategy(), lambda rank: f"rank_{rank}/net.{fmt}", fmt, {"a": "b"})
     assert [file.path for file in files] == [f"rank_{rank}/net.{fmt}" for rank in range(8)]
@@ -175,7 +175,7 @@ def test_parts_of_mindspore(part_bytes):
         assert len(parts) == 1
 
 
-def test_one_file_of_hugging_face_has_no_number():
+def test_a_single_hugging_face_file_has_no_number():
     files, (name, index) = consolidated_files(weights_of(MODEL), HUGGINGFACE)
     assert [file.path for file in files] == ["model.safetensors"] and name == "model.safetensors.index.json"
     assert not set(COUNTERS) & set(index["weight_map"])

@@ -18,7 +18,7 @@ def of(section, seed=42):
     return dataset_identity(STORAGE, section, seed)
 
 
-def test_a_file_is_known_by_name_and_size_not_by_its_place(tmp_path):
+def test_a_file_is_identified_by_name_and_size_not_by_its_folder(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.mindrecord").write_bytes(b"123")
     before = of(mind(tmp_path / "a" / "x.mindrecord"))
@@ -31,7 +31,7 @@ def test_a_file_is_known_by_name_and_size_not_by_its_place(tmp_path):
         "dataset_dir: 1 file, 3 bytes: x.mindrecord, now 1 file, 4 bytes: x.mindrecord"]
 
 
-def test_what_decides_the_samples_counts(tmp_path):
+def test_settings_that_decide_the_samples_count(tmp_path):
     before = of(mind("/no/where"))
     for changed in (mind("/no/where", num_samples=80), {**mind("/no/where"), "seed": 1}, mind("/else/where"),
                     {**mind("/no/where"), "input_columns": ["input_ids"]}, {**mind("/no/where"), "drop_remainder": True}):
@@ -83,7 +83,7 @@ def test_no_configuration_is_not_known():
     assert dataset_identity(STORAGE, None) == dataset_identity(STORAGE, "a text") == {}
 
 
-def test_what_differs():
+def test_differences_are_named():
     before = {"type": "MindDataset", "shuffle": "True", "seed": "1"}
     assert dataset_differences(before, dict(before)) == dataset_differences({}, before) == dataset_differences(before, {}) == []
     assert dataset_differences(before, {"type": "MindDataset", "shuffle": "False", "num_samples": "80"}) == [
@@ -160,12 +160,12 @@ def test_files_that_loaders_leave_among_the_data(tmp_path, name):
     assert len(dataset_differences(before, of(section))) == 1
 
 
-def test_what_grants_access_is_not_recorded():
+def test_credentials_are_not_recorded():
     assert "secret" not in str(of({"data_loader": {"type": "HFDataLoader", "path": "json", "token": "secret",
                                                    "storage_options": {"key": "secret"}}}))
 
 
-def test_what_earlier_versions_recorded_of_caches_is_no_change():
+def test_cache_rows_of_earlier_versions_are_no_change():
     """Of a run that had found them; and of one that had not, the row of a key that is ignored now is gone."""
     now = {"type": "B", "config.data_path": "2 files, 6 bytes of 3, 3: text.bin, text.idx; 1"}
     names = ", ".join(f"cache/GPTDataset_indices/{name}" for name in INDICES[:3])

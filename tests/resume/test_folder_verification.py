@@ -30,7 +30,7 @@ def verdicts(root, rows, again=None):
             for candidate, bad in verify_checkpoints(STORAGE, str(root), rows, again or (lambda: looked(root)))]
 
 
-def test_what_is_whole_is_looked_at_once(tmp_path):
+def test_a_complete_checkpoint_is_verified_once(tmp_path):
     for step in (5, 10):
         save(tmp_path, step)
     assert verdicts(tmp_path, looked(tmp_path), lambda: pytest.fail("there was no need")) == [(10, False), (5, False)]
@@ -46,7 +46,7 @@ def test_damage_is_damage(tmp_path):
     assert verdicts(tmp_path, looked(tmp_path)) == [(10, True), (5, True)]
 
 
-def test_what_a_job_removes_meanwhile_is_no_damage(tmp_path):
+def test_a_checkpoint_removed_meanwhile_is_not_damaged(tmp_path):
     for step in (5, 10, 15):
         save(tmp_path, step)
     rows = looked(tmp_path)
@@ -63,7 +63,7 @@ def test_a_removal_that_an_old_listing_does_not_show_is_no_damage(tmp_path):
     assert verdicts(tmp_path, rows, lambda: rows) == [(10, False)]
 
 
-def test_what_has_become_complete_meanwhile_is_verified_as_it_is_now(tmp_path):
+def test_a_checkpoint_completed_meanwhile_is_verified_in_its_new_state(tmp_path):
     save(tmp_path, 5)
     for rank in range(4):
         write_rank(tmp_path, 10, rank, 4, replicas=4)
@@ -78,7 +78,7 @@ def test_what_has_become_complete_meanwhile_is_verified_as_it_is_now(tmp_path):
     assert verdicts(tmp_path, rows, again) == [(10, False), (5, False)]
 
 
-def test_what_is_damaged_is_looked_for_once(tmp_path):
+def test_damage_is_searched_for_once(tmp_path):
     save(tmp_path, 5)
     rows, looks = looked(tmp_path), []
     path_of(tmp_path, 5, 0).unlink()

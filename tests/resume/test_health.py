@@ -23,7 +23,7 @@ def choose(root, unhealthy, named=None):
 
 
 @pytest.mark.parametrize("write", [save, write_foreign])
-def test_the_newest_that_is_not_sick(tmp_path, write):
+def test_the_newest_healthy_checkpoint_is_selected(tmp_path, write):
     for step in (5, 10, 15):
         write(tmp_path, step)
     listed(tmp_path, (name_of(0, 5), 0), (name_of(0, 10), 0), (name_of(0, 15), 1))
@@ -35,7 +35,7 @@ def test_the_newest_that_is_not_sick(tmp_path, write):
     assert choose(tmp_path, names, str(name_of(0, 15))).chosen.step == 15         # the user insists
 
 
-def test_what_the_list_does_not_name_is_not_known_to_be_sick(tmp_path):
+def test_a_checkpoint_that_is_not_listed_counts_as_healthy(tmp_path):
     save(tmp_path, 5)
     listed(tmp_path, (name_of(0, 3), 1))
     assert choose(tmp_path, unhealthy_files(STORAGE, str(tmp_path))[0]).chosen.step == 5
@@ -46,7 +46,7 @@ def test_the_last_entry_of_a_name_counts(tmp_path):
     assert unhealthy_files(STORAGE, str(tmp_path))[0] == {str(name_of(0, 10))}
 
 
-def test_none_healthy_is_the_documented_error_and_says_how_to_go_on(tmp_path):
+def test_no_healthy_checkpoint_is_the_documented_error_with_a_way_out(tmp_path):
     save(tmp_path, 5)
     save(tmp_path, 10)
     flip_bit(path_of(tmp_path, 5, 1))
@@ -65,14 +65,14 @@ def test_damage_alone_is_not_called_bad_health(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[]"])
-def test_an_empty_list_says_nothing(tmp_path, content):
+def test_an_empty_list_is_ignored(tmp_path, content):
     (tmp_path / LIST).write_text(content, encoding="utf-8")
     assert unhealthy_files(STORAGE, str(tmp_path)) == (frozenset(), "")
 
 
 @pytest.mark.parametrize("content", ["[{", '{"is_health": 1}', '[1]', '[{"ckpt_name": "a"}]',
                                      '[{"ckpt_name": 3, "is_health": 1}]', "[" * 100_000])
-def test_a_damaged_list_is_said_and_ignored(tmp_path, content):
+def test_a_damaged_list_is_reported_and_ignored(tmp_path, content):
     (tmp_path / LIST).write_text(content, encoding="utf-8")
     names, trouble = unhealthy_files(STORAGE, str(tmp_path))
     assert names == frozenset() and trouble.startswith(f"{tmp_path / LIST} cannot be used (")

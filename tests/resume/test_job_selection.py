@@ -55,7 +55,7 @@ def holds(root):
     return [holder.holds for holder in lease_holders(STORAGE, str(root)) if holder.holds]
 
 
-def test_the_newest_good_one_is_held_until_it_is_read_and_on_trial(tmp_path, events):
+def test_the_newest_good_checkpoint_is_locked_until_it_is_read_and_its_load_attempt_counted(tmp_path, events):
     save(tmp_path, 5, world=1)
     save(tmp_path, 10, world=1)
     flip_bit(path_of(tmp_path, 10, 0))
@@ -74,14 +74,14 @@ def test_the_newest_good_one_is_held_until_it_is_read_and_on_trial(tmp_path, eve
 
 @pytest.mark.parametrize("request_, settings", [({}, Settings()), ({"output_dir": "/x", "resume": False}, Settings()),
                                                 ({"output_dir": "/x"}, Settings(max_failed_loads=0))])
-def test_who_will_not_say_that_a_step_is_done_puts_nothing_on_trial(tmp_path, request_, settings):
+def test_a_job_that_does_not_report_its_first_step_counts_no_load_attempt(tmp_path, request_, settings):
     save(tmp_path, 5, world=1)
     found = choose(tmp_path, settings=settings, **request_)
     assert found.load_attempt is None and found.choice.chosen.step == 5
     found.read_lock.release()
 
 
-def test_of_weights_alone_the_events_say_so(tmp_path, events):
+def test_events_of_a_weights_only_load_are_marked(tmp_path, events):
     save(tmp_path, 5, world=1)
     save(tmp_path, 10, world=1)
     flip_bit(path_of(tmp_path, 10, 0))
@@ -90,7 +90,7 @@ def test_of_weights_alone_the_events_say_so(tmp_path, events):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_fresh_start_says_why_and_weights_alone_are_an_error(tmp_path, events, there):
+def test_a_fresh_start_has_a_reason_and_is_an_error_for_weights_only(tmp_path, events, there):
     path = tmp_path / "checkpoint"
     if there:
         path.mkdir()
@@ -110,7 +110,7 @@ def test_a_file_is_named_already(tmp_path, events):
     found.read_lock.release()
 
 
-def test_unhealthy_ones_are_not_taken_and_trouble_is_said(tmp_path, events):
+def test_unhealthy_checkpoints_are_refused_and_problems_are_reported(tmp_path, events):
     save(tmp_path / "checkpoint", 5, world=1)
     save(tmp_path / "checkpoint", 10, world=1)
     (tmp_path / "health_ckpts.json").write_text('[{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]')
@@ -123,7 +123,7 @@ def test_unhealthy_ones_are_not_taken_and_trouble_is_said(tmp_path, events):
 
 
 @pytest.mark.parametrize("when", ["lock", "later"])
-def test_who_cannot_begin_holds_nothing(tmp_path, monkeypatch, when):
+def test_a_job_that_cannot_begin_releases_its_read_lock(tmp_path, monkeypatch, when):
     """The claim of a rank whose hold succeeded stayed, if another rank found the checkpoint removed."""
     save(tmp_path, 5, world=2)
     if when == "lock":
@@ -141,7 +141,7 @@ def taken(root):
     return select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, verify=QUICK))
 
 
-def test_one_removed_while_it_was_chosen_is_an_error_on_all_ranks(tmp_path):
+def test_a_checkpoint_removed_during_selection_is_an_error_on_all_ranks(tmp_path):
     save(tmp_path, 5, world=2)
     choice = taken(tmp_path)
     shutil.rmtree(tmp_path / FOLDER / choice.chosen.name)
@@ -149,7 +149,7 @@ def test_one_removed_while_it_was_chosen_is_an_error_on_all_ranks(tmp_path):
         assert isinstance(error, LoadError) and choice.chosen.records_dir in str(error)
 
 
-def test_all_ranks_choose_alike_and_rank_0_holds_it(tmp_path):
+def test_all_ranks_select_the_same_checkpoint_and_rank_0_locks_it(tmp_path):
     save(tmp_path, 5, world=2)
 
     def work(group):
@@ -164,7 +164,7 @@ def test_all_ranks_choose_alike_and_rank_0_holds_it(tmp_path):
 
 
 @pytest.mark.parametrize("world, converts", [(2, False), (1, True)])
-def test_what_mindformers_saved_on_as_many_ranks_is_loaded_as_it_is(tmp_path, world, converts):
+def test_a_mindformers_checkpoint_of_as_many_ranks_is_loaded_directly(tmp_path, world, converts):
     write_foreign(tmp_path, 5, world=world)
     found = Ranks(2).run(lambda group: choose(tmp_path, group, any_layout=True, resume=False, keep_layout=True))
     assert [one.uses_layouts for one in found] == [converts] * 2
@@ -182,7 +182,7 @@ def test_nodes_that_share_no_disk_take_what_all_have(tmp_path, events):
     assert sum(isinstance(event, Notice) and str(tmp_path) in event.text for event in events) == 2
 
 
-def test_what_an_object_store_has_is_asked_for_by_a_resume_alone(tmp_path, monkeypatch):
+def test_only_a_resume_asks_the_object_store(tmp_path, monkeypatch):
     save(tmp_path, 5, world=1)
     asked = []
 
@@ -195,7 +195,7 @@ def test_what_an_object_store_has_is_asked_for_by_a_resume_alone(tmp_path, monke
     assert asked == [(str(tmp_path), {"there"})]
 
 
-def test_what_is_verified_is_kept_for_the_load_as_far_as_half_of_the_share_goes(tmp_path, monkeypatch, events):
+def test_verified_bytes_are_cached_for_the_load_up_to_half_of_the_memory_share(tmp_path, monkeypatch, events):
     monkeypatch.setattr(job_selection, "share_of_rank", lambda group: 1 << 20)
     assert caching_storage(STORAGE, Settings(verify="quick"), SingleProcess()) is STORAGE
     assert caching_storage(STORAGE, Settings(staging_gib=2**-20), SingleProcess()).budget == 1 << 10
@@ -212,7 +212,7 @@ def test_what_is_verified_is_kept_for_the_load_as_far_as_half_of_the_share_goes(
 
 
 @pytest.mark.parametrize("settled", [Visibility(12), Visibility(65, ("rank 1 sees x",)), Visibility()])
-def test_that_the_ranks_waited_for_a_late_listing_is_an_event(tmp_path, monkeypatch, events, settled):
+def test_waiting_for_a_late_listing_emits_an_event(tmp_path, monkeypatch, events, settled):
     save(tmp_path, 5, world=1)
     monkeypatch.setattr(job_selection, "wait_until_visible", lambda *_: settled)
     choose(tmp_path, emit=events.append).read_lock.release()
@@ -242,7 +242,7 @@ def test_all_ranks_look_in_one_place(tmp_path):
     assert ["several folders" in str(error) for error in look(False, True)] == [True, True]
 
 
-def test_that_nobody_could_find_out_who_shares_a_folder_is_not_remembered(tmp_path, monkeypatch):
+def test_an_unknown_topology_is_not_cached(tmp_path, monkeypatch):
     """It is read as one that all share. Whoever saves there looks again, and would else wait for records that others keep."""
     def fail(*_):
         raise CollectiveError("rank 1: OSError: no space left")

@@ -37,7 +37,7 @@ def test_a_save_that_was_begun_tells_more(tmp_path):
     assert find_lost_work(STORAGE, str(tmp_path), found).steps == 5
 
 
-def test_who_ended_or_lives_lost_nothing(tmp_path):
+def test_ended_and_running_jobs_lost_nothing(tmp_path):
     save(tmp_path, 10)
     assert lost(tmp_path) is None
     lease = acquire(STORAGE, str(tmp_path), replace(holder_of_this_process(SAVING), run=LATER))

@@ -107,7 +107,7 @@ def test_a_part_that_lacks_something_is_not(tmp_path, iterations):
     (COVERING, COVERING, ((), (1, 4, 6, 7))),                       # as where all share a disk
     (LACKING, LACKING, (LACKING, ())),                              # all of this node have saved
     ((0, 1, 2, 3), (0, 2, 3), None)])
-def test_what_one_of_several_nodes_that_share_no_disk_has_of_it(tmp_path, part, saved, found):
+def test_a_node_local_part_is_not_completed_from_replicas(tmp_path, part, saved, found):
     last_save(tmp_path, 7, saved, local_ranks=part)
     candidate, = scan(STORAGE, str(tmp_path)).candidates
     if found is not None:
@@ -202,7 +202,7 @@ STRATEGY = Strategy((LAYOUTS,), "strategy")
 
 @pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("world", [WORLD, None])
-def test_of_mindformers_with_its_strategy(tmp_path, fmt, world):
+def test_a_mindformers_checkpoint_is_completed_with_its_strategy(tmp_path, fmt, world):
     foreign(tmp_path, 5, range(WORLD), fmt)
     foreign(tmp_path, 7, COVERING, fmt)
     choice = choose(tmp_path, world, strategy_of=lambda root, candidate: STRATEGY)
@@ -219,7 +219,7 @@ def test_of_mindformers_with_its_strategy(tmp_path, fmt, world):
     (Strategy(({"layer.bias": TensorLayout((4, 2), (-1,))},), "poor"), "embedding.weight (8, 4) has no layout"),
     (Strategy(({name: TensorLayout((4, 2), (-1, -1, -1)) for name in LAYOUTS},), "alien"), "dimensions, the strategy has 3"),
     (Strategy(({name: TensorLayout((2, 2), LAYOUTS[name].tensor_map) for name in LAYOUTS},), "small"), "no file of rank 1")])
-def test_of_mindformers_without_proof(tmp_path, strategy, said):
+def test_a_mindformers_checkpoint_without_proof_is_refused(tmp_path, strategy, said):
     foreign(tmp_path, 5, range(WORLD))
     foreign(tmp_path, 7, LACKING if strategy is STRATEGY else COVERING)
     choice = choose(tmp_path, strategy_of=lambda root, candidate: strategy)

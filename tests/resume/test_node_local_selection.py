@@ -46,7 +46,7 @@ def test_the_newest_that_both_have(tmp_path):
         assert choice.shards[0].details.random == {"python": f"of rank {rank}"}
 
 
-def test_one_that_a_node_had_saved_and_not_committed_is_taken_where_its_records_say_that_they_are_all(tmp_path):
+def test_an_uncommitted_part_is_selected_if_its_records_list_all_local_ranks(tmp_path):
     both(tmp_path, 5)
     for step, with_local_ranks in ((10, True), (15, False)):
         save_part(tmp_path / "a", step, (0, 1), with_local_ranks=with_local_ranks)
@@ -89,7 +89,7 @@ def test_a_folder_of_something_else_on_one_node_is_no_fresh_start(tmp_path):
         choose(tmp_path)
 
 
-def test_a_node_with_an_empty_disk_is_an_error_that_says_who_has_what(tmp_path):
+def test_a_node_with_an_empty_disk_is_an_error_that_lists_the_steps_of_each_node(tmp_path):
     both(tmp_path, 5)
     shutil.rmtree(tmp_path / "b")
     with pytest.raises(NoUsableCheckpointError) as caught:
@@ -115,7 +115,7 @@ def test_the_same_checkpoint_copied_to_both(tmp_path):
     assert step_of(choose(tmp_path)) == 5
 
 
-def test_what_mindformers_wrote(tmp_path):
+def test_checkpoints_of_mindformers_are_selected(tmp_path):
     for node, ranks in PARTS.items():
         write_foreign(tmp_path / node, 5, ranks=ranks)
     write_foreign(tmp_path / "a", 10, ranks=(0, 1))
@@ -124,7 +124,7 @@ def test_what_mindformers_wrote(tmp_path):
     assert {choice.chosen.world_size for choice in choices} == {4}      # a node sees its own two, and nothing was loaded
 
 
-def test_what_mindformers_wrote_on_more_ranks(tmp_path):
+def test_checkpoints_of_mindformers_on_more_ranks_are_handled(tmp_path):
     for node, ranks in {"a": (0, 1, 4, 5), "b": (2, 3, 6, 7)}.items():
         write_foreign(tmp_path / node, 5, ranks=ranks)
     with pytest.raises(NoUsableCheckpointError, match="saved by at least 6 ranks, this job has 4"):
@@ -148,7 +148,7 @@ def test_named(tmp_path):
         choose(tmp_path, requested=str(name_of(0, 15)))
 
 
-def test_health_as_rank_0_knows_it(tmp_path):
+def test_the_health_list_of_rank_0_applies(tmp_path):
     both(tmp_path, 5, 10)
     assert step_of(choose(tmp_path, unhealthy=frozenset({str(name_of(0, 10))}))) == 5
 

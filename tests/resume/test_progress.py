@@ -35,7 +35,7 @@ def test_counters_of_the_new_run(saved, new, expected):
     assert counters(progress) == expected and progress.repeated == 0
 
 
-def test_what_does_not_scale_is_rounded_down_and_counted():
+def test_fractions_of_steps_are_rounded_down_and_counted():
     """35 * 8 / 16 = 17.5 steps. Half a step of data is seen again."""
     progress = resume_progress(state(35, consumed=280), RunSettings(16, 5))
     assert counters(progress) == (17, 3, 17, 0.5, 17)
@@ -71,7 +71,7 @@ def on(step, position, size=10, batch=8):
 
 @pytest.mark.parametrize("data_request, skip, epoch", [(DataRequest(True), 0, 3), (DataRequest(False, 2), 2, 3),
                                                (DataRequest(False, 12), 12, 3)])
-def test_a_new_data_set_begins_as_it_was_said(data_request, skip, epoch):
+def test_a_new_data_set_begins_as_requested(data_request, skip, epoch):
     progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, data_request))
     assert counters(progress) == (35, epoch, 35, 1.0, skip) and progress.starts_data_set
     assert progress.changed == ("files: 1 file, 10 bytes: a, now 1 file, 12 bytes: b",)
@@ -79,7 +79,7 @@ def test_a_new_data_set_begins_as_it_was_said(data_request, skip, epoch):
 
 
 @pytest.mark.parametrize("data_request", [DataRequest(True), DataRequest(False, 2)])
-def test_it_begins_once(data_request):
+def test_a_new_data_set_begins_once(data_request):
     """Interrupted again: the same command goes on where the new data set was, and ends where it would have ended."""
     first = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, data_request))
     saved = on(42, first.position.after(7, 10, 8))
@@ -90,7 +90,7 @@ def test_it_begins_once(data_request):
     assert later.data_skip == first.data_skip + 15 and later.initial_epoch == 4
 
 
-def test_a_third_data_set_begins_by_the_same_words():
+def test_a_third_data_set_begins_by_the_same_request():
     second = DataPosition(0, 56, 3, "ignore_data_skip: True", OTHER)
     progress = resume_progress(on(42, second), RunSettings(8, 10, None, OURS, DataRequest(True)))
     assert progress.starts_data_set and progress.data_skip == 0
@@ -101,7 +101,7 @@ def test_the_same_data_set_from_its_beginning():
     assert progress.starts_data_set and (progress.data_skip, progress.initial_epoch) == (0, 3) and not progress.changed
 
 
-def test_a_change_that_nobody_declared_goes_on_as_if_there_was_none():
+def test_an_undeclared_change_continues_as_without_a_change():
     progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER))
     assert progress.changed and not progress.starts_data_set and progress.data_skip == 35
     assert progress.position.identity == OTHER
@@ -121,7 +121,7 @@ def test_a_new_data_set_each_round_begins_at_its_beginning():
 
 
 @given(st.lists(st.tuples(st.sampled_from([2, 4, 8, 16]), st.integers(0, 30)), min_size=1, max_size=6))
-def test_whatever_the_batch_sizes_no_sample_is_left_out(attempts):
+def test_no_sample_is_left_out_with_any_batch_sizes(attempts):
     """Passes of 80 samples. Every attempt goes on at or before the sample where the one before was stopped, by less than a
     step."""
     position, consumed, step, batch = DataPosition(), 0, 0, 8
@@ -140,14 +140,14 @@ def test_whatever_the_batch_sizes_no_sample_is_left_out(attempts):
 
 @pytest.mark.parametrize("ignore, skip, expected", [(None, None, ""), (False, 0, ""), (True, None, "ignore_data_skip: True"),
                                                     (False, 3, "data_skip_steps: 3"), (True, 3, "ignore_data_skip: True")])
-def test_what_the_configuration_says(ignore, skip, expected):
+def test_valid_data_requests_are_parsed(ignore, skip, expected):
     assert str(parse_data_request(ignore, skip)) == expected
 
 
 @pytest.mark.parametrize("ignore, skip, match", [("yes", None, "ignore_data_skip is 'yes'"), (None, -1, "data_skip_steps is -1"),
                                                  (None, 1.5, "data_skip_steps is 1.5"), (None, True, "data_skip_steps is True"),
                                                  (None, "2", "data_skip_steps is '2'")])
-def test_what_cannot_be_meant(ignore, skip, match):
+def test_contradictory_data_requests_are_errors(ignore, skip, match):
     with pytest.raises(ConfigError, match=match):
         parse_data_request(ignore, skip)
 

@@ -218,7 +218,7 @@ def test_nothing_there_is_a_fresh_start(tmp_path):
     assert choose(tmp_path).is_fresh_start and choose(tmp_path / "missing").is_fresh_start
 
 
-def test_debris_of_a_first_save_is_a_fresh_start(tmp_path):
+def test_leftovers_of_a_first_save_are_a_fresh_start(tmp_path):
     write_rank(tmp_path, 5, 0, WORLD)
     (tmp_path / "rank_1").mkdir()
     (tmp_path / "rank_1" / f".net_rank_1-1_5.safetensors.{RUN}.mindresume-tmp").write_bytes(b"half")
@@ -346,7 +346,7 @@ def test_weights_without_counters_are_no_training_state(tmp_path):
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------------
 
-def test_one_bad_verdict_moves_all_ranks(saved):
+def test_one_rank_with_a_bad_file_makes_all_ranks_fall_back(saved):
     flip_bit(path_of(saved, 15, 2))
     results = Ranks(WORLD).run(lambda group: select_shared(STORAGE, str(saved), group, SelectionPolicy(WORLD)))
     assert [result.chosen.step for result in results] == [10] * WORLD

@@ -56,7 +56,7 @@ def saved(tmp_path):
 
 # ---- the tracker -----------------------------------------------------------------------------------------------------
 
-def test_what_the_tracker_names(saved):
+def test_the_iteration_that_the_tracker_names_is_selected(saved):
     choice = choose(saved)
     assert taken(choice) == (15, RUN) and choice.chosen.iteration_dir == "iteration_00000015"
     assert (choice.refused, choice.notes, choice.is_fresh_start) == ((), (), False)
@@ -96,7 +96,7 @@ def test_a_tracker_older_than_everything_is_no_reason_to_begin_afresh(saved):
     (b"9" * 40, "a number of 40 digits"), (b"1" * 5000, "a number of 1024 digits"), (b"10.0", "not a whole number"),
     (b"release", "not a whole number"), ("١٠".encode(), "not a whole number"), (b"10 5", "not a whole number"),
     (b"\0", "not a whole number")])
-def test_a_tracker_that_says_nothing_is_named_and_the_newest_is_taken(saved, content, reason):
+def test_an_invalid_tracker_is_reported_and_the_newest_is_selected(saved, content, reason):
     track(saved, content)
     choice = choose(saved)
     assert taken(choice) == (15, RUN) and reason in notes(choice) and "taking the newest complete one" in notes(choice)
@@ -133,7 +133,7 @@ def test_an_intent_of_another_step_is_no_excuse(saved):
 # ---- not committed ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("manifest", [True, False])
-def test_what_all_ranks_have_finished_is_the_newest(saved, manifest):
+def test_a_save_that_all_ranks_have_finished_is_the_newest(saved, manifest):
     if manifest:
         unname(saved, 15)
         track(saved, 10)
@@ -146,14 +146,14 @@ def test_what_all_ranks_have_finished_is_the_newest(saved, manifest):
     assert choice.chosen.iteration_dir.startswith(FOLDER)
 
 
-def test_what_all_ranks_have_finished_waits_behind_a_tracker_that_was_set_back(saved):
+def test_a_tracker_that_was_set_back_precedes_a_save_that_all_ranks_have_finished(saved):
     write_all(saved, 20)
     track(saved, 5)
     choice = choose(saved)
     assert taken(choice) == (5, RUN) and "only used as a last resort: step 20, 15, 10" in notes(choice)
 
 
-def test_a_run_that_began_at_a_tracker_set_back_is_found_where_it_died_before_the_rename(saved):
+def test_a_run_from_a_tracker_set_back_is_selected_if_killed_before_the_rename(saved):
     """Visible are steps 5, 10 and 15 of the run before; the new run has committed 10, and said that the tracker will name it."""
     track(saved, 5)
     save(saved / "elsewhere", 10, run=NEXT)
@@ -163,7 +163,7 @@ def test_a_run_that_began_at_a_tracker_set_back_is_found_where_it_died_before_th
     assert taken(choice) == (10, NEXT) and "names step 5: the job that saved step 10 died" in notes(choice)
 
 
-def test_what_is_newer_than_a_tracker_set_back_is_not_taken_unless_its_run_was_about_to_point_to_it(saved):
+def test_a_save_newer_than_a_tracker_set_back_needs_an_intent_to_be_selected(saved):
     """Between its last record and the intent, a run that began at a tracker set back by hand cannot be told from one before,
     behind which the tracker was set: what the user wrote counts, and the other is named."""
     track(saved, 5)
@@ -180,7 +180,7 @@ def test_a_complete_save_newer_than_a_folder_of_mindformers_that_the_tracker_nam
     assert taken(choice) == (20, NEXT) and choice.refused == ()
 
 
-def test_one_rank_missing_is_no_checkpoint(saved):
+def test_a_save_without_one_rank_is_not_selected(saved):
     write_rank(saved, 20, 1)
     choice = choose(saved)
     assert taken(choice) == (15, RUN) and choice.refused == ()      # it is newer than what the tracker names, so it comes last
@@ -247,7 +247,7 @@ def test_when_all_are_damaged_it_is_an_error_that_names_each(saved):
 
 
 @pytest.mark.parametrize("name", [COMMON, METADATA])
-def test_the_small_files_are_not_needed_where_records_say_the_same(saved, name):
+def test_metadata_files_are_not_needed_beside_records(saved, name):
     os.remove(folder_of(saved, 15) / name)
     assert taken(choose(saved)) == (15, RUN)
 
@@ -288,7 +288,7 @@ def test_health(tmp_path):
     assert taken(choose(folder_of(tmp_path, 15), unhealthy=())) == (15, RUN)
 
 
-def test_health_where_all_are_sick(tmp_path):
+def test_no_healthy_checkpoint_is_an_error(tmp_path):
     save(tmp_path, 5, health=1)
     with pytest.raises(NoUsableCheckpointError, match="(?s)The training has no healthy checkpoints yet, please start.*unhealthy"):
         choose(tmp_path, unhealthy=())
@@ -349,7 +349,7 @@ def test_two_folders_of_one_step_under_names_of_different_length(saved):
 
 # ---- rank folders beside ---------------------------------------------------------------------------------------------
 
-def test_both_formats_in_one_root(tmp_path):
+def test_both_formats_in_one_root_are_ordered(tmp_path):
     """A job changed the format, and changed it back: it goes on from the newest."""
     rank_folders.save(tmp_path, 5, world=2)
     save(tmp_path, 10, 15, run=NEXT)
@@ -359,7 +359,7 @@ def test_both_formats_in_one_root(tmp_path):
     assert (choice.chosen.step, choice.chosen.iteration_dir) == (12, "")
 
 
-def test_where_all_of_one_format_are_damaged_the_other_is_taken(tmp_path):
+def test_the_other_format_is_selected_if_all_of_one_are_damaged(tmp_path):
     rank_folders.save(tmp_path, 5, world=2)
     save(tmp_path, 10, 15, run=NEXT)
     for step in (10, 15):
@@ -496,14 +496,14 @@ def test_common_of_other_versions(tmp_path, row):
     assert taken(choose(tmp_path, unhealthy=())) == (15, None)
 
 
-def test_mindformers_folders_that_were_sick(tmp_path):
+def test_unhealthy_mindformers_folders_are_refused(tmp_path):
     foreign(tmp_path, "mf190_20_single")
     common(ckpt_status=1)(folder_of(tmp_path, 15))
     assert taken(choose(tmp_path)) == (15, None)
     assert taken(choose(tmp_path, unhealthy=())) == (10, None)
 
 
-def test_without_a_tracker_missing_files_are_a_first_save_that_died(tmp_path):
+def test_missing_files_without_a_tracker_are_a_killed_first_save(tmp_path):
     foreign(tmp_path, steps=(10,), tracked=False)
     without(COMMON)(folder_of(tmp_path, 10))
     choice = choose(tmp_path)
@@ -522,7 +522,7 @@ def test_without_a_tracker_what_is_whole_is_taken(tmp_path):
     assert taken(choose(tmp_path)) == (15, None)
 
 
-def test_an_empty_iteration_folder_is_left_by_a_first_save_that_died(tmp_path):
+def test_an_empty_iteration_folder_is_a_killed_first_save(tmp_path):
     folder_of(tmp_path, 10).mkdir()
     choice = choose(tmp_path)
     assert choice.chosen is None and choice.is_fresh_start
@@ -533,7 +533,7 @@ def test_a_file_named_like_an_iteration_is_none(saved):
     assert taken(choose(saved)) == (15, RUN)
 
 
-def test_a_tracker_alone_says_that_there_was_a_checkpoint(tmp_path):
+def test_a_tracker_alone_prevents_a_fresh_start(tmp_path):
     """Somebody removed the folders, or they are not here yet."""
     track(tmp_path, 15)
     with pytest.raises(MissingCheckpointError, match="names step 15"):

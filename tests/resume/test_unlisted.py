@@ -127,7 +127,7 @@ def test_a_root_that_cannot_be_listed_is_no_empty_one(tmp_path, fill, code):
 
 
 @pytest.mark.parametrize("name", [FOLDER, "rank_0", "iteration_00000005"])
-def test_what_cannot_be_listed_forbids_a_fresh_start(tmp_path, name):
+def test_a_folder_that_cannot_be_listed_prevents_a_fresh_start(tmp_path, name):
     """There is nothing else, as far as anybody can see."""
     (tmp_path / name).symlink_to(tmp_path / name)
     with pytest.raises(NoUsableCheckpointError, match=f"{name} cannot be listed"):
@@ -219,7 +219,7 @@ def test_retention_keeps_what_it_cannot_look_into_and_removes_the_rest(tmp_path)
     assert path_of(tmp_path, 10, 0).exists() and closed.exists() and not path_of(tmp_path, 5, 0).exists()
 
 
-def test_a_plan_says_why(tmp_path):
+def test_a_plan_gives_reasons(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, 2)
     closed = tmp_path / FOLDER / attempt_name(5, RUN)
@@ -228,7 +228,7 @@ def test_a_plan_says_why(tmp_path):
     assert "cannot be listed" in made.reasons[str(closed)]
 
 
-def test_trash_spares_what_a_closed_one_may_claim(tmp_path):
+def test_emptying_trash_keeps_files_that_an_unlistable_attempt_may_reference(tmp_path):
     """Rank folders were deleted by hand, so that two steps have files of one name; the records of the later one are closed."""
     save(tmp_path, 5, 2)
     trash = tmp_path / FOLDER / (TRASH + attempt_name(5, RUN))
@@ -265,7 +265,7 @@ def test_a_job_begins_beside_an_iteration_that_cannot_be_listed(tmp_path):
     lease.release()
 
 
-def test_what_cannot_be_listed_is_not_offered_to_other_nodes(tmp_path):
+def test_an_unlistable_attempt_is_not_offered_to_other_nodes(tmp_path):
     save(tmp_path, 5, 2)
     save(tmp_path, 10, 2)
     assert committed(Closed(tmp_path / FOLDER / attempt_name(10, RUN)), str(tmp_path)) == [attempt_name(5, RUN)]

@@ -47,7 +47,7 @@ def steps(root):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_what_was_there_at_the_call_is_saved(tmp_path, kind, fmt):
+def test_values_at_the_time_of_the_call_are_saved(tmp_path, kind, fmt):
     """Parameters change at once after the call, as the next step changes them."""
     saver = saver_in(tmp_path, kind)
     for step in (5, 10):
@@ -239,7 +239,7 @@ class KillableWriter:
 
 
 @pytest.mark.parametrize("budget", [0, 1])              # 1: written in the training, committed by the writer
-def test_a_writer_that_dies_while_it_commits_has_saved(tmp_path, monkeypatch, budget):
+def test_a_writer_killed_during_its_commit_has_saved(tmp_path, monkeypatch, budget):
     monkeypatch.setitem(background_writer.WRITERS, "thread", KillableWriter)
     saver = saver_in(tmp_path, "thread", budget=budget)
     saver.save(Save(shard(5)))
@@ -248,7 +248,7 @@ def test_a_writer_that_dies_while_it_commits_has_saved(tmp_path, monkeypatch, bu
     assert saver.poll() == [] and not saver.busy()
 
 
-def test_a_writer_that_dies_in_the_second_save_of_a_step_is_an_error(tmp_path, monkeypatch):
+def test_a_writer_killed_in_the_second_save_of_a_step_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(background_writer.WRITERS, "thread", KillableWriter)
     saver = saver_in(tmp_path, "thread", world=2, rank=1)
     saver.save(Save(shard(5, 1)))
@@ -295,7 +295,7 @@ def test_the_successor_commits_no_older_step_behind_a_newer_one():
     simulated(work, "process", world=2)
 
 
-def test_a_writer_process_finishes_its_save_when_the_training_dies(tmp_path):
+def test_a_writer_process_finishes_its_save_when_the_training_is_killed(tmp_path):
     saver = slow_saver(tmp_path)
     saver.save(Save(shard(5)))
     process = saver._writer._process

@@ -146,7 +146,7 @@ def test_retention_counts_earlier_runs_and_leaves_mindformers_files(tmp_path):
     assert sorted(os.listdir(tmp_path / FOLDER)) == [attempt_name(15, RUN), attempt_name(20, NEXT_RUN)]
 
 
-def test_removal_that_died_half_way_is_finished_by_the_next_one(tmp_path):
+def test_an_interrupted_removal_is_finished_by_the_next_one(tmp_path):
     save(tmp_path, 5, world=2)
     attempt = tmp_path / FOLDER / attempt_name(5, RUN)
     attempt.rename(attempt.with_name(TRASH + attempt.name))              # dies right after the first operation
@@ -157,7 +157,7 @@ def test_removal_that_died_half_way_is_finished_by_the_next_one(tmp_path):
     assert not path_of(tmp_path, 5, 1).exists() and sorted(os.listdir(tmp_path / FOLDER)) == [attempt_name(10, RUN)]
 
 
-def test_a_victim_removed_by_hand_is_no_error(tmp_path):
+def test_a_checkpoint_removed_by_hand_during_retention_is_no_error(tmp_path):
     import shutil
     for step in (5, 10):
         save(tmp_path, step, world=1)
@@ -168,7 +168,7 @@ def test_a_victim_removed_by_hand_is_no_error(tmp_path):
     assert steps(tmp_path) == [20]
 
 
-def test_debris_of_a_dead_run_goes_with_the_next_commit(tmp_path):
+def test_leftovers_of_a_dead_run_are_removed_by_the_next_commit(tmp_path):
     save(tmp_path, 5, world=2)
     write_rank(tmp_path, 10, 0, 2)                                        # rank 1 died before its record
     path_of(tmp_path, 10, 1).write_bytes(path_of(tmp_path, 10, 0).read_bytes())
@@ -190,7 +190,7 @@ def test_an_unfinished_save_of_the_living_run_stays_until_a_later_one_is_committ
     assert not path_of(tmp_path, 5, 0).exists()
 
 
-def test_a_run_that_died_before_its_manifest_is_committed_by_the_next(tmp_path):
+def test_a_save_killed_before_its_manifest_is_committed_by_the_next_run(tmp_path):
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2)
     write_rank(tmp_path, 10, 0, 2)

@@ -62,7 +62,7 @@ def left(root):
     return sorted(name for name in os.listdir(root / FOLDER) if name.startswith(("trial", "death")))
 
 
-def test_two_deaths_and_the_older_one_is_tried(root):
+def test_two_failed_loads_select_the_older_checkpoint(root):
     assert [Job(root).dies().step for _ in range(2)] == [15, 15]
     found = choose(root)
     assert found.chosen.step == 10
@@ -71,7 +71,7 @@ def test_two_deaths_and_the_older_one_is_tried(root):
         "error was reported (mindresume.max_failed_loads: 2); name it explicitly to load it all the same"]
 
 
-def test_the_job_before_is_told_of(root):
+def test_the_failure_of_the_previous_job_is_reported(root):
     Job(root).dies(NAN)
     assert choose(root).notes == (f"step 15: the job before loaded it and died before the first step was done, the last one: "
                                   f"RuntimeError: loss is nan (rank 0, host {socket.gethostname()})",)
@@ -96,7 +96,7 @@ def test_only_what_happens_after_the_load_counts(root):
     RuntimeError("HcclAllReduce failed, EI0002: notify wait timeout"), ConnectionResetError(), TimeoutError(),
     RuntimeError("The total number of timed out node is 1"), RuntimeError("Exception thrown from dataset pipeline"),
     OSError(5, "Input/output error"), LoadError("it changed"), TypeError("unexpected argument"), ImportError("no module")])
-def test_what_something_else_explains_does_not_count(root, error):
+def test_failures_with_another_cause_do_not_count(root, error):
     for _ in range(3):
         Job(root, ranks=2).dies(error, rank=1)
     assert choose(root).chosen.step == 15 and list(load_attempts(STORAGE, str(root)).values()) == [()]
@@ -106,7 +106,7 @@ def test_what_something_else_explains_does_not_count(root, error):
 
 @pytest.mark.parametrize("error", [NAN, ValueError("nan"), FloatingPointError(), RuntimeError("aicore exception"),
                                    AssertionError("")])
-def test_what_may_come_of_the_checkpoint_counts(root, error):
+def test_failures_that_the_checkpoint_may_cause_count(root, error):
     for _ in range(2):
         Job(root, ranks=2).dies(error, rank=1)
     assert explanation(error) == "" and choose(root).chosen.step == 10
@@ -121,7 +121,7 @@ def test_an_error_of_the_compiler_is_none_of_the_checkpoint():
         assert explanation(error) == "the network could not be compiled"
 
 
-def test_who_lost_the_others_does_not_excuse_the_one_with_the_error(root):
+def test_a_rank_that_lost_its_peers_does_not_excuse_the_rank_with_the_error(root):
     for _ in range(2):
         job = Job(root, ranks=3)
         job.dies(RuntimeError("hccl: peer is gone"), rank=0)
@@ -160,7 +160,7 @@ def deaths_on(root, monkeypatch, *hosts, ranks=2, of=2):
         Job(root, ranks=ranks, hosts=of).dies(NAN, rank=1)
 
 
-def test_one_host_that_kills_every_job_is_no_checkpoint_that_does(root, monkeypatch):
+def test_failures_on_one_host_do_not_count_against_the_checkpoint(root, monkeypatch):
     deaths_on(root, monkeypatch, "bad", "bad", "bad")
     found = choose(root)
     assert found.chosen.step == 15 and "3 jobs in a row" in found.notes[-1] and "All died on host bad" in found.notes[-1]
@@ -249,14 +249,14 @@ def test_a_note_that_cannot_be_read_costs_no_checkpoint(root, content):
 
 
 @pytest.mark.parametrize("word", [b"", b"{}", b"[1]", b'{"explained": "", "cause": 7, "host": "", "rank": 0}'])
-def test_a_word_that_cannot_be_read_is_no_silence(root, word):
+def test_an_unreadable_failure_record_counts_as_a_record(root, word):
     job = Job(root).dies(NAN)
     (root / FOLDER / f"death-{job.load_attempts[0].run}-rank_00000.json").write_bytes(word)
     assert list(load_attempts(STORAGE, str(root)).values()) == [()]
 
 
 @pytest.mark.parametrize("operation", ["write", "rename", "sync", "remove"])
-def test_a_disk_that_fails_ends_nothing_but_the_trial(root, operation):
+def test_a_failing_disk_ends_only_the_load_attempt(root, operation):
     class Broken(PosixStorage):
         pass
 
@@ -277,7 +277,7 @@ def test_a_disk_that_fails_ends_nothing_but_the_trial(root, operation):
 
 # ---- retention -------------------------------------------------------------------------------------------------------------
 
-def test_what_is_suspected_is_never_removed(root):
+def test_a_suspected_checkpoint_is_never_removed(root):
     """The newest checkpoint was passed over, an older one trained on, and the newer removed."""
     for _ in range(2):
         Job(root).dies()
@@ -292,7 +292,7 @@ def test_what_is_suspected_is_never_removed(root):
     assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [25]
 
 
-def test_what_nobody_suspects_is_removed_when_the_training_goes_on_from_another_one(root):
+def test_an_unsuspected_checkpoint_is_removed_when_the_training_continues_from_another(root):
     """One job died right after it had loaded step 15, and the next one loads a newer checkpoint, which another job has saved."""
     Job(root).dies()
     later = run_name(2, "0000bbbb")

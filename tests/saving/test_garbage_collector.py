@@ -67,7 +67,7 @@ def saved(tmp_path):
 
 # ---- deciding --------------------------------------------------------------------------------------------------------
 
-def test_a_plan_touches_nothing_and_says_why(saved):
+def test_a_plan_changes_nothing_and_gives_reasons(saved):
     before = tree(saved)
     made = planned(saved, KeepAny((KeepLast(1), KeepEverySteps(10))), ended=over)
     assert (steps(made.kept), steps(made.to_delete), steps(made.orphans), made.read_locked) == ([20, 10], [15, 5], [25], ())
@@ -113,7 +113,7 @@ def test_whether_a_run_is_over_is_asked_after_the_folder_was_read(saved):
     assert seen and min(seen) >= 6                     # the folder of records and those of five attempts
 
 
-def test_what_mindformers_wrote_is_neither_counted_nor_removed(tmp_path):
+def test_checkpoints_of_mindformers_are_neither_counted_nor_removed(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, world=2)
     write_foreign(tmp_path, 50, world=2, suffix=7)
@@ -157,7 +157,7 @@ def test_without_a_whole_one_no_checkpoint_goes(saved):
     assert set(why(made).values()) == {NOTHING_WHOLE, "the save never completed"}
 
 
-def test_what_meta_json_names_stays(saved):
+def test_the_checkpoint_that_meta_json_names_is_kept(saved):
     """A job has committed a newer one and has not pointed to it yet; beside it somebody prunes the folder."""
     meta = saved / "rank_0" / "meta.json"
     older, gone = (json.dumps(meta_json(name_of(0, step))) for step in (10, 11))
@@ -179,7 +179,7 @@ def test_nothing_goes_while_what_meta_json_names_is_not_known(saved):
         plan(Trouble(), str(saved), KeepLast(1))
 
 
-def test_a_whole_one_that_nobody_committed_yet_stays(tmp_path):
+def test_a_complete_uncommitted_save_is_kept(tmp_path):
     save(tmp_path, 5, world=2)
     save(tmp_path, 10, world=2)
     (tmp_path / FOLDER / attempt_name(10, RUN) / MANIFEST).unlink()
@@ -189,7 +189,7 @@ def test_a_whole_one_that_nobody_committed_yet_stays(tmp_path):
         assert why(made)[attempt_name(10, RUN)] == "complete, not committed yet"
 
 
-def test_saves_that_nobody_can_commit_any_more_take_a_place_and_remove_nothing_good(tmp_path):
+def test_saves_that_can_no_longer_be_committed_displace_no_good_checkpoint(tmp_path):
     for step in (5, 10, 15):
         save(tmp_path, step, world=2)
     attempt = tmp_path / FOLDER / attempt_name(5, RUN)
@@ -211,7 +211,7 @@ def healths(monkeypatch):
 
 @pytest.mark.parametrize("unhealthy, kept, extra", [((), [25], None), ((25, 20), [25, 15], 15), ((25, 20, 15, 10, 5), [25], None),
                                                ((20,), [25], None), ((10,), [25], None)])
-def test_the_newest_healthy_one_stays(tmp_path, healths, unhealthy, kept, extra):
+def test_the_newest_healthy_checkpoint_is_kept(tmp_path, healths, unhealthy, kept, extra):
     healths.update({step: int(step in unhealthy) for step in (5, 10, 15, 20, 25)})
     for step in (5, 10, 15, 20, 25):
         save(tmp_path, step, world=2)
@@ -223,7 +223,7 @@ def test_the_newest_healthy_one_stays(tmp_path, healths, unhealthy, kept, extra)
     assert committed(tmp_path) == kept
 
 
-def test_the_newest_healthy_one_that_is_whole_stays_and_one_that_nobody_judged_counts_as_healthy(tmp_path, healths):
+def test_the_newest_complete_healthy_checkpoint_is_kept_and_unknown_counts_as_healthy(tmp_path, healths):
     healths.update({5: 0, 20: 1, 25: 1})
     for step in (5, 10, 15, 20, 25):
         save(tmp_path, step, world=2)
@@ -305,7 +305,7 @@ def test_the_order_of_operations(saved):
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_dies_before_any_operation_and_the_next_one_finishes(tmp_path, fmt):
+def test_a_removal_killed_at_any_operation_is_finished_by_the_next(tmp_path, fmt):
     source = tmp_path / "source"
     for step in (5, 10, 15):
         save(source, step, world=2, fmt=fmt)
@@ -329,7 +329,7 @@ def test_dies_before_any_operation_and_the_next_one_finishes(tmp_path, fmt):
         assert tree(root) == tree(finished), limit
 
 
-def test_dies_twice_and_the_third_one_finishes(saved, tmp_path):
+def test_a_removal_killed_twice_is_finished_by_the_third(saved, tmp_path):
     for first, second in ((3, 5), (8, 8), (12, 2), (20, 15)):
         root = tmp_path / f"{first}-{second}"
         shutil.copytree(saved, root)
@@ -341,7 +341,7 @@ def test_dies_twice_and_the_third_one_finishes(saved, tmp_path):
         assert sorted(os.listdir(root / "rank_0")) == ["meta.json", path_of(root, 20, 0).name]
 
 
-def test_weights_of_a_removal_that_died_are_synced_by_the_next_one_too(saved):
+def test_weights_of_an_interrupted_removal_are_synced_by_the_next(saved):
     """Who removed them may have died before it synced; a power loss now must not bring them back without their records."""
     made, dying = planned(saved, KeepLast(3)), Counting()
     dying.limit = 1 + next(i for i, what in enumerate(counted(saved)) if what == ("remove", str(path_of(saved, 5, 1))))
@@ -365,7 +365,7 @@ def counted(root):
     return [tuple(text.replace(str(copy), str(root)) for text in what) for what in storage.done]
 
 
-def test_missing_victims_are_no_error(saved):
+def test_checkpoints_that_vanished_before_their_removal_are_no_error(saved):
     made = planned(saved, KeepLast(1), ended=over)
     shutil.rmtree(saved / FOLDER / attempt_name(10, RUN))
     path_of(saved, 15, 0).unlink()
@@ -399,7 +399,7 @@ def test_a_later_file_of_the_same_name_stays(tmp_path):
 HELD = {attempt_name(10, RUN): "loading by process 7 on host a"}
 
 
-def test_a_held_one_is_no_victim(saved):
+def test_a_locked_checkpoint_is_not_removed(saved):
     made = planned(saved, KeepLast(1), held={**HELD, attempt_name(25, RUN): "x", attempt_name(20, RUN): "y"}, ended=over)
     assert steps(made.to_delete) == [15, 5] and made.orphans == ()
     assert sorted(steps(made.read_locked)) == [10, 25]               # 20 stays anyway
@@ -408,7 +408,7 @@ def test_a_held_one_is_no_victim(saved):
     assert committed(saved) == [20, 10]
 
 
-def test_a_hold_that_appears_after_the_plan(saved):
+def test_a_read_lock_taken_after_the_plan_is_respected(saved):
     before, events = {p: p.stat().st_mtime_ns for p in (saved / FOLDER / attempt_name(10, RUN)).iterdir()}, []
     removed = carry_out(STORAGE, str(saved), planned(saved, KeepLast(1), ended=over), lambda: HELD, events.append)
     assert steps(removed) == [15, 5, 25] and committed(saved) == [20, 10]
@@ -417,7 +417,7 @@ def test_a_hold_that_appears_after_the_plan(saved):
     assert steps(carry_out(STORAGE, str(saved), planned(saved, KeepLast(1)))) == [10]          # let go: the next one takes it
 
 
-def test_holds_are_asked_after_the_rename_is_durable(saved):
+def test_read_locks_are_checked_after_the_rename_is_durable(saved):
     storage, asked = Counting(), []
 
     def read_locks():
@@ -427,7 +427,7 @@ def test_holds_are_asked_after_the_rename_is_durable(saved):
     assert asked == [["rename", "sync"], ["rename", "sync", "rename", "sync"]]
 
 
-def test_dies_before_it_sees_the_hold_and_the_next_one_brings_it_back(saved):
+def test_the_next_removal_restores_a_locked_checkpoint_if_the_first_is_killed(saved):
     with pytest.raises(Died):
         carry_out(Counting(1), str(saved), planned(saved, KeepLast(3)), lambda: {})
     assert committed(saved) == [20, 15, 10]
@@ -438,7 +438,7 @@ def test_dies_before_it_sees_the_hold_and_the_next_one_brings_it_back(saved):
     assert committed(saved) == [20, 15, 10] and not path_of(saved, 5, 0).exists()
 
 
-def test_dies_while_it_renames_back(saved):
+def test_a_kill_during_the_restoring_rename_loses_nothing(saved):
     held = {attempt_name(5, RUN): "loading"}
     for limit in (2, 3):                                             # before the rename back, before its sync
         with pytest.raises(Died):
@@ -447,7 +447,7 @@ def test_dies_while_it_renames_back(saved):
         assert committed(saved) == [20, 15, 10, 5]
 
 
-def test_what_lost_files_already_does_not_come_back_and_waits_for_its_holder(saved):
+def test_a_locked_checkpoint_that_lost_files_is_not_restored_and_waits_for_its_reader(saved):
     attempt = saved / FOLDER / attempt_name(5, RUN)
     attempt.rename(attempt.with_name(TRASH + attempt.name))
     path_of(saved, 5, 0).unlink()
@@ -458,7 +458,7 @@ def test_what_lost_files_already_does_not_come_back_and_waits_for_its_holder(sav
     assert not path_of(saved, 5, 1).exists() and not list((saved / FOLDER).glob(TRASH + "*"))
 
 
-def test_another_process_finished_the_removal_before_the_hold_was_seen(saved):
+def test_another_process_may_finish_the_removal_before_the_lock_is_seen(saved):
     def read_locks():
         for trash in (saved / FOLDER).glob(TRASH + attempt_name(5, RUN) + ".*"):
             shutil.rmtree(trash)
@@ -485,7 +485,7 @@ class Stuck(Counting):
 @pytest.mark.parametrize("operation, name, left", [
     ("rename", attempt_name(15, RUN), [20, 15]), ("remove", str(Path(path_of("", 15, 1)).name), [20]),
     ("sync", "rank_1", [20]), ("open", "rank_00000.json", [20])])
-def test_one_that_cannot_be_removed_does_not_stop_the_others(saved, operation, name, left):
+def test_one_failed_removal_does_not_stop_the_others(saved, operation, name, left):
     events, old = [], saved / FOLDER / trash_name(attempt_name(3, RUN))
     old.mkdir()
     storage = Stuck(operation, name)
@@ -499,7 +499,7 @@ def test_one_that_cannot_be_removed_does_not_stop_the_others(saved, operation, n
     assert os.listdir(saved / FOLDER) == [attempt_name(20, RUN)] and not path_of(saved, 15, 1).exists()
 
 
-def test_what_cannot_be_removed_is_emitted_once(saved):
+def test_a_failed_removal_is_emitted_once(saved):
     events, storage = [], Stuck("rename", attempt_name(5, RUN))
     target = rank_folders.target_of(saved, 0, 2)
     committer = Committer(type(target)(storage, target.root, target.run, 0, 2), KeepLast(3), events.append)
@@ -507,7 +507,7 @@ def test_what_cannot_be_removed_is_emitted_once(saved):
     assert events == [RemovalPostponed(str(saved / FOLDER / attempt_name(5, RUN)), "Permission denied", 5)]
 
 
-def test_trash_of_the_same_attempt_is_in_nobodys_way(saved):
+def test_trash_of_the_same_attempt_does_not_interfere(saved):
     """Its removal was interrupted, the checkpoint was copied back by hand."""
     name = attempt_name(5, RUN)
     for old in (TRASH + name, trash_name(name)):                                # without a nonce, as before
@@ -528,7 +528,7 @@ def test_a_rename_that_reports_an_error_after_its_effect(saved):
     assert not path_of(saved, 5, 0).exists() and not list((saved / FOLDER).glob(TRASH + "*"))
 
 
-def test_holds_that_cannot_be_read_keep_what_is_not_known_to_be_free(saved):
+def test_unreadable_read_locks_keep_what_may_be_locked(saved):
     def read_locks():
         raise OSError(errno.EIO, "Input/output error")
     events = []
@@ -541,7 +541,7 @@ def test_holds_that_cannot_be_read_keep_what_is_not_known_to_be_free(saved):
 
 # ---- the committer ---------------------------------------------------------------------------------------------------
 
-def test_the_committer_removes_respects_holds_and_emits(saved):
+def test_the_committer_removes_respects_locks_and_emits(saved):
     events, held = [], dict(HELD)
     for rank in range(2):
         write_rank(saved, 30, rank, 2, run=NEXT_RUN, suffix=1)
@@ -566,7 +566,7 @@ def test_the_committer_never_takes_a_later_run_for_over(saved):
     assert path_of(saved, 40, 0, 1).exists() and (saved / FOLDER / attempt_name(40, NEXT_RUN)).exists()
 
 
-def test_what_is_held_while_others_are_removed_is_not_moved(tmp_path):
+def test_a_checkpoint_locked_during_other_removals_is_not_moved(tmp_path):
     """However long these take: it is looked for right before."""
     iteration_folders.save(tmp_path, 1, 2, 3)
     moved, held = [], []

@@ -129,7 +129,7 @@ def test_a_commit_leaves_what_mindformers_alone_needs_and_nothing_else(tmp_path)
         f"net-model-{rank:07d}-0000002.safetensors" for rank in range(2)]
 
 
-def test_one_rank_needs_no_metadata_and_health_is_said_when_it_is_known(tmp_path):
+def test_one_rank_needs_no_metadata_and_known_health_is_recorded(tmp_path):
     save(tmp_path, 10, world=1, health=1)
     assert METADATA not in os.listdir(folder_of(tmp_path, 10))
     assert parse_common((folder_of(tmp_path, 10) / COMMON).read_bytes(), COMMON).ckpt_status == 1
@@ -168,7 +168,7 @@ def test_a_layout_that_does_not_divide_the_ranks_is_no_commit(tmp_path):
     assert [(type(event), event.step) for event in events] == [(CommitDelayed, 10)] and "3 ranks" in events[0].reason
 
 
-def test_a_death_at_every_operation_of_a_save(tmp_path):
+def test_a_kill_at_every_operation_of_a_save(tmp_path):
     """The one before, or the new one; and the next run makes it visible, points to it and leaves nothing."""
     def act(storage, number):
         root = tmp_path / str(number)
@@ -250,7 +250,7 @@ def test_an_intent_whose_iteration_is_gone_or_is_not_the_newest_only_goes(tmp_pa
     assert tracker(tmp_path) == "10" and hidden(tmp_path) == []
 
 
-def test_what_a_later_run_saved_again_is_not_put_in_its_place(tmp_path):
+def test_a_save_repeated_by_a_later_run_is_not_replaced(tmp_path):
     """Run 1 died before it named step 10, run 2 could not adopt it and saved that step itself."""
     write_all(tmp_path, 10)
     save(tmp_path, 10, run=NEXT)
@@ -282,7 +282,7 @@ def test_several_saves_of_a_dead_run_are_adopted_oldest_first(tmp_path):
     assert listing(tmp_path) == [VISIBLE, "iteration_00000020", TRACKER] and hidden(tmp_path) == []
 
 
-def test_a_death_at_every_operation_of_an_adoption_of_several(tmp_path):
+def test_a_kill_at_every_operation_of_an_adoption_of_several(tmp_path):
     """Between two of them the tracker was behind what had its name already, as if somebody had set it back."""
     def act(storage, number):
         root = tmp_path / str(number)
@@ -325,7 +325,7 @@ def test_adopted_although_something_newer_never_completed(tmp_path):
     assert tracker(tmp_path) == "20" and chosen(tmp_path) == (20, RUN)
 
 
-def test_what_is_adopted_does_not_undo_a_tracker_that_was_set_back(tmp_path):
+def test_an_adoption_does_not_undo_a_tracker_that_was_set_back(tmp_path):
     save(tmp_path, 5, 10)
     write_all(tmp_path, 15)
     track(tmp_path, 5)
@@ -334,7 +334,7 @@ def test_what_is_adopted_does_not_undo_a_tracker_that_was_set_back(tmp_path):
     assert chosen(tmp_path) == (5, RUN)
 
 
-def test_a_death_at_every_operation_of_an_adoption(tmp_path):
+def test_a_kill_at_every_operation_of_an_adoption(tmp_path):
     def act(storage, number):
         root = tmp_path / str(number)
         save(root, 5)
@@ -363,7 +363,7 @@ def test_half_written_trackers_of_earlier_runs_go_and_those_of_others_stay(tmp_p
 # ---- a step is saved once more ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("older, left", [((5,), "5"), ((), None)])
-def test_a_death_at_every_operation_of_replacing_ours(tmp_path, older, left):
+def test_a_kill_at_every_operation_of_replacing_our_folder(tmp_path, older, left):
     """At no time does the tracker name a folder that is not whole, or is not there."""
     def act(storage, number):
         root = tmp_path / f"{older} {number}"
@@ -392,7 +392,7 @@ def test_a_folder_of_mindformers_is_replaced_whole(tmp_path):
     assert hidden(tmp_path) == [] and (folder_of(tmp_path, 10) / METADATA).exists()
 
 
-def test_a_death_at_every_operation_of_replacing_a_folder_of_mindformers(tmp_path):
+def test_a_kill_at_every_operation_of_replacing_a_folder_of_mindformers(tmp_path):
     def act(storage, number):
         root = tmp_path / str(number)
         foreign(root, "mf190_20_single", (10, 15))
@@ -423,7 +423,7 @@ def test_the_tracker_is_led_to_the_newest_before_it(tmp_path):
 
 
 @pytest.mark.parametrize("trouble", ["tracker-0000000010", VISIBLE])
-def test_a_death_at_every_operation_of_a_save_behind_one_that_got_no_name(tmp_path, trouble):
+def test_a_kill_at_every_operation_of_a_save_after_an_unpublished_one(tmp_path, trouble):
     """The earlier one is named first; the tracker follows before anything else is done."""
     def act(storage, number):
         failed, rename = [], storage.rename
@@ -503,7 +503,7 @@ def test_folders_of_mindformers_never_go(tmp_path):
     assert listing(tmp_path) == [VISIBLE, "iteration_00000015", "iteration_00000025", TRACKER]
 
 
-def test_what_the_tracker_names_by_hand_never_goes(tmp_path):
+def test_an_iteration_that_the_tracker_names_by_hand_is_never_removed(tmp_path):
     save(tmp_path, 5, 10, 15)
     track(tmp_path, 5)
     made = plan(STORAGE, str(tmp_path), KeepLast(1))
@@ -535,7 +535,7 @@ def test_incomplete_saves_of_this_run_and_of_those_that_are_over_go(tmp_path):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_what_a_writer_left_that_died_while_it_made_its_folders_goes(tmp_path, depth):
+def test_folders_of_a_writer_killed_while_it_created_them_are_removed(tmp_path, depth):
     parts = [FOLDER, attempt_name(10, RUN), FOLDER, attempt_name(10, RUN)]
     os.makedirs(tmp_path.joinpath(*parts[:depth + 1]))
     assert chosen(tmp_path) is None and adopting(tmp_path) == []
@@ -572,7 +572,7 @@ def test_while_a_step_is_replaced_the_tracker_leads_to_no_folder_that_is_only_li
     assert committer.pending == [] and trackers == ["5", "10"]
 
 
-def test_a_death_at_every_operation_of_a_removal(tmp_path):
+def test_a_kill_at_every_operation_of_a_removal(tmp_path):
     def act(storage, number):
         root = tmp_path / str(number)
         save(root, 10, 20)
@@ -658,7 +658,7 @@ def test_the_next_run_is_not_confused_by_them(tmp_path):
     assert listing(root) == ["iteration_00000020", "iteration_00000030", TRACKER] and hidden(root) == []
 
 
-def test_a_copy_by_hand_is_not_counted_never_removed_and_in_nobodys_way(tmp_path):
+def test_a_copy_by_hand_is_neither_counted_nor_removed_and_does_not_interfere(tmp_path):
     root = tmp_path / "root"
     save(root, 10)
     shutil.copytree(folder_of(root, 10), folder_of(root, 11))
@@ -679,7 +679,7 @@ def candidate_of(root, step):
     return next(c for c in scan(STORAGE, str(root)).candidates if c.step == step)
 
 
-def test_what_is_read_is_not_removed(tmp_path):
+def test_a_locked_iteration_is_not_removed(tmp_path):
     save(tmp_path, 10, 20)
     found = candidate_of(tmp_path, 10)
     lease = acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir)
@@ -695,14 +695,14 @@ def test_what_is_read_is_not_removed(tmp_path):
     assert Committer(target_of(tmp_path), KeepLast(1)).prune() == [10] and hidden(tmp_path) == []
 
 
-def test_a_hold_that_comes_too_late_says_so(tmp_path):
+def test_a_read_lock_that_comes_too_late_is_an_error(tmp_path):
     save(tmp_path, 10, 20)
     found = candidate_of(tmp_path, 10)
     carry_out(STORAGE, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(1)))
     assert acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir) is None and hidden(tmp_path) == []
 
 
-def test_what_was_uncommitted_under_a_reader_comes_back(tmp_path):
+def test_an_iteration_uncommitted_under_a_reader_is_restored(tmp_path):
     """The process that renamed it died before it looked for holds."""
     save(tmp_path, 10, 20)
     found = candidate_of(tmp_path, 10)
@@ -714,7 +714,7 @@ def test_what_was_uncommitted_under_a_reader_comes_back(tmp_path):
     assert {c.step for c in scan(STORAGE, str(tmp_path)).candidates if not c.problem} == {10, 20}
 
 
-def test_what_comes_back_does_not_push_out_what_has_its_name_now(tmp_path):
+def test_a_restored_iteration_does_not_replace_one_of_the_same_name(tmp_path):
     save(tmp_path, 10)
     found = candidate_of(tmp_path, 10)
     lease = acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir)
@@ -734,7 +734,7 @@ def acquire_lease(root, run=""):
     return acquire(STORAGE, str(root), replace(holder, run=run), 0.0, keep_run_marker=True)
 
 
-def test_a_run_of_before_does_not_save_after_a_later_one_ended_orderly(tmp_path):
+def test_an_earlier_run_cannot_save_after_a_later_one_ended(tmp_path):
     """A commit moves the folders away: without the marker nothing would tell that run 2 ever was."""
     save(tmp_path, 10)
     lease = acquire_lease(tmp_path, NEXT)
@@ -746,7 +746,7 @@ def test_a_run_of_before_does_not_save_after_a_later_one_ended_orderly(tmp_path)
     assert hidden(tmp_path) == [f"ended-{NEXT}.json"] and chosen(tmp_path) == (20, NEXT)
 
 
-def test_a_run_of_before_does_not_commit_what_it_had_written(tmp_path):
+def test_an_earlier_run_cannot_commit_its_written_save(tmp_path):
     write_all(tmp_path, 10)
     acquire_lease(tmp_path, NEXT).release()
     committer = Committer(target_of(tmp_path))

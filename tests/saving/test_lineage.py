@@ -97,7 +97,7 @@ def test_a_resume_from_an_older_step_gives_up_the_newer_ones(trainings):
     assert trainings.committed() == [(15, 2), (20, 3)]
 
 
-def test_a_folder_of_before_is_one_training(trainings):
+def test_a_folder_of_an_earlier_version_is_one_training(trainings):
     trainings.run(10, 20, recorded=False)
     trainings.run(30, recorded=False, keep=9)
     trainings.run(40, origin=30)
@@ -105,7 +105,7 @@ def test_a_folder_of_before_is_one_training(trainings):
     assert {c.lineage for c in trainings.found()} == {""}
 
 
-def test_a_fresh_start_in_a_folder_of_before(trainings):
+def test_a_fresh_start_in_a_folder_of_an_earlier_version_is_a_new_training(trainings):
     trainings.run(100, 110, recorded=False)
     trainings.run(10, 20, 30)
     trainings.run(40, origin=30)
@@ -121,7 +121,7 @@ def test_the_newest_of_this_training_stays_whatever_is_newer_of_another_one(trai
     assert [c.step for c in plan(STORAGE, str(trainings.root), KeepLast(1)).to_delete] == [20, 10]       # all together
 
 
-def test_a_save_that_nobody_committed_is_of_its_training_too(trainings):
+def test_an_uncommitted_save_belongs_to_its_training(trainings):
     trainings.run(100)
     trainings.run(10)
     candidate = next(c for c in trainings.found() if c.step == 100)
@@ -144,7 +144,7 @@ def test_a_save_that_cannot_be_read_is_of_the_training_of_its_run(tmp_path):
     assert [c.step for c in others(trainings.found(), "")] == [110, 100]
 
 
-def test_of_another_folder_a_lineage_goes_by_the_run():
+def test_the_run_decides_the_lineage_of_another_folder():
     class Chosen:
         run, lineage = RUNS[1], ""
     assert continued(Chosen, RUNS[2], same_folder=True) == "" and continued(Chosen, RUNS[2], same_folder=False) == RUNS[1]
@@ -189,7 +189,7 @@ def test_a_copy_by_hand_is_never_removed(tmp_path):
 
 # ---- on disk ---------------------------------------------------------------------------------------------------------
 
-def test_records_and_manifests_say_it_and_those_of_before_are_read(tmp_path):
+def test_records_and_manifests_store_the_lineage_and_earlier_versions_are_read(tmp_path):
     trainings = Trainings(tmp_path, "1.0")
     trainings.run(10)
     trainings.run(20, recorded=False, keep=9)

@@ -218,7 +218,7 @@ def counted_together(monkeypatch, *modules):
     return together
 
 
-def test_what_is_done_for_each_rank_is_done_side_by_side(disk, monkeypatch):
+def test_work_for_each_rank_runs_concurrently(disk, monkeypatch):
     """Nothing loops over the ranks with operations of the disk, one after the other."""
     together = counted_together(monkeypatch, commit, garbage_collector, operations, rank_folders, records, weight_files)
     for step in (5, 6, 7):
@@ -235,7 +235,7 @@ def test_what_is_done_for_each_rank_is_done_side_by_side(disk, monkeypatch):
     assert alone < 130 and sum(together) > 64 * 20
 
 
-def test_what_is_looked_at_for_each_rank_of_mindformers_is_looked_at_side_by_side(disk, monkeypatch):
+def test_files_of_mindformers_ranks_are_checked_concurrently(disk, monkeypatch):
     together = counted_together(monkeypatch, rank_folders, records, weight_files)
     state = {"step_num": np.array(5, np.int64), "epoch_num": np.array(1, np.int64)}
     data = b"".join(bytes(piece) for _, piece in encode("safetensors", state, {"format": "ms"}))

@@ -27,7 +27,7 @@ def left(folder, names, seconds):
         os.utime(folder / name, (now - seconds, now - seconds))
 
 
-def test_probes_of_jobs_that_died_long_ago_go_and_those_of_others_that_may_live_stay(tmp_path):
+def test_old_probes_of_dead_jobs_are_removed_and_those_of_possibly_running_jobs_are_kept(tmp_path):
     left(tmp_path / FOLDER, NAMES, 3700)
     left(tmp_path / FOLDER, ["claim-0001-0123abcd.json", "tracker-0000000004", ".x.0123abcd.mindresume-tmp"], 1e6)
     left(tmp_path / FOLDER, [name.replace("0123abcd", "beef0000") for name in NAMES], 3500)

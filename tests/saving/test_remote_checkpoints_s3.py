@@ -39,7 +39,7 @@ def test_the_next_run_goes_on_from_there_and_the_oldest_is_removed(world):
     assert world.restore_all().chosen.step == 15
 
 
-def test_what_is_not_whole_is_refused_and_the_next_older_one_is_taken(world):
+def test_an_incomplete_checkpoint_is_refused_and_the_next_older_one_is_selected(world):
     world.upload(5, 10)
     name, older = world.remote.scan().committed()
     manifest, _ = world.remote.manifest(name)

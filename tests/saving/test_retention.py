@@ -44,7 +44,7 @@ def with_losses(*losses):
     (KeepAny((KeepLast(2), KeepEverySteps(4))), [2, 3, 4, 6, 7, 8, 9]),
     (KeepAny((KeepLast(2), KeepEverySteps(3), KeepPerMinutes(5))), [2, 5, 7, 8]),
 ])
-def test_what_is_removed(policy, gone):
+def test_policies_select_the_surplus(policy, gone):
     assert surplus(policy, MINUTES) == gone
 
 
@@ -93,7 +93,7 @@ def test_the_newest_always_stays():
     (KeepPerMinutes(0.5), "one every 0.5 minutes"), (KeepEverySteps(1000), "one every 1000 steps"),
     (KeepBest("loss", 2), "the best 2 by loss (smallest)"), (KeepBest("bleu", 1, "max"), "the best one by bleu (largest)"),
     (KeepAny((KeepLast(3), KeepEverySteps(10))), "the last 3, one every 10 steps")])
-def test_what_a_log_says(policy, text):
+def test_policies_have_a_readable_text(policy, text):
     assert str(policy) == text
 
 
@@ -125,7 +125,7 @@ def test_keeping_more_than_everything_is_a_contradiction(more, keys):
     assert all(key in str(raised.value) for key in [*keys, "keep_checkpoint_max", "keep_checkpoint_per_n_minutes"])
 
 
-def test_one_policy_alone_is_itself():
+def test_a_single_policy_is_not_wrapped():
     assert any_of([KeepLast(3)]) == KeepLast(3)
     assert len({KeepLast(3), KeepLast(3), KeepAny([KeepLast(3)]), KeepAny((KeepLast(3),))}) == 2       # values
 
@@ -161,7 +161,7 @@ def test_removing_twice_removes_nothing_more(policy, found):
 
 
 @given(policies, checkpoints, st.sets(st.integers(0, 19)))
-def test_what_could_not_be_removed_changes_nothing(policy, found, held):
+def test_checkpoints_that_could_not_be_removed_do_not_change_the_plan(policy, found, held):
     """Held ones stay beside the others; the next time the same ones go, and only those."""
     gone = set(surplus(policy, found))
     left = [(index, saved) for index, saved in enumerate(found) if index not in gone or index in held]

@@ -36,7 +36,7 @@ models = st.dictionaries(st.text("abc.é", min_size=1, max_size=4), held(), max_
 
 
 @given(models)
-def test_every_element_is_written_by_exactly_one_rank_that_holds_it(tensors):
+def test_every_element_is_written_by_exactly_one_of_its_ranks(tensors):
     found = shares(tensors, RANKS)
     assert len(found) == RANKS
     assert set().union(*found) == set(tensors)
@@ -85,14 +85,14 @@ def test_ranks_write_alike_within_a_tenth(dp, tp, shards):
     assert sum(loads) == sum(math.prod(shape) * itemsize for _, shape, itemsize in tensors.values())
 
 
-def test_what_many_hold_evens_out_what_few_hold():
+def test_widely_replicated_tensors_balance_the_others():
     """The halves go first, to ranks 0 and 2; then what all hold goes to the others, though its name is first."""
     tensors = {"half": (TensorLayout((2, 2), (1,)), (4,), 4), **{f"all.{n}": (None, (2,), 4) for n in range(2)}}
     assert written(tensors, shares(tensors, 4)) == [8, 8, 8, 8]
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=40), st.integers(1, 9))
-def test_what_all_hold_is_spread_as_even_as_its_largest_piece_allows(sizes, ranks):
+def test_fully_replicated_tensors_are_spread_as_evenly_as_the_largest_piece_allows(sizes, ranks):
     tensors = {f"t{number}": (None, (size,), 2) for number, size in enumerate(sizes)}
     loads = written(tensors, shares(tensors, ranks))
     assert max(loads) - min(loads) <= 2 * max(sizes)

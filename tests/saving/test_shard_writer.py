@@ -98,7 +98,7 @@ class OnRecord(PosixStorage):
 @BOTH
 @pytest.mark.parametrize("operation", ["rename", "sync"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-def test_what_rank_0_has_committed_stays_whatever_the_writer_is_told(tmp_path, made, operation, code):
+def test_a_committed_save_is_kept_whatever_error_the_writer_gets(tmp_path, made, operation, code):
     """Rank 0 has committed step 10 and removed step 5 before rank 1 hears of an error."""
     save_all(made, tmp_path, 5)
     write(made, tmp_path, 10, 0)
@@ -110,7 +110,7 @@ def test_what_rank_0_has_committed_stays_whatever_the_writer_is_told(tmp_path, m
 
 @BOTH
 @pytest.mark.parametrize("operation, effect", [("rename", True), ("sync", True), ("sync", False)])
-def test_a_record_that_is_there_counts_for_the_others_and_the_error_is_told(tmp_path, made, operation, effect):
+def test_an_existing_record_counts_for_the_other_ranks_and_the_error_is_reported(tmp_path, made, operation, effect):
     write(made, tmp_path, 10, 0)
     target = target_of(made, tmp_path, 1, OnRecord(operation, errno.EIO, effect))
     saver = SyncSaver(SaveJob(target))
@@ -239,7 +239,7 @@ def test_rank_0_saves_a_step_again_that_is_committed(tmp_path):
     assert saver.finish(600.0)[0].saved and saver.work.committer.pending == [] and hidden(tmp_path) == []
 
 
-def test_the_last_word_of_a_dying_job_on_a_step_that_is_committed(tmp_path):
+def test_an_emergency_save_of_a_committed_step_changes_nothing(tmp_path):
     save_all("2.0", tmp_path, 10)
     mark_emergency(target_of("2.0", tmp_path, 1), 10)
     assert hidden(tmp_path) == [] and chosen(tmp_path) == 10

@@ -75,7 +75,7 @@ class UnflushedRecord(PosixStorage):
 
 
 @pytest.mark.parametrize("beside", [(), (5,)], ids=["nothing beside it", "a file beside it fails too"])
-def test_what_rank_0_could_not_flush_is_not_committed_by_it(tmp_path, beside):
+def test_rank_0_does_not_commit_a_save_that_it_could_not_flush(tmp_path, beside):
     (tmp_path / "network").write_text("a file in the way")
     target = replace(target_of(tmp_path / "checkpoint", 0, 1), storage=UnflushedRecord())
     saver = SyncSaver(SaveJob(target, Committer(target)))

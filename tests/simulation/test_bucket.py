@@ -52,7 +52,7 @@ def test_objects_come_and_go():
     assert in_pod(work) == [b"bytes", ["d/y", "x"], 4, b"bytes", ["d/y"], None]
 
 
-def test_what_is_not_there_is_an_error_and_leaves_nothing():
+def test_a_missing_object_is_an_error_and_leaves_nothing():
     def work(store, disk):
         with pytest.raises(RemoteError):
             store.read("obs://b/x")
@@ -97,7 +97,7 @@ def test_an_outage_lasts():
     assert in_pod(work, Schedule(faults=(Fault(1, "outage", 2),))) == [[], None, None, [], []]
 
 
-def test_what_is_unreadable_is_listed_and_cannot_be_read():
+def test_an_unreadable_object_is_listed_and_cannot_be_read():
     bucket = Bucket()
     bucket.put("obs://b/x", b"bytes")
     bucket.unreadable.add("obs://b/x")
@@ -138,7 +138,7 @@ def test_without_a_fault_the_last_step_is_uploaded(name):
 
 
 @pytest.mark.parametrize("seed", range(len(LATER)))
-def test_of_two_pods_one_is_overtaken_and_both_end_well(seed):
+def test_one_of_two_pods_is_superseded_and_both_end_without_findings(seed):
     sim = Simulation(SCENARIOS["two pods"], "ckpt", Schedule(seed=seed)).run()
     stopped = [[process.own.uploader._stopped or "" for process in job.ranks] for job in sim.jobs]
     assert sorted("taken over" in rows[0] for rows in stopped) == [False, True]

@@ -45,7 +45,7 @@ def test_a_job_of_one_rank():
     assert run_ranks(lambda member: (member.gather(b"a"), member.broadcast(b"b")))[2] == [([b"a"], b"b")]
 
 
-def test_a_rank_that_died_is_waited_for_until_the_limit():
+def test_a_killed_rank_is_waited_for_until_the_limit():
     cluster, shared, found = run_ranks(lambda member: member.gather(b""),
                                  lambda member: current_cluster().kill(current_cluster().current_process), limit=30.0)
     assert isinstance(cluster.processes[0].error, ExchangeError) and "rank [1]" in str(
@@ -54,7 +54,7 @@ def test_a_rank_that_died_is_waited_for_until_the_limit():
     assert shared.longest_wait == 0.0                       # nobody who lives was waited for
 
 
-def test_the_message_of_a_rank_that_died_later_arrives():
+def test_the_message_of_a_rank_killed_later_arrives():
     def dies(member):
         current_cluster().scheduler.start(current_cluster().current_process, lambda: (current_cluster().scheduler.sleep(1.0),
                                                                                       current_cluster().kill(killed[0])), "kills")

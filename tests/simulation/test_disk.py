@@ -154,7 +154,7 @@ def test_a_name_is_durable_once_its_folder_was_flushed():
     assert after_power_loss(disk) == {"/c/a": b"1"} and not disk.pending()
 
 
-def test_what_is_in_a_folder_is_lost_with_its_name():
+def test_files_in_a_folder_are_lost_with_its_name():
     disk = Disk()
     disk.make_folder("/c")
     disk.create("/c/a", b"1")

@@ -188,7 +188,7 @@ def test_a_job_goes_on_from_a_snapshot_beside_the_one_of_which_it_is(seed):
 
 # ---- broken products -------------------------------------------------------------------------------------------------
 
-def test_what_a_quota_prevents_and_is_called_saved_is_found(monkeypatch):
+def test_a_save_prevented_by_a_quota_and_reported_as_saved_is_found(monkeypatch):
     write = SaveJob.write
     monkeypatch.setattr(SaveJob, "write", lambda work, save: replace(write(work, save), saved=True))
     assert "lost" in found("quota", 30)
@@ -227,7 +227,7 @@ def test_a_lease_that_never_expires_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "fmt"), [("conversion", "iteration"), ("conversion of files", "ckpt")])
-def test_a_conversion_without_a_hold_is_found(name, fmt, monkeypatch):
+def test_a_conversion_without_a_read_lock_is_found(name, fmt, monkeypatch):
     class Nothing:
         def release(self):
             pass

@@ -14,7 +14,7 @@ FOUND = sorted((Path(__file__).parent / "found").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
-def test_it_holds_now(path):
+def test_a_found_schedule_passes(path):
     row = json.loads(path.read_text())
     assert row["about"]
     assert replay(Failure.from_json(row)) == []

@@ -23,7 +23,7 @@ def test_an_uncommitted_save_is_taken_and_committed(fmt, way):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_what_is_damaged_is_passed_over(fmt):
+def test_a_damaged_checkpoint_is_skipped(fmt):
     sim, chosen = simulated("damaged", fmt)
     assert [step for _, step in chosen] == [4, 2] and sim.findings() == []
     assert [job.launcher.exit for job in sim.jobs] == [0, 0] and [process.exit for process in sim.jobs[0].ranks] == [-9, -9]

@@ -206,7 +206,7 @@ def watched(seconds, change, look=lambda mount: mount.list("/c")):
     return run(watcher, changer, lag=30.0)[1]
 
 
-def test_a_host_believes_its_listing_for_a_while_but_not_after_changes_of_its_own():
+def test_a_host_caches_its_listing_until_its_own_changes():
     seen, own = watched(40.0, OPERATIONS["write"])
     assert seen == [["a"], ["a"], ["a", "b"]] and own == ["a", "b"]
 

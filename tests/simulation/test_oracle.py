@@ -214,7 +214,7 @@ CASES = [(damage, fmt, expected) for damage, formats, expected in (
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_disk_that_is_well(fmt):
+def test_an_undamaged_disk_has_no_findings(fmt):
     assert findings_of(fmt) == [] and findings_of(fmt, restart=False) == []
 
 
@@ -246,7 +246,7 @@ def test_damage_to_what_nothing_depends_on_is_none():
 # ---- what cannot be seen on the disk alone -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_checkpoint_that_proves_itself_and_holds_something_else(fmt, monkeypatch):
+def test_wrong_tensors_with_correct_checksums_are_reported(fmt, monkeypatch):
     """Both ranks save the tensors of rank 0, with correct checksums."""
     right = jobs.tensors
     monkeypatch.setattr(jobs, "tensors", lambda run, step, rank: right(run, step, 0))
@@ -277,7 +277,7 @@ def test_reports_to_the_jobs_are_checked(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_as_many_stay_as_are_to_be_kept(fmt):
+def test_fewer_checkpoints_than_the_policy_keeps_are_reported(fmt):
     """A save that was given up does not count."""
     disk, recorded = once(fmt)
     (run,) = recorded.sizes
@@ -292,7 +292,7 @@ def test_as_many_stay_as_are_to_be_kept(fmt):
     assert kinds(found(3, reported=given_up, protected=[(run, 2)])) == {LOST}
 
 
-def test_a_death_before_the_first_step_does_not_blame_the_checkpoint():
+def test_a_kill_before_the_first_step_does_not_excuse_a_refused_checkpoint():
     disk, recorded = once("ckpt")
     (run,) = recorded.sizes
     disk, dead_run = disk.copy(), "0002-00000000"

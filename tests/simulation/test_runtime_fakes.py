@@ -262,7 +262,7 @@ def test_an_error_ends_a_thread_and_not_the_process():
     assert [event.level for _, event in process.events] == [ERROR] and process.exit == 0
 
 
-def test_what_a_killed_process_had_is_free_and_its_threads_are_gone():
+def test_a_killed_process_releases_its_locks_and_its_threads_end():
     cluster, results = Cluster(Schedule()), []
     lock, done = runtime_fakes.Lock(), runtime_fakes.Event()
 
@@ -305,7 +305,7 @@ def test_tokens_are_unique_and_depend_on_the_history_only():
     assert one == two and len(set(one)) == 500 and {len(name) for name in one} == {8}
 
 
-def test_a_process_is_known_by_its_host_and_number():
+def test_a_process_is_identified_by_its_host_and_number():
     def work():
         one = lease.holder_of_this_process("training", 2, ["a"])
         assert lease.is_alive(one)
@@ -320,7 +320,7 @@ def test_a_process_is_known_by_its_host_and_number():
                                                 (host_memory.levels, runtime_fakes._memory_levels),
     (mounts.is_local, runtime_fakes._is_local), (LoadAttempt._capture_signals, runtime_fakes._capture_signals),
                                                 (async_saver.Staging, runtime_fakes._Staging)])
-def test_what_the_kernel_tells_otherwise_is_called_alike(real, stand_in):
+def test_fakes_have_the_signatures_of_the_real_functions(real, stand_in):
     def shape(function):
         return [(one.kind, one.default) for one in inspect.signature(function).parameters.values()]
     assert shape(real) == shape(stand_in)
@@ -366,7 +366,7 @@ def test_at_the_end_of_a_process_what_was_registered_last_comes_first():
     assert results[0] == 0 and results[1:] == [3, 2, 1] and cluster.scheduler.now == 5.0
 
 
-def test_what_was_unregistered_does_not_come():
+def test_an_unregistered_exit_handler_is_not_called():
     module, results = runtime_fakes._MODULES[atexit], []
 
     def gone():
@@ -382,7 +382,7 @@ def test_what_was_unregistered_does_not_come():
 @pytest.mark.parametrize(("module", "name"), [
     (module, name) for module, table in runtime_fakes._REPLACED.items() for name, value in table.items()
     if getattr(value, "__name__", "") == "refuse"])
-def test_what_has_no_stand_in_is_refused(module, name):
+def test_a_function_without_a_fake_is_refused(module, name):
     with pytest.raises(NotImplementedError, match=f"{module.__name__}.{name}"):
         getattr(runtime_fakes._MODULES[module], name)()
 
@@ -439,7 +439,7 @@ def nothing_real_is_held():
     assert escaped(known) == before
 
 
-def test_no_module_that_a_cluster_runs_holds_a_real_one():
+def test_no_module_of_the_product_keeps_a_real_function():
     """Runs in its own process: objects of other tests may hold real clocks."""
     done = subprocess.run([sys.executable, "-c", f"import {__name__}; {__name__}.nothing_real_is_held()"],
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True)

@@ -62,7 +62,7 @@ def test_faults_of_few_scenarios_have_their_own_amounts():
 
 
 @pytest.mark.parametrize("schedule", [Schedule(), *DRAWN[:40]])
-def test_as_json_and_back(schedule):
+def test_a_schedule_survives_json(schedule):
     again = Schedule.from_json(json.loads(json.dumps(schedule.to_json())))
     assert again == schedule and hash(again) == hash(schedule) and again.size == schedule.size
 
@@ -72,7 +72,7 @@ def test_a_key_of_an_older_replay_line_is_refused():
         Schedule.from_json({"seed": 1, "strikes": [{"at": 5, "kind": "kill"}]})
 
 
-def test_what_is_simpler_is_smaller_and_part_of_it():
+def test_shrink_candidates_are_smaller_parts():
     for schedule in DRAWN:
         for shrink_candidates in schedule.shrink_candidates():
             assert shrink_candidates.size < schedule.size and shrink_candidates.seed == schedule.seed

@@ -45,7 +45,7 @@ def test_a_switch_lets_another_go_first_and_the_operation_keeps_its_number():
 
 
 @pytest.mark.parametrize(("further", "first"), [(1, "b"), (2, "c"), (3, "b"), (4, "c")])
-def test_a_switch_says_how_far_on_in_the_list(further, first):
+def test_a_switch_is_an_offset_in_the_task_list(further, first):
     events, scheduler = [], made(switches=((1, further),))
     run_works(scheduler, *(counting(scheduler, events, name, 1) for name in "abc"))
     assert events[0][0] == first
@@ -178,7 +178,7 @@ def test_a_loop_without_an_end_is_too_long_whatever_it_catches():
     assert caught == []
 
 
-def test_as_many_operations_as_there_may_be_are_not_too_long():
+def test_the_maximum_number_of_operations_is_not_too_long():
     events, scheduler = [], made(most=3)
     run_works(scheduler, counting(scheduler, events, "a"))
     assert len(events) == 3

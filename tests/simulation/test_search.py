@@ -56,7 +56,7 @@ def found(seeds, name="save", fmt="ckpt", way=""):
 @pytest.mark.parametrize(("name", "fmt", "way"), [("save", "ckpt", ""), ("prune", "iteration", "thread"),
                                                   ("save", "safetensors", "process"), ("job", "iteration", "")])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_death_in_the_middle_is_the_end_of_a_schedule_that_leaves_the_same(name, fmt, way, seed):
+def test_a_kill_in_the_middle_equals_the_end_of_a_schedule_with_the_same_disk(name, fmt, way, seed):
     """Includes deaths while a process waits before its operation, and after other faults."""
     scenario, rng, moments = SCENARIOS[name], random.Random(seed), []
     with patched_product():
@@ -79,7 +79,7 @@ def test_a_death_in_the_middle_is_the_end_of_a_schedule_that_leaves_the_same(nam
             assert state_signature(sim, sim.cluster.disks, sim.history) == signature, death
 
 
-def test_a_death_while_the_disk_is_full_is_not_a_full_disk():
+def test_a_kill_while_the_disk_is_full_does_not_keep_it_full():
     schedule = Schedule(faults=(Fault(10, "ENOSPC", 200), *(Fault(at, "kill all") for at in range(11, 60))))
     with patched_product():
         sim = Simulation(SCENARIOS["job"], "ckpt", schedule).run()
@@ -115,7 +115,7 @@ def test_a_failure_becomes_no_simpler_than_its_number_of_tries_allows(no_folder_
         assert shrink(failure, tries=3).schedule.size <= failure.schedule.size
 
 
-def test_a_failure_says_all_that_is_needed(no_folder_is_flushed):
+def test_a_failure_serializes_all_fields(no_folder_is_flushed):
     failure = next(found((0, 6)))
     row = json.loads(json.dumps(failure.to_json()))
     assert (row["scenario"], row["format"], row["way"]) == ("save", "ckpt", "")
@@ -226,7 +226,7 @@ def test_equal_disks_are_restarted_once_whatever_the_history(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wrong", "stale_choices", "lease_losses"])
-def test_violations_of_a_run_are_reported_though_its_disk_is_known(name):
+def test_violations_of_a_run_are_reported_although_its_disk_was_seen(name):
     sim = Simulation(SCENARIOS["save"], "ckpt", Schedule())
     before = state_signature(sim, sim.cluster.disks, sim.history)
     getattr(sim.history, name).append("job1 did what it must not")

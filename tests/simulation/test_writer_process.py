@@ -65,7 +65,7 @@ def test_a_save_is_written_and_committed_by_a_process_of_its_own_which_ends_with
     assert not [name for number, process, name, path in cluster.trace.rows if process == "rank0" and name in ("write", "rename")]
 
 
-def test_it_is_deaf_to_sigterm():
+def test_the_writer_ignores_sigterm():
     undisturbed, _ = run(complete)
     for number in operations(undisturbed):
         cluster, (outcomes, _) = run(complete, faults=(Fault(number, "term"),))
@@ -81,7 +81,7 @@ def dies(saver, target):
 
 
 @pytest.mark.parametrize("end", ["kill", "error"])
-def test_what_was_begun_is_finished_when_the_training_dies(end):
+def test_a_started_save_is_finished_when_the_training_is_killed(end):
     def fails(saver, target):
         save(saver, target)
         save(saver, target, 4)
@@ -92,14 +92,14 @@ def test_what_was_begun_is_finished_when_the_training_dies(end):
     assert cluster.scheduler.now < TIMEOUT
 
 
-def test_it_ends_with_its_host():
+def test_the_writer_ends_with_its_host():
     undisturbed, _ = run(complete)
     number = operations(undisturbed)[3]
     cluster, _ = run(complete, faults=(Fault(number, "kill host"),))
     assert writer_of(cluster).exit == cluster.processes[0].exit == -9 and operations(cluster)[-1] == number
 
 
-def test_after_the_death_of_the_training_it_waits_for_others_no_longer_than_its_timeout():
+def test_the_writer_of_a_killed_training_waits_for_other_ranks_until_its_timeout():
     """The second rank never writes its record."""
     def work(saver, target):
         save(saver, target)
@@ -133,7 +133,7 @@ def test_a_live_training_is_served_without_a_time_limit():
     assert found == [True, True] and len([process for process in cluster.processes if process.name == WRITER]) == 1
 
 
-def test_the_training_notices_its_death_and_starts_another_one():
+def test_the_training_detects_a_killed_writer_and_starts_another():
     undisturbed, _ = run(complete)
     number = operations(undisturbed)[4]
 
@@ -148,7 +148,7 @@ def test_the_training_notices_its_death_and_starts_another_one():
     assert [process.exit for process in cluster.processes if process.name == WRITER] == [-9, 0]
 
 
-def test_it_shares_no_object_with_the_training():
+def test_the_writer_shares_no_object_with_the_training():
     """Messages are pickled, as on a pipe, with the same errors."""
     def work(saver, target):
         writer = WriterProcess(target, KEEP_ALL, saver._staging, TIMEOUT)

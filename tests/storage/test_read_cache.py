@@ -80,7 +80,7 @@ def test_partial_and_unordered_reads_are_not_kept(path):
     assert storage.size == len(DATA) and hashed(storage, path) == found
 
 
-def test_the_budget_holds_for_all_files_together(tmp_path, path):
+def test_the_budget_applies_to_all_files_in_total(tmp_path, path):
     (tmp_path / "second").write_bytes(DATA)
     (tmp_path / "empty").touch()
     storage = ReadCache(PosixStorage(), len(DATA) + 10)

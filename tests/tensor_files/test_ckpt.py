@@ -133,7 +133,7 @@ def test_content_that_looks_like_a_crc_is_read_in_full():
     assert described(read_all(data)[1]) == described({"w": raw})
 
 
-def test_both_ways_to_write_dims():
+def test_both_encodings_of_dims_are_read():
     for dims in (b"\x08\x02\x08\x01", field(1, b"\x02\x01")):
         assert read_all(value(inner=tensor(dims)))[0].tensors["w"].shape == (2, 1)
     for dims in (b"", b"\x08\x00", field(1, b"")):

@@ -91,7 +91,7 @@ def test_a_file_without_tensors():
     ({"step": np.zeros(1)}, {"step": "7"}, "step cannot be both a tensor and a key of the metadata"),
     ({"text": np.array("x")}, {}, "cannot hold dtype str"),
 ])
-def test_what_mindspore_or_the_library_could_not_load_is_not_written(tensors, metadata, says):
+def test_tensors_that_mindspore_or_the_library_cannot_load_are_not_written(tensors, metadata, says):
     with pytest.raises(ValueError, match=says):
         encode("safetensors", tensors, metadata)
 
