@@ -23,7 +23,7 @@ def imported(path):
 
 @pytest.mark.parametrize("name, rooms", [
     ("mindresume.mindformers", MINDFORMERS), ("mindformers", ("mindformers/",)), ("mindspore", ("mindformers/",))])
-def test_only_listed_modules_import_it(name, rooms):
+def test_only_listed_packages_import_the_module(name, rooms):
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")
              if any(f"{module}.".startswith(f"{name}.") for module in imported(path))}
     assert found and not [path for path in found if not path.startswith(rooms)]

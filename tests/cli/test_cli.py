@@ -105,7 +105,7 @@ def test_which_reports_that_no_checkpoint_is_usable(saved, read):
     assert [(r["step"], r["rank"]) for r in found["refused"]] == [(15, 0), (10, 0), (5, 0)]
 
 
-def test_which_accepts_an_empty_folder(tmp_path, read):
+def test_which_reports_a_fresh_start_in_an_empty_folder(tmp_path, read):
     status, found = read("which", tmp_path)
     assert (status, found["chosen"], found["refused"], found["fresh"]) == (3, None, [], True)
 

@@ -369,7 +369,7 @@ def test_the_one_that_runs_is_left_alone(source, tmp_path, call, running):
     check(tmp_path / "new", Plan.parse("dp2pp2"))
 
 
-def test_a_lock_of_a_dead_process_is_taken_over(source, tmp_path, call, running):
+def test_a_lock_file_without_a_holder_is_no_obstacle(source, tmp_path, call, running):
     with open(running.work + LOCK) as lock, suppress(OSError):
         running._release()
         fcntl.flock(lock, fcntl.LOCK_UN)

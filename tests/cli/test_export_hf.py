@@ -75,7 +75,7 @@ def test_dry_run_and_again(call, read, source, config, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["hf", "model"]
 
 
-def test_missing_or_wrong_arguments_are_errors(call, source, config, tmp_path):
+def test_missing_or_wrong_input_is_an_error(call, source, config, tmp_path):
     def refused(*arguments, change=None):
         (config / "config.json").write_text(json.dumps({**TINY, **(change or {})}), encoding="utf-8")
         status, out, err = call(source, tmp_path / "hf", *arguments)

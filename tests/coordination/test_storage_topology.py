@@ -185,7 +185,7 @@ def test_an_end_while_it_waits_leaves_nothing_behind(tmp_path):
     assert [os.listdir(tmp_path / name) for name in "ab"] == [[], []]
 
 
-def test_a_single_process_needs_no_writable_folder(tmp_path):
+def test_a_single_process_needs_no_probe_and_an_unwritable_folder_is_an_error(tmp_path):
     assert find_shared_groups(STORAGE, str(tmp_path / "nowhere"), SingleProcess()) == single_group(1)
     (tmp_path / "file").write_text("x")
     found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / "file"), group))

@@ -126,7 +126,7 @@ def test_an_iteration_in_the_making(tmp_path):
     assert waited(tmp_path, [f"{FOLDER}/{name}/{FOLDER}/{name}/rank_00001.json"], ranks=2) == 30
 
 
-def test_the_tracker_names_an_iteration_that_no_rank_lists(tmp_path):
+def test_an_iteration_named_by_the_tracker_is_waited_for(tmp_path):
     save_iteration(tmp_path, 5)
     save_iteration(tmp_path, 10)
     assert waited(tmp_path, [iteration_name(10)], ranks=2, late_ranks=(0, 1)) == 15

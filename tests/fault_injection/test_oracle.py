@@ -190,7 +190,7 @@ def test_the_next_run_cannot_write(sandbox):
     assert found.verdict == HARD_FAIL and "No space left" in found.reason
 
 
-def test_not_selecting_the_save_of_the_next_run_is_a_finding(sandbox, monkeypatch):
+def test_a_next_run_that_saved_nothing_is_lost_work(sandbox, monkeypatch):
     monkeypatch.setattr(oracle, "save_without_faults", lambda *args, **how: None)  # it says that it saved
     found = check_resume(saved(sandbox, 10), [OLD])
     assert (found.verdict, found.chosen) == (LOST_WORK, OLD) and found.reason.startswith("after the next run: ")

@@ -126,7 +126,7 @@ def test_two_axes_describe_a_matrix_unless_the_tensor_is_a_vector():
     assert strategy.fit_dimensions({"w": 2}) == strategy
 
 
-def test_a_stage_of_one_rank_has_no_dimensions():
+def test_a_stage_of_one_rank_fits_any_number_of_dimensions():
     (stage,) = decode_strategy(parameter(body(matrix=(), maps=((),)), "b"), "s.ckpt").values()
     assert Strategy((stage,)).fit_dimensions({"b": 2}).stages == ({"b": TensorLayout((1,), (-1, -1))},)
 

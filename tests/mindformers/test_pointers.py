@@ -24,7 +24,7 @@ def test_the_pointer_of_one_rank_is_enough(tmp_path):
     assert taken(tmp_path) == str(name_of(2, 15))
 
 
-def test_pointers_of_an_earlier_job_are_removed(tmp_path):
+def test_stale_pointers_of_former_ranks_are_removed(tmp_path):
     for step in (5, 10):
         save(tmp_path, step)
     old = tmp_path / folder_name(3) / META

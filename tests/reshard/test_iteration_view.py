@@ -72,7 +72,7 @@ def test_every_tensor_by_records_and_by_metadata(tmp_path, plan, dedup):
         right(values(without_records(tmp_path)))
 
 
-def test_records_or_metadata_json_are_read_whichever_is_smaller(tmp_path, monkeypatch):
+def test_metadata_json_is_read_instead_of_many_records_if_intact(tmp_path, monkeypatch):
     """Few records, or one metadata.json instead of all records; and that only if it is what was written."""
     asked = []
     real = iteration_view.read_metadata

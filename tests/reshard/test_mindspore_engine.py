@@ -319,7 +319,7 @@ def test_files_that_are_not_there_or_cut_short(tmp_path, work, small, more, part
     ("raise ValueError('no such thing')", "status 1"),
     ("print('no such thing', flush=True); os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL (out of memory?)"),
     ("print('no such thing', flush=True); os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV")])
-def test_a_killed_process_is_an_error(tmp_path, work, small, more, part):
+def test_a_failed_process_is_an_error(tmp_path, work, small, more, part):
     with pytest.raises(EngineError) as error:
         attempt(small, work, fake(tmp_path, small.ready, more))
     assert part in str(error.value) and "no such thing" in str(error.value) and "--engine direct" in str(error.value)

@@ -78,7 +78,7 @@ def test_a_checkpoint_completed_meanwhile_is_verified_in_its_new_state(tmp_path)
     assert verdicts(tmp_path, rows, again) == [(10, False), (5, False)]
 
 
-def test_damage_is_searched_for_once(tmp_path):
+def test_the_folder_is_listed_again_once_for_all_damage(tmp_path):
     save(tmp_path, 5)
     rows, looks = looked(tmp_path), []
     path_of(tmp_path, 5, 0).unlink()

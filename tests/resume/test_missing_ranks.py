@@ -107,7 +107,7 @@ def test_a_part_that_lacks_something_is_not(tmp_path, iterations):
     (COVERING, COVERING, ((), (1, 4, 6, 7))),                       # as where all share a disk
     (LACKING, LACKING, (LACKING, ())),                              # all of this node have saved
     ((0, 1, 2, 3), (0, 2, 3), None)])
-def test_a_node_local_part_is_not_completed_from_replicas(tmp_path, part, saved, found):
+def test_a_node_local_part_is_complete_without_the_ranks_of_other_nodes(tmp_path, part, saved, found):
     last_save(tmp_path, 7, saved, local_ranks=part)
     candidate, = scan(STORAGE, str(tmp_path)).candidates
     if found is not None:

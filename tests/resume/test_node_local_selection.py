@@ -124,7 +124,7 @@ def test_checkpoints_of_mindformers_are_selected(tmp_path):
     assert {choice.chosen.world_size for choice in choices} == {4}      # a node sees its own two, and nothing was loaded
 
 
-def test_checkpoints_of_mindformers_on_more_ranks_are_handled(tmp_path):
+def test_checkpoints_of_mindformers_on_more_ranks_are_refused(tmp_path):
     for node, ranks in {"a": (0, 1, 4, 5), "b": (2, 3, 6, 7)}.items():
         write_foreign(tmp_path / node, 5, ranks=ranks)
     with pytest.raises(NoUsableCheckpointError, match="saved by at least 6 ranks, this job has 4"):

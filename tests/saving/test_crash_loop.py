@@ -160,7 +160,7 @@ def deaths_on(root, monkeypatch, *hosts, ranks=2, of=2):
         Job(root, ranks=ranks, hosts=of).dies(NAN, rank=1)
 
 
-def test_failures_on_one_host_do_not_count_against_the_checkpoint(root, monkeypatch):
+def test_failures_on_one_host_need_more_jobs_to_refuse_a_checkpoint(root, monkeypatch):
     deaths_on(root, monkeypatch, "bad", "bad", "bad")
     found = choose(root)
     assert found.chosen.step == 15 and "3 jobs in a row" in found.notes[-1] and "All died on host bad" in found.notes[-1]
@@ -249,7 +249,7 @@ def test_a_note_that_cannot_be_read_costs_no_checkpoint(root, content):
 
 
 @pytest.mark.parametrize("word", [b"", b"{}", b"[1]", b'{"explained": "", "cause": 7, "host": "", "rank": 0}'])
-def test_an_unreadable_failure_record_counts_as_a_record(root, word):
+def test_an_unreadable_failure_record_does_not_count(root, word):
     job = Job(root).dies(NAN)
     (root / FOLDER / f"death-{job.load_attempts[0].run}-rank_00000.json").write_bytes(word)
     assert list(load_attempts(STORAGE, str(root)).values()) == [()]

@@ -695,7 +695,7 @@ def test_a_locked_iteration_is_not_removed(tmp_path):
     assert Committer(target_of(tmp_path), KeepLast(1)).prune() == [10] and hidden(tmp_path) == []
 
 
-def test_a_read_lock_that_comes_too_late_is_an_error(tmp_path):
+def test_a_read_lock_that_comes_too_late_is_not_acquired(tmp_path):
     save(tmp_path, 10, 20)
     found = candidate_of(tmp_path, 10)
     carry_out(STORAGE, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(1)))

@@ -292,7 +292,7 @@ def test_fewer_checkpoints_than_the_policy_keeps_are_reported(fmt):
     assert kinds(found(3, reported=given_up, protected=[(run, 2)])) == {LOST}
 
 
-def test_a_kill_before_the_first_step_does_not_excuse_a_refused_checkpoint():
+def test_blaming_a_checkpoint_for_a_job_that_did_not_start_is_reported():
     disk, recorded = once("ckpt")
     (run,) = recorded.sizes
     disk, dead_run = disk.copy(), "0002-00000000"

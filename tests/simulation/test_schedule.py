@@ -74,17 +74,17 @@ def test_a_key_of_an_older_replay_line_is_refused():
 
 def test_shrink_candidates_are_smaller_parts():
     for schedule in DRAWN:
-        for shrink_candidates in schedule.shrink_candidates():
-            assert shrink_candidates.size < schedule.size and shrink_candidates.seed == schedule.seed
+        for candidate in schedule.shrink_candidates():
+            assert candidate.size < schedule.size and candidate.seed == schedule.seed
             for name in ("switches", "picks", "faults"):
-                assert set(getattr(shrink_candidates, name)) <= set(getattr(schedule, name))
-            assert shrink_candidates.lag in (schedule.lag, 0.0) and shrink_candidates.clocks in (schedule.clocks, ())
+                assert set(getattr(candidate, name)) <= set(getattr(schedule, name))
+            assert candidate.lag in (schedule.lag, 0.0) and candidate.clocks in (schedule.clocks, ())
 
 
 def test_everything_can_be_left_out_one_by_one():
     for schedule in DRAWN:
-        assert len({shrink_candidates for shrink_candidates in schedule.shrink_candidates()
-                    if shrink_candidates.size == schedule.size - 1}) == schedule.size
+        assert len({candidate for candidate in schedule.shrink_candidates()
+                    if candidate.size == schedule.size - 1}) == schedule.size
         while schedule.shrink_candidates():
             schedule = schedule.shrink_candidates()[-1]
         assert schedule.size == 0 and schedule == Schedule(schedule.seed)
@@ -92,7 +92,7 @@ def test_everything_can_be_left_out_one_by_one():
 
 def test_large_steps_come_first():
     schedule = Schedule(switches=tuple((at, 1) for at in range(1, 11)))
-    sizes = [shrink_candidates.size for shrink_candidates in schedule.shrink_candidates()]
+    sizes = [candidate.size for candidate in schedule.shrink_candidates()]
     assert sizes == sorted(sizes) and sizes.count(9) == 10 and sizes.count(5) == 2
 
 

@@ -79,7 +79,7 @@ def test_a_kill_in_the_middle_equals_the_end_of_a_schedule_with_the_same_disk(na
             assert state_signature(sim, sim.cluster.disks, sim.history) == signature, death
 
 
-def test_a_kill_while_the_disk_is_full_does_not_keep_it_full():
+def test_a_kill_strikes_while_the_disk_is_full():
     schedule = Schedule(faults=(Fault(10, "ENOSPC", 200), *(Fault(at, "kill all") for at in range(11, 60))))
     with patched_product():
         sim = Simulation(SCENARIOS["job"], "ckpt", schedule).run()
