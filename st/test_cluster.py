@@ -122,7 +122,7 @@ def test_attempt_2_which_names_the_half_written_checkpoint(chain):
     resumed_where_predicted(second)
 
 
-def test_attempt_2_removes_what_was_half_written(chain):
+def test_attempt_2_removes_the_half_written_checkpoint(chain):
     """Each rank cleans its own folder when it starts to save."""
     for path in chain.left_half_written:
         rank = int(Path(path).parent.name.removeprefix("rank_"))

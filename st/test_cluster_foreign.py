@@ -66,7 +66,7 @@ def attempts(request, sequences, device, tmp_path_factory, graphs, soak) -> Simp
     return found
 
 
-def test_goes_on_from_mindformers_to_the_same_losses(attempts):
+def test_a_resume_from_mindformers_gives_the_same_losses(attempts):
     first = attempts.attempts[0]
     assert first.predicted["chosen"]["step"] == 15 and first.selected == [15] * 4
     assert all("run_id" not in row for rows in first.events for row in rows if row["event"] == "checkpoint_selected")
@@ -90,7 +90,7 @@ def test_writes_on_each_rank_what_mindformers_writes(attempts):
         assert all(header.metadata["remove_redundancy"] == "False" for header in attempts.headers)
 
 
-def test_goes_on_from_our_own_to_the_same_losses(attempts):
+def test_a_resume_from_our_files_gives_the_same_losses(attempts):
     second = attempts.attempts[1]
     assert second.predicted["chosen"]["step"] == 18 and second.selected == [18] * 4
     assert {Path(path).name.partition("-")[0][-2:] for path in second.predicted["chosen"]["files"]} == {"_1"}
@@ -105,14 +105,14 @@ def test_goes_on_from_our_own_to_the_same_losses(attempts):
 
 
 @pytest.mark.parametrize("attempts", [OPTIMIZER], indirect=True)
-def test_mindformers_alone_goes_on_from_our_ckpt_files(attempts):
+def test_mindformers_alone_resumes_from_our_ckpt_files(attempts):
     run = attempts.alone
     run.start(f"{RESUME} --no-mindresume").wait_for_success(ALL_RANKS_END + 200)
     assert run.event_files() == []
     assert recorded(run.steps()) == recorded(attempts.attempts[1].steps)
 
 
-def test_goes_on_from_mindformers_1_8(sequences, device, tmp_path):
+def test_a_resume_from_mindformers_1_8_works(sequences, device, tmp_path):
     """Another MindSpore computes other last bits, so the losses are close, not equal. The samples are the same."""
     run = run_from_fixture(OLD, tmp_path / "run", sequences, device, 2)
     run.start(RESUME).wait_for_success()

@@ -159,7 +159,7 @@ def test_refused_layouts_would_be_silently_wrong_in_mindspore(cases, tmp_path, t
     assert [bits(rank) for rank in direct] != [bits(rank) for rank in rewritten]
 
 
-def test_in_its_own_processes(tmp_path):
+def test_mindspore_runs_in_its_own_processes(tmp_path):
     """The ranks of a ckpt spread over two."""
     source, target = Plan.parse("dp2tp2opt2", PLAIN), Plan.parse("tp2pp2", PLAIN)
     said: list[Event] = []

@@ -82,7 +82,7 @@ def test_verify_reports_missing_checksums(name):
 
 
 @pytest.mark.parametrize("folder", ["mf180_10_ckpt_tp2"], indirect=True)
-def test_graph_meta_is_no_checkpoint(folder):
+def test_graph_meta_is_not_a_checkpoint(folder):
     """What mindformers 1.8.0 writes beside the first checkpoint."""
     for rank in range(2):
         (folder / "checkpoint" / f"rank_{rank}" / f"llama_rank_{rank}-graph.meta").write_bytes(bytes(100))

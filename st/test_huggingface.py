@@ -124,7 +124,7 @@ def load(made: Path, name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("network, model", [("plain", "plain"), ("contiguous", "tied"), ("own head", "tied")])
-def test_a_model_of_transformers_in_mindspore_transformers(made, network, model):
+def test_mindspore_transformers_computes_like_a_model_of_transformers(made, network, model):
     """From one file or several, in either order of its weights, with a head of its own or the embedding's; from float32 or
     bfloat16: the same logits."""
     assert len(list((made / model).glob("*.safetensors"))) == (3 if model == "plain" else 1)
@@ -133,14 +133,14 @@ def test_a_model_of_transformers_in_mindspore_transformers(made, network, model)
 
 @pytest.mark.parametrize("network, different", [
     ("plain", set()), ("four ranks", set()), ("own head", {"output_layer"}), ("contiguous", {"linear_qkv", "linear_fc1"})])
-def test_against_the_loading_of_mindformers(made, network, different):
+def test_weights_equal_those_loaded_by_mindformers(made, network, different):
     """The same bits, but where mindformers 1.9.0 is wrong: it knows one order only, and leaves a head random that the folder
     does not have."""
     found = json.loads((made / f"{network} in mindspore.npy.json").read_text(encoding="utf-8"))
     assert {name.split(".")[-2] for name in found} == different
 
 
-def test_a_checkpoint_of_mindspore_transformers_in_transformers(made):
+def test_transformers_computes_like_a_checkpoint_of_mindspore_transformers(made):
     """Trained by mindformers, exported by ours, loaded by transformers: the same logits, in bfloat16 to about two digits."""
     mine = load(made, "trained in mindspore")
     np.testing.assert_allclose(load(made, "export of one"), mine, **CLOSE)

@@ -196,7 +196,7 @@ def test_balanced_load_reads_once_what_both_ranks_need(chain):
     assert 0.8 < first / second < 1.25
 
 
-def test_verify_finds_four_whole_checkpoints(chain):
+def test_verify_finds_four_complete_checkpoints(chain):
     checked = chain[0].mindresume("verify", "--json", str(chain[0].checkpoints))
     assert checked.returncode == 0, checked.stdout
     assert [(row["step"], row["state"]) for row in json.loads(checked.stdout)["checkpoints"]] == [
@@ -240,12 +240,12 @@ def test_rank_folders_of_four_are_resumed_by_one_process_in_checkpoint_2(over, w
     assert max(abs(row["loss"] - reference[row["step"]]["loss"]) for row in run.steps(-1)) <= TOLERANCE
 
 
-def test_the_rank_folders_stay(over):
+def test_the_rank_folders_are_kept(over):
     """keep_checkpoint_max counts what is there of both, and there are three."""
     assert len(list(over.run.checkpoints.glob("rank_*/*.safetensors"))) == 8
 
 
-def test_once_there_are_newer_iteration_folders_they_come_first(over):
+def test_newer_iteration_folders_come_first(over):
     assert [candidate.step for candidate in scan(PosixStorage(), str(over.run.checkpoints)).candidates] == [15, 10, 5]
 
 

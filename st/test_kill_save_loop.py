@@ -187,7 +187,7 @@ def test_one_process_recovers_when_killed_at_random_moments(tmp_path, chance):
     assert verify.returncode == 0, verify.stdout
 
 
-def test_four_processes_some_killed_before_the_others(tmp_path, chance):
+def test_four_processes_recover_when_some_are_killed_before_the_others(tmp_path, chance):
     """The ranks that live on cannot commit: a record is missing. Then they are killed too."""
     killed = KilledRun(tmp_path / "checkpoint", 4)
 

@@ -30,7 +30,7 @@ def test_remaining_ranks_that_hold_everything_are_enough(whole_several, tmp_path
 
 
 @pytest.mark.soak
-def test_ranks_that_do_not(whole_four, tmp_path):
+def test_remaining_ranks_that_lack_something_are_refused(whole_four, tmp_path):
     run = lose_ranks(run_beside(whole_four, tmp_path / "run", copied=False), "0,2", "")
     found = run.which()
     assert found["chosen"]["step"] == 10 and "rank 1, 3" in found["refused"][0]["reason"]

@@ -15,7 +15,7 @@ from st.run_attempts import LIMIT, assert_resumed, run_beside
 pytestmark = pytest.mark.timeout(1200)
 
 
-def test_the_newest_step_that_both_nodes_have(whole_several, tmp_path):
+def test_the_newest_step_that_both_nodes_have_is_resumed(whole_several, tmp_path):
     run = run_beside(whole_several, tmp_path / "run", copied=False)
     nodes = {"CPU_CLUSTER_NODES": "2", "MINDRESUME_PREEMPTION_CHECK_INTERVAL": "0.2"}
     roots = [run.folder / f"node_{node}" / "output" / "checkpoint" for node in (0, 1)]

@@ -32,7 +32,7 @@ def resume(run: Run, whole: Run, step: int, command: str = "") -> None:
     assert_resumed(run, whole, step)
 
 
-def test_sigterm_to_the_launcher_of_one_process(whole_single, tmp_path):
+def test_sigterm_to_the_launcher_saves_and_ends_one_process(whole_single, tmp_path):
     run = run_beside(whole_single, tmp_path / "run", copied=False)
     run.start("--callbacks.1.async_save thread")
     run.wait_for_step(11)
@@ -55,7 +55,7 @@ def test_sigterm_to_one_rank_stops_all(whole_several, tmp_path, command):
     resume(run, whole_several, step, command)
 
 
-def test_the_file_of_the_graceful_exit(whole_single, tmp_path):
+def test_the_graceful_exit_file_saves_and_ends_all_ranks(whole_single, tmp_path):
     """Without a signal the job ends with status 0."""
     run = run_beside(whole_single, tmp_path / "run", copied=False)
     run.start("--use_graceful_exit True")

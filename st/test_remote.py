@@ -82,7 +82,7 @@ def test_one_process_resumes_on_an_empty_disk(whole_single, tmp_path, layout):
     resumed(whole_single, run, f"{ALWAYS} {layout}", there, Moxing)
 
 
-def test_outside_of_modelarts_on_an_empty_disk(whole_single, tmp_path, monkeypatch):
+def test_a_job_outside_modelarts_resumes_on_an_empty_disk(whole_single, tmp_path, monkeypatch):
     pytest.importorskip("moto.server", reason="moto[server] is not installed")
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     arguments = ALWAYS.replace(URL, S3.url)
@@ -95,13 +95,13 @@ def test_outside_of_modelarts_on_an_empty_disk(whole_single, tmp_path, monkeypat
 
 
 @pytest.mark.soak
-def test_four_processes_on_an_empty_disk(whole_four, tmp_path):
+def test_four_processes_resume_on_an_empty_disk(whole_four, tmp_path):
     run = run_beside(whole_four, tmp_path / "run", copied=False)
     there = killed_and_its_disk_lost(run, ALWAYS, 17, Moxing)
     resumed(whole_four, run, ALWAYS, there, Moxing, 4)
 
 
-def test_killed_while_it_fetches(whole_single, tmp_path):
+def test_a_job_killed_during_its_download_resumes(whole_single, tmp_path):
     """Half a download is no checkpoint: the next start fetches again, on the same disk."""
     run = run_beside(whole_single, tmp_path / "run", copied=False)
     there = killed_and_its_disk_lost(run, ALWAYS, 17, Moxing)

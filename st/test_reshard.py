@@ -123,7 +123,7 @@ def test_every_step_sees_the_samples_that_it_sees_in_every_layout(chain, whole):
     assert_samples(whole, [(found.plan.takes, found.plan.killed or STEPS, found.samples) for found in chain[1]])
 
 
-def test_three_checkpoints_stay_and_are_whole(chain, kind):
+def test_three_checkpoints_are_kept_and_complete(chain, kind):
     """keep_checkpoint_max is 3, over all attempts: what ranks wrote that later attempts do not have is removed as well."""
     run = chain[0]
     checked = run.mindresume("verify", "--json", str(run.checkpoints))

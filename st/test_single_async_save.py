@@ -31,7 +31,7 @@ def behind(whole_single, tmp_path_factory) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_in_a_background_save_and_started_again(behind, whole_single, kind):
+def test_a_job_killed_in_a_background_save_resumes(behind, whole_single, kind):
     run = behind[kind]
     before = run.which()
     reached = steps_of(run)[-1]
@@ -50,7 +50,7 @@ def test_an_asynchronous_save_writes_the_same_bits_as_a_synchronous_one(behind, 
     assert not_equal(*(tensors_in(weights(run, 40)) for run in (whole_single, behind[kind]))) == []
 
 
-def test_a_second_job_in_the_same_folder_is_refused_and_the_first_goes_on(whole_single, tmp_path):
+def test_a_second_job_in_the_same_folder_is_refused_and_the_first_continues(whole_single, tmp_path):
     run = run_beside(whole_single, tmp_path / "run", copied=False)
     run.start("--callbacks.1.save_checkpoint_steps 5", MINDRESUME_HEARTBEAT="2")
     run.wait_for_step(6)

@@ -38,7 +38,7 @@ def bits(steps: list[dict]) -> list[tuple[int, str]]:
     return [(row["step"], row["hex"]) for row in steps]
 
 
-def test_slices_of_four_ranks_without_redundancy(sequences, device, graphs, tmp_path):
+def test_slices_of_four_ranks_without_redundancy_are_converted(sequences, device, graphs, tmp_path):
     """Killed before it saves anything, the same command finds the strategy of the old job again. It also writes merged weights,
     from which mindformers alone goes on."""
     run = run_from_fixture(NODUP, tmp_path / "run", sequences, device, graphs=graphs)
@@ -63,7 +63,7 @@ def test_slices_of_four_ranks_without_redundancy(sequences, device, graphs, tmp_
     assert bits(alone.steps()) == bits(second.steps)
 
 
-def test_merged_weights_of_mindformers(sequences, device, graphs, tmp_path):
+def test_merged_weights_of_mindformers_are_loaded(sequences, device, graphs, tmp_path):
     run = Run(tmp_path / "run", str(FIXTURES / NODUP / "config.yaml"), sequences, device=device, graphs=graphs)
     merged = FIXTURES / UNIFIED / "unified_checkpoint"
     before = content(merged)

@@ -153,7 +153,7 @@ def test_or_an_error(changed):
     assert failure(run).startswith("ProgressError") and "on_dataset_change" in failure(run)
 
 
-def test_the_same_data_set_is_no_change(whole_single, tmp_path):
+def test_the_same_data_set_is_not_a_change(whole_single, tmp_path):
     """Moved to another place, read by more threads."""
     run = run_beside(whole_single, tmp_path / "run")
     shutil.copytree(whole_single.data, tmp_path / "moved")

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(900)
 DROPOUT = "--model.model_config.hidden_dropout 0.1 --callbacks.1.save_checkpoint_steps 2"
 
 
-def test_dropout_goes_on(whole_single, tmp_path):
+def test_dropout_masks_continue_after_a_resume(whole_single, tmp_path):
     whole, run = (whole_single.like(tmp_path / name, graphs=None) for name in ("whole", "run"))     # a graph holds seeds
     whole.start(DROPOUT).wait_for_success(LIMIT)
     assert [row["hex"] for row in whole.steps()] != [row["hex"] for row in whole_single.steps()]

@@ -176,7 +176,7 @@ def test_a_missing_folder_is_a_fresh_start(others, whole_single):
     assert steps_of(run) == [1, 2, 3] and differences(whole_single.steps()[:3], run.steps()) == []
 
 
-def test_the_same_command_goes_on_bit_by_bit(broken, whole_single):
+def test_the_same_command_continues_bit_for_bit(broken, whole_single):
     assert_resumed(broken.run, whole_single, 10)
     assert not_equal(saved_tensors(broken.early, 10), parameters(broken.run, broken.root, 40)) == []
 
@@ -192,7 +192,7 @@ def test_every_step_is_saved_once_the_last_one_too(broken):
     assert iteration_steps(broken.root) == [30, 35, 40] and tracker(broken.root) == 40
 
 
-def test_the_folder_is_that_of_mindformers_and_one_of_ours(broken, alone):
+def test_the_folder_has_the_files_of_mindformers_and_our_records(broken, alone):
     """The same names, all of its tensors in the same file bit by bit, the same numbers, and nothing else beside .mindresume."""
     assert sorted(path.name for path in broken.root.iterdir()) == [
         FOLDER, *map(iteration_name, (30, 35, 40)), TRACKER]
@@ -207,13 +207,13 @@ def test_the_folder_is_that_of_mindformers_and_one_of_ours(broken, alone):
             assert set(not_equal(ours, built_in)) == set(ours) - set(built_in) <= OF_TRAIN_STEP, f"{name} of step {step}"
 
 
-def test_mindformers_alone_goes_on_from_our_folder(alone, whole_single):
+def test_mindformers_alone_resumes_from_our_folder(alone, whole_single):
     assert alone.run.event_files() == []
     assert steps_of(alone.run) == list(range(11, 41))
     assert differences(whole_single.steps(), alone.run.steps()) == []
 
 
-def test_we_go_on_from_a_folder_of_mindformers_whose_tracker_was_set_back(alone, whole_single):
+def test_a_mindformers_folder_whose_tracker_was_set_back_is_resumed(alone, whole_single):
     """Our step 40 takes the place of its step 40. What mindformers saved is not removed, and what we did counts."""
     run = alone.back
     assert_resumed(run, whole_single, 35)
@@ -260,7 +260,7 @@ def test_load_path_and_resume_training_resume(others, whole_single):
     assert notices(run, "step 35", "step 40") and 40 not in refused_steps(run)
 
 
-def test_its_saves_take_the_place_of_those_that_were_left(others, broken):
+def test_new_saves_replace_those_newer_than_the_tracker(others, broken):
     root = others.returned.checkpoints
     assert iteration_steps(root) == [5 * n for n in range(6, 9)] and tracker(root) == 40
     own = candidate(root, 40).run
@@ -294,7 +294,7 @@ def test_no_optimizer_in_the_checkpoint_is_an_error_that_names_the_key(others):
     assert "LoadError" in error and "no_save_optim" in error and "no_load_optim: True" in error
 
 
-def test_no_load_optim_takes_the_weights_alone(others, broken, whole_single):
+def test_no_load_optim_loads_weights_only(others, broken, whole_single):
     """Step 0, moments of zeros, learning rate of a first step, first data: only the weights are those of step 40."""
     run, saved = others.weights, saved_tensors(broken.root, 40)
     rows = run.steps(-1)

@@ -60,7 +60,7 @@ def test_a_batch_size_that_cuts_a_step_is_rounded_down(resumed, whole_single):
     assert samples(run) == {step: before[2 * step - 1] + before[2 * step] for step in range(18, 21)}
 
 
-def test_ignore_data_skip_begins_the_data_again(resumed, whole_single):
+def test_ignore_data_skip_restarts_the_data(resumed, whole_single):
     """The counters go on. The epoch that was cut by step 35 is trained as a whole now, so the run ends at step 45."""
     run, before = resumed.again, samples(whole_single)
     assert_event(run, "progress_restored", step=35)
@@ -68,7 +68,7 @@ def test_ignore_data_skip_begins_the_data_again(resumed, whole_single):
     assert names(run) == {40: "qwen3_rank_0-4_10.safetensors", 45: "qwen3_rank_0-5_5.safetensors"}
 
 
-def test_data_skip_steps_skips_so_many(resumed, whole_single):
+def test_data_skip_steps_skips_that_many_steps(resumed, whole_single):
     """The samples of steps 1 and 2 are left out, the rest of an epoch follows."""
     run, before = resumed.third, samples(whole_single)
     assert_event(run, "progress_restored", step=35)

@@ -37,7 +37,7 @@ def test_after_the_kill(training):
     assert training.between["checkpoints"][0]["step"] >= training.expected
 
 
-def test_attempts_are_those_that_were_recorded(training):
+def test_attempts_match_the_recorded_ones(training):
     first, second = training.after["attempts"]
     recorded = [training.run.steps(0), training.run.steps(1)]
     assert (first["outcome"], second["outcome"]) == ("failed", "finished")
@@ -57,7 +57,7 @@ def test_each_attempt_writes_one_event_file(training):
     assert training.after["notes"] == []
 
 
-def test_steps_lost_are_those_that_were_done_twice(training):
+def test_lost_steps_are_those_that_were_repeated(training):
     twice = {row["step"] for row in training.run.steps(0)} & {row["step"] for row in training.run.steps(1)}
     first, second = training.after["attempts"]
     assert len(twice) <= first["steps_lost"] == first["last_step"] - training.expected <= len(twice) + 1
@@ -82,7 +82,7 @@ def test_every_second_is_counted_once(training):
     assert all(before["end"] == pytest.approx(after["begin"]) for before, after in zip(spans, spans[1:], strict=False))
 
 
-def test_the_page_is_there(training):
+def test_the_page_is_written(training):
     page, picture = map(Path, training.after["files"])
     text = page.read_text(encoding="utf-8")
     assert "0002-" in text and "<svg role=" in text and "<script" not in text

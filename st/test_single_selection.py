@@ -58,7 +58,7 @@ def resumed_to_the_end(run: Run, whole: Run, step: int) -> None:
     assert_event(run, "training_ended", outcome="finished", step=40)
 
 
-def test_folder_and_true_takes_the_newest_that_is_as_it_was_written(resumed, whole_single):
+def test_a_folder_and_true_select_the_newest_intact_checkpoint(resumed, whole_single):
     resumed_to_the_end(resumed.newest, whole_single, 35)
     assert_event(resumed.newest, "candidate_refused", step=40, file=contains("qwen3_rank_0-4_10.safetensors"),
                  reason=contains("damaged", "checksum"))
@@ -120,7 +120,7 @@ def stopped(whole_single, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(unnamed=unnamed, ruined=ruined)
 
 
-def test_a_name_that_is_not_there(stopped, whole_single):
+def test_a_missing_name_is_an_error(stopped, whole_single):
     assert_not_trained(stopped.unnamed)
     facts = ("MissingCheckpointError", "qwen3_rank_0-2_5.safetensors", str(whole_single.checkpoints),
              *names(whole_single).values())
@@ -149,7 +149,7 @@ def starts_afresh(run: Run, whole: Run, folder: str) -> None:
     assert differences(whole.steps()[:len(rows)], rows) == []
 
 
-def test_a_folder_that_is_missing_or_empty(whole_single, tmp_path):
+def test_a_missing_or_empty_folder_is_a_fresh_start(whole_single, tmp_path):
     """Both are killed soon: only the beginning matters."""
     missing, empty = (run_beside(whole_single, tmp_path / name, copied=False) for name in ("missing", "empty"))
     (tmp_path / "nothing").mkdir()

@@ -44,7 +44,7 @@ def meant(strategy: Strategy, stages: list[int], named: bool) -> dict[str, list]
     return found
 
 
-def test_the_fixtures_are_there():
+def test_the_fixtures_exist():
     assert set(RANKS) == set(COMPILED) and len(FILES) >= 32 + 18
 
 
@@ -102,7 +102,7 @@ def test_strategies_compiled_by_mindspore_are_read_exactly(name):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parts[-4]}-{path.stem[-1]}")
-def test_every_file_of_mindspore_survives_our_hands(tmp_path, path):
+def test_every_file_of_mindspore_survives_a_round_trip(tmp_path, path):
     strategy = read_strategy(str(path.parent))
     copies = write_strategy(strategy, str(tmp_path))
     assert sorted_stages(by_mindspore(copies[int(path.stem.rpartition("_")[2])])) == sorted_stages(by_mindspore(path))

@@ -200,7 +200,7 @@ def clean(base: Path, setup: Setup, steps: list[int], width: int = 1) -> list[Ca
 
 @pytest.mark.parametrize("width", [1, PosixStorage.width])
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_every_call_comes_after_what_it_relies_on(strace, base, setup, width):
+def test_every_call_comes_after_the_calls_it_relies_on(strace, base, setup, width):
     """Bytes are flushed before a file gets its name; the name is flushed before the next file says that it is there: weights,
     record, manifest, meta.json; what is removed is removed after something newer is durable. No final name is ever written to."""
     calls = clean(base, setup, [STEP, NEXT], width)
@@ -400,7 +400,7 @@ def some(strikes: list[tuple[Target, str]], setup: Setup, soak: bool) -> list[tu
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_killed_in_every_call_that_changes_something(targets, base, setup, soak):
+def test_a_kill_in_every_changing_call_is_survived(targets, base, setup, soak):
     strikes = [(target, KILL) for target in targets(setup) if target.call.changes]
     strike_all(base, setup, some(strikes, setup, soak), killed)
 
@@ -412,7 +412,7 @@ def faults(target: Target) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_an_error_in_every_call(targets, base, setup, soak):
+def test_an_error_in_every_call_is_survived(targets, base, setup, soak):
     """Of one saver with every error, also of calls that only read; of the others EIO in calls that change something, and a full
     disk in those that write."""
     found = targets(setup)
@@ -431,7 +431,7 @@ def harmless(target: Target) -> bool:
     return target.call.kind == "close" and not target.call.path.endswith("mindresume-tmp")
 
 
-def test_a_disk_that_does_not_come_back(targets, base):
+def test_a_permanent_disk_error_is_survived(targets, base):
     """Full from here on, or broken from here on."""
     found = targets(SETUPS[0])
     strikes = [(target, "ENOSPC+") for target in found if target.call.kind == "write"]

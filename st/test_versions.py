@@ -128,7 +128,7 @@ def put(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 # ---- the other environment -----------------------------------------------------------------------------------------
 
-def test_the_other_python_is_made_once_and_has_nothing_of_ours():
+def test_the_other_python_is_created_once_without_our_package():
     python = python_of("1.8.0")
     again = subprocess.run([ROOT / "scripts" / "other_version.sh", "1.8.0"], capture_output=True, text=True, check=True)
     assert Path(again.stdout.strip()) == python and "making" not in again.stderr
@@ -320,7 +320,7 @@ def test_the_built_in_reads_every_safetensors_file_of_one_process(written, folde
     (lambda common: {**common, "mindresume": 1}, []),
     (lambda common: {"step_num": STEP, "global_step": STEP}, VERSIONS),
 ], ids=["ckpt_status", "unknown", "few"])
-def test_the_built_in_takes_these_keys_of_common_json(folder, version, change, accepted):
+def test_the_built_in_uses_these_keys_of_common_json(folder, version, change, accepted):
     edited(folder / "common.json", change)
     assert isinstance(builtin(version).read(folder, {}, None)["common"], dict) is (version in accepted)
 
@@ -401,7 +401,7 @@ def test_the_built_in_loads_a_counter_of_one_process_only(written, folder, versi
     assert all(rank["not_loaded"] == ["learning_rate"] for rank in answer["ranks"].values())
 
 
-def test_the_built_in_takes_the_step_from_common_json_if_no_file_has_it(written, folder, version):
+def test_the_built_in_reads_the_step_from_common_json_if_no_file_has_it(written, folder, version):
     """In a folder of several ranks none has it, as far as metadata.json says."""
     edited(folder / "common.json", lambda common: {**common, "global_step": 4})
     given = {**TENSORS, "global_step": np.array([4 if written[1] else STEP], np.int32)}
@@ -417,7 +417,7 @@ def test_the_built_in_refuses_a_name_in_both_files(written, folder, version):
 
 
 @pytest.mark.parametrize("written", ["one"], indirect=True)
-def test_the_built_in_wants_a_step_of_one_dimension(written, folder, version):
+def test_the_built_in_requires_a_step_of_one_dimension(written, folder, version):
     path = next(folder.glob("*-opt-*"))
     put(path, {**tensors_in(path), "global_step": np.array(STEP, np.int32)})
     assert (SHAPES if version == "1.8.0" else "same shape") in builtin(version).read(folder, TENSORS)["error"]
@@ -434,7 +434,7 @@ def test_one_flipped_bit_in_a_file_is_detected(written, folder, version):
         expect_readable(folder, TENSORS, written[1], version)
 
 
-def test_a_moment_that_keeps_its_old_value_is_seen(written, folder, version):
+def test_a_moment_that_keeps_its_old_value_is_detected(written, folder, version):
     """The built-in says nothing about it beside one line in the log."""
     for path in folder.glob("*-opt-*"):
         put(path, {name: array for name, array in tensors_in(path).items() if name != "adam_m.rows.weight"})

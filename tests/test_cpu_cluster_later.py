@@ -29,7 +29,7 @@ assert "arrow_dataset" in repr(datasets.Dataset) and sys.modules["datasets"].__v
 """
 
 
-def test_the_real_ones_come_when_they_are_used():
+def test_the_real_modules_are_imported_on_first_use():
     pytest.importorskip("datasets")
     pytest.importorskip("nltk")
     pytest.importorskip("jieba")

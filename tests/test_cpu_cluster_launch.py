@@ -81,7 +81,7 @@ def test_kill_leaves_the_others_alone(tmp_path):
     assert j.codes() == [0, -9]
 
 
-def test_kill_all_once_a_file_is_there(tmp_path):
+def test_kill_all_once_a_file_exists(tmp_path):
     code = f"import os; open('saved_' + os.environ['RANK_ID'], 'w').close(); {SLEEP}"
     with job(tmp_path, 2, code) as j:
         assert j.wait(timeout=300, kills=[Kill(f"all@file:{tmp_path}/saved_?")]) == 137
@@ -149,7 +149,7 @@ def test_exchange_folders_of_dead_launchers_are_removed(tmp_path):
     assert set(os.listdir(tmp_path)) == kept
 
 
-def test_a_port_is_given_once_and_not_if_it_is_taken():
+def test_a_port_is_assigned_once_and_only_if_free():
     """Two jobs that start at the same time have both not bound theirs yet."""
     first = free_port()
     with socket.socket() as s:
@@ -230,7 +230,7 @@ def test_the_scheduler_does_not_outlive_the_last_worker(scheduler_environment, m
     assert not scheduler_environment.exists()
 
 
-def test_the_scheduler_does_not_wait_for_ever_for_a_first_worker(scheduler_environment, monkeypatch):
+def test_the_scheduler_waits_for_a_first_worker_for_a_limited_time(scheduler_environment, monkeypatch):
     monkeypatch.setattr(runner, "SCHEDULER", SLEEP)
     assert runner.join_as_scheduler(first_worker=.1, after_last=300, poll=.02) == 0
 

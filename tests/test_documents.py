@@ -41,6 +41,6 @@ def test_every_class_and_every_name_of_a_module_exists(document):
 
 
 @DOCUMENTS
-def test_every_link_leads_to_a_file(document):
+def test_every_link_names_an_existing_file(document):
     links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []

@@ -421,7 +421,7 @@ def test_hostile_details(root, details, says, lost):
     setting("run", value="0009-0000ffff"), setting("version", value=2), setting("more", value=DEEP), deleting("records"),
     setting("files", 1, 0, 0, value="/etc/passwd"), setting("files", 1, 0, 0, value="rank_0/net_rank_0-1_10.safetensors"),
 ])
-def test_a_hostile_manifest_is_no_commit_and_the_records_decide(root, change):
+def test_a_hostile_manifest_is_ignored_and_the_records_decide(root, change):
     path = attempt(root) / MANIFEST
     path.write_bytes(resealed(path.read_bytes(), change))
     choice = choose(root)
@@ -431,7 +431,7 @@ def test_a_hostile_manifest_is_no_commit_and_the_records_decide(root, change):
     assert_falls_back(root, "missing: rank 1")
 
 
-def test_a_manifest_of_no_ranks_is_no_checkpoint(root):
+def test_a_manifest_without_ranks_is_not_a_checkpoint(root):
     path = attempt(root) / MANIFEST
     path.write_bytes(resealed(path.read_bytes(), lambda head: head.update(world_size=0, files=[], records=[])))
     for rank in range(WORLD):
@@ -507,7 +507,7 @@ def foreign_file(path, **tensors):
 
 
 @pytest.mark.parametrize("step", [np.array([20, 20]), np.array(-5), np.array(True), np.array(20.5), np.array(np.nan)])
-def test_a_step_that_is_none(root, step):
+def test_an_invalid_step_is_refused(root, step):
     for rank in range(WORLD):
         foreign_file(path_of(root, 20, rank, 1), step_num=step)
     choice = choose(root)
@@ -819,6 +819,6 @@ def test_a_checkpoint_is_selected_after_any_alteration(good, change, also, part,
             path.write_bytes(content)
 
 
-def test_the_label_is_what_the_cases_take_it_for(root):
+def test_the_label_has_the_form_that_the_cases_assume(root):
     with open(path_of(root, NEW, 0), "rb") as file:
         assert read_header(file, "x.safetensors").metadata["mindresume"] == label(RUN, NEW)["mindresume"]

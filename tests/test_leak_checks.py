@@ -5,7 +5,7 @@ import pytest
 from rank_folders import leaves_nothing
 
 
-def test_a_thread_or_a_file_that_is_left_is_found(tmp_path):
+def test_a_leaked_thread_or_file_is_found(tmp_path):
     (tmp_path / "file").touch()
     over = threading.Event()
     with pytest.raises(AssertionError, match="threads .*forgotten"), leaves_nothing(tmp_path):

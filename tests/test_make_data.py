@@ -33,7 +33,7 @@ def test_a_vocabulary_that_the_text_does_not_give_is_refused():
         make_data.train_tokenizer("one small text", 5000)
 
 
-def test_windows_are_distinct_and_cover_the_story(story, tokenizer):
+def test_windows_are_distinct_and_cover_the_text(story, tokenizer):
     tokens = np.array(tokenizer.encode(story).ids)
     windows = make_data.cut(tokens, 160, 32)
     assert windows.shape == (160, 33)

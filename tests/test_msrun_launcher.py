@@ -219,7 +219,7 @@ def test_one_worker_exit_status(job):
     assert job.run("train.py", "1").returncode == 7
 
 
-def test_one_worker_may_end_in_order_on_sigterm(job):
+def test_one_worker_may_end_gracefully_on_sigterm(job):
     job.program("signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"
                 "print('up', flush=True); time.sleep(3600)")
     process = job.start("train.py", "1")
@@ -294,7 +294,7 @@ time.sleep(3600)""")
     assert job.processes() == []
 
 
-def test_the_scheduler_stays_until_the_workers_have_saved(job):
+def test_the_scheduler_runs_until_the_workers_have_saved(job):
     job.program("""
 def note(text):
     with open('order.txt', 'a') as file:

@@ -100,7 +100,7 @@ def test_parse_value(text, value):
 
 
 @pytest.mark.parametrize("text", ["[1, 2", "{a: 1", "(1, 2", "'abc", "[1]]", "[(a, b), c]"])
-def test_parse_value_refuses_what_is_not_closed(text):
+def test_parse_value_refuses_unclosed_brackets(text):
     with pytest.raises(ValueError, match="brackets"):
         parse_value(text)
 
@@ -108,7 +108,7 @@ def test_parse_value_refuses_what_is_not_closed(text):
 @pytest.mark.parametrize("text", ["{{}}", "{[1]: 2}", "[!!timestamp foo]", "[!!int '']", "[!!float x]", "[!!binary 1]",
                                   "[&a [*a]]", "{a: &b 1, c: *b}", "[!!python/name:os.system ]", "[" * 5000 + "]" * 5000,
                                   "{? [1] : 2}", "[!!omap [a]]", "[" + "9" * 5000 + "]", "{<<: 1}"], ids=lambda text: text[:20])
-def test_parse_value_refuses_what_is_no_value(text):
+def test_parse_value_refuses_invalid_values(text):
     try:
         assert parse_value(text) in ({"<<": 1},)
     except ValueError as error:
@@ -130,7 +130,7 @@ def test_parse_bool_false(text):
     assert parse_bool(text) is False and parse_bool_or_name(text) is False
 
 
-def test_resume_training_takes_a_name():
+def test_resume_training_accepts_a_name():
     assert parse_bool_or_name("qwen3_rank_0-2_5.safetensors") == "qwen3_rank_0-2_5.safetensors"
     with pytest.raises(ValueError, match="empty"):
         parse_bool_or_name(" ")
@@ -148,7 +148,7 @@ UPSTREAM = {
 }
 
 
-def test_every_flag_of_upstream_is_there():
+def test_every_flag_of_upstream_is_accepted():
     assert set(FLAGS) | {"config", "options"} == UPSTREAM
 
 
@@ -322,7 +322,7 @@ def test_misspelled_flag_is_an_error(run, key, meant):
         run(f"--{key}", "x")
 
 
-def test_new_key_that_looks_like_another_is_remarked(run):
+def test_a_new_key_similar_to_another_is_reported(run):
     assert run("--remove_redundancy", "True", "--checkpoint", "{load_path: x}")[1] == []
     assert run("--my_own_key", "1")[1] == ["--my_own_key adds a key that the configuration did not have"]
     assert run("--runner_config.sink_sise", "2")[1][0].endswith("; did you mean 'sink_size'?")
@@ -504,7 +504,7 @@ def test_wrong_setting_ends_with_its_text_alone(script, capsys):
     assert ("train",) not in script.events
 
 
-def test_nothing_left_to_train_is_no_failure(script, capsys):
+def test_nothing_left_to_train_is_not_a_failure(script, capsys):
     from mindresume.errors import TrainingCompleteError
     script.fail.append(TrainingCompleteError("step 20 of 20 is done"))
     assert script() == 0

@@ -56,12 +56,12 @@ def test_steps(saved):
 
 
 @pytest.mark.parametrize("above", [1, 2])
-def test_the_folders_above_will_do(saved, above):
+def test_folders_above_are_accepted(saved, above):
     catalog = mindresume.open(saved.parents[above - 1])
     assert catalog.steps() == (10, 15) and catalog.list().root == str(saved)
 
 
-def test_a_step_that_is_not_there(saved):
+def test_a_missing_step_is_an_error(saved):
     with pytest.raises(MissingCheckpointError) as raised:
         mindresume.open(saved)[500]
     assert "500" in str(raised.value) and "10, 15" in str(raised.value)
@@ -124,7 +124,7 @@ def test_a_single_file_can_be_opened(tmp_path):
 
 # ---- paths that are none ---------------------------------------------------------------------------------------------
 
-def test_a_path_that_does_not_exist(tmp_path):
+def test_a_missing_path_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         mindresume.open(tmp_path / "missing")
     catalog = mindresume.open(tmp_path / "missing", missing_ok=True)
@@ -133,7 +133,7 @@ def test_a_path_that_does_not_exist(tmp_path):
     assert catalog.steps() == (5,)                                      # it looks anew each time
 
 
-def test_a_folder_of_something_else(tmp_path):
+def test_a_folder_without_checkpoints_is_an_error(tmp_path):
     (tmp_path / "data.bin").write_bytes(b"x")
     catalog = mindresume.open(tmp_path)
     for call in (catalog.steps, catalog.list, catalog.latest, catalog.verify):
@@ -143,7 +143,7 @@ def test_a_folder_of_something_else(tmp_path):
     assert found.chosen is None and not found.fresh and str(tmp_path) in found.error
 
 
-def test_several_folders_below(tmp_path):
+def test_several_folders_below_are_an_error(tmp_path):
     for name in "ab":
         save(tmp_path / name, 5)
     with pytest.raises(MissingCheckpointError):
@@ -151,7 +151,7 @@ def test_several_folders_below(tmp_path):
     assert "/a" in mindresume.open(tmp_path).select().error
 
 
-def test_a_file_of_another_kind(tmp_path):
+def test_a_file_of_another_kind_is_an_error(tmp_path):
     (tmp_path / "notes.txt").write_text("text")
     for ask in (Catalog.list, Catalog.steps, Catalog.select):               # a CollectiveError of "rank 0" it was
         with pytest.raises(ConfigError, match="notes.txt is no checkpoint"):
@@ -160,7 +160,7 @@ def test_a_file_of_another_kind(tmp_path):
 
 # ---- select ----------------------------------------------------------------------------------------------------------
 
-def test_select_takes_the_newest(saved):
+def test_select_returns_the_newest(saved):
     found = mindresume.open(saved).select()
     assert found.chosen.step == 15 and found.refused == () and found.error == "" and not found.fresh
     assert plain(found)["chosen"] == found.chosen.to_json() and found.chosen.state.step == 15

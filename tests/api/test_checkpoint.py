@@ -77,7 +77,7 @@ def test_an_invalid_region_is_an_error(saved, region):
         checkpoint.read("layers.1.weight", region)
 
 
-def test_a_tensor_that_is_not_there(saved):
+def test_a_missing_tensor_is_an_error(saved):
     with mindresume.open(saved)[STEP] as checkpoint, pytest.raises(KeyError, match="layers.9.weight"):
         checkpoint.read("layers.9.weight")
 
@@ -167,7 +167,7 @@ def test_the_read_lock_is_released_when_the_process_ends(tmp_path):
     assert done.stdout == "1\n" and leases(tmp_path) == []
 
 
-def test_a_catalog_lets_go_of_all(tmp_path):
+def test_a_catalog_releases_all_locks(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, world=2, replicas=1)
     with mindresume.open(tmp_path) as catalog:

@@ -62,7 +62,7 @@ def test_only_the_command_line_imports_the_api():
     assert found == {"api", "cli", "__init__.py"}
 
 
-def test_choices_in_the_help_are_those_of_the_api():
+def test_choices_in_the_help_match_the_api():
     """The command line names them without importing what knows them."""
     from mindresume.api.conversion import TARGET_FORMATS
     from mindresume.reshard.engines import ENGINES

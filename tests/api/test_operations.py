@@ -80,7 +80,7 @@ def test_wrong_arguments(root, training, arguments):
     assert not (training / "new").exists()
 
 
-def test_sources_that_are_not_there(root, training):
+def test_missing_sources_are_errors(root, training):
     with pytest.raises(FileNotFoundError):
         mindresume.convert(training / "missing", training / "new")
     with pytest.raises(MissingCheckpointError):
@@ -139,7 +139,7 @@ def test_prune_reports_what_it_removes_and_why(root):
     assert mindresume.open(root).steps() == (200, 400, 500)
 
 
-def test_prune_leaves_what_is_read(root):
+def test_prune_keeps_checkpoints_that_are_read(root):
     with mindresume.open(root)[100] as checkpoint:
         result = mindresume.prune(root, policy=mindresume.KeepLast(4))
         assert [row.step for row in result.held] == [100] and result.removed == ()
@@ -147,7 +147,7 @@ def test_prune_leaves_what_is_read(root):
     assert [row.step for row in mindresume.prune(root, policy=mindresume.KeepLast(4)).removed] == [100]
 
 
-def test_prune_of_what_is_no_folder_of_checkpoints(root):
+def test_prune_refuses_other_folders(root):
     with pytest.raises(ConfigError):
         mindresume.prune(root / "rank_0", policy=mindresume.KeepLast(1))
     with pytest.raises(FileNotFoundError):

@@ -140,7 +140,7 @@ def test_which_refuses_a_torn_file_outside_rank_folders(tmp_path, read, call):
 
 @pytest.mark.parametrize("command", ["ls", "which", "verify"])
 @pytest.mark.parametrize("above", [1, 2])
-def test_the_folders_above_will_do(saved, read, command, above):
+def test_folders_above_are_accepted(saved, read, command, above):
     folder = saved.parents[above - 1]
     status, found = read(command, folder)
     assert status == 0
@@ -259,7 +259,7 @@ def test_which_prints_a_text_by_default(saved, call, origin):
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
 
-def test_verify_of_whole_checkpoints(saved, read, origin):
+def test_verify_accepts_complete_checkpoints(saved, read, origin):
     status, found = read("verify", saved)
     assert status == 0 and found["damaged"] is False
     assert [(row["step"], row["origin"], row["problems"]) for row in found["checkpoints"]] == [
@@ -324,7 +324,7 @@ def test_verify_of_one_that_is_removed_while_it_is_read(tmp_path, read, call, mo
     assert "step 5: was removed while it was read" in call("verify", tmp_path)[1]
 
 
-def test_a_save_that_never_completed_is_no_damage(tmp_path, read, call):
+def test_an_incomplete_save_is_not_damage(tmp_path, read, call):
     save(tmp_path, 5)
     write_rank(tmp_path, 10, 0, 4)
     status, found = read("verify", tmp_path)
@@ -356,7 +356,7 @@ def test_ls(saved, read, origin):
     assert rows[1]["files"] == paths(saved, 10) and rows[1]["committed"] is (origin == "mindresume")
 
 
-def test_ls_for_people(saved, call):
+def test_ls_prints_a_table_by_default(saved, call):
     status, out, err = call("ls", saved)
     assert status == 0 and err == "" and all(text in out for text in ("step", "15", "10", "safetensors", "complete"))
 
@@ -470,7 +470,7 @@ def test_commands_report_the_part_of_one_node(tmp_path, call):
     assert call("which", tmp_path)[0] == 3
 
 
-def test_verify_where_there_is_nothing(tmp_path, call):
+def test_verify_of_an_empty_folder(tmp_path, call):
     assert call("verify", tmp_path)[0] == 3
     status, _, err = call("verify", tmp_path, "--step", "7")
     assert status == 2 and err.endswith(" has no step 7; there is no checkpoint\n")

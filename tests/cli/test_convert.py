@@ -113,7 +113,7 @@ def test_a_strategy_folder_and_a_format(source, tmp_path, call, fmt):
     assert re.search(r"\d.* read, .* written in \d+\.\d s \(.*/s\); .* compared with recorded checksums", out)
 
 
-def test_from_a_strategy_that_is_given_or_lies_beside(tmp_path, call):
+def test_the_source_strategy_is_given_or_found_beside(tmp_path, call):
     foreign(tmp_path / "run" / "output" / "checkpoint", Plan.parse("tp2pp2"), TENSORS)
     strategy_in(tmp_path / "given", "tp2pp2")
     assert call(tmp_path / "run", tmp_path / "a", "--to", "dp=4,opt=all", "--from", tmp_path / "given")[0] == 0
@@ -142,7 +142,7 @@ def test_a_dry_run_writes_nothing(source, tmp_path, call, read):
     assert (status, err) == (0, "") and "dry run, nothing was written" in out and folder_contents(tmp_path) == before
 
 
-def test_again(source, tmp_path, call, read):
+def test_the_same_conversion_again_does_nothing(source, tmp_path, call, read):
     command = (source, tmp_path / "new", "--to", "dp=2,tp=2")
     assert call(*command)[0] == 0
     def times():                                        # not of folders: what reads the source holds it, and leaves nothing
@@ -191,7 +191,7 @@ def test_a_source_that_does_not_exist(tmp_path, refused):
     assert "empty has no checkpoint\n" in refused(tmp_path / "empty", "--to", "tp=2")
 
 
-def test_a_step_that_is_not_there(source, refused):
+def test_a_missing_step_is_an_error(source, refused):
     assert "checkpoint has no step 7; there are: 15" in refused(source, "--to", "tp=2", "--step", 7)
 
 
@@ -254,7 +254,7 @@ def test_an_error_of_several_lines(tmp_path, call):
     assert err.count("embedding.weight") == 2 and err.count("\n") == 3 and not (tmp_path / "new").exists()
 
 
-def test_too_little_room(source, refused, monkeypatch):
+def test_too_little_space_is_an_error(source, refused, monkeypatch):
     monkeypatch.setattr(PosixStorage, "free_space", lambda storage, folder: 1000)
     assert re.search(r"new needs 1\.\d MiB, there is room for 0\.0 MiB. Nothing was written", refused(source, "--to", "tp=4"))
 
@@ -360,7 +360,7 @@ def test_the_same_command_twice_at_once(source, tmp_path, call, running):
     assert "new is running in another process; wait for it, and then start this one again" in err
 
 
-def test_the_one_that_runs_is_left_alone(source, tmp_path, call, running):
+def test_a_running_conversion_is_left_alone(source, tmp_path, call, running):
     before = folder_contents(Path(running.work))
     assert call(source, tmp_path / "new", "--to", strategy_in(tmp_path / "to", "dp2pp2"))[0] == 2
     assert folder_contents(Path(running.work)) == before

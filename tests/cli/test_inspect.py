@@ -91,7 +91,7 @@ def test_inspect_lists_the_slices_of_a_rank(saved, read_ok, rank):
 
 
 @pytest.mark.parametrize("rank", [1, 4, 7])
-def test_copies_that_were_left_away(saved, read_ok, call, rank):
+def test_omitted_replicas_are_reported(saved, read_ok, call, rank):
     parts = {part["name"]: part for part in read_ok(saved["mindformers"], "--rank", rank)["slices"]}
     assert {name for name, part in parts.items() if part["ranks"]} == {*PLAN.keeps(rank), *COUNTERS}
     assert {name: parts[name]["region"] for name in PLAN.layouts(rank)} == listed(PLAN.regions(rank))
@@ -117,7 +117,7 @@ def test_inspect_lists_the_ranks_that_hold_a_slice(saved, read_ok, origin, patte
         assert len(parts) == len(expected) or not TENSORS[name].size
 
 
-def test_for_people(saved, call):
+def test_inspect_prints_a_table_by_default(saved, call):
     status, out, err = call(saved["mindresume"])
     lines = out.splitlines()
     assert (status, err) == (0, "") and "step 15, 8 ranks" in lines[0] and lines[1] == f"written by run {RUN}, safetensors; " \
@@ -130,7 +130,7 @@ def test_for_people(saved, call):
     assert any(line.startswith("layers.3.qkv.weight ") for line in call(saved["mindresume"], "--all")[1].splitlines())
 
 
-def test_slices_for_people(saved, call):
+def test_slices_are_printed_as_a_table(saved, call):
     lines = call(saved["mindresume"], "--tensor", "layers.*.qkv.weight")[1].splitlines()[-16:]
     assert [line.split()[-1] for line in lines] == list("0213021346574657")
     assert [line.split()[0] for line in lines[::4]] == [f"layers.{layer}.qkv.weight" for layer in range(4)]

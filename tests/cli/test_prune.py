@@ -108,7 +108,7 @@ def test_prune_keeps_a_checkpoint_that_a_job_reads(saved, read_ok, call):
     assert steps(read_ok(saved, "--keep-last", 1)["removed"]) == [10]
 
 
-def test_an_incomplete_save_of_a_living_job_stays(saved, read_ok):
+def test_an_incomplete_save_of_a_running_job_is_kept(saved, read_ok):
     job = lease.Lease(STORAGE, str(saved), replace(lease.holder_of_this_process(lease.SAVING, 2), run=RUN))
     job.publish()
     found = read_ok(saved, "--keep-last", 6)
@@ -118,7 +118,7 @@ def test_an_incomplete_save_of_a_living_job_stays(saved, read_ok):
     assert steps(read_ok(saved, "--keep-last", 6)["removed"]) == [35] and not path_of(saved, 35, 0).exists()
 
 
-def test_a_dry_run_leaves_the_lease_of_a_dead_reader(saved, read_ok):
+def test_a_dry_run_keeps_the_lease_of_a_dead_reader(saved, read_ok):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     owner = replace(lease.holder_of_this_process(lease.LOADING, holds=[attempt_name(5, RUN)]), run="0000-0000dead",

@@ -50,12 +50,12 @@ def test_json_and_a_page(read, output, tmp_path):
 
 
 @pytest.mark.parametrize("inner", ["..", ".", "checkpoint"])
-def test_any_folder_of_the_run_will_do(read, output, inner):
+def test_any_folder_of_the_run_is_accepted(read, output, inner):
     _, found = read(output / inner)
     assert len(found["attempts"]) == 2 and len(found["checkpoints"]) == 2
 
 
-def test_a_run_whose_first_save_did_not_come_yet(read, tmp_path):
+def test_a_run_before_its_first_save(read, tmp_path):
     two_attempts().write_all(tmp_path / "output")
     for folder in (tmp_path, tmp_path / "output"):
         _, found = read(folder)
@@ -69,7 +69,7 @@ def test_only_checkpoints(call, tmp_path):
     assert "Looked for" in (tmp_path / "r.html").read_text()
 
 
-def test_logs_elsewhere(read, tmp_path, output):
+def test_logs_in_another_folder(read, tmp_path, output):
     Log().start(900).over(905).write(tmp_path / "elsewhere" / "rank_0" / "info.log")
     _, found = read(output, "--logs", tmp_path / "elsewhere")
     assert len(found["attempts"]) == 3

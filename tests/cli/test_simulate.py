@@ -47,7 +47,7 @@ def unflushed(monkeypatch):
     monkeypatch.setattr(search_shards, "_seen", set())
 
 
-def test_nothing_is_found_by_processes(read):
+def test_several_processes_find_nothing(read):
     status, found = read(*SMALL, "--seeds", "6", "--first-seed", "3", "--jobs", "2")
     assert status == 0 and found["found"] == [] and (found["seeds"], found["first_seed"], found["runs"]) == (6, 3, 6)
     assert found["schedules"] > found["states"] > 6
@@ -150,7 +150,7 @@ def test_help_imports_nothing_heavy():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_with_what_was_found_so_far(number):
+def test_a_signal_ends_it_with_the_findings_so_far(number):
     program = subprocess.Popen([sys.executable, "-m", "mindresume", *(COMMAND, *SMALL), "--seeds", "1000000", "--jobs", "2"],
                                cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     children, late = Path(f"/proc/{program.pid}/task/{program.pid}/children"), time.monotonic() + PATIENCE

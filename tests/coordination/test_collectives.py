@@ -69,7 +69,7 @@ def test_no_rank_waits_longer_than_the_work_takes():
     assert Ranks(2).run(work) == [600.0] * 2
 
 
-def test_work_without_progress_is_given_up_by_all_ranks_together():
+def test_all_ranks_give_up_work_without_progress():
     def work(group):
         try:
             return gather_results(group, lambda: group.rank != 2 or current_cluster().scheduler.block(None),
@@ -99,7 +99,7 @@ def test_work_that_is_broken_off_is_an_error_of_all():
     assert all(str(error).startswith("rank 1: the work was interrupted") for error in found)
 
 
-def test_a_rank_that_gets_no_thread_works_in_its_own(monkeypatch):
+def test_a_rank_without_a_new_thread_works_in_its_own(monkeypatch):
     """An error of this rank alone would leave the others waiting."""
     def refuse(thread):
         raise RuntimeError("can't start new thread")

@@ -45,7 +45,7 @@ class Machine:
         return left(str(self.root)) / GIB
 
 
-def test_the_host_where_there_is_no_limit(tmp_path):
+def test_the_memory_of_the_host_counts_without_a_limit(tmp_path):
     machine = Machine(tmp_path, 22)
     machine.group("0::/", V2)
     assert machine.left == 22
@@ -57,7 +57,7 @@ def test_unreadable_limits_are_unknown(tmp_path):
     assert left(str(tmp_path)) == UNKNOWN
 
 
-def test_the_limit_of_the_container_counts_and_file_cache_is_left(tmp_path):
+def test_the_limit_of_the_container_counts_and_file_cache_is_free(tmp_path):
     """22 GiB, of which 2 are used and 6 of those 8 that the kernel counts are file cache."""
     machine = Machine(tmp_path)
     machine.group("0::/", V2)
@@ -67,7 +67,7 @@ def test_the_limit_of_the_container_counts_and_file_cache_is_left(tmp_path):
 
 @pytest.mark.parametrize("outer, inner, expected", [((100, 40), (200, 30), 60), ((100, 40), (50, 30), 20),
                                                     ((100, 40), ("max", 30), 60), (("max", 40), ("max", 30), 1500)])
-def test_every_group_above_counts(tmp_path, outer, inner, expected):
+def test_every_parent_group_counts(tmp_path, outer, inner, expected):
     machine = Machine(tmp_path)
     machine.group("1:name=systemd:/\n0::/slurm/job_7/task_0", V2)
     machine.v2("sys/fs/cgroup/slurm", "max", 50)
@@ -76,14 +76,14 @@ def test_every_group_above_counts(tmp_path, outer, inner, expected):
     assert machine.left == expected
 
 
-def test_memory_above_high_is_not_left(tmp_path):
+def test_memory_above_high_is_not_free(tmp_path):
     machine = Machine(tmp_path)
     machine.group("0::/pod", V2)
     machine.v2("sys/fs/cgroup/pod", 22, 2, high=20)
     assert machine.left == 18
 
 
-def test_more_used_than_allowed_is_nothing_left(tmp_path):
+def test_no_memory_is_free_if_more_is_used_than_allowed(tmp_path):
     machine = Machine(tmp_path)
     machine.group("0::/pod", V2)
     machine.v2("sys/fs/cgroup/pod", 5, 9)

@@ -25,11 +25,11 @@ def test_every_file_that_a_run_began_to_write_reserves_its_number(name):
 
 @pytest.mark.parametrize("name", [".probe-0123abcd-0.0123abcd.mindresume-tmp", ".x.mindresume-tmp", ".x.0007-0000aaaa.swp",
                                   ".x.0007-0000AAAA.mindresume-tmp", f".claim.{run_name(0, '0000aaaa')}.mindresume-tmp"])
-def test_other_half_written_files_tell_no_number(name):
+def test_other_half_written_files_reserve_no_number(name):
     assert run_sequence(next_run([name])) == 1
 
 
-def test_a_zombie_is_dead(tmp_path):
+def test_a_zombie_process_counts_as_dead(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with open(f"/proc/{child.pid}/stat", "rb") as file:
         started = int(file.read().rpartition(b")")[2].split()[19])
@@ -41,7 +41,7 @@ def test_a_zombie_is_dead(tmp_path):
     child.communicate()
 
 
-def test_a_number_used_again_is_another_process():
+def test_a_reused_process_number_is_another_process():
     assert is_alive(ME) is True
     assert is_alive(replace(ME, started=ME.started + 1)) is False
     assert is_alive(ELSEWHERE) is None
@@ -67,7 +67,7 @@ def test_the_later_name_wins_between_two_runs_with_one_number(tmp_path, token, s
         fence(STORAGE, str(tmp_path), run_name(1, "88888888"))
 
 
-def test_a_job_taken_for_dead_stops_saving_when_it_wakes_up(tmp_path):
+def test_a_job_considered_dead_stops_saving_when_it_wakes_up(tmp_path):
     first = publish_lease(tmp_path, ELSEWHERE)
     fence(STORAGE, str(tmp_path), first.run)
     second = acquire_lease(tmp_path)
@@ -77,7 +77,7 @@ def test_a_job_taken_for_dead_stops_saving_when_it_wakes_up(tmp_path):
     assert second.run in str(error.value) and first.run in str(error.value)
 
 
-def test_also_after_its_successor_has_ended(tmp_path):
+def test_a_job_considered_dead_stops_saving_after_its_successor_has_ended(tmp_path):
     save(tmp_path, 5, 1, run=run_name(2, "0000bbbb"))
     with pytest.raises(LeaseHeldError, match="run 0002-0000bbbb has taken over"):
         fence(STORAGE, str(tmp_path), run_name(1, "0000aaaa"))

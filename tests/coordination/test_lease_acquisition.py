@@ -17,7 +17,7 @@ from mindresume.model.record_codec import encode_head, read_head
 from mindresume.storage.posix import PosixStorage
 
 
-def test_an_empty_folder_is_taken_at_once_and_left(tmp_path):
+def test_an_empty_folder_is_acquired_at_once_and_released(tmp_path):
     time = ManualClock()
     lease = acquire_lease(tmp_path / "checkpoint", time=time)
     assert run_sequence(lease.run) == 1 and time.now == 0
@@ -104,7 +104,7 @@ def test_leftovers_that_cannot_be_removed_stop_no_job(tmp_path):
     assert run_sequence(later.run) == 4 and os.listdir(tmp_path / FOLDER) == [f"claim-{later.run}.json"]
 
 
-def test_a_silent_owner_elsewhere_is_watched_then_taken_for_dead(tmp_path):
+def test_a_silent_holder_on_another_host_is_watched_then_considered_dead(tmp_path):
     dead = publish_lease(tmp_path, ELSEWHERE)
     events, time = [], ManualClock()
     lease = acquire_lease(tmp_path, time=time, emit=events.append)
@@ -114,7 +114,7 @@ def test_a_silent_owner_elsewhere_is_watched_then_taken_for_dead(tmp_path):
                       StaleLeaseRemoved(dead.run, "node7", ELSEWHERE.pid)]
 
 
-def test_an_owner_elsewhere_that_beats_is_alive(tmp_path):
+def test_a_holder_on_another_host_that_sends_heartbeats_is_alive(tmp_path):
     other = publish_lease(tmp_path, ELSEWHERE)
     beaten = []
 
@@ -210,7 +210,7 @@ def test_a_job_that_gives_way_leaves_no_files(tmp_path, keep_run_marker):
 
 
 @pytest.mark.parametrize("token", ["00000000", "ffffffff"])
-def test_a_number_that_another_job_has_taken_meanwhile_is_not_used_again(tmp_path, token):
+def test_a_number_acquired_by_another_job_meanwhile_is_not_reused(tmp_path, token):
     """It began, saved and ended between the listing from which the number came and the claim: two runs had one number."""
     storage = During(3, lambda: save(tmp_path, 5, 1, run=run_name(1, token)))
     assert run_sequence(acquire(storage, str(tmp_path), ME).run) == 2
@@ -352,7 +352,7 @@ def test_an_unreadable_lease_counts_between_two_concurrent_jobs(tmp_path):
 
 @pytest.mark.parametrize("mine", [0.0, 0.1, BEAT, 200.0])
 @pytest.mark.parametrize("theirs", [2.0, BEAT, 100.0])
-def test_its_own_beats_count_not_those_of_the_next_job(tmp_path, mine, theirs):
+def test_the_holders_own_heartbeat_interval_counts(tmp_path, mine, theirs):
     publish_lease(tmp_path, replace(ELSEWHERE, every=theirs))
     time = ManualClock()
     lease = acquire(STORAGE, str(tmp_path), ME, mine, clock=time.clock, sleep=time.sleep)
@@ -361,7 +361,7 @@ def test_its_own_beats_count_not_those_of_the_next_job(tmp_path, mine, theirs):
 
 
 @pytest.mark.parametrize("every, said", [(0.0, "there are none"), (3600.0, "only every 3600 s")])
-def test_an_owner_elsewhere_that_gives_no_signs_of_life_is_not_taken_for_dead(tmp_path, every, said):
+def test_a_holder_on_another_host_without_heartbeats_is_not_considered_dead(tmp_path, every, said):
     lease, time = publish_lease(tmp_path, replace(ELSEWHERE, every=every)), ManualClock()
     with pytest.raises(LeaseHeldError) as error:
         acquire_lease(tmp_path, time=time)
@@ -387,7 +387,7 @@ def test_a_lease_of_an_earlier_version_has_the_default_heartbeat_interval(tmp_pa
     assert run_sequence(acquire_lease(tmp_path, time=time).run) == 2 and BEAT * PATIENCE <= time.now < BEAT * PATIENCE + 1.5
 
 
-def test_a_training_that_failed_in_this_process_is_not_taken_for_another_job(tmp_path):
+def test_a_failed_training_of_this_process_does_not_count_as_another_job(tmp_path):
     left, time = acquire_lease(tmp_path), ManualClock()
     check_no_live_job(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)
     assert time.now == 0

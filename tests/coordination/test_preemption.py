@@ -58,7 +58,7 @@ def test_ranks_exchange_about_every_interval():
     assert set(later - before for before, later in zip(exchanges[7:], exchanges[8:], strict=False)) <= {49, 50}
 
 
-def test_slow_steps_are_all_asked_at():
+def test_ranks_exchange_after_each_slow_step():
     def work(group):
         clock = Clock()
         return trained(PreemptionHandler(group, 5.0, clock=clock), clock, 10, 8.0)[2]
@@ -80,7 +80,7 @@ def test_an_interval_of_zero_disables_preemption():
     assert leaving.check(1) == "" and signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_signal_is_noted_and_afterwards_does_what_it_did():
+def test_the_signal_is_recorded_and_its_handler_restored_afterwards():
     before, leaving = signal.getsignal(signal.SIGTERM), PreemptionHandler(SingleProcess(), 5.0)
     leaving.install()
     try:
@@ -91,7 +91,7 @@ def test_the_signal_is_noted_and_afterwards_does_what_it_did():
     assert signal.getsignal(signal.SIGTERM) is before and STATUS == 143
 
 
-def test_the_file_of_the_graceful_exit(tmp_path, monkeypatch):
+def test_the_graceful_exit_file_is_a_request(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MS_ENABLE_GRACEFUL_EXIT", raising=False)
     clock = Clock()
@@ -112,7 +112,7 @@ def test_the_file_of_the_graceful_exit(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("again", ['{"GracefulExit": 1} ', '{"GracefulExit": 0}', None])
-def test_a_file_that_stays_does_not_end_the_next_training(tmp_path, again):
+def test_a_remaining_file_does_not_end_the_next_training(tmp_path, again):
     """It ended the one before. Neither ours nor MindSpore's callback heeds it until it is written again; the log says so."""
     path, clock = tmp_path / "mine.json", Clock()
     path.write_text('{"GracefulExit": 1}')
@@ -143,7 +143,7 @@ def test_a_request_while_the_network_is_compiled_counts(tmp_path):
     assert stays.ignored and stays.check(1) == ""
 
 
-def test_a_callback_that_took_the_signal_is_asked():
+def test_a_callback_that_handles_the_signal_is_consulted():
     callback = SimpleNamespace(remote_config_file=None, exit=False)
     leaving = PreemptionHandler(SingleProcess(), 5.0, [callback])
     assert leaving.check(1) == ""

@@ -26,7 +26,7 @@ def test_a_reader_locks_its_checkpoint_and_releases_it(tmp_path):
 
 
 @pytest.mark.parametrize("goes", [True, False])
-def test_a_reader_waits_while_somebody_is_about_to_remove_it(tmp_path, goes):
+def test_a_reader_waits_for_an_announced_removal(tmp_path, goes):
     save(tmp_path, 5, 1)
     name = os.listdir(tmp_path / FOLDER)[0]
     commit_dir, others = tmp_path / FOLDER / name, announce_removal(STORAGE, str(tmp_path), [name])
@@ -46,7 +46,7 @@ def test_a_reader_waits_while_somebody_is_about_to_remove_it(tmp_path, goes):
 
 
 @pytest.mark.parametrize("holder, waits", [(ELSEWHERE, True), (None, False)])
-def test_a_reader_does_not_wait_for_ever(tmp_path, holder, waits):
+def test_a_reader_stops_waiting_after_a_limit(tmp_path, holder, waits):
     """Who removes it may have died: on this machine that is known at once."""
     save(tmp_path, 5, 1)
     name = os.listdir(tmp_path / FOLDER)[0]
@@ -107,7 +107,7 @@ def test_an_unreadable_read_lock_protects_every_checkpoint(tmp_path):
     assert set(seen()) == {min(names)}
 
 
-def test_a_reader_that_beats_rarely_is_given_time(tmp_path):
+def test_a_reader_with_rare_heartbeats_gets_more_time(tmp_path):
     publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",), every=2 * BEAT), sequence=0)
     now = [0.0]
     seen = ReadLocks(STORAGE, str(tmp_path), clock=lambda: now[0])

@@ -118,7 +118,7 @@ def test_a_shared_folder_that_a_host_lists_late(tmp_path, seconds, by_name):
     assert all(host.now <= min(seconds, PATIENCE) for host in hosts) and (by_name or not hosts[0].now)
 
 
-def test_a_listing_that_is_too_old_leaves_no_folder_behind(tmp_path):
+def test_a_listing_that_is_too_old_leaves_no_folder(tmp_path):
     """Both hosts still list what the other has removed. A folder of something else was taken for one where a job saves, because
     the folder of records stayed in it, and the training began afresh."""
     class Old(PosixStorage):
@@ -146,7 +146,7 @@ def test_nodes_without_shared_storage_wait_for_a_limited_time(tmp_path, local, l
     assert [host.now for host in hosts] == [looks - 1] * 2
 
 
-def test_an_error_while_looking_leaves_nothing_behind(tmp_path):
+def test_an_error_leaves_no_probe_files(tmp_path):
     class Broken(PosixStorage):
         def list(self, folder):
             if folder.endswith(FOLDER) and not self.failed:
@@ -175,7 +175,7 @@ def test_probe_files_of_a_job_killed_long_ago_are_removed(tmp_path, nodes):
     assert [os.listdir(tmp_path / name / FOLDER) for name in set(nodes)] == [[new]] * len(set(nodes))
 
 
-def test_an_end_while_it_waits_leaves_nothing_behind(tmp_path):
+def test_an_interrupted_wait_leaves_no_probe_files(tmp_path):
     def sleep(seconds):
         raise RuntimeError("interrupted")
     for name in "ab":
@@ -238,7 +238,7 @@ def test_a_node_commits_the_ranks_that_it_has(tmp_path):
     assert (tmp_path / "rank_2" / "meta.json").exists() and not (tmp_path / "rank_0").exists()
 
 
-def test_the_parts_of_all_nodes_brought_together_are_whole(tmp_path):
+def test_the_merged_parts_of_all_nodes_are_complete(tmp_path):
     """As a person would copy them: the last manifest stays, which is of one node."""
     save_part(tmp_path, 5, (0, 1))
     save_part(tmp_path, 5, (2, 3))
@@ -263,7 +263,7 @@ def test_the_records_of_a_node_are_its_commit(tmp_path):
     assert committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)] and (tmp_path / "rank_2" / "meta.json").exists()
 
 
-def test_a_node_of_which_a_rank_has_not_recorded_has_no_part_of_it(tmp_path):
+def test_a_node_without_the_record_of_one_rank_has_no_part(tmp_path):
     write_rank(tmp_path, 5, 2, 4, local_ranks=(2, 3))
     for brief in (False, True):
         found, = scan_records(STORAGE, str(tmp_path), brief=brief)[0]
@@ -285,7 +285,7 @@ def test_records_of_earlier_versions_have_no_local_ranks(tmp_path):
     assert not found.maybe_completed and "2 of 4 ranks recorded what they wrote, missing: rank 0, 1" in found.problem.reason
 
 
-def test_the_records_of_some_nodes_brought_together_are_what_these_have(tmp_path):
+def test_the_merged_records_of_some_nodes_are_the_parts_of_these_nodes(tmp_path):
     for ranks in ((4, 5), (0, 1), (2, 3)):
         found = scan(STORAGE, str(tmp_path)).candidates
         save_part(tmp_path, 5, ranks, world=6, commit=False)
@@ -323,13 +323,13 @@ def names(*steps, run=RUN):
     return [attempt_name(step, run) for step in steps]
 
 
-def test_the_newest_that_all_have():
+def test_the_newest_step_that_all_nodes_have_is_recorded():
     assert newest_common([names(20, 15, 10), names(15, 10), names(25, 15)]) == names(15)[0]
     assert newest_common([names(5, run=LATER) + names(20), names(20) + names(5, run=LATER)]) == names(5, run=LATER)[0]
     assert newest_common([names(20), names(15)]) == newest_common([]) == newest_common([names(5), []]) == ""
 
 
-def test_a_node_that_is_ahead_keeps_what_the_others_have(tmp_path):
+def test_a_node_that_is_ahead_keeps_the_common_step(tmp_path):
     """It alone went on to step 25, and keeps one."""
     root = str(tmp_path)
     for step in (5, 10):
@@ -367,7 +367,7 @@ def test_nothing_is_removed_if_the_common_step_is_unknown(tmp_path, content):
     assert carry_out(STORAGE, str(tmp_path), made) == [] and "share no disk" in made.reasons[made.kept[1].commit_dir]
 
 
-def test_a_folder_that_all_see_has_no_such_note(tmp_path):
+def test_a_shared_folder_has_no_record_of_a_common_step(tmp_path):
     save(tmp_path, 5)
     assert protected_by_peers(STORAGE, str(tmp_path)) == {} and order_of(attempt_name(5, RUN)) == (1, 5)
     assert SharedGroups((0, 0)).is_split is False

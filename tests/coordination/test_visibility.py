@@ -51,12 +51,12 @@ def waited(root, hidden, **keys):
     return found.wait_seconds
 
 
-def test_nothing_late_nothing_waited(tmp_path):
+def test_nothing_is_waited_for_if_nothing_is_late(tmp_path):
     save(tmp_path, 5, 3)
     assert ask(tmp_path, Late()) == Visibility() == wait_until_visible(STORAGE, str(tmp_path), SingleProcess(), single_group(1))
 
 
-def test_a_whole_step_that_only_the_others_list(tmp_path):
+def test_a_complete_step_that_only_other_ranks_list_is_waited_for(tmp_path):
     """Rank 0 took step 5, after 0 seconds."""
     save(tmp_path, 5, 3)
     save(tmp_path, 10, 3)
@@ -109,7 +109,7 @@ def test_load_checkpoint_may_name_the_folder_of_a_rank(tmp_path):
     [iteration_name(10)], [iteration_name(5), iteration_name(10), TRACKER], [f"{iteration_name(10)}/{FOLDER}"],
     [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}"], [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}/manifest.json"],
     [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}/rank_00001.json"], [TRACKER]])
-def test_an_iteration_that_only_the_others_list(tmp_path, late):
+def test_an_iteration_that_only_other_ranks_list_is_waited_for(tmp_path, late):
     """It was looked for one folder too high: nothing was ever waited for, and a first save ended in a fresh start."""
     save_iteration(tmp_path, 5)
     save_iteration(tmp_path, 10)
@@ -117,7 +117,7 @@ def test_an_iteration_that_only_the_others_list(tmp_path, late):
     assert waited(tmp_path, late, ranks=2) == 30
 
 
-def test_an_iteration_in_the_making(tmp_path):
+def test_an_iteration_in_progress_is_not_waited_for(tmp_path):
     save_iteration(tmp_path, 5)
     write_all(tmp_path, 10)
     name = attempt(10)
@@ -150,7 +150,7 @@ def test_rank_folders_of_mindformers(tmp_path):
 
 # ---- an end ----------------------------------------------------------------------------------------------------------------
 
-def test_at_most_until_no_listing_can_be_that_old(tmp_path):
+def test_the_wait_ends_when_no_listing_can_be_that_old(tmp_path):
     """What is still not listed is said: rank, folder, and what was expected."""
     save(tmp_path, 5, 3)
     save(tmp_path, 10, 3)
@@ -186,7 +186,7 @@ def test_a_host_that_cannot_list_for_a_moment(tmp_path):
 
 # ---- nodes that share no disk ------------------------------------------------------------------------------------------------
 
-def test_each_node_waits_for_what_its_own_ranks_see(tmp_path):
+def test_each_node_waits_only_for_its_own_ranks(tmp_path):
     """Ranks 0 and 1 have nothing; of 2 and 3, which share a disk, one lists late."""
     (tmp_path / "a").mkdir()
     save(tmp_path / "b", 5, 4)

@@ -70,7 +70,7 @@ def test_an_operation_fails_once_and_does_nothing(root, kind, operation):
 
 
 @pytest.mark.parametrize("kind, code", [("ENOSPC", errno.ENOSPC), ("EDQUOT", errno.EDQUOT)])
-def test_a_full_disk_stays_full_and_what_takes_no_room_works(root, kind, code):
+def test_a_full_disk_stays_full_and_operations_without_new_bytes_work(root, kind, code):
     injector = injector_for(kind, at=2)
     storage, path = injector.storage_of(0), os.path.join(root, "a", "f")
     assert storage.write(path + "2", [b"x"]) == 1
@@ -167,7 +167,7 @@ def lost(root, steps, survives=lambda: False):
     return content(root)
 
 
-def test_unsynced_names_are_lost_and_synced_ones_stay(root):
+def test_unsynced_names_are_lost_and_synced_ones_survive(root):
     def steps(storage):
         storage.write(root + "/a/h", [b"three"])
         storage.sync(root + "/a")
@@ -187,7 +187,7 @@ def test_publish_is_durable(root):
                                                                                                 "a/g": b"two"}
 
 
-def test_a_removal_comes_back_until_it_is_synced(root):
+def test_a_removal_is_undone_until_it_is_synced(root):
     assert lost(root, lambda storage: storage.remove(root + "/a/f")) == {"a": None, "a/f": b"one", "a/g": b"two"}
 
     def steps(storage):
@@ -196,7 +196,7 @@ def test_a_removal_comes_back_until_it_is_synced(root):
     assert lost(root, steps) == {"a": None, "a/g": b"two"}
 
 
-def test_a_folder_has_its_name_back_with_all_that_is_in_it(root):
+def test_a_folder_rename_is_undone_with_its_content(root):
     assert lost(root, lambda storage: storage.rename(root + "/a", root + "/b")) == {"a": None, "a/f": b"one", "a/g": b"two"}
 
 
@@ -214,7 +214,7 @@ def test_changes_inside_a_renamed_folder_belong_to_it(root):
     assert lost(root, synced_inside) == {"a": None, "a/g": b"two"}
 
 
-def test_a_folder_that_was_renamed_and_removed_is_there_again(root):
+def test_a_folder_that_was_renamed_and_removed_is_restored(root):
     def steps(storage):
         storage.rename(root + "/a", root + "/b")
         for name in "fg":
@@ -223,7 +223,7 @@ def test_a_folder_that_was_renamed_and_removed_is_there_again(root):
     assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two"}
 
 
-def test_a_folder_whose_removal_is_durable_does_not_come_back(root):
+def test_a_folder_whose_removal_is_durable_is_not_restored(root):
     def steps(storage):
         for name in "fg":
             storage.remove(f"{root}/a/{name}")
@@ -249,7 +249,7 @@ def test_a_rename_to_another_folder_changes_both_names_or_none(root):
 
 
 @pytest.mark.parametrize("fates", list(itertools.product([True, False], repeat=2)))
-def test_a_folder_that_makes_way_for_another(root, fates):
+def test_a_folder_replaced_by_another_is_undone_in_order(root, fates):
     """As when an iteration is saved again: the old folder becomes trash, the new one takes its name."""
     os.makedirs(root + "/hidden/new")
     os.rename(root + "/a", root + "/old")
@@ -329,7 +329,7 @@ def test_names_of_others_arrive_late_and_own_ones_at_once(root):
     assert mine.status(root + "/a/h").size == 1 and mine.list(root + "/a") == ["f", "g", "h"]
 
 
-def test_a_host_that_changes_a_folder_looks_anew(root):
+def test_a_host_that_changes_a_folder_lists_it_again(root):
     injector = injector_for("late", at=1000, ranks=2)
     mine, other = injector.storage_of(0), injector.storage_of(1)
     mine.list(root + "/a")

@@ -79,7 +79,7 @@ def test_the_newest_is_selected_and_the_next_run_cleans_up(sandbox):
     assert os.listdir(os.path.join(sandbox.root, FOLDER)) == [attempt_name(90, RUNS[2])]
 
 
-def test_a_fresh_start_where_nothing_was_complete(sandbox):
+def test_a_fresh_start_without_a_complete_save_passes(sandbox):
     found = check_resume(saved(sandbox, 10, commit=False, only=1), [])
     assert (found.verdict, found.reason, found.chosen, found.left) == (PASS, "nothing was complete", None, ())
 
@@ -88,7 +88,7 @@ def test_an_empty_folder(sandbox):
     assert check_resume(sandbox, []).verdict == PASS
 
 
-def test_newer_than_needed_is_no_lost_work(sandbox):
+def test_a_newer_checkpoint_than_required_is_not_lost_work(sandbox):
     assert check_resume(saved(sandbox, 10, 20), [OLD], tidy=False).chosen == NEW
 
 
@@ -106,7 +106,7 @@ def test_a_step_that_some_ranks_have_finished_is_not_due(sandbox):
     assert check_resume(saved(sandbox, 10), [OLD], tidy=False).chosen == OLD
 
 
-def test_tidy_is_left_out_on_demand(sandbox):
+def test_the_check_of_leftovers_is_optional(sandbox):
     check_resume(saved(sandbox, 10), [OLD], tidy=False)
     assert os.listdir(os.path.join(sandbox.root, FOLDER)) == [attempt_name(10, RUNS[0])]
 
@@ -114,7 +114,7 @@ def test_tidy_is_left_out_on_demand(sandbox):
 # ---- LOST_WORK -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("damage", [cut, os.remove, lambda path: os.truncate(path, 0)])
-def test_an_older_one_than_needed(sandbox, damage):
+def test_an_older_checkpoint_than_required_is_lost_work(sandbox, damage):
     saved(sandbox, 10, 20)
     damage(file_of(sandbox, 20, 1))
     found = check_resume(sandbox, [OLD, NEW])
@@ -133,21 +133,21 @@ def test_a_later_run_is_newer_than_a_higher_step(sandbox):
 
 # ---- HARD_FAIL -----------------------------------------------------------------------------------------------------
 
-def test_nothing_can_be_used(sandbox):
+def test_no_usable_checkpoint_is_a_hard_fail(sandbox):
     saved(sandbox, 10)
     flip(sandbox, file_of(sandbox, 10, 0))
     found = check_resume(sandbox, [OLD])
     assert found.verdict == HARD_FAIL and found.reason.startswith("no resume: ")
 
 
-def test_a_fresh_start_though_something_was_complete(sandbox):
+def test_a_fresh_start_despite_a_complete_save_is_reported(sandbox):
     found = check_resume(saved(sandbox, 10, commit=False, only=1), [OLD])
     assert found.verdict == HARD_FAIL and "a fresh start" in found.reason
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"last_epoch": 1}', b'{"last_ckpt_file": "no_such_file.ckpt"}',
                                      b'{"last_ckpt_file": 5}', b"\xff"])
-def test_a_pointer_that_leads_nowhere(sandbox, content):
+def test_a_dangling_pointer_is_reported(sandbox, content):
     saved(sandbox, 10)
     with open(os.path.join(sandbox.root, "rank_1", "meta.json"), "wb") as file:
         file.write(content)
@@ -167,7 +167,7 @@ def test_a_pointer_to_a_torn_file(sandbox):
 
 
 @pytest.mark.parametrize("damage", [cut, os.remove])
-def test_an_older_one_that_is_committed_and_not_whole(sandbox, damage):
+def test_an_incomplete_committed_checkpoint_is_reported(sandbox, damage):
     """It is not needed now, but a user can name it, or a resume can fall back to it."""
     saved(sandbox, 10, 20)
     damage(file_of(sandbox, 10, 1))
@@ -232,7 +232,7 @@ def test_files_of_the_wrong_ranks(sandbox, monkeypatch):
     assert check_resume(sandbox, [NEW]).verdict == SILENT_DIVERGENCE
 
 
-def test_a_file_that_was_chosen_and_cannot_be_read(sandbox, monkeypatch):
+def test_a_selected_file_that_cannot_be_read_is_reported(sandbox, monkeypatch):
     chosen_by_hand(saved(sandbox, 20), monkeypatch)
     cut(file_of(sandbox, 20, 0))
     assert check_resume(sandbox, [NEW]).verdict == SILENT_DIVERGENCE
@@ -247,7 +247,7 @@ def test_files_that_no_record_names(sandbox, monkeypatch):
 
 # ---- what is left --------------------------------------------------------------------------------------------------
 
-def test_everything_that_belongs_to_no_checkpoint_is_listed(sandbox):
+def test_all_orphaned_files_are_listed(sandbox):
     saved(sandbox, 10)
     os.makedirs(os.path.join(sandbox.root, FOLDER, "odd"))
     strays = [f"{FOLDER}/claim-0001-0000aaaa.json.tmp", f"rank_1/.x.{RUNS[2]}.mindresume-tmp", "rank_0/drill_rank_0_7-1_3.ckpt"]
@@ -258,7 +258,7 @@ def test_everything_that_belongs_to_no_checkpoint_is_listed(sandbox):
     assert (found.verdict, sorted(found.left)) == (PASS, sorted([*strays, f"{FOLDER}/odd"]))
 
 
-def test_checkpoints_that_should_have_gone_are_listed(sandbox, monkeypatch):
+def test_checkpoints_that_retention_missed_are_listed(sandbox, monkeypatch):
     monkeypatch.setattr(oracle, "KeepLast", lambda count: KEEP_ALL)
     found = check_resume(saved(sandbox, 10, 20), [OLD, NEW])
     assert sorted(found.left) == [f"{FOLDER}/{attempt_name(step, RUNS[0])}" for step in (10, 20)]
@@ -284,7 +284,7 @@ def test_iterations_pass_and_only_the_name_of_the_run_is_left(iterations):
 
 
 @pytest.mark.parametrize("content", ["", "15", "30", "ten"])
-def test_a_tracker_that_leads_nowhere(iterations, content):
+def test_a_dangling_tracker_is_reported(iterations, content):
     saved(iterations, 10, 20)
     with open(os.path.join(iterations.root, TRACKER), "w") as file:
         file.write(content)
@@ -292,7 +292,7 @@ def test_a_tracker_that_leads_nowhere(iterations, content):
     assert found.verdict == HARD_FAIL and found.reason.startswith(f"{TRACKER} ")
 
 
-def test_a_tracker_that_takes_an_older_one_is_lost_work(iterations):
+def test_a_tracker_that_names_an_older_step_is_lost_work(iterations):
     saved(iterations, 10, 20)
     with open(os.path.join(iterations.root, TRACKER), "w") as file:
         file.write("10")

@@ -99,7 +99,7 @@ def test_an_exception_that_no_product_should_raise_is_a_hard_fail(setup, monkeyp
     assert (found.verdict, found.reason) == ("HARD_FAIL", "ZeroDivisionError: in the product")
 
 
-def test_an_error_of_the_product_is_not(setup, monkeypatch):
+def test_an_error_of_the_product_is_not_a_hard_fail(setup, monkeypatch):
     def raises(sandbox, rank):
         sandbox.injector.storage_of(rank).list(sandbox.root)
         raise LoadError("said clearly")
@@ -123,7 +123,7 @@ def test_a_fault_that_is_never_reached(setup):
     assert (found.verdict, found.operation, found.path) == ("PASS", missed.number, "never")
 
 
-def test_nothing_is_left_behind(setup, folder):
+def test_no_files_are_left(setup, folder):
     hook = threading.excepthook
     task, = prepare(setup, ["background"], ["ckpt"])
     for kind in ("kill all", "reorder"):
@@ -161,7 +161,7 @@ def test_a_sample_hits_every_scenario_format_and_fault_and_other_operations_in_e
     assert [sampled(again[1], task, "EIO", 10) for task in tasks] != [sampled(setup, task, "EIO", 10) for task in tasks]
 
 
-def test_every_one_is_all_of_them(setup):
+def test_a_stride_of_one_is_all_cells(setup):
     task, = prepare(setup, ["pointers"], ["ckpt"])
     for kind in FAULTS:
         assert sampled(setup, task, kind, 1) == [o for o in task.operations if Fault(kind, o.number).hits(o.name)]

@@ -101,7 +101,7 @@ def test_outside_of_a_run_no_call_waits():
     scheduler.release_turn(1)
 
 
-def test_a_second_run_starts_anew():
+def test_a_second_run_starts_from_the_beginning():
     scheduler, done = Scheduler(2, random.Random(0)), []
 
     def work(rank):
@@ -132,6 +132,6 @@ def test_ranks_that_hang_are_an_error(monkeypatch):
     assert len(seen) == 1 and "rank 1" in seen[0]
 
 
-def test_a_hang_is_no_trouble_of_the_file_system():
+def test_a_hang_is_not_an_error_of_the_file_system():
     """The product handles OSError, so a hang must not be one."""
     assert not issubclass(Hang, OSError)

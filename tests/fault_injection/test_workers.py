@@ -69,7 +69,7 @@ def until(condition):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_ends_the_drill_and_nothing_stays(tmp_path, number):
+def test_a_signal_ends_the_drill_and_leaves_nothing(tmp_path, number):
     """Signals the process alone, as ``kill`` does; the drill takes minutes, so it is still running."""
     drill = subprocess.Popen([sys.executable, "-m", "mindresume", "drill", "--full", "--dir", str(tmp_path)], cwd=ROOT, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)

@@ -108,7 +108,7 @@ def converted(op, tensors, model, pieces, piece, layer=1):
 @pytest.mark.parametrize("name, tensor_parallel, optimizer", [
     ("multi", 1, 1), ("multi", 2, 1), ("multi", 4, 1), ("multi", 2, 2), ("grouped", 1, 1), ("grouped", 2, 1), ("grouped", 4, 1),
     ("grouped", 2, 2), ("grouped", 1, 4), ("one group", 1, 1), ("moe", 1, 1), ("moe", 2, 1), ("moe", 1, 2), ("tied", 2, 1)])
-def test_every_rank_gets_what_mindformers_gives_it(converters, name, tensor_parallel, optimizer):
+def test_every_rank_gets_the_same_slices_as_from_mindformers(converters, name, tensor_parallel, optimizer):
     """Every operation of its template, on every rank: the same bits as that rank's rows of the whole tensor by the rules."""
     model, seen = MODELS[name], set()
     tensors = random(model)
@@ -252,7 +252,7 @@ def test_unsupported_features_are_refused_by_name(change, message):
         model_from_config({**DOCUMENT, **change}, "config.json")
 
 
-def test_unknown_order():
+def test_an_unknown_order_is_refused():
     with pytest.raises(ConfigError, match="order of linear_fc1 is 'mixed'"):
         model_from_config(DOCUMENT, "config.json", mlp="mixed")
 

@@ -41,7 +41,7 @@ def test_folder_names():
 
 @pytest.mark.parametrize("name", ["iteration_", "iteration_-1", "iteration_1 ", "iteration_1.tmp", "xiteration_1", "",
                                   "iteration_1\n", "Iteration_1", "iteration_١", "iteration_" + "1" * 19, "rank_0"])
-def test_other_folders(name):
+def test_other_folders_are_not_iterations(name):
     assert parse_iteration(name) is None
 
 
@@ -76,7 +76,7 @@ def test_every_weight_file_is_read_back(prefix, kind, count, data):
     "qwen3-model-0000003-0000008.safetensors.tmp", "qwen3model-0000003-0000008.safetensors",
     "qwen3-grad-0000003-0000008.safetensors", "model-0000000-0000000.safetensors", "d/model-0000000-0000001.safetensors",
     "model-000000٠-0000001.safetensors", "model.safetensors", ""])
-def test_other_files(name):
+def test_other_files_are_not_weight_files(name):
     assert parse_weight_file(name) is None
 
 
@@ -89,7 +89,7 @@ def test_file_names(name, good):
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])) | st.text("'\"\\,() 0\n", max_size=8), st.integers(0, 999_999))
-def test_a_key_of_a_slice_is_read_back_whatever_the_name(name, ordinal):
+def test_a_key_of_a_slice_is_read_back_for_any_name(name, ordinal):
     key = slice_key(name, ordinal)
     assert key == str((name, (ordinal,)))
     assert parse_slice_key(key) == (name, ordinal)

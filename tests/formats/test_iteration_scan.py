@@ -57,7 +57,7 @@ def test_any_number_of_digits(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["iteration_", "iteration_1x", "iteration_-1", "Iteration_00000010", "iteration_" + "1" * 19,
                                   "iteration_10.bak", "iteration_١٠"])
-def test_other_names_are_none(tmp_path, name):
+def test_other_names_are_not_iterations(tmp_path, name):
     save(tmp_path, 10)
     os.rename(folder_of(tmp_path, 10), tmp_path / name)
     assert found(tmp_path) == []
@@ -65,14 +65,14 @@ def test_other_names_are_none(tmp_path, name):
 
 # ---- order -----------------------------------------------------------------------------------------------------------
 
-def test_without_a_tracker_the_later_run_goes_first_whatever_its_steps(tmp_path):
+def test_the_later_run_comes_first_without_a_tracker(tmp_path):
     save(tmp_path, 10, 30)
     save(tmp_path, 20, run=NEXT)
     os.remove(tmp_path / TRACKER)
     assert found(tmp_path) == [(20, NEXT), (30, RUN), (10, RUN)]
 
 
-def test_with_a_tracker_steps_go_down_from_it_and_newer_ones_come_last(tmp_path):
+def test_steps_descend_from_the_tracker_and_newer_ones_come_last(tmp_path):
     save(tmp_path, 10, 30, 40)
     save(tmp_path, 20, run=NEXT)
     assert found(tmp_path) == [(20, NEXT), (10, RUN), (40, RUN), (30, RUN)]
@@ -125,7 +125,7 @@ def test_a_tracker_that_was_set_back_counts_despite_an_old_intent(tmp_path):
 
 
 @pytest.mark.parametrize("time", [1.0, 4e9])
-def test_foreign_folders_lie_between_our_runs_by_their_steps_whatever_the_times(tmp_path, time):
+def test_foreign_folders_are_ordered_between_our_runs_by_step_not_by_time(tmp_path, time):
     foreign(tmp_path, "mf190_20_single", (10, 15))
     save(tmp_path, 12)
     save(tmp_path, 20, run=NEXT)
@@ -145,7 +145,7 @@ def test_the_step_of_the_tracker(tmp_path, content, step):
     assert tracked(STORAGE, str(tmp_path)) == step
 
 
-def test_no_tracker_names_nothing(tmp_path):
+def test_no_step_is_named_without_a_tracker(tmp_path):
     assert tracked(STORAGE, str(tmp_path)) is None
     (tmp_path / TRACKER).mkdir()
     assert tracked(STORAGE, str(tmp_path)) is None

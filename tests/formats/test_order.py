@@ -29,7 +29,7 @@ def test_a_copy_without_times_does_not_make_old_files_of_mindformers_newer_than_
     assert order(forget_times(tmp_path / "a", tmp_path / "b"))[0] == (100, OURS)
 
 
-def test_files_of_mindformers_after_ours_stay_newer_whatever_the_times(tmp_path):
+def test_files_of_mindformers_after_ours_stay_newer_with_any_times(tmp_path):
     save(tmp_path, 100, world=2)
     write_foreign(tmp_path, 105, world=2, suffix=1, time=1.0)
     assert order(tmp_path) == [(105, MINDFORMERS), (100, OURS)]
@@ -43,7 +43,7 @@ def test_runs_of_mindformers_and_ours_in_turn(tmp_path):
     assert [step for step, _ in order(tmp_path)] == [20, 15, 10, 5]
 
 
-def test_an_emergency_save_lies_among_the_steps_of_its_run(tmp_path):
+def test_an_emergency_save_is_ordered_among_the_steps_of_its_run(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, world=1)
     write_foreign(tmp_path, 7, world=1, meta=False, time=1.0)
@@ -60,7 +60,7 @@ def test_meta_json_decides_which_mindformers_run_is_newer_after_a_fallback(tmp_p
 
 
 @pytest.mark.parametrize("time, first", [(1.0, OURS), (4e9, MINDFORMERS)])
-def test_another_prefix_goes_by_time(tmp_path, time, first):
+def test_another_prefix_is_ordered_by_time(tmp_path, time, first):
     save(tmp_path, 10, world=1)
     write_foreign(tmp_path, 5, world=1)
     other = path_of(tmp_path, 5, 0).with_name("other_rank_0-1_5.safetensors")

@@ -42,7 +42,7 @@ def order(root):
 @given(st.builds(FileName, st.text("ab0129-_.", min_size=1, max_size=12).filter(lambda text: "_rank_" not in text),
                  st.integers(0, 10**5), st.integers(0, 99), st.integers(0, 10**6), st.integers(0, 10**6),
                  st.sampled_from(["ckpt", "safetensors"])))
-def test_names_come_back(name):
+def test_names_are_read_back(name):
     assert parse_name(str(name)) == name
     assert meta_json(name) == {"last_epoch": name.epoch, "last_step": name.step, "last_ckpt_file": str(name)}
     for rank in (0, 7, 4096):
@@ -174,7 +174,7 @@ def test_a_damaged_file_of_the_first_rank_does_not_hide_the_step(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["checkpoint_", "llama2_7b_", "7b-rank_", "3x8_"])
-def test_files_of_a_transform_are_grouped_whatever_digits_the_prefix_has(tmp_path, prefix):
+def test_files_of_a_transform_are_grouped_with_any_digits_in_the_prefix(tmp_path, prefix):
     for rank in range(12):
         folder = tmp_path / f"rank_{rank}"
         folder.mkdir()
@@ -210,14 +210,14 @@ def test_expected_ranks_of_the_strategy_folder_beside(tmp_path, names, expected)
 
 # ---- order -----------------------------------------------------------------------------------------------------------
 
-def test_our_runs_go_by_their_number_then_by_step(tmp_path):
+def test_our_runs_are_ordered_by_number_then_by_step(tmp_path):
     save(tmp_path, 20, world=1)
     save(tmp_path, 5, world=1, run=NEXT_RUN, suffix=1)
     save(tmp_path, 10, world=1, run=NEXT_RUN, suffix=1)
     assert [(c.step, c.run) for c in found(tmp_path).candidates] == [(10, NEXT_RUN), (5, NEXT_RUN), (20, RUN)]
 
 
-def test_mindformers_files_go_by_samples_when_global_batch_sizes_differ(tmp_path):
+def test_mindformers_files_are_ordered_by_samples_when_global_batch_sizes_differ(tmp_path):
     from rank_folders import counters
     for step, batch, suffix in ((100, 8, 0), (60, 16, 1)):          # 800 samples; then a larger batch: 960
         folder = tmp_path / "rank_0"
@@ -229,7 +229,7 @@ def test_mindformers_files_go_by_samples_when_global_batch_sizes_differ(tmp_path
     assert [c.step for c in found(tmp_path).candidates] == [60, 100]
 
 
-def test_without_any_meta_json_it_goes_by_the_steps_in_the_files_not_by_time(tmp_path):
+def test_files_without_meta_json_are_ordered_by_steps_not_by_time(tmp_path):
     write_foreign(tmp_path, 10, world=1, meta=False, time=100)
     write_foreign(tmp_path, 5, world=1, meta=False, time=200)
     assert [step for step, _ in order(tmp_path)] == [10, 5]

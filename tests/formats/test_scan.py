@@ -35,7 +35,7 @@ def test_two_formats(tmp_path):
     assert found(tmp_path) == [(10, "iteration_00000010"), (6, ""), (5, "")]
 
 
-def test_the_one_that_was_saved_last_comes_first(tmp_path):
+def test_the_format_that_was_saved_last_comes_first(tmp_path):
     save(tmp_path, 10)
     rank_folders.save(tmp_path, 5, world=2, run=NEXT)
     assert found(tmp_path) == [(5, ""), (10, "iteration_00000010")]

@@ -178,7 +178,7 @@ def test_one_file_per_stage_is_enough_and_each_content_is_parsed_once(tmp_path, 
     assert read_strategy(str(tmp_path)) == TWO
 
 
-def test_the_same_layouts_in_other_bytes_are_no_other_job(tmp_path):
+def test_equal_layouts_in_different_bytes_are_the_same_job(tmp_path):
     write_strategy(TWO, str(tmp_path))
     (tmp_path / "ckpt_strategy_rank_1.ckpt").write_bytes(encode_strategy({0: dict(reversed(ONE.items()))}))
     (tmp_path / "ckpt_strategy_rank_2.ckpt").unlink()

@@ -18,7 +18,7 @@ class Holder(ms.nn.Cell):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "int64"])
 @pytest.mark.parametrize("shape", [(3, 4), (1,), ()])
-def test_the_bits_arrive(shape, dtype):
+def test_all_bits_are_restored(shape, dtype):
     bits = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     array = (np.arange(12).reshape(3, 4)[tuple(slice(n) for n in shape)] if len(shape) == 2 else np.full(shape, 7)).astype(bits)
     network = Holder({"a": (shape, getattr(ms, dtype))})
@@ -178,7 +178,7 @@ def test_work_is_called_between_compiling_and_computing(mode):
         ms.set_context(mode=before)
 
 
-def test_a_compilation_that_fails_is_followed_by_nothing():
+def test_no_work_follows_a_failed_compilation():
     class Network(Holder):
         def compile(self, *args, **kwargs):
             raise ValueError("For primitive[Add]")

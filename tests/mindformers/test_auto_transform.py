@@ -165,7 +165,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [None, 1, 2, 4])
-def test_ckpt_files_go_through_the_disk_and_are_loaded_later_as_they_are(tmp_path, processes):
+def test_ckpt_files_are_converted_on_disk_and_loaded_later_directly(tmp_path, processes):
     source, plan = Plan.parse("dp2tp2", NET), Plan.parse("tp4", NET)
     recorded(tmp_path / "checkpoint", source, TENSORS, fmt="ckpt")
     settings = Settings(transform_engine="direct")
@@ -240,7 +240,7 @@ def test_merged_weights_besides(tmp_path):
     assert merged.state.step == STEP
 
 
-def test_damage_to_merged_weights_of_ours_reaches_all_ranks(tmp_path):
+def test_all_ranks_get_the_error_of_damaged_merged_weights(tmp_path):
     plan = Plan.parse("dp2", NET)
     recorded(tmp_path / "checkpoint", Plan.parse("tp4", NET), TENSORS)
     run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path / "out", plan, Settings(unified_checkpoint=1)))
@@ -252,7 +252,7 @@ def test_damage_to_merged_weights_of_ours_reaches_all_ranks(tmp_path):
             assert isinstance(error, CollectiveError) and "is not what was written" in str(error) and "part0" in str(error)
 
 
-def test_merged_weights_without_a_step_are_no_training(tmp_path):
+def test_merged_weights_without_a_step_cannot_be_resumed(tmp_path):
     put(tmp_path / "weights" / "model.safetensors", TENSORS)
     for error in run(Plan.parse("dp2", NET), lambda group: load(group, tmp_path / "weights", tmp_path, Plan.parse("dp2", NET))):
         assert isinstance(error, MissingCheckpointError) and "holds consolidated weights, but no step_num" in str(error)

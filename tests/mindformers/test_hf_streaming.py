@@ -68,7 +68,7 @@ def test_a_stream_continues_at_its_position(states, current, skip):
     assert source.global_step == skip + 9
 
 
-def test_a_new_data_set_begins_at_its_beginning(states, current):
+def test_a_new_data_set_starts_with_its_first_sample(states, current):
     """mindformers jumps to the old place behind the first sample."""
     dataset, source = reader(states)
     gone_on(dataset, at(0, begins=True), current)

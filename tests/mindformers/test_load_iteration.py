@@ -103,7 +103,7 @@ def test_both_configuration_dialects_are_set_to_the_selection(tmp_path, current,
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_nothing_there_is_a_fresh_start_and_with_weights_wanted_an_error(tmp_path, current, exists):
+def test_an_empty_folder_is_a_fresh_start_or_an_error_for_weights_only(tmp_path, current, exists):
     if exists:
         (tmp_path / "c").mkdir()
     config = config_of(load_checkpoint=str(tmp_path / "c"), resume_training=True)
@@ -114,7 +114,7 @@ def test_nothing_there_is_a_fresh_start_and_with_weights_wanted_an_error(tmp_pat
         load_iteration.select(config_of(load_checkpoint=str(tmp_path / "c"), resume_training=False), current, STORAGE)
 
 
-def test_the_folder_above_will_do_and_one_of_something_else_is_no_fresh_start(tmp_path, current):
+def test_the_folder_above_is_accepted_and_an_unrelated_folder_is_an_error(tmp_path, current):
     (tmp_path / "data.bin").write_bytes(b"x")
     with pytest.raises(MissingCheckpointError, match="is not a checkpoint directory: .* found data.bin"):
         load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True), current, STORAGE)
@@ -125,7 +125,7 @@ def test_the_folder_above_will_do_and_one_of_something_else_is_no_fresh_start(tm
     current.resources.release()
 
 
-def test_weights_alone_are_no_resume(tmp_path, current):
+def test_a_weights_only_load_is_not_a_resume(tmp_path, current):
     saved(tmp_path, 5)
     config = config_of(load_checkpoint=str(tmp_path), resume_training=False, checkpoint={"save_max": 3})
     load_iteration.select(config, current, STORAGE)
@@ -144,7 +144,7 @@ def test_mindformers_gets_another_folder_if_common_json_is_missing(tmp_path, cur
     current.resources.release()
 
 
-def test_rank_folders_are_taken_where_there_is_nothing_else(tmp_path, current):
+def test_rank_folders_are_selected_if_there_is_nothing_else(tmp_path, current):
     """A job that goes over to Checkpoint 2.0 in the middle; as soon as it has saved, its iteration folders are newer."""
     save(tmp_path, 5, world=2)
     load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current,
@@ -181,7 +181,7 @@ def test_weights_of_hugging_face(tmp_path, current):
     current.resources.release()
 
 
-def test_an_unhealthy_one_is_not_taken_unless_it_is_requested(tmp_path, current):
+def test_an_unhealthy_checkpoint_is_refused_unless_requested(tmp_path, current):
     saved(tmp_path, 5)
     target = SaveTarget(STORAGE, str(tmp_path), "0001-0000aaaa", 0, 1, True)
     from dataclasses import replace
@@ -283,7 +283,7 @@ def test_optional_tensors_may_be_missing(current, name, may):
     assert load_iteration._optional(current, {"scale_sense"})(name) is may
 
 
-def test_settings_take_a_list_or_text():
+def test_settings_accept_a_list_or_text():
     assert Settings.load({"allow_missing": ["a*", "b"]}, {}).allow_missing == ("a*", "b")
     assert Settings.load({}, {"MINDRESUME_ALLOW_MISSING": "a*, b"}).allow_missing == ("a*", "b")
     for wrong in (3, [1], [""], {"a": 1}):

@@ -34,7 +34,7 @@ def test_modelarts_is_detected_as_by_mindformers(monkeypatch, name):
     assert modelarts.modelarts_variable() == name and check_in_modelarts()
 
 
-def test_outside_the_url_is_ignored_with_one_warning():
+def test_the_url_is_ignored_outside_modelarts_with_one_warning():
     events = []
     assert modelarts.remote_of(MindFormerConfig(remote_save_url="obs://bucket/job"), events.append) is None
     assert [event.level for event in events] == [WARNING] and "obs://bucket/job" in events[0].text
@@ -49,7 +49,7 @@ def test_any_fsspec_store_is_used_outside_modelarts(url):
 
 
 @pytest.mark.parametrize("url", [5, "bucket/job"])
-def test_outside_what_is_no_url_is_an_error(url):
+def test_an_invalid_url_outside_modelarts_is_an_error(url):
     with pytest.raises(ConfigError, match=f"{url}.*expected .*s3://"):
         modelarts.remote_of(MindFormerConfig(remote_save_url=url))
 
@@ -86,7 +86,7 @@ def test_modelarts_without_moxing(monkeypatch):
     (None, "output/checkpoint", True), (None, "output/checkpoint/", True), (None, "output/checkpoint/rank_0", True),
     (None, "output", True), (None, "pretrained", False), ("other", "other/checkpoint", True), ("other", "other", True),
     ("other", "output/checkpoint", False)])
-def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_path, directory, path, looked_at):
+def test_downloads_go_only_to_the_folder_in_which_the_job_saves(monkeypatch, tmp_path, directory, path, looked_at):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(adapter, "output_root", lambda: str(tmp_path / "output"))
     asked, events = [], []
@@ -99,7 +99,7 @@ def test_only_where_the_job_saves_itself_is_anything_fetched(monkeypatch, tmp_pa
     assert looked_at == (events == []) and all("obs://b/c" in event.text and path in event.text for event in events)
 
 
-def test_a_store_that_cannot_be_asked_for_numbers_is_a_warning(tmp_path):
+def test_a_store_that_cannot_list_run_numbers_is_a_warning(tmp_path):
     class Refuses:
         def list(self, prefix):
             raise RemoteError("403")

@@ -36,7 +36,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(key, value, allowed):
 
 
 @pytest.mark.parametrize("value", [False, True, "thread", "process"])
-def test_ways_of_saving_behind_the_training(value):
+def test_kinds_of_asynchronous_saving_are_accepted(value):
     assert check(async_save=value)["async_save"] is value
 
 

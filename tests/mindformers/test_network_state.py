@@ -41,7 +41,7 @@ def test_plain_numbers(value, dtype):
 
 
 @pytest.mark.parametrize("value", [np.arange(6, dtype=np.int8).reshape(2, 3), np.array(1.5, np.float64)])
-def test_arrays_stay_as_they_are(value):
+def test_arrays_are_kept_unchanged(value):
     assert to_numpy("x", value) is value
 
 
@@ -167,7 +167,7 @@ def test_an_impossible_layout_is_left_out_with_a_warning(matrix, tensor_map):
     assert layouts({"w": row(matrix, tensor_map, (4, 4), (8, 4))}, {"w": (4, 4)}, warnings.append) == {} and len(warnings) == 1
 
 
-def test_rows_of_what_is_not_saved_are_ignored_and_no_table_is_no_layouts():
+def test_rows_of_unsaved_tensors_are_ignored_and_a_missing_table_has_no_layouts():
     assert layouts({"inputs0": row((2,), [0], (4,), (8,))}, {"w": (4,)}, no_warning) == {}
     assert layouts(None, {"w": (4,)}, no_warning) == {} and layouts({}, {"w": (4,)}, no_warning) == {}
 
@@ -228,7 +228,7 @@ def test_other_tensors_may_be_missing_only_if_the_caller_allows_it():
 
 # ---- random states ---------------------------------------------------------------------------------------------------
 
-def test_random_states_go_on_after_a_way_through_json():
+def test_random_states_survive_json():
     # of MindSpore the state itself: no operator of the CPU back end draws from this generator (those of ops and nn.Dropout
     # have one of their own in each kernel, which nothing can read)
     def draws():
@@ -262,7 +262,7 @@ def test_a_deferred_tensor_is_what_a_snapshot_is():
         assert np.asarray(found).tobytes() == array.tobytes()
 
 
-def test_a_deferred_tensor_is_read_when_it_is_asked_for():
+def test_a_deferred_tensor_is_read_on_demand():
     class Tensor:
         shape, dtype, reads = (2,), ms.float32, 0
 
@@ -277,6 +277,6 @@ def test_a_deferred_tensor_is_read_when_it_is_asked_for():
 
 @pytest.mark.parametrize("state", [{"python": {"version": 3}}, {"numpy": 5}, {"mindspore": {"state": "%%"}},
                                    {"python": {"version": 3, "internal": "AAAA", "gauss": None}}])
-def test_a_random_state_that_is_none_is_an_error_of_ours(state):
+def test_an_invalid_random_state_is_our_error(state):
     with pytest.raises(LoadError, match="the random state in the record cannot be restored"):
         restore_random(state)

@@ -70,7 +70,7 @@ def config_of(path="", **values):
 # ---- installation ----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("symbol", WRAPPED, ids=lambda symbol: symbol.path)
-def test_every_place_is_hooked_once_and_keeps_its_name(symbol):
+def test_every_function_is_wrapped_once_and_keeps_its_name(symbol):
     hooked = place(symbol.module, symbol.name)
     assert hooked._mindresume and hooked.__name__ == symbol.name.rpartition(".")[2]
     mindresume.plugin.install()
@@ -134,7 +134,7 @@ def test_the_format_of_a_job_is_recognized(tmp_path, values, iterations):
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
-def test_the_choice_sets_the_configuration(tmp_path, current):
+def test_the_selection_sets_the_configuration(tmp_path, current):
     for step in (5, 10):
         save(tmp_path, step, world=1, fmt="ckpt")
     flip_bit(path_of(tmp_path, 10, 0, fmt="ckpt"), 200)
@@ -145,7 +145,7 @@ def test_the_choice_sets_the_configuration(tmp_path, current):
     assert place(upstream.TRAINER, "get_resume_checkpoint")("anything") == "net_rank_0-1_5.ckpt"
 
 
-def test_a_name_chooses(tmp_path, current):
+def test_a_name_selects_its_checkpoint(tmp_path, current):
     for step in (5, 10):
         save(tmp_path, step, world=1)
     config = config_of(tmp_path, resume_training="net_rank_0-1_5.safetensors")
@@ -165,14 +165,14 @@ def test_an_unhealthy_one_is_refused_where_health_is_monitored(tmp_path, current
     current.resources.release()
 
 
-def test_nothing_there_is_a_fresh_start(tmp_path, current):
+def test_an_empty_folder_is_a_fresh_start(tmp_path, current):
     config = config_of(tmp_path)
     job_start.select_checkpoint(config, current)
     assert (config.resume_training, config.load_checkpoint, current.plan.resumes) == (False, "", False)
 
 
 @pytest.mark.parametrize("place", ["checkpoint", "transformed_checkpoint/net"])
-def test_the_folder_above_will_do(tmp_path, current, place):
+def test_the_folder_above_is_accepted(tmp_path, current, place):
     save(tmp_path / place, 15, world=1)
     config = config_of(tmp_path)
     job_start.select_checkpoint(config, current)
@@ -180,7 +180,7 @@ def test_the_folder_above_will_do(tmp_path, current, place):
     assert current.plan.choice.chosen.step == 15
 
 
-def test_a_folder_of_something_else_is_no_fresh_start(tmp_path, current):
+def test_a_folder_without_checkpoints_is_an_error(tmp_path, current):
     (tmp_path / "data.bin").write_bytes(b"x")
     with pytest.raises(MissingCheckpointError, match="is not a checkpoint directory: .* found data.bin"):
         job_start.select_checkpoint(config_of(tmp_path), current)
@@ -290,7 +290,7 @@ def test_the_event_file_records_how_a_training_ended(output, outcome, reason, st
     assert training_context.current().task == "" and training_context.current().progress.step is None
 
 
-def test_sigterm_is_no_failure(output):
+def test_sigterm_is_not_a_failure(output):
     def train(self):
         training_context.current().progress.stop_reason = preemption.BY_SIGNAL
     with pytest.raises(SystemExit):
@@ -329,7 +329,7 @@ def test_only_a_rank_that_fails_writes_a_file_besides_rank_0(output, monkeypatch
     assert [row["rank"] for row in recorded(output)] == [3, 3] and recorded(output)[-1]["outcome"] == "failed"
 
 
-def test_everything_is_closed_once_though_one_of_it_fails(output):
+def test_all_resources_are_closed_once_although_one_fails(output):
     """The save in flight is finished, the event file closed, and the context idle, whatever the release does."""
     closed = []
 
@@ -363,7 +363,7 @@ def test_a_context_exists_during_its_training(tmp_path):
     assert not training_context.current().plan.resumes   # an evaluation afterwards in this process loads what it asks for
 
 
-def test_a_training_that_failed_settles_what_it_saves():
+def test_a_failed_training_finishes_its_saves():
     stopped = []
 
     def train(self):
@@ -407,7 +407,7 @@ def test_settings_come_from_the_yaml_section():
         patches._wrap_train(lambda self: None)(Trainer())
 
 
-def test_files_are_no_hf_checkpoints(tmp_path):
+def test_files_are_not_hf_checkpoints(tmp_path):
     is_hf = place(upstream.TRAINER_UTILS, "is_hf_checkpoint")
     (tmp_path / "a.ckpt").write_bytes(b"")
     assert is_hf(str(tmp_path / "a.ckpt")) is False and is_hf(str(tmp_path / "missing")) is False
@@ -517,7 +517,7 @@ def set_scale(current, scale):
 
 @pytest.mark.parametrize("scale, sense, expected", [
     (4096.0, 1.0, 4096.0), (4096.0, {"type": "S", "loss_scale_value": 1.0}, 4096.0), (None, 7.0, 7.0)])
-def test_the_loss_scale_goes_where_it_belongs(tmp_path, current, scale, sense, expected):
+def test_the_loss_scale_is_set_on_its_owner(tmp_path, current, scale, sense, expected):
     chosen(tmp_path, current, 15)
     set_scale(current, scale)
     config = runner(scale_sense=sense)
@@ -558,7 +558,7 @@ def saved_network(root, net, step=5, drop=()):
 
 
 @pytest.mark.parametrize("dtype", [ms.float32, ms.bfloat16])
-def test_every_value_comes_back_and_global_step_is_scaled(tmp_path, current, dtype):
+def test_every_value_is_restored_and_global_step_is_scaled(tmp_path, current, dtype):
     saved_network(tmp_path, network(1.7, dtype))
     job_start.select_checkpoint(config_of(tmp_path), current)
     current.progress.global_step = 3
@@ -710,7 +710,7 @@ def test_files_replaced_by_a_download_are_read_again(tmp_path, current, monkeypa
     assert current.plan.choice.chosen.step == 15
 
 
-def test_the_tracker_that_the_choice_waited_for_counts(tmp_path, current, monkeypatch):
+def test_the_tracker_that_the_selection_waited_for_counts(tmp_path, current, monkeypatch):
     """What is read before the choice, while other hosts are waited for, was kept, and decided."""
     iteration_folders.save(tmp_path, 5)
     iteration_folders.save(tmp_path, 10)
@@ -725,7 +725,7 @@ def test_the_tracker_that_the_choice_waited_for_counts(tmp_path, current, monkey
     assert current.plan.choice.chosen.step == 10
 
 
-def test_nothing_is_kept_of_what_is_only_loaded_and_nothing_stays_after_the_load(tmp_path, current):
+def test_nothing_is_cached_for_a_plain_load_nor_kept_after_the_load(tmp_path, current):
     """What mindformers wrote is not verified by its bytes; reading it kept a second copy, for the whole training without a
     CheckpointMonitor."""
     chosen(tmp_path, current, foreign=True)

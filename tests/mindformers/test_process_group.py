@@ -7,7 +7,7 @@ from mindresume.mindformers.process_group import MindSporeGroup, _bytes, _words
 
 
 @pytest.mark.parametrize("length", range(41))
-def test_messages_of_every_small_length_come_back(length):
+def test_messages_of_every_small_length_are_received(length):
     for message in (bytes(range(length)), b"\0" * length, b"\xff" * length):
         words = _words(message, length)
         assert words.dtype == np.int32 and words.ndim == 1 and len(words) == max(1, -(-length // 4))

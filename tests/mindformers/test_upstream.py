@@ -177,7 +177,7 @@ def test_a_different_signature_is_a_finding(module, symbol, found):
     ("a, **kwargs", "a, b=1, **kwargs", True), ("a", "a, *args, **kwargs", True), ("a", "a, b", False), ("a, b=1", "a, b", False),
     ("a, b", "b, a", False), ("a, b=1", "a", False), ("a, **kwargs", "a", False), ("a", "unknown", False), ("", "a=1", True),
     ("a, b=1", "a, *args, **kwargs", True), ("a, b", "a, *args, **kwargs", False), ("a, b=1", "a, *args", False)])
-def test_a_signature_that_only_takes_more_does_no_harm(expected, found, compatible):
+def test_a_signature_with_more_optional_arguments_is_accepted(expected, found, compatible):
     assert upstream_check._compatible(expected, found) is compatible
 
 
@@ -193,7 +193,7 @@ def test_all_that_is_missing_is_in_one_error_and_nothing_is_patched(module, monk
     assert (dict(vars(module)), vars(module.Trainer)["get"]) == before
 
 
-def test_a_feature_that_can_be_missed_is_switched_off(module):
+def test_an_optional_feature_is_disabled(module):
     rows = (row("gone", "", Kind.CALLED, TENSORBOARD), row("load", "path, network", Kind.WRAPPED))
     off, notices = upstream_check.require(profile_of(*rows))
     assert off == {TENSORBOARD} and len(notices) == 2               # the other: a parameter more, which does no harm
@@ -215,7 +215,7 @@ def test_disabled_features_do_nothing(off):
     assert upstream.TRANSFORM.without in auto_transform._by_mindspore(None, None, "", 1, None)["refused"]
 
 
-def test_wrapping_twice_is_once_and_keeps_the_kind_of_method(module):
+def test_wrapping_twice_wraps_once_and_keeps_the_kind_of_method(module):
     def make(original):
         @functools.wraps(original)
         def get(*args, **kwargs):
@@ -237,7 +237,7 @@ def signatures():
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_a_wrapper_passes_on_what_it_does_not_know(name, monkeypatch, tmp_path):
+def test_a_wrapper_forwards_unknown_arguments(name, monkeypatch, tmp_path):
     """A later release has one parameter more, and calls by position or by name."""
     monkeypatch.setattr("mindresume.mindformers.adapter.output_root", lambda: str(tmp_path))
     before, seen = training_context.current(), []

@@ -172,7 +172,7 @@ def test_nodes_that_share_no_disk_load_their_own(tmp_path, monkeypatch):
         right(network, plan, rank)
 
 
-def test_weights_that_know_no_step(tmp_path):
+def test_weights_without_a_step_are_loaded(tmp_path):
     """As checkpoint_network has them: no counters, no optimizer."""
     plan = Plan.parse("tp2", NET)
     for rank in range(2):
@@ -182,14 +182,14 @@ def test_weights_that_know_no_step(tmp_path):
     right(load(tmp_path / "checkpoint_network", tmp_path / "out", SINGLE, PREDICT), SINGLE)
 
 
-def test_a_folder_one_too_high(tmp_path):
+def test_a_folder_one_level_too_high_is_an_error(tmp_path):
     recorded(tmp_path / "output" / "checkpoint", SOURCE, TENSORS)
     config, current = chosen(tmp_path / "output", tmp_path)
     assert config.load_checkpoint == str(tmp_path / "output" / "checkpoint") and current.plan.choice.chosen.step == STEP
     current.resources.release()
 
 
-def test_a_damaged_newest_one_is_passed_over_and_a_named_one_is_refused_by_name(tmp_path, caplog):
+def test_a_damaged_newest_checkpoint_is_skipped_and_a_named_one_is_an_error(tmp_path, caplog):
     recorded(tmp_path / "checkpoint", SINGLE, TENSORS)
     path = path_of(tmp_path / "checkpoint", STEP, 0)
     flip_bit(path)
@@ -313,7 +313,7 @@ def begun(task, config, pipeline_task=None):
     return found[0][0]
 
 
-def test_evaluation_and_prediction_choose_and_are_over_afterwards(tmp_path):
+def test_evaluation_and_prediction_select_and_end_their_context(tmp_path):
     path = written(tmp_path, "records", SINGLE)
     for task in (EVALUATE, PREDICT):
         config = config_of(path, tmp_path, resume_training=True, auto_trans_ckpt=True)
@@ -334,7 +334,7 @@ def test_other_loads_are_left_to_mindformers(tmp_path, task, values, pipeline):
 @pytest.mark.parametrize("values", [{"load_checkpoint": None, "checkpoint": {"load_path": "PATH"}},
                                     {"load_checkpoint": "", "pretrained_model_dir": "PATH"},
                                     {"use_legacy": False, "run_mode": "predict_with_train_model"}])
-def test_the_path_by_whatever_key_it_comes(tmp_path, values):
+def test_the_path_is_read_from_every_key(tmp_path, values):
     path = str(written(tmp_path, "consolidated", SINGLE))
     values = {key: {"load_path": path} if isinstance(value, dict) else path if value == "PATH" else value
               for key, value in values.items()}
@@ -343,7 +343,7 @@ def test_the_path_by_whatever_key_it_comes(tmp_path, values):
     assert begun(PREDICT, config).path == path == config.load_checkpoint
 
 
-def test_names_of_hugging_face_that_only_the_network_translates_go_to_mindformers(tmp_path, monkeypatch):
+def test_hugging_face_names_that_only_the_network_translates_are_left_to_mindformers(tmp_path, monkeypatch):
     path = put(tmp_path / "hf" / "model.safetensors", {"model.embed": np.zeros((2, 2), np.float32)}).parent
     config, current = chosen(path, tmp_path, auto_trans_ckpt=True)
     monkeypatch.setattr(adapter, "_translation", lambda network: lambda name: name.replace("embed", "tok_embeddings"))

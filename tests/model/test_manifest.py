@@ -83,7 +83,7 @@ def tensor_records(draw):
 
 @settings(max_examples=150)
 @given(st.dictionaries(names, tensor_records(), max_size=5), st.dictionaries(names, st.integers() | names, max_size=3))
-def test_details_come_back_as_they_were(tensors, random):
+def test_details_are_read_back_unchanged(tensors, random):
     details = Details(tensors, random)
     record, found = read_back(RECORD.encode(details))
     assert (record, found) == (RECORD, details)
@@ -95,7 +95,7 @@ def test_details_come_back_as_they_were(tensors, random):
                  st.none() | st.integers(1, 2**30), st.none() | st.floats(allow_nan=False, allow_infinity=False),
                  st.none() | st.integers(1, 2**20), st.none() | st.integers(1, 2**40)),
        st.lists(file_names, min_size=1, max_size=6))
-def test_records_and_manifests_come_back_as_they_were(state, names):
+def test_records_and_manifests_are_read_back_unchanged(state, names):
     files = tuple((FileRecord(f"rank_{rank}/{name}.ckpt", "ckpt", len(name), "00" * 16),) for rank, name in enumerate(names))
     manifest = Manifest(RUN, state, 1.5, files, tuple("11" * 16 for _ in files))
     assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
@@ -231,7 +231,7 @@ def test_two_dots_within_a_name_are_a_name():
     assert FileRecord.from_json(["rank_0/a..b.ckpt", "ckpt", 1, "x"]).path == "rank_0/a..b.ckpt"
 
 
-def test_a_manifest_that_counts_wrongly_is_refused():
+def test_a_manifest_with_a_wrong_count_is_refused():
     with pytest.raises(RecordError, match="2 files and 2 records for 3 ranks"):
         Manifest.read(io.BytesIO(changed(MANIFEST.encode(), lambda head: head.update(world_size=3))))
     with pytest.raises(RecordError, match="2 files and 1 records for 2 ranks"):
@@ -248,14 +248,14 @@ def test_details_with_a_missing_layout_are_refused():
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 @given(st.integers(1, 10**6), st.integers(0, 2**32 - 1), st.integers(0, 10**12))
-def test_names_of_runs_and_attempts_come_back(number, token, step):
+def test_names_of_runs_and_attempts_are_read_back(number, token, step):
     run = run_name(number, f"{token:08x}")
     assert run_sequence(run) == number
     assert parse_attempt(attempt_name(step, run)) == (step, run)
 
 
 @given(st.integers(0, 10**6))
-def test_names_of_records_come_back(rank):
+def test_names_of_records_are_read_back(rank):
     assert record_rank(record_name(rank)) == rank
 
 

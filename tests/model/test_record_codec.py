@@ -7,7 +7,7 @@ from mindresume.errors import RecordError
 from mindresume.model.record_codec import HEAD_LIMIT, encode_head, field_errors, parse_ranks, rank_ranges, read_head, set_fields
 
 
-def test_a_head_comes_back_with_its_line():
+def test_a_head_is_read_back_with_its_line():
     head = {"version": 1, "kind": "claim", "text": "ä"}
     content = encode_head(head)
     found, line = read_head(io.BytesIO(content), "claim")

@@ -46,7 +46,7 @@ def test_two_attempts_second_by_second():
         ("startup", 0, 11), ("productive", 11, 16), ("lost", 16, 19.5), ("downtime", 19.5, 40)]
 
 
-def test_without_a_log_the_use_of_the_time_is_not_known():
+def test_the_use_of_time_is_unknown_without_a_log():
     first, second = accounts_of(attempts_of(two_attempts().recorded, []))
     assert (first.seconds.unknown, first.seconds.saving) == (pytest.approx(15.9), 0.5) and first.seconds.productive == 0
     assert total_of([first, second]).goodput is None and total_of([]).goodput is None
@@ -63,16 +63,16 @@ def test_steps_that_are_lost_again_and_again():
     assert lost(attempt(1, 1, 10), *again) == [5, 4, 8, 0]
 
 
-def test_an_older_checkpoint_takes_from_more_than_one_attempt():
+def test_an_older_checkpoint_loses_steps_of_more_than_one_attempt():
     assert lost(attempt(1, 1, 28), attempt(2, 26, 33, RUNS[1]), attempt(3, 21, 40, RUNS[1], FINISHED)) == [8, 8, 0]
 
 
-def test_an_attempt_in_between_that_went_on_from_elsewhere_is_lost():
+def test_an_attempt_in_between_that_resumed_from_elsewhere_is_lost():
     """It took an older checkpoint, because the newer one could not be read then; the next attempt took the newer one again."""
     assert lost(attempt(1, 1, 20), attempt(2, 11, 15, RUNS[1]), attempt(3, 21, 30, RUNS[1], FINISHED)) == [0, 5, 0]
 
 
-def test_an_attempt_that_failed_while_it_loaded_takes_nothing_away():
+def test_an_attempt_that_failed_while_it_loaded_loses_nothing():
     loading = replace(attempt(2, 11, 11, RUNS[1]), first_step=None, last_step=None, losses=Losses())
     assert lost(attempt(1, 1, 20), loading, attempt(3, 21, 30, RUNS[1], FINISHED)) == [0, 0, 0]
     assert lost(attempt(1, 1, 25), replace(loading, resumed_from=20)) == [5, 0]                # it is about to
@@ -87,11 +87,11 @@ def test_steps_saved_on_preemption_are_not_lost():
     assert lost(attempt(1, 1, 17, outcome=PREEMPTED), attempt(2, 18, 20, RUNS[1], FINISHED)) == [0, 0]
 
 
-def test_without_the_run_that_saved_the_attempt_that_reached_the_step_is_taken():
+def test_the_attempt_that_reached_the_step_counts_if_the_saving_run_is_unknown():
     assert lost(attempt(1, 1, 20), attempt(2, 16, 18), attempt(3, 19, 30, outcome=FINISHED)) == [5, 0, 0]
 
 
-def test_a_run_that_saved_and_has_no_attempt_here_is_no_other_run():
+def test_a_saving_run_without_an_attempt_is_not_another_run():
     gone = attempt(3, 19, 30, RUNS[9], FINISHED)
     assert lost(attempt(1, 1, 20), gone) == [20, 0]
     assert lost(attempt(1, 1, 20, run_id=None, has_events=False), gone) == [2, 0]     # it can be the one without events
@@ -102,7 +102,7 @@ def test_another_batch_size_counts_in_the_steps_of_the_attempt_that_lost_them():
     assert lost(attempt(1, 1, 38), scaled) == [3, 0]
 
 
-def test_a_pause_after_a_normal_end_is_no_downtime():
+def test_a_pause_after_a_normal_end_is_not_downtime():
     first, _ = accounts_of([attempt(1, 1, 5, outcome=PREEMPTED), attempt(2, 6, 9, RUNS[1], FINISHED)])
     assert (first.seconds.idle, first.seconds.downtime) == (86.0, 0.0)
 
@@ -118,7 +118,7 @@ def test_a_log_with_a_loss_every_few_steps_began_so_many_steps_before_its_first(
     assert account.seconds == Seconds(productive=15.0, startup=25.0, shutdown=1.0)
 
 
-def test_steps_behind_the_newest_checkpoint():
+def test_steps_after_the_newest_checkpoint_are_at_risk():
     failed = accounts_of([attempt(1, 1, 8)])
     assert (steps_at_risk(failed, 5), steps_at_risk(failed, None), steps_at_risk(failed, 10)) == (3, 8, 0)
     assert steps_at_risk(accounts_of([attempt(1, 1, 8, outcome=FINISHED)]), 5) is None

@@ -78,7 +78,7 @@ def test_a_missing_log_of_the_last_stage_is_reported(tmp_path):
     assert "not the true one" in made(tmp_path).notes[-1]
 
 
-def test_without_the_log_of_rank_0_another_one_tells(tmp_path):
+def test_another_log_is_used_without_that_of_rank_0(tmp_path):
     info(tmp_path, 2, two_attempts())
     report = made(tmp_path)
     assert report.rank == 2 and "no log of rank 0" in report.notes[1] and report.steps_lost == 3
@@ -182,7 +182,7 @@ def test_the_document_is_json_without_odd_numbers(tmp_path):
     assert document["attempts"][0]["saves"] is None                     # unknown without events
 
 
-def test_nothing_there(tmp_path):
+def test_an_empty_folder_has_no_attempts(tmp_path):
     report = made(tmp_path, tmp_path / "more")
     assert (report.rank, report.attempts, report.reached, report.steps_at_risk, report.steps_lost) == (None, (), None, None, 0)
     assert len(to_json(report)["sources"]["looked_for"]) == 6

@@ -60,19 +60,19 @@ def test_files_are_found_by_their_names_once_and_in_order(tmp_path):
     line(time=-1), line(time=1e30), line(time=float("nan")), line(time=10 ** 400), line()[:-9],
     b"\xff" + line(), b'{"time": 5, "time": 6}', line(event="training_ended", outcome="later"),
     b"[" * 100_000, line(extra=[[[0] * 40_000]])])
-def test_a_line_that_is_not_understood_is_left_out(tmp_path, text):
+def test_an_invalid_line_is_skipped(tmp_path, text):
     if text != b"\xff" + line():                            # of which the end is whole
         assert parse_event(text.rstrip()) is None
     log = written(tmp_path / "x", text.rstrip() + b"\n", line())
     assert list(read_events(log))[-1:] == [BEGUN]
 
 
-def test_fields_of_a_later_version_are_left_out():
+def test_fields_of_a_later_version_are_ignored():
     assert parse_event(line(colour="red").strip()) == BEGUN
 
 
 @pytest.mark.parametrize("cut", range(1, len(line()), 7))
-def test_a_torn_last_line_is_left_out_and_a_whole_one_behind_a_torn_one_counts(tmp_path, cut):
+def test_a_torn_last_line_is_skipped_and_a_complete_one_after_a_torn_one_counts(tmp_path, cut):
     assert list(read_events(written(tmp_path / "x", line(), line()[:cut]))) == [BEGUN]
     assert list(read_events(written(tmp_path / "x", line()[:cut], line(step=8), line(step=9)))) == [
         RecordedEvent(5.0, ev.SaveBegun(8)), RecordedEvent(5.0, ev.SaveBegun(9))]

@@ -13,7 +13,7 @@ def pieces(path, *parts, total=None):
 
 
 @pytest.mark.parametrize("size", [1, 100, LIMIT - 3, LIMIT, LIMIT + 1, 5 * LIMIT + 7, 1 << 20])
-def test_zero_bytes_before_a_line_are_left_out_and_nothing_comes_twice(tmp_path, size):
+def test_zero_bytes_before_a_line_are_skipped_and_no_line_is_repeated(tmp_path, size):
     lines = [b"%d\n" % number for number in range(10_000)]
     assert pieces(tmp_path / "x", b"first\n", bytes(size), *lines) == [b"first\n", *lines]
 
@@ -32,7 +32,7 @@ def test_a_hole_of_any_size(tmp_path):
         assert list(pieces_of(file, LIMIT)) == [b"first\n"]
 
 
-def test_a_long_line_comes_in_pieces_and_an_end_may_be_missing(tmp_path):
+def test_a_long_line_is_split_and_the_last_newline_may_be_missing(tmp_path):
     found = pieces(tmp_path / "x", b"x" * (2 * LIMIT + 5), b"\nend")
     assert [len(piece) for piece in found] == [LIMIT, LIMIT, 6, 3]
 

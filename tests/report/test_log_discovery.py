@@ -31,7 +31,7 @@ def test_a_folder_of_logs_itself_and_nothing_twice(tmp_path):
     assert len(found(tmp_path, tmp_path / "elsewhere", tmp_path / "log", tmp_path)) == 3
 
 
-def test_nothing_there(tmp_path):
+def test_an_empty_folder_has_no_logs(tmp_path):
     put(tmp_path, "log")
     assert found(tmp_path, tmp_path / "gone") == []
     assert find_logs([]) == ()

@@ -29,7 +29,7 @@ def test_a_loss_that_is_unusual(text, value):
     assert one(Log().loss(1, 1, text)).loss == value
 
 
-def test_a_loss_that_is_no_number_is_there():
+def test_a_loss_that_is_not_a_number_is_parsed():
     assert math.isnan(one(Log().loss(1, 1, "nan")).loss)
 
 
@@ -55,7 +55,7 @@ def test_the_log_of_another_time_zone(offset):
 
 
 @pytest.mark.parametrize("torn", [Log().loss(5, 3), Log().over(5), Log(True).loss(5, 3)])
-def test_a_line_glued_to_a_torn_one_counts(torn):
+def test_a_line_joined_to_a_torn_one_counts(torn):
     line, clock = torn.lines[-1], Clock()
     whole, = parse(line, clock)
     for cut in range(1, len(line) + 1):
@@ -90,7 +90,7 @@ def test_a_hole_in_the_log(tmp_path):
     assert [found.time for found in lines_of(LogFile(0, (str(path),)))] == [ZERO + 6, ZERO + 7]
 
 
-def test_pieces_come_in_order_and_one_may_vanish(tmp_path):
+def test_rotated_files_are_read_in_order_and_one_may_vanish(tmp_path):
     first, second = Log().start(1).write(tmp_path / "info.log.1"), Log().over(9).write(tmp_path / "info.log")
     found = lines_of(LogFile(0, (str(first), str(tmp_path / "gone"), str(second))))
     assert [line.kind for line in found] == [log_parser.START, log_parser.OVER]

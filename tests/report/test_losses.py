@@ -10,7 +10,7 @@ VALUES = st.lists(st.floats(width=32), max_size=300).map(np.array)
 
 
 @given(VALUES, st.integers(4, 60))
-def test_ends_and_extremes_stay(values, most):
+def test_ends_and_extremes_are_kept(values, most):
     kept = thinned(values, most)
     assert len(kept) <= most and (np.diff(kept) > 0).all()
     if len(values):
@@ -27,7 +27,7 @@ def test_a_million_steps_are_a_few_points_and_the_peak_is_one():
     assert len(kept) <= 2000 and 777_777 in kept
 
 
-def test_few_points_stay_as_they_are():
+def test_few_points_are_kept_unchanged():
     assert list(thinned(np.arange(4.0), 4)) == [0, 1, 2, 3]
 
 

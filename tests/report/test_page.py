@@ -60,7 +60,7 @@ def test_a_row_for_each_attempt_and_each_checkpoint(tmp_path):
     assert text.count("<caption>") == text.count("<table>") == 4
 
 
-def test_nothing_is_loaded_and_nothing_can_be_run(tmp_path):
+def test_the_page_loads_nothing_and_runs_no_script(tmp_path):
     checker = Checker(page.html(written(tmp_path, two_attempts()), ""))
     assert not {"script", "link", "iframe", "img", "object"} & set(checker.tags)
     assert not [name for name, _ in checker.attributes if name.startswith("on") or name in ("src", "href")]

@@ -45,7 +45,7 @@ def test_two_attempts():
     assert list(second.losses.steps) == [6, 7, 8, 9, 10] and not first.is_inferred and not first.is_cut
 
 
-def test_events_without_a_log_are_attempts_whose_losses_are_not_known():
+def test_events_without_a_log_give_attempts_without_losses():
     first, second = attempts_of(two_attempts().recorded, [])
     assert (first.run_id, first.last_step, second.last_step, second.outcome) == (RUNS[0], 5, 10, FINISHED)
     assert not len(first.losses) and first.started == pytest.approx(ZERO + 0.1)
@@ -164,7 +164,7 @@ def test_failed_skipped_abandoned_and_unfinished_saves():
     assert attempt.skipped_saves == 1 and attempt.last_step == 9
 
 
-def test_a_failed_save_that_is_done_after_all():
+def test_a_failed_save_that_is_repeated_successfully():
     log = trained(Training(), 0, 1, 9).event(10, ev.SaveFailed(5, "in doubt")).event(11, ev.SaveCommitted(5, 1, 1))
     assert [(save.failure, save.is_committed) for save in one(log).saves] == [("", True)]
 
@@ -195,7 +195,7 @@ def test_a_resume_whose_selection_is_lost():
     assert (attempt.resumed_from, attempt.base_step, attempt.resumed_run_id, attempt.is_inferred) == (35, 17, None, False)
 
 
-def test_weights_alone_are_no_resume():
+def test_a_weights_only_load_is_not_a_resume():
     selected = ev.CheckpointSelected(900, 3, RUNS[5], "/other", "4 ranks", weights_only=True)
     attempt = one(Training().start(0).event(1, selected).run(2, RUNS[0]).steps(5, 1, 4))
     assert (attempt.resumed_from, attempt.base_step, attempt.first_step, attempt.is_inferred) == (None, 0, 1, False)
@@ -228,7 +228,7 @@ def test_the_lease_of_the_last_attempt_decides_whether_it_runs(leases, outcome):
     assert with_outcome(unrecorded, leases) is unrecorded
 
 
-def test_a_recorded_end_is_not_asked_for():
+def test_a_recorded_end_needs_no_lease():
     attempt = attempts(two_attempts())[-1]
     assert with_outcome(attempt, {}) is attempt
 
@@ -255,7 +255,7 @@ def test_events_in_any_order_are_no_error():
         assert len(attempts_of([recorded[:cut], recorded[cut:]], spoken)) >= 1
 
 
-def test_nothing_recorded_no_attempts():
+def test_no_events_give_no_attempts():
     assert attempts_of([], []) == () and attempts_of([[]], []) == ()
     assert attempts_of([], [], [Failure(ZERO, 3, "full")]) == ()
     assert np.array_equal(one(Log().start(0)).losses.steps, [])

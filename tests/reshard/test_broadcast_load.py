@@ -110,7 +110,7 @@ def test_any_stage_of_any_job(stages, dp, tp, count):
         assert max(loads) < 1.35 * sum(loads) / len(loads)
 
 
-def test_nothing_is_passed_on_where_nothing_is_alike():
+def test_nothing_is_broadcast_if_no_slices_are_equal():
     layouts = {"w": (TensorLayout((4,), (0,)), (8,))}
     regions = {"w": held(layouts["w"][0], 1, (8,)), "global_step": whole((1,))}
     assert plan_reads(regions, layouts, {"w": 4, "global_step": 4}, 1) == (regions, [])

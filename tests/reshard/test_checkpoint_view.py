@@ -84,7 +84,7 @@ def test_rank_folders_of_mindformers(tmp_path, text, fmt):
 
 @pytest.mark.parametrize("text", ["dp2tp2pp2opt2", "tp4", "dp4opt-1", "tp1", "dp2tp2axes10"])
 @pytest.mark.parametrize("given", [False, True])
-def test_records_know_their_layouts(tmp_path, text, given):
+def test_records_contain_their_layouts(tmp_path, text, given):
     plan = plan_of(text)
     weights = weights_of(tmp_path, recorded(tmp_path, plan, TENSORS), plan.strategy() if given else None)
     check_all(weights)
@@ -280,7 +280,7 @@ def test_a_file_of_another_job(tmp_path, fmt):
 
 
 @pytest.mark.parametrize("write", [foreign, recorded])
-def test_a_whole_stage_is_missing(tmp_path, write):
+def test_a_missing_stage_is_refused(tmp_path, write):
     plan = plan_of("tp2pp2")
     candidate = write(tmp_path, plan, TENSORS)
     lose(tmp_path, candidate, [2, 3])
@@ -303,7 +303,7 @@ def test_a_header_that_is_damaged(tmp_path):
 @pytest.mark.parametrize("write, text, lost", [
     (foreign, "dp2tp2", [2]), (foreign, "dp2tp2", [1, 2]), (recorded, "dp2tp2", [3]), (recorded, "dp2tp2", [1]),
     (recorded, "dp4opt2", [1, 2]), (recorded, "dp2tp2pp2", [2, 5])])
-def test_copies_stand_in_for_files_that_are_lost(tmp_path, write, text, lost):
+def test_replicas_replace_lost_files(tmp_path, write, text, lost):
     plan = plan_of(text)
     candidate = write(tmp_path, plan, TENSORS)
     lose(tmp_path, candidate, lost)
@@ -311,7 +311,7 @@ def test_copies_stand_in_for_files_that_are_lost(tmp_path, write, text, lost):
 
 
 @pytest.mark.parametrize("write", [foreign, recorded])
-def test_a_piece_that_is_nowhere_is_named_with_its_ranks(tmp_path, write):
+def test_a_lost_slice_is_named_with_its_ranks(tmp_path, write):
     plan = plan_of("dp2tp2")
     candidate = write(tmp_path, plan, TENSORS)
     lose(tmp_path, candidate, [1, 3])

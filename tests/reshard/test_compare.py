@@ -210,7 +210,7 @@ def test_memory_is_bounded_whatever_the_tensor(tmp_path):
 
 # ---- trouble ---------------------------------------------------------------------------------------------------------
 
-def test_a_file_cut_short_and_a_piece_that_is_nowhere(tmp_path):
+def test_a_truncated_file_and_a_lost_slice_are_errors(tmp_path):
     a, b = opened(tmp_path / "a", "recorded", "tp2"), opened(tmp_path / "b", "consolidated", "")
     path = path_of(tmp_path / "a", STEP, 1)
     with leaves_nothing(tmp_path):

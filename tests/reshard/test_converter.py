@@ -257,14 +257,14 @@ def test_a_conversion_survives_a_kill_at_any_operation(in_memory, root, expected
 
 
 @pytest.mark.parametrize("what", JOBS)
-def test_power_that_is_lost_after_the_end_takes_nothing(in_memory, root, expected, what):
+def test_a_power_loss_after_the_end_loses_nothing(in_memory, root, expected, what):
     durable = disk()
     carry_out(conversion(on(durable, JOBS[what](root)), in_memory / "deep" / "new", durable))
     durable.injector.lose_power(lambda: False)
     assert contents(in_memory / "deep" / "new") == expected[what][0] and os.listdir(in_memory / "deep") == ["new"]
 
 
-def test_a_conversion_that_was_killed_goes_on_where_it_was(tmp_path, root, expected):
+def test_a_killed_conversion_continues_where_it_stopped(tmp_path, root, expected):
     first, events = conversion(ranks_job(root), tmp_path / "new"), []
     first.prepare()
     first.write(writer("direct", first), [1])
@@ -293,7 +293,7 @@ def test_changed_files_are_written_again(tmp_path, root, expected, spoil):
     assert contents(tmp_path / "new") == expected["ranks"][0] and again.count("create") == 1
 
 
-def test_going_on_with_another_share(tmp_path, root, expected):
+def test_a_killed_conversion_continues_with_another_memory_share(tmp_path, root, expected):
     first = conversion(ranks_job(root), tmp_path / "new")
     first.prepare()
     first.write(writer("direct", first), [0])
@@ -334,7 +334,7 @@ def other_jobs(root):
             "drop": to_consolidated(open_checkpoint(STORAGE, str(root)), MINDSPORE, 32, ("embedding*",))}
 
 
-def test_every_conversion_is_another_one(tmp_path, root):
+def test_different_conversions_have_different_work_folders(tmp_path, root):
     recorded(tmp_path / "other", Plan.parse("tp2", TINY), random_tensors(TINY, 1), extra=STEP_NUM)
     shutil.copytree(root, tmp_path / "copy")
     jobs = [ranks_job(root), ranks_job(tmp_path / "other"), *other_jobs(root).values()]
@@ -392,7 +392,7 @@ def test_a_target_that_is_a_file(tmp_path, root):
 
 
 @pytest.mark.parametrize("spoil", ["is gone", "has [0-9]+ bytes instead of"])
-def test_a_target_that_was_damaged_since(tmp_path, root, spoil):
+def test_a_target_that_was_damaged_later_is_repaired_or_refused(tmp_path, root, spoil):
     carry_out(conversion(ranks_job(root), tmp_path / "new"))
     path = tmp_path / "new" / "rank_1" / "net_rank_1-2_5.safetensors"
     path.unlink() if spoil == "is gone" else os.truncate(path, 7)
@@ -536,7 +536,7 @@ class Meanwhile(Disk):
         return super()._do(name, path, act, half)
 
 
-def test_the_other_one_commits_between_our_looking_and_our_lock(tmp_path, root, expected):
+def test_the_other_process_commits_between_our_check_and_our_lock(tmp_path, root, expected):
     first, second = (conversion(ranks_job(root), tmp_path / "new") for _ in range(2))
     assert not second.finished()
     carry_out(first)
@@ -665,7 +665,7 @@ def test_the_target_is_a_checkpoint(tmp_path, fmt):
 
 @pytest.mark.parametrize("write", [foreign, recorded])
 @pytest.mark.parametrize("chain", ["tp4 dp2tp2pp2opt2 dp4opt4", "dp4opt-1 tp2pp2 dp8", "dp2tp2axes10 pp4 tp8opt1"])
-def test_a_chain_comes_back_to_the_same_bits(tmp_path, write, chain):
+def test_a_chain_of_conversions_returns_to_the_same_bits(tmp_path, write, chain):
     """Only the first one is told its strategy."""
     start, *rest = chain.split()
     write(tmp_path / "0", Plan.parse(start), ALL)
@@ -739,13 +739,13 @@ def test_a_target_of_one_rank_is_written(tmp_path, fmt):
     check(tmp_path / "c", Plan.parse("dp2tp2"))
 
 
-def test_redundancy_that_was_removed_is_there_again(tmp_path):
+def test_removed_redundancy_is_restored(tmp_path):
     recorded(tmp_path / "a", Plan.parse("dp4"), ALL, dedup=True)
     convert(tmp_path / "a", tmp_path / "b", "dp2tp2")
     check(tmp_path / "b", Plan.parse("dp2tp2"))
 
 
-def test_lost_files_of_the_target_stand_in_for_each_other(tmp_path):
+def test_lost_files_of_the_target_are_replaced_by_replicas(tmp_path):
     recorded(tmp_path / "a", Plan.parse("tp2"), ALL)
     convert(tmp_path / "a", tmp_path / "b", "dp2tp2")
     (tmp_path / "b" / "rank_3" / "net_rank_3-2_5.safetensors").unlink()
@@ -781,7 +781,7 @@ def test_merged_weights_are_read_back_and_cut_again(tmp_path, write, fmt):
     check(tmp_path / "again", Plan.parse("tp4"))
 
 
-def test_merged_weights_know_their_epoch(tmp_path):
+def test_merged_weights_store_their_epoch(tmp_path):
     recorded(tmp_path / "a", Plan.parse("tp2", TINY), TENSORS)
     merge(tmp_path / "a", tmp_path / "merged")
     convert(tmp_path / "merged", tmp_path / "b", "tp2", model=TINY)
@@ -823,7 +823,7 @@ def test_weights_of_hugging_face(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(1,), (), (8, 0)])
-def test_a_parameter_of_one_number_is_no_counter(tmp_path, shape):
+def test_a_parameter_of_one_number_is_not_a_counter(tmp_path, shape):
     model = {**TINY, "logit_scale": Spec(shape, None, "last")}
     recorded(tmp_path / "a", Plan.parse("tp2", model), random_tensors(model))
     assert "logit_scale" in merge(tmp_path / "a", tmp_path / "ms").tensors

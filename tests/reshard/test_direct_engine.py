@@ -376,7 +376,7 @@ def test_a_flipped_bit_in_any_tensor_that_is_read(tmp_path, fmt, workers):
     check(targets, transform(weights, STORAGE, targets, workers, 512), target, tensors)
 
 
-def test_a_flipped_bit_in_a_copy_that_is_not_read_is_no_matter(tmp_path):
+def test_a_flipped_bit_in_an_unread_copy_does_not_matter(tmp_path):
     tensors, source, target = random_tensors(LITTLE), Plan.parse("dp2tp2", LITTLE), Plan.parse("tp4", LITTLE)
     candidate = recorded(tmp_path, source, tensors)
     for rank in (2, 3):                 # of ranks 0 and 1
@@ -476,7 +476,7 @@ def test_a_target_that_fails_leaves_nothing(tmp_path, kind, workers):
         assert files_below(tmp_path / "to") == [], number
 
 
-def test_a_target_that_is_there_already_stays(sources, tmp_path):
+def test_an_existing_target_is_kept(sources, tmp_path):
     weights, plan = weights_of(sources, "tp2", "foreign", "safetensors"), Plan.parse("tp4")
     targets = targets_of(tmp_path, plan, "safetensors")
     Path(targets[2].path).write_bytes(b"precious")

@@ -83,7 +83,7 @@ def numbered(shape):
 
 @RELAXED
 @given(two_regions())
-def test_an_overlap_is_what_both_have(case):
+def test_an_overlap_is_the_common_region(case):
     shape, one, other = case
     marks = np.zeros(shape, int)
     marks[slices_of(one)] += 1
@@ -109,7 +109,7 @@ def test_a_region_within_another_is_found_again(case, data):
 
 @RELAXED
 @given(regions())
-def test_a_view_is_no_copy_and_has_the_shape_of_the_region(case):
+def test_a_view_is_not_a_copy_and_has_the_shape_of_the_region(case):
     shape, region = case
     array = numbered(shape)
     found = view(array, region)
@@ -207,7 +207,7 @@ def test_blocks_follow_each_other_in_every_piece(case, most):
 
 @pytest.mark.parametrize("shape, most, count", [((), 1, 1), ((0,), 5, 0), ((3, 0), 5, 0), ((10,), 4, 3), ((4, 4), 4, 4),
                                                 ((4, 4), 7, 4), ((4, 4), 8, 2), ((4, 4), 3, 8), ((2, 2, 8), 8, 4)])
-def test_blocks_are_as_large_as_they_may_be(shape, most, count):
+def test_blocks_have_the_maximum_size(shape, most, count):
     assert len(list(blocks(shape, most))) == count
 
 
@@ -257,7 +257,7 @@ def test_cuts_without_a_layout_are_one_piece():
     assert cuts(None, (4, 0), ((0, 4), (0, 0))) == ()
 
 
-def test_cuts_of_a_large_job_cost_as_many_pieces_as_are_met():
+def test_cuts_of_a_large_job_cost_only_the_overlapping_pieces():
     layout = TensorLayout((128, 64), (0, -1), 128)              # 8,192 ranks
     (cut,) = cuts(layout, (8192, 16), ((5, 6), (0, 16)))
     assert cut.piece == ((5, 6), (0, 16)) and len(cut.holders) == 1

@@ -390,7 +390,7 @@ def test_recorded_checksums_are_compared(tmp_path):
         assert not os.path.exists(folder / "hf")
 
 
-def test_wanted_regions_speak_of_the_network(tmp_path):
+def test_requested_regions_refer_to_the_network(tmp_path):
     """As any weights: another dtype is a problem unless it was asked for."""
     weights = view_of_folder(STORAGE, folder_of(tmp_path / "hf", GROUPED, bits(random(GROUPED), "bfloat16")))
     with pytest.raises(LoadError, match=f"{QKV} is bfloat16 in the checkpoint, float32 in the network"):

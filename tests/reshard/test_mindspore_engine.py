@@ -109,7 +109,7 @@ def test_source_strategy(tmp_path):
 @pytest.mark.parametrize("fmt, dedup, model, kind", [
     ("safetensors", False, SMALL, "unified"), ("safetensors", True, SMALL, "unified"), ("ckpt", False, SMALL, "ranks"),
     ("safetensors", False, {**SMALL, "accu_grads.embedding.weight": Spec((8, 4), 0, "first")}, "folder")])
-def test_the_way_to_uncut(tmp_path, work, fmt, dedup, model, kind):
+def test_intermediate_plans_lead_to_uncut_tensors(tmp_path, work, fmt, dedup, model, kind):
     weights = weights_of(tmp_path / "src", Plan.parse("dp2tp2", model), random_tensors(model), fmt, dedup)
     task = prepare(weights, None, str(work), workers=2)
     job, = [json.loads(Path(path).read_text()) for path in task.jobs]
@@ -142,7 +142,7 @@ def test_a_complete_file_is_used_directly_unless_it_has_extra_tensors(tmp_path, 
         assert list(read_header(file, path).tensors) == sorted(listed) and Path(path).stem == expected
 
 
-def test_uncut_to_uncut_is_no_work(tmp_path, work):
+def test_uncut_to_uncut_needs_no_work(tmp_path, work):
     weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(complete(tmp_path / "src", TENSORS))))
     assert rewrite(weights, None, str(work), command=["false"]) is weights
     assert not os.listdir(work)
@@ -177,7 +177,7 @@ def test_parameters_that_mindspore_cannot(tmp_path, work, name, spec, part):
 @pytest.mark.parametrize("layout, shape, part", [
     (TensorLayout((2, 2), ((1, 0),)), (8,), "vector"),
     (TensorLayout((2, 2, 2), (0, 1), 2), (8, 4), "other ranks"), (TensorLayout((2, 2, 2), (0, 1), -1), (8, 4), "other ranks")])
-def test_layouts_that_mindspore_cannot_or_gets_wrong_in_silence(tmp_path, work, layout, shape, part):
+def test_layouts_that_mindspore_cannot_convert_are_refused(tmp_path, work, layout, shape, part):
     array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     plan = Plan.parse("tp2", {"w": Spec(shape, 0, 0)})
     weights = weights_of(tmp_path / "src", plan, {"w": array})
@@ -186,7 +186,7 @@ def test_layouts_that_mindspore_cannot_or_gets_wrong_in_silence(tmp_path, work, 
 
 @pytest.mark.parametrize("layout", [TensorLayout((2, 2, 2), (1, 0), 2), TensorLayout((2, 2, 2), (1, 2), 2),
                                     TensorLayout((2, 2, 2), (0, 1)), TensorLayout((2, 2, 2), ((0, 1), -1), 2)])
-def test_layouts_like_these_are_right(tmp_path, work, layout):
+def test_similar_layouts_are_converted(tmp_path, work, layout):
     weights = weights_of(tmp_path / "src", Plan.parse("tp2", {"w": Spec((8, 4), 0, 0)}), {"w": np.zeros((8, 4), np.float32)})
     assert prepare(weights, Strategy(({"w": layout},)), str(work)) is not None
 
@@ -265,7 +265,7 @@ def attempt(small, work, command, **options):
     return rewrite(small.weights, small.target.strategy(), str(work), command=command, **options)
 
 
-def test_all_is_well(tmp_path, work, small):
+def test_a_complete_result_is_accepted(tmp_path, work, small):
     said = []
     found = attempt(small, work, fake(tmp_path, small.ready), emit=said.append)
     assert len(said) == 1 and found.world_size == 4
@@ -280,7 +280,7 @@ def test_all_is_well(tmp_path, work, small):
     assert all(found.tensors[name].layout is None for name in COUNTERS)
 
 
-def test_counters_need_not_be_everywhere(tmp_path, work, small):
+def test_counters_need_not_be_on_all_ranks(tmp_path, work, small):
     put(small.ready / "rank_3" / "weights3.safetensors", small.target.shard(TENSORS, 3))
     attempt(small, work, fake(tmp_path, small.ready))
 
@@ -295,7 +295,7 @@ def broken(name):
 
 
 @pytest.mark.parametrize("kind", ["shape", "dtype", "unknown", "missing", "counter"])
-def test_a_normal_end_proves_nothing(tmp_path, work, small, kind):
+def test_an_exit_status_of_0_without_files_is_an_error(tmp_path, work, small, kind):
     rank, change, expected = broken(kind)
     content = {**small.target.shard(TENSORS, rank), **COUNTERS, **change}
     put(small.ready / f"rank_{rank}" / f"weights{rank}.safetensors",
@@ -371,7 +371,7 @@ def test_one_failure_ends_the_other_processes(tmp_path, life):
     assert life.over()
 
 
-def test_interrupted(tmp_path, work, small, life, monkeypatch):
+def test_an_interrupt_ends_all_processes(tmp_path, work, small, life, monkeypatch):
     def interrupt(seconds):
         os.close(os.open(life.ready, os.O_RDONLY))          # not before both of them are there
         raise KeyboardInterrupt

@@ -51,7 +51,7 @@ def check(source, tensors=TENSORS):
 # ---- which step ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("write", [save, write_foreign])
-def test_the_newest_one_is_taken(tmp_path, write):
+def test_the_newest_checkpoint_is_opened(tmp_path, write):
     for step in (5, 10, 15):
         write(tmp_path / "checkpoint", step, replicas=1) if write is save else write(tmp_path / "checkpoint", step, 1)
     source = opened(tmp_path / "checkpoint")
@@ -104,7 +104,7 @@ def test_the_next_older_checkpoint_is_opened_and_the_reason_is_reported(tmp_path
         opened(tmp_path, step=15)
 
 
-def test_none_is_whole(tmp_path):
+def test_no_complete_checkpoint_is_an_error(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, replicas=1)
         cut_short(tmp_path, step)
@@ -121,7 +121,7 @@ def test_a_single_bad_checkpoint_is_an_error_with_its_reason(tmp_path):
     assert found.value.path == str(path_of(tmp_path, 5, 2))
 
 
-def test_steps_that_are_not_there(tmp_path):
+def test_missing_steps_are_errors(tmp_path):
     for step in (5, 10):
         save(tmp_path / "a", step, replicas=1)
     with pytest.raises(MissingCheckpointError, match=r"a has no step 7; there are: 5, 10"):
@@ -190,7 +190,7 @@ def test_a_file_of_another_kind(tmp_path):
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 @pytest.mark.parametrize("form", ["ckpt", "json"])
-def test_the_strategy_beside(tmp_path, fmt, form):
+def test_the_strategy_folder_beside_is_used(tmp_path, fmt, form):
     foreign(tmp_path / "checkpoint", PLAN, TENSORS, fmt)
     strategy_in(tmp_path / "strategy", fmt=form)
     source = opened(tmp_path / "checkpoint")
@@ -200,7 +200,7 @@ def test_the_strategy_beside(tmp_path, fmt, form):
     assert opened(tmp_path / "checkpoint" / "rank_3").state == source.state
 
 
-def test_a_strategy_that_is_given_goes_before_the_one_beside(tmp_path):
+def test_a_given_strategy_precedes_the_one_beside(tmp_path):
     foreign(tmp_path / "checkpoint", PLAN, TENSORS)
     strategy_in(tmp_path / "strategy", Plan.parse("tp2pp1", MODEL))
     check(opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "given")))
@@ -210,7 +210,7 @@ def test_a_strategy_that_is_given_goes_before_the_one_beside(tmp_path):
     check(opened(tmp_path / "checkpoint", strategy=str(tmp_path / "given") + "/"))
 
 
-def test_without_a_strategy_it_is_asked_for(tmp_path):
+def test_a_missing_strategy_is_an_error_that_asks_for_it(tmp_path):
     foreign(tmp_path / "checkpoint", PLAN, TENSORS)
     with pytest.raises(StrategyError, match=r"step 15: 2 tensors have no layout: embedding.weight .* no strategy .*--from"):
         opened(tmp_path / "checkpoint")
@@ -299,7 +299,7 @@ def test_a_rank_is_missing_whose_copy_is_there(tmp_path, write, lost):
 
 
 @pytest.mark.parametrize("write", [foreign, recorded])
-def test_slices_that_are_nowhere_are_named_with_their_ranks(tmp_path, write):
+def test_lost_slices_are_named_with_their_ranks(tmp_path, write):
     plan = Plan.parse("dp2tp2", MODEL)
     write(tmp_path / "checkpoint", plan, TENSORS)
     for rank in (1, 3):
@@ -417,7 +417,7 @@ def test_identities(tmp_path):
     ({"step_num": 15, "epoch_num": 1}, None, (15, 15, 15, None, None)),
     ({"step_num": 3}, None, (3, 3, 3, None, None)),
     ({"step_num": 0}, None, None), ({"epoch_num": 2}, None, None), ({}, FileName("net", 0, 0, 2, 5, "ckpt"), None)])
-def test_the_state_that_counters_tell(values, name, expected):
+def test_the_state_is_derived_from_counters(values, name, expected):
     found = state_from(values, name)
     assert (None if found is None else (found.step, found.steps_per_epoch, found.global_step, found.global_batch_size,
                                         found.loss_scale)) == expected
@@ -507,7 +507,7 @@ def test_the_scan_is_repeated_if_a_checkpoint_is_renamed_while_it_is_opened(tmp_
     assert opened(tmp_path).state.step == 5
 
 
-def test_a_folder_that_never_rests_is_an_error_in_the_end(tmp_path, monkeypatch):
+def test_a_folder_that_keeps_changing_is_an_error_in_the_end(tmp_path, monkeypatch):
     save(tmp_path, 5, replicas=1)
     monkeypatch.setattr(source_module, "acquire_read_lock", lambda *_: None)
     with pytest.raises(MissingCheckpointError, match="step 5 .* was removed before it could be read"), \

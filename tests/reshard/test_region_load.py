@@ -129,7 +129,7 @@ def test_every_rank_reads_its_part(roots, monkeypatch, source, write, target, ti
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 @pytest.mark.parametrize("target", ["tp8", "dp4opt4", "dp2tp2pp2opt2"])
-def test_no_byte_more_than_that_is_read(tmp_path, fmt, target):
+def test_no_other_byte_is_read(tmp_path, fmt, target):
     """Rows of a whole tensor, and of one that is cut alike: exactly those bytes. Columns are read run by run, unless they are so
     short that a call costs more than the bytes in between."""
     model = {"rows": Spec((16, 8), 0, "first"), "long.columns": Spec((2, 1024), 1, 0), "layers.1.vector": Spec((64,), None, 1)}
@@ -191,7 +191,7 @@ def test_a_region_of_a_copy_is_taken_from_the_first_rank_that_has_it(tmp_path):
         read_regions(weights, {"embedding.weight": whole((16, 8))})
 
 
-def test_a_file_that_is_cut_short_since(tmp_path):
+def test_a_file_truncated_later_is_an_error(tmp_path):
     candidate = recorded(tmp_path, Plan.parse("tp2"), TENSORS)
     weights = view_of_rank_folders(STORAGE, str(tmp_path), candidate)
     regions = {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
@@ -202,12 +202,12 @@ def test_a_file_that_is_cut_short_since(tmp_path):
         read_regions(weights, regions)
 
 
-def test_nothing_is_asked_for(roots):
+def test_an_empty_request_reads_nothing(roots):
     traffic = Traffic()
     assert read_regions(weights_of(roots, "tp4"), {}, traffic=traffic) == {} and traffic.read == 0
 
 
-def test_arrays_are_writable_and_apart(roots):
+def test_arrays_are_writable_and_independent(roots):
     weights = weights_of(roots, "tp4")
     regions = {name: whole(weights.tensors[name].shape) for name in TENSORS}
     first, second = read_regions(weights, regions), read_regions(weights, regions)

@@ -184,7 +184,7 @@ def test_a_single_hugging_face_file_has_no_number():
 @pytest.mark.parametrize("drop, gone", [
     ((), "never"), (("adam_*",), "adam_"), (("adam_m.*", "*.bias"), r"adam_m\.|.*\.bias$"), (("ADAM_*",), "never"),
     (("embedding",), "never"), (("layers.?.norm*",), r"layers\.\d\.norm")])
-def test_patterns_of_names_that_stay_away(drop, gone):
+def test_patterns_of_names_are_left_out(drop, gone):
     files, _ = consolidated_files(weights_of(MODEL), MINDSPORE, drop=drop)
     assert {name for file in files for name in file.holds} == {name for name in {**MODEL, **COUNTERS} if not re.match(gone, name)}
 
@@ -195,7 +195,7 @@ def test_counters_that_are_dropped_leave_no_file_of_them():
 
 
 @pytest.mark.parametrize("kind, drop", [(MINDSPORE, ("*",)), (HUGGINGFACE, ("[a-z]*.*",))])
-def test_nothing_is_left(kind, drop):
+def test_a_target_without_tensors_is_an_error(kind, drop):
     with pytest.raises(ConfigError, match=rf"of {len(MODEL) + len(COUNTERS)} tensors none is left to be written after"):
         consolidated_files(weights_of(MODEL), kind, drop=drop)
     with pytest.raises(ConfigError, match="of 5 tensors none is left to be written$"):

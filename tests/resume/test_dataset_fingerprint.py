@@ -38,7 +38,7 @@ def test_settings_that_decide_the_samples_count(tmp_path):
         assert len(dataset_differences(before, of(changed))) == 1, changed
 
 
-def test_the_seed_of_the_job_counts_where_the_data_set_has_none():
+def test_the_seed_of_the_job_counts_if_the_data_set_has_none():
     section = {"data_loader": {"type": "T"}}
     assert of(section, 1) == {"type": "T", "seed": "1"} and of(section, None) == {"type": "T"}
 
@@ -79,7 +79,7 @@ def test_many_keys_and_long_values_are_bounded_and_still_count():
     assert first != second and dataset_differences(first, second)
 
 
-def test_no_configuration_is_not_known():
+def test_a_missing_configuration_has_no_fingerprint():
     assert dataset_identity(STORAGE, None) == dataset_identity(STORAGE, "a text") == {}
 
 

@@ -36,7 +36,7 @@ def test_a_complete_checkpoint_is_verified_once(tmp_path):
     assert verdicts(tmp_path, looked(tmp_path), lambda: pytest.fail("there was no need")) == [(10, False), (5, False)]
 
 
-def test_damage_is_damage(tmp_path):
+def test_a_damaged_checkpoint_is_reported(tmp_path):
     for step in (5, 10):
         save(tmp_path, step)
     flip_bit(path_of(tmp_path, 10, 2))
@@ -54,7 +54,7 @@ def test_a_checkpoint_removed_meanwhile_is_not_damaged(tmp_path):
     assert verdicts(tmp_path, rows) == [(15, False), (10, False)]
 
 
-def test_a_removal_that_an_old_listing_does_not_show_is_no_damage(tmp_path):
+def test_a_removal_hidden_by_an_old_listing_is_not_damage(tmp_path):
     for step in (5, 10):
         save(tmp_path, step)
     rows = looked(tmp_path)

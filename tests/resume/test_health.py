@@ -78,11 +78,11 @@ def test_a_damaged_list_is_reported_and_ignored(tmp_path, content):
     assert names == frozenset() and trouble.startswith(f"{tmp_path / LIST} cannot be used (")
 
 
-def test_no_list_is_no_trouble(tmp_path):
+def test_a_missing_list_is_no_error(tmp_path):
     assert unhealthy_files(STORAGE, str(tmp_path)) == (frozenset(), "")
 
 
-def test_ours_carry_it_themselves(tmp_path):
+def test_our_records_store_their_health(tmp_path):
     from dataclasses import replace
 
     from rank_folders import target_of, tensors_of

@@ -170,7 +170,7 @@ def test_a_mindformers_checkpoint_of_as_many_ranks_is_loaded_directly(tmp_path, 
     assert [one.uses_layouts for one in found] == [converts] * 2
 
 
-def test_nodes_that_share_no_disk_take_what_all_have(tmp_path, events):
+def test_nodes_without_shared_storage_select_the_common_step(tmp_path, events):
     save(tmp_path, 5, world=2)
     shared_groups = {str(tmp_path): SharedGroups((0, 1))}
 

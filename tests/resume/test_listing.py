@@ -47,7 +47,7 @@ def test_the_ranks_are_those_of_the_strategy_that_was_set_aside(root, lost):
     assert choice.chosen == seen.candidate and choice.refused == ()
 
 
-def test_another_number_of_ranks_is_asked_for(root):
+def test_another_number_of_ranks_can_be_requested(root):
     root, folder, plan = root
     next_job(root, folder, plan)
     assert list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE), 4)[1][0].problem is None

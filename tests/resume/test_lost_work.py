@@ -23,13 +23,13 @@ def lost(root):
 
 
 @pytest.mark.parametrize("machine", [None, "another"])
-def test_the_step_of_the_last_sign_of_life(tmp_path, machine):
+def test_the_last_heartbeat_gives_the_last_step(tmp_path, machine):
     save(tmp_path, 10)
     Lease(STORAGE, str(tmp_path), dead(step=17, machine=machine)).publish()
     assert lost(tmp_path) == LostWork(7, 1010.0)
 
 
-def test_a_save_that_was_begun_tells_more(tmp_path):
+def test_a_started_save_gives_a_later_step(tmp_path):
     save(tmp_path, 10)
     Lease(STORAGE, str(tmp_path), dead(step=12)).publish()
     write_rank(tmp_path, 15, 1, 4)

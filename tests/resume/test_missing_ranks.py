@@ -80,7 +80,7 @@ def loaded(choice, rank):
 
 
 @pytest.mark.parametrize("iterations", [False, True])
-def test_a_covering_part_is_a_checkpoint(tmp_path, iterations):
+def test_a_subset_of_ranks_that_covers_all_slices_is_a_checkpoint(tmp_path, iterations):
     save(tmp_path, 5, iterations)
     last_save(tmp_path, 7, COVERING, iterations)
     choice = choose(tmp_path)
@@ -94,7 +94,7 @@ def test_a_covering_part_is_a_checkpoint(tmp_path, iterations):
 
 
 @pytest.mark.parametrize("iterations", [False, True])
-def test_a_part_that_lacks_something_is_not(tmp_path, iterations):
+def test_a_subset_of_ranks_that_lacks_a_slice_is_not_a_checkpoint(tmp_path, iterations):
     save(tmp_path, 5, iterations)
     last_save(tmp_path, 7, LACKING, iterations)
     assert choose(tmp_path).chosen.step == 5
@@ -118,7 +118,7 @@ def test_a_node_local_part_is_complete_without_the_ranks_of_other_nodes(tmp_path
         assert not candidate.maybe_completed
 
 
-def test_without_the_mark_it_is_a_save_that_never_completed(tmp_path):
+def test_a_subset_of_ranks_without_the_marker_is_an_incomplete_save(tmp_path):
     save(tmp_path, 5)
     last_save(tmp_path, 7, COVERING, mark=False)
     choice = choose(tmp_path)
@@ -138,7 +138,7 @@ def test_a_damaged_copy_is_noticed_by_the_rank_that_would_read_it(tmp_path, iter
     assert choice.chosen.step == 5 and "damaged" in choice.refused[0].reason
 
 
-def test_all_ranks_of_a_group_take_it(tmp_path):
+def test_all_ranks_of_a_group_select_it(tmp_path):
     save(tmp_path, 5)
     last_save(tmp_path, 7, COVERING)
     choices = Ranks(WORLD).run(lambda group: select_shared(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
@@ -171,13 +171,13 @@ def test_the_next_job_does_not_commit_it_and_keeps_it_until_it_has_saved_itself(
     assert [candidate.step for candidate in made.kept] == [7, 5] and made.orphans == ()
 
 
-def test_alone_and_lacking_it_is_a_fresh_start(tmp_path):
+def test_a_single_incomplete_emergency_save_is_a_fresh_start(tmp_path):
     """Nothing was ever complete there."""
     last_save(tmp_path, 7, LACKING)
     assert choose(tmp_path).is_fresh_start
 
 
-def test_a_record_that_cannot_be_read_is_not_taken_for_lost(tmp_path):
+def test_an_unreadable_record_does_not_count_as_lost(tmp_path):
     last_save(tmp_path, 7, COVERING)
     attempt = scan(STORAGE, str(tmp_path)).candidates[0].records_dir
     with open(os.path.join(attempt, "rank_00003.json"), "r+b") as file:
@@ -228,7 +228,7 @@ def test_a_mindformers_checkpoint_without_proof_is_refused(tmp_path, strategy, s
 
 @pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("matrix, cut", [((8, 1), -1), ((2, 4), 1)])
-def test_the_strategy_of_another_job_is_no_proof(tmp_path, fmt, matrix, cut):
+def test_the_strategy_of_another_job_proves_nothing(tmp_path, fmt, matrix, cut):
     """Of as many ranks, and it covers everything: but what it takes for copies is not the same on the ranks that wrote."""
     cuts = {name: (cut, -1) if len(SHAPES[name]) == 2 else (-1,) for name in SHAPES}
     alien = Strategy(({name: TensorLayout(matrix, cuts[name]) for name in SHAPES},), "another/strategy")

@@ -36,7 +36,7 @@ def step_of(choices):
     return steps.pop()
 
 
-def test_the_newest_that_both_have(tmp_path):
+def test_the_newest_step_that_both_nodes_have_is_selected(tmp_path):
     both(tmp_path, 5, 10)
     save_part(tmp_path / "a", 15, (0, 1))
     choices = choose(tmp_path)
@@ -77,12 +77,12 @@ def test_a_folder_that_is_lost_is_read_from_its_replica_on_the_same_node_or_refu
         choose(tmp_path)
 
 
-def test_nothing_anywhere_is_a_fresh_start(tmp_path):
+def test_empty_folders_on_all_nodes_are_a_fresh_start(tmp_path):
     choices = choose(tmp_path)
     assert step_of(choices) is None and all(choice.is_fresh_start for choice in choices)
 
 
-def test_a_folder_of_something_else_on_one_node_is_no_fresh_start(tmp_path):
+def test_an_unrelated_folder_on_one_node_prevents_a_fresh_start(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "data.bin").write_bytes(b"x")
     with pytest.raises(MissingCheckpointError, match="rank 2: .* is not a checkpoint directory"):

@@ -10,7 +10,7 @@ def draws():
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(3).tolist(), random.randint(0, 9)]
 
 
-def test_generators_go_on_as_if_nothing_had_happened():
+def test_generators_continue_from_their_saved_state():
     random.seed(3)
     np.random.seed(4)
     random.gauss(0, 1)                        # leaves half of a pair inside the generator
@@ -23,5 +23,5 @@ def test_generators_go_on_as_if_nothing_had_happened():
     assert [draws() for _ in range(700)] == expected
 
 
-def test_nothing_saved_nothing_restored():
+def test_nothing_is_restored_if_nothing_was_saved():
     assert restore({}) == []

@@ -63,7 +63,7 @@ def test_damage_of_consolidated_weights_ends_the_job_and_is_the_error_of_a_previ
     assert found.error == "part0.safetensors is damaged" and found.choice.chosen is None and not found.choice.is_fresh_start
 
 
-def test_a_requested_name_is_not_asked_of_consolidated_weights_by_job_and_preview_alike(weights):
+def test_job_and_preview_do_not_apply_a_requested_name_to_consolidated_weights(weights):
     """The command line refused what the job takes."""
     sources, policy = CheckpointSources(select_consolidated=consolidated), SelectionPolicy(requested="x.safetensors")
     assert select_checkpoint(STORAGE, str(weights), SingleProcess(), policy, sources).chosen is WHOLE
@@ -113,7 +113,7 @@ def test_a_preview_of_no_folder_is_a_fresh_start(tmp_path):
 
 # ---- node-local storage ----------------------------------------------------------------------------------------------
 
-def test_a_preview_names_the_newest_step_of_which_this_nodes_files_are_whole(tmp_path):
+def test_a_preview_names_the_newest_step_with_complete_files_on_this_node(tmp_path):
     for step in (5, 10):
         save_part(tmp_path, step, (0, 1))
     flip_bit(path_of(tmp_path, 10, 1))
@@ -123,7 +123,7 @@ def test_a_preview_names_the_newest_step_of_which_this_nodes_files_are_whole(tmp
     assert preview(tmp_path, requested="net_rank_0-1_10.safetensors").node_local is None
 
 
-def test_node_local_storage_takes_what_all_nodes_have(tmp_path):
+def test_node_local_storage_selects_the_common_step(tmp_path):
     sources = CheckpointSources(shared=SharedGroups((0, 0, 2, 2)))
     for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
         save_part(tmp_path / node, 5, ranks)

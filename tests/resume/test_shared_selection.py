@@ -88,7 +88,7 @@ def test_a_file_of_zero_bytes(saved):
     assert refusals(choose(saved)) == [(15, "the file of rank 2 is empty (0 bytes)")]
 
 
-def test_garbage_of_the_right_size(saved):
+def test_garbage_of_the_right_size_is_refused(saved):
     path = path_of(saved, 15, 2)
     path.write_bytes(b"\xff" * path.stat().st_size)
     choice = choose(saved)
@@ -214,7 +214,7 @@ def test_after_a_fall_back_the_new_run_is_newer(saved):
 
 # ---- fresh start or error --------------------------------------------------------------------------------------------
 
-def test_nothing_there_is_a_fresh_start(tmp_path):
+def test_an_empty_folder_is_a_fresh_start(tmp_path):
     assert choose(tmp_path).is_fresh_start and choose(tmp_path / "missing").is_fresh_start
 
 
@@ -268,7 +268,7 @@ def test_a_named_checkpoint_that_is_damaged_is_an_error_not_a_fall_back(saved):
 
 # ---- files and rank folders ----------------------------------------------------------------------------------------------
 
-def test_a_rank_folder_stands_for_the_root(saved):
+def test_a_rank_folder_is_accepted_for_its_root(saved):
     assert choose(saved / "rank_0").chosen.step == 15
 
 
@@ -328,13 +328,13 @@ def test_ranks_of_mindformers_at_different_steps(tmp_path):
     assert choice.chosen.step == 5 and "rank 1 holds step 5" in choice.refused[0].reason
 
 
-def test_records_left_behind_by_a_copy(saved):
+def test_records_left_by_a_copy_are_refused(saved):
     shutil.rmtree(saved / FOLDER)                                        # cp -r rank_* elsewhere
     choice = choose(saved)
     assert choice.chosen.step == 15 and choice.shards[0].details is None
 
 
-def test_weights_without_counters_are_no_training_state(tmp_path):
+def test_weights_without_counters_cannot_be_resumed(tmp_path):
     from mindresume.tensor_files import encode
     path = path_of(tmp_path, 5, 0)
     path.parent.mkdir()

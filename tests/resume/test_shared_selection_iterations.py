@@ -71,7 +71,7 @@ def test_a_tracker_that_was_set_back_by_hand(saved, text):
     assert notes(choice) == f"newer than step 10, which {TRACKER} names, so only used as a last resort: step 15"
 
 
-def test_a_tracker_that_names_a_step_that_is_not_there(saved):
+def test_a_tracker_that_names_a_missing_step(saved):
     track(saved, 12)
     choice = choose(saved)
     assert taken(choice) == (10, RUN)
@@ -85,7 +85,7 @@ def test_a_tracker_that_names_a_later_step_than_any(saved):
     assert taken(choice) == (15, RUN) and notes(choice) == f"{TRACKER} names step {10**17}, which does not exist"
 
 
-def test_a_tracker_older_than_everything_is_no_reason_to_begin_afresh(saved):
+def test_a_tracker_older_than_everything_is_not_a_fresh_start(saved):
     track(saved, 0)
     choice = choose(saved)
     assert taken(choice) == (15, RUN) and "only used as a last resort: step 15, 10, 5" in notes(choice)
@@ -103,7 +103,7 @@ def test_an_invalid_tracker_is_reported_and_the_newest_is_selected(saved, conten
     assert len(notes(choice)) < 200
 
 
-def test_without_a_tracker_the_newest_is_taken(saved):
+def test_the_newest_is_selected_without_a_tracker(saved):
     os.remove(saved / TRACKER)
     choice = choose(saved)
     assert taken(choice) == (15, RUN)
@@ -116,7 +116,7 @@ def test_a_tracker_that_is_a_folder(saved):
     assert taken(choose(saved)) == (15, RUN)
 
 
-def test_a_tracker_that_a_dead_job_could_not_change(saved):
+def test_a_dead_jobs_unfinished_tracker_update_counts(saved):
     track(saved, 10)
     intend(saved, 15)
     choice = choose(saved)
@@ -124,7 +124,7 @@ def test_a_tracker_that_a_dead_job_could_not_change(saved):
     assert notes(choice) == f"{TRACKER} names step 10: the job that saved step 15 died before it could change it"
 
 
-def test_an_intent_of_another_step_is_no_excuse(saved):
+def test_an_intent_of_another_step_does_not_count(saved):
     track(saved, 5)
     intend(saved, 10)
     assert taken(choose(saved)) == (5, RUN)
@@ -193,7 +193,7 @@ def test_a_first_save_that_never_completed_is_a_fresh_start(tmp_path):
     assert refused(choice) == [(10, "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 1")]
 
 
-def test_a_first_save_whose_record_is_damaged_is_no_fresh_start(tmp_path):
+def test_a_first_save_with_a_damaged_record_is_not_a_fresh_start(tmp_path):
     write_all(tmp_path, 10)
     (records_of(making(tmp_path, 10), 10) / record_name(1)).write_bytes(b"torn")
     with pytest.raises(NoUsableCheckpointError, match="the record of rank 1 cannot be read"):
@@ -219,7 +219,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_the_one_that_is_named_is_damaged_and_the_next_older_one_is_taken(saved, kind):
+def test_the_next_older_iteration_is_selected_if_the_tracked_one_is_damaged(saved, kind):
     damage, reason = DAMAGE[kind]
     track(saved, 10)
     damage(saved)
@@ -266,7 +266,7 @@ def test_a_folder_that_was_renamed_to_another_step_is_refused(saved):
     assert "iteration_00000020 holds step 15: the folder was renamed" in " ".join(reason for _, reason in refused(choice))
 
 
-def test_all_ranks_take_the_same_and_the_damage_that_one_sees_counts_for_all(saved):
+def test_all_ranks_select_the_same_and_damage_on_one_rank_counts_for_all(saved):
     flip_bit(weights_of(saved, 15, 1))
     choices = Ranks(2).run(lambda group: select_shared(STORAGE, str(saved), group, SelectionPolicy(2)))
     assert [taken(choice) for choice in choices] == [(10, RUN)] * 2
@@ -305,19 +305,19 @@ def test_resume_training_names_a_step(saved, named):
 
 @pytest.mark.parametrize("named", ["12", "iteration_00000012", "-10", "ten", "rank_0", "١٠",
                                    "net-model-0000000-0000002.safetensors"])
-def test_resume_training_names_what_is_not_there(saved, named):
+def test_resume_training_names_a_missing_step(saved, named):
     with pytest.raises(MissingCheckpointError, match="There are: iteration_00000005, iteration_00000010, iteration_00000015"):
         choose(saved, named)
 
 
-def test_a_named_one_that_is_damaged_is_an_error_and_no_other_is_taken(saved):
+def test_a_damaged_named_checkpoint_is_an_error_without_a_fallback(saved):
     cut(weights_of(saved, 10))
     with pytest.raises(MissingCheckpointError, match="requested"):
         choose(saved, "10")
 
 
 @pytest.mark.parametrize("name", ["iteration_00000010", "iteration_0000010", "iteration_10", "best", "epoch 3"])
-def test_a_folder_that_is_given_directly_whatever_its_name(saved, name):
+def test_a_folder_given_directly_may_have_any_name(saved, name):
     os.rename(folder_of(saved, 10), saved / name)
     choice = choose(saved / name)
     assert taken(choice) == (10, RUN) and choice.chosen.iteration_dir == name
@@ -517,7 +517,7 @@ def test_with_a_tracker_missing_files_are_an_error(tmp_path):
         choose(tmp_path)
 
 
-def test_without_a_tracker_what_is_whole_is_taken(tmp_path):
+def test_the_newest_complete_folder_is_selected_without_a_tracker(tmp_path):
     foreign(tmp_path, tracked=False)
     assert taken(choose(tmp_path)) == (15, None)
 
@@ -528,7 +528,7 @@ def test_an_empty_iteration_folder_is_a_killed_first_save(tmp_path):
     assert choice.chosen is None and choice.is_fresh_start
 
 
-def test_a_file_named_like_an_iteration_is_none(saved):
+def test_a_file_named_like_an_iteration_is_ignored(saved):
     folder_of(saved, 20).write_text("")
     assert taken(choose(saved)) == (15, RUN)
 
@@ -540,7 +540,7 @@ def test_a_tracker_alone_prevents_a_fresh_start(tmp_path):
         choose(tmp_path)
 
 
-def test_ours_after_folders_of_mindformers(tmp_path):
+def test_our_saves_after_folders_of_mindformers_are_newer(tmp_path):
     foreign(tmp_path, "mf190_20_single")
     save(tmp_path, 20, run=NEXT, at=3e9)
     assert taken(choose(tmp_path)) == (20, NEXT)

@@ -94,7 +94,7 @@ def root(tmp_path, request):
 
 @pytest.mark.parametrize("only_list", [True, False], ids=["names", "all"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ELOOP, errno.EIO])
-def test_whichever_is_closed_the_rest_goes_on(root, code, only_list):
+def test_the_other_checkpoints_are_used_if_one_folder_is_unlistable(root, code, only_list):
     steps = {row.candidate.step for row in list_checkpoints(PosixStorage(), str(root), strategy_lookup(PosixStorage()), 2)[1]
              if not row.problem}
     for folder in [root.parent / "strategy", *(path for path in sorted(root.rglob("*")) if path.is_dir())]:
@@ -120,7 +120,7 @@ def test_whichever_is_closed_the_rest_goes_on(root, code, only_list):
 
 @pytest.mark.parametrize("fill", [save_rank_folders, save_iteration_folders])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ELOOP, errno.EIO])
-def test_a_root_that_cannot_be_listed_is_no_empty_one(tmp_path, fill, code):
+def test_an_unlistable_root_is_not_an_empty_one(tmp_path, fill, code):
     fill(tmp_path / "checkpoint")
     with pytest.raises((OSError, CollectiveError), match=os.strerror(code)):
         choose(Closed(tmp_path / "checkpoint", code), tmp_path / "checkpoint")
@@ -147,7 +147,7 @@ def test_the_newest_iteration_is_a_link_to_itself(tmp_path, tracked):
     assert [(refusal.step, "cannot be listed" in refusal.reason) for refusal in choice.refused] == [(15, True)]
 
 
-def test_records_that_cannot_be_listed_are_not_taken_for_none(tmp_path):
+def test_unlistable_records_do_not_count_as_absent(tmp_path):
     """An iteration of ours whose records are closed is no iteration of mindformers, of which nothing could be checked."""
     iteration_folders.save(tmp_path, 5, 10)
     storage = Closed(iteration_folders.folder_of(tmp_path, 10) / FOLDER)
@@ -155,7 +155,7 @@ def test_records_that_cannot_be_listed_are_not_taken_for_none(tmp_path):
     assert choice.chosen.step == 5 and choice.chosen.committed
 
 
-def test_records_that_could_not_be_listed_a_moment_ago_are_not_taken_for_none(tmp_path):
+def test_records_unlistable_a_moment_ago_do_not_count_as_absent(tmp_path):
     iteration_folders.save(tmp_path, 5, 10)
     records, calls = str(iteration_folders.folder_of(tmp_path, 10) / FOLDER), []
 
@@ -172,7 +172,7 @@ def test_records_that_could_not_be_listed_a_moment_ago_are_not_taken_for_none(tm
         (5, OURS, "")]
 
 
-def test_files_of_ours_are_not_taken_for_those_of_mindformers_where_the_records_are_closed(tmp_path):
+def test_our_files_do_not_count_as_mindformers_files_if_the_records_are_unlistable(tmp_path):
     save(tmp_path, 5, 2)
     write_rank(tmp_path, 10, 0, 2)
     write_rank(tmp_path, 10, 1, 2)
@@ -180,14 +180,14 @@ def test_files_of_ours_are_not_taken_for_those_of_mindformers_where_the_records_
         choose(Closed(tmp_path / FOLDER, only_list=True), tmp_path)
 
 
-def test_a_closed_folder_beside_the_checkpoints(tmp_path):
+def test_an_unlistable_folder_beside_the_checkpoints_is_ignored(tmp_path):
     """One too high is given; below lie the checkpoints and something that is not for us."""
     save(tmp_path / "elsewhere", 5, 2)
     (tmp_path / "private").mkdir()
     assert choose(Closed(tmp_path / "private"), tmp_path).chosen.step == 5
 
 
-def test_a_closed_folder_and_nothing_else_is_no_place_to_begin(tmp_path):
+def test_an_unlistable_folder_alone_is_an_error(tmp_path):
     (tmp_path / "private" / "checkpoint").mkdir(parents=True)
     with pytest.raises((OSError, CollectiveError, NoUsableCheckpointError), match=os.strerror(errno.EACCES)):
         choose(Closed(tmp_path / "private"), tmp_path)
@@ -208,7 +208,7 @@ def test_a_strategy_that_cannot_be_listed(tmp_path):
 LATER = run_name(2, "0000bbbb")
 
 
-def test_retention_keeps_what_it_cannot_look_into_and_removes_the_rest(tmp_path):
+def test_retention_keeps_unlistable_saves_and_removes_the_rest(tmp_path):
     for step in (5, 10, 15):
         save(tmp_path, step, 2)
     committer = save(tmp_path, 20, 2, run=LATER, suffix=1)
@@ -241,7 +241,7 @@ def test_emptying_trash_keeps_files_that_an_unlistable_attempt_may_reference(tmp
     assert path_of(tmp_path, 5, 0).exists() and path_of(tmp_path, 5, 1).exists() and not trash.exists()
 
 
-def test_an_intent_stays_while_its_iteration_cannot_be_listed(tmp_path):
+def test_an_intent_is_kept_while_its_iteration_cannot_be_listed(tmp_path):
     """The job died before it could change the tracker to step 10; the next one cannot see that step, the one after it can."""
     iteration_folders.save(tmp_path, 5, 10)
     iteration_folders.track(tmp_path, 5)
@@ -257,7 +257,7 @@ def test_an_intent_stays_while_its_iteration_cannot_be_listed(tmp_path):
     assert not (tmp_path / FOLDER / intent_name(10)).exists() and iteration_folders.tracker(tmp_path) == "10"
 
 
-def test_a_job_begins_beside_an_iteration_that_cannot_be_listed(tmp_path):
+def test_a_job_starts_beside_an_unlistable_iteration(tmp_path):
     iteration_folders.save(tmp_path, 5, 10)
     storage = Closed(iteration_folders.folder_of(tmp_path, 5))
     lease = acquire(storage, str(tmp_path), holder_of_this_process("saving"))

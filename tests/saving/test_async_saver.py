@@ -133,7 +133,7 @@ def simulated(work, kind, world=1, policy=KEEP_ALL, timeout=PATIENCE, slow=0):
         raise process.error
 
 
-def test_a_writer_that_the_training_did_not_wait_for_writes_no_zeros():
+def test_a_writer_that_the_training_did_not_wait_for_does_not_write_zeros():
     """Its copy of the save is given back at the end of the training. The same for a thread that comes to it only then."""
     def work(job):
         job.saver.save(Save(shard(5)))
@@ -147,7 +147,7 @@ def test_a_writer_that_the_training_did_not_wait_for_writes_no_zeros():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_training_goes_on_while_it_is_written(kind):
+def test_the_training_continues_during_the_write(kind):
     def work(job):
         job.saver.save(Save(shard(5)))
         assert job.saver.busy() and job.saver.poll() == [] and current_cluster().scheduler.now == 0.0
@@ -173,7 +173,7 @@ def test_the_next_save_waits_and_is_counted(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_of_the_writer_comes_at_the_next_look_and_the_next_save_works(kind):
+def test_an_error_of_the_writer_is_reported_by_the_next_poll_and_the_next_save_works(kind):
     def work(job):
         job.storage.make_folder(ROOT)
         job.storage.write(f"{ROOT}/rank_0", [b"a file in the way"])
@@ -203,7 +203,7 @@ def slow_saver(tmp_path):
     return AsyncSaver(target, KEEP_ALL, "process")
 
 
-def test_a_writer_process_that_is_killed_is_an_error_and_gets_a_successor(tmp_path):
+def test_a_killed_writer_process_is_an_error_and_gets_a_successor(tmp_path):
     save(tmp_path / "checkpoint", 1, 1)
     saver = slow_saver(tmp_path)
     saver.save(Save(shard(5)))
@@ -279,7 +279,7 @@ def test_the_successor_of_a_writer_that_was_killed_commits_what_that_one_had_sav
     simulated(work, "process", world=2)
 
 
-def test_the_successor_commits_no_older_step_behind_a_newer_one():
+def test_the_successor_commits_no_older_step_after_a_newer_one():
     def work(job):
         job.saver.save(Save(shard(5)))
         job.saver.wait(PATIENCE)
@@ -319,7 +319,7 @@ def test_a_writer_that_cannot_be_started_is_an_error_of_the_save(tmp_path, monke
     assert saver.finish(PATIENCE)[0].saved
 
 
-def test_the_end_gives_the_memory_back(tmp_path):
+def test_the_end_releases_the_memory(tmp_path):
     saver = saver_in(tmp_path, "process")
     saver.save(Save(shard(5)))
     memory = f"/proc/self/fd/{saver._staging.fd}"
@@ -343,7 +343,7 @@ def test_a_thread_that_ends_with_a_strange_error_is_an_error(tmp_path, monkeypat
 @pytest.mark.parametrize("options, reason", [({"budget": 64}, "staging_gib) is 0 MiB"), ({"share": 64}, "the share of this rank"),
                                              ({"available": lambda: 10}, "container, has left 0 MiB")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_memory_it_is_saved_in_the_training_thread(tmp_path, kind, options, reason):
+def test_the_training_thread_saves_without_memory_for_a_copy(tmp_path, kind, options, reason):
     events = []
     saver = saver_in(tmp_path, kind, emit=events.append, **options)
     saver.save(Save(shard(5)))
@@ -384,7 +384,7 @@ def test_the_end_waits_for_the_other_ranks_and_names_them(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_that_another_job_has_taken_over_stops_the_training(kind):
+def test_a_lease_held_by_another_job_stops_the_training(kind):
     def work(job):
         job.write(5, 0, run_name(2, "0000bbbb"))
         job.saver.save(Save(shard(10)))
@@ -404,7 +404,7 @@ def test_a_new_writer_commits_what_the_dead_one_completed(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_for_inference_go_the_same_way(tmp_path, kind):
+def test_files_for_inference_are_written_by_the_writer_too(tmp_path, kind):
     weights = np.arange(10, dtype=np.float32)
     saver = saver_in(tmp_path / "checkpoint", kind)
     saver.save(Save(shard(5),
@@ -424,11 +424,11 @@ def test_a_rank_that_only_writes_is_no_work_for_poll(tmp_path):
     assert saver.finish(PATIENCE)[0].saved
 
 
-def test_nothing_saved_nothing_to_finish(tmp_path):
+def test_finish_without_a_save_does_nothing(tmp_path):
     assert saver_in(tmp_path, "process").finish(PATIENCE) == []
 
 
-def test_a_buffer_that_is_there_is_used_though_memory_is_short_now(tmp_path):
+def test_an_existing_buffer_is_used_although_memory_is_short(tmp_path):
     left = [1 << 30]
     saver = saver_in(tmp_path, "thread", available=lambda: left[0])
     saver.save(Save(shard(5)))

@@ -177,7 +177,7 @@ def test_leftovers_of_a_dead_run_are_removed_by_the_next_commit(tmp_path):
     assert not path_of(tmp_path, 10, 0).exists() and not path_of(tmp_path, 10, 1).exists()
 
 
-def test_an_unfinished_save_of_the_living_run_stays_until_a_later_one_is_committed(tmp_path):
+def test_an_unfinished_save_of_the_running_job_is_kept_until_a_later_commit(tmp_path):
     write_rank(tmp_path, 5, 0, 2)
     committer = Committer(target_of(tmp_path, 0, 2), KeepLast(2))
     committer.saved(5)
@@ -199,7 +199,7 @@ def test_a_save_killed_before_its_manifest_is_committed_by_the_next_run(tmp_path
     assert committer.recover() == []
 
 
-def test_temporary_files_of_dead_runs_are_removed_those_of_this_one_stay(tmp_path):
+def test_temporary_files_of_dead_runs_are_removed_and_those_of_this_run_kept(tmp_path):
     folder = tmp_path / "rank_0"
     folder.mkdir()
     for name in (f".a.safetensors.{RUN}.mindresume-tmp", f".b.safetensors.{NEXT_RUN}.mindresume-tmp", ".c.tmp", "d.ckpt"):
@@ -240,7 +240,7 @@ def test_too_little_room_is_an_error_before_anything_is_written(tmp_path):
     write_shard(target, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
 
 
-def test_the_manifest_has_what_any_rank_measured_and_rank_0_goes_first(tmp_path):
+def test_the_manifest_merges_the_metrics_of_all_ranks_and_rank_0_wins(tmp_path):
     """With pipeline stages only the last one knows the loss."""
     for rank, metrics in ((0, (("accuracy", 0.5),)), (1, (("accuracy", 0.9), ("loss", 3.0)))):
         write_shard(target_of(tmp_path, rank, 2), rank_shard(name_of(rank, 5), replace(state_of(5), metrics=metrics),

@@ -77,13 +77,13 @@ def test_the_failure_of_the_previous_job_is_reported(root):
                                   f"RuntimeError: loss is nan (rank 0, host {socket.gethostname()})",)
 
 
-def test_a_step_clears_it(root):
+def test_a_finished_step_clears_the_load_attempt(root):
     Job(root).dies(NAN)
     Job(root).passes()
     assert left(root) == [] and [Job(root).dies().step for _ in range(2)] == [15, 15]
 
 
-def test_only_what_happens_after_the_load_counts(root):
+def test_only_failures_after_the_load_count(root):
     """Two preemptions, or errors, while it was read or the network was compiled: the newest checkpoint was poison."""
     for _ in range(3):
         Job(root, compiled=False).dies(NAN)
@@ -130,7 +130,7 @@ def test_a_rank_that_lost_its_peers_does_not_excuse_the_rank_with_the_error(root
 
 
 @pytest.mark.parametrize("number, counts", [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGUSR1, True)])
-def test_a_job_that_was_asked_to_end_and_then_killed(root, number, counts):
+def test_a_preempted_job_that_is_killed_does_not_count(root, number, counts):
     """The number is on the disk although no handler ran, and none could: the process did not live to see it."""
     before = signal.signal(number, lambda *_: None)
     try:
@@ -145,7 +145,7 @@ def test_a_job_that_was_asked_to_end_and_then_killed(root, number, counts):
     assert not any(name.startswith("death") for name in left(root))
 
 
-def test_all_suspected_is_better_than_nothing(root):
+def test_a_suspected_checkpoint_is_selected_if_all_are_suspected(root):
     """Never stuck: the newest one again, with what is known of the others."""
     assert [Job(root).dies().step for _ in range(6)] == [15, 15, 10, 10, 5, 5]
     found = choose(root)
@@ -170,7 +170,7 @@ def test_failures_on_one_host_need_more_jobs_to_refuse_a_checkpoint(root, monkey
 
 
 @pytest.mark.parametrize("hosts, of", [(("one", "two"), 2), (("one", "one"), 1)])
-def test_other_hosts_or_the_only_one(root, monkeypatch, hosts, of):
+def test_failures_on_several_hosts_or_the_only_host_count(root, monkeypatch, hosts, of):
     deaths_on(root, monkeypatch, *hosts, of=of)
     assert choose(root).chosen.step == 10
 
@@ -188,13 +188,13 @@ def test_jobs_that_begin_with_it_at_the_same_time_are_not_in_a_row(root):
     assert [Job(root, output="/output/0").dies().step for _ in range(3)] == [15, 15, 10]
 
 
-def test_a_name_wins(root):
+def test_a_requested_name_overrides_the_guard(root):
     for _ in range(2):
         Job(root).dies()
     assert choose(root, named="net_rank_0-2_5").chosen.step == 15
 
 
-def test_a_limit_of_none(root):
+def test_a_limit_of_none_disables_the_guard(root):
     assert [Job(root, limit=0).dies().step for _ in range(4)] == [15] * 4
 
 
@@ -205,7 +205,7 @@ def test_a_save_of_the_same_step_by_a_later_run_is_another_checkpoint(root):
     assert job.step == 10 and len(load_attempts(STORAGE, str(root))[key_of(job.choice.chosen)]) == 1
 
 
-def test_a_folder_that_is_not_ours_to_write_to(tmp_path, root):
+def test_a_read_only_folder_disables_the_guard(tmp_path, root):
     job = Job(root, compiled=False)
     load_attempt = LoadAttempt(STORAGE, str(tmp_path / "elsewhere"), job.choice.chosen, "/output")
     load_attempt.run = run_name(1, "0000aaaa")
@@ -237,7 +237,7 @@ def test_all_ranks_at_once(root):
     b"", b"\xff\xfe", b"two", b"2 /output", b"[]", b"{}", b"[" * 9000, *(
         json.dumps({"output": "/output", "deaths": [row] * 2, "began": None}).encode()
         for row in ({}, {"run": "x"}, {"run": "0001-0000aaaa", "hosts": 0}, {"run": "0001-0000aaaa", "cause": "x" * 999}))])
-def test_a_note_that_cannot_be_read_costs_no_checkpoint(root, content):
+def test_an_unreadable_load_attempt_refuses_no_checkpoint(root, content):
     """Nor does it let one go."""
     Job(root).dies()
     (root / FOLDER / left(root)[1]).write_bytes(content)

@@ -87,20 +87,20 @@ def test_every_save_is_in_exactly_one_group(saved):
 
 @pytest.mark.parametrize("ended, active, orphans", [(over, None, [25]), (lambda run: False, None, []),
                                                    (lambda run: run == NEXT_RUN, None, []), (over, RUN, [])])
-def test_an_incomplete_save_goes_only_if_its_run_is_over(saved, ended, active, orphans):
+def test_an_incomplete_save_is_removed_only_if_its_run_has_ended(saved, ended, active, orphans):
     made = planned(saved, KEEP_ALL, ended=ended, active=active)
     assert steps(made.orphans) == orphans and steps(made.unfinished) == [step for step in [25] if step not in orphans]
     assert made.to_delete == () and steps(made.kept) == [20, 15, 10, 5]
 
 
-def test_an_incomplete_save_of_the_active_run_goes_behind_its_newest_commit(saved):
+def test_an_incomplete_save_of_the_active_run_is_removed_after_its_newest_commit(saved):
     assert planned(saved, KEEP_ALL, active=RUN).orphans == ()
     write_rank(saved, 18, 0, 2)                                     # 20 is committed
     assert steps(planned(saved, KEEP_ALL, active=RUN).orphans) == [18]
     assert planned(saved, KEEP_ALL, active=NEXT_RUN).orphans == ()
 
 
-def test_whether_a_run_is_over_is_asked_after_the_folder_was_read(saved):
+def test_ended_runs_are_determined_after_the_folder_was_listed(saved):
     """A job that starts in between: its save is in the folder, and its claim must be seen."""
     read = []
 
@@ -136,7 +136,7 @@ def delete_record(root, step):
 
 
 @pytest.mark.parametrize("spoil", [cut_short, delete_file, delete_record])
-def test_the_newest_whole_one_never_goes_and_broken_newer_ones_do_not_count(saved, spoil):
+def test_the_newest_complete_checkpoint_is_never_removed_and_broken_newer_ones_do_not_count(saved, spoil):
     for step in (15, 20):
         spoil(saved, step)
     made = planned(saved, KeepLast(1))
@@ -149,7 +149,7 @@ def test_the_newest_whole_one_never_goes_and_broken_newer_ones_do_not_count(save
     assert chosen.step == 10 or spoil is delete_file
 
 
-def test_without_a_whole_one_no_checkpoint_goes(saved):
+def test_no_checkpoint_is_removed_without_a_complete_one(saved):
     for step in (5, 10, 15, 20):
         cut_short(saved, step)
     made = planned(saved, KeepLast(1), ended=over)
@@ -169,7 +169,7 @@ def test_the_checkpoint_that_meta_json_names_is_kept(saved):
             assert why(made)[attempt_name(10, RUN)] == "rank_0/meta.json names it"
 
 
-def test_nothing_goes_while_what_meta_json_names_is_not_known(saved):
+def test_nothing_is_removed_while_the_target_of_meta_json_is_unknown(saved):
     class Trouble(PosixStorage):
         def open(self, path):
             if path.endswith("meta.json"):
@@ -380,7 +380,7 @@ def test_a_rank_that_never_wrote_has_no_folder(tmp_path):
     assert os.listdir(tmp_path / FOLDER) == [attempt_name(5, RUN)] and not path_of(tmp_path, 10, 0).exists()
 
 
-def test_a_later_file_of_the_same_name_stays(tmp_path):
+def test_a_later_file_of_the_same_name_is_kept(tmp_path):
     """The rank folders were deleted by hand and their hidden records were not: the next run uses the names again."""
     for step in (5, 10, 15):
         save(tmp_path, step, world=2)
@@ -553,13 +553,13 @@ def test_the_committer_removes_respects_locks_and_emits(saved):
     assert committer.prune() == [10] and committer.prune() == []
 
 
-def test_the_committer_leaves_what_may_still_go_on(saved):
+def test_the_committer_keeps_saves_that_may_still_be_written(saved):
     committer = Committer(rank_folders.target_of(saved, 0, 2, NEXT_RUN), KeepLast(9), ended=lambda run: False)
     assert committer.prune() == [] and path_of(saved, 25, 0).exists()
     assert json.loads((saved / "rank_0" / "meta.json").read_text())["last_ckpt_file"] == path_of(saved, 20, 0).name
 
 
-def test_the_committer_never_takes_a_later_run_for_over(saved):
+def test_the_committer_never_considers_a_later_run_ended(saved):
     """A run that began since: what was known of the runs at the start says nothing about it."""
     write_rank(saved, 40, 0, 2, run=NEXT_RUN, suffix=1)
     Committer(rank_folders.target_of(saved, 0, 2), KeepLast(1), ended=over).prune()

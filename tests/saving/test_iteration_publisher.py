@@ -113,7 +113,7 @@ def interrupted_at_each_operation(act):
 
 # ---- a save ----------------------------------------------------------------------------------------------------------
 
-def test_a_commit_leaves_what_mindformers_alone_needs_and_nothing_else(tmp_path):
+def test_a_commit_leaves_only_the_files_that_mindformers_needs(tmp_path):
     save(tmp_path, 10)
     assert listing(tmp_path) == [VISIBLE, TRACKER] and hidden(tmp_path) == [] and tracker(tmp_path) == "10"
     folder = folder_of(tmp_path, 10)
@@ -135,7 +135,7 @@ def test_one_rank_needs_no_metadata_and_known_health_is_recorded(tmp_path):
     assert parse_common((folder_of(tmp_path, 10) / COMMON).read_bytes(), COMMON).ckpt_status == 1
 
 
-def test_the_manifest_names_the_small_files_with_their_checksums(tmp_path):
+def test_the_manifest_names_the_metadata_files_with_their_checksums(tmp_path):
     save(tmp_path, 10)
     with open(records_of(folder_of(tmp_path, 10), 10) / MANIFEST, "rb") as file:
         small = Manifest.read(file).metadata_files
@@ -196,7 +196,7 @@ def test_records_without_a_manifest_are_committed(tmp_path):
     assert committed(tmp_path) == [(10, RUN)] and adopting(tmp_path) == []
 
 
-def test_a_manifest_without_a_name_gets_it(tmp_path):
+def test_an_unpublished_save_with_a_manifest_is_published(tmp_path):
     save(tmp_path, 5, 10)
     unname(tmp_path, 10)
     track(tmp_path, 5)
@@ -204,7 +204,7 @@ def test_a_manifest_without_a_name_gets_it(tmp_path):
     assert adopting(tmp_path) == [10] and tracker(tmp_path) == "10" and hidden(tmp_path) == []
 
 
-def test_a_name_without_a_tracker_gets_it_if_that_was_meant(tmp_path):
+def test_a_published_save_gets_its_tracker_if_that_was_intended(tmp_path):
     save(tmp_path, 5, 10)
     track(tmp_path, 5)
     intend(tmp_path, 10)
@@ -236,13 +236,13 @@ def test_a_tracker_that_could_not_be_written_costs_no_save(tmp_path):
     assert adopting(tmp_path) == [15] and tracker(tmp_path) == "15" and hidden(tmp_path) == []
 
 
-def test_a_tracker_that_was_set_back_stays(tmp_path):
+def test_a_tracker_that_was_set_back_is_kept(tmp_path):
     save(tmp_path, 5, 10)
     track(tmp_path, 5)
     assert adopting(tmp_path) == [] and tracker(tmp_path) == "5" and chosen(tmp_path) == (5, RUN)
 
 
-def test_an_intent_whose_iteration_is_gone_or_is_not_the_newest_only_goes(tmp_path):
+def test_an_intent_of_a_missing_or_older_iteration_is_only_removed(tmp_path):
     save(tmp_path, 5, 10)
     for step in (5, 7):
         intend(tmp_path, step)
@@ -298,7 +298,7 @@ def test_a_kill_at_every_operation_of_an_adoption_of_several(tmp_path):
         assert committed(root) == [(20, RUN), (15, RUN), (10, RUN), (5, RUN)], operation
 
 
-def test_the_newest_cannot_be_adopted_and_those_before_it_are_not_passed_over(tmp_path):
+def test_saves_before_one_that_cannot_be_adopted_are_not_skipped(tmp_path):
     save(tmp_path, 5)
     for step in (10, 15):
         write_all(tmp_path, step)
@@ -307,7 +307,7 @@ def test_the_newest_cannot_be_adopted_and_those_before_it_are_not_passed_over(tm
     assert adopting(tmp_path) == [10] and tracker(tmp_path) == "10" and chosen(tmp_path) == (10, RUN)
 
 
-def test_the_tracker_ends_where_the_choice_began(tmp_path):
+def test_the_tracker_names_the_selected_iteration_after_an_adoption(tmp_path):
     """It names step 20, which has no name yet; a later run that went back has saved step 15, and both have died."""
     save(tmp_path, 5, 20)
     unname(tmp_path, 20)
@@ -317,7 +317,7 @@ def test_the_tracker_ends_where_the_choice_began(tmp_path):
     assert tracker(tmp_path) == "20" and chosen(tmp_path) == (20, RUN)
 
 
-def test_adopted_although_something_newer_never_completed(tmp_path):
+def test_a_save_is_adopted_although_a_newer_one_never_completed(tmp_path):
     save(tmp_path, 10)
     write_all(tmp_path, 20)
     write_rank(tmp_path, 30, 0)
@@ -349,7 +349,7 @@ def test_a_kill_at_every_operation_of_an_adoption(tmp_path):
         assert hidden(root) == [] and listing(root) == ["iteration_00000005", VISIBLE, TRACKER], operation
 
 
-def test_half_written_trackers_of_earlier_runs_go_and_those_of_others_stay(tmp_path):
+def test_half_written_trackers_of_earlier_runs_are_removed_and_those_of_others_kept(tmp_path):
     save(tmp_path, 10, run=NEXT)
     names = {run: temporary_name(str(tmp_path / TRACKER), run) for run in (RUN, NEXT, THIRD)}
     foreign_one = tmp_path / f".{TRACKER}.swp"
@@ -383,7 +383,7 @@ def test_a_kill_at_every_operation_of_replacing_our_folder(tmp_path, older, left
     assert trackers == {"20", left}
 
 
-def test_a_folder_of_mindformers_is_replaced_whole(tmp_path):
+def test_a_folder_of_mindformers_is_replaced_completely(tmp_path):
     """Ours is made of two files a rank under another prefix: nothing of the other may stay beside it."""
     foreign(tmp_path, steps=(10, 15))
     save(tmp_path, 15, run=NEXT)
@@ -406,7 +406,7 @@ def test_a_kill_at_every_operation_of_replacing_a_folder_of_mindformers(tmp_path
         assert chosen(root) == (15, NEXT) and tracker(root) == "15" and hidden(root) == [], operation
 
 
-def test_the_tracker_is_led_to_the_newest_before_it(tmp_path):
+def test_the_tracker_names_the_previous_iteration_during_a_replacement(tmp_path):
     """... not to a later one, which would be taken by mindformers instead of the step that is being saved again."""
     save(tmp_path, 5, 10, 20, 30)
     track(tmp_path, 20)
@@ -448,7 +448,7 @@ def test_a_kill_at_every_operation_of_a_save_after_an_unpublished_one(tmp_path, 
         assert chosen(root) == (newest, RUN) and tracker(root) == str(newest) and hidden(root) == [], operation
 
 
-def test_an_intent_that_was_left_goes_with_the_next_save(tmp_path):
+def test_a_leftover_intent_is_removed_by_the_next_save(tmp_path):
     """Else a tracker that somebody sets back would be taken for late once the newer ones are gone."""
     class Once(PosixStorage):
         def remove(self, path):
@@ -464,7 +464,7 @@ def test_an_intent_that_was_left_goes_with_the_next_save(tmp_path):
     assert hidden(tmp_path) == ["tracker-0000000030"] and tracker(tmp_path) == "20"
 
 
-def test_an_error_before_the_rename_is_made_up_by_the_next_save(tmp_path):
+def test_an_error_before_the_rename_is_repaired_by_the_next_save(tmp_path):
     class Once(PosixStorage):
         failed = False
 
@@ -497,7 +497,7 @@ def test_iterations_and_rank_folders_of_several_runs_in_one_root(tmp_path):
     assert {name for rank in range(2) for name in os.listdir(tmp_path / f"rank_{rank}")} == {"meta.json"}
 
 
-def test_folders_of_mindformers_never_go(tmp_path):
+def test_folders_of_mindformers_are_never_removed(tmp_path):
     foreign(tmp_path, steps=(10, 15))
     save(tmp_path, 20, 25, run=NEXT, policy=KeepLast(1))
     assert listing(tmp_path) == [VISIBLE, "iteration_00000015", "iteration_00000025", TRACKER]
@@ -512,7 +512,7 @@ def test_an_iteration_that_the_tracker_names_by_hand_is_never_removed(tmp_path):
     assert listing(tmp_path) == ["iteration_00000005", "iteration_00000015", TRACKER] and chosen(tmp_path) == (5, RUN)
 
 
-def test_the_newest_whole_one_stays_when_a_newer_one_has_lost_a_small_file(tmp_path):
+def test_the_newest_complete_iteration_is_kept_when_a_newer_one_lost_a_metadata_file(tmp_path):
     save(tmp_path, 5, 10, 15)
     os.remove(folder_of(tmp_path, 15) / COMMON)
     made = plan(STORAGE, str(tmp_path), KeepLast(1))
@@ -526,7 +526,7 @@ def test_a_policy_over_steps_keeps_iterations_of_earlier_runs(tmp_path):
     assert committed(tmp_path) == [(25, NEXT), (20, NEXT), (10, RUN)]
 
 
-def test_incomplete_saves_of_this_run_and_of_those_that_are_over_go(tmp_path):
+def test_incomplete_saves_of_this_run_and_of_ended_runs_are_removed(tmp_path):
     write_rank(tmp_path, 5, 1)
     write_rank(tmp_path, 10, 1, run=NEXT)
     write_rank(tmp_path, 30, 1, run=NEXT)
@@ -544,7 +544,7 @@ def test_folders_of_a_writer_killed_while_it_created_them_are_removed(tmp_path, 
     assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000020", TRACKER]
 
 
-def test_make_room_takes_what_never_completed_and_leaves_what_may_still_be_written(tmp_path):
+def test_reclaim_space_removes_incomplete_saves_and_keeps_those_being_written(tmp_path):
     save(tmp_path, 5)
     committer = Committer(target_of(tmp_path))
     for step in (10, 15, 20):
@@ -554,7 +554,7 @@ def test_make_room_takes_what_never_completed_and_leaves_what_may_still_be_writt
     assert hidden(tmp_path) == [attempt_name(20, RUN)] and committer.pending == [20]
     assert chosen(tmp_path) == (5, RUN)
 
-def test_while_a_step_is_replaced_the_tracker_leads_to_no_folder_that_is_only_listed(tmp_path):
+def test_the_tracker_never_names_a_stale_folder_while_a_step_is_replaced(tmp_path):
     """Another host has removed it, and this one still lists it."""
     save(tmp_path, 5, 10)
     write_all(tmp_path, 10, run=NEXT)
@@ -588,7 +588,7 @@ def test_a_kill_at_every_operation_of_a_removal(tmp_path):
 
 
 @pytest.mark.parametrize("at", range(1, 25))
-def test_nothing_moves_under_a_reader_that_begins_at_any_operation_of_a_removal(tmp_path, at):
+def test_a_removal_moves_nothing_under_a_reader_that_starts_at_any_operation(tmp_path, at):
     """A held iteration folder was renamed for a moment, until its remover saw the hold: files were missing meanwhile."""
     save(tmp_path, 10, 20)
     commit_dir, held, waited, moved = str(folder_of(tmp_path, 10)), [], [], []
@@ -632,7 +632,7 @@ def orphan(root, step, run=RUN):
     return making(root, step, run)
 
 
-def test_two_folders_of_one_attempt_go_each_for_itself(tmp_path):
+def test_two_folders_of_one_attempt_are_removed_independently(tmp_path):
     root = tmp_path / "root"
     save(root, 10, 20)
     left = orphan(root, 20)

@@ -62,7 +62,7 @@ def trainings(request, tmp_path):
     return Trainings(tmp_path, request.param)
 
 
-def test_a_fresh_start_leaves_the_checkpoints_of_the_training_before(trainings):
+def test_a_fresh_start_keeps_the_checkpoints_of_the_previous_training(trainings):
     trainings.run(100, 110)
     trainings.run(10, 20, 30)
     assert trainings.committed() == [(20, 2), (30, 2), (100, 1), (110, 1)]
@@ -72,7 +72,7 @@ def test_a_fresh_start_leaves_the_checkpoints_of_the_training_before(trainings):
     assert newest_lineage(trainings.found()) == RUNS[1]
 
 
-def test_back_in_the_first_training_the_second_is_the_other_one(trainings):
+def test_a_return_to_the_first_training_makes_the_second_the_other_one(trainings):
     """Its checkpoint was named."""
     trainings.run(100, 110)
     trainings.run(10, 20)
@@ -80,7 +80,7 @@ def test_back_in_the_first_training_the_second_is_the_other_one(trainings):
     assert trainings.committed() == [(10, 2), (20, 2), (120, 3), (130, 3)]
 
 
-def test_resumes_are_one_training_whatever_was_removed_in_between(trainings):
+def test_resumes_are_one_training_despite_removals_in_between(trainings):
     trainings.run(10, 20)
     trainings.run(30, 40, origin=20)
     trainings.run(50, 60, origin=40)                            # nothing is left of run 1
@@ -112,7 +112,7 @@ def test_a_fresh_start_in_a_folder_of_an_earlier_version_is_a_new_training(train
     assert trainings.committed() == [(30, 2), (40, 3), (100, 1), (110, 1)]
 
 
-def test_the_newest_of_this_training_stays_whatever_is_newer_of_another_one(trainings):
+def test_the_newest_of_this_training_is_kept_despite_newer_ones_of_another(trainings):
     trainings.run(10, 20)
     trainings.run(5)
     made = plan(STORAGE, str(trainings.root), KeepLast(1), lineage=RUNS[0])
@@ -132,7 +132,7 @@ def test_an_uncommitted_save_belongs_to_its_training(trainings):
     assert next(c for c in trainings.found() if c.step == 100).lineage == RUN
 
 
-def test_a_save_that_cannot_be_read_is_of_the_training_of_its_run(tmp_path):
+def test_an_unreadable_save_belongs_to_the_training_of_its_run(tmp_path):
     trainings = Trainings(tmp_path, "1.0")
     trainings.run(5, recorded=False)
     trainings.run(100, 110)
@@ -168,7 +168,7 @@ def test_a_folder_of_another_training_keeps_its_content_under_another_name(tmp_p
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_whole_folder_of_mindformers_is_never_removed(tmp_path, whole):
+def test_a_complete_folder_of_mindformers_is_never_removed(tmp_path, whole):
     """It saved steps 10 and 15; somebody set it back, and step 15 is saved again."""
     iteration_folders.foreign(tmp_path)
     track(tmp_path, 10)

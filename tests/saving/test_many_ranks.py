@@ -151,7 +151,7 @@ def test_the_next_commit_does_not_look_for_other_pointers(disk):
     assert json.loads(disk.files[f"{ROOT}/rank_0/{META}"])["last_step"] == 6
 
 
-def test_pointers_of_all_ranks_that_former_versions_left_go_behind_the_first_commit(disk):
+def test_pointers_of_former_versions_are_removed_after_the_first_commit(disk):
     """mindformers takes the oldest step that any of them names: they would hold it back."""
     write_all(disk, 5, 4)
     for rank in range(6):                                               # the job before had more ranks
@@ -166,7 +166,7 @@ def test_pointers_of_all_ranks_that_former_versions_left_go_behind_the_first_com
     assert disk.done["flush"] == 5 + 5
 
 
-def test_a_pointer_that_cannot_be_written_stops_removal_once_and_not_for_ever(disk):
+def test_a_pointer_that_cannot_be_written_stops_removal_only_once(disk):
     events = []
     for step in (5, 6, 7, 8):
         write_all(disk, step, 2)

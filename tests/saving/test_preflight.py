@@ -53,7 +53,7 @@ def test_an_old_probe_that_cannot_be_removed_stops_no_job(tmp_path):
     assert sorted(os.listdir(tmp_path / FOLDER)) == NAMES[:2]
 
 
-def test_a_file_in_the_way(tmp_path):
+def test_a_file_in_place_of_the_folder_is_an_error(tmp_path):
     (tmp_path / "checkpoint").write_text("")
     with pytest.raises(SaveError, match="making a folder failed: Not a directory|making a folder failed: File exists"):
         check_directory(PosixStorage(), str(tmp_path / "checkpoint"))

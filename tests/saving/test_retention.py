@@ -50,7 +50,7 @@ def test_policies_select_the_surplus(policy, gone):
 
 @pytest.mark.parametrize("interval, steps", [(10, {12, 20, 32}), (20, {20}), (100, set()), (4, {4, 8, 12, 16, 20, 24, 32}),
                                              (8, {8, 16, 24, 32})])
-def test_every_steps_is_the_first_at_or_behind_each_multiple(interval, steps):
+def test_every_steps_keeps_the_first_at_or_after_each_multiple(interval, steps):
     assert {SINK[index].step for index in KeepEverySteps(interval).keeps(SINK)} == steps
 
 
@@ -80,7 +80,7 @@ def test_the_best(policy, losses, kept):
     assert policy.keeps(with_losses(*losses)) == kept
 
 
-def test_the_newest_always_stays():
+def test_the_newest_is_always_kept():
     class KeepNone:
         def keeps(self, newest_first):
             return set()
@@ -142,7 +142,7 @@ checkpoints = st.lists(st.builds(Saved, st.integers(0, 60), st.floats(0, 3000),
 
 
 @given(policies, checkpoints)
-def test_the_newest_stays_and_nothing_is_named_twice(policy, found):
+def test_the_newest_is_kept_and_nothing_is_named_twice(policy, found):
     gone = surplus(policy, found)
     assert 0 not in gone and len(set(gone)) == len(gone) and set(gone) <= set(range(len(found)))
 

@@ -51,7 +51,7 @@ def test_every_element_is_written_by_exactly_one_of_its_ranks(tensors):
 
 
 @given(models, st.randoms())
-def test_all_ranks_compute_the_same_in_whatever_order_they_know_the_tensors(tensors, random):
+def test_all_ranks_compute_the_same_for_any_order_of_tensors(tensors, random):
     names = list(tensors)
     random.shuffle(names)
     assert shares({name: tensors[name] for name in names}, RANKS) == shares(tensors, RANKS)
@@ -77,7 +77,7 @@ def model(dp, tp, layers, shards=0):
 
 
 @pytest.mark.parametrize("dp, tp, shards", [(4, 2, 0), (8, 1, 0), (1, 8, 0), (4, 2, 2), (4, 2, -1), (16, 8, 0), (16, 8, 4)])
-def test_ranks_write_alike_within_a_tenth(dp, tp, shards):
+def test_ranks_write_equal_amounts_within_a_tenth(dp, tp, shards):
     tensors = model(dp, tp, layers=24, shards=shards)
     loads = written(tensors, shares(tensors, dp * tp))
     mean = sum(loads) / len(loads)

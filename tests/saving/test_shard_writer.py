@@ -171,7 +171,7 @@ def test_a_second_try_that_fails_too_leaves_the_files_of_the_first(tmp_path, mad
 
 
 @BOTH
-def test_without_a_name_the_files_go(tmp_path, made):
+def test_files_are_removed_if_the_record_is_not_published(tmp_path, made):
     """A disk that the weights just filled has its room back."""
     with pytest.raises(OutOfSpaceError, match="step 10 was not saved on rank 1: No space left"):
         write(made, tmp_path, 10, 1, OnRecord("write", errno.ENOSPC, effect=False))
@@ -183,7 +183,7 @@ def test_without_a_name_the_files_go(tmp_path, made):
 
 
 @BOTH
-def test_no_room_for_the_name_of_the_record(tmp_path, made):
+def test_no_space_for_the_record_is_an_error(tmp_path, made):
     with pytest.raises(OutOfSpaceError, match="may not be saved"):
         write(made, tmp_path, 10, 1, OnRecord("rename", errno.ENOSPC, effect=False))
 

@@ -87,7 +87,7 @@ def test_rank_0_does_not_commit_a_save_that_it_could_not_flush(tmp_path, beside)
     assert [outcome.saved for outcome in saver.poll()] == [True] and saver.work.committer.committed == [5]
 
 
-def test_extras_appear_whole_and_the_oldest_go(tmp_path):
+def test_extra_files_appear_complete_and_the_oldest_are_removed(tmp_path):
     for step in (5, 10, 15):
         write_extra_weights(PosixStorage(), extra(tmp_path, step, keep=2), "tag")
     (tmp_path / "mine.safetensors").write_text("of the user")
@@ -115,7 +115,7 @@ class Small(PosixStorage):
         return self.size - sum(path.stat().st_size for path in self.root.rglob("*.safetensors"))
 
 
-def test_a_full_disk_is_not_filled_for_ever_by_saves_that_never_completed(tmp_path):
+def test_incomplete_saves_do_not_keep_a_disk_full(tmp_path):
     """Rank 1 cannot save; rank 0 can, until its useless files fill the disk. Then they go, and a later save completes."""
     write_rank(tmp_path / "elsewhere", 5, 0, 2)
     one = path_of(tmp_path / "elsewhere", 5, 0).stat().st_size
@@ -134,7 +134,7 @@ def test_a_full_disk_is_not_filled_for_ever_by_saves_that_never_completed(tmp_pa
     assert saver.poll()[0].saved and saver.work.committer.committed == [30]
 
 
-def test_quota_is_no_room(tmp_path):
+def test_an_exceeded_quota_is_out_of_space(tmp_path):
     class Exhausted(PosixStorage):
         def write(self, path, pieces, size=0):
             raise OSError(errno.EDQUOT, "Disk quota exceeded", path)

@@ -36,7 +36,7 @@ def in_pod(work, schedule=None, bucket=None):
     return found[0]
 
 
-def test_objects_come_and_go():
+def test_objects_are_put_and_deleted():
     def work(store, disk):
         disk.make_folder("/a")
         disk.write("/a/x", [b"bytes"])
@@ -110,7 +110,7 @@ def test_an_unreadable_object_is_listed_and_cannot_be_read():
     assert in_pod(work, bucket=bucket) == in_pod(work, bucket=bucket.copy()) == (["x"], 5)
 
 
-def test_listings_lag_behind_and_urls_do_not():
+def test_listings_lag_and_urls_do_not():
     def work(store, disk):
         moments = []
         for name in "abcd":
@@ -162,7 +162,7 @@ def test_the_oracle_sees_what_is_wrong(way, monkeypatch):
     assert kinds == {{"manifest": "lost", "weights": "wrong", "changed": "wrong", "debris": "leftover"}[way]}
 
 
-def test_an_overtaken_rank_0_tells_its_ranks(monkeypatch):
+def test_a_superseded_rank_0_notifies_its_ranks(monkeypatch):
     """The overtaking job dies before it uploads anything, so it removes nothing."""
     def findings(schedule):
         sim = Simulation(SCENARIOS["two pods"], "ckpt", schedule)
@@ -190,7 +190,7 @@ def test_a_run_that_is_numbered_without_looking_into_the_bucket_is_found(monkeyp
 
 
 @pytest.mark.parametrize("way", ["", "thread"])
-def test_uploads_of_what_the_nodes_do_not_keep_are_found(way, monkeypatch):
+def test_uploads_of_steps_that_the_nodes_do_not_keep_are_found(way, monkeypatch):
     """Breaks the rule that a rank keeps the save that is uploaded next."""
     start = Uploader.start
 

@@ -106,7 +106,7 @@ def test_a_killed_rank_sends_no_message():
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_operations_of_other_jobs_are_no_waiting(own):
+def test_operations_of_other_jobs_do_not_count_as_waiting(own):
     """Operations of different hosts take simulated time one after the other."""
     def busy():
         mount = Mount(current_cluster(), current_process())
@@ -121,7 +121,7 @@ def test_operations_of_other_jobs_are_no_waiting(own):
     assert shared.longest_wait == pytest.approx(20.0 if own else 0.0)
 
 
-def test_a_rank_that_never_started_is_waited_for_like_a_live_one():
+def test_a_rank_that_never_started_is_waited_for_like_a_running_one():
     cluster = Cluster(Schedule())
     shared, found = Communicator(2, 5.0), []
 

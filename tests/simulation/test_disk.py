@@ -121,7 +121,7 @@ def test_the_same_operations_on_the_disk_and_on_a_real_folder_give_the_same(tmp_
     ("/empty", "/folder"), ("/folder", "/folder/x"), ("/folder", "/folder/in/x"), ("/folder/in", "/folder"),
     ("/folder/in", "/in"), ("/none", "/x"), ("/none/x", "/x"), ("/file/x", "/x"), ("/file", "/none/x"), ("/file", "/file"),
     ("/folder", "/folder"), ("/file", "/other"), ("/none", "/file/x"), ("/empty", "/empty/x"), ("/folder/in", "/folder/in/x")])
-def test_a_rename_that_cannot_be_fails_as_it_does_on_a_real_disk(tmp_path, old, new):
+def test_an_impossible_rename_fails_as_on_a_real_disk(tmp_path, old, new):
     check_both(tmp_path, [("write", "/file", [b"1"]), ("write", "/other", [b"2"]), ("make_folder", "/folder/in"),
                           ("write", "/folder/in/f", [b"3"]), ("make_folder", "/empty"), ("rename", old, new)])
 
@@ -133,7 +133,7 @@ def test_a_rename_that_cannot_be_fails_as_it_does_on_a_real_disk(tmp_path, old, 
     ("create", "/folder", 4), ("create", "/none/x", 4), ("create", "/new", 0), ("create", "/new", 9), ("make_folder", "/file"),
     ("make_folder", "/file/x"), ("make_folder", "/folder"), ("make_folder", "/none/x/y"), ("sync", "/none"), ("sync", "/folder"),
     ("free_space", "/none/x")])
-def test_an_operation_that_cannot_be_fails_as_it_does_on_a_real_disk(tmp_path, operation):
+def test_an_impossible_operation_fails_as_on_a_real_disk(tmp_path, operation):
     before = [("write", "/file", [b"1"]), ("make_folder", "/folder"), ("write", "/folder/f", [b"3"]), ("make_folder", "/empty")]
     if operation[0] == "free_space":
         with suppress(OSError):
@@ -215,7 +215,7 @@ def test_a_move_is_not_durable_without_the_one_before():
     assert all_power_losses(disk) == [{"/a/in/f": b"1"}]
 
 
-def test_a_folder_that_was_renamed_is_where_it_was_with_what_was_flushed_in_it():
+def test_a_folder_rename_is_undone_with_its_flushed_content():
     disk = Disk()
     disk.make_folder("/old")
     disk.sync("/")
@@ -263,7 +263,7 @@ def test_a_power_loss_leaves_nothing_unflushed():
     assert names(disk) == {"/a": b"1"} and not disk.pending() and after_power_loss(disk) == names(disk)
 
 
-def test_the_room_counts_what_is_there():
+def test_used_space_is_the_size_of_existing_files():
     disk = Disk(room=10)
     disk.create("/a", b"123456")
     with pytest.raises(OSError) as error:
@@ -278,7 +278,7 @@ def test_the_room_counts_what_is_there():
     assert disk.room == 10
 
 
-def test_the_room_of_what_was_lost_is_free_again():
+def test_the_space_of_lost_files_is_free_again():
     disk = Disk(room=10)
     disk.create("/a", b"123456")
     disk.lose_power(lambda: False)
@@ -289,7 +289,7 @@ def test_the_room_of_what_was_lost_is_free_again():
     assert disk.room == 8
 
 
-def test_a_name_that_changes_for_ever_without_a_flush():
+def test_a_name_that_changes_many_times_without_a_flush():
     """Neither copying nor a power loss recurses into its history."""
     disk = Disk()
     for number in range(3000):
@@ -326,7 +326,7 @@ def test_changes_of_a_copy_do_not_affect_the_original():
     assert (disk.signature(), names(disk), disk.room, disk.changed) == before and all_power_losses(disk) == possible
 
 
-def test_a_file_that_is_being_written_goes_on_in_one_of_the_two():
+def test_a_file_in_progress_continues_in_one_of_two_copies():
     disk = Disk()
     file = disk.create("/a", b"", whole=False)
     copy = disk.copy()
@@ -364,13 +364,13 @@ def differing():
 
 
 @pytest.mark.parametrize(("one", "two"), differing())
-def test_disks_of_which_something_else_could_be_left_have_other_signatures(one, two):
+def test_disks_with_different_possible_remains_have_different_signatures(one, two):
     assert names(one) == names(two) and one.signature() != two.signature()
     assert sorted(map(str, all_power_losses(one))) != sorted(map(str, all_power_losses(two))) or one.pending() != two.pending()
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_equal_signatures_mean_that_the_same_can_be_left(seed):
+def test_equal_signatures_mean_equal_possible_remains(seed):
     """Compares random short histories of two files and two folders."""
     rng, by_signature = random.Random(seed), {}
     for _ in range(120):

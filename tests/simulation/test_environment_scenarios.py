@@ -65,7 +65,7 @@ def found(name, seeds, fmt="ckpt", way=""):
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_fault_every_process_ends_well(name):
+def test_every_process_ends_with_success_without_a_fault(name):
     scenario = SCENARIOS[name]
     for fmt in scenario.formats:
         sim = simulated(name, fmt=fmt, way=scenario.ways[-1])
@@ -137,7 +137,7 @@ def test_the_launcher_alone_is_killed(seed):
     assert sim.findings() == []
 
 
-def test_an_object_that_cannot_be_read_stays_in_listings_until_it_is_put_again():
+def test_an_unreadable_object_is_listed_until_it_is_put_again():
     sim = simulated("bucket unreadable")
     bucket = sim.cluster.disks[BUCKET]
     names = bucket.list("obs://bucket")
@@ -166,7 +166,7 @@ def test_times_of_copies_differ_by_seed():
     assert {distinct == 1 for _, _, distinct in rows} == {True, False}
 
 
-def test_a_clone_is_whole_durable_and_apart():
+def test_a_clone_is_complete_durable_and_independent():
     disk = Disk()
     disk.make_folder("/a")
     disk.make_folder("/a/b")
@@ -180,7 +180,7 @@ def test_a_clone_is_whole_durable_and_apart():
 
 
 @pytest.mark.parametrize("seed", range(len(MOMENTS)))
-def test_a_job_goes_on_from_a_snapshot_beside_the_one_of_which_it_is(seed):
+def test_a_job_resumes_from_a_snapshot_beside_its_original(seed):
     sim = simulated("snapshot", Schedule(seed=seed))
     (start,) = sim.history.chosen.values()
     assert sim.findings() == [] and (start is not None) == (seed > 0)
@@ -194,7 +194,7 @@ def test_a_save_prevented_by_a_quota_and_reported_as_saved_is_found(monkeypatch)
     assert "lost" in found("quota", 30)
 
 
-def test_memory_that_is_taken_and_not_there_is_found(monkeypatch):
+def test_memory_used_beyond_the_limit_is_found(monkeypatch):
     monkeypatch.setattr(AsyncSaver, "_why_not_staged", lambda *_: None)
     assert "stuck" in kinds_of(simulated("memory", Schedule(seed=3), way="thread"))
 
@@ -206,7 +206,7 @@ def test_a_job_that_expels_orphans_is_found(monkeypatch):
     assert found("launcher", 30) & {"stuck", "lost"}
 
 
-def test_a_choice_by_the_times_of_files_is_found(monkeypatch):
+def test_a_selection_by_file_times_is_found(monkeypatch):
     find_candidates = shared_selection.find_candidates
 
     def by_time(storage, path, *more):
@@ -235,7 +235,7 @@ def test_a_conversion_without_a_read_lock_is_found(name, fmt, monkeypatch):
     assert "wrong" in found(name, 30, fmt)
 
 
-def test_a_target_that_is_not_whole_is_found(monkeypatch):
+def test_an_incomplete_target_is_found(monkeypatch):
     sim = simulated("conversion of files")
     disk = sim.cluster.disks[SHARED]
     path = next(path for path, _ in disk.walk(concurrent_commands.TARGETS) if path.endswith(".ckpt"))
@@ -244,7 +244,7 @@ def test_a_target_that_is_not_whole_is_found(monkeypatch):
                        for finding in concurrent_commands.check_conversions(sim.cluster.disks, sim.history, sim.training)}
 
 
-def test_a_verify_that_looks_once_is_found(monkeypatch):
+def test_a_verify_that_lists_only_once_is_found(monkeypatch):
     monkeypatch.setattr("mindresume.resume.folder_verification._MAX_LISTINGS", 0)
     assert "wrong" in found("verify", 30)
 
@@ -267,7 +267,7 @@ def test_a_fresh_start_beside_an_unreadable_bucket_is_found(monkeypatch):
     assert kinds() == {"wrong"}
 
 
-def test_a_store_that_is_not_asked_for_older_ones_is_found(monkeypatch):
+def test_a_store_that_is_not_searched_for_older_ones_is_found(monkeypatch):
     monkeypatch.setattr(RemoteSelection, "_refuse", lambda self, attempt, reason: self._tried.update(
         self.remote.scan().committed()))
     assert found("bucket unreadable", 60)
@@ -279,7 +279,7 @@ def test_a_bucket_that_loses_its_last_healthy_checkpoint_is_found(monkeypatch):
     assert "lost" in kinds_of(simulated("bucket health"))
 
 
-def test_an_unhealthy_checkpoint_that_is_taken_from_a_bucket_is_found(monkeypatch):
+def test_an_unhealthy_checkpoint_selected_from_a_bucket_is_found(monkeypatch):
     monkeypatch.setattr(remote_selection, "is_unhealthy", lambda *_: False)
     monkeypatch.setattr(shared_selection, "is_unhealthy", lambda *_: False)
     assert kinds_of(simulated("bucket health")) & {"inconsistent", "wrong"}

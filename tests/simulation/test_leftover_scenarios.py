@@ -15,7 +15,7 @@ def simulated(name, fmt, way="", schedule=None):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("way", WAYS)
-def test_an_uncommitted_save_is_taken_and_committed(fmt, way):
+def test_an_uncommitted_save_is_selected_and_committed(fmt, way):
     sim, chosen = simulated("uncommitted", fmt, way)
     assert chosen == [(RUN, 6)] and sim.findings() == []
     events = [event for _, event in sim.jobs[0].ranks[0].events if isinstance(event, SaveCommitted)]

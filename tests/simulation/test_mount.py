@@ -83,12 +83,12 @@ def test_a_write_whose_flush_fails_removes_the_file(kind):
     assert [name for _, _, name, _ in cluster.trace.rows] == ["write", "flush", "remove"]
 
 
-def test_a_write_that_cannot_even_be_removed_tells_the_first_error():
+def test_a_failed_write_that_cannot_be_removed_reports_the_first_error():
     cluster, (found,) = run(OPERATIONS["write"], faults=(Fault(2, "EIO"), Fault(3, "ESTALE")))
     assert found.errno == errno.EIO and files(cluster) == {"/c/a": b"old", "/c/b": b"12"}
 
 
-def test_an_error_of_whoever_gives_the_pieces_removes_the_file():
+def test_an_error_of_the_source_of_pieces_removes_the_file():
     def pieces():
         yield b"12"
         raise ValueError
@@ -108,7 +108,7 @@ def test_a_kill_before_an_operation_prevents_it(name, kind):
     assert isinstance(cluster.processes[0].main.error, Killed)
 
 
-def test_between_the_two_operations_of_a_write_half_of_it_is_there():
+def test_half_of_a_write_exists_between_its_two_operations():
     seen = []
 
     def other(mount):
@@ -118,7 +118,7 @@ def test_between_the_two_operations_of_a_write_half_of_it_is_there():
 
 
 @pytest.mark.parametrize(("kind", "left"), [("kill", b"12"), ("power", None)])
-def test_a_write_of_a_killed_process_stays_as_it_is(kind, left):
+def test_a_partial_write_of_a_killed_process_remains(kind, left):
     cluster, _ = run(OPERATIONS["write"], faults=(Fault(2, kind),))
     assert files(cluster).get("/c/b") == left and len(cluster.trace.rows) == 2
 
@@ -144,7 +144,7 @@ def test_content_is_durable_after_the_flush_and_not_before():
     assert left == [b"", b"abcdef"] and files(cluster)["/c/b"] == b"abcdef"
 
 
-def test_an_abandoned_file_is_gone_once():
+def test_an_abandoned_file_is_removed_once():
     def work(mount):
         made = mount.create("/c/b", 6)
         made.write_at(0, memoryview(b"ab"))

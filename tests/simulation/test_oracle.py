@@ -219,7 +219,7 @@ def test_an_undamaged_disk_has_no_findings(fmt):
 
 
 @pytest.mark.parametrize(("damage", "fmt", "expected"), CASES)
-def test_damage_is_reported_as_what_it_is(damage, fmt, expected):
+def test_damage_is_reported_with_the_right_kind(damage, fmt, expected):
     selected = kinds(findings_of(fmt, damage, restart=False))
     assert selected == expected
     restarted = kinds(findings_of(fmt, damage))
@@ -234,11 +234,11 @@ def test_leftovers_after_the_next_run_are_reported(stray, formats):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_files_that_the_next_run_removes_are_no_finding(fmt):
+def test_files_that_the_next_run_removes_are_not_reported(fmt):
     assert findings_of(fmt, old_temporary_file) == [] and findings_of(fmt, no_pointer) == []
 
 
-def test_damage_to_what_nothing_depends_on_is_none():
+def test_damage_to_an_unneeded_checkpoint_is_not_reported():
     for fmt in FORMATS:
         assert findings_of(fmt, lambda disk, fmt: flip(disk, weights(disk, fmt, 1, step=2))) == []
 
@@ -316,7 +316,7 @@ def test_without_a_fault_the_pointers_are_those_of_the_last_save(fmt):
     assert oracle.check_pointers({SHARED: disk}, History(), training(fmt)) == []  # of a run that may not have come so far
 
 
-def test_people_and_the_job_are_given_different_answers(monkeypatch):
+def test_different_answers_of_command_line_and_job_are_reported(monkeypatch):
     real = oracle.list_checkpoints
     monkeypatch.setattr(oracle, "list_checkpoints", lambda *values: (None, real(*values)[1][1:]))
     assert kinds(findings_of("ckpt")) == {INCONSISTENT}
@@ -330,7 +330,7 @@ def test_a_job_that_does_not_start_is_stuck(monkeypatch):
     assert found.kind == STUCK and "does not start" in found.text
 
 
-def test_a_job_that_waits_for_ever_is_stuck(monkeypatch):
+def test_a_job_that_waits_forever_is_stuck(monkeypatch):
     monkeypatch.setattr(jobs, "_train", lambda *_: jobs.current_cluster().scheduler.block(None, "for nothing"))
     (found,) = findings_of("ckpt")
     assert found.kind == STUCK and "OperationLimit" in found.text     # its heartbeat never ends

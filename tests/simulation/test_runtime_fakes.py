@@ -237,11 +237,11 @@ def clocks(at):
     event, lock, lock_released_by_another, lock_of_a_thread_that_ended, lock_taken_again, condition, condition_of_a_lock,
     simple_queue, thread_states, thread_of_a_subclass, thread_that_exits, thread_that_joins_itself, main_thread, clocks],
     ids=lambda scenario: scenario.__name__)
-def test_the_same_happens_as_with_the_real_ones(scenario):
+def test_fakes_behave_like_the_real_primitives(scenario):
     assert simulated(lambda: scenario(SIMULATED))[0] == scenario(REAL)
 
 
-def test_a_lock_that_is_taken_twice_by_one_waits_for_ever():
+def test_acquiring_a_lock_twice_in_one_thread_waits_forever():
     def work():
         one = SIMULATED.threading.Lock()
         one.acquire()
@@ -352,7 +352,7 @@ def test_a_signal_runs_the_handler_and_the_one_before_can_be_put_back():
     assert cluster.processes[0].exit == -15                          # nobody is deaf who has put the default back
 
 
-def test_at_the_end_of_a_process_what_was_registered_last_comes_first():
+def test_exit_handlers_run_in_reverse_order():
     module, results = runtime_fakes._MODULES[atexit], []
 
     def work():
@@ -527,7 +527,7 @@ class Fields:
     del package.zz_written
 
 
-def test_however_it_was_imported_it_is_replaced(written):
+def test_a_function_is_replaced_however_it_was_imported(written):
     before = vars(written).copy()
     with patched_product():
         assert written.clock_module is runtime_fakes._MODULES[time]

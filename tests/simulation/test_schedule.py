@@ -39,7 +39,7 @@ def test_everything_that_can_happen_is_drawn():
     assert power == {True, False}
 
 
-def test_all_moments_are_in_the_run_in_order_and_there_once():
+def test_all_moments_are_in_the_run_in_order_and_unique():
     for schedule in DRAWN:
         for rows in (schedule.switches, [(fault.at, 0) for fault in schedule.faults]):
             moments = [at for at, _ in rows]
@@ -90,12 +90,12 @@ def test_everything_can_be_left_out_one_by_one():
         assert schedule.size == 0 and schedule == Schedule(schedule.seed)
 
 
-def test_large_steps_come_first():
+def test_large_reductions_come_first():
     schedule = Schedule(switches=tuple((at, 1) for at in range(1, 11)))
     sizes = [candidate.size for candidate in schedule.shrink_candidates()]
     assert sizes == sorted(sizes) and sizes.count(9) == 10 and sizes.count(5) == 2
 
 
-def test_the_size_counts_what_is_unusual():
+def test_the_size_counts_faults_and_switches():
     assert Schedule(seed=5).size == 0 and Schedule(seed=5).shrink_candidates() == []
     assert Schedule(1, ((1, 1), (2, 1)), ((1, 1),), (Fault(1, "kill"),), 30.0, (5.0,)).size == 6

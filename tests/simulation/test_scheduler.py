@@ -32,13 +32,13 @@ def counting(scheduler, events, name, count=3):
 
 # ---- turns -------------------------------------------------------------------------------------------------------------------
 
-def test_without_switches_each_task_gets_as_far_as_it_can():
+def test_each_task_runs_as_far_as_it_can_without_switches():
     events, scheduler = [], made()
     run_works(scheduler, counting(scheduler, events, "a"), counting(scheduler, events, "b"))
     assert events == [("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5), ("b", 6)]
 
 
-def test_a_switch_lets_another_go_first_and_the_operation_keeps_its_number():
+def test_a_switch_runs_another_task_first_and_the_operation_keeps_its_number():
     events, scheduler = [], made(switches=((2, 1),))
     run_works(scheduler, counting(scheduler, events, "a"), counting(scheduler, events, "b"))
     assert events == [("a", 1), ("b", 3), ("b", 4), ("b", 5), ("a", 2), ("a", 6)]
@@ -63,7 +63,7 @@ def test_a_pick_lets_another_than_the_next_begin():
     assert [name for name, _ in events] == ["c", "a", "b"]
 
 
-def test_after_one_that_waits_the_next_in_turn_goes_on():
+def test_the_next_task_runs_when_one_waits():
     events, scheduler = [], made()
 
     def work(name):
@@ -80,7 +80,7 @@ def test_an_operation_takes_a_tick():
     assert scheduler.now == pytest.approx(3 * TICK) and scheduler.operations == 3
 
 
-def test_a_task_that_raises_ends_and_the_others_go_on():
+def test_a_task_that_raises_ends_and_the_others_continue():
     events, scheduler = [], made()
     ended = []
     scheduler.ended.append(lambda task: ended.append((task.name, type(task.error))))
@@ -119,7 +119,7 @@ def test_a_blocked_task_is_woken_or_times_out(timeout, woken, moment):
     assert events == [(woken, moment)]
 
 
-def test_to_wake_one_that_does_not_wait_is_nothing_it_remembers():
+def test_waking_a_task_that_does_not_wait_has_no_effect():
     events, scheduler = [], made()
 
     def work():
@@ -129,20 +129,20 @@ def test_to_wake_one_that_does_not_wait_is_nothing_it_remembers():
     assert events == [False]
 
 
-def test_tasks_that_wait_for_each_other_are_stuck():
+def test_tasks_that_wait_for_each_other_are_deadlocked():
     scheduler = made()
     with pytest.raises(Deadlock, match="t0 for b; t1 for a"):
         run_works(scheduler, lambda: scheduler.block(None, "for b"), lambda: scheduler.block(None, "for a"))
 
 
-def test_a_wait_with_a_limit_is_no_deadlock():
+def test_a_wait_with_a_limit_is_not_a_deadlock():
     scheduler = made()
     with pytest.raises(Deadlock, match="^t0 $"):
         run_works(scheduler, lambda: scheduler.block(None), lambda: scheduler.block(7.0))
     assert scheduler.now == 7.0
 
 
-def test_a_process_that_stands_still_is_not_woken_before_it_goes_on():
+def test_a_paused_process_is_not_woken_before_it_continues():
     events, scheduler = [], made()
     one = process()
 
@@ -160,7 +160,7 @@ def test_a_process_that_stands_still_is_not_woken_before_it_goes_on():
 
 # ---- too long ----------------------------------------------------------------------------------------------------------------
 
-def test_a_loop_without_an_end_is_too_long_whatever_it_catches():
+def test_an_endless_loop_is_too_long_whatever_it_catches():
     """Product code with a broad except clause would handle an error that is raised in the task."""
     scheduler, caught = made(most=50), []
 
@@ -303,7 +303,7 @@ def test_a_kill_among_many_does_not_disturb_the_others():
     assert max(moment for name, moment in events if name != "other") == 2.0
 
 
-def test_at_the_end_nothing_of_those_that_are_left_happens():
+def test_remaining_tasks_have_no_effect_at_the_end():
     scheduler = made()
     effects = Effects(scheduler)
     one = process()

@@ -186,7 +186,7 @@ def test_moments_before_the_last_switch_are_not_checked_again():
 
 
 @pytest.mark.parametrize("name", ["save", "bucket"])
-def test_a_known_state_is_neither_copied_nor_checked_again(name):
+def test_an_already_checked_state_is_neither_copied_nor_checked_again(name):
     """The same run once more: nothing new. And the signature of a disk is that of its copy after all have died."""
     known, first, again = KnownStates(), Counts(), Counts()
     wanted = SCENARIOS[name], "ckpt", "", Schedule(switches=((20, 1),))
@@ -198,7 +198,7 @@ def test_a_known_state_is_neither_copied_nor_checked_again(name):
         assert copy.signature() == copy.signature(power=False) == disk.signature(power=False)
 
 
-def test_a_failing_state_does_not_become_known(no_folder_is_flushed):
+def test_a_failing_state_is_not_remembered_as_good(no_folder_is_flushed):
     known, wanted = KnownStates(), (SCENARIOS["save"], "ckpt", "", Schedule())
     first, again = (run(*wanted, known, Counts()) for _ in range(2))
     assert first is not None and first == again
@@ -209,7 +209,7 @@ def test_every_fault_that_can_be_drawn_is_explained():
     assert drawn == set(EXPLAINED)
 
 
-def test_equal_disks_are_restarted_once_whatever_the_history(monkeypatch):
+def test_equal_disks_are_restarted_once_despite_different_histories(monkeypatch):
     started = []
 
     def oracle(disks, history, training, restart=None):
@@ -233,7 +233,7 @@ def test_violations_of_a_run_are_reported_although_its_disk_was_seen(name):
     assert state_signature(sim, sim.cluster.disks, sim.history) != before
 
 
-def test_half_a_file_that_has_no_name_yet_is_as_good_as_another():
+def test_partial_unnamed_files_are_equivalent():
     one, other, named = Disk(), Disk(), Disk()
     for disk, name, content in ((one, ".a.mindresume-tmp", b"1"), (other, ".a.mindresume-tmp", b"22"), (named, "a", b"1")):
         disk.create(f"/{name}", content)
@@ -243,7 +243,7 @@ def test_half_a_file_that_has_no_name_yet_is_as_good_as_another():
     assert state_signature(sim, {"shared": one}, sim.history, power=True) != first      # or what it leaves would count as judged
 
 
-def test_a_search_wants_what_it_is_asked_for():
+def test_a_search_accepts_only_the_requested_kinds():
     assert {(scenario.name, fmt, way)
             for scenario, fmt, way in SearchRequest((0, 1), ("save",), ("ckpt",), ("", "thread")).configurations()} == {
         ("save", "ckpt", ""), ("save", "ckpt", "thread")}
@@ -290,7 +290,7 @@ def test_hashes_of_strings_and_memory_addresses_decide_nothing():
     assert outputs[0] == outputs[1] and outputs[0].strip()
 
 
-def test_a_run_is_the_same_whatever_ran_before():
+def test_a_run_does_not_depend_on_earlier_runs():
     scenario, schedule = SCENARIOS["job"], random_schedule(random.Random(3), 200)
 
     def traced():

@@ -168,6 +168,6 @@ def test_the_writer_shares_no_object_with_the_training():
     assert found == (["poll", {"a": 1}], "exit status 0")
 
 
-def test_the_product_has_its_own_writer_again_afterwards():
+def test_the_real_writer_is_restored_afterwards():
     run(complete)
     assert background_writer.WRITERS["process"] is background_writer.WriterProcess

@@ -11,7 +11,7 @@ from mindresume.storage.mounts import Mount, is_local, is_shared, mounts, within
     ("/data/job", "/data/job/output", False), ("/mnt/b/x", "/mnt/a,/mnt/b", True), ("/mnt/b/x", "/mnt/a, /mnt/b ,", True),
     ("/mnt/c/x", "/mnt/a,/mnt/b", False), ("/x", "", False), ("/x", ",", False), ("/x", "/", True),
     ("/data/../x", "/data", False)])
-def test_shared_paths_go_by_components(path, named, shared):
+def test_shared_paths_are_compared_by_components(path, named, shared):
     assert is_shared(path, named, []) is shared
 
 

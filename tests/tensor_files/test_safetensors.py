@@ -76,7 +76,7 @@ def test_narrow_floats_keep_every_bit_pattern(dtype, tag):
     assert (found.dtype, found.tobytes()) == (array.dtype, array.tobytes())
 
 
-def test_every_tensor_lies_aligned():
+def test_every_tensor_is_aligned():
     header = read_header(io.BytesIO(content(TENSORS, {"a": "b" * 5})), "x.safetensors")
     assert all(entry.ranges[0][0] % np.dtype(entry.dtype).itemsize == 0 for entry in header.tensors.values())
     assert min(entry.ranges[0][0] for entry in header.tensors.values()) % 8 == 0

@@ -79,7 +79,7 @@ def test_round_trip_is_bit_exact(case):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_contiguous_tensor_is_not_copied_and_comes_in_chunks(fmt):
+def test_a_contiguous_tensor_is_not_copied_and_is_written_in_chunks(fmt):
     big, view = np.zeros(CHUNK + 8, np.uint8), np.arange(6.0).reshape(2, 3).T
     pieces = list(encode(fmt, {"big": big, "view": view, "empty": np.zeros((2, 0))}, {}))
     assert [(name, len(piece)) for name, piece in pieces if name == "big"] == [("big", CHUNK), ("big", 8)]
