@@ -117,7 +117,7 @@ def test_an_iteration_that_only_other_ranks_list_is_waited_for(tmp_path, late):
     assert waited(tmp_path, late, ranks=2) == 30
 
 
-def test_an_iteration_in_progress_is_not_waited_for(tmp_path):
+def test_an_unpublished_iteration_that_other_ranks_list_is_waited_for(tmp_path):
     save_iteration(tmp_path, 5)
     write_all(tmp_path, 10)
     name = attempt(10)

@@ -177,7 +177,7 @@ def test_a_different_signature_is_a_finding(module, symbol, found):
     ("a, **kwargs", "a, b=1, **kwargs", True), ("a", "a, *args, **kwargs", True), ("a", "a, b", False), ("a, b=1", "a, b", False),
     ("a, b", "b, a", False), ("a, b=1", "a", False), ("a, **kwargs", "a", False), ("a", "unknown", False), ("", "a=1", True),
     ("a, b=1", "a, *args, **kwargs", True), ("a, b", "a, *args, **kwargs", False), ("a, b=1", "a, *args", False)])
-def test_a_signature_with_more_optional_arguments_is_accepted(expected, found, compatible):
+def test_signatures_are_compared_for_compatibility(expected, found, compatible):
     assert upstream_check._compatible(expected, found) is compatible
 
 

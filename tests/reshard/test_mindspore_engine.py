@@ -109,7 +109,7 @@ def test_source_strategy(tmp_path):
 @pytest.mark.parametrize("fmt, dedup, model, kind", [
     ("safetensors", False, SMALL, "unified"), ("safetensors", True, SMALL, "unified"), ("ckpt", False, SMALL, "ranks"),
     ("safetensors", False, {**SMALL, "accu_grads.embedding.weight": Spec((8, 4), 0, "first")}, "folder")])
-def test_intermediate_plans_lead_to_uncut_tensors(tmp_path, work, fmt, dedup, model, kind):
+def test_a_conversion_to_uncut_tensors_is_one_job(tmp_path, work, fmt, dedup, model, kind):
     weights = weights_of(tmp_path / "src", Plan.parse("dp2tp2", model), random_tensors(model), fmt, dedup)
     task = prepare(weights, None, str(work), workers=2)
     job, = [json.loads(Path(path).read_text()) for path in task.jobs]
@@ -295,7 +295,7 @@ def broken(name):
 
 
 @pytest.mark.parametrize("kind", ["shape", "dtype", "unknown", "missing", "counter"])
-def test_an_exit_status_of_0_without_files_is_an_error(tmp_path, work, small, kind):
+def test_a_wrong_result_is_an_error_despite_exit_status_0(tmp_path, work, small, kind):
     rank, change, expected = broken(kind)
     content = {**small.target.shard(TENSORS, rank), **COUNTERS, **change}
     put(small.ready / f"rank_{rank}" / f"weights{rank}.safetensors",

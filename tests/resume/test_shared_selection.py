@@ -328,7 +328,7 @@ def test_ranks_of_mindformers_at_different_steps(tmp_path):
     assert choice.chosen.step == 5 and "rank 1 holds step 5" in choice.refused[0].reason
 
 
-def test_records_left_by_a_copy_are_refused(saved):
+def test_files_copied_without_their_records_are_selected(saved):
     shutil.rmtree(saved / FOLDER)                                        # cp -r rank_* elsewhere
     choice = choose(saved)
     assert choice.chosen.step == 15 and choice.shards[0].details is None

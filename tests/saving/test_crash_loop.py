@@ -130,7 +130,7 @@ def test_a_rank_that_lost_its_peers_does_not_excuse_the_rank_with_the_error(root
 
 
 @pytest.mark.parametrize("number, counts", [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGUSR1, True)])
-def test_a_preempted_job_that_is_killed_does_not_count(root, number, counts):
+def test_the_signal_before_a_kill_decides_whether_it_counts(root, number, counts):
     """The number is on the disk although no handler ran, and none could: the process did not live to see it."""
     before = signal.signal(number, lambda *_: None)
     try:
@@ -205,7 +205,7 @@ def test_a_save_of_the_same_step_by_a_later_run_is_another_checkpoint(root):
     assert job.step == 10 and len(load_attempts(STORAGE, str(root))[key_of(job.choice.chosen)]) == 1
 
 
-def test_a_read_only_folder_disables_the_guard(tmp_path, root):
+def test_a_load_attempt_creates_no_folder(tmp_path, root):
     job = Job(root, compiled=False)
     load_attempt = LoadAttempt(STORAGE, str(tmp_path / "elsewhere"), job.choice.chosen, "/output")
     load_attempt.run = run_name(1, "0000aaaa")
