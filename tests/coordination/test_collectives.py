@@ -1,4 +1,4 @@
-"""One result on all ranks; an error on one reaches all; and nobody sits in a collective while another one works."""
+"""All ranks get one result, an error on one rank reaches all, and no rank waits in a collective while another one works."""
 import threading
 from itertools import pairwise
 
@@ -43,7 +43,8 @@ def test_a_single_process_runs_work_in_its_own_thread():
 
 
 def test_the_ranks_exchange_while_one_of_them_works():
-    """If the others waited for rank 1 in one exchange, HCCL would give up. The pauses between two grow to two seconds."""
+    """HCCL would time out if the others waited for rank 1 in one exchange. The pauses between two exchanges grow to two
+    seconds."""
     moments = []
 
     def work(group):
@@ -81,7 +82,7 @@ def test_all_ranks_give_up_work_without_progress():
 
 
 def test_work_with_progress_is_waited_for():
-    """As long as a number changes, however slowly; here until second 900."""
+    """The wait lasts as long as a number changes, however slowly; here until second 900."""
     def work(group):
         watchdog = Watchdog(progress=lambda: min(900.0, current_cluster().scheduler.now) // 30, stall_timeout=50.0)
         return gather_results(group, lambda: group.rank == 0 or current_cluster().scheduler.sleep(1000.0 if late else 940.0),

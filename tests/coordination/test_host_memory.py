@@ -58,7 +58,7 @@ def test_unreadable_limits_are_unknown(tmp_path):
 
 
 def test_the_limit_of_the_container_counts_and_file_cache_is_free(tmp_path):
-    """22 GiB, of which 2 are used and 6 of those 8 that the kernel counts are file cache."""
+    """The limit is 22 GiB: 2 are used, and 6 of the 8 that the kernel counts are file cache."""
     machine = Machine(tmp_path)
     machine.group("0::/", V2)
     machine.v2("sys/fs/cgroup", 22, 8, inactive=4, active=2)
@@ -100,7 +100,7 @@ def test_version_1(tmp_path):
 
 
 def test_version_1_in_a_container_that_sees_its_own_group_as_the_top(tmp_path):
-    """The limit of what lies above is still in memory.stat."""
+    """The limit of the parent groups is still in memory.stat."""
     machine = Machine(tmp_path)
     machine.group("4:memory:/docker/3f", V1.format(above="/docker/3f"))
     machine.v1("sys/fs/cgroup/memory", None, 9, above=22)

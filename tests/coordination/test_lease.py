@@ -1,4 +1,4 @@
-"""Who lives, who took over, and which number comes next."""
+"""Leases: which holders are alive, which job has taken over, and the next run number."""
 import json
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""One job a folder; nobody is taken for dead by age."""
+"""One job per folder; no lease expires by the age of its file alone."""
 import errno
 import os
 from contextlib import suppress
@@ -57,7 +57,7 @@ def test_a_dead_process_of_this_machine_is_detected_at_once(tmp_path):
 
 
 class Killed(PosixStorage):
-    """Dies while it publishes its claim: before the rename."""
+    """Is killed while it publishes its lease, before the rename."""
 
     def rename(self, old, new):
         raise KeyboardInterrupt
@@ -75,7 +75,7 @@ def test_leftovers_of_a_job_killed_while_it_acquires_the_folder_are_removed(tmp_
 
 
 def test_half_written_leases_of_readers_are_removed_when_old(tmp_path):
-    """The run of a reader has the number 0, which is before that of every job: only its age can tell that it is over."""
+    """The run of a reader has the number 0, which precedes every job: only the age shows that it has ended."""
     (tmp_path / FOLDER).mkdir()
     names = [f".claim-{run}.json.{run}.mindresume-tmp" for run in (run_name(0, "0000aaaa"), run_name(0, "0000bbbb"))]
     for name, age in zip(names, (3700, 3500), strict=True):
@@ -211,13 +211,14 @@ def test_a_job_that_gives_way_leaves_no_files(tmp_path, keep_run_marker):
 
 @pytest.mark.parametrize("token", ["00000000", "ffffffff"])
 def test_a_number_acquired_by_another_job_meanwhile_is_not_reused(tmp_path, token):
-    """It began, saved and ended between the listing from which the number came and the claim: two runs had one number."""
+    """Another job started, saved and ended between the listing that gave the number and the lease: two runs had one number."""
     storage = During(3, lambda: save(tmp_path, 5, 1, run=run_name(1, token)))
     assert run_sequence(acquire(storage, str(tmp_path), ME).run) == 2
 
 
 class Remembering(PosixStorage):
-    """As a host does on NFS: believes a listing until it changes the folder itself. ``act`` comes before its first claim."""
+    """Caches a listing until this host changes the folder itself, as on NFS. ``act`` is called before the first lease is
+    published."""
 
     def __init__(self, act):
         self.listed, self.act = {}, act
@@ -239,7 +240,7 @@ class Remembering(PosixStorage):
 
 
 def test_a_job_that_waited_for_a_later_name_lists_again(tmp_path):
-    """The other had acquired the folder, saved and ended meanwhile: both had one number, and the second was thrown out."""
+    """The other job had acquired the folder, saved and ended meanwhile: both had one number, and the second was fenced."""
     rival = rival_of(tmp_path, "ffffffff")
 
     def ends(now):
@@ -264,7 +265,7 @@ def test_a_number_that_all_nodes_have_agreed_on_and_that_is_in_use_is_refused(tm
 
 
 def test_a_job_whose_half_written_lease_is_removed_reports_the_other_job(tmp_path):
-    """It takes it for that of a dead job; whoever writes it is told who is there, not that a file has vanished."""
+    """The other job considers it a leftover of a dead job. The error names the other job, not a file that has vanished."""
     first = []
 
     class Slow(PosixStorage):
@@ -295,7 +296,7 @@ def test_a_lease_that_cannot_be_published_is_an_error_and_is_removed(tmp_path):
 
 
 class Stale(PosixStorage):
-    """A claim that is just being replaced by its owner on another host: so many times the old file is what this one has."""
+    """Returns the old content of a lease ``left`` times: its holder on another host is just replacing the file."""
 
     def __init__(self, times):
         self.left = times
@@ -308,7 +309,7 @@ class Stale(PosixStorage):
 
 
 def test_a_lease_that_is_unreadable_for_a_moment_counts(tmp_path):
-    """The living job was thrown out: the second one did not even see it."""
+    """The running job was fenced because the second job did not see its lease."""
     publish_lease(tmp_path, ME)
     with pytest.raises(LeaseHeldError, match="is in use: run 0001"):
         acquire(Stale(1), str(tmp_path), ME, clock=(time := ManualClock()).clock, sleep=time.sleep)
@@ -320,7 +321,7 @@ def test_a_lease_that_is_unreadable_for_a_moment_counts(tmp_path):
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"", lambda data: b"\0" * len(data), None])
 def test_a_lease_that_stays_unreadable_counts_as_alive(tmp_path, damage):
-    """Damaged, or of a later version: nobody is thrown out, and the file is named."""
+    """The lease is damaged or of a later version: no job is fenced, and the error names the file."""
     lease = publish_lease(tmp_path, dead_holder())
     path = tmp_path / FOLDER / f"claim-{lease.run}.json"
     path.write_bytes(damage(path.read_bytes()) if damage else encode_head({"version": 2, "kind": "claim"}))

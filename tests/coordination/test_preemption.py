@@ -19,7 +19,7 @@ class Clock:
 
 
 def trained(leaving, clock, steps, each, asked=None, last=1000):
-    """Steps of ``each`` seconds until one says to leave: (step, reason), and at which steps the ranks exchanged something."""
+    """Runs steps of ``each`` seconds until a rank leaves. Returns (step, reason) and the steps at which the ranks exchanged."""
     exchanges, gather = [], leaving.group.gather
 
     def counted(message):
@@ -49,7 +49,7 @@ def test_all_ranks_leave_at_the_same_step(asked, rank):
 
 
 def test_ranks_exchange_about_every_interval():
-    """Of 1,000 steps of 0.1 s each, every 5 s: the first few at once, then every 50th."""
+    """1,000 steps of 0.1 s, an interval of 5 s: the ranks exchange at the first few steps, then every 50th."""
     def work(group):
         clock = Clock()
         return trained(PreemptionHandler(group, 5.0, clock=clock), clock, 1000, 0.1)[2]
@@ -113,7 +113,8 @@ def test_the_graceful_exit_file_is_a_request(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("again", ['{"GracefulExit": 1} ', '{"GracefulExit": 0}', None])
 def test_a_remaining_file_does_not_end_the_next_training(tmp_path, again):
-    """It ended the one before. Neither ours nor MindSpore's callback heeds it until it is written again; the log says so."""
+    """The file ended the previous training. Neither our callback nor MindSpore's reacts to it until it is written again; a
+    warning says so."""
     path, clock = tmp_path / "mine.json", Clock()
     path.write_text('{"GracefulExit": 1}')
     callback = SimpleNamespace(remote_config_file=str(path), exit=False)

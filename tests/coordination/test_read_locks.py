@@ -1,4 +1,4 @@
-"""A reader's checkpoint stays, and nothing moves under it."""
+"""Read locks: a checkpoint that is read is neither removed nor moved."""
 import os
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def test_a_reader_waits_for_an_announced_removal(tmp_path, goes):
 
 @pytest.mark.parametrize("holder, waits", [(ELSEWHERE, True), (None, False)])
 def test_a_reader_stops_waiting_after_a_limit(tmp_path, holder, waits):
-    """Who removes it may have died: on this machine that is known at once."""
+    """The removing process may be dead: on this machine that is detected at once."""
     save(tmp_path, 5, 1)
     name = os.listdir(tmp_path / FOLDER)[0]
     publish_lease(tmp_path, replace(holder or dead_holder(), purpose="removing", holds=(name,), every=0.0), 0)
@@ -119,7 +119,7 @@ def test_a_reader_with_rare_heartbeats_gets_more_time(tmp_path):
 
 
 def test_an_unreadable_lock_may_be_of_the_removing_process(tmp_path):
-    """As written by another user, whose files nobody else may read."""
+    """Another user has written it with mode 0600."""
     save(tmp_path, 5, world=1)
     name = attempt_name(5, RUN)
     going, waits = announce_removal(STORAGE, str(tmp_path), [name]), []

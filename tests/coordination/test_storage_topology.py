@@ -1,4 +1,4 @@
-"""Which ranks see one folder, and which checkpoint all nodes have. Nodes are folders."""
+"""Which ranks share a folder, and which checkpoint all nodes have. A node is a folder here."""
 import io
 import os
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_ranks_that_see_a_probe_file_share_a_group(tmp_path, nodes, leaders):
 
 
 def test_other_machines_that_see_the_same_folder(tmp_path, monkeypatch):
-    """Mounted under another name, on another host: a file tells, not a name."""
+    """The folder is mounted under another name on another host: a probe file decides, not the path."""
     (tmp_path / "shared").mkdir()
     for name in ("mount0", "mount1"):
         os.symlink(tmp_path / "shared", tmp_path / name)
@@ -101,7 +101,7 @@ class Late(PosixStorage):
 
 
 def looked_from(tmp_path, hosts, local=False):
-    """Two ranks on each host; one folder."""
+    """Returns the groups that two ranks on each host find in one folder."""
     def work(group):
         host = hosts[group.rank // 2]
         return find_shared_groups(host, str(tmp_path), group, host.sleep, lambda path: local)
@@ -112,15 +112,15 @@ def looked_from(tmp_path, hosts, local=False):
 
 @pytest.mark.parametrize("seconds, by_name", [(30, True), (60, True), (1e9, False)])
 def test_a_shared_folder_that_a_host_lists_late(tmp_path, seconds, by_name):
-    """It was taken for a disk of its own, and two leaders wrote one manifest."""
+    """The folder counted as node-local, and two leaders wrote one manifest."""
     hosts = [Late(seconds, by_name), Late(seconds, by_name)]
     assert looked_from(tmp_path, hosts) == (0, 0, 0, 0)
     assert all(host.now <= min(seconds, PATIENCE) for host in hosts) and (by_name or not hosts[0].now)
 
 
 def test_a_listing_that_is_too_old_leaves_no_folder(tmp_path):
-    """Both hosts still list what the other has removed. A folder of something else was taken for one where a job saves, because
-    the folder of records stayed in it, and the training began afresh."""
+    """Both hosts still list what the other has removed. The folder of records stayed in an unrelated folder, which then counted
+    as a checkpoint directory, and the training started afresh."""
     class Old(PosixStorage):
         shown: set = set()
 
@@ -162,7 +162,7 @@ def test_an_error_leaves_no_probe_files(tmp_path):
 
 @pytest.mark.parametrize("nodes", ["aa", "ab"])
 def test_probe_files_of_a_job_killed_long_ago_are_removed(tmp_path, nodes):
-    """Also where nobody ever saves, so nobody asks whether that is possible."""
+    """They are removed also in a folder in which no job saves and which no preflight checks."""
     old, new = "probe-0123abcd-0", "probe-beef0000-0"
     for name in set(nodes):
         (tmp_path / name / FOLDER).mkdir(parents=True)
@@ -200,7 +200,7 @@ def test_the_next_run_is_later_than_all_on_any_node(tmp_path):
 
 
 def test_two_leaders_of_one_folder_find_each_other(tmp_path):
-    """Whatever was wrong with what they saw: before the first step one of them reads the claim of the other."""
+    """Whatever went wrong in the exchange of probe files: one of them reads the other's lease before the first step."""
     mine = lease.Lease(STORAGE, str(tmp_path), replace(lease.holder_of_this_process("saving", 4), run=RUN))
     theirs = lease.Lease(STORAGE, str(tmp_path), replace(mine.holder, host="node7", pid=7))
     (tmp_path / FOLDER).mkdir()
@@ -216,7 +216,7 @@ def test_two_leaders_of_one_folder_find_each_other(tmp_path):
 # ---- a node commits its part ---------------------------------------------------------------------------------------------
 
 def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=True, with_local_ranks=True):
-    """``with_local_ranks``: the records say which ranks share the folder, as those of versions before do not."""
+    """Saves a part of the ranks. ``with_local_ranks``: records list the ranks that share the folder; earlier versions did not."""
     for rank in ranks:
         write_rank(root, step, rank, world, run, local_ranks=ranks if with_local_ranks else ())
     target = SaveTarget(STORAGE, str(root), run, ranks[0], world, local_ranks=tuple(ranks))
@@ -239,7 +239,7 @@ def test_a_node_commits_the_ranks_that_it_has(tmp_path):
 
 
 def test_the_merged_parts_of_all_nodes_are_complete(tmp_path):
-    """As a person would copy them: the last manifest stays, which is of one node."""
+    """A user copies the folders into one: the manifest of the last node remains."""
     save_part(tmp_path, 5, (0, 1))
     save_part(tmp_path, 5, (2, 3))
     found = scan(STORAGE, str(tmp_path)).candidates[0]
@@ -250,7 +250,7 @@ def test_the_merged_parts_of_all_nodes_are_complete(tmp_path):
 
 
 def test_the_records_of_a_node_are_its_commit(tmp_path):
-    """It died before its manifest; the next run writes that."""
+    """The job was killed before its manifest; the next run writes that."""
     save_part(tmp_path, 5, commit=False)
     found, = scan(STORAGE, str(tmp_path)).candidates
     assert (found.local_ranks, found.maybe_completed, found.committed, found.problem) == ((2, 3), True, False, None)
@@ -272,7 +272,7 @@ def test_a_node_without_the_record_of_one_rank_has_no_part(tmp_path):
 
 
 def test_a_save_with_an_unreadable_record_counts_as_maybe_completed(tmp_path):
-    """It may have been whole, so nothing of it goes."""
+    """The save may have been complete, so nothing of it is removed."""
     save_part(tmp_path, 5, commit=False)
     (tmp_path / FOLDER / attempt_name(5, RUN) / record_name(3)).write_bytes(b"")
     found, = scan(STORAGE, str(tmp_path)).candidates
@@ -330,7 +330,7 @@ def test_the_newest_step_that_all_nodes_have_is_recorded():
 
 
 def test_a_node_that_is_ahead_keeps_the_common_step(tmp_path):
-    """It alone went on to step 25, and keeps one."""
+    """Only this node reached step 25, and its policy keeps one."""
     root = str(tmp_path)
     for step in (5, 10):
         save_part(tmp_path, step)

@@ -1,4 +1,4 @@
-"""What one rank sees, whoever chooses waits for, until it lists it too."""
+"""The selecting rank waits until it lists every checkpoint that another rank lists."""
 import os
 import shutil
 
@@ -37,7 +37,7 @@ class Late(PosixStorage):
 
 
 def ask(root, late, ranks=3, late_ranks=(0,), shared_groups=None):
-    """What all ranks get; ``late``: the host of ``late_ranks``."""
+    """Returns the result that all ranks get. ``late``: the storage of ``late_ranks``."""
     hosts = [late if rank in late_ranks else Late() for rank in range(ranks)]
     found = Ranks(ranks).run(lambda group: wait_until_visible(
         hosts[group.rank], str(root), group, shared_groups or single_group(ranks), hosts[group.rank].sleep))
@@ -110,7 +110,7 @@ def test_load_checkpoint_may_name_the_folder_of_a_rank(tmp_path):
     [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}"], [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}/manifest.json"],
     [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}/rank_00001.json"], [TRACKER]])
 def test_an_iteration_that_only_other_ranks_list_is_waited_for(tmp_path, late):
-    """It was looked for one folder too high: nothing was ever waited for, and a first save ended in a fresh start."""
+    """The wait looked in the parent folder: nothing was ever waited for, and a first save ended in a fresh start."""
     save_iteration(tmp_path, 5)
     save_iteration(tmp_path, 10)
     assert ask(tmp_path, Late(), ranks=2) == Visibility()
@@ -151,7 +151,7 @@ def test_rank_folders_of_mindformers(tmp_path):
 # ---- an end ----------------------------------------------------------------------------------------------------------------
 
 def test_the_wait_ends_when_no_listing_can_be_that_old(tmp_path):
-    """What is still not listed is said: rank, folder, and what was expected."""
+    """The result names what is still not listed: rank, folder and the missing name."""
     save(tmp_path, 5, 3)
     save(tmp_path, 10, 3)
     found = ask(tmp_path, Late(tmp_path, [f"{FOLDER}/{attempt(10)}"], seconds=1e9))

@@ -1,4 +1,4 @@
-"""What a data set is known by: equal for the same samples in the same order, wherever it lies and however fast it is read."""
+"""The fingerprint of a data set: equal for the same samples in the same order, whatever its folder and reading options."""
 import os
 import shutil
 
@@ -130,7 +130,7 @@ def test_a_prefix_without_a_folder_before_it(tmp_path, monkeypatch):
 
 
 def test_caches_and_states_named_in_the_configuration(tmp_path):
-    """``path_to_cache`` and ``cache_dir`` may lie among the data; ``dataset_state_dir`` grows with each save."""
+    """``path_to_cache`` and ``cache_dir`` may be within the data; ``dataset_state_dir`` grows with each save."""
     write(tmp_path / "d", "data.json")
 
     def section(**more):
@@ -166,7 +166,7 @@ def test_credentials_are_not_recorded():
 
 
 def test_cache_rows_of_earlier_versions_are_no_change():
-    """Of a run that had found them; and of one that had not, the row of a key that is ignored now is gone."""
+    """One run had recorded caches; another had not, and lacks the row of a key that is ignored now."""
     now = {"type": "B", "config.data_path": "2 files, 6 bytes of 3, 3: text.bin, text.idx; 1"}
     names = ", ".join(f"cache/GPTDataset_indices/{name}" for name in INDICES[:3])
     for before in ({**now, "config.path_to_cache": "/no/where", "dataset_state_dir": "9 files, 90 bytes: a, b, c, ... (00)"},

@@ -1,4 +1,4 @@
-"""What mindformers' health monitor said of checkpoints decides which are taken."""
+"""The results of mindformers' health monitor decide which checkpoints can be selected."""
 import json
 
 import pytest
@@ -12,7 +12,7 @@ from mindresume.resume.shared_selection import select_shared
 
 
 def listed(folder, *rows):
-    """As CheckpointMonitor of mindformers writes it."""
+    """Writes the list as mindformers' CheckpointMonitor does."""
     text = json.dumps([{"is_health": health, "ckpt_name": str(name)} for name, health in rows])
     (folder / LIST).write_text(text, encoding="utf-8")
 

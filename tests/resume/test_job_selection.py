@@ -1,4 +1,4 @@
-"""The choice with which a job begins, without mindformers: what is said, held and put on trial."""
+"""The selection at the start of a job, without mindformers: its events, read lock and load attempt."""
 import shutil
 
 import pytest
@@ -31,7 +31,7 @@ from mindresume.storage.read_cache import ReadCache
 
 @pytest.fixture
 def events():
-    """What is emitted; of several ranks in any order."""
+    """Collects emitted events; those of several ranks in any order."""
     return []
 
 
@@ -124,7 +124,7 @@ def test_unhealthy_checkpoints_are_refused_and_problems_are_reported(tmp_path, e
 
 @pytest.mark.parametrize("when", ["lock", "later"])
 def test_a_job_that_cannot_begin_releases_its_read_lock(tmp_path, monkeypatch, when):
-    """The claim of a rank whose hold succeeded stayed, if another rank found the checkpoint removed."""
+    """The lock of a rank remained if another rank found the checkpoint removed."""
     save(tmp_path, 5, world=2)
     if when == "lock":
         monkeypatch.setattr(job_selection, "gather_results", lambda group, work: [work(), False])
@@ -243,7 +243,8 @@ def test_all_ranks_look_in_one_place(tmp_path):
 
 
 def test_an_unknown_topology_is_not_cached(tmp_path, monkeypatch):
-    """It is read as one that all share. Whoever saves there looks again, and would else wait for records that others keep."""
+    """Reading treats the folder as shared. Saving determines the topology again, or it would wait for records that other nodes
+    keep."""
     def fail(*_):
         raise CollectiveError("rank 1: OSError: no space left")
     monkeypatch.setattr(job_selection, "find_shared_groups", fail)

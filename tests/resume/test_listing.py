@@ -1,4 +1,4 @@
-"""What ``ls``, ``verify`` and the report say of a folder, against what a resume does with it."""
+"""``ls``, ``verify`` and the report agree with what a resume selects."""
 import shutil
 
 import pytest
@@ -19,7 +19,7 @@ FOUR = Plan.parse("dp2tp2", MODEL)
 
 @pytest.fixture(params=["dp4tp2", "tp2"])
 def root(tmp_path, request):
-    """(A save of mindformers on 4 ranks, the folder of its strategy, the layout of the job that goes on with it.)"""
+    """Returns (a save of mindformers on 4 ranks, its strategy folder, the layout of the job that resumes from it)."""
     folder = str(tmp_path / "strategy")
     foreign(tmp_path / "checkpoint", FOUR, TENSORS)
     write_strategy(FOUR.strategy(), folder)
@@ -27,7 +27,7 @@ def root(tmp_path, request):
 
 
 def next_job(root, folder, plan):
-    """It sets the strategy aside, is compiled, and dies."""
+    """Sets the strategy aside, compiles, and is killed."""
     candidate = scan(STORAGE, str(root)).candidates[0]
     identity = identity_of(STORAGE, str(root), candidate)
     set_aside(STORAGE, folder, strategy_for(STORAGE, str(root), candidate, None, identity), identity)

@@ -1,4 +1,4 @@
-"""What a resume lost, as far as the job that died wrote it down."""
+"""Steps that a resume lost, as far as the killed job recorded them."""
 from dataclasses import replace
 
 import pytest

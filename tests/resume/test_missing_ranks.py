@@ -172,7 +172,7 @@ def test_the_next_job_does_not_commit_it_and_keeps_it_until_it_has_saved_itself(
 
 
 def test_a_single_incomplete_emergency_save_is_a_fresh_start(tmp_path):
-    """Nothing was ever complete there."""
+    """No save was ever complete there."""
     last_save(tmp_path, 7, LACKING)
     assert choose(tmp_path).is_fresh_start
 
@@ -189,7 +189,7 @@ def test_an_unreadable_record_does_not_count_as_lost(tmp_path):
 # ---- what mindformers wrote --------------------------------------------------------------------------------------------
 
 def foreign(root, step, ranks, fmt="ckpt"):
-    """As MindIO TTP leaves it with the built-in: files of a part of the ranks, no records."""
+    """Writes files of some ranks without records, as MindIO TTP does with the built-in."""
     for rank in ranks:
         path = root / f"rank_{rank}" / str(name_of(rank, step, fmt=fmt))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +229,7 @@ def test_a_mindformers_checkpoint_without_proof_is_refused(tmp_path, strategy, s
 @pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("matrix, cut", [((8, 1), -1), ((2, 4), 1)])
 def test_the_strategy_of_another_job_proves_nothing(tmp_path, fmt, matrix, cut):
-    """Of as many ranks, and it covers everything: but what it takes for copies is not the same on the ranks that wrote."""
+    """It has as many ranks and covers everything, but its replicas differ between the ranks that wrote."""
     cuts = {name: (cut, -1) if len(SHAPES[name]) == 2 else (-1,) for name in SHAPES}
     alien = Strategy(({name: TensorLayout(matrix, cuts[name]) for name in SHAPES},), "another/strategy")
     foreign(tmp_path, 5, range(WORLD), fmt)
@@ -302,7 +302,7 @@ def test_the_proof_is_that_of_counting_elements(job):
 
 
 def test_shares_of_several_ranks_are_looked_at_one_by_one():
-    """With remove_redundancy a slice can be in the file of one rank alone, though others held it."""
+    """With remove_redundancy a slice can be in the file of one rank only, although other ranks have it."""
     layout, shape = TensorLayout((2,), (-1,)), (4,)
     row = TensorRecord("float32", (4,), "", layout, shape)
     rows = {0: Details({"a": row}), 1: Details({"a": row, "b": row})}

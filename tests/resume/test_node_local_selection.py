@@ -109,7 +109,7 @@ def test_nodes_in_another_order(tmp_path):
 
 
 def test_the_same_checkpoint_copied_to_both(tmp_path):
-    """By hand, from a shared disk."""
+    """A user copied it from a shared disk."""
     save(tmp_path / "a", 5)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert step_of(choose(tmp_path)) == 5

@@ -1,4 +1,4 @@
-"""Where a resumed run goes on: exact where it can be, rounded down as documented and said where it cannot."""
+"""The position at which a resumed run continues: exact if possible, else rounded down and reported."""
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -80,7 +80,7 @@ def test_a_new_data_set_begins_as_requested(data_request, skip, epoch):
 
 @pytest.mark.parametrize("data_request", [DataRequest(True), DataRequest(False, 2)])
 def test_a_new_data_set_begins_once(data_request):
-    """Interrupted again: the same command goes on where the new data set was, and ends where it would have ended."""
+    """After another interruption the same command continues at the position in the new data set and ends at the same step."""
     first = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, data_request))
     saved = on(42, first.position.after(7, 10, 8))
     again = resume_progress(saved, RunSettings(8, 10, None, OTHER, data_request))
@@ -122,8 +122,8 @@ def test_a_new_data_set_each_round_begins_at_its_beginning():
 
 @given(st.lists(st.tuples(st.sampled_from([2, 4, 8, 16]), st.integers(0, 30)), min_size=1, max_size=6))
 def test_no_sample_is_left_out_with_any_batch_sizes(attempts):
-    """Passes of 80 samples. Every attempt goes on at or before the sample where the one before was stopped, by less than a
-    step."""
+    """Passes have 80 samples. Every attempt continues at or less than one step before the sample at which the previous one
+    stopped."""
     position, consumed, step, batch = DataPosition(), 0, 0, 8
     for new, steps in attempts:
         if step * batch >= new:
@@ -201,7 +201,7 @@ def resumed(saved, new):
     (DataPosition(3, 72, identity=OURS), 8, 6, 24),                 # by a smaller one, too
     (DataPosition(0, 40, identity=OURS), 20, 1, 20), (DataPosition(5, 8, 2, identity=OURS), 30, 9, 60)])
 def test_a_new_data_set_is_trained_as_often_in_both_modes(stood, size, epochs, steps, sink):
-    """Of sinks as many as fit."""
+    """In sink mode it is trained for as many sinks as fit."""
     sink = size if sink == -1 else sink
     saved = on(stood.steps(10, 8) + stood.first_epoch * 10, stood)
     first, stop = resumed(saved, RunSettings(8, size, sink, OTHER, DataRequest(True), epochs))
@@ -221,7 +221,7 @@ def test_and_behind_steps_of_it(sink, steps):
 @pytest.mark.parametrize("sink", [None, 1, 2, 5])
 @pytest.mark.parametrize("skip, first, stop", [(None, 0, 30), (0, 0, 30), (10, 0, 30), (20, 0, 30)])
 def test_a_run_from_its_beginning(sink, skip, first, stop):
-    """Whole passes that are left out are no part of what MindSpore makes."""
+    """Passes that are skipped completely are not part of what MindSpore builds."""
     new = RunSettings(8, 10, sink, OURS, DataRequest(False, skip), 3)
     position, skipped, epoch = fresh_position(new)
     assert trained(skipped, epoch, new) == (first, stop) and position.identity == OURS
@@ -239,8 +239,8 @@ def test_a_run_from_its_beginning_behind_steps_of_its_data(sink, stop):
 @pytest.mark.parametrize("before, after", [((10, 10), (15, 15)), ((15, 4), (20, 2)), ((15, 5), (10, 4)), ((15, 2), (9, 4)),
                                            ((7, -1), (10, -1)), ((15, 1), (10, 4)), ((10, 4), (10, 4))])
 def test_a_new_data_set_each_round(before, after):
-    """In sink mode, and nothing is said: what is less than a sink at the end of a round is no reason to skip anything of the next
-    data set, or to refuse it."""
+    """In sink mode without a warning: a remainder below one sink at the end of a round neither skips samples of the next data set
+    nor refuses it."""
     (old, sink), (size, next_sink) = before, after
     sink, next_sink = (old if sink == -1 else sink), (size if next_sink == -1 else next_sink)
     step = old // sink * sink
@@ -278,8 +278,7 @@ def test_interrupted_at_any_sink_the_same_data_is_trained_to_its_end(size, sink,
 @given(old=st.integers(1, 30), size=st.integers(8, 40), sink=st.sampled_from([1, 2, 4, 8]), batch=st.sampled_from([4, 8, 16]),
        more=st.integers(1, 8), step=st.integers(8, 200), attempts=st.lists(st.integers(1, 5), max_size=4))
 def test_a_new_data_set_interrupted_again_and_again(old, size, sink, batch, more, step, attempts):
-    """With another batch size, too: all attempts together train as many whole sinks of it as fit into the epochs that are
-    left."""
+    """Also with another batch size: all attempts together train as many whole sinks as fit into the remaining epochs."""
     position = DataPosition(identity=OURS).after(step, old, 8)
     epochs = position.passes + more
     new = RunSettings(batch, size, sink, OTHER, DataRequest(True), epochs)

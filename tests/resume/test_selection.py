@@ -31,7 +31,7 @@ def damaged(storage, path):
 
 @pytest.fixture
 def weights(tmp_path):
-    """A file that is taken for consolidated weights by its place."""
+    """Returns a file whose location makes it count as consolidated weights."""
     folder = tmp_path / "unified"
     folder.mkdir()
     (folder / "part0.safetensors").write_bytes(b"")

@@ -1,4 +1,4 @@
-"""What a selection accepts, and which ranks each process verifies."""
+"""Which checkpoints a selection accepts, and which ranks each process verifies."""
 from types import SimpleNamespace
 
 import pytest

@@ -1,4 +1,4 @@
-"""Which checkpoint is chosen, and what the user is told about the others."""
+"""Which checkpoint is selected, and the reasons for refusing the others."""
 import os
 import shutil
 
@@ -374,7 +374,7 @@ class Counting(PosixStorage):
 
 @pytest.mark.parametrize("trouble", [False, True])
 def test_choosing_among_committed_checkpoints_costs_the_same_for_any_number_of_ranks(tmp_path, trouble):
-    """On rank 0, until all ranks start to prove their own files. ``trouble``: the job died in a save of the newest."""
+    """Counts on rank 0, until all ranks verify their own files. ``trouble``: the job was killed in a save of the newest."""
     counts = []
     for world in (2, 16):
         root = tmp_path / str(world)

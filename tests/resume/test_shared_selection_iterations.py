@@ -1,4 +1,4 @@
-"""Which iteration is chosen, what the user is told about the others, and whether it is a fresh start or an error."""
+"""Which iteration is selected, the reasons for refusing the others, and whether it is a fresh start or an error."""
 import json
 import os
 import shutil
@@ -154,7 +154,8 @@ def test_a_tracker_that_was_set_back_precedes_a_save_that_all_ranks_have_finishe
 
 
 def test_a_run_from_a_tracker_set_back_is_selected_if_killed_before_the_rename(saved):
-    """Visible are steps 5, 10 and 15 of the run before; the new run has committed 10, and said that the tracker will name it."""
+    """Steps 5, 10 and 15 of the previous run are published; the new run has committed 10 and recorded the intent of its
+    tracker."""
     track(saved, 5)
     save(saved / "elsewhere", 10, run=NEXT)
     os.rename(folder_of(saved / "elsewhere", 10), making(saved, 10, NEXT))
@@ -164,8 +165,8 @@ def test_a_run_from_a_tracker_set_back_is_selected_if_killed_before_the_rename(s
 
 
 def test_a_save_newer_than_a_tracker_set_back_needs_an_intent_to_be_selected(saved):
-    """Between its last record and the intent, a run that began at a tracker set back by hand cannot be told from one before,
-    behind which the tracker was set: what the user wrote counts, and the other is named."""
+    """Between its last record and the intent, a run from a tracker set back by hand cannot be distinguished from an earlier one
+    behind which the tracker was set: the tracker of the user counts, and a note names the other save."""
     track(saved, 5)
     write_all(saved, 10, run=NEXT)
     choice = choose(saved)
@@ -350,7 +351,7 @@ def test_two_folders_of_one_step_under_names_of_different_length(saved):
 # ---- rank folders beside ---------------------------------------------------------------------------------------------
 
 def test_both_formats_in_one_root_are_ordered(tmp_path):
-    """A job changed the format, and changed it back: it goes on from the newest."""
+    """A job changed the format and changed it back: the newest is selected."""
     rank_folders.save(tmp_path, 5, world=2)
     save(tmp_path, 10, 15, run=NEXT)
     assert taken(choose(tmp_path)) == (15, NEXT)
@@ -369,7 +370,7 @@ def test_the_other_format_is_selected_if_all_of_one_are_damaged(tmp_path):
 
 
 def test_a_save_that_never_completed_does_not_hide_the_rank_folders(tmp_path):
-    """The first save of a job that went over to Checkpoint 2.0 died: what it came from is still there."""
+    """The first save after a change to Checkpoint 2.0 was killed: the rank folders still exist."""
     rank_folders.save(tmp_path, 5, world=2)
     write_rank(tmp_path, 10, 0, run=NEXT)
     choice = choose(tmp_path)
@@ -429,7 +430,7 @@ def elsewhere(rows, described, stored):
 
 
 def narrower(rows, described, stored):
-    """By the metadata every dimension is larger than in the files."""
+    """Returns metadata in which every dimension is larger than in the files."""
     row = described[1]
     row["global_shape"] = [2 * size for size in row["global_shape"]]
     for chunk in row["chunk"]:
@@ -534,7 +535,7 @@ def test_a_file_named_like_an_iteration_is_ignored(saved):
 
 
 def test_a_tracker_alone_prevents_a_fresh_start(tmp_path):
-    """Somebody removed the folders, or they are not here yet."""
+    """A user removed the folders, or they are not visible yet."""
     track(tmp_path, 15)
     with pytest.raises(MissingCheckpointError, match="names step 15"):
         choose(tmp_path)

@@ -1,5 +1,5 @@
-"""A folder that cannot be listed is refused with its reason, and the rest goes on. It is never taken for one that is not there:
-no training begins afresh beside it, and nothing is removed because of it."""
+"""A folder that cannot be listed is refused with its reason, and the other checkpoints are used. It never counts as absent: no
+training starts afresh beside it, and nothing is removed because of it."""
 import errno
 import os
 
@@ -31,8 +31,8 @@ from mindresume.storage.posix import PosixStorage
 
 
 class Closed(PosixStorage):
-    """Nothing at ``path`` or below it can be listed, looked at or read (without the right to: ``nothing`` but its names, its
-    status and contents still can be)."""
+    """Fails to list, stat or read ``path`` and anything below it (``nothing``: only the listing fails; status and contents are
+    readable)."""
 
     def __init__(self, path, code=errno.EACCES, only_list=False):
         self.path, self.code, self.only_list = str(path), code, only_list
@@ -63,7 +63,7 @@ def choose(storage, root, world=2):
 
 
 def save_rank_folders(root):
-    """Ours of steps 5 and 10, those of mindformers of step 20; and what lies there by chance."""
+    """Saves steps 5 and 10 of ours, step 20 of mindformers, and unrelated files."""
     save(root, 5, 2)
     save(root, 10, 2)
     write_foreign(root, 20, 2, suffix=1)
@@ -128,7 +128,7 @@ def test_an_unlistable_root_is_not_an_empty_one(tmp_path, fill, code):
 
 @pytest.mark.parametrize("name", [FOLDER, "rank_0", "iteration_00000005"])
 def test_a_folder_that_cannot_be_listed_prevents_a_fresh_start(tmp_path, name):
-    """There is nothing else, as far as anybody can see."""
+    """No other checkpoint is visible."""
     (tmp_path / name).symlink_to(tmp_path / name)
     with pytest.raises(NoUsableCheckpointError, match=f"{name} cannot be listed"):
         choose(PosixStorage(), tmp_path, world=1)
@@ -148,7 +148,7 @@ def test_the_newest_iteration_is_a_link_to_itself(tmp_path, tracked):
 
 
 def test_unlistable_records_do_not_count_as_absent(tmp_path):
-    """An iteration of ours whose records are closed is no iteration of mindformers, of which nothing could be checked."""
+    """Our iteration with unlistable records is not an iteration of mindformers, which could not be verified."""
     iteration_folders.save(tmp_path, 5, 10)
     storage = Closed(iteration_folders.folder_of(tmp_path, 10) / FOLDER)
     choice = choose(storage, tmp_path)
@@ -181,7 +181,7 @@ def test_our_files_do_not_count_as_mindformers_files_if_the_records_are_unlistab
 
 
 def test_an_unlistable_folder_beside_the_checkpoints_is_ignored(tmp_path):
-    """One too high is given; below lie the checkpoints and something that is not for us."""
+    """The given folder is one level too high; it contains the checkpoint directory and an unrelated private folder."""
     save(tmp_path / "elsewhere", 5, 2)
     (tmp_path / "private").mkdir()
     assert choose(Closed(tmp_path / "private"), tmp_path).chosen.step == 5
@@ -242,7 +242,7 @@ def test_emptying_trash_keeps_files_that_an_unlistable_attempt_may_reference(tmp
 
 
 def test_an_intent_is_kept_while_its_iteration_cannot_be_listed(tmp_path):
-    """The job died before it could change the tracker to step 10; the next one cannot see that step, the one after it can."""
+    """The job was killed before it changed the tracker to step 10; the next job cannot see that step, the one after it can."""
     iteration_folders.save(tmp_path, 5, 10)
     iteration_folders.track(tmp_path, 5)
     iteration_folders.intend(tmp_path, 10)

@@ -110,7 +110,7 @@ class Job:
                                 timeout=timeout)
 
     def write(self, step, rank, run=RUN):
-        """As another rank does."""
+        """Writes the shard of another rank."""
         write_shard(SaveTarget(self.storage, ROOT, run, rank, self.world), shard(step, rank))
 
     def steps(self):
@@ -134,7 +134,7 @@ def simulated(work, kind, world=1, policy=KEEP_ALL, timeout=PATIENCE, slow=0):
 
 
 def test_a_writer_that_the_training_did_not_wait_for_does_not_write_zeros():
-    """Its copy of the save is given back at the end of the training. The same for a thread that comes to it only then."""
+    """The copy of the save is released at the end of the training. The same holds for a thread that starts the save only then."""
     def work(job):
         job.saver.save(Save(shard(5)))
         writer = job.saver._writer
@@ -187,7 +187,7 @@ def test_an_error_of_the_writer_is_reported_by_the_next_poll_and_the_next_save_w
 
 
 class Slow(PosixStorage):
-    """Weights stay in the writer until ``go`` exists."""
+    """Blocks in the writer until the file ``go`` exists."""
 
     def __init__(self, go):
         self.go = go
@@ -218,7 +218,7 @@ def test_a_killed_writer_process_is_an_error_and_gets_a_successor(tmp_path):
 
 
 class KillableWriter:
-    """A writer that says that a step is saved, if it says anything, and is never done with it."""
+    """Reports a step as saved, unless ``silent``, and never finishes."""
     silent = False
 
     def __init__(self, *_):

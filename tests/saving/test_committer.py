@@ -37,8 +37,8 @@ def test_committed_once_the_last_rank_has_recorded(tmp_path, fmt):
 
 
 def test_a_manifest_is_written_only_when_the_names_of_all_records_are_durable(tmp_path):
-    """Of a rank that stands between the rename of its record and the flush the record is seen, and may be gone after a loss of
-    power: a manifest without it would stay for ever."""
+    """A rank may be between the rename of its record and the flush: the record is visible, and a power loss may remove it. A
+    manifest without that record would remain forever."""
     done = []
 
     class Noting(PosixStorage):
@@ -241,7 +241,7 @@ def test_too_little_room_is_an_error_before_anything_is_written(tmp_path):
 
 
 def test_the_manifest_merges_the_metrics_of_all_ranks_and_rank_0_wins(tmp_path):
-    """With pipeline stages only the last one knows the loss."""
+    """With pipeline stages only the last stage has the loss."""
     for rank, metrics in ((0, (("accuracy", 0.5),)), (1, (("accuracy", 0.9), ("loss", 3.0)))):
         write_shard(target_of(tmp_path, rank, 2), rank_shard(name_of(rank, 5), replace(state_of(5), metrics=metrics),
                                                         tensors_of(rank, 5)))

@@ -29,7 +29,7 @@ def test_the_reason_is_emitted_once_and_again_at_the_end(tmp_path):
 
 
 class ListedLate(PosixStorage):
-    """The record of rank 1 of step 5 is not listed until this folder changes here; looked for, it is there, as on NFS."""
+    """Does not list the record of rank 1 of step 5 until this folder changes here; opening it by name works, as on NFS."""
     late = True
 
     def list(self, folder):
@@ -49,7 +49,7 @@ def written(root, *steps):
 
 
 def test_a_step_whose_records_are_listed_late_is_committed_before_a_later_one(tmp_path):
-    """Else it would be removed behind the later one, as one that never completed."""
+    """The later commit would otherwise remove it as an incomplete save."""
     events, target = [], written(tmp_path, 5, 10)
     committer = Committer(target, KeepLast(2), events.append)
     committer.saved(5)
@@ -67,7 +67,7 @@ def test_at_the_end_a_record_that_is_listed_late_is_looked_for(tmp_path):
 
 
 class LooksInVain(PosixStorage):
-    """Nobody can look at the weights of rank 1. Counts how often a record is opened."""
+    """Fails each access to the weights of rank 1 and counts how often a record is opened."""
     opened = 0
 
     def open(self, path):

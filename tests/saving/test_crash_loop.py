@@ -40,7 +40,7 @@ class Job:
                 load_attempt.begin()
 
     def dies(self, error=None, rank=0):
-        """Without an error: without a word."""
+        """Ends the job with ``error``. None: it is killed and records nothing."""
         if error is not None:
             self.load_attempts[rank].failed(error)
         self.load_attempts[0]._stop_capturing()                 # as the end of the process does
@@ -84,7 +84,7 @@ def test_a_finished_step_clears_the_load_attempt(root):
 
 
 def test_only_failures_after_the_load_count(root):
-    """Two preemptions, or errors, while it was read or the network was compiled: the newest checkpoint was poison."""
+    """Two preemptions or errors during the load or the compilation made the newest checkpoint suspect."""
     for _ in range(3):
         Job(root, compiled=False).dies(NAN)
     assert left(root) == [] and choose(root).chosen.step == 15
@@ -216,7 +216,7 @@ def test_a_load_attempt_creates_no_folder(tmp_path, root):
 
 
 def test_all_ranks_at_once(root):
-    """The note is rank 0's; a rank that fails while another one clears it has nothing to say."""
+    """Rank 0 owns the load attempt; a rank that fails while rank 0 clears it records nothing."""
     chosen = choose(root).chosen
 
     def work(group):
@@ -293,7 +293,8 @@ def test_a_suspected_checkpoint_is_never_removed(root):
 
 
 def test_an_unsuspected_checkpoint_is_removed_when_the_training_continues_from_another(root):
-    """One job died right after it had loaded step 15, and the next one loads a newer checkpoint, which another job has saved."""
+    """One job failed right after it had loaded step 15, and the next one loads a newer checkpoint, which another job has
+    saved."""
     Job(root).dies()
     later = run_name(2, "0000bbbb")
     for step in (20, 25):

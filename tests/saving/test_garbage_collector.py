@@ -1,4 +1,4 @@
-"""What goes and what never goes, and a removal that dies before any single one of its operations."""
+"""What retention removes and what it never removes, and a removal that is killed before each of its operations."""
 import errno
 import json
 import os
@@ -101,7 +101,7 @@ def test_an_incomplete_save_of_the_active_run_is_removed_after_its_newest_commit
 
 
 def test_ended_runs_are_determined_after_the_folder_was_listed(saved):
-    """A job that starts in between: its save is in the folder, and its claim must be seen."""
+    """A job starts in between: its save is in the folder, so its lease must be seen."""
     read = []
 
     class Watched(PosixStorage):
@@ -158,7 +158,7 @@ def test_no_checkpoint_is_removed_without_a_complete_one(saved):
 
 
 def test_the_checkpoint_that_meta_json_names_is_kept(saved):
-    """A job has committed a newer one and has not pointed to it yet; beside it somebody prunes the folder."""
+    """A job has committed a newer one and not pointed to it yet; meanwhile a user prunes the folder."""
     meta = saved / "rank_0" / "meta.json"
     older, gone = (json.dumps(meta_json(name_of(0, step))) for step in (10, 11))
     for text, kept in ((older, [20, 10]), (gone, [20]), ("[1]", [20]), ("", [20]), (None, [20])):
@@ -203,7 +203,7 @@ def test_saves_that_can_no_longer_be_committed_displace_no_good_checkpoint(tmp_p
 
 @pytest.fixture
 def healths(monkeypatch):
-    """{step: what the health monitor said when it was saved}"""
+    """{step: health that the monitor reported at the save}"""
     found, plain = {}, rank_folders.state_of
     monkeypatch.setattr(rank_folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=found.get(step)))
     return found
@@ -247,11 +247,11 @@ def test_the_best_are_kept_by_the_metric_in_the_records(tmp_path, monkeypatch):
 # ---- carrying out ----------------------------------------------------------------------------------------------------
 
 class Died(Exception):
-    """Not an OSError: nothing in the product catches it, as nothing catches a SIGKILL."""
+    """Is not an OSError: nothing in the product catches it, like a SIGKILL."""
 
 
 class Counting(PosixStorage):
-    """One operation after the other; dies before number ``limit`` (from 0)."""
+    """Counts operations and is killed before operation ``limit`` (from 0)."""
     width = 1
 
     def __init__(self, limit=None):
@@ -342,7 +342,8 @@ def test_a_removal_killed_twice_is_finished_by_the_third(saved, tmp_path):
 
 
 def test_weights_of_an_interrupted_removal_are_synced_by_the_next(saved):
-    """Who removed them may have died before it synced; a power loss now must not bring them back without their records."""
+    """The first process may have been killed before its flush; a power loss now must not restore the weights without their
+    records."""
     made, dying = planned(saved, KeepLast(3)), Counting()
     dying.limit = 1 + next(i for i, what in enumerate(counted(saved)) if what == ("remove", str(path_of(saved, 5, 1))))
     with pytest.raises(Died):
@@ -508,7 +509,7 @@ def test_a_failed_removal_is_emitted_once(saved):
 
 
 def test_trash_of_the_same_attempt_does_not_interfere(saved):
-    """Its removal was interrupted, the checkpoint was copied back by hand."""
+    """A removal was interrupted, then the checkpoint was copied back by hand."""
     name = attempt_name(5, RUN)
     for old in (TRASH + name, trash_name(name)):                                # without a nonce, as before
         shutil.copytree(saved / FOLDER / name, saved / FOLDER / old)
@@ -560,14 +561,14 @@ def test_the_committer_keeps_saves_that_may_still_be_written(saved):
 
 
 def test_the_committer_never_considers_a_later_run_ended(saved):
-    """A run that began since: what was known of the runs at the start says nothing about it."""
+    """The run started later: the listing of runs at the start says nothing about it."""
     write_rank(saved, 40, 0, 2, run=NEXT_RUN, suffix=1)
     Committer(rank_folders.target_of(saved, 0, 2), KeepLast(1), ended=over).prune()
     assert path_of(saved, 40, 0, 1).exists() and (saved / FOLDER / attempt_name(40, NEXT_RUN)).exists()
 
 
 def test_a_checkpoint_locked_during_other_removals_is_not_moved(tmp_path):
-    """However long these take: it is looked for right before."""
+    """However long the others take: read locks are checked right before each rename."""
     iteration_folders.save(tmp_path, 1, 2, 3)
     moved, held = [], []
     to_delete = [c for c in scan(STORAGE, str(tmp_path)).candidates if c.step < 3]

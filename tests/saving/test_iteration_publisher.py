@@ -1,4 +1,4 @@
-"""How an iteration folder becomes visible, is replaced and removed, and what the next run makes of a death in between."""
+"""How an iteration folder is published, replaced and removed, and how the next run repairs an interruption."""
 import json
 import os
 import shutil
@@ -54,7 +54,7 @@ VISIBLE = "iteration_00000010"
 
 @pytest.fixture
 def tmp_path(tmp_path):
-    """In memory where there is one: deaths are simulated, so no disk need be waited for."""
+    """Returns a folder in memory if possible: kills are simulated, so no disk is needed."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return
@@ -77,7 +77,7 @@ def committed(root):
 
 
 class Dying(PosixStorage):
-    """Dies before operation ``at`` of those that change something."""
+    """Is killed before the changing operation ``at``."""
     width = 1
 
     def __init__(self, at=None):
@@ -102,7 +102,7 @@ class Dying(PosixStorage):
 
 
 def interrupted_at_each_operation(act):
-    """Calls ``act(storage, number)`` with a death before each of its operations. Yields what was not done yet."""
+    """Calls ``act(storage, number)`` once per changing operation, killed before it. Yields (number, operation)."""
     calm = Dying()
     act(calm, 0)
     for at in range(1, len(calm.done) + 1):
@@ -213,7 +213,7 @@ def test_a_published_save_gets_its_tracker_if_that_was_intended(tmp_path):
 
 
 def test_a_tracker_that_could_not_be_written_costs_no_save(tmp_path):
-    """... although all ranks died after the manifest of the next step."""
+    """... although all ranks were killed after the manifest of the next step."""
     class NoTracker(PosixStorage):
         def rename(self, old, new):
             if new.endswith(TRACKER):
@@ -251,7 +251,7 @@ def test_an_intent_of_a_missing_or_older_iteration_is_only_removed(tmp_path):
 
 
 def test_a_save_repeated_by_a_later_run_is_not_replaced(tmp_path):
-    """Run 1 died before it named step 10, run 2 could not adopt it and saved that step itself."""
+    """Run 1 was killed before it published step 10; run 2 could not adopt it and saved that step itself."""
     write_all(tmp_path, 10)
     save(tmp_path, 10, run=NEXT)
     assert adopting(tmp_path, THIRD) == []
@@ -283,7 +283,7 @@ def test_several_saves_of_a_dead_run_are_adopted_oldest_first(tmp_path):
 
 
 def test_a_kill_at_every_operation_of_an_adoption_of_several(tmp_path):
-    """Between two of them the tracker was behind what had its name already, as if somebody had set it back."""
+    """Between two of them the tracker is older than the published iterations, as if a user had set it back."""
     def act(storage, number):
         root = tmp_path / str(number)
         save(root, 5)
@@ -308,7 +308,7 @@ def test_saves_before_one_that_cannot_be_adopted_are_not_skipped(tmp_path):
 
 
 def test_the_tracker_names_the_selected_iteration_after_an_adoption(tmp_path):
-    """It names step 20, which has no name yet; a later run that went back has saved step 15, and both have died."""
+    """The tracker names step 20, which is not published; a later run from an older step saved step 15, and both were killed."""
     save(tmp_path, 5, 20)
     unname(tmp_path, 20)
     write_all(tmp_path, 15, run=NEXT)
@@ -364,7 +364,7 @@ def test_half_written_trackers_of_earlier_runs_are_removed_and_those_of_others_k
 
 @pytest.mark.parametrize("older, left", [((5,), "5"), ((), None)])
 def test_a_kill_at_every_operation_of_replacing_our_folder(tmp_path, older, left):
-    """At no time does the tracker name a folder that is not whole, or is not there."""
+    """The tracker never names a folder that is incomplete or missing."""
     def act(storage, number):
         root = tmp_path / f"{older} {number}"
         save(root, *older, 20)
@@ -384,7 +384,7 @@ def test_a_kill_at_every_operation_of_replacing_our_folder(tmp_path, older, left
 
 
 def test_a_folder_of_mindformers_is_replaced_completely(tmp_path):
-    """Ours is made of two files a rank under another prefix: nothing of the other may stay beside it."""
+    """Our folder has two files per rank under another prefix: no file of the other folder may remain."""
     foreign(tmp_path, steps=(10, 15))
     save(tmp_path, 15, run=NEXT)
     assert sorted(name for name in os.listdir(folder_of(tmp_path, 15)) if "qwen" in name) == []
@@ -449,7 +449,7 @@ def test_a_kill_at_every_operation_of_a_save_after_an_unpublished_one(tmp_path, 
 
 
 def test_a_leftover_intent_is_removed_by_the_next_save(tmp_path):
-    """Else a tracker that somebody sets back would be taken for late once the newer ones are gone."""
+    """A tracker that a user sets back would otherwise count as late once the newer ones are removed."""
     class Once(PosixStorage):
         def remove(self, path):
             if path.endswith("tracker-0000000010"):
@@ -589,7 +589,7 @@ def test_a_kill_at_every_operation_of_a_removal(tmp_path):
 
 @pytest.mark.parametrize("at", range(1, 25))
 def test_a_removal_moves_nothing_under_a_reader_that_starts_at_any_operation(tmp_path, at):
-    """A held iteration folder was renamed for a moment, until its remover saw the hold: files were missing meanwhile."""
+    """A locked iteration folder was renamed until the removing process saw the lock: files were missing meanwhile."""
     save(tmp_path, 10, 20)
     commit_dir, held, waited, moved = str(folder_of(tmp_path, 10)), [], [], []
 
@@ -703,7 +703,7 @@ def test_a_read_lock_that_comes_too_late_is_not_acquired(tmp_path):
 
 
 def test_an_iteration_uncommitted_under_a_reader_is_restored(tmp_path):
-    """The process that renamed it died before it looked for holds."""
+    """The process that renamed it was killed before it checked the read locks."""
     save(tmp_path, 10, 20)
     found = candidate_of(tmp_path, 10)
     lease = acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir)

@@ -1,4 +1,5 @@
-"""Which checkpoints are of one training: what retention counts and removes, in folders of before and in those of several."""
+"""Which checkpoints belong to one training: retention counts and removes these, also in folders of earlier versions and of
+several trainings."""
 import io
 import json
 import shutil
@@ -73,7 +74,7 @@ def test_a_fresh_start_keeps_the_checkpoints_of_the_previous_training(trainings)
 
 
 def test_a_return_to_the_first_training_makes_the_second_the_other_one(trainings):
-    """Its checkpoint was named."""
+    """The user requested its checkpoint by name."""
     trainings.run(100, 110)
     trainings.run(10, 20)
     trainings.run(120, 130, origin=110)
@@ -89,7 +90,7 @@ def test_resumes_are_one_training_despite_removals_in_between(trainings):
 
 
 def test_a_resume_from_an_older_step_gives_up_the_newer_ones(trainings):
-    """On purpose: it was named. They are of the same training, and older than what the new run saves."""
+    """The user requested the older one by name. The newer ones belong to the same training and precede what the new run saves."""
     trainings.run(10, 20, 30, keep=9)
     trainings.run(15, origin=10, keep=3)
     assert trainings.committed() == [(15, 2), (20, 1), (30, 1)]
@@ -169,7 +170,7 @@ def test_a_folder_of_another_training_keeps_its_content_under_another_name(tmp_p
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_complete_folder_of_mindformers_is_never_removed(tmp_path, whole):
-    """It saved steps 10 and 15; somebody set it back, and step 15 is saved again."""
+    """mindformers saved steps 10 and 15; a user set its tracker back, and step 15 is saved again."""
     iteration_folders.foreign(tmp_path)
     track(tmp_path, 10)
     if not whole:

@@ -1,4 +1,4 @@
-"""What one rank does for all of 8,192: operations are counted, on a disk in memory."""
+"""Work that one rank does for 8,192 ranks: operations are counted on a disk in memory."""
 import io
 import json
 import os
@@ -123,7 +123,7 @@ def disk():
 
 
 def test_a_commit_flushes_as_often_as_one_of_two_ranks(disk):
-    """The manifest and one meta.json, each with its folder; of the ranks only what they recorded is looked at, twice."""
+    """A commit flushes the manifest and one meta.json with their folders; of each rank it reads only the record, twice."""
     counts = {}
     for ranks in (2, RANKS):
         disk = Memory()
@@ -219,7 +219,7 @@ def counted_together(monkeypatch, *modules):
 
 
 def test_work_for_each_rank_runs_concurrently(disk, monkeypatch):
-    """Nothing loops over the ranks with operations of the disk, one after the other."""
+    """No loop over the ranks does one disk operation after the other."""
     together = counted_together(monkeypatch, commit, garbage_collector, operations, rank_folders, records, weight_files)
     for step in (5, 6, 7):
         write_all(disk, step, 64)

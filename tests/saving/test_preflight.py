@@ -19,7 +19,7 @@ NAMES = ["probe-0123abcd", "probe-0123abcd-4096", ".probe-0123abcd-4096.0123abcd
 
 
 def left(folder, names, seconds):
-    """As jobs that were killed ``seconds`` ago; by the clock of the file system."""
+    """Creates the files of a job killed ``seconds`` ago, by the clock of the file system."""
     folder.mkdir(exist_ok=True)
     for name in names:
         (folder / name).write_bytes(b"")
@@ -90,7 +90,7 @@ def test_a_rename_that_copies(tmp_path):
 
 
 def test_a_folder_above_that_cannot_be_opened(tmp_path):
-    """It was there before: its name needs no flush. Whatever is made below is still flushed."""
+    """The parent existed before: its name needs no flush. Folders created below are still flushed."""
     storage, inner = PosixStorage(), PosixStorage().sync
     storage.make_folder(str(tmp_path / "checkpoint"))
 

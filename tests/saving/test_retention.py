@@ -162,7 +162,7 @@ def test_removing_twice_removes_nothing_more(policy, found):
 
 @given(policies, checkpoints, st.sets(st.integers(0, 19)))
 def test_checkpoints_that_could_not_be_removed_do_not_change_the_plan(policy, found, held):
-    """Held ones stay beside the others; the next time the same ones go, and only those."""
+    """Locked ones are kept beside the others; the next plan removes the same ones and no more."""
     gone = set(surplus(policy, found))
     left = [(index, saved) for index, saved in enumerate(found) if index not in gone or index in held]
     again = {left[index][0] for index in surplus(policy, [saved for _, saved in left])}

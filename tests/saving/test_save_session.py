@@ -34,8 +34,8 @@ def test_an_old_common_record_that_cannot_be_removed_is_kept_without_an_error(tm
 
 
 def test_the_run_of_nodes_that_share_no_disk_is_later_than_all_at_another_place(tmp_path):
-    """Both come back with empty disks. A run of the same number as the one before is taken for the older of two, half the time,
-    and then uploads nothing."""
+    """Both nodes restart with empty disks. A run with the number of the previous one counted as the older of two in half of the
+    cases and then uploaded nothing."""
     roots = [str(tmp_path / "node0"), str(tmp_path / "node1")]
 
     def opened(group):

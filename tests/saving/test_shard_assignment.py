@@ -64,7 +64,7 @@ def written(tensors, found):
 
 
 def model(dp, tp, layers, shards=0):
-    """A transformer with two moments: half of its matrices cut by rows, half by columns, norms whole."""
+    """Returns the layouts of a transformer with two moments: half of its matrices cut by rows, half by columns, norms uncut."""
     row, column = TensorLayout((dp, tp), (0, -1), shards), TensorLayout((dp, tp), (-1, 0), shards)
     norm = TensorLayout((dp * tp,), (-1,), shards)
     found = {"embedding": (row, (32000, 512), 4)}
@@ -86,7 +86,8 @@ def test_ranks_write_equal_amounts_within_a_tenth(dp, tp, shards):
 
 
 def test_widely_replicated_tensors_balance_the_others():
-    """The halves go first, to ranks 0 and 2; then what all hold goes to the others, though its name is first."""
+    """The half tensors are assigned first, to ranks 0 and 2; then the replicated one goes to the others, though its name sorts
+    first."""
     tensors = {"half": (TensorLayout((2, 2), (1,)), (4,), 4), **{f"all.{n}": (None, (2,), 4) for n in range(2)}}
     assert written(tensors, shares(tensors, 4)) == [8, 8, 8, 8]
 

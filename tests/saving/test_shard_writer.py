@@ -1,4 +1,4 @@
-"""What one rank writes of a step: what errors leave behind, what they must not undo, and a second try."""
+"""One rank writes its shard: leftovers of errors, what an error must not undo, and a second attempt."""
 import errno
 import os
 from dataclasses import replace
@@ -99,7 +99,7 @@ class OnRecord(PosixStorage):
 @pytest.mark.parametrize("operation", ["rename", "sync"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 def test_a_committed_save_is_kept_whatever_error_the_writer_gets(tmp_path, made, operation, code):
-    """Rank 0 has committed step 10 and removed step 5 before rank 1 hears of an error."""
+    """Rank 0 has committed step 10 and removed step 5 before rank 1 gets an error."""
     save_all(made, tmp_path, 5)
     write(made, tmp_path, 10, 0)
     storage = OnRecord(operation, code, act=lambda: Committer(target_of(made, tmp_path, 0), KeepLast(1)).saved(10))
@@ -150,7 +150,7 @@ def test_a_second_try_finds_what_the_first_one_saved(tmp_path, made):
 
 @BOTH
 def test_a_second_try_with_other_content_replaces_nothing(tmp_path, made):
-    """The first record may be there and only not be visible yet."""
+    """The first record may exist without being visible yet."""
     with pytest.raises(SaveError):
         write(made, tmp_path, 10, 1, OnRecord("rename", errno.EIO, effect=False))
     before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
@@ -231,7 +231,7 @@ def test_rank_0_renames_the_folder_between_the_rename_of_the_record_and_its_flus
 
 
 def test_rank_0_saves_a_step_again_that_is_committed(tmp_path):
-    """Its writer died before it could say so."""
+    """Its writer was killed before it could report the save."""
     save_all("2.0", tmp_path, 10)
     target = target_of("2.0", tmp_path, 0)
     saver = SyncSaver(SaveJob(target, Committer(target, clock=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits"))))
