@@ -51,7 +51,7 @@ def write_all(root: Path, step: int, world: int = 2, run: str = RUN, **how) -> N
 
 
 def save(root: Path, *steps: int, world: int = 2, run: str = RUN, policy: Policy = KEEP_ALL, **how) -> Committer:
-    """Writes whole, committed iterations."""
+    """Writes complete, committed iterations."""
     committer = Committer(target_of(root, 0, world, run), policy)
     for step in steps:
         write_all(root, step, world, run, **how)
@@ -96,13 +96,13 @@ def intend(root: Path, step: int) -> Path:
 
 
 def unname(root: Path, step: int, run: str = RUN) -> Path:
-    """Takes its name away from an iteration, as if the writer had died between the manifest and the rename."""
+    """Moves a published iteration back, as if the writer had been killed between the manifest and the rename."""
     os.rename(folder_of(root, step), making(root, step, run))
     return making(root, step, run)
 
 
 def foreign(root: Path, name: str = "mf190_20_dp2tp2opt", steps: tuple[int, ...] = (10, 15), tracked: bool = True) -> Path:
-    """What mindformers wrote. Returns ``root``."""
+    """Writes the files of mindformers. Returns ``root``."""
     source = FIXTURES / name / "output" / "checkpoint"
     Path(root).mkdir(parents=True, exist_ok=True)
     for step in steps:
@@ -113,7 +113,7 @@ def foreign(root: Path, name: str = "mf190_20_dp2tp2opt", steps: tuple[int, ...]
 
 
 def listing(root: Path) -> list[str]:
-    """What is visible, without the folder of records."""
+    """Returns the visible names, without the folder of records."""
     return sorted(name for name in os.listdir(root) if name != FOLDER)
 
 

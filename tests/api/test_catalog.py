@@ -1,4 +1,4 @@
-"""A folder of checkpoints through the API: what is there, what a resume would take, whether every byte is as written."""
+"""A folder of checkpoints through the API: list, select, verify."""
 import json
 import os
 import shutil
@@ -178,7 +178,7 @@ def test_select_gives_the_reason_for_refusing_a_newer_one(tmp_path):
 
 
 def test_files_that_are_refused_are_named_by_their_path(tmp_path):
-    """Also where the path is the folder of the run, and nothing can be used."""
+    """Also if the path is the folder of the run and no checkpoint is usable."""
     save(tmp_path / "output" / "checkpoint", 5, world=2)
     os.truncate(path_of(tmp_path / "output" / "checkpoint", 5, 1), 7)
     found = mindresume.open(tmp_path).select()

@@ -1,4 +1,4 @@
-"""docs/api.md: its examples run and give what they say, and it names everything that the API has."""
+"""docs/api.md: its examples run and give the printed results, and it names the whole API."""
 import re
 from dataclasses import fields
 from pathlib import Path

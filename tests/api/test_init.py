@@ -56,14 +56,14 @@ def test_the_table_is_what_type_checkers_see():
 
 
 def test_only_the_command_line_imports_the_api():
-    """It is above all rooms but the command line."""
+    """The API is above all other packages but the command line."""
     found = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")
              if "mindresume.api" in path.read_text(encoding="utf-8")}
     assert found == {"api", "cli", "__init__.py"}
 
 
 def test_choices_in_the_help_match_the_api():
-    """The command line names them without importing what knows them."""
+    """The command line lists them without importing the modules that define them."""
     from mindresume.api.conversion import TARGET_FORMATS
     from mindresume.reshard.engines import ENGINES
     from mindresume.reshard.huggingface_export import DTYPES

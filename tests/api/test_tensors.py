@@ -1,4 +1,4 @@
-"""What is known of a tensor without reading it, in numbers and in words."""
+"""Facts about a tensor that are known without reading it, as numbers and as text."""
 import pytest
 
 from mindresume.api.tensors import TensorInfo, TensorSlice, cut_text, slices_of_strategy, tensors_of_strategy

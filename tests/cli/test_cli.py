@@ -164,7 +164,8 @@ def test_all_commands_report_torn_metadata_of_mindformers(tmp_path, read, call):
 
 
 def said_of(step, read, call, root):
-    """What `ls`, `which` and `verify` say of it: (warnings, warnings of what is chosen, problems); and all that is printed."""
+    """Returns the output of `ls`, `which` and `verify`: (warnings, warnings of the selected one, problems), and all printed
+    text."""
     listed, = [row["warnings"] for row in read("ls", root)[1]["checkpoints"] if row["step"] == step]
     chosen = read("which", root)[1]["chosen"]
     status, found = read("verify", root)
@@ -451,7 +452,7 @@ def test_which_selects_the_emergency_save_of_a_mindformers_job(tmp_path, read):
 
 
 def test_commands_report_the_part_of_one_node(tmp_path, call):
-    """Nodes that share no disk: each command says what this node has, and that the job asks all of them."""
+    """Without shared storage each command reports the part of this node, and that the job asks all nodes."""
     for step in (5, 10):
         save_part(tmp_path, step, (2, 3))
     status, out, _ = call("which", tmp_path)

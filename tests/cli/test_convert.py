@@ -1,4 +1,4 @@
-"""``mindresume convert``: what it makes and says, its exit status, and what is left when it is stopped."""
+"""``mindresume convert``: its result, output and exit status, and the leftovers after an interruption."""
 import fcntl
 import json
 import os
@@ -66,7 +66,7 @@ def little(tmp_path):
 
 
 def files_of(source):
-    """Returns the files of a source without leases: a reader that was killed has left one, which goes with the next removal."""
+    """Returns the files of a source without leases: a killed reader leaves one, which the next removal deletes."""
     return {path: data for path, data in folder_contents(source).items() if not path.name.startswith("claim-")}
 
 
@@ -261,7 +261,7 @@ def test_too_little_space_is_an_error(source, refused, monkeypatch):
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_a_dtype_that_ckpt_may_not_have(tmp_path, call, dtype):
-    """Either it can be written, or one line says which tensor cannot."""
+    """It is written, or one line names the tensor that cannot be."""
     put(tmp_path / "a" / "net.safetensors", {"some.weight": np.zeros((4, 4), DTYPES[dtype])})
     status, _, err = call(tmp_path / "a", tmp_path / "new", "--to", "dp=2", "--format", "ckpt")
     assert (status, err) == (0, "") or status == 2 and "some.weight" in err and dtype in err and err.count("\n") == 1
@@ -291,7 +291,7 @@ cli.main()
 
 @pytest.fixture
 def halted(tmp_path):
-    """Starts the command in a process that halts at one of its writes; yields it when it is there."""
+    """Starts the command in a process that halts at one of its writes; yields the process when it has halted."""
     started = []
 
     def run(at, *arguments):
@@ -344,7 +344,7 @@ def test_a_kill_in_the_middle_and_the_same_command_again(source, tmp_path, read,
 
 @pytest.fixture
 def running(source, tmp_path):
-    """The same conversion as ``--to dp=2,pp=2``, begun by somebody else."""
+    """Runs the same conversion as ``--to dp=2,pp=2``, started by another process."""
     plan = Plan.parse("dp2pp2").strategy()
     made = Conversion(PosixStorage(), to_ranks(open_checkpoint(STORAGE, str(source)), Strategy(plan.stages), "safetensors"),
                       str(tmp_path / "new"))
@@ -394,7 +394,8 @@ TIED = {**LITTLE, "embedding.weight": Spec((8, 4), 0, "ends"), "adam_m.embedding
 
 
 def tied(root, origin, spoil=False):
-    """Of 4 ranks in 2 stages. ``spoil``: the last rank has another embedding than the second one, and its record says so."""
+    """Returns a checkpoint of 4 ranks in 2 stages. ``spoil``: the last rank has another embedding than the second one, and its
+    record matches."""
     plan, tensors = Plan.parse("tp2pp2", TIED), random_tensors(TIED)
     other = {**tensors, "embedding.weight": tensors["embedding.weight"].copy()}
     other["embedding.weight"].view(np.uint32)[7, 1] ^= 1

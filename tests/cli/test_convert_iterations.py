@@ -32,7 +32,7 @@ def values(folder):
 @pytest.mark.parametrize("plan", ["dp1", "tp2", "dp2tp2opt2", "dp2tp2pp2opt2", "pp4"])
 @pytest.mark.parametrize("dedup", [False, True])
 def test_a_round_trip_keeps_everything(tmp_path, call, plan, dedup):
-    """Layout, weights, moments and counters; what both formats say of the step; and it can be resumed from."""
+    """Layout, weights, moments and counters, and the state in both formats; a resume can use the result."""
     plan = Plan.parse(plan)
     recorded(tmp_path / "old", plan, TENSORS, dedup=dedup and plan.world_size > 1)
     assert call(tmp_path / "old", tmp_path / "new", "--format", "iteration")[0] == 0

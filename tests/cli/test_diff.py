@@ -1,4 +1,4 @@
-"""``mindresume diff``: what it says of two checkpoints, and its exit status."""
+"""``mindresume diff``: its output for two checkpoints, and its exit status."""
 from pathlib import Path
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""``mindresume drill`` on a file system: what is struck, and what is said of the rest."""
+"""``mindresume drill`` on a file system: the operations that get a fault, and the report on the rest."""
 import os
 
 import pytest

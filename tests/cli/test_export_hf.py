@@ -1,4 +1,4 @@
-"""``mindresume export-hf``: the folder it makes, what it says, and what it refuses."""
+"""``mindresume export-hf``: the folder that it writes, its output, and its refusals."""
 import json
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``mindresume merge``: consolidated weights of both kinds, what is said, and what is refused."""
+"""``mindresume merge``: consolidated weights of both kinds, its output, and its refusals."""
 import json
 import os
 
@@ -34,7 +34,7 @@ def bits(tensors):
 
 
 def read_all(folder):
-    """All tensors of consolidated weights, and what was found."""
+    """Returns all tensors of consolidated weights, and the description of the folder."""
     found = read_consolidated(STORAGE, str(folder))
     return arrays_of(found), found
 

@@ -1,4 +1,4 @@
-"""``mindresume prune``: what it says, what it removes, and that a dry run changes nothing at all."""
+"""``mindresume prune``: its output, the files that it removes, and that a dry run changes nothing."""
 import os
 import subprocess
 import sys

@@ -22,7 +22,7 @@ PATIENCE = 600.0
 
 
 class InThisProcess:
-    """Stands for the worker processes, so that what a test breaks is broken there, too."""
+    """Replaces the worker processes, so that patches of a test apply there, too."""
 
     def __init__(self, count, folder=None):
         pass
@@ -39,7 +39,7 @@ class InThisProcess:
 
 @pytest.fixture
 def unflushed(monkeypatch):
-    """A product that flushes no folder. What was judged before does not count."""
+    """Makes the product flush no folder. States that were checked before do not count."""
     monkeypatch.setattr(Mount, "sync", lambda self, folder: None)
     monkeypatch.setattr(workers, "Workers", InThisProcess)
     monkeypatch.setattr(search, "known_states", search.KnownStates())

@@ -250,7 +250,7 @@ def test_a_rename_to_another_folder_changes_both_names_or_none(root):
 
 @pytest.mark.parametrize("fates", list(itertools.product([True, False], repeat=2)))
 def test_a_folder_replaced_by_another_is_undone_in_order(root, fates):
-    """As when an iteration is saved again: the old folder becomes trash, the new one takes its name."""
+    """An iteration that is saved again does this: the old folder becomes trash, the new one gets its name."""
     os.makedirs(root + "/hidden/new")
     os.rename(root + "/a", root + "/old")
 

@@ -61,7 +61,7 @@ def flip(sandbox, path, name="embedding.weight"):
 
 
 def write_altered(sandbox, step, **arrays):
-    """All ranks record other tensors than the scenario saves."""
+    """Makes all ranks record other tensors than the scenario saves."""
     for rank in range(RANKS):
         target = sandbox.target(rank, 0, PosixStorage())
         part = shard(target, step, sandbox.format)
@@ -168,7 +168,7 @@ def test_a_pointer_to_a_torn_file(sandbox):
 
 @pytest.mark.parametrize("damage", [cut, os.remove])
 def test_an_incomplete_committed_checkpoint_is_reported(sandbox, damage):
-    """It is not needed now, but a user can name it, or a resume can fall back to it."""
+    """It is not needed now, but a user can request it by name, or a resume can fall back to it."""
     saved(sandbox, 10, 20)
     damage(file_of(sandbox, 10, 1))
     found = check_resume(sandbox, [OLD, NEW])

@@ -43,8 +43,9 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Mutant:
-    """``verdict``: what the drill says of it in ``scenario`` under ``fault``. ``where``: only operations with this in their name
-    or path, to be fast. ``seed``: an order of the ranks in which it matters. ``format``: default one of the rank folders."""
+    """``verdict``: the expected verdict of the drill in ``scenario`` under ``fault``. ``where``: limits the test to operations
+    with this text in their name or path, to be fast. ``seed``: an order of the ranks in which it matters. ``format``: by default
+    one of the rank folders."""
     name: str
     mutate: Callable[[Patch], None]
     scenario: str
@@ -567,7 +568,7 @@ def verdict_of_run(patch: Patch, folder: str, scenario: Scenario, fault: Fault |
 
 
 def _taken_over(sandbox: Sandbox, rank: int) -> None:
-    """Run 1 was taken for dead and continues."""
+    """Run 1 was considered dead and continues."""
     try:
         shard_writer.write_shard(sandbox.target(rank, 0), scenarios.shard(sandbox.target(rank, 0), 30, sandbox.format))
     except LeaseHeldError:

@@ -9,7 +9,7 @@ from mindresume.model.layout import TensorLayout
 
 @st.composite
 def cuts(draw):
-    """(layout, a global shape that divides and is not empty), of every kind that axes can say."""
+    """Draws (layout, a non-empty global shape that it divides), with every combination of axes."""
     matrix = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     assume(math.prod(matrix) <= 32)
     axes, maps = draw(st.permutations(range(len(matrix)))), []
@@ -24,7 +24,7 @@ def cuts(draw):
 
 
 def representable(layout):
-    """Whether the minor ``optimizer_pieces`` of the replicas end within one axis, at a divisor of it."""
+    """Returns whether the minor ``optimizer_pieces`` of the replicas end within one axis, at a divisor of it."""
     if layout.optimizer_pieces == 1:
         return True
     left = layout.copies

@@ -172,7 +172,7 @@ def test_partial_gradient_buffers_are_noted(unified):
 
 
 def test_links_are_followed(unified, tmp_path):
-    """As in the cache of the HuggingFace hub."""
+    """The cache of the HuggingFace hub consists of links."""
     (tmp_path / "links").mkdir()
     for name in os.listdir(unified):
         (tmp_path / "links" / name).symlink_to(unified / name)
@@ -180,7 +180,7 @@ def test_links_are_followed(unified, tmp_path):
 
 
 def test_written_by_mindformers():
-    """Only what mindformers 1.9.0 left there; every tensor and value is known from its source."""
+    """Reads only the output of mindformers 1.9.0; every tensor and value is known from its source."""
     expected = json.loads((FIXTURE / "expected.json").read_text())
     found = read(FIXTURE / "unified_checkpoint")
     assert found.kind == MINDSPORE and found.files == ("part0.safetensors", HYPER) and found.notes == ()

@@ -60,7 +60,7 @@ def assemble(known, tensors):
 
 @dataclass
 class Config:
-    """What its operations look at."""
+    """The fields that the operations of mindformers read."""
     num_attention_heads: int
     num_query_groups: int
     kv_channels: int
@@ -79,7 +79,7 @@ def converters():
 
 
 def configured(converters, model, tensor_parallel, optimizer, expert_parallel=1):
-    """Its template, as a rank with these sizes has it."""
+    """Returns mindformers' template as a rank with these sizes has it."""
     found = copy.deepcopy(converters[model.kind])
     config = Config(model.heads, model.groups, model.head_dim, model.hidden, tensor_parallel, model.experts, model.inner,
                     expert_parallel)
@@ -96,8 +96,8 @@ def of_layer(op, layer, experts):
 
 
 def converted(op, tensors, model, pieces, piece, layer=1):
-    """Its result for one rank: the tensors that it takes, each cut into ``pieces`` by rows, as its ReshardLoader cuts them (those
-    of experts stacked before)."""
+    """Returns mindformers' result for one rank: the tensors that it takes, each cut into ``pieces`` by rows, as its ReshardLoader
+    cuts them (those of experts stacked before)."""
     given_ = {}
     for name, names in of_layer(op, layer, model.experts if "experts" in op.hf_names[0] else 0).items():
         stacked = np.concatenate([tensors[one] for one in names])
@@ -109,7 +109,8 @@ def converted(op, tensors, model, pieces, piece, layer=1):
     ("multi", 1, 1), ("multi", 2, 1), ("multi", 4, 1), ("multi", 2, 2), ("grouped", 1, 1), ("grouped", 2, 1), ("grouped", 4, 1),
     ("grouped", 2, 2), ("grouped", 1, 4), ("one group", 1, 1), ("moe", 1, 1), ("moe", 2, 1), ("moe", 1, 2), ("tied", 2, 1)])
 def test_every_rank_gets_the_same_slices_as_from_mindformers(converters, name, tensor_parallel, optimizer):
-    """Every operation of its template, on every rank: the same bits as that rank's rows of the whole tensor by the rules."""
+    """Runs every operation of mindformers' template on every rank: it gives the same bits as that rank's rows of the uncut
+    tensor."""
     model, seen = MODELS[name], set()
     tensors = random(model)
     if model.tied:                          # mindformers has no rule for a head that is not there
@@ -129,7 +130,7 @@ def test_every_rank_gets_the_same_slices_as_from_mindformers(converters, name, t
 
 @pytest.mark.parametrize("name", ["grouped", "one group", "moe"])
 def test_more_ranks_than_groups(converters, name):
-    """Then mindformers puts the whole linear_qkv together and cuts that."""
+    """mindformers then assembles the whole linear_qkv and cuts that."""
     from mindformers.checkpoint.converter.template import WeightTemplate
     model = MODELS[name]
     tensors, collected = random(model), {}
@@ -143,7 +144,7 @@ def test_more_ranks_than_groups(converters, name):
 
 
 def test_contiguous_orders_are_those_of_its_older_conversion():
-    """The template knows one order only; ``convert_hf_weight`` of Checkpoint 1.0 goes by the settings."""
+    """The template has one order only; ``convert_hf_weight`` of Checkpoint 1.0 follows the settings."""
     from mindformers.parallel_core.utils.model_mixin import TrainModelMixin
     mixin, hf = TrainModelMixin(), "model.layers.1."
     for model in (GROUPED, MODELS["contiguous"]):
@@ -178,7 +179,7 @@ def test_template_is_compared_by_name(converters):
 # ---- as arithmetic ---------------------------------------------------------------------------------------------------
 
 def test_experts_compute_with_the_weights_of_the_rules():
-    """With the shapes and halves of FFNGroupedGEMM, each expert is down(silu(gate(x)) * up(x))."""
+    """With the shapes and halves of FFNGroupedGEMM, each expert computes down(silu(gate(x)) * up(x))."""
     tensors = random(MOE)
     whole = assemble(rules(MOE), tensors)
     first = whole["decoder.layers.0.mlp.experts.weight1"].reshape(MOE.experts, MOE.hidden, 2 * MOE.inner)

@@ -106,7 +106,8 @@ def test_finished_steps_and_intended_steps_are_combined(tmp_path):
 
 @pytest.mark.parametrize("finish", [write_all, lambda root, step: (save(root, step), unname(root, step))])
 def test_a_late_tracker_is_not_a_tracker_that_was_set_back(tmp_path, finish):
-    """Step 20 was committed and shown, but the tracker could not be written; then all ranks died before step 30 had a name."""
+    """Step 20 was committed and published, but the tracker could not be written; then all ranks were killed before step 30 was
+    published."""
     save(tmp_path, 10, 20)
     finish(tmp_path, 30)
     track(tmp_path, 10)

@@ -55,7 +55,7 @@ def test_an_empty_checkpoint_folder_does_not_hide_others(tmp_path, left):
 
 
 def test_an_incomplete_save_does_not_hide_a_checkpoint_below(tmp_path):
-    """Checkpoint 2.0 saves to ``directory``, 1.0 to a folder in it: the first save after the change died."""
+    """Checkpoint 2.0 saves to ``directory``, 1.0 to a folder in it: the first save after the change was killed."""
     rank_folders.save(tmp_path / "checkpoint", 5, world=2)
     iteration_folders.write_rank(tmp_path, 10, 0)
     assert locate(STORAGE, str(tmp_path)) == str(tmp_path / "checkpoint")
@@ -91,7 +91,7 @@ def test_large_and_cyclic_trees_are_searched_in_part(tmp_path):
 
 
 class Locked:
-    """``folder`` cannot be listed: a mount in trouble, or somebody else's."""
+    """Cannot list ``folder``: a broken mount, or the folder of another user."""
     def __init__(self, folder):
         self.folder = str(folder)
 

@@ -17,7 +17,7 @@ FIRST = 4
 
 
 def described(name, layout, shape, *, first=0, dtype="float32", copies=True, kind="model"):
-    """As all ranks of the stage store it, or the last holder of each slice only."""
+    """Returns the rows for all ranks of the stage, or for the last holder of each slice only."""
     groups = {}
     for rank, number in enumerate(ordinals(layout, shape), first):
         groups.setdefault(number, []).append(rank)
@@ -137,7 +137,7 @@ KEY = slice_key("w", 1)
 
 
 def changed(*path_and_value):
-    """The whole file with one value replaced; ``...`` removes it."""
+    """Returns the file with one value replaced; ``...`` removes it."""
     *path, last, value = path_and_value
     rows = inner = copy.deepcopy(WHOLE)
     for step in path:
@@ -282,7 +282,7 @@ def test_any_value_at_any_place(path, value):
 
 
 def test_a_large_job_is_encoded_and_read():
-    """Two stages of 128 ranks with 60 parameters each and every copy: a 17th of 1,024 ranks with 2,000 parameters."""
+    """Two stages of 128 ranks with 60 parameters each and every replica: a 17th of 1,024 ranks with 2,000 parameters."""
     kinds = [TensorLayout((16, 8), (0, -1)), TensorLayout((16, 8), (-1, 0)), TensorLayout((16, 8), (0, -1), -1)]
     tensors = [described(f"{first}.{number}.weight", kinds[number % 3], (4096, 128), first=first)
                for first in (0, 128) for number in range(60)]

@@ -18,7 +18,7 @@ def order(root):
 
 
 def forget_times(root, copy):
-    """As ``cp -r`` or a restore from an object store leaves it: every file is of now."""
+    """Sets the time of every file to now, as ``cp -r`` or a restore from an object store does."""
     shutil.copytree(root, copy, copy_function=shutil.copyfile)
     return copy
 
@@ -112,7 +112,7 @@ def test_saves_of_mindformers_in_a_copy_without_times(tmp_path, name, hints, tim
 
 
 def test_files_of_exception_save_are_not_candidates(tmp_path):
-    """MindSpore counts its step_num within the epoch: step 17 of 10 steps an epoch says 7."""
+    """MindSpore counts step_num within the epoch: at step 17 with 10 steps per epoch it stores 7."""
     save(tmp_path, 15, world=1)
     pieces = encode("ckpt", {**tensors_of(0, 17), **counters(7)}, {})
     (tmp_path / "rank_0" / "net_rank_0-2_7_breakpoint.ckpt").write_bytes(b"".join(bytes(piece) for _, piece in pieces))

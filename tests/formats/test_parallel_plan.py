@@ -28,7 +28,7 @@ def model(layers=2, hidden=8, vocabulary=16):
 
 
 def source(tensors, axis=0, matrix=(2, 2)):
-    """As a job of one stage would have it."""
+    """Returns the layouts of a job of one stage."""
     return {name: (shape, TensorLayout(matrix, [axis if dim == cut else -1 for dim in range(len(shape))]), (0,))
             for name, (shape, cut, _) in tensors.items()}
 
@@ -77,7 +77,7 @@ def test_impossible_numbers_are_refused(numbers):
 # ---- who owns what ---------------------------------------------------------------------------------------------------
 
 def owners(plan, shape, cut, stage):
-    """Which rank of the job holds which element: bool[rank, *shape], element by element from the numbers of the plan."""
+    """Returns which rank of the job has which element: bool[rank, *shape], element by element from the numbers of the plan."""
     cut = cut if plan.tp > 1 else None
     replicas = plan.dp * (1 if cut is not None else plan.tp)
     rows = shape[0] // (plan.tp if cut == 0 else 1)                 # of dimension 0, in each part of the tensor cut

@@ -318,7 +318,7 @@ class Late(PosixStorage):
 @pytest.mark.parametrize("missing", ["newest", "all", "trouble"])
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_records_that_are_listed_late_are_looked_up(tmp_path, fmt, missing):
-    """The files were taken for a checkpoint without records: unproven, and held by nobody."""
+    """The files counted as a checkpoint without records: unverified, and without a lease holder."""
     for step, run, suffix in ((5, RUN, 0), (10, NEXT_RUN, 1)):
         save(tmp_path, step, world=2, fmt=fmt, run=run, suffix=suffix)
     late = attempt_name(10, NEXT_RUN)

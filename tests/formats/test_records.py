@@ -36,7 +36,7 @@ def test_attempts_of_both_formats_and_in_every_state(tmp_path):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_folders_of_a_writer_killed_while_it_created_them_are_an_attempt(tmp_path, depth):
-    """Between the second and the third no listing knew it."""
+    """Between the second and the third folder no listing contained it."""
     parts = [FOLDER, attempt_name(10, RUN), FOLDER, attempt_name(10, RUN)]
     os.makedirs(tmp_path.joinpath(*parts[:depth + 1]))
     candidate, = candidates(tmp_path)
@@ -47,7 +47,7 @@ def test_folders_of_a_writer_killed_while_it_created_them_are_an_attempt(tmp_pat
 
 
 def test_late_records_of_an_unpublished_iteration_are_found_by_name(tmp_path):
-    """It was made before this host had listed the folder above for the last time."""
+    """They were written before this host listed the parent folder for the last time."""
     write_all(tmp_path, 10)
 
     class Late(PosixStorage):
@@ -80,7 +80,7 @@ def test_the_later_run_counts_if_an_iteration_has_two_folders_of_records(tmp_pat
 
 
 def test_a_published_folder_was_committed(tmp_path):
-    """Its manifest and a record are gone: no reason to begin afresh."""
+    """Its manifest and a record are lost: that is not a fresh start."""
     save(tmp_path, 10)
     for name in (MANIFEST, record_name(1)):
         os.remove(records_of(folder_of(tmp_path, 10), 10) / name)

@@ -21,7 +21,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="-"), min_size=1
 
 @st.composite
 def layouts(draw, size, nested=True):
-    """Of a stage of ``size`` ranks, every kind a file can hold."""
+    """Draws layouts of a stage of ``size`` ranks, of every kind that a file can contain."""
     matrix, rest = [], size
     while rest > 1 or not matrix:
         divisors = [n for n in range(1, rest + 1) if rest % n == 0 and (n > 1 or rest == 1 or len(matrix) < 4)]

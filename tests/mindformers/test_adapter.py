@@ -57,7 +57,8 @@ COUNTERS = {"global_step": ((1,), ms.int32), "scale_sense": ((), ms.float32)}
 
 
 def cached_network(monkeypatch):
-    """As after the compilation of a job of several ranks (mindspore 2.9.0 on four processes, MS_COMPILER_CACHE_ENABLE=1)."""
+    """Returns a network as after the compilation of a job of several ranks (mindspore 2.9.0 on four processes,
+    MS_COMPILER_CACHE_ENABLE=1)."""
     monkeypatch.setattr(adapter, "is_parallel", lambda: True)
     network = Holder({"w": ((4, 2), ms.float32), "of_another_stage": ((4, 2), ms.float32), **COUNTERS})
     network.parameters_dict()["w"].sliced = True
@@ -104,7 +105,7 @@ def alone(monkeypatch):
 
 
 def row(shared=False, is_send=False):
-    """Of ``parameter_layout_dict``."""
+    """Returns a row of ``parameter_layout_dict``."""
     return ((2,), (0, -1), (2, 2), 0, True, "", (4, 2), (2, 2), shared, is_send, 4, 0)
 
 

@@ -1,4 +1,4 @@
-"""auto_trans_ckpt on several ranks (threads), with a network that only says which parameters it holds."""
+"""auto_trans_ckpt on several ranks (threads), with a network that only has parameters."""
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ GLOBAL_STEP = COUNTERS["global_step"].shape
 
 
 class Network:
-    """What one rank of a job under ``plan`` holds, and its layouts as ``parameter_layout_dict`` tells them."""
+    """Has the parameters of one rank of a job under ``plan``, and their layouts in ``parameter_layout_dict``."""
 
     def __init__(self, plan: Plan, rank: int, **changed):
         shapes = {name: array.shape for name, array in plan.shard(TENSORS, rank).items()}
@@ -59,7 +59,7 @@ def device(monkeypatch):
 
 
 def job(group, path, output, plan, settings=None, **values):
-    """What the hooks do on one rank, up to the load. Returns (session, configuration)."""
+    """Runs the hooks of one rank up to the load. Returns (session, configuration)."""
     config = MindFormerConfig(load_checkpoint=str(path), resume_training=True, auto_trans_ckpt=True, output_dir=str(output),
                               load_ckpt_format="safetensors", **values)
     current = training_context.TrainingContext(settings or Settings(), training_context.TRAIN, training_context.Resources(group))
@@ -119,7 +119,7 @@ def test_every_rank_loads_its_own_slices(tmp_path, origin, target):
 
 
 def test_the_same_command_again_finds_the_strategy_that_was_set_aside(tmp_path):
-    """mindformers' own folders: the source's strategy lies where this job writes its own."""
+    """In mindformers' own folders the strategy of the source is in the folder to which this job writes its own."""
     source, plan = Plan.parse("dp2tp2", NET), Plan.parse("dp2", NET)
     foreign(tmp_path / "checkpoint", source, TENSORS)
     write_strategy(source.strategy(), str(tmp_path / "strategy"))
@@ -259,7 +259,7 @@ def test_merged_weights_without_a_step_cannot_be_resumed(tmp_path):
 
 
 def test_the_checkpoint_of_the_counters_is_that_of_the_weights(tmp_path):
-    """The newest is damaged: weights and step are those of the one before."""
+    """The newest is damaged: weights and step come from the previous one."""
     plan, source = Plan.parse("dp2", NET), Plan.parse("tp4", NET)
     recorded(tmp_path / "checkpoint", source, TENSORS)
     chosen = select_shared(STORAGE, str(tmp_path / "checkpoint"), SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Streaming data of Hugging Face: it goes on at its own place in the data, from the state that was saved there, or not at all."""
+"""Streaming data of Hugging Face continues at its saved position, or the resume is refused."""
 import json
 from types import SimpleNamespace
 
@@ -30,14 +30,14 @@ def reader(folder, batch=BATCH):
 
 
 def read(source, skip, steps, batch=BATCH):
-    """As mindspore asks for samples behind ``skip`` steps: by their numbers in a pass."""
+    """Reads samples after ``skip`` steps as mindspore does, by their numbers in a pass."""
     numbers = [number % SAMPLES for number in range(skip * batch, (skip + steps) * batch)]
     return [source[number][0][0] for number in numbers]
 
 
 @pytest.fixture
 def states(tmp_path):
-    """Of two passes."""
+    """Returns the states of two passes."""
     read(reader(tmp_path)[1], 0, 20)
     return tmp_path
 
@@ -61,7 +61,7 @@ def gone_on(dataset, progress, current):
 
 @pytest.mark.parametrize("skip", [1, 3, 9, 10, 11, 13, 20])
 def test_a_stream_continues_at_its_position(states, current, skip):
-    """Also between two passes, where mindformers gives the first sample for ever; the states that follow have the right names."""
+    """Also between two passes, where mindformers returns the first sample forever; later states have the right names."""
     dataset, source = reader(states)
     gone_on(dataset, at(skip), current)
     assert read(source, skip, 9) == [number % SAMPLES for number in range(skip * BATCH, (skip + 9) * BATCH)]

@@ -145,7 +145,7 @@ def test_mindformers_gets_another_folder_if_common_json_is_missing(tmp_path, cur
 
 
 def test_rank_folders_are_selected_if_there_is_nothing_else(tmp_path, current):
-    """A job that goes over to Checkpoint 2.0 in the middle; as soon as it has saved, its iteration folders are newer."""
+    """A job changes to Checkpoint 2.0; after its first save its iteration folders are newer."""
     save(tmp_path, 5, world=2)
     load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current,
                           STORAGE)

@@ -62,7 +62,7 @@ def test_dtypes_that_safetensors_cannot_store_are_errors(key, value):
 
 
 def test_the_section_is_checked_before_mindformers_reads_it():
-    """mindformers would say that save_max in checkpoint_config, which is not in the file, should be at least 1."""
+    """mindformers' error would be that save_max in checkpoint_config, which is not in the file, should be at least 1."""
     monitor = {"type": "CheckpointMonitor", "keep_checkpoint_max": 0}
     with pytest.raises(ConfigError, match="^callbacks: CheckpointMonitor: keep_checkpoint_max is 0; expected at least 1"):
         check_callbacks(built_in, [{"type": "MFLossMonitor", "what": 1}, monitor])

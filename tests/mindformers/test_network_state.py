@@ -100,7 +100,7 @@ def test_mindspore_reads_our_file(tmp_path, fmt):
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 def row(matrix, tensor_map, slice_shape, full, group=""):
-    """As ``network.parameter_layout_dict`` has them after a compile."""
+    """Returns a row of ``network.parameter_layout_dict`` as after a compilation."""
     return (list(matrix), list(tensor_map), list(slice_shape), 0, True, group, list(full), [], False, False, -1, -1)
 
 
@@ -128,7 +128,7 @@ def test_layouts_with_the_optimizer_shard_that_the_sizes_tell(matrix, tensor_map
 
 
 def cached(matrix, tensor_map, slice_shape, group=""):
-    """As they are of a graph out of the compile cache: without the full shape (mindspore 2.9.0)."""
+    """Returns rows of a graph from the compile cache: without the full shape (mindspore 2.9.0)."""
     return (list(matrix), list(tensor_map), list(slice_shape), 0, True, group, [], [], False, False, 0, 0, [])
 
 

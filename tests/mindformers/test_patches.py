@@ -201,7 +201,7 @@ def test_the_output_folder_of_a_killed_first_start_is_a_fresh_start(tmp_path, cu
 
 @pytest.mark.parametrize("there", [True, False])
 def test_checkpoints_seen_by_another_rank_prevent_a_fresh_start(tmp_path, current, monkeypatch, there):
-    """An older one may be taken, said aloud; but never none."""
+    """An older one may be selected with a warning, but never none."""
     late = Visibility(65, ("rank 1 sees /x/manifest.json, and rank 0 does not list it, after 65 s",))
     monkeypatch.setattr(job_selection, "wait_until_visible", lambda *_: late)
     if there:
@@ -449,7 +449,7 @@ def chosen(tmp_path, current, step=15, foreign=False, **values):
 
 
 def test_a_run_from_its_beginning_that_skips_data(current):
-    """In sink mode the sinks that are skipped are not trained behind the end of the data; a whole pass cannot be skipped."""
+    """In sink mode the skipped sinks are not trained after the end of the data; a whole pass cannot be skipped."""
     skips = []
     dataset = SimpleNamespace(set_init_step=skips.append)
     for skip, sink, epoch, position in ((4, None, 0, 32), (4, 2, 2, 32), (14, 2, 2, 32), (14, None, 0, 32), (None, 2, 0, 0)):
@@ -509,7 +509,7 @@ def test_a_sink_is_not_cut(tmp_path, current):
 
 
 def set_scale(current, scale):
-    """As if the chosen checkpoint had been saved with this loss scale."""
+    """Stores this loss scale in the selected checkpoint."""
     state = replace(current.plan.choice.chosen.state, loss_scale=scale)
     choice = current.plan.choice
     current.plan = replace(current.plan, choice=replace(choice, chosen=replace(choice.chosen, state=state)))
@@ -689,8 +689,8 @@ def test_verified_files_are_loaded_from_memory(tmp_path, current):
 
 
 def test_files_replaced_by_a_download_are_read_again(tmp_path, current, monkeypatch):
-    """Where nodes share no disk, the damaged bytes of the first look were kept, and what had come from the object store in their
-    place was refused with them."""
+    """Without shared storage, the damaged bytes of the first verification stayed in the cache, and the replacement from the
+    object store was refused too."""
     save(tmp_path, 15, world=1)
     path = path_of(tmp_path, 15, 0)
     content = path.read_bytes()
@@ -711,7 +711,7 @@ def test_files_replaced_by_a_download_are_read_again(tmp_path, current, monkeypa
 
 
 def test_the_tracker_that_the_selection_waited_for_counts(tmp_path, current, monkeypatch):
-    """What is read before the choice, while other hosts are waited for, was kept, and decided."""
+    """A tracker read before the selection, while waiting for other hosts, stayed in the cache and decided."""
     iteration_folders.save(tmp_path, 5)
     iteration_folders.save(tmp_path, 10)
     iteration_folders.track(tmp_path, "5")
@@ -726,7 +726,7 @@ def test_the_tracker_that_the_selection_waited_for_counts(tmp_path, current, mon
 
 
 def test_nothing_is_cached_for_a_plain_load_nor_kept_after_the_load(tmp_path, current):
-    """What mindformers wrote is not verified by its bytes; reading it kept a second copy, for the whole training without a
+    """Files of mindformers are not verified by their bytes; reading them kept a second copy, for the whole training without a
     CheckpointMonitor."""
     chosen(tmp_path, current, foreign=True)
     state_restorer.read_shard(current.resources.storage, str(tmp_path), current.shard)

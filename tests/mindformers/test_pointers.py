@@ -1,4 +1,4 @@
-"""What mindformers alone makes of the pointers in rank folders."""
+"""How mindformers alone interprets the pointers in rank folders."""
 import json
 import os
 

@@ -1,4 +1,4 @@
-"""Messages as whole int32 words, and the group of one."""
+"""Messages as int32 words, and the group of a single process."""
 import numpy as np
 import pytest
 

@@ -108,7 +108,7 @@ def test_no_row_twice():
 # ---- the installed release -------------------------------------------------------------------------------------------
 
 def test_the_installed_release_matches_the_table():
-    """Also after the installation: a wrapper has the signature of what it wraps."""
+    """Also after the installation: a wrapper has the signature of the wrapped function."""
     assert upstream_check.profile_for(upstream_check.installed_versions()) == (MINDFORMERS_1_9, "")
     assert upstream_check.check(MINDFORMERS_1_9.symbols) == []
     assert upstream_check.require(MINDFORMERS_1_9) == (frozenset(), [])
@@ -126,7 +126,7 @@ def test_untested_versions_are_reported(versions, untested):
 
 @pytest.fixture
 def module(monkeypatch):
-    """A module that stands for one of mindformers."""
+    """Returns a module that replaces one of mindformers."""
     made = types.ModuleType("mindformers_of_the_test")
 
     def load(path, network, optimizer=None):
@@ -138,7 +138,7 @@ def module(monkeypatch):
 
         @classmethod
         def get(cls, name):
-            """As expected."""
+            """Has the expected signature."""
 
     class Child(Trainer):
         """Inherits ``get``."""

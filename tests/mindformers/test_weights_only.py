@@ -1,4 +1,4 @@
-"""Weights alone in Checkpoint 1.0, on several ranks (threads), with a network that only says which parameters it holds."""
+"""Weights-only loads in Checkpoint 1.0 on several ranks (threads), with a network that only has parameters."""
 import importlib
 import os
 from types import SimpleNamespace
@@ -34,8 +34,8 @@ WEIGHTS = {name for name in NET if not name.startswith("adam_")}
 
 
 class Network:
-    """What one rank of a job under ``plan`` holds, its optimizer included, and its layouts as ``parameter_layout_dict`` tells
-    them. ``changed``: {name: (shape, dtype)}, None: it has no such parameter."""
+    """Has the parameters of one rank of a job under ``plan``, its optimizer included, and their layouts in
+    ``parameter_layout_dict``. ``changed``: {name: (shape, dtype)}; None removes the parameter."""
 
     def __init__(self, plan, rank=0, changed=None):
         shapes = {name: array.shape for name, array in plan.shard(TENSORS, rank).items()}
@@ -134,7 +134,7 @@ ORIGINS = ["records", "mindformers", "mindformers ckpt", "consolidated", "one fi
 @pytest.mark.parametrize("task", [TRAIN, EVALUATE, PREDICT])
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_every_saved_format_is_loaded_in_one_process(tmp_path, origin, task):
-    """Without use_parallel or auto_trans_ckpt; the optimizer's state stays away."""
+    """Without use_parallel or auto_trans_ckpt; optimizer state is not loaded."""
     network = load(written(tmp_path, origin, SOURCE), tmp_path / "out", SINGLE, task)
     right(network, SINGLE)
     assert network.training is (task == TRAIN)
@@ -173,7 +173,7 @@ def test_nodes_that_share_no_disk_load_their_own(tmp_path, monkeypatch):
 
 
 def test_weights_without_a_step_are_loaded(tmp_path):
-    """As checkpoint_network has them: no counters, no optimizer."""
+    """As saved by checkpoint_network: no counters, no optimizer."""
     plan = Plan.parse("tp2", NET)
     for rank in range(2):
         arrays = {name: array for name, array in plan.shard(TENSORS, rank).items() if name in WEIGHTS}
@@ -235,7 +235,7 @@ LORA = {"model": {"model_config": {"pet_config": {"pet_type": "lora"}}}}
 
 
 def test_adapters_that_mindformers_adds_begin_as_they_are_initialised(tmp_path):
-    """Only in a training, of weights that have none of them."""
+    """Only in a training, with weights that have no adapters."""
     adapters = {name: row for name, row in NEW.items() if "lora" in name}
     path = complete(tmp_path / "weights", TENSORS)
     right(load(path, tmp_path, SINGLE, changed=adapters, **LORA), SINGLE)

@@ -71,7 +71,7 @@ def layouts(draw):
 
 @st.composite
 def tensor_records(draw):
-    """Of any layout, with the local shape that follows from the global one."""
+    """Draws tensors of any layout, with the local shape that follows from the global one."""
     layout, whole = draw(st.none() | layouts()), draw(st.none() | shapes)
     shape = draw(shapes)
     if layout is not None:

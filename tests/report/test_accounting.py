@@ -1,4 +1,4 @@
-"""Where steps and seconds went: by hand, and as properties of any history."""
+"""Accounting of steps and seconds: computed by hand, and as properties of any history."""
 import math
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def test_an_older_checkpoint_loses_steps_of_more_than_one_attempt():
 
 
 def test_an_attempt_in_between_that_resumed_from_elsewhere_is_lost():
-    """It took an older checkpoint, because the newer one could not be read then; the next attempt took the newer one again."""
+    """It resumed from an older checkpoint, because the newer one was unreadable then; the next attempt used the newer one."""
     assert lost(attempt(1, 1, 20), attempt(2, 11, 15, RUNS[1]), attempt(3, 21, 30, RUNS[1], FINISHED)) == [0, 5, 0]
 
 
@@ -127,7 +127,7 @@ def test_steps_after_the_newest_checkpoint_are_at_risk():
 
 @st.composite
 def histories(draw):
-    """Each attempt goes on from a checkpoint of one before it, or from the beginning; saves at any time."""
+    """Draws attempts that resume from a checkpoint of an earlier one, or start from the beginning; saves at any time."""
     attempts, at = [], 0.0
     for number in range(1, draw(st.integers(1, 6)) + 1):
         parents = [other for other in attempts if other.last_step]

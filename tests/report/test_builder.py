@@ -1,4 +1,4 @@
-"""A folder becomes one report: which ranks are read, what is said about them, and the JSON document."""
+"""A folder becomes one report: the ranks that are read, the notes about them, and the JSON document."""
 import json
 import os
 import time

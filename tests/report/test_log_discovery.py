@@ -1,4 +1,4 @@
-"""Which files are logs of a training, and in which order their pieces are read."""
+"""Which files are logs of a training, and the order of their pieces."""
 from pathlib import Path
 
 from mindresume.report.log_discovery import LogFile, find_logs

@@ -1,4 +1,4 @@
-"""What all tests of this folder share."""
+"""Fixtures of all tests in this folder."""
 import os
 
 import pytest
@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def no_flush():
-    """Flushes are half of the time of so many small files; tests of a loss of power look for them with a patch of their own."""
+    """Skips flushes, which take half of the time with many small files; power loss tests patch them themselves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield

@@ -100,7 +100,7 @@ def positions(shape: tuple[int, ...], layout: TensorLayout, rank: int) -> list[n
 
 
 def part_of(array: np.ndarray, layout: TensorLayout, rank: int) -> np.ndarray:
-    """What local ``rank`` holds of ``array``; a copy, 0-d included."""
+    """Returns the slice of ``array`` that local ``rank`` has, as a copy, 0-d included."""
     return np.array(array[np.ix_(*positions(array.shape, layout, rank))] if array.ndim else array, order="C")
 
 
@@ -111,8 +111,8 @@ def region_of(shape: tuple[int, ...], layout: TensorLayout, rank: int) -> tuple[
 
 @dataclass(frozen=True)
 class Plan:
-    """A model under one parallel configuration; its layers are spread over ``pp`` stages of [dp, tp] ranks. ``axes``: those that
-    cut tensors, counted from the right; (1, 0) cuts over all ranks of a stage and leaves vectors whole."""
+    """A model under one parallel configuration; its layers are spread over ``pp`` stages of [dp, tp] ranks. ``axes``: the axes
+    that cut tensors, counted from the right; (1, 0) cuts over all ranks of a stage and leaves vectors uncut."""
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -122,7 +122,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str, model: Mapping[str, Spec] = MODEL) -> Plan:
-        """Of ``dp2tp2pp2opt2`` or ``dp2tp2axes10``."""
+        """Parses ``dp2tp2pp2opt2`` or ``dp2tp2axes10``."""
         found = {key: value for key, value in re.findall(r"(dp|tp|pp|opt|axes)(-?\d+)", text)}
         assert "".join(key + value for key, value in found.items()) == text, text
         axes = tuple(map(int, found.pop("axes", "0")))
@@ -166,7 +166,7 @@ class Plan:
         return self.stages[rank // self.stage_size]
 
     def shard(self, tensors: Tensors, rank: int) -> dict[str, np.ndarray]:
-        """What a rank holds, without the counters."""
+        """Returns the slices of a rank, without the counters."""
         return {name: part_of(tensors[name], layout, rank % self.stage_size)
                 for name, layout in self.layouts(rank).items()}
 
@@ -176,7 +176,8 @@ class Plan:
                 for name, layout in self.layouts(rank).items()}
 
     def keeps(self, rank: int) -> set[str]:
-        """Of ranks with the same part one keeps it, in turn: the others leave it away as redundant."""
+        """Returns whether this rank keeps the slice: of ranks with equal slices one keeps it, in turn; the others omit it as
+        redundant."""
         first = rank - rank % self.stage_size
         kept, regions = set(), [self.regions(first + local) for local in range(self.stage_size)]
         for number, name in enumerate(self.layouts(rank)):
@@ -201,7 +202,7 @@ def put(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None)
 
 def foreign(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors", dedup: bool = False,
             extra: Tensors = COUNTERS, others: Mapping[int, Tensors] = MappingProxyType({})) -> Candidate:
-    """As mindformers writes it: no records; of ckpt no metadata either. ``others``: tensors of single ranks."""
+    """Writes files as mindformers does: no records; with ckpt no metadata either. ``others``: tensors of single ranks."""
     for rank in range(plan.world_size):
         metadata = {"format": "ms", "remove_redundancy": str(dedup)} if fmt == "safetensors" else {}
         put(path_of(root, STEP, rank, 0, fmt), shard_file(plan, others.get(rank, tensors), rank, dedup, extra),
@@ -212,8 +213,8 @@ def foreign(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors", 
 def recorded(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors", dedup: bool = False, layouts: bool = True,
              extra: Tensors = COUNTERS, unnamed: Collection[str] = (),
              others: Mapping[int, Tensors] = MappingProxyType({})) -> Candidate:
-    """As our store writes it. ``layouts`` False: as of a data-parallel job, which has no strategy; ``unnamed``: without those.
-    ``others``: tensors of single ranks."""
+    """Writes a checkpoint as our store does. ``layouts`` False: as a data-parallel job, which has no strategy; ``unnamed``:
+    without layouts of these. ``others``: tensors of single ranks."""
     shapes = {name: array.shape for name, array in tensors.items()}
     for rank in range(plan.world_size):
         known = {name: (layout, shapes[name]) for name, layout in plan.layouts(rank).items() if layouts and name not in unnamed}

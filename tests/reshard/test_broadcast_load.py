@@ -28,7 +28,7 @@ def regions_of(rank: int, layouts=LAYOUTS):
 
 
 class Cable:
-    """Between all ranks. Checks that the ranks of a group come with the same calls, and that only the owner has the bytes."""
+    """Connects all ranks. Checks that the ranks of a group make the same calls, and that only the owner has the bytes."""
 
     def __init__(self):
         self.condition, self.calls, self.said = Condition(), {}, []
@@ -118,7 +118,7 @@ def test_nothing_is_broadcast_if_no_slices_are_equal():
 
 @pytest.mark.parametrize("saved, mine", [((1,), ()), ((), (1,)), ((1, 1), (1,))])
 def test_a_counter_of_other_dimensions_is_read_by_each_rank(saved, mine):
-    """One element, () in the network and (1,) in the checkpoint: its layout says nothing of the region that is read."""
+    """One element, () in the network and (1,) in the checkpoint: its layout does not describe the region that is read."""
     layouts = {"scale": (TensorLayout((2, 2), (-1,) * len(mine)), mine), "copied": (TensorLayout((2, 2), (-1,)), (5,))}
     plans = [plan_reads({"scale": whole(saved), "copied": whole((5,))}, layouts, {"scale": 4, "copied": 2}, rank)
              for rank in range(4)]

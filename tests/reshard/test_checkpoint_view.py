@@ -1,4 +1,4 @@
-"""Where the pieces of a checkpoint lie: layouts from records or a strategy, copies, counters, and what is refused."""
+"""Where the slices of a checkpoint are stored: layouts from records or a strategy, replicas, counters, and refusals."""
 import os
 from collections import Counter
 from dataclasses import replace
@@ -48,7 +48,7 @@ def weights_of(root, candidate, strategy=None):
 
 
 def content(weights, name):
-    """The whole tensor, put together from its places."""
+    """Returns the global tensor, assembled from its slices."""
     tensor = weights.tensors[name]
     array = np.full(tensor.shape, 77, TENSORS[name].dtype if name in TENSORS else COUNTERS[name].dtype)
     for cut in tensor.cuts(whole(tensor.shape)):
@@ -110,14 +110,14 @@ def test_redundancy_that_was_removed(tmp_path, text, write):
 
 @pytest.mark.parametrize("write", [foreign, recorded])
 def test_a_strategy_of_files(tmp_path, write):
-    """As users give it: a folder that MindSpore wrote, with the layouts in the form of a file."""
+    """A user gives a folder that MindSpore wrote, with the layouts in the form of a file."""
     plan = plan_of("dp2tp2opt2")
     write_strategy(plan.strategy(), str(tmp_path / "strategy"))
     check_all(weights_of(tmp_path / "saved", write(tmp_path / "saved", plan, TENSORS), read_strategy(str(tmp_path / "strategy"))))
 
 
 def test_a_vector_cut_by_two_axes_looks_like_a_matrix_in_a_strategy_file(tmp_path):
-    """Only the tensor tells how many dimensions there are."""
+    """Only the tensor shows the number of dimensions."""
     model = {"bias": Spec((8,), 0, 0), "weight": Spec((8, 4), 0, 0)}
     tensors, plan = random_tensors(model), Plan.parse("dp2tp2axes10", model)
     nested = TensorLayout((2, 2), ((1, 0),))
@@ -260,7 +260,7 @@ def test_a_layout_of_other_dimensions(tmp_path, name, layout):
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_a_file_of_another_job(tmp_path, fmt):
-    """Of the same model, cut otherwise; of another model; of another dtype."""
+    """The file is of the same model cut differently, of another model, or of another dtype."""
     plan = plan_of("tp4")
     candidate = foreign(tmp_path, plan, TENSORS, fmt)
     odd = {1: shard_file(plan_of("dp4"), TENSORS, 1),
@@ -339,7 +339,7 @@ def test_lost_tensors_of_a_deduplicated_checkpoint_are_missed(tmp_path, write):
 
 
 def test_a_scan_does_not_count_ranks_whose_files_are_lost(tmp_path):
-    """Of what mindformers wrote nobody knows how many ranks there were: the candidate has as many as have a file."""
+    """The number of ranks is unknown for files of mindformers: the candidate has as many ranks as have a file."""
     plan = plan_of("dp2tp2")
     lose(tmp_path, foreign(tmp_path, plan, TENSORS), [3])
     candidate = newest(tmp_path)

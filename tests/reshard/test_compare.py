@@ -72,7 +72,7 @@ def reference(a, b):
 
 @st.composite
 def pairs(draw):
-    """Two arrays of one dtype and shape, random bits and special values, with differences here and there."""
+    """Draws two arrays of one dtype and shape: random bits and special values, with some differences."""
     dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
     random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
@@ -198,7 +198,7 @@ print(tracemalloc.get_traced_memory()[1], it.count, it.absolute, it.relative)
 
 
 def test_memory_is_bounded_whatever_the_tensor(tmp_path):
-    """In a process of its own: threads of other tests may take memory at any time."""
+    """Runs in its own process: threads of other tests may allocate memory at any time."""
     array = np.arange(1 << 21, dtype=np.float32).reshape(2048, 1024)
     paths = [put(tmp_path / "a.safetensors", {"w": array}), put(tmp_path / "b.ckpt", {"w": -array})]
     said = subprocess.run([sys.executable, "-c", MEASURED, *map(str, paths)], cwd=Path(module.__file__).parents[2], check=True,

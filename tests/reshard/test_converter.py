@@ -1,6 +1,5 @@
-"""A conversion is one transaction: whatever fails or dies at whatever operation, the target is absent or complete, the source is
-as it was, and the same conversion started again completes it. And what it makes is a checkpoint of its own.
-"""
+"""A conversion is one transaction: after a failure or kill at any operation the target is absent or complete, the source is
+unchanged, and the same conversion started again completes it. The result is a checkpoint."""
 import errno
 import json
 import os
@@ -92,7 +91,7 @@ def conversion(job, target, storage=STORAGE, emit=ignore):
 
 
 def carry_out(made):
-    """As the command line does it: what was begun goes when there is an error, or Ctrl-C."""
+    """Runs a conversion as the command line does: an error or Ctrl-C removes the unfinished work."""
     if not made.finished():
         made.run(lambda: made.write(writer("direct", made, workers=1)))
 
@@ -191,7 +190,7 @@ def on(disk_, job):
 
 @pytest.fixture(scope="module")
 def expected(root, tmp_path_factory):
-    """What the conversions make, and the names of their operations."""
+    """Returns the results of the conversions and the names of their operations."""
     found = {}
     for what, job in JOBS.items():
         out, watched = tmp_path_factory.mktemp(what), disk()
@@ -234,7 +233,7 @@ def test_an_error_or_ctrl_c_at_any_operation(in_memory, root, expected, what, ki
 @pytest.mark.parametrize("what, kind", [("ranks", "kill all"), ("ranks", "torn"), ("ranks", "power"), ("ranks", "reorder"),
                                         ("consolidated", "kill all"), ("consolidated", "power"), ("consolidated", "reorder")])
 def test_a_conversion_survives_a_kill_at_any_operation(in_memory, root, expected, what, kind):
-    """Killed, killed in the middle of a write, and power lost: nothing that was not flushed is left, or any part of it."""
+    """Killed, killed in the middle of a write, and power loss: unflushed bytes are lost completely or in part."""
     wanted, names = expected[what]
     job, before, went_on, numbers = JOBS[what](root), contents(root), 0, struck_by(kind, names)
     for at in numbers:
@@ -354,8 +353,8 @@ def test_another_conversion_into_the_same_folder_is_refused(tmp_path, root, what
 
 
 def test_another_strategy_of_the_source_is_another_conversion(tmp_path):
-    """Files of mindformers do not tell along which dimension they are cut: what was converted with a wrong strategy is not what
-    the right one makes, and must not be taken for it."""
+    """Files of mindformers do not contain the cut dimension: the result with a wrong strategy differs from the right one and must
+    not be reused for it."""
     model = {"w": Spec((4, 4), 0, "first")}
     tensors = random_tensors(model)
     foreign(tmp_path / "from", Plan.parse("tp2", model), tensors)
@@ -511,7 +510,7 @@ def test_the_same_conversion_in_another_process(tmp_path, root, expected):
 
 
 def test_two_different_conversions_at_once(tmp_path, root):
-    """Both may run; the second one to commit finds the folder taken, and nothing of the first is touched."""
+    """Both may run; the second one to commit finds that the target exists, and leaves the first one's files alone."""
     first, second = conversion(ranks_job(root), tmp_path / "new"), conversion(consolidated_job(root), tmp_path / "new")
     for made in (first, second):
         assert not made.finished()
@@ -580,7 +579,7 @@ def test_a_file_system_without_locks(tmp_path, root, expected, monkeypatch):
 
 
 def test_two_at_once_without_locks(tmp_path, root, expected, monkeypatch):
-    """Neither finds the work of the other, so neither removes it; who comes second is told."""
+    """Neither finds the work of the other, so neither removes it; the second one gets an error."""
     def no_locks(handle, operation):
         raise OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr(module.fcntl, "flock", no_locks)
@@ -627,7 +626,7 @@ def convert(source, target, plan, fmt="safetensors", model=MODEL, **options):
 
 
 def check(folder, plan, tensors=ALL, extra=COUNTERS):
-    """Every rank holds, bit for bit, what the plan says, and nothing else."""
+    """Checks that every rank has exactly the slices of the plan, bit for bit."""
     for rank in range(plan.world_size):
         wanted, found = shard_file(plan, tensors, rank, extra=extra), tensors_of_rank(folder, rank)
         assert {name: (str(a.dtype), a.shape, a.tobytes()) for name, a in wanted.items()} == \
@@ -666,7 +665,7 @@ def test_the_target_is_a_checkpoint(tmp_path, fmt):
 @pytest.mark.parametrize("write", [foreign, recorded])
 @pytest.mark.parametrize("chain", ["tp4 dp2tp2pp2opt2 dp4opt4", "dp4opt-1 tp2pp2 dp8", "dp2tp2axes10 pp4 tp8opt1"])
 def test_a_chain_of_conversions_returns_to_the_same_bits(tmp_path, write, chain):
-    """Only the first one is told its strategy."""
+    """Only the first conversion gets its strategy as an argument."""
     start, *rest = chain.split()
     write(tmp_path / "0", Plan.parse(start), ALL)
     options = {}
@@ -703,7 +702,7 @@ def test_names_and_formats_of_foreign_sources(tmp_path):
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_other_names(tmp_path, fmt):
-    """Of files that MindSpore's transform made, ``checkpoint_<rank>``; with counters they get the name of a training."""
+    """Files of MindSpore's transform are called ``checkpoint_<rank>``; with counters they get the name of a training."""
     plan = Plan.parse("tp2", TINY)
     for extra, name in ((COUNTERS, "checkpoint_rank_1-"), ({}, f"checkpoint_1.{fmt}")):
         folder = tmp_path / str(len(extra))

@@ -200,7 +200,7 @@ def test_tensors_in_several_slices_of_a_ckpt(tmp_path, monkeypatch, slice_bytes,
 @given(layouts(), layouts(), st.sampled_from(["float32", "bfloat16", "int8", "int64"]), st.sampled_from([1, 24, 100]),
        st.integers(1, 3))
 def test_any_layout_to_any_other(one, other, dtype, tile, workers):
-    """Also what no strategy of MindSpore says: any device matrix, any axes, any optimizer shard."""
+    """Includes layouts that no MindSpore strategy describes: any device matrix, axes and optimizer shard."""
     (source, shape), (wanted, other_shape) = one, other
     if len(shape) != len(other_shape):
         wanted, other_shape = TensorLayout((1,), (-1,) * len(shape)), shape
@@ -425,7 +425,7 @@ def test_a_source_that_disappears(tmp_path, workers, header_read):
 # ---- targets that cannot be written ----------------------------------------------------------------------------------
 
 class Failing(PosixStorage):
-    """Its operation number ``at`` (from 0) of one ``kind`` fails as on a full disk: create, head, data or finish."""
+    """Fails operation ``at`` (from 0) of one ``kind`` (create, head, data or finish) as a full disk does."""
 
     def __init__(self, kind="", at=-1):
         self.kind, self.at, self.done, self._lock = kind, at, Counter(), threading.Lock()
@@ -543,7 +543,7 @@ def test_an_error_in_a_worker_is_not_lost(tmp_path, error):
 
 
 class Waiting(PosixStorage):
-    """The first write of a worker calls ``begun`` and goes on when a file is abandoned, or after a while."""
+    """Calls ``begun`` at the first write of a worker, which continues when a file is abandoned, or after a while."""
 
     def __init__(self, begun):
         self.begun, self.taking, self.abandoned, self.too_early = begun, threading.Lock(), threading.Event(), None
@@ -570,7 +570,7 @@ class WaitingFile:
 
 
 def waits_for_workers(thread):
-    """Whether a thread has no tile left, and stands in ``join`` or ``wait``."""
+    """Returns whether a thread has no tile left and waits in ``join`` or ``wait``."""
     frame, found = sys._current_frames()[thread], set()
     while frame is not None:
         found.add(frame.f_code)
@@ -580,8 +580,8 @@ def waits_for_workers(thread):
 
 
 def end(threads):
-    """So that a test that fails leaves none to the next one. By their numbers: after a ``join`` that was interrupted,
-    CPython 3.10 to 3.12 takes a thread that still runs for one that has ended."""
+    """Ends the threads of a failed test. It identifies them by number: after an interrupted ``join``, CPython 3.10 to 3.12
+    reports a running thread as ended."""
     late = time.monotonic() + 600
     while set(threads) & set(sys._current_frames()) and time.monotonic() < late:
         pass

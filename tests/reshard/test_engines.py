@@ -1,4 +1,4 @@
-"""Which engine, with how much memory; and what a writer of the direct one does to a conversion."""
+"""The choice of an engine and its memory, and the effect of a direct engine's writer on a conversion."""
 import os
 
 import pytest

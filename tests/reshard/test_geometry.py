@@ -1,4 +1,4 @@
-"""Regions against numpy: what covers what, where it lies, and in which order."""
+"""Regions compared with numpy: overlaps, offsets and order."""
 import itertools
 import math
 
@@ -188,7 +188,8 @@ def test_blocks_are_the_tensor_in_its_order(shape, most):
 @RELAXED
 @given(layouts(), st.integers(1, 40))
 def test_blocks_follow_each_other_in_every_piece(case, most):
-    """What makes reading and writing sequential: each piece is met from its first to its last element, in contiguous parts."""
+    """This makes reading and writing sequential: each piece is covered from its first to its last element, in contiguous
+    parts."""
     layout, shape = case
     for region in {region_of(shape, layout, rank) for rank in range(layout.stage_size)}:
         position = 0

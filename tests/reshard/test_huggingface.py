@@ -81,7 +81,7 @@ def bits(tensors, dtype):
 @pytest.mark.parametrize("tile, row", [(4 << 20, 64 << 10), (4 << 20, 0), (200, 64 << 10), (200, 0)])
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_tensors(tmp_path, monkeypatch, name, tile, row):
-    """Tiles of any size, rows with gaps one by one or cut out of what lies around them."""
+    """Tiles have any size; rows with gaps are read one by one or cut out of a larger read."""
     monkeypatch.setattr(region_load, "TILE", tile)
     monkeypatch.setattr(range_reader, "SHORT_ROW", row)
     model = MODELS[name]
@@ -123,7 +123,7 @@ def network_of(model, layout):
     (GROUPED, TensorLayout((2,), (-1, -1), -1)), (GROUPED, TensorLayout((2,), (-1, 0))), (MOE, TensorLayout((4,), (0, -1))),
     (MOE, TensorLayout((4,), (-1, -1), 2)), (MOE, TensorLayout((2,), (-1, 0)))])
 def test_each_rank_reads_its_slices(tmp_path, model, layout):
-    """Where rows are cut, all ranks together read no byte twice, but for copies; so it is with whole experts."""
+    """Where rows are cut, all ranks together read no byte twice, except replicas; also with whole experts."""
     tensors = random(model)
     folder, whole_ = folder_of(tmp_path / "hf", model, tensors), assemble(rules(model), tensors)
     arguments, read = network_of(model, layout), 0
@@ -220,7 +220,7 @@ def test_tied_weights(tmp_path):
 
 
 class Network:
-    """The fields of mindformers' TransformerConfig that are looked at."""
+    """The fields of mindformers' TransformerConfig that are read."""
     num_layers, hidden_size, num_attention_heads, num_query_groups, kv_channels, num_moe_experts = 2, 16, 8, 4, 6, None
     use_contiguous_weight_layout_attention, use_interleaved_weight_layout_mlp = False, True
 
@@ -317,7 +317,7 @@ def test_round_trip(tmp_path, name, dtype):
                                      "mf190_10_safetensors_dp2tp2_nodup", "mf190_20_dp2tp2opt"])
 @pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
 def test_from_checkpoints_of_mindformers(tmp_path, fixture, dtype):
-    """Cut over ranks or not, with or without copies; states of the optimizer and counters stay away."""
+    """Cut over ranks or not, with or without replicas; optimizer state and counters are left out."""
     strategy = FIXTURES / fixture / "output" / "strategy"
     source = open_checkpoint(STORAGE, str(FIXTURES / fixture / "output" / "checkpoint"), 15,
                          str(strategy) if strategy.exists() and "_10_" in fixture else None)
@@ -367,7 +367,7 @@ def test_sources_that_do_not_fit(tmp_path):
 
 
 def test_recorded_checksums_are_compared(tmp_path):
-    """Of every tensor: those that keep their bytes on the way, the others before."""
+    """Checksums of tensors that keep their bytes are compared during the copy, those of other tensors before it."""
     from rank_folders import flip_bit
     for name in (QKV, PROJ):
         folder = tmp_path / name
@@ -391,7 +391,7 @@ def test_recorded_checksums_are_compared(tmp_path):
 
 
 def test_requested_regions_refer_to_the_network(tmp_path):
-    """As any weights: another dtype is a problem unless it was asked for."""
+    """Another dtype is an error unless it was requested, as with any weights."""
     weights = view_of_folder(STORAGE, folder_of(tmp_path / "hf", GROUPED, bits(random(GROUPED), "bfloat16")))
     with pytest.raises(LoadError, match=f"{QKV} is bfloat16 in the checkpoint, float32 in the network"):
         wanted_regions(weights, {QKV: ((96, 16), "float32")}, {}, 0)

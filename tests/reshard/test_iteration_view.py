@@ -27,7 +27,8 @@ PLANS = ["dp1", "tp2", "dp2", "dp2tp2opt2", "dp2tp2pp2opt2", "dp4opt2", "pp4"]
 
 
 def iterated(root, plan, dedup=False, skip=()):
-    """A checkpoint of ours: weights in one file, moments and a counter in the other. ``skip``: layouts that nobody knows."""
+    """Returns our checkpoint: weights in one file, moments and a counter in the other. ``skip``: tensors without a known
+    layout."""
     plan = Plan.parse(plan)
     shapes = {name: array.shape for name, array in TENSORS.items()}
     for rank in range(plan.world_size):

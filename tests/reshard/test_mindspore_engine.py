@@ -80,7 +80,7 @@ def array_of(weights, name, rank):
 # ---- what is prepared ------------------------------------------------------------------------------------------------
 
 def test_mindspore_gets_one_file_per_rank_folder_and_both_strategies(tmp_path, work, small):
-    """One file in each folder of a rank, whatever else lies beside it, and strategies of both sides."""
+    """Other files in the folders are not passed on."""
     put(Path(small.weights.paths(0)[0]).parent / "zzz_rank_0-9_9.safetensors", {"other": np.zeros(3)})
     task = prepare(small.weights, small.target.strategy(), str(work), workers=8)
     job, = [json.loads(Path(path).read_text()) for path in task.jobs]
@@ -131,7 +131,7 @@ def test_consolidated_weights_of_several_files_become_one(tmp_path, work):
 
 @pytest.mark.parametrize("listed, expected", [(["w", "stray"], "model"), (["w"], "merged")])
 def test_a_complete_file_is_used_directly_unless_it_has_extra_tensors(tmp_path, work, listed, expected):
-    """What the index does not name MindSpore would copy too."""
+    """MindSpore would also copy tensors that the index does not name."""
     put(tmp_path / "src" / "model.safetensors", {"w": np.zeros((8, 4)), "stray": np.zeros(())})
     (tmp_path / "src" / "param_name_map.json").write_text(json.dumps(dict.fromkeys(listed, "model.safetensors")))
     weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(tmp_path / "src")))
@@ -286,7 +286,7 @@ def test_counters_need_not_be_on_all_ranks(tmp_path, work, small):
 
 
 def broken(name):
-    """What is wrong with the file of a rank: (rank, tensors of it changed, expected in the message)."""
+    """Returns the defect of one rank's file: (rank, changed tensors, facts expected in the message)."""
     return {"shape": (1, {"embedding.weight": np.zeros((4, 4), np.float32)}, ["embedding.weight", "(4, 4)", "(8, 4)"]),
             "dtype": (2, {"layers.1.norm.weight": np.zeros(8, np.float64)}, ["layers.1.norm.weight", "float64", "float32"]),
             "unknown": (3, {"stray": np.zeros(8, np.float32)}, ["stray", "expected nothing"]),
@@ -398,7 +398,7 @@ def test_the_worker_ends_with_its_parent(tmp_path, life):
 
 
 def test_the_real_worker_ends_without_its_parent():
-    """And leaves those alone whose group it shares, as when it is started by hand."""
+    """It leaves other processes of its group alone, as after a start by hand."""
     code = "from mindresume.mindformers.transform_worker import end_with_parent; end_with_parent(); print('lives')"
     for alone, expected in ((True, -signal.SIGKILL), (False, 0)):
         done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, cwd=HERE, capture_output=True, text=True,
@@ -407,7 +407,7 @@ def test_the_real_worker_ends_without_its_parent():
 
 
 def test_arrays_of_mindspore_are_made_contiguous():
-    """0-d arrays keep their shape, and nobody waits for memory that others use."""
+    """0-d arrays keep their shape, and no wait for memory of other users occurs."""
     saved = {}
     engine = SimpleNamespace(save_file=lambda tensors, path, metadata: saved.update(tensors, path=path, metadata=metadata))
     transform_worker.guard(engine)

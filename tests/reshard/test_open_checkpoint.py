@@ -1,4 +1,4 @@
-"""What the user names, opened as weights: which step is taken, what is said of the others, and what is missing or wrong."""
+"""The path of a user is opened as weights: the selected step, the reasons for refusing others, and errors."""
 import os
 import re
 import shutil
@@ -322,7 +322,7 @@ def test_a_stage_is_missing(tmp_path, write):
 
 
 def test_one_of_two_formats_of_a_step_is_opened(tmp_path):
-    """Two whole checkpoints of one step, as after a change of ``save_format``: one of them is taken, never a mixture."""
+    """After a change of ``save_format`` one step has two complete checkpoints: one of them is opened, never a mixture."""
     foreign(tmp_path / "checkpoint", PLAN, TENSORS, "ckpt")
     foreign(tmp_path / "checkpoint", PLAN, TENSORS, "safetensors")
     source = opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
@@ -392,7 +392,7 @@ def test_weights_only(tmp_path):
 
 
 def test_identities(tmp_path):
-    """Equal for the same files, another for others; of records wherever they lie."""
+    """Equal for the same files, different for others; with records independent of the folder."""
     recorded(tmp_path / "a", PLAN, TENSORS)
     recorded(tmp_path / "b", PLAN, random_tensors(MODEL, 1))
     shutil.copytree(tmp_path / "a", tmp_path / "c")

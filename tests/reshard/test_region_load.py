@@ -1,4 +1,4 @@
-"""What one rank reads of a checkpoint of any layout: its regions and no byte more, checked where a checksum is known."""
+"""One rank reads its regions of a checkpoint of any layout and no other byte, verified where a checksum is known."""
 import os
 import threading
 
@@ -81,7 +81,7 @@ def test_ten_are_named_of_many(roots):
 
 
 def test_whole_shapes_are_compared(roots):
-    """The slice of this rank has the right shape, the whole tensor has not."""
+    """The slice of this rank has the right shape, the global tensor has not."""
     layout = TensorLayout((2,), (0, -1))
     with pytest.raises(LoadError, match=r"embedding.weight is \(16, 8\) in the checkpoint, \(8, 8\) in the network"):
         wanted_regions(weights_of(roots, "tp4"), {"embedding.weight": ((4, 8), "bfloat16")}, {
@@ -130,7 +130,7 @@ def test_every_rank_reads_its_part(roots, monkeypatch, source, write, target, ti
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 @pytest.mark.parametrize("target", ["tp8", "dp4opt4", "dp2tp2pp2opt2"])
 def test_no_other_byte_is_read(tmp_path, fmt, target):
-    """Rows of a whole tensor, and of one that is cut alike: exactly those bytes. Columns are read run by run, unless they are so
+    """Rows of an uncut tensor, and of one cut alike: exactly those bytes. Columns are read run by run, unless the runs are so
     short that a call costs more than the bytes in between."""
     model = {"rows": Spec((16, 8), 0, "first"), "long.columns": Spec((2, 1024), 1, 0), "layers.1.vector": Spec((64,), None, 1)}
     tensors, plan = random_tensors(model), Plan.parse(target, model)

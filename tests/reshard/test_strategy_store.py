@@ -17,7 +17,7 @@ OLD, NEW = Plan.parse("dp2tp2", MODEL), Plan.parse("tp2", MODEL)
 
 @pytest.fixture
 def job(tmp_path):
-    """What mindformers leaves: (checkpoint, its candidate, folder of strategies)."""
+    """Returns the output of mindformers: (checkpoint, its candidate, strategy folder)."""
     candidate = foreign(tmp_path / "checkpoint", OLD, TENSORS)
     write_strategy(OLD.strategy(), str(tmp_path / "strategy"))
     return str(tmp_path / "checkpoint"), candidate, str(tmp_path / "strategy")

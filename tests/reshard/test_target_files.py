@@ -1,5 +1,4 @@
-"""What the new files hold: names that must be there and that may be missing, regions against numpy, parts of consolidated
-weights."""
+"""Contents of the new files: required and optional names, regions compared with numpy, parts of consolidated weights."""
 import math
 import re
 
@@ -20,7 +19,7 @@ PLAIN = TensorLayout((1,), (-1, -1))
 
 
 def weights_of(model, counters=COUNTERS):
-    """Weights with these tensors, all of them cut somehow; no file is there."""
+    """Returns weights with these tensors, all of them cut; no file exists."""
     tensors = {name: Tensor(name, spec.dtype, spec.shape, TensorLayout((1,), (-1,) * len(spec.shape)))
                for name, spec in model.items()}
     tensors |= {name: Tensor(name, str(array.dtype), array.shape) for name, array in counters.items()}
@@ -78,7 +77,7 @@ def test_tensors_without_a_stage_are_named():
 
 
 def test_fewer_stages_than_the_model_has():
-    """The files of the last stages are missing, all of them: what nobody can see in a folder of strategies."""
+    """All files of the last stages are missing, which a strategy folder does not show."""
     strategy = Strategy(strategy_of(MODEL, "tp2pp4").stages[:2], "half a folder")
     with pytest.raises(StrategyError, match=r"half a folder: \d+ tensors .* in no stage of the target \(2 stages of 2 ranks\)"):
         rank_files(weights_of(MODEL), strategy, str, "safetensors")

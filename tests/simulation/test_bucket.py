@@ -163,7 +163,7 @@ def test_the_oracle_sees_what_is_wrong(way, monkeypatch):
 
 
 def test_a_superseded_rank_0_notifies_its_ranks(monkeypatch):
-    """The overtaking job dies before it uploads anything, so it removes nothing."""
+    """The other job is killed before it uploads anything, so it removes nothing."""
     def findings(schedule):
         sim = Simulation(SCENARIOS["two pods"], "ckpt", schedule)
         sim.cluster.trace.wanted = True

@@ -89,7 +89,7 @@ def test_two_ranks_that_make_different_calls(further):
 
 
 def test_a_killed_rank_sends_no_message():
-    """Its except and finally clauses make calls while it dies."""
+    """Its except and finally clauses make calls while it is unwound."""
     def dies(member):
         try:
             current_cluster().scheduler.sleep(100.0)

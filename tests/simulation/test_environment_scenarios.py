@@ -50,7 +50,7 @@ def kinds_of(sim):
 
 
 def found(name, seeds, fmt="ckpt", way=""):
-    """Returns the kinds of findings of the first seed that has any, without a death at every moment."""
+    """Returns the kinds of findings of the first seed that has any; kills are not tried at every moment."""
     scenario = SCENARIOS[name]
     with patched_product():
         size = count_operations(scenario, fmt, way)

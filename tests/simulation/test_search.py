@@ -57,7 +57,7 @@ def found(seeds, name="save", fmt="ckpt", way=""):
                                                   ("save", "safetensors", "process"), ("job", "iteration", "")])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_kill_in_the_middle_equals_the_end_of_a_schedule_with_the_same_disk(name, fmt, way, seed):
-    """Includes deaths while a process waits before its operation, and after other faults."""
+    """Includes kills while a process waits before its operation, and after other faults."""
     scenario, rng, moments = SCENARIOS[name], random.Random(seed), []
     with patched_product():
         size = count_operations(scenario, fmt, way)
@@ -187,7 +187,7 @@ def test_moments_before_the_last_switch_are_not_checked_again():
 
 @pytest.mark.parametrize("name", ["save", "bucket"])
 def test_an_already_checked_state_is_neither_copied_nor_checked_again(name):
-    """The same run once more: nothing new. And the signature of a disk is that of its copy after all have died."""
+    """A second equal run gives no new state, and a disk has the signature of its copy after all processes were killed."""
     known, first, again = KnownStates(), Counts(), Counts()
     wanted = SCENARIOS[name], "ckpt", "", Schedule(switches=((20, 1),))
     assert run(*wanted, known, first, share=32) is None and first.states > 10

@@ -1,4 +1,4 @@
-"""Shards of a search: together they are the whole search."""
+"""All shards of a search together cover the whole search."""
 from mindresume.simulation.search import SearchRequest
 from mindresume.simulation.search_shards import PARTS, random_shards, systematic_shards
 

@@ -80,8 +80,8 @@ def mutate(patch: Patch, edits: Sequence[Edit]) -> None:
 
 @dataclass(frozen=True)
 class Draws:
-    """Which schedule belongs to a seed. ``schedule(seed, operations, kinds)``: of a run of so many operations, for ``kinds`` of
-    strikes."""
+    """Maps a seed to a schedule. ``schedule(seed, operations, kinds)``: the run has ``operations`` operations; ``kinds`` of
+    faults are allowed."""
     about: str
     schedule: Callable[[int, int, Sequence[str]], Schedule]
 
@@ -97,8 +97,8 @@ def _switches(rng: random.Random, operations: int) -> Schedule:
 
 
 def each(kind: str, amount: int = 0, then: int = 0, later: tuple[int, str] | None = None, **more: Any) -> Draws:
-    """It strikes at one operation, that of the number of the seed. ``then``: right after it another task goes on. ``later``: so
-    many operations later something else strikes. ``more``: of the schedule."""
+    """Returns schedules with one fault, at the operation with the number of the seed. ``then``: another task runs right after it.
+    ``later``: (operations, kind) of a second fault. ``more``: fields of the schedule."""
     def schedule(seed: int, operations: int, _: Sequence[str]) -> Schedule:
         at = 1 + seed % operations
         faults = (Fault(at, kind, amount), *([Fault(at + later[0], later[1])] if later else []))
@@ -113,8 +113,8 @@ def undisturbed(lag: float = 0.0) -> Draws:
 
 @dataclass(frozen=True)
 class Mutant:
-    """``kinds`` of finding of which one is expected in ``scenario``. ``first``: the seed with which the test begins; it is found
-    ``within`` so many. ``deaths``: as of ``search.run``. ``draws``: the schedule of a seed."""
+    """``kinds``: the expected kinds of finding in ``scenario``. ``first``: the first seed of the test, which finds it ``within``
+    that many. ``deaths``: as in ``search.run``. ``draws``: the schedule of a seed."""
     name: str
     edits: tuple[Edit, ...]
     scenario: str

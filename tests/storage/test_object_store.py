@@ -1,4 +1,4 @@
-"""The contract of ``ObjectStore``: moxing (a stand-in), and fsspec in memory, on a disk and with an S3 server."""
+"""The contract of ``ObjectStore``: a fake moxing, and fsspec in memory, on a disk and with an S3 server."""
 import os
 import subprocess
 import sys
@@ -52,7 +52,7 @@ class Subject:
         self.monkeypatch.setattr(FsspecStore, "_at", at)
 
     def fails(self, operation, times, error=RuntimeError("503 Service Unavailable")):  # noqa: B008  an error has no state here
-        """It fails so often, then works. Returns the calls."""
+        """Makes ``operation`` fail that many times, then work. Returns the calls."""
         calls = []
 
         def work(original, *args, **kwargs):
@@ -65,7 +65,7 @@ class Subject:
 
 
 class Disturbed:
-    """A file system of fsspec of which one method is another one."""
+    """Replaces one method of an fsspec file system."""
 
     def __init__(self, fs, name, work):
         self.fs, self.name, self.work = fs, name, work
@@ -252,7 +252,7 @@ def refuse(url, recursive=False):
 @only_moxing
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_bucket_that_cannot_be_listed_is_an_error_whether_it_exists_or_not(store, monkeypatch, is_known):
-    """Whatever ``exists`` says: of a folder that is in the names of objects alone it may say no."""
+    """The result of ``exists`` does not matter: it may deny a folder that exists only in the names of objects."""
     store.put(f"{URL}/a/b", b"x")
     monkeypatch.setattr(moxing.file, "list_directory", refuse)
     monkeypatch.setattr(moxing.file, "exists", lambda url: is_known)

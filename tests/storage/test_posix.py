@@ -91,7 +91,7 @@ def test_unsupported_folder_flushes_are_ignored(tmp_path, monkeypatch, code, kno
 
 
 def test_an_impossible_size_is_an_error_before_the_first_byte(tmp_path):
-    """A file system knows how large it is: so many bytes cannot be reserved on any."""
+    """No file system is so large, so no file system can reserve that many bytes."""
     taken = []
 
     def pieces():
@@ -114,7 +114,8 @@ def test_a_reserved_file_grows_as_it_is_written(tmp_path):
 
 
 def test_write_back_begins_early_and_covers_each_byte_once(tmp_path, monkeypatch):
-    """All bytes but less than one step; the final flush covers the rest. A device that refuses the hint changes nothing."""
+    """It covers all bytes but less than one step; the final flush covers the rest. A device that refuses the hint changes
+    nothing."""
     step, pieces, asked = 1 << 20, [bytes([number]) * (300 << 10) for number in range(20)], []
     monkeypatch.setattr(posix, "_FLUSH_EVERY", step)
     begin = posix._begin_flush

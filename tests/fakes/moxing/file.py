@@ -72,7 +72,7 @@ def _get(url):
 
 
 def _put(url, write):
-    """All of it, or nothing."""
+    """Stores the whole object, or nothing."""
     path = _path(url)
     os.makedirs(os.path.join(_root(), _PARTS), exist_ok=True)
     handle, part = tempfile.mkstemp(dir=os.path.join(_root(), _PARTS))
@@ -154,7 +154,7 @@ def copy_parallel(src_url, dst_url, file_list=None, threads=16, is_processing=Tr
 
 
 def remove(url, recursive=False):
-    """Of what is not there, and of a folder without ``recursive``, nothing."""
+    """Removes an object; ignores a missing one, and a folder without ``recursive``."""
     with _operation("remove", url):
         path = _path(url)
         if os.path.isdir(path) and recursive:
@@ -168,7 +168,7 @@ def remove(url, recursive=False):
 
 
 def make_dirs(url):
-    """An object without content that stands for the folder."""
+    """Creates an object without content that represents the folder."""
     with _operation("make_dirs", url):
         os.makedirs(_path(url), exist_ok=True)
 
