@@ -87,7 +87,7 @@ def memory(kind: str, root: str, mib: int, fmt: str, saves: int) -> dict[str, An
 
 
 class Peak:
-    """Looks at the memory of this process and its children fifty times a second."""
+    """Samples the memory of this process and its children fifty times a second."""
 
     def __init__(self) -> None:
         self._largest = self._own = 0
@@ -109,8 +109,8 @@ class Peak:
 
 
 def footprint() -> dict[int, int]:
-    """Anonymous and shared memory of this process and its children in bytes: the proportional set size, so that a shared page
-    counts once in the sum, without that of files (libraries), which other processes of the machine change."""
+    """Returns anonymous and shared memory of this process and its children in bytes: the proportional set size, so that a shared
+    page counts once in the sum, without that of files (libraries), which other processes of the machine change."""
     return {pid: anonymous(pid) + _rollup(pid, "Pss_Shmem:") for pid in (os.getpid(), *_children())}
 
 
@@ -206,7 +206,7 @@ def matmul_step() -> Callable[[], None]:
 
 
 def _of_length(work: Callable[[], Any]) -> Callable[[], None]:
-    """As many repetitions of ``work`` as take STEP seconds here."""
+    """Returns as many repetitions of ``work`` as take STEP seconds here."""
     work()
     times = []
     for _ in range(50):

@@ -1,7 +1,6 @@
-"""What the parts of ``iterations.py`` share: the model, its layouts, and the parameters of one rank in live cells, as MindSpore
-and mindformers know them. mindformers' own functions are unchanged; what is replaced is where they learn how the graph cuts the
-parameters (no network is compiled here), and the collectives that MindSpore has no kernel for on CPU.
-"""
+"""Parts of ``iterations.py``: the model, its layouts, and the parameters of one rank in live cells, as MindSpore and mindformers
+see them. mindformers' own functions are unchanged; replaced are their sources of the graph's cuts (no network is compiled here),
+and the collectives for which MindSpore has no CPU kernel."""
 from __future__ import annotations
 
 import contextlib
@@ -28,8 +27,8 @@ Model = dict[str, tuple[tuple[int, ...], TensorLayout]]
 
 
 def model(mib: int, data: int, tensor: int) -> Model:
-    """{name: (global shape, layout)} of ``mib`` MiB of float32: 20 weights and two moments of each, over ``data`` x ``tensor``
-    ranks. Half of the matrices are cut by rows, half by columns; two weights are vectors, whole everywhere."""
+    """Returns {name: (global shape, layout)} of ``mib`` MiB of float32: 20 weights and two moments of each, over ``data`` x
+    ``tensor`` ranks. Half of the matrices are cut by rows, half by columns; two weights are uncut vectors."""
     matrix = (data, tensor)
     rows = max(round(mib * 2**20 / 3 / MATRICES / 4 / WIDTH / 16), 1) * 16
     weights: Model = {}
@@ -56,7 +55,7 @@ def whole(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def part(tensors: Model, name: str, rank: int) -> np.ndarray:
-    """What a rank holds."""
+    """Returns the slice of a rank."""
     shape, layout = tensors[name]
     return np.ascontiguousarray(whole(name, shape)[layout.slices(rank, shape)])
 
@@ -82,7 +81,8 @@ def cells_of(spec: Mapping[str, Any], tensors: Model, rank: int, values: bool) -
 
 
 class Strategies:
-    """What MindSpore says of the compiled network of a job, made once: it costs the built-in nothing here."""
+    """The strategy that MindSpore would return for the compiled network of a job, computed once: it costs the built-in nothing
+    here."""
 
     def __init__(self, spec: Mapping[str, Any], ranks: int):
         import builtin_20_read as builtin
@@ -90,7 +90,7 @@ class Strategies:
 
     @contextlib.contextmanager
     def patched(self, rank: int) -> Iterator[None]:
-        """mindformers hears it everywhere. Its log is silent."""
+        """Makes all modules of mindformers use it, with a silent log."""
         import builtin_20_read as builtin
         logging.disable(logging.WARNING)
         answers = {"get_strategy_metadata": lambda *_, **__: self.of_rank,

@@ -30,7 +30,7 @@ RANKS = TARGET[0] * TARGET[1]
 
 
 class Ours:
-    """As mindresume.mindformers.load_iteration loads."""
+    """Loads as mindresume.mindformers.load_iteration does."""
 
     def __init__(self, optimizer: Any, strategies: job.Strategies, rank: int):
         self.optimizer, self.strategies, self.rank = optimizer, strategies, rank
@@ -55,7 +55,7 @@ class Ours:
         return traffic.read
 
     def plain(self, root: str) -> int:
-        """As many bytes, of whatever is in the files, into as many new arrays."""
+        """Reads as many bytes of the files into as many new arrays."""
         import numpy as np
 
         from mindresume.mindformers import adapter

@@ -141,7 +141,7 @@ def _version(package: str) -> str:
 
 
 def _file_system(folder: str) -> str:
-    """Type and options of the mount that ``folder`` lies on."""
+    """Returns type and options of the mount of ``folder``."""
     real, best, found = os.path.realpath(folder), "", "unknown"
     with open("/proc/mounts") as file:
         for line in file:

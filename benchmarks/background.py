@@ -135,7 +135,7 @@ class Stop:
 # ---- memory and speed, in processes of their own -------------------------------------------------------------------
 
 def job(folder: str, part: str, kind: str, options: argparse.Namespace, **environment: str) -> Any:
-    """What ``_background_job`` measured, its answer on the last line."""
+    """Returns the measurements of ``_background_job``, its answer on the last line."""
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_background_job.py")
     root = os.path.join(folder, f"{part}-{kind.replace(' ', '-')}")
     os.makedirs(root)
@@ -152,7 +152,7 @@ def memory(folder: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory_text(found: dict[str, Any]) -> str:
-    """In multiples of the bytes saved; measured once."""
+    """Describes memory in multiples of the bytes saved; measured once."""
     rows = []
     for name, values in found.items():
         extra = [(value - values["before"]) / values["bytes"] for value in values["after"]]

@@ -47,7 +47,7 @@ STORIES = ("committed", "cut short")
 
 
 class Unflushed(PosixStorage):
-    """Builds a folder that nobody needs after the next power cut."""
+    """Builds a folder that need not survive a power loss."""
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
         with open(path, "wb") as file:

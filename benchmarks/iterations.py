@@ -143,7 +143,8 @@ def phases_of(same: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def phases_text(phases: dict[str, list[dict[str, float]]]) -> str:
-    """Where the stall goes. Some phases are within others or happen on one rank while the others wait: no sum."""
+    """Describes the parts of the stall. Some phases are within others or happen on one rank while the others wait: they do not
+    add up."""
     names = dict.fromkeys(name for way in saving.WAYS for row in phases[way.name] for name in row)
     rows = [[way.name, *(f"{statistics.median(row.get(name, 0.0) for row in phases[way.name]):.3f}"
                          if any(name in row for row in phases[way.name]) else "" for name in names)] for way in saving.WAYS]
@@ -248,7 +249,7 @@ def verdict(ours: bool, met: bool) -> str:
 
 
 def write_ours(root: str, mib: int) -> str:
-    """By eight ranks, one after the other; rank 0, which commits, comes last."""
+    """Writes as eight ranks, one after the other; rank 0, which commits, comes last."""
     tensors, state = job.model(mib, *loading.SOURCE), TrainingState(20, 1_000_000, 20)
     ranks = loading.SOURCE[0] * loading.SOURCE[1]
     tables = {name: (layout, shape) for name, (shape, layout) in tensors.items()}

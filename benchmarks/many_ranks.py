@@ -143,7 +143,7 @@ class Bench:
         return SaveTarget(storage, ROOT, RUN, rank, self.ranks, self.format == "iteration")
 
     def saved(self, step: int) -> None:
-        """By all ranks, not committed."""
+        """Saves as all ranks, without a commit."""
         fast = Slow(self.disk)
         for rank in range(self.ranks):
             target = self.target(fast, rank)

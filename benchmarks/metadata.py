@@ -78,7 +78,7 @@ class Bench:
         self.checkpoints = {kind: self.recorded(kind) for kind in KINDS}
 
     def recorded(self, kind: str) -> SaveTarget:
-        """A save of which all ranks have recorded their parts."""
+        """Returns a save of which all ranks have recorded their parts."""
         options, run = self.options, run_name(1, "0000aaaa")
         target = SaveTarget(PosixStorage(), os.path.join(self.folder, kind), run, 0, options.ranks, True)
         state, size = TrainingState(STEP, 10, STEP, 8, 1.0), options.ranks // options.stages
@@ -209,7 +209,7 @@ def model(ranks: int, stages: int, count: int) -> list[TensorMetadata]:
 
 
 class BuiltIn:
-    """mindformers' functions, with a log that is silent and a world of as many ranks as we say."""
+    """Calls mindformers' functions, with a silent log and the given number of ranks."""
 
     def __init__(self, folder: str):
         os.environ["LOCAL_DEFAULT_PATH"] = os.path.join(folder, "output")
@@ -220,7 +220,7 @@ class BuiltIn:
         self.metadata, self.of_rank, self.layout = metadata, get_sharded_tensor_from_strategy_metadata, Layout
 
     def infos(self, tensors: list[TensorMetadata]) -> dict[str, list[Any]]:
-        """As mindspore.parallel.strategy.get_strategy_metadata gives them for each rank."""
+        """Returns, for each rank, the rows of mindspore.parallel.strategy.get_strategy_metadata."""
         found = {}
         for tensor in tensors:
             names = "ab"[:len(tensor.layout.device_matrix)]

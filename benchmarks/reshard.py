@@ -165,7 +165,7 @@ def check(folder: Path, strategy: Strategy | None, tensors: dict[str, Any]) -> N
 
 
 def planning() -> str:
-    """1,024 source ranks x 2,000 parameters -> 768 ranks: which piece of which rank each target rank reads."""
+    """Plans 1,024 source ranks x 2,000 parameters -> 768 ranks: which slice of which rank each target rank reads."""
     kinds = {"row": ((12288, 6144), (0, -1)), "column": ((6144, 12288), (-1, 0)), "norm": ((12288,), (-1,)),
              "table": ((49152, 6144), (0, -1))}
     names = {f"layers.{i // 20}.{kind}{i}": kind for i, kind in zip(range(2000), (list(kinds) * 500), strict=True)}

@@ -47,13 +47,13 @@ def python_of(version: str) -> Path:
 
 
 def is_optimizer(name: str, names: Mapping[str, Any]) -> bool:
-    """Whether a tensor is state of the optimizer: a counter, or a moment, which is called ``<what>.<parameter>``."""
+    """Returns whether a tensor is optimizer state: a counter, or a moment, which is called ``<kind>.<parameter>``."""
     return name in COUNTERS or name.partition(".")[2] in names
 
 
 def device_axes(layout: TensorLayout) -> tuple[list[int], list[int | list[int]]]:
-    """Device matrix and tensor map that say the same without optimizer shards, which are further axes of dimension 0; as
-    MindSpore's Layout wants it. ValueError if the shards do not fall on whole axes or parts of one."""
+    """Returns a device matrix and tensor map of the same slices without optimizer shards, which become further axes of dimension
+    0; as MindSpore's Layout expects it. ValueError if the shards do not fall on whole axes or parts of one."""
     matrix, needed, free = list(layout.device_matrix), layout.optimizer_pieces, list(layout.unused_axes())
     cuts, shard = layout.axes(), []
     if needed == 1:
@@ -77,8 +77,8 @@ def _cut(axes: tuple[int, ...]) -> int | list[int]:
 
 
 def fixture(name: str, step: int = 15) -> tuple[dict[str, np.ndarray], Strategy | None]:
-    """The whole tensors of a Checkpoint 2.0 folder in st/fixtures and the layouts of its job, by its strategy files and not by
-    metadata.json. AssertionError if the tensors of step 15 are not those of expected.json."""
+    """Returns the global tensors of a Checkpoint 2.0 folder in st/fixtures and the layouts of its job, from its strategy files
+    and not from metadata.json. AssertionError if the tensors of step 15 differ from expected.json."""
     folder, whole = ROOT / "st" / "fixtures" / name, {}
     known, expected = (json.loads((folder / file).read_text(encoding="utf-8")) for file in ("steps.json", "expected.json"))
     strategy = read_strategy(str(folder / "output" / "strategy")) if known["world_size"] > 1 else None
@@ -96,7 +96,7 @@ def fixture(name: str, step: int = 15) -> tuple[dict[str, np.ndarray], Strategy 
 
 
 def sha256(array: np.ndarray) -> str:
-    """Of the bytes, which are little-endian as everywhere here."""
+    """Returns the hash of the bytes, which are little-endian as everywhere here."""
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
@@ -123,7 +123,7 @@ def table(tensors: Mapping[str, np.ndarray], layouts: Layouts) -> dict[str, dict
 
 
 def parts(tensors: Mapping[str, np.ndarray], layouts: Layouts, rank: int) -> dict[str, np.ndarray]:
-    """What ``rank`` holds, {name: its part}. Of another pipeline stage it holds nothing."""
+    """Returns the slices of ``rank``, {name: slice}; none of another pipeline stage."""
     strategy = strategy_of(layouts)
     if strategy is None:
         return dict(tensors)
@@ -154,8 +154,8 @@ class Builtin:
 
     def read(self, folder: Path, tensors: Mapping[str, np.ndarray], layouts: Layouts = None, optimizer: bool = True
              ) -> dict[str, Any]:
-        """read.json of st/programs/builtin_20_read.py: what load_checkpoint put into parameters like ``tensors``, of which only
-        type and shape matter. ``folder``: of one iteration, or the one with the tracker file."""
+        """Returns read.json of st/programs/builtin_20_read.py: what load_checkpoint put into parameters like ``tensors``, of
+        which only type and shape matter. ``folder``: an iteration, or the folder with the tracker file."""
         rows, out = self.folder / "layouts.json", self.folder / "read.json"
         rows.write_text(json.dumps(table(tensors, layouts)), encoding="utf-8")
         done = self.ask("read", Path(folder).resolve(), "--layouts", rows, "--ranks", _ranks(layouts), "--out", out,

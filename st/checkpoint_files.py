@@ -36,8 +36,8 @@ def tensors_in(path: Path) -> dict[str, np.ndarray]:
 
 
 def flip_bit(path: Path, tensor: str | None = None) -> None:
-    """Flips one bit in the middle of a file, or of one tensor in it, as a disk or a network would: size and times of other files
-    stay. mindformers leaves its files read-only."""
+    """Flips one bit in the middle of a file, or of one tensor in it, as a disk or a network would; size and times of other files
+    do not change. mindformers leaves its files read-only."""
     content = bytearray(path.read_bytes())
     start, count = 0, len(content)
     if tensor:
@@ -171,7 +171,7 @@ def slices_of(root: Path, step: int, legacy: bool = False) -> list[tuple[str, st
 
 
 def saved_tensors(root: Path, step: int, legacy: bool = False) -> dict[str, np.ndarray]:
-    """Whole tensors of all ranks' files. AssertionError if replicas differ or a slice is nowhere."""
+    """Returns the global tensors of all ranks' files. AssertionError if replicas differ or a slice is missing."""
     table = layout_table(root, step, legacy)
 
     def of_rank(files: Any) -> dict[str, np.ndarray]:
@@ -188,8 +188,8 @@ def of_network(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def merged(ranks: Iterable[tuple[int, Mapping[str, np.ndarray], Mapping[str, TensorRecord]]]) -> dict[str, np.ndarray]:
-    """{name: whole tensor} of what the ranks hold. What is outside the strategy is the same on all; a number gets one dimension.
-    AssertionError if replicas are not equal bit for bit, or a slice of a tensor is held by no rank."""
+    """Returns {name: global tensor} of the ranks' slices. Tensors outside the strategy are equal on all ranks; a number gets one
+    dimension. AssertionError if replicas are not equal bit for bit, or a slice of a tensor is missing."""
     whole: dict[str, np.ndarray] = {}
     known: dict[str, np.ndarray] = {}
     for rank, arrays, rows in ranks:

@@ -1,4 +1,4 @@
-"""What the system tests share: the device, the training data, and runs that several tests compare with."""
+"""Fixtures of the system tests: the device, the training data, and runs with which several tests compare."""
 from __future__ import annotations
 
 import fcntl
@@ -76,7 +76,7 @@ def sequences(shared) -> Path:
 
 @pytest.fixture(scope="session")
 def graphs(shared) -> Path:
-    """Where what was compiled is kept."""
+    """Returns the folder of the compile cache."""
     return shared("graphs", lambda folder: None)
 
 

@@ -29,7 +29,7 @@ COUNTERS = {"epoch_num", "step_num", "loss_scale", "global_batch_size"}      # o
 
 @dataclass(frozen=True)
 class Layout:
-    """With optimizer shards if there are several ranks."""
+    """Has optimizer shards if there are several ranks."""
     dp: int
     tp: int = 1
 
@@ -71,7 +71,7 @@ def run_of_kind(kind: str, folder: Path, data: Path, device: str, graphs: Path) 
 
 
 def record_folder(run: Run, attempt: int) -> Path:
-    """Where attempt number ``attempt`` (from 1) records what its ranks start with."""
+    """Returns the folder in which attempt ``attempt`` (from 1) records its ranks' state at the start."""
     return run.folder / f"start_{attempt}"
 
 
@@ -98,7 +98,7 @@ def uninterrupted_run(kind: str, data: Path, device: str, graphs: Path, trained:
 # ---- what an attempt started with and saw --------------------------------------------------------------------------
 
 def loaded_tensors(run: Run, tables: Mapping[str, TensorRecord] | list[Mapping[str, TensorRecord]]) -> dict[str, np.ndarray]:
-    """Returns the whole tensors that the ranks of the last attempt started with. ``tables``: records of this layout, as a later
+    """Returns the global tensors with which the ranks of the last attempt started. ``tables``: records of this layout, as a later
     save has them, the same for all ranks or one for each."""
     folder = record_folder(run, len(run.attempts))
     of_rank = tables if isinstance(tables, list) else [tables] * run.workers

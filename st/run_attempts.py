@@ -1,5 +1,5 @@
-"""Starts trainings, waits for them and says what became of them. The facts come from event files, recorded steps and exit
-statuses; ``log_has`` is for facts (a path, a number, the name of an error) that only a log holds."""
+"""Starts trainings, waits for them and returns their results. Facts come from event files, recorded steps and exit statuses;
+``log_has`` is for facts (a path, a number, the name of an error) that only a log contains."""
 from __future__ import annotations
 
 import json
@@ -71,7 +71,7 @@ def train_well(run: Run, *extra: str, **environment: str) -> Run:
 
 
 def processes_by_environment(run: Run) -> list[int]:
-    """Processes started by ``run`` in any of its attempts, also those whose parents are gone. Zombies have no environment."""
+    """Returns processes started by ``run`` in any of its attempts, also orphaned ones. Zombies have no environment."""
     mark, found = f"CPU_CLUSTER_STEPS={run.losses}".encode(), []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -85,7 +85,7 @@ def processes_by_environment(run: Run) -> list[int]:
 
 
 def assert_no_process_left(run: Run, seconds: float = 10.0) -> None:
-    """A killed process is gone a moment after the signal; ``seconds`` later every process of the job must be."""
+    """A killed process ends shortly after the signal; within ``seconds`` every process of the job must have ended."""
     deadline = time.monotonic() + seconds
     while (left := processes_by_environment(run)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -129,7 +129,8 @@ def events(run: Run, kind: str | None = None, rank: int = 0, attempt: int = -1) 
 
 
 def contains(*facts: str) -> Callable[[Any], bool]:
-    """For ``assert_event``: a text with all of these facts, such as paths, numbers, or names of errors and settings."""
+    """Returns, for ``assert_event``, a matcher of texts with all of these facts, such as paths, numbers, or names of errors and
+    settings."""
     return lambda value: all(fact in str(value) for fact in facts)
 
 
@@ -180,7 +181,7 @@ def failure(run: Run) -> str:
 
 
 def log_has(run: Run, *facts: str) -> bool:
-    """Whether a line of the last attempt's log has all of these facts, where there is no event of them."""
+    """Returns whether a line of the last attempt's log has all of these facts, for which there is no event."""
     return any(all(fact in line for fact in facts) for line in run.log().splitlines())
 
 
@@ -188,7 +189,7 @@ def log_has(run: Run, *facts: str) -> bool:
 
 @dataclass
 class RunAttempt:
-    """What is known of one attempt after its end. ``status``: of the launcher, as the shell sees it. ``selected``: by rank, the
+    """The results of one attempt after its end. ``status``: of the launcher, as the shell sees it. ``selected``: by rank, the
     step that it resumed from, None for a fresh start. ``committed``: by rank 0. ``events``: by rank."""
     status: int
     selected: list[int | None]

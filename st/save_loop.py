@@ -45,7 +45,7 @@ def name_of(step: int, rank: int, suffix: int) -> FileName:
 
 
 def wait_for_others(folder: Path, rank: int, ranks: int, step: int) -> None:
-    """Waits as the collectives of a step do: no rank is more than a step ahead. Waits for ever for a dead rank."""
+    """Waits as the collectives of a step do: no rank is more than a step ahead. Waits forever for a killed rank."""
     mine = folder / f"at_{rank}"
     mine.with_suffix(".part").write_text(str(step))
     os.replace(mine.with_suffix(".part"), mine)

@@ -72,12 +72,12 @@ class Call:
 
     @property
     def writing(self) -> bool:
-        """Of an open: for anything but reading."""
+        """Returns whether an open is for anything but reading."""
         return self.kind == "open" and (self.name == "creat" or bool(_WRITING.search(self.arguments)))
 
     @property
     def changes(self) -> bool:
-        """Whether it changes the folder, or makes a change durable."""
+        """Returns whether it changes the folder, or makes a change durable."""
         return self.writing or self.kind not in ("open", "close")
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ def read_trace(text: str, base: str) -> list[Call]:
 
 
 def _call(task: int, name: str, arguments: str, outcome: str, base: str) -> Call | None:
-    """None if it touches nothing below ``base``."""
+    """Returns None if the call touches nothing below ``base``."""
     if name not in _KIND:
         return None
     if name in _BY_HANDLE:
@@ -132,8 +132,8 @@ def _call(task: int, name: str, arguments: str, outcome: str, base: str) -> Call
 
 @dataclass(frozen=True)
 class Role:
-    """``kind``: temporary, weights, record, manifest, meta, attempt, trash, other. ``step``: where the name says it. ``trash``:
-    it lies in an attempt that is being removed."""
+    """``kind``: temporary, weights, record, manifest, meta, attempt, trash, other. ``step``: if the name contains it. ``trash``:
+    it is in an attempt that is being removed."""
     kind: str
     step: int = 0
     trash: bool = False
@@ -190,11 +190,11 @@ class Order:
         return step in self.records
 
     def states(self, kind: str, step: int = 0) -> list[str]:
-        """Of the names of this kind that are there now."""
+        """Returns the states of the existing names of this kind."""
         return [state for path, state in self.names.items() if role(path) == Role(kind, step, kind == "trash")]
 
     def unfinished(self, steps: Iterable[int]) -> list[str]:
-        """What a trace without any fault should have made durable by its end, and has not. The last of ``steps`` stays."""
+        """Returns what a trace without faults should have made durable by its end, and has not. The last of ``steps`` remains."""
         steps = list(steps)
         wanted = [("meta", 0), *((kind, steps[-1]) for kind in ("weights", "record", "manifest", "attempt"))]
         found = [f"{kind} of step {step}: {states or 'never appeared'}" for kind, step in wanted

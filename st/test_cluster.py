@@ -33,7 +33,7 @@ TENSOR = "adam_v.decoder.layers.0.self_attention.linear_qkv.weight"
 
 @pytest.fixture(scope="module")
 def chance() -> random.Random:
-    """ST_SEED repeats the choice of moments and ranks; what the job is doing at that moment is not repeatable."""
+    """ST_SEED repeats the choice of moments and ranks; the activity of the job at that moment is not repeatable."""
     seed = int(os.environ.get("ST_SEED", time.time_ns() % 10**6))
     print(f"ST_SEED={seed}")
     return random.Random(seed)
@@ -90,7 +90,7 @@ def reasons(answer: dict) -> dict[int, str]:
 
 
 def resumed_where_predicted(attempt: RunAttempt) -> None:
-    """All ranks selected the step that ``which`` printed before, loaded weights, and trained the next step first."""
+    """Checks that all ranks selected the step that ``which`` printed before, loaded weights, and trained the next step first."""
     step = attempt.predicted["chosen"]["step"]
     assert attempt.selected == [step] * len(attempt.events)
     assert attempt.trained()[0] == step + 1
@@ -197,7 +197,7 @@ def test_the_last_attempt_leaves_three_complete_checkpoints_and_nothing_else(cha
 
 @pytest.mark.soak
 def test_mindformers_alone_resumes_from_our_folder(chain, whole_several):
-    """From a copy of what attempt 1 left, half-written files and all: meta.json of rank 0 names the last commit."""
+    """It uses a copy of the folder after attempt 1, with half-written files: meta.json of rank 0 names the last commit."""
     run, expected = chain.builtin, chain.attempts[1].predicted["chosen"]["step"]
     run.start("--no-mindresume").wait_for_success()
     assert [row["step"] for row in run.steps()] == list(range(expected + 1, STEPS + 1))

@@ -30,8 +30,9 @@ def expected(name: str, first: int, last: int) -> list[tuple[int, str, str]]:
 
 
 def exact(name: str, steps: list[dict]) -> bool:
-    """The recorded losses and samples are those of mindformers. Of OPTIMIZER the last bit of a loss may differ: mindformers
-    alone, resumed from that fixture on this CPU cluster, does not repeat it either. No step may be missing or more."""
+    """Checks that the recorded losses and samples equal those of mindformers. Only the last bit of a loss of OPTIMIZER may
+    differ: mindformers alone, resumed from that fixture on this CPU cluster, does not repeat it either. No step may be missing or
+    additional."""
     known = expected(name, steps[0]["step"], steps[-1]["step"])
     allowed = 1 if name == OPTIMIZER else 0
     return len(known) == len(steps) and all(

@@ -1,4 +1,4 @@
-"""The drill, by the command a user calls: every story and fault with 2 ranks, at many operations of each format."""
+"""The drill, by the command that a user calls: every scenario and fault with 2 ranks, at many operations of each format."""
 from __future__ import annotations
 
 import json
@@ -35,7 +35,7 @@ def test_every_cell_passes_and_nothing_is_left_behind(tmp_path, fmt, every, soak
 
 
 def test_drill_finds_a_file_system_that_does_not_flush(tmp_path):
-    """The exit status, the table and the reason of a failure: here nothing that was synced is durable."""
+    """Checks the exit status, the table and the reason of a failure: here nothing that was synced is durable."""
     program = tmp_path / "drill.py"
     program.write_text(
         "import sys\n"

@@ -1,5 +1,5 @@
-"""The reference engine with MindSpore itself: the same bytes as the direct engine, and as numpy says. All transforms run in two
-processes, as ``import mindspore`` takes longer than most of them."""
+"""The engine of MindSpore itself: the same bytes as the direct engine and as numpy. All transforms run in two processes, as
+``import mindspore`` takes longer than most of them."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -86,7 +86,7 @@ def case_of(root: Path, text: str) -> Case:
 
 
 def wrong_case(root: Path, text: str) -> Case:
-    """What is refused, as MindSpore would get it wrong in silence."""
+    """Returns a refused case, which MindSpore would convert wrongly without an error."""
     if text.startswith("layout"):
         model, source = {"w": Spec((8, 4), 0, 0)}, Plan.parse("tp2", {"w": Spec((8, 4), 0, 0)})
         return Case(weights_of(root, source, random_tensors(model), text.split()[1]), Strategy(({"w": SWAPPED},)))
@@ -100,7 +100,7 @@ def wrong_case(root: Path, text: str) -> Case:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory) -> dict[str, Case]:
-    """All of them prepared, and transformed by MindSpore."""
+    """Returns all cases, prepared and transformed by MindSpore."""
     root = tmp_path_factory.mktemp("engines")
     found: dict[str, Case] = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -117,7 +117,7 @@ def cases(tmp_path_factory) -> dict[str, Case]:
 
 
 def final(weights: CheckpointView, target: Strategy | None, folder: Path) -> list[dict[str, np.ndarray]]:
-    """What the direct writer makes of them: {tensor: array} of each rank."""
+    """Returns the result of the direct writer: {tensor: array} of each rank."""
     folder.mkdir()
     files = rank_files(weights, target, lambda rank: str(folder / f"{rank}.safetensors"), "safetensors")
     transform(weights, STORAGE, files)
@@ -152,7 +152,7 @@ def test_the_cases_are_numerous_enough():
 
 @pytest.mark.parametrize("text", WRONG)
 def test_refused_layouts_would_be_silently_wrong_in_mindspore(cases, tmp_path, text):
-    """If this fails MindSpore has learned it, and the refusal can go."""
+    """If this fails, MindSpore has been fixed, and the refusal can be removed."""
     case = cases[text]
     direct, rewritten = (final(weights, case.target, tmp_path / name)
                          for name, weights in (("direct", case.weights), ("mindspore", case.task.collect())))

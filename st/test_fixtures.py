@@ -83,7 +83,7 @@ def test_verify_reports_missing_checksums(name):
 
 @pytest.mark.parametrize("folder", ["mf180_10_ckpt_tp2"], indirect=True)
 def test_graph_meta_is_not_a_checkpoint(folder):
-    """What mindformers 1.8.0 writes beside the first checkpoint."""
+    """mindformers 1.8.0 writes it beside the first checkpoint."""
     for rank in range(2):
         (folder / "checkpoint" / f"rank_{rank}" / f"llama_rank_{rank}-graph.meta").write_bytes(bytes(100))
     status, answer = call("ls", folder)
@@ -141,7 +141,7 @@ def test_a_step_is_refused_if_a_missing_file_held_unique_slices(folder):
 
 
 def test_a_missing_file_is_replaced_by_replicas(folder):
-    """As MindIO TTP leaves it: by the strategy files rank 0 has all that rank 2 had."""
+    """MindIO TTP leaves such a folder: by the strategy files rank 0 has all slices of rank 2."""
     next((folder / "checkpoint" / "rank_2").glob("*-2_5.*")).unlink()
     status, answer = call("which", folder)
     assert status == 0 and answer["refused"] == [] and (answer["chosen"]["step"], answer["chosen"]["missing_ranks"]) == (15, [2])
@@ -169,7 +169,7 @@ def test_another_number_of_ranks_is_refused(folder):
 
 
 def test_meta_json_is_a_hint_only(folder):
-    """Cut short by a crash on one rank, naming a file that is gone on another: the files decide, and it is said."""
+    """It is truncated by a crash on one rank, and names a missing file on another: the files decide, with a note."""
     (folder / "checkpoint" / "rank_0" / "meta.json").write_bytes(b"")
     (folder / "checkpoint" / "rank_1" / "meta.json").write_text(
         '{"last_epoch": 9, "last_step": 1, "last_ckpt_file": "qwen3_rank_1-9_1.safetensors"}')

@@ -117,7 +117,7 @@ def made(tmp_path_factory) -> Path:
 
 
 def load(made: Path, name: str) -> np.ndarray:
-    """Logits, (tokens, vocabulary); they say something."""
+    """Returns logits, (tokens, vocabulary); they are not constant."""
     found = np.load(made / f"{name}.npy").reshape(32, 128)
     assert np.ptp(found) > .5
     return found
@@ -125,8 +125,8 @@ def load(made: Path, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("network, model", [("plain", "plain"), ("contiguous", "tied"), ("own head", "tied")])
 def test_mindspore_transformers_computes_like_a_model_of_transformers(made, network, model):
-    """From one file or several, in either order of its weights, with a head of its own or the embedding's; from float32 or
-    bfloat16: the same logits."""
+    """The logits are equal for one file or several, either order of its weights, an own or a tied head, and float32 or
+    bfloat16."""
     assert len(list((made / model).glob("*.safetensors"))) == (3 if model == "plain" else 1)
     np.testing.assert_allclose(load(made, f"{network} in mindspore"), load(made, model), **CLOSE)
 
@@ -134,8 +134,8 @@ def test_mindspore_transformers_computes_like_a_model_of_transformers(made, netw
 @pytest.mark.parametrize("network, different", [
     ("plain", set()), ("four ranks", set()), ("own head", {"output_layer"}), ("contiguous", {"linear_qkv", "linear_fc1"})])
 def test_weights_equal_those_loaded_by_mindformers(made, network, different):
-    """The same bits, but where mindformers 1.9.0 is wrong: it knows one order only, and leaves a head random that the folder
-    does not have."""
+    """The bits are equal, except where mindformers 1.9.0 is wrong: it supports one order only, and leaves a head random that the
+    folder does not have."""
     found = json.loads((made / f"{network} in mindspore.npy.json").read_text(encoding="utf-8"))
     assert {name.split(".")[-2] for name in found} == different
 

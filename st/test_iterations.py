@@ -84,8 +84,8 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """One attempt after its end. ``saved``: whole tensors of the checkpoint before it; ``loaded``: of what it started with,
-    without what exists only within a step. ``samples``: {step: ids that all ranks saw}."""
+    """One attempt after its end. ``saved``: global tensors of the checkpoint before it; ``loaded``: of its start, without
+    transient state of a step. ``samples``: {step: ids that all ranks saw}."""
     plan: Plan
     attempt: RunAttempt
     saved: dict[str, np.ndarray]
@@ -139,7 +139,7 @@ def test_every_attempt_resumes_from_the_newest_checkpoint_of_the_one_before(chai
 
 
 def test_an_attempt_starts_bit_for_bit_with_what_was_saved(chain):
-    """Weights, both moments, the step of the optimizer: whole tensors, however they were and are cut."""
+    """Compares weights, both moments and the step of the optimizer as global tensors, in any layouts."""
     for found in chain[1][1:]:
         assert not_equal(found.saved, found.loaded) == [], found.plan
         assert int(found.loaded["global_step"][0]) == found.plan.takes
@@ -157,7 +157,7 @@ def test_every_step_sees_the_samples_that_it_sees_in_every_layout(chain, whole):
 
 
 def test_the_files_are_those_of_each_job(chain):
-    """Four checkpoints of four layouts in one folder, of which nothing but the tracker is shared."""
+    """Four checkpoints of four layouts are in one folder and share only the tracker."""
     root = chain[0].checkpoints
     assert iteration_steps(root) == [5, 10, 15, 20] and tracker(root) == STEPS
     for found in chain[1]:
@@ -170,8 +170,8 @@ def test_the_files_are_those_of_each_job(chain):
 
 
 def test_redundancy_is_removed(chain):
-    """In dp2 without optimizer shards both ranks hold everything; each part is in the files of one of them, and both have some.
-    In the other layouts nothing is left twice."""
+    """In dp2 without optimizer shards both ranks have everything; each slice is in the files of one of them, and both have some.
+    The other layouts have no replicas."""
     root = chain[0].checkpoints
     for step in (5, 10):
         parts = slices_of(root, step)
@@ -206,7 +206,7 @@ def test_verify_finds_four_complete_checkpoints(chain):
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("plan", range(len(PLANS)), ids=["dp2tp2-nodup", "dp2-nodup", "one", "dp4-all"])
 def test_the_built_in_reads_it_without_a_trainer(chain, version, plan, tmp_path):
-    """In its own layout, in the one of the next attempt, and in one process."""
+    """It reads each in its own layout, in that of the next attempt, and in one process."""
     found, behind = chain[1][plan], chain[1][(plan + 1) % len(PLANS)]
     root = copy_iterations(chain[0].checkpoints, tmp_path / "copy", found.plan.saves)
     tensors = of_network(saved_tensors(chain[0].checkpoints, found.plan.saves))
@@ -219,8 +219,9 @@ def test_the_built_in_reads_it_without_a_trainer(chain, version, plan, tmp_path)
 
 @pytest.fixture(scope="module")
 def over(whole, data, device, graphs, tmp_path_factory) -> SimpleNamespace:
-    """The rank folders of the uninterrupted run as they were after step 10. One process goes on in Checkpoint 2.0 and is killed
-    after step 17 (``run``); then the same command without the key in a folder that has only what it saved (``back``)."""
+    """Returns the rank folders of the uninterrupted run as they were after step 10. One process continues in Checkpoint 2.0 and
+    is killed after step 17 (``run``); then the same command without the key runs in a folder with only its own saves
+    (``back``)."""
     base = tmp_path_factory.mktemp("over")
     run, back = (run_of_kind(KIND, base / name, data, device, graphs) for name in ("over", "back"))
     copy_checkpoints(whole, run, 10)
@@ -241,7 +242,7 @@ def test_rank_folders_of_four_are_resumed_by_one_process_in_checkpoint_2(over, w
 
 
 def test_the_rank_folders_are_kept(over):
-    """keep_checkpoint_max counts what is there of both, and there are three."""
+    """keep_checkpoint_max counts the checkpoints of both formats, and there are three."""
     assert len(list(over.run.checkpoints.glob("rank_*/*.safetensors"))) == 8
 
 

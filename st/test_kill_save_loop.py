@@ -136,7 +136,7 @@ class KilledRun:
         return [path for path in self.root.rglob("*") if path.is_file()]
 
     def check_final_names(self) -> None:
-        """A weight file under its final name is whole, recorded or not; a recorded one is what was recorded."""
+        """Checks that a weight file under its final name is complete, recorded or not, and a recorded one matches its record."""
         records = {}
         for path in self.files():
             if path.parent.parent.name == FOLDER and record_rank(path.name) is not None:
@@ -202,8 +202,8 @@ def test_four_processes_recover_when_some_are_killed_before_the_others(tmp_path,
 
 
 def test_a_save_that_no_rank_can_commit_any_more_is_removed(tmp_path):
-    """All ranks recorded step 10, the job died before the commit, then a rank folder was lost: the next run resumes from
-    replicas but cannot commit step 10 afterwards. Once newer ones fill the policy, it must go like any other old one."""
+    """All ranks recorded step 10, the job was killed before the commit, then a rank folder was lost: the next run resumes from
+    replicas but cannot commit step 10 afterwards. Once newer ones fill the policy, it must be removed like any other old one."""
     for rank in range(4):
         write_rank(tmp_path, 10, rank, 4, run_name(1, "0000aaaa"))
     shutil.rmtree(tmp_path / "rank_3")

@@ -111,7 +111,7 @@ def test_an_optimizer_shard_is_folded_as_mindspore_does(case, data):
 
 
 def right(info, compiled, layout: TensorLayout) -> bool:
-    """Whether MindSpore's own layout cuts dimension 0 into the pieces that it was told."""
+    """Returns whether MindSpore's own layout cuts dimension 0 into the given number of pieces."""
     try:
         row = info._layout_process(compiled)[0].to_dict()
         return TensorLayout(row["device_matrix"], row["tensor_map"]).copies == layout.copies
@@ -125,7 +125,7 @@ def right(info, compiled, layout: TensorLayout) -> bool:
 @given(tensors=st.dictionaries(st.text("ab.'\"(),\\ é", min_size=1, max_size=6), st.tuples(cuts(8), st.sampled_from(TYPES)),
                                min_size=1, max_size=4), prefix=st.sampled_from([None, "qwen3"]), balanced=st.booleans())
 def test_metadata_written_by_mindformers_is_read(tmp_path, tensors, prefix, balanced):
-    """Two stages of 8 ranks, of the same parameters in all names but one letter."""
+    """Two stages of 8 ranks have the same parameters with names that differ in one letter."""
     rows = {stage: {f"{name}{stage}": row for name, row in tensors.items()} for stage in (0, 1)}
     path = tmp_path / "metadata.json"
     written_by_mindformers(path, rows, prefix, balanced)
@@ -161,7 +161,7 @@ def written_by_mindformers(path: Path, rows: dict, prefix: str | None, balanced:
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: f"{path.parts[-5]}-{path.parts[-2]}")
 def test_metadata_of_a_real_run_is_read(path):
-    """Every slice has in its file the shape that it should, and what we would write instead says the same."""
+    """Every slice has its expected shape in its file, and our metadata of the same job is equal."""
     from safetensors import safe_open
     found = read_metadata(path.read_bytes(), str(path))
     for tensor in found.values():
@@ -189,7 +189,8 @@ def stored_by_all(name: str, layout: TensorLayout, shape, *, first: int = 0, dty
                                st.tuples(cuts(8, 0), st.sampled_from(TYPES)), min_size=1, max_size=4),
        shards=st.sampled_from([0, 0, -1]), shared=st.booleans(), target=cuts(4, 0), rank=st.integers(0, 3))
 def test_mindformers_reads_our_metadata_and_loads_from_the_same_files(tmp_path, tensors, shards, shared, target, rank):
-    """Of stage 1 of 8 ranks, with all copies or only the shares of ``shares``, for rank ``rank`` of 4 that cuts otherwise."""
+    """Written by stage 1 of 8 ranks, with all replicas or only the assignment of ``shares``; read by ``rank`` of 4 in another
+    layout."""
     import mindspore as ms
     from mindformers.checkpoint.metadata import load_metadata
     described, files = {}, {}
@@ -220,7 +221,7 @@ def test_mindformers_reads_our_metadata_and_loads_from_the_same_files(tmp_path, 
 
 
 def sharded(layout: TensorLayout, shape, shards: int) -> tuple[TensorLayout, tuple[int, ...]]:
-    """With an optimizer shard, and a shape that divides then."""
+    """Draws a layout with an optimizer shard, and a shape that it divides."""
     found = TensorLayout(layout.device_matrix, layout.tensor_map, shards)
     return found, (shape[0] * found.optimizer_pieces, *shape[1:]) if shape else ()
 

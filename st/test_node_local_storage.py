@@ -1,6 +1,5 @@
-"""Two nodes that share no disk: each half of the ranks works in a folder of its own. All are killed; one node has lost its newest
-checkpoint; the same command goes on from the newest that both have, and ends like the uninterrupted run.
-"""
+"""Two nodes without shared storage: each half of the ranks works in its own folder. All are killed; one node has lost its newest
+checkpoint; the same command resumes from the newest common step and ends like the uninterrupted run."""
 from __future__ import annotations
 
 import shutil

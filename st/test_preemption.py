@@ -56,7 +56,7 @@ def test_sigterm_to_one_rank_stops_all(whole_several, tmp_path, command):
 
 
 def test_the_graceful_exit_file_saves_and_ends_all_ranks(whole_single, tmp_path):
-    """Without a signal the job ends with status 0."""
+    """The job ends with status 0 without a signal."""
     run = run_beside(whole_single, tmp_path / "run", copied=False)
     run.start("--use_graceful_exit True")
     run.wait_for_step(11)

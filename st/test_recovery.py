@@ -38,7 +38,7 @@ Moment = Callable[[Run, random.Random], None]
 # ---- moments to die at: wait until the job is there --------------------------------------------------------------------
 
 def half_written(run: Run) -> bool:
-    """By this attempt; what the one before left half written may still be there."""
+    """Returns the half-written files of this attempt; those of the previous one may still exist."""
     paths = [path for folder in ("rank_*", ".mindresume/step-*")
              for path in glob.glob(f"{run.checkpoints}/{folder}/.*.safetensors.*{TEMPORARY}")]
     with suppress(FileNotFoundError):                           # renamed in between
@@ -47,7 +47,7 @@ def half_written(run: Run) -> bool:
 
 
 def in_a_save(run: Run, chance: random.Random) -> None:
-    """As soon as a half-written file is seen, of the next save."""
+    """Kills as soon as a half-written file of the next save exists."""
     while run.process.poll() is None and not half_written(run):
         time.sleep(0.0005)
 
@@ -79,7 +79,7 @@ def in_between(run: Run, chance: random.Random) -> None:
 
 
 def to_the_end(run: Run, chance: random.Random) -> None:
-    """No death."""
+    """Kills nothing."""
 
 
 def trained(run: Run, attempt: int) -> str:
@@ -88,8 +88,8 @@ def trained(run: Run, attempt: int) -> str:
 
 
 def supervised(run: Run, command: str, deaths: list[tuple[Moment, bool]], chance: random.Random) -> int:
-    """Starts ``command`` until it ends well; the first attempts die at these moments, the whole job or (False) one rank of
-    it. Returns the number of starts. AssertionError if an attempt fails by itself."""
+    """Starts ``command`` until it ends with success; the first attempts are killed at these moments, the whole job or (False) one
+    rank of it. Returns the number of starts. AssertionError if an attempt fails by itself."""
     for moment, everything in deaths:
         run.start(command, MSRUN_GRACE="1")
         moment(run, chance)
@@ -104,7 +104,7 @@ def supervised(run: Run, command: str, deaths: list[tuple[Moment, bool]], chance
 
 
 def assert_uninterrupted(run: Run, whole: Run) -> None:
-    """Every step that any attempt did is that of the uninterrupted run, and none is missing."""
+    """Checks that every step of any attempt equals that of the uninterrupted run, and none is missing."""
     reference = {row["step"]: row for row in whole.steps()}
     rows = run.steps()
     assert {row["step"] for row in rows} == set(range(1, LAST + 1))
@@ -139,7 +139,7 @@ def test_four_processes_recover_from_ten_kills(whole_four, tmp_path, fmt, capsys
 # ---- a checkpoint on which every job dies --------------------------------------------------------------------------
 
 def test_a_checkpoint_that_kills_every_job_is_refused_after_two_failed_loads(whole_single, tmp_path):
-    """Steps 30, 35, 40 are there. 40 kills, twice; then 35 is selected and trained to 40, which is saved anew."""
+    """Steps 30, 35, 40 exist. 40 kills two jobs; then 35 is selected and trained to 40, which is saved again."""
     run = run_beside(whole_single, tmp_path / "run")
     run.program = PROGRAMS / "crash_after_load.py"
     command, fatal = "--epochs 5", {"CRASH_AFTER_LOAD": "40"}

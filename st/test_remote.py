@@ -1,6 +1,5 @@
-"""The job is killed, its disk is gone, and the same command goes on from the object store: in ModelArts, with a stand-in for
-moxing, and elsewhere, with an S3 server.
-"""
+"""The job is killed, its disk is lost, and the same command resumes from the object store: in ModelArts, with a fake moxing, and
+elsewhere, with an S3 server."""
 from __future__ import annotations
 
 import os
@@ -23,7 +22,7 @@ ALWAYS = f"--remote_save_url {URL} --callbacks.1.save_checkpoint_steps 5 --callb
 
 
 class Moxing:
-    """ModelArts, with a stand-in for moxing; the bucket outlives the disk of the job."""
+    """ModelArts with a fake moxing; the bucket survives the loss of the job's disk."""
     url = URL
 
     @staticmethod
@@ -54,7 +53,7 @@ class S3:
 
 
 def killed_and_its_disk_lost(run: Run, arguments: str, step: int, store: Moxing | S3) -> list[int]:
-    """Killed after ``step``, as soon as something is in the bucket. Returns what is there then."""
+    """Kills the job after ``step``, as soon as the bucket has a checkpoint. Returns the contents of the bucket."""
     run.start(arguments, **store.environment(run, FAKE_MOXING_DELAY="0.05"))
     run.wait_for_step(step)
     while not store.committed(run) and run.process.poll() is None:
@@ -130,7 +129,7 @@ def test_outside_of_modelarts_the_url_is_ignored_with_a_warning(whole_single, tm
 
 
 def test_a_wrong_setting_is_an_error_at_the_start(whole_single, tmp_path):
-    """A url of another kind is the error of mindformers, which looks at it before us; ModelArts without moxing is ours."""
+    """A url of another kind is an error of mindformers, which checks it first; ModelArts without moxing is our error."""
     run = run_beside(whole_single, tmp_path / "url", copied=False)
     run.start("--remote_save_url https://bucket/job", **Moxing.environment(run))
     assert run.wait(LIMIT) == 1

@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """One attempt after its end. ``saved``, ``loaded``: whole tensors of the checkpoint before it, and of what it started with.
+    """One attempt after its end. ``saved``, ``loaded``: global tensors of the checkpoint before it, and of its start.
     ``samples``: {step: ids that all ranks saw}."""
     plan: Plan
     attempt: RunAttempt
@@ -102,7 +102,7 @@ def test_every_attempt_resumes_from_the_newest_checkpoint_of_the_one_before(chai
 
 
 def test_an_attempt_starts_bit_for_bit_with_what_was_saved(chain, kind):
-    """Weights, both moments, the step of the optimizer, the loss scale: whole tensors, however they were and are cut."""
+    """Compares weights, both moments, the step of the optimizer and the loss scale as global tensors, in any layouts."""
     for found in chain[1]:
         saved, loaded = found.saved, found.loaded
         assert set(saved) - set(loaded) == COUNTERS

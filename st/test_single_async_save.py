@@ -1,4 +1,4 @@
-"""async_save on the real Trainer: the losses are those of the uninterrupted run, kills in a background save lose nothing, and a
+"""async_save on the real Trainer: the losses equal those of the uninterrupted run, kills in a background save lose nothing, and a
 second job in the same folder is refused."""
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASYNC = "--callbacks.1.async_save {} --callbacks.1.save_checkpoint_steps 1 --cal
 
 @pytest.fixture(scope="module")
 def behind(whole_single, tmp_path_factory) -> dict[str, Run]:
-    """Both kinds from the start, saving at every step, killed while a background save is being written after step 12."""
+    """Runs both kinds from the start, saving at every step, killed during a background save after step 12."""
     base = tmp_path_factory.mktemp("background")
     runs = {kind: run_beside(whole_single, base / kind, copied=False) for kind in KINDS}
 

@@ -39,8 +39,8 @@ def bits(steps: list[dict]) -> list[tuple[int, str]]:
 
 
 def test_slices_of_four_ranks_without_redundancy_are_converted(sequences, device, graphs, tmp_path):
-    """Killed before it saves anything, the same command finds the strategy of the old job again. It also writes merged weights,
-    from which mindformers alone goes on."""
+    """Killed before its first save, the same command finds the strategy of the old job again. It also writes merged weights, from
+    which mindformers alone continues."""
     run = run_from_fixture(NODUP, tmp_path / "run", sequences, device, graphs=graphs)
     before, strategies = content(run.checkpoints), content(run.folder / "output" / "strategy")
     run.start(RESUME, CPU_CLUSTER_KILL="all@17", MINDRESUME_UNIFIED_CHECKPOINT="1").wait()
@@ -75,7 +75,8 @@ def test_merged_weights_of_mindformers_are_loaded(sequences, device, graphs, tmp
 
 
 def test_ckpt_files_are_transformed_once_and_loaded_later_without_conversion(sequences, device, graphs, tmp_path):
-    """By MindSpore's engine, the default for ckpt; then by ours, to the same bits. Killed within the conversion at first."""
+    """First by MindSpore's engine, the default for ckpt; then by ours, to the same bits. The first start is killed within the
+    conversion."""
     run = run_from_fixture(OPTIMIZER, tmp_path / "run", sequences, device, graphs=graphs)
     before, transformed = content(run.checkpoints), run.folder / "output" / "transformed_checkpoint" / "checkpoint"
     run.start(RESUME)

@@ -72,7 +72,7 @@ def twice(run: Run, kill: int, *command: str) -> Run:
 
 @pytest.fixture(scope="module")
 def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
-    """All go on from a copy of the uninterrupted run, which stands at step 40, at the end of epoch 4 of the first set."""
+    """Each resumes from a copy of the uninterrupted run at step 40, the end of epoch 4 of the first data set."""
     base = tmp_path_factory.mktemp("changed")
     runs = SimpleNamespace(**{name: run_beside(whole_single, base / name) for name in
                               ("ignored", "skipped", "larger", "silent", "refused", "new", "sinks")})
@@ -98,7 +98,7 @@ def test_training_starts_with_the_first_sample_of_the_new_data_set(changed, alon
 
 
 def test_after_another_interruption_its_position_is_restored(changed, alone):
-    """By the same command, which says ignore_data_skip: True: that was done already."""
+    """The same command with ignore_data_skip: True restarts the data only once."""
     run = changed.ignored
     assert selected_step(run) == 45
     assert steps_of(run) == list(range(46, 71))
@@ -123,7 +123,7 @@ def test_another_batch_size_at_the_same_time(changed, alone):
 
 
 def test_in_sink_mode_too(changed, alone):
-    """Of the fifth epoch, 15 steps, 7 sinks of 2."""
+    """The fifth epoch has 15 steps, 7 sinks of 2."""
     run = changed.sinks
     assert steps_of(run) == list(range(41, 55))
     assert [samples(run)[step] for step in range(41, 55)] == alone.second[:14]
@@ -141,7 +141,7 @@ def test_in_checkpoint_2_too(changed, alone):
 # ---- an undeclared new data set ------------------------------------------------------------------------------------
 
 def test_a_silent_change_is_a_warning(changed, alone):
-    """The set is taken for the old one; here that stood between two passes, so nothing of the new one is left out."""
+    """The data set counts as the old one; the checkpoint is between two passes, so no sample of the new one is skipped."""
     run = changed.silent
     assert notices(run, "mcore.mindrecord", "ignore_data_skip: True", level="warning")
     assert [samples(run)[step] for step in range(41, 71)] == alone.second * 2

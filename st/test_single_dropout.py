@@ -1,6 +1,5 @@
-"""Dropout on, and several interruptions in a row: within an epoch, and at its end. Every step is that of the uninterrupted run,
-and so is what the random generators of the process give at each step.
-"""
+"""Dropout with several interruptions in a row, within an epoch and at its end. Every step equals that of the uninterrupted run,
+and so do the values of the random generators at each step."""
 from __future__ import annotations
 
 import pytest

@@ -26,7 +26,7 @@ EXTRA = ("--callbacks.1.save_network_params True --callbacks.1.save_trainable_pa
 
 @pytest.fixture(scope="module")
 def started(whole_single, tmp_path_factory) -> SimpleNamespace:
-    """Each goes on from step 35 of the uninterrupted run: step 40 is damaged, or step 35 is asked for by name."""
+    """Each continues from step 35 of the uninterrupted run: step 40 is damaged, or step 35 is requested by name."""
     base = tmp_path_factory.mktemp("ways")
     unmodified, python = (run_beside(whole_single, base / name) for name in ("unmodified", "python"))
     register = use_register_path(unmodified)
@@ -60,7 +60,7 @@ def test_an_import_in_python(started, whole_single):
 # ---- weights for inference -----------------------------------------------------------------------------------------
 
 def test_network_and_trainable_weights_side_by_side(started):
-    """As many as keep_checkpoint_max, under the names of mindformers; they are no checkpoints of a resume."""
+    """As many as keep_checkpoint_max remain, under the names of mindformers; a resume does not use them."""
     run, output = started.extra, started.extra.folder / "output"
     assert sorted(names(run)) == [39, 40]
     for folder, kind in (("checkpoint_network", "network"), ("checkpoint_trainable", "trainable_params")):

@@ -86,7 +86,8 @@ SINKS = {1: (17, 15, {step: f"qwen3_rank_0-{step}_1.safetensors" for step in (5,
 
 @pytest.fixture(scope="module")
 def sunk(whole_single, tmp_path_factory) -> dict[int, Run]:
-    """For each sink size: killed in between, inside a sink where it has an inside, and resumed. Keeps all checkpoints."""
+    """Returns, for each sink size, a run that was killed (inside a sink if its size allows) and resumed. It keeps all
+    checkpoints."""
     base = tmp_path_factory.mktemp("sink")
     runs = {size: run_beside(whole_single, base / str(size), copied=False) for size in SINKS}
 
@@ -101,7 +102,7 @@ def sunk(whole_single, tmp_path_factory) -> dict[int, Run]:
 
 @pytest.mark.parametrize("size", SINKS)
 def test_sink_mode_resumed_is_the_uninterrupted_run(sunk, whole_single, size):
-    """Also of a run without sink mode: the sinks only say when callbacks come."""
+    """Also equal to a run without sink mode: sinks only decide when callbacks run."""
     run, (killed, chosen, _, _) = sunk[size], SINKS[size]
     assert [row["step"] for row in run.steps(0)] == list(range(1, killed + 1))
     assert steps_of(run) == list(range(chosen + 1, 41))

@@ -64,7 +64,7 @@ BOTH = ["qwen3-model-0000000-0000001.safetensors", "qwen3-opt-0000000-0000001.sa
 
 
 def in_folder(folder: Path, whole: Run, *steps: int, of: Path | None = None) -> Run:
-    """A run like ``whole`` in ``folder``, which finds these iterations of ``of`` there."""
+    """Runs like ``whole`` in ``folder``, which has these iterations of ``of``."""
     run = whole.like(folder, program=PROGRAM)
     if of is not None:
         copy_iterations(of, run.checkpoints, *steps)
@@ -80,7 +80,7 @@ def use_section(run: Run, resume_training: bool, **section: Any) -> Run:
 # ---- the runs ------------------------------------------------------------------------------------------------------
 
 def torn_first_save(run: Run) -> None:
-    """What is left if a training dies in its very first save: of ours, and of mindformers (no tracker, a half file)."""
+    """Leaves the files of a training killed in its first save: of ours, and of mindformers (no tracker, half a file)."""
     attempt = attempt_name(5, "0001-0000beef")
     making, theirs = run.checkpoints / FOLDER / attempt, run.checkpoints / iteration_name(5)
     (making / FOLDER / attempt).mkdir(parents=True)
@@ -104,7 +104,7 @@ def broken(whole_single, tmp_path_factory) -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def alone(broken, whole_single, tmp_path_factory) -> SimpleNamespace:
-    """``run``: mindformers alone goes on where ours was killed. ``back``: we go on from there, with its tracker set back."""
+    """``run``: mindformers alone resumes where ours was killed. ``back``: we resume from there, with its tracker set back."""
     base = tmp_path_factory.mktemp("alone")
     run, back = in_folder(base / "alone", whole_single), in_folder(base / "back", whole_single)
     shutil.copytree(broken.early, run.checkpoints)
@@ -170,7 +170,7 @@ def test_a_torn_first_save_is_a_fresh_start(broken, whole_single):
 
 
 def test_a_missing_folder_is_a_fresh_start(others, whole_single):
-    """Which mindformers refuses (is_hf_checkpoint of its trainer/utils.py), as it must be there to be looked into."""
+    """mindformers refuses it (is_hf_checkpoint of its trainer/utils.py), because it lists the folder."""
     run = others.missing
     assert_event(run, "fresh_start", checkpoint_dir=contains("absent"), is_expected=False)
     assert steps_of(run) == [1, 2, 3] and differences(whole_single.steps()[:3], run.steps()) == []
@@ -182,7 +182,8 @@ def test_the_same_command_continues_bit_for_bit(broken, whole_single):
 
 
 def parameters(run: Run, root: Path, step: int) -> dict[str, np.ndarray]:
-    """What the last attempt started with, without what exists only within a step. ``step``: one that it saved to ``root``."""
+    """Returns the parameters at the start of the last attempt, without transient state of a step. ``step``: one that it saved to
+    ``root``."""
     loaded = loaded_tensors(run, layout_table(root, step))
     return {name: array for name, array in loaded.items() if not is_transient(name)}
 
@@ -240,8 +241,8 @@ def test_the_built_in_reads_it_without_a_trainer(broken, version):
 # ---- sinks ---------------------------------------------------------------------------------------------------------
 
 def test_sinks_that_do_not_divide_an_epoch(others, whole_single):
-    """Sinks of 4 steps, epochs of 10: killed in sink 5, resumed from the end of sink 4, in the middle of epoch 2 of the data. The
-    loop is that of st/cpu_cluster/model_build.py, which stands in for a device's."""
+    """Sinks of 4 steps, epochs of 10: killed in sink 5, resumed from the end of sink 4, in the middle of epoch 2 of the data.
+    st/cpu_cluster/model_build.py emulates the loop of a device."""
     run = others.sinks
     assert [row["step"] for row in run.steps(0)] == list(range(1, 21))
     assert differences(whole_single.steps()[:20], run.steps(0)) == []
@@ -295,7 +296,7 @@ def test_no_optimizer_in_the_checkpoint_is_an_error_that_names_the_key(others):
 
 
 def test_no_load_optim_loads_weights_only(others, broken, whole_single):
-    """Step 0, moments of zeros, learning rate of a first step, first data: only the weights are those of step 40."""
+    """Step 0, moments of zeros, the learning rate of a first step, the first data: only the weights are those of step 40."""
     run, saved = others.weights, saved_tensors(broken.root, 40)
     rows = run.steps(-1)
     assert steps_of(run) == list(range(1, 11)) and rows[0]["lr"] == whole_single.steps()[0]["lr"]

@@ -21,7 +21,7 @@ from st.training_run import Run
 
 @pytest.fixture(scope="module")
 def resumed(whole_single, tmp_path_factory) -> SimpleNamespace:
-    """All from the folder of the uninterrupted run (steps 30, 35, 40), each with an output of its own."""
+    """All resume from the folder of the uninterrupted run (steps 30, 35, 40), each with its own output."""
     base, there = tmp_path_factory.mktemp("progress"), f"--load_checkpoint {whole_single.checkpoints}"
     runs = {name: run_beside(whole_single, base / name, copied=False) for name in ("larger", "odd", "again", "third")}
     at_30, at_35 = (f"{there} --resume_training qwen3_rank_0-{name}" for name in ("3_10", "4_5"))
@@ -41,7 +41,7 @@ def samples(run: Run) -> dict[int, list[str]]:
 
 
 def test_twice_the_global_batch_size_is_half_the_steps(resumed, whole_single):
-    """Step 30 of 40 becomes 15 of 20, and the data goes on behind the same sample."""
+    """Step 30 of 40 becomes 15 of 20, and the data continues after the same sample."""
     run, before = resumed.larger, samples(whole_single)
     assert selected_step(run) == 30
     assert_event(run, "progress_restored", step=15, epochs_done=3, global_batch_size=16, step_scale=0.5, saved_step=30)
@@ -61,7 +61,7 @@ def test_a_batch_size_that_cuts_a_step_is_rounded_down(resumed, whole_single):
 
 
 def test_ignore_data_skip_restarts_the_data(resumed, whole_single):
-    """The counters go on. The epoch that was cut by step 35 is trained as a whole now, so the run ends at step 45."""
+    """The counters continue. The epoch that was cut by step 35 is now trained completely, so the run ends at step 45."""
     run, before = resumed.again, samples(whole_single)
     assert_event(run, "progress_restored", step=35)
     assert samples(run) == {35 + step: before[step] for step in range(1, 11)}

@@ -1,4 +1,4 @@
-"""What ``mindresume report`` says of a training that was killed once, compared with what its steps recorded themselves."""
+"""The output of ``mindresume report`` on a training that was killed once, compared with its recorded steps."""
 from __future__ import annotations
 
 import json
@@ -18,7 +18,7 @@ def reported(run: Run, *arguments: str) -> dict:
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory, whole_single) -> SimpleNamespace:
-    """Killed after step 13 at the earliest, reported on, and started again by the same command."""
+    """Is killed after step 13 at the earliest, reported on, and started again by the same command."""
     run = whole_single.like(tmp_path_factory.mktemp("report"))
     run.start().wait_for_step(13)
     run.kill()

@@ -1,4 +1,5 @@
-"""One process whose saves fail with true errors of the operating system: it goes on, records them, and stops after the third."""
+"""One process whose saves fail with real errors of the operating system: it continues, records them, and stops after the
+third."""
 from __future__ import annotations
 
 import errno
@@ -33,7 +34,8 @@ TOO_LARGE = os.strerror(errno.EFBIG)
 
 
 def nothing_torn(run: Run, steps: list[int]) -> None:
-    """Nothing half-written or without a record; ``steps`` are good, and step 40 is the one that was damaged before."""
+    """Checks that no half-written or unrecorded file exists, that ``steps`` are good, and that step 40 is the one damaged
+    before."""
     assert run.half_written() == []
     files = {path.name for path in (run.checkpoints / "rank_0").glob("*.safetensors")}
     assert files == {"qwen3_rank_0-3_10.safetensors", "qwen3_rank_0-4_5.safetensors", "qwen3_rank_0-4_10.safetensors"}
@@ -44,7 +46,7 @@ def nothing_torn(run: Run, steps: list[int]) -> None:
 
 
 def test_full_disk_is_an_event_for_each_save(full, whole_single):
-    """It names file and reason; the training itself is not touched by it."""
+    """The event names file and reason; the training itself is not affected."""
     found = events(full.warn, "save_failed")
     assert [(row["step"], row["failures_in_a_row"]) for row in found] == [(36, 1), (37, 2), (38, 3)]
     for row in found:
@@ -70,7 +72,7 @@ def test_full_disk_ends_the_job_at_once_if_asked_to(full):
 
 
 def test_a_blocked_folder_for_a_while(whole_single, tmp_path):
-    """A file lies where the folder of the rank should be, then it is gone again: the job ends well, with what it could save."""
+    """A file replaces the folder of the rank for a while: the job ends with success and the saves that were possible."""
     run = run_beside(whole_single, tmp_path / "run", copied=False)
     run.start("--callbacks.1.save_checkpoint_steps 10 --callbacks.1.keep_checkpoint_max 10")
     run.wait_for_step(11)

@@ -150,7 +150,7 @@ def starts_afresh(run: Run, whole: Run, folder: str) -> None:
 
 
 def test_a_missing_or_empty_folder_is_a_fresh_start(whole_single, tmp_path):
-    """Both are killed soon: only the beginning matters."""
+    """Both are killed soon: only the start matters."""
     missing, empty = (run_beside(whole_single, tmp_path / name, copied=False) for name in ("missing", "empty"))
     (tmp_path / "nothing").mkdir()
     in_parallel(lambda: train(missing, f"--load_checkpoint {tmp_path}/absent", CPU_CLUSTER_KILL="0@3"),
@@ -160,8 +160,8 @@ def test_a_missing_or_empty_folder_is_a_fresh_start(whole_single, tmp_path):
 
 
 def killed_in_its_first_save(whole: Run, folder: Path) -> Run:
-    """Killed while the file of weights of step 5 was half-written. A save takes some milliseconds; looking may come too late,
-    then it is tried again."""
+    """Kills a run while the weight file of step 5 is half-written. A save takes some milliseconds; if the kill comes too late, it
+    is tried again."""
     for attempt in range(4):
         run = run_beside(whole, folder / str(attempt), copied=False).start()
         half = run.stop_in_a_save(3)
@@ -173,7 +173,7 @@ def killed_in_its_first_save(whole: Run, folder: Path) -> Run:
 
 @pytest.mark.soak
 def test_a_killed_first_save_is_a_fresh_start_and_is_cleaned_up(whole_single, tmp_path):
-    """Killed in its first save, the run starts afresh, cleans up and saves."""
+    """The next run starts afresh, cleans up and saves."""
     run = killed_in_its_first_save(whole_single, tmp_path)
     assert len(list(run.checkpoints.glob(f"{FOLDER}/step-*"))) == 1 and run.which()["chosen"] is None
     train(run, CPU_CLUSTER_KILL="0@7")

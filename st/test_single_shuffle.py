@@ -1,4 +1,4 @@
-"""A shuffled data set: every epoch has an order of its own, and a resume inside an epoch goes on in it."""
+"""A shuffled data set: every epoch has its own order, which a resume inside an epoch continues."""
 from __future__ import annotations
 
 from st.run_attempts import LIMIT, in_parallel, steps_of, train_well

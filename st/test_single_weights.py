@@ -23,7 +23,7 @@ def bits(run: Run) -> list[tuple[int, str]]:
 
 
 def test_the_folder_of_four_ranks_is_loaded_as_mindformers_loads_it_merged(run, tmp_path):
-    """Without auto_trans_ckpt; the same losses bit for bit."""
+    """Without auto_trans_ckpt the losses are equal bit for bit."""
     source = shutil.copytree(FOUR / "output", tmp_path / "output") / "checkpoint"
     ours, theirs = run.like(tmp_path / "ours"), run.like(tmp_path / "theirs")
     assert ours.mindresume("merge", str(source), str(tmp_path / "merged")).returncode == 0
@@ -35,7 +35,8 @@ def test_the_folder_of_four_ranks_is_loaded_as_mindformers_loads_it_merged(run, 
 
 
 def test_damaged_and_missing_tensors_are_named_in_the_error(run, tmp_path):
-    """Of merged weights of ours. A network of one layer more lacks that layer; allowed, it begins as it is initialised."""
+    """Loads our merged weights. A network with one more layer lacks that layer; if allowed, the layer keeps its initial
+    values."""
     merged, damaged = tmp_path / "merged", tmp_path / "damaged"
     runs = [run.like(tmp_path / name) for name in ("damaged_run", "larger", "allowed")]
     assert runs[0].mindresume("merge", str(FOUR / "output" / "checkpoint"), str(merged)).returncode == 0

@@ -32,7 +32,7 @@ def by_mindspore(path: Path | str) -> dict[str, list]:
 
 
 def meant(strategy: Strategy, stages: list[int], named: bool) -> dict[str, list]:
-    """The same, of what we meant; ``named``: the file says which stages hold a parameter."""
+    """Returns the same from our layouts; ``named``: the file lists the stages of a parameter."""
     found: dict[str, list] = {}
     for stage in stages:
         for name, layout in strategy.stages[stage].items():
@@ -111,7 +111,7 @@ def test_every_file_of_mindspore_survives_a_round_trip(tmp_path, path):
 @pytest.mark.parametrize("name, text", [("strategy_dp1mp8", "tp=8"), ("strategy_dp2mp2pp2opt", "dp=2,tp=2,pp=2,opt=all"),
                                         ("strategy_dp2mp4", "dp=2,tp=4"), ("strategy_dp8opt", "dp=8,opt=all")])
 def test_a_plan_cuts_as_mindspore_compiles(name, text):
-    """From the layouts of another job of the same model, one without pipeline stages: cuts, optimizer shards and stages."""
+    """From the layouts of another job of the same model without pipeline stages it computes cuts, optimizer shards and stages."""
     of = read_strategy(str(FIXTURES / "strategy_dp2mp4" / "output" / "strategy"))
     known = json.loads((FIXTURES / name / "parameters.json").read_text(encoding="utf-8"))
     tensors = {parameter: (tuple(known[parameter]["global_shape"]), layout, (0,)) for parameter, layout in of.stages[0].items()}

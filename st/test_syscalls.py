@@ -71,8 +71,8 @@ SETUPS = (Setup("safetensors", "foreground"), Setup("ckpt", "foreground"), Setup
 
 @dataclass(frozen=True)
 class Cell:
-    """One injection. ``number``: of the calls of this name that touch the folder, from 1. ``saved``: what the job said of the
-    step. ``problems``: empty if all is well."""
+    """One injection. ``number``: of the calls of this name that touch the folder, from 1. ``saved``: the reported result of the
+    step. ``problems``: empty if the cell passes."""
     setup: str
     fault: str
     call: str
@@ -109,7 +109,7 @@ class Job:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": COUNTED})
 
     def next(self) -> dict:
-        """What became of the next step; {} if the job ended without a word."""
+        """Returns the result of the next step; {} if the job ended without one."""
         ready = select.select([self._process.stdout], [], [], PATIENCE)[0]
         line = self._process.stdout.readline() if ready else ""
         if line:
@@ -122,7 +122,7 @@ class Job:
         self._process.stdin.flush()
 
     def end(self) -> tuple[int, str]:
-        """(exit status, what it said as an error). AssertionError if it hangs."""
+        """Returns (exit status, its error message). AssertionError if it hangs."""
         try:
             out, err = self._process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired as late:
@@ -138,7 +138,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def strace() -> str:
-    """Its version. A machine without strace fails, one that forbids tracing skips."""
+    """Returns its version. A machine without strace fails, one that forbids tracing skips."""
     if shutil.which("strace") is None:
         pytest.fail("strace is missing: apt-get install strace (scripts/test.sh does that as root), or leave these tests out: "
                     "--ignore st/test_syscalls.py")
@@ -201,8 +201,8 @@ def clean(base: Path, setup: Setup, steps: list[int], width: int = 1) -> list[Ca
 @pytest.mark.parametrize("width", [1, PosixStorage.width])
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_every_call_comes_after_the_calls_it_relies_on(strace, base, setup, width):
-    """Bytes are flushed before a file gets its name; the name is flushed before the next file says that it is there: weights,
-    record, manifest, meta.json; what is removed is removed after something newer is durable. No final name is ever written to."""
+    """Bytes are flushed before a file gets its name; the name is flushed before the next file refers to it: weights, record,
+    manifest, meta.json; a removal follows after something newer is durable. No final name is ever written to."""
     calls = clean(base, setup, [STEP, NEXT], width)
     order = Order(calls, setup.past)
     assert order.broken == [] and order.unfinished([STEP, NEXT]) == []
@@ -212,7 +212,7 @@ def test_every_call_comes_after_the_calls_it_relies_on(strace, base, setup, widt
 
 
 def test_the_rules_detect_every_wrong_order(strace, base):
-    """The rules see every flush that is left out, and every file that gets its name one call too early."""
+    """The rules detect every flush that is left out, and every file that gets its name one call too early."""
     setup = Setup("safetensors", "foreground")
     calls = [call for call in clean(base, setup, [STEP, NEXT]) if call.changes and not call.error]
     # The folder of a record is flushed by its rank, and by rank 0 before the manifest: here one of the two would do.
@@ -309,7 +309,7 @@ def look(sandbox: Sandbox, setup: Setup, tidy: bool) -> tuple[str, str, list[str
 
 
 def differing(sandbox: Sandbox, step: int) -> list[str]:
-    """Tensors that are not, bit for bit, what the job had. The oracle knows the small ones only."""
+    """Returns tensors that are not bit-identical to those of the job. The oracle checks only the small ones."""
     (saved,) = shard_of(SaveTarget(PosixStorage(), sandbox.root, RUNS[0], 0, 1), step, sandbox.format).files
     path = os.path.join(sandbox.root, saved.path)
     with open(path, "rb") as file:
@@ -319,7 +319,7 @@ def differing(sandbox: Sandbox, step: int) -> list[str]:
 
 
 def killed(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
-    """SIGKILL in this call. With a writer process that process is killed, and the training must hear of it."""
+    """Sends SIGKILL in this call. With a writer process that process is killed, and the training must report it."""
     job = Job(base, setup, [STEP], inject=f"{target.call.name}:signal=KILL:when={target.number}", paths=target.paths)
     status, error = job.end()
     calls, said = job.calls(), {line["step"]: line for line in job.said}
@@ -339,7 +339,8 @@ def killed(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
 
 
 def failing(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
-    """The call returns an error, once or from here on. The job goes on: it says what was not saved, and saves the next step."""
+    """Makes the call return an error, once or from here on. The job continues: it reports the step that was not saved, and saves
+    the next one."""
     name, for_good = fault.removesuffix(FOR_GOOD), fault.endswith(FOR_GOOD)
     when = f"{target.number}{FOR_GOOD if for_good else ''}"
     job = Job(base, setup, [STEP, NEXT], inject=f"{target.call.name}:error={name}:when={when}", paths=target.paths)
@@ -370,8 +371,8 @@ def failing(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
 
 
 def unreported(target: Target, name: str, saved: bool, said: list[dict]) -> list[str]:
-    """Returns what is wrong: a change that failed must be reported, and a step that is not durable must not count as saved. What
-    could not be read may be reported: the file counts as absent then, and nothing is removed that would stay without it."""
+    """Returns problems: a change that failed must be reported, and a step that is not durable must not count as saved. A failed
+    read may be reported: the file counts as absent then, and nothing is removed that would otherwise stay."""
     if name in TELLS_NOTHING:
         return [] if saved else [f"not saved for {name}, which is no reason"]
     problems, reason = [], os.strerror(getattr(errno, name))
@@ -387,7 +388,7 @@ def unreported(target: Target, name: str, saved: bool, said: list[dict]) -> list
 
 def finish(sandbox: Sandbox, setup: Setup, target: Target, fault: str, status: int, saved: bool | None, problems: list[str],
            chosen: str = "") -> Cell:
-    """Judges what is there, then lets the next run save and clean up, and judges again."""
+    """Checks the folder, then lets the next run save and clean up, and checks it again."""
     _, found, wrong = look(sandbox, setup, tidy=False)
     verdict, _, after = look(sandbox, setup, tidy=True)
     return Cell(str(setup), fault, str(target.call), target.call.name, target.number, status, saved, chosen or found, verdict,
@@ -413,7 +414,7 @@ def faults(target: Target) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_an_error_in_every_call_is_survived(targets, base, setup, soak):
-    """Of one saver with every error, also of calls that only read; of the others EIO in calls that change something, and a full
+    """One saver gets every error, also in calls that only read; the others get EIO in calls that change something, and a full
     disk in those that write."""
     found = targets(setup)
     if setup == SETUPS[0]:

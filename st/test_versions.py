@@ -165,7 +165,7 @@ def test_device_axes_describe_the_same_slices_without_optimizer_shards(data):
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_the_built_in_reads_what_a_training_wrote(name, version, tmp_path):
-    """Every fixture in its layout and in that of another: the readers here are right, for both versions."""
+    """Reads every fixture in its own layout and in another one: this proves the readers here, for both versions."""
     tensors, _ = fixture(name)
     root = copied(ROOT / "st" / "fixtures" / name / "output" / "checkpoint", tmp_path / "checkpoint")
     for other in (name, "mf180_20_tp2" if name == "mf190_20_dp2tp2opt" else "mf190_20_dp2tp2opt"):
@@ -190,7 +190,7 @@ def test_the_built_in_of_180_does_not_resume_from_190(name):
 @pytest.mark.parametrize("remove_redundancy", [False, True], ids=["all", "nodup"])
 @pytest.mark.parametrize("name", JOBS)
 def test_each_version_reads_what_the_other_writes(name, writer, remove_redundancy, tmp_path):
-    """In its own layout and in another. Not so what 1.8.0 wrote without replicas: see below."""
+    """In its own layout and in another. Except what 1.8.0 wrote without replicas, see below."""
     builtin(writer).write(tmp_path / "written", TENSORS, JOBS[name], iteration=STEP, remove_redundancy=remove_redundancy)
     root = copied(tmp_path / "written", tmp_path / "copy")
     readers = VERSIONS if writer == "1.9.0" or not remove_redundancy or name == "one" else ["1.8.0"]
@@ -202,7 +202,7 @@ def test_each_version_reads_what_the_other_writes(name, writer, remove_redundanc
 @pytest.mark.parametrize("remove_redundancy", [False, True], ids=["all", "nodup"])
 @pytest.mark.parametrize("name", JOBS)
 def test_we_read_what_either_wrote(name, writer, remove_redundancy, tmp_path):
-    """Whole tensors. The counter that is in none of its files then comes from common.json."""
+    """Compares global tensors. The counter that is in none of its files comes from common.json."""
     builtin(writer).write(tmp_path, TENSORS, JOBS[name], iteration=STEP, remove_redundancy=remove_redundancy)
     source = open_checkpoint(PosixStorage(), str(tmp_path), None, None)
     found = read_regions(source.weights, {name: whole(tensor.shape) for name, tensor in source.weights.tensors.items()})
@@ -212,7 +212,7 @@ def test_we_read_what_either_wrote(name, writer, remove_redundancy, tmp_path):
 
 
 def test_the_built_in_of_190_cannot_read_what_180_wrote_without_replicas(tmp_path):
-    """1.9.0 looks for the lowest rank of a slice, or for the file that has it in rank_group; 1.8.0 writes no rank_group."""
+    """1.9.0 needs the lowest rank of a slice, or the file that has it in rank_group; 1.8.0 writes no rank_group."""
     folder = builtin("1.8.0").write(tmp_path, TENSORS, JOBS["dp2tp2"], iteration=STEP, remove_redundancy=True)
     found = differences(builtin("1.9.0").read(folder, TENSORS, JOBS["dp2tp2"]), TENSORS, JOBS["dp2tp2"])
     assert len(found) == 1 and "Cannot find storage file" in found[0]
@@ -220,7 +220,7 @@ def test_the_built_in_of_190_cannot_read_what_180_wrote_without_replicas(tmp_pat
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_built_in_puts_all_of_the_optimizer_in_the_opt_file(name, writer, tmp_path):
-    """Also the counter, which has no layout and is in no metadata.json; on one process there is no metadata.json."""
+    """Also the counter, which has no layout and is in no metadata.json; one process writes no metadata.json."""
     folder, layouts = builtin(writer).write(tmp_path, TENSORS, JOBS[name], iteration=STEP), JOBS[name]
     ranks = {"one": 1}.get(name, 4)
     for rank in range(ranks):
@@ -242,7 +242,8 @@ def test_the_built_in_puts_all_of_the_optimizer_in_the_opt_file(name, writer, tm
 
 
 def test_the_built_in_writes_no_counter_without_replicas(writer, tmp_path):
-    """With remove_redundancy and several ranks only what has a layout is written; a resume takes the step from common.json."""
+    """With remove_redundancy and several ranks only tensors with a layout are written; a resume reads the step from
+    common.json."""
     folder = builtin(writer).write(tmp_path, TENSORS, JOBS["dp2tp2"], iteration=STEP, remove_redundancy=True)
     written = [name for path in folder.glob("*.safetensors") for name in tensors_in(path)]
     assert len(set(written)) == len(TENSORS) - 1 and "global_step" not in written
@@ -309,7 +310,7 @@ def test_files_and_folders_of_others_do_not_matter(written, folder, version):
 
 
 def test_the_built_in_reads_every_safetensors_file_of_one_process(written, folder, version):
-    """Without metadata.json, all *.safetensors of the folder; with it, those that it names."""
+    """Without metadata.json it reads all *.safetensors of the folder; with it, those that it names."""
     (folder / "x.safetensors").write_bytes(b"not a tensor")
     found = differences(builtin(version).read(folder, TENSORS, written[1]), TENSORS, written[1])
     assert bool(found) is (written[1] is None)
@@ -364,7 +365,7 @@ def test_unknown_fields_of_metadata_are_ignored(written, folder, version, change
 @pytest.mark.parametrize("change, of_180, of_190", HARMFUL.values(), ids=HARMFUL)
 @pytest.mark.parametrize("written", ["dp2tp2"], indirect=True)
 def test_the_built_in_needs_this_of_metadata(written, folder, version, change, of_180, of_190):
-    """In another layout than the folder's, where everything is used."""
+    """Reads in another layout than the folder's, where every field is used."""
     edited(folder / "metadata.json", change)
     reason = of_180 if version == "1.8.0" else of_190
     if reason is None:
@@ -389,8 +390,8 @@ def test_more_in_the_opt_file_does_not_matter(written, folder, version):
 
 
 def test_the_built_in_loads_a_counter_of_one_process_only(written, folder, version):
-    """What is in no metadata.json is not found in a folder of several ranks; an optimizer that has it keeps what it had. From a
-    folder of one process, one process gets it, and several ranks do not ask for what has no layout."""
+    """Tensors outside metadata.json are not found in a folder of several ranks; an optimizer that has one keeps its value. From a
+    folder of one process, one process loads it, and several ranks do not request tensors without a layout."""
     tensors = {**TENSORS, "learning_rate": MORE["learning_rate"]}
     for path in folder.glob("*-opt-*"):
         put(path, {**tensors_in(path), **MORE})
@@ -402,7 +403,7 @@ def test_the_built_in_loads_a_counter_of_one_process_only(written, folder, versi
 
 
 def test_the_built_in_reads_the_step_from_common_json_if_no_file_has_it(written, folder, version):
-    """In a folder of several ranks none has it, as far as metadata.json says."""
+    """In a folder of several ranks no file has it, according to metadata.json."""
     edited(folder / "common.json", lambda common: {**common, "global_step": 4})
     given = {**TENSORS, "global_step": np.array([4 if written[1] else STEP], np.int32)}
     expect_readable(folder, given, None, version)
@@ -435,7 +436,7 @@ def test_one_flipped_bit_in_a_file_is_detected(written, folder, version):
 
 
 def test_a_moment_that_keeps_its_old_value_is_detected(written, folder, version):
-    """The built-in says nothing about it beside one line in the log."""
+    """The built-in reports it only by one line in the log."""
     for path in folder.glob("*-opt-*"):
         put(path, {name: array for name, array in tensors_in(path).items() if name != "adam_m.rows.weight"})
     if written[1]:
@@ -445,7 +446,7 @@ def test_a_moment_that_keeps_its_old_value_is_detected(written, folder, version)
 
 
 def test_weights_alone_are_read(written, version):
-    """Without an optimizer, as for a fine-tuning: nothing of it is asked for."""
+    """Loads without an optimizer, as for a fine-tuning."""
     weights = {name: array for name, array in TENSORS.items() if not is_optimizer(name, TENSORS)}
     answer = builtin(version).read(written[0], weights, written[1], optimizer=False)
     assert differences(answer, weights, written[1]) == []

@@ -45,7 +45,7 @@ NOT_IN_GRAPHS = ("callbacks", "load_checkpoint", "resume_training", "mindresume"
 
 @dataclass(frozen=True)
 class Attempt:
-    """What was there when an attempt started: so many recorded steps, and these event files."""
+    """The state when an attempt started: the number of recorded steps, and these event files."""
     steps: int = 0
     event_files: frozenset[Path] = frozenset()
 

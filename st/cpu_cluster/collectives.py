@@ -110,8 +110,8 @@ def _number(group, instance):
 
 
 def _find_of_cached_graphs():
-    """What a graph out of the compile cache asks for was made in no process before: it is made then. MindSpore has created
-    the groups of that graph, through ``semi_auto``."""
+    """Creates the operators that a graph from the compile cache asks for: no process has created them. MindSpore has created the
+    groups of that graph, through ``semi_auto``."""
     original = CustomPyFuncRegistry.get
 
     def get(self, number):

@@ -19,7 +19,7 @@ PACKAGES = ("datasets", "jieba")
 
 
 def real(name: str) -> ModuleType:
-    """The module, in the place of the stand-ins of its package."""
+    """Returns the real module, which replaces the stand-ins of its package."""
     for other in (*FUNCTIONS, *PACKAGES):
         if other.partition(".")[0] == name.partition(".")[0] and isinstance(sys.modules.get(other), _Later):
             del sys.modules[other]
@@ -42,7 +42,7 @@ def _function(module: str, name: str) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Before ``import mindformers``. What is imported already, or not installed, stays as it is."""
+    """Must run before ``import mindformers``. Modules that are already imported, or not installed, are not replaced."""
     for name in PACKAGES:
         if name not in sys.modules and (spec := find_spec(name)) is not None:
             sys.modules[name] = module = _Later(name)

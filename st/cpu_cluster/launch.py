@@ -80,7 +80,7 @@ class Kill:
             raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}") from error
 
     def due(self, seconds: float, logs: str) -> bool:
-        """Whether its moment has come. ``seconds`` since the start; ``logs``: the folder of worker_R.log."""
+        """Returns whether its moment has come. ``seconds`` since the start; ``logs``: the folder of worker_R.log."""
         if self.kind == "t":
             return seconds >= self.argument
         if self.kind == "file":
@@ -149,12 +149,12 @@ class Job:
         return [w.poll() for w in self.workers]
 
     def log(self, rank: int) -> str:
-        """What the rank has printed so far."""
+        """Returns the output of the rank so far."""
         with open(f"{self.logs}/worker_{rank}.log", encoding="utf-8", errors="replace") as f:
             return f.read()
 
     def kill(self, rank: int | None = None) -> None:
-        """SIGKILL to one rank, or to all ranks at once; the scheduler stays."""
+        """Sends SIGKILL to one rank, or to all ranks at once; the scheduler continues."""
         for worker in self.workers if rank is None else [self.workers[rank]]:
             worker.kill()
 

@@ -44,7 +44,7 @@ def _train(self, epoch, train_dataset, callbacks=None, dataset_sink_mode=True, s
 
 
 def _endless(helper, dataset) -> Iterator:
-    """The batches of one epoch after the other. ``helper`` ends at the end of an epoch and goes on with the next."""
+    """Yields the batches of one epoch after the other. ``helper`` ends at the end of an epoch and continues with the next."""
     while True:
         yield from helper
         dataset.reset()

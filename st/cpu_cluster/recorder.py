@@ -97,7 +97,7 @@ class KillSelf(Callback):
 
 
 class LoseRanks(Callback):
-    """``left``: the ranks that are not lost. ``here``: a path that says how many of them have saved."""
+    """``left``: the ranks that are not lost. ``here``: a path that contains how many of them have saved."""
 
     def __init__(self, rank: int, left: list[int], step: int, here: str):
         super().__init__()

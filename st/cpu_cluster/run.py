@@ -33,12 +33,12 @@ _LIBC = ctypes.CDLL(None)
 
 
 def die_with_parent() -> None:
-    """In a child, before exec: SIGKILL when the thread that started it ends, so that nothing is ever left behind."""
+    """Runs in a child, before exec: it gets SIGKILL when the thread that started it ends, so that no process is ever left."""
     _LIBC.prctl(1, signal.SIGKILL)            # PR_SET_PDEATHSIG
 
 
 def workers_alive(port: str) -> bool:
-    """Whether a worker of the job with that scheduler port runs on this host. Told by the environment of processes, so
+    """Returns whether a worker of the job with that scheduler port runs on this host. It reads the environment of processes, so
     zombies do not count."""
     for pid in os.listdir("/proc"):
         if not pid.isdigit():

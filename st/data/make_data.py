@@ -89,7 +89,7 @@ def describe(text: str, samples: int, seq: int, vocab: int) -> dict[str, object]
 
 
 def is_complete(folder: str, wanted: dict[str, object]) -> bool:
-    """Whether ``folder`` holds all that ``wanted`` describes."""
+    """Returns whether ``folder`` has everything that ``wanted`` describes."""
     names = [f"{n}.mindrecord{end}" for n in ("mcore", "legacy") for end in ("", ".db")]
     names += ["tokenizer.json", "data.json"]
     if not all(os.path.isfile(os.path.join(folder, name)) for name in names):

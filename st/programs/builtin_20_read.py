@@ -35,7 +35,7 @@ ALIASES = "abcdefghijklmnopqrstuvwxyz"
 
 
 def strategy_of(spec: Mapping[str, Any], rank: int) -> dict[str, list[Any]]:
-    """{name: [Layout, dtype, global shape]} of what ``rank`` has, as MindSpore tells it after the graph is compiled."""
+    """Returns {name: [Layout, dtype, global shape]} of ``rank``, as MindSpore does after the graph is compiled."""
     import mindspore as ms
     from mindspore.parallel import Layout
     found = {}
@@ -55,7 +55,7 @@ def strategy_of(spec: Mapping[str, Any], rank: int) -> dict[str, list[Any]]:
 
 
 def local_slices(row: Mapping[str, Any], rank: int) -> tuple[slice, ...]:
-    """The part of the whole tensor that ``rank`` holds, as mindformers computes it."""
+    """Returns the slice of the global tensor on ``rank``, as mindformers computes it."""
     from mindformers.checkpoint.reshard import infer_slice_area_by_rank
     layout = row["layout"]
     if layout is None:
@@ -66,12 +66,13 @@ def local_slices(row: Mapping[str, Any], rank: int) -> tuple[slice, ...]:
 
 
 def held(row: Mapping[str, Any], rank: int) -> bool:
-    """Whether ``rank`` has a part of the tensor; of another pipeline stage it has none."""
+    """Returns whether ``rank`` has a slice of the tensor; it has none of another pipeline stage."""
     return row["layout"] is None or rank in row["layout"]["rank_list"]
 
 
 def cells(spec: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Any, Any]:
-    """A network with the parameters ``values``, {name: Tensor}, and an optimizer with its own and those of the network."""
+    """Returns a network with the parameters ``values``, {name: Tensor}, and an optimizer with its own and those of the
+    network."""
     from mindspore import Parameter
     from mindspore.nn import Cell
 
@@ -95,8 +96,8 @@ def cells(spec: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Any, Any]
 
 @contextlib.contextmanager
 def as_rank(rank: int, ranks: int, spec: Mapping[str, Any]) -> Iterator[None]:
-    """Everywhere in mindformers this process is ``rank`` of ``ranks``, nobody waits for the others, and ``spec`` is what the
-    graph says."""
+    """Makes this process ``rank`` of ``ranks`` everywhere in mindformers; barriers do not wait, and ``spec`` replaces the
+    strategy of the graph."""
     answers = {"get_real_rank": lambda: rank, "get_rank": lambda: rank, "get_real_group_size": lambda: ranks,
                "get_group_size": lambda: ranks, "barrier_world": lambda action=None: None,
                "get_current_strategy_metadata": lambda *_, **__: [strategy_of(spec, rank)],
@@ -117,7 +118,7 @@ def described(parameter: Any) -> dict[str, Any]:
 
 
 def load_rank(folder: str, spec: Mapping[str, Any], rank: int, ranks: int, with_optimizer: bool) -> dict[str, Any]:
-    """What one rank has after ``load_checkpoint``, see the top."""
+    """Returns the state of one rank after ``load_checkpoint``, see the top."""
     import mindspore as ms
     import numpy as np
     from mindformers.checkpoint import checkpoint
@@ -175,7 +176,7 @@ def read(arguments: list[str]) -> None:
 
 def serve() -> None:
     """Answers each line of standard input, a JSON list "read" or "write" and its arguments, with a line "done" or the error.
-    What mindformers prints goes to standard error."""
+    Output of mindformers goes to standard error."""
     import builtin_20_write
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -20,8 +20,8 @@ from builtin_20_read import as_rank, cells, held, local_slices
 
 
 def save_rank(args: argparse.Namespace, spec: Mapping[str, Any], whole: Mapping[str, Any], rank: int) -> None:
-    """What one rank of the job does in a save. As in a real job the network has the parameters of all pipeline stages, and
-    MindSpore leaves out of the file what is not of this rank's."""
+    """Saves as one rank of the job. As in a real job the network has the parameters of all pipeline stages, and MindSpore writes
+    only those of this rank."""
     import mindspore as ms
     from mindformers.checkpoint import checkpoint, fully_parallel
     from mindformers.checkpoint.sharded_tensor import get_all_sharded_tensor

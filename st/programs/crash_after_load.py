@@ -14,7 +14,7 @@ CRASH = "CRASH_AFTER_LOAD"
 
 
 def main() -> None:
-    """Trains; in the first step behind that of the environment the network is compiled, and its first computation kills."""
+    """Trains; the first step after that of the environment compiles the network, and its first computation kills the process."""
     import mindspore as ms
     from mindspore.graph.api import _CellGraphExecutor
     train, compute, fatal, armed = ms.Model._train, _CellGraphExecutor.__call__, int(os.environ[CRASH]), []

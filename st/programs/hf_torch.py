@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def make(folder, *settings):
-    """``dtype`` and ``max_shard_size`` are those of the files."""
+    """``dtype`` and ``max_shard_size`` apply to the files."""
     given = {key: json.loads(value) for key, _, value in (setting.partition("=") for setting in settings)}
     dtype = getattr(torch, given.pop("dtype", "float32"))
     shard = given.pop("max_shard_size", "5GB")

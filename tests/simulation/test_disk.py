@@ -290,7 +290,7 @@ def test_the_space_of_lost_files_is_free_again():
 
 
 def test_a_name_that_changes_many_times_without_a_flush():
-    """Neither copying nor a power loss recurses into its history."""
+    """Neither copying nor a power loss recurses into the history of the name."""
     disk = Disk()
     for number in range(3000):
         disk.create("/a", str(number).encode())

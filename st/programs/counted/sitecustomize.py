@@ -1,5 +1,5 @@
-"""On the PYTHONPATH of a process (and of those it starts) the random digits in names count up, so that the same program makes the
-same system calls every time. Python imports a module of this name at its start."""
+"""Replaces the random digits in names by a counter in each process with this folder on its PYTHONPATH (and its children), so that
+the same program makes the same system calls every time. Python imports a module of this name at its start."""
 import itertools
 import secrets
 
