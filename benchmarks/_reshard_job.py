@@ -1,4 +1,4 @@
-"""One candidate of ``reshard.py`` in a process of its own, so that its memory can be told: reads one JSON line per task from
+"""One candidate of ``reshard.py`` in a process of its own, so that its memory can be measured: reads one JSON line per task from
 standard input, answers with one line: {"seconds", "anonymous": peak MiB above that before, "read"}.
 
     python _reshard_job.py direct|transform|unified|copy

@@ -7,7 +7,7 @@ select      the same, and every byte of rank 0's own file proven (in a job each 
 mindformers mindformers.tools.resume_ckpt.get_resume_checkpoint, rank 0's part: names and meta.json alone
 operations  calls that ask the file system for a name: open, stat, list
 
-The folders are written by the product itself, without flushing; the files of weights are tiny, as nobody reads them here but the
+The folders are written by the product itself, without flushing; the files of weights are tiny, as only the
 proof. "cut short": the job died in a sixth save, when half of the ranks had recorded it. Directories are in the kernel's cache.
 The target of rank 0's part is 2 s for 4096 ranks, and operations that do not grow with the ranks.
 """
@@ -43,7 +43,7 @@ from mindresume.storage.posix import PosixStorage
 RUN = run_name(1, "00000000")
 PER_EPOCH, EVERY = 1000, 10
 TARGET = 2.0
-STORIES = ("committed", "cut short")
+STATES = ("committed", "cut short")
 
 
 class Unflushed(PosixStorage):
@@ -83,35 +83,35 @@ class Bench:
     def run(self, rounds: int, path: str | None) -> None:
         for world in self.worlds:
             print(f"building {self.steps} steps of {world} ranks, twice", file=sys.stderr)
-            for story in STORIES:
-                build(self.root(world, story), world, self.steps, story == "cut short")
+            for state in STATES:
+                build(self.root(world, state), world, self.steps, state == "cut short")
         for number in self.rounds.numbers(rounds):
-            works = [lambda world=world, story=story: self.choose(world, story) for world in self.worlds for story in STORIES]
+            works = [lambda world=world, state=state: self.choose(world, state) for world in self.worlds for state in STATES]
             for work in measure.shuffled(works, number):
                 work()
         measure.finish(f"Choosing among {self.steps} committed steps, {rounds} rounds", self.folder, self.rounds, self.text(),
                        path, {"operations": self.operations, "message_bytes": self.message})
 
-    def root(self, world: int, story: str) -> str:
-        return os.path.join(self.folder, f"{world}-{story.replace(' ', '-')}", "checkpoint")
+    def root(self, world: int, state: str) -> str:
+        return os.path.join(self.folder, f"{world}-{state.replace(' ', '-')}", "checkpoint")
 
-    def choose(self, world: int, story: str) -> None:
-        root, expected = self.root(world, story), self.steps * EVERY
+    def choose(self, world: int, state: str) -> None:
+        root, expected = self.root(world, state), self.steps * EVERY
 
         def rank_0() -> int:
             chooser = CandidateQueue(PosixStorage(), root, SelectionPolicy(world))
             message = run_on_rank0(SingleProcess(), lambda: chooser.next([]))
-            self.message[f"{world} {story}"] = len(json.dumps(message).encode())
+            self.message[f"{world} {state}"] = len(json.dumps(message).encode())
             return message["candidate"]["step"]
 
-        def whole() -> int:
+        def select() -> int:
             policy = SelectionPolicy(world, ranks_to_verify=lambda group, candidate: [0])
             return select_shared(PosixStorage(), root, SingleProcess(), policy).chosen.step
 
         def mindformers() -> int:
             return int(self.built_in(root).rpartition("_")[2].partition(".")[0])
-        for what, work in (("rank 0", rank_0), ("select", whole), ("mindformers", mindformers)):
-            name = f"{what} {world} {story}"
+        for what, work in (("rank 0", rank_0), ("select", select), ("mindformers", mindformers)):
+            name = f"{what} {world} {state}"
             found = self.rounds.timed(name, work)
             if found != expected:
                 raise SystemExit(f"{name}: step {found} was chosen, expected {expected}")
@@ -122,15 +122,15 @@ class Bench:
 
     def text(self) -> str:
         rows, most = [], max(self.worlds)
-        for story in STORIES:
+        for state in STATES:
             for world in self.worlds:
-                names = {what: f"{what} {world} {story}" for what in ("rank 0", "select", "mindformers")}
-                verdict = "" if world < most or story != STORIES[0] else \
+                names = {what: f"{what} {world} {state}" for what in ("rank 0", "select", "mindformers")}
+                verdict = "" if world < most or state != STATES[0] else \
                     "met" if self.rounds.median(names["rank 0"]) <= TARGET else "missed"
-                rows.append([str(world), story, *(f"{self.rounds.median(name):.3f}" for name in names.values()),
+                rows.append([str(world), state, *(f"{self.rounds.median(name):.3f}" for name in names.values()),
                              f"{self.rounds.ratio(names['rank 0'], names['mindformers']):.2f}",
                              *(str(self.operations[name]) for name in names.values()),
-                             f"{self.message[f'{world} {story}'] / 1024:.0f}", verdict])
+                             f"{self.message[f'{world} {state}'] / 1024:.0f}", verdict])
         return measure.table(["ranks", "newest save", "rank 0, s", "select, s", "mindformers, s", "rank 0 / mindformers",
                               "operations: rank 0", "select", "mindformers", "message KiB", f"target {TARGET:.0f} s"], rows)
 

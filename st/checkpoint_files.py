@@ -135,7 +135,7 @@ def common_json(root: Path, step: int) -> dict[str, Any]:
     return json.loads((root / iteration_name(step) / "common.json").read_text(encoding="utf-8"))
 
 
-# ---- whole tensors -------------------------------------------------------------------------------------------------
+# ---- global tensors ------------------------------------------------------------------------------------------------
 
 # Parameters of the train step: ours are saved beside the optimizer, mindformers saves none in Checkpoint 2.0.
 OF_TRAIN_STEP = frozenset({"scale_sense", "lm_loss", "aux_loss", "mtp_loss", "indexer_loss"})

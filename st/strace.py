@@ -1,4 +1,4 @@
-"""strace: run a program under it, read what it wrote, and judge the order of the calls that touch a folder of checkpoints.
+"""Runs a program under strace, parses the trace, and checks the order of the calls that touch a folder of checkpoints.
 
     calls = read_trace(text, base)          # Call(name="fsync", kind="fsync", path="checkpoint/rank_0", result=0 ...), in order
     order = Order(calls)                    # follows what is flushed and what is only renamed so far

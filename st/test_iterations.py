@@ -6,7 +6,7 @@
     steps 16-20   dp4 with optimizer shard, 4 ranks            to the end
 
 Nothing is said about old layouts, nothing is converted on disk. The first three save in the background and without redundancy,
-the last one neither. The uninterrupted run saves Checkpoint 1.0, so that its rank folders are where a job goes over from.
+the last one neither. The uninterrupted run saves Checkpoint 1.0, so that a job can change from its rank folders to 2.0.
 """
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_four_processes_recover_from_ten_kills(whole_four, tmp_path, fmt, capsys
     assert_uninterrupted(run, whole_four)
 
 
-# ---- a checkpoint on which every job dies --------------------------------------------------------------------------
+# ---- a checkpoint that kills every job -----------------------------------------------------------------------------
 
 def test_a_checkpoint_that_kills_every_job_is_refused_after_two_failed_loads(whole_single, tmp_path):
     """Steps 30, 35, 40 exist. 40 kills two jobs; then 35 is selected and trained to 40, which is saved again."""

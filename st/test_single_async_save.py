@@ -54,7 +54,7 @@ def test_a_second_job_in_the_same_folder_is_refused_and_the_first_continues(whol
     run = run_beside(whole_single, tmp_path / "run", copied=False)
     run.start("--callbacks.1.save_checkpoint_steps 5", MINDRESUME_HEARTBEAT="2")
     run.wait_for_step(6)
-    run.signal_all(signal.SIGSTOP)                              # it lives, and it must still be there in a minute
+    run.signal_all(signal.SIGSTOP)                              # it must still exist, stopped, in a minute
     second = run_beside(run, tmp_path / "second", copied=False)
     second.start(f"--output_dir {run.folder}/output")
     try:

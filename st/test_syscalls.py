@@ -40,7 +40,7 @@ PAST, STEP, NEXT = 10, 20, 30
 TOGETHER = 2                                    # jobs at a time
 PATIENCE = 120.0                                # seconds
 KILL, FOR_GOOD = "KILL", "+"                    # "EIO+": this call and all later ones of its name
-TELLS_NOTHING = ("EOPNOTSUPP",)                 # no trouble: space cannot be reserved there
+IGNORED_ERRORS = ("EOPNOTSUPP",)                 # space cannot be reserved there
 
 # kind of call -> errors that a local disk, a full or a remote one gives
 ERRORS = {"open": ("EIO", "ESTALE", "ENOSPC", "EDQUOT"), "write": ("EIO", "ESTALE", "ENOSPC", "EDQUOT"),
@@ -373,7 +373,7 @@ def failing(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
 def unreported(target: Target, name: str, saved: bool, said: list[dict]) -> list[str]:
     """Returns problems: a change that failed must be reported, and a step that is not durable must not count as saved. A failed
     read may be reported: the file counts as absent then, and nothing is removed that would otherwise stay."""
-    if name in TELLS_NOTHING:
+    if name in IGNORED_ERRORS:
         return [] if saved else [f"not saved for {name}, which is no reason"]
     problems, reason = [], os.strerror(getattr(errno, name))
     if target.early and target.call.changes and saved:

@@ -30,7 +30,7 @@ def test_deeper_is_refused(content):
 @pytest.mark.parametrize("piece", [b"[],", b"{},", b"0,"])
 def test_too_many_values_are_refused_before_parsing(piece):
     with pytest.raises(ValueError, match=f"expected at most {MAX_VALUES}"):
-        parse_json(b"[" + piece * (MAX_VALUES + 1))                     # which is no JSON: nobody has looked
+        parse_json(b"[" + piece * (MAX_VALUES + 1))                     # not JSON: refused before it is parsed
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b'{"a":1,"a":1}', b'{"\\ud800":1}', b"9" * 5000])

@@ -287,7 +287,7 @@ def test_no_run_follows_one_of_an_absurd_number():
         run_name(run_sequence(last) + 1, "0000bbbb")
 
 
-# ---- whole folders: the older good checkpoint is taken ---------------------------------------------------------------
+# ---- folders: the older good checkpoint is selected ------------------------------------------------------------------
 
 @contextmanager
 def within(seconds):
@@ -515,7 +515,7 @@ def test_an_invalid_step_is_refused(root, step):
 
 
 def test_a_counter_of_gigabytes_is_not_read(tmp_path):
-    """A sparse file of 64 GiB that claims to be one number."""
+    """A sparse file of 64 GiB whose header declares one number."""
     path, nbytes = tmp_path / "x.safetensors", 2**36
     path.write_bytes(safetensors({"step_num": {"dtype": "I64", "shape": [nbytes // 8], "data_offsets": [0, nbytes]}}))
     os.truncate(path, path.stat().st_size + nbytes)
@@ -585,7 +585,7 @@ def test_all_ranks_of_a_job_come_to_the_same_result(root):
     assert len({str(choice.refused) for choice in choices}) == 1
 
 
-# ---- what lies beside ------------------------------------------------------------------------------------------------
+# ---- files beside them -----------------------------------------------------------------------------------------------
 
 def test_a_strategy_file_of_an_absurd_rank(root):
     (root.parent / "strategy").mkdir()
@@ -603,7 +603,7 @@ def test_a_hostile_hint(root, content):
 
 
 def sparse(path, size=64 << 30):
-    """A file that claims gigabytes and has none."""
+    """A file whose header declares gigabytes that it does not have."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     os.truncate(path, size)
@@ -635,8 +635,8 @@ def test_a_small_file_of_any_size_and_depth_costs_nothing(root, name, fill):
 def test_a_list_of_unhealthy_checkpoints_of_any_size_costs_nothing(tmp_path):
     sparse(tmp_path / "health_ckpts.json")
     with within(5):
-        names, trouble = unhealthy_files(STORAGE, str(tmp_path))
-    assert not names and "more than" in trouble
+        names, problem = unhealthy_files(STORAGE, str(tmp_path))
+    assert not names and "more than" in problem
 
 
 @pytest.mark.parametrize("count", [2, 10**6, 10**12, 10**18 - 1])

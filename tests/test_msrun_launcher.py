@@ -332,7 +332,7 @@ def test_second_signal_does_not_wait(job):
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_process_that_does_not_end_after_sigkill_is_named_and_left(job, workers):
-    """Nobody can be put into state D here: ``grep``, by which the launcher finds its processes, always finds one more."""
+    """A process cannot be put into state D here: ``grep``, by which the launcher finds its processes, always finds one more."""
     stuck = Path("/proc/sys/kernel/pid_max").read_text().strip()              # no process has this number
     (job.folder / "bin" / "grep").write_text(f"#!/bin/bash\n"
                                              f"[[ $1 == -lsaF ]] && echo /proc/{stuck}/environ\nexec /usr/bin/grep \"$@\"\n")

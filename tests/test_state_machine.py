@@ -125,7 +125,7 @@ class Training(RuleBasedStateMachine):
 
     def maybe_completed(self, entry: Entry) -> bool:
         """Whether it is not certain that it never completed. A record that is gone makes it certain, as if it had never been
-        written; but not if a manifest was there, or if nobody knows how many ranks there were."""
+        written; but not if a manifest was there, or if the number of ranks is unknown."""
         if entry.attempt is None:
             return any(state != GONE for state in entry.weights.values())
         there = os.listdir(os.path.join(self.root, FOLDER, entry.attempt))
@@ -135,7 +135,8 @@ class Training(RuleBasedStateMachine):
                 (ALTERED in entry.records.values() and GOOD not in entry.records.values()))
 
     def unreadable(self) -> bool:
-        """Whether there is a file that neither a record nor its own header tells of: it may be anything, so it counts."""
+        """Returns whether there is a file that neither a record nor its own header describes: it may be anything, so it
+        counts."""
         return any(state != GOOD and entry.records.get(rank) != GOOD
                    for entry in self.entries for rank, state in entry.weights.items())
 
@@ -227,7 +228,7 @@ class Training(RuleBasedStateMachine):
         self._start(chosen.step if chosen and not afresh else 0, fmt)
 
     def _start(self, step: int, fmt: str) -> None:
-        """As ``CheckpointMonitor`` does: claim, suffix, clean up, commit what was complete."""
+        """As ``CheckpointMonitor`` does: lease, suffix, clean-up, commit of complete saves."""
         holder = LeaseHolder("saving", "", "simulated", "", 1, 1, 0.0, self.world)
         run = acquire(STORAGE, self.root, holder, 1.0, clock=lambda: self.now, sleep=self._sleep).run
         known = [parse_name(os.path.basename(path)) for path in scan_records(STORAGE, self.root)[1]]
@@ -364,7 +365,7 @@ class Training(RuleBasedStateMachine):
         if what == "weights" or entry.attempt is None:
             path = entry.path(self.root, rank)
             if entry.attempt is None and how == ALTERED:
-                how = CUT                                       # without a checksum nobody can tell
+                how = CUT                                       # not detectable without a checksum
             if entry.weights.get(rank) == GOOD:
                 self._damage(path, how, at)
                 entry.weights[rank] = how
@@ -411,7 +412,7 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: not any(ALTERED in entry.weights.values() for entry in self.entries) and self.copies < 3)
     @rule()
     def copy_the_rank_folders(self):
-        """``cp -r rank_* elsewhere``: the records stay behind, and with them all that tells a whole file from an altered one."""
+        """``cp -r rank_* elsewhere``: the records are not copied, and only they distinguish an altered file."""
         self.run = None
 
         def copy(new: str) -> None:

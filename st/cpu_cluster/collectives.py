@@ -52,7 +52,7 @@ class _ReduceScatter(nn.Cell):
 class _SharedMemoryGather:
     """AllGather of one group through files: every rank publishes its piece, then reads those of the others.
 
-    ``instance`` tells the operators of a group apart; all ranks compile the same graph, so they count alike.
+    ``instance`` distinguishes the operators of a group; all ranks compile the same graph, so they count alike.
     Raises TimeoutError if the piece of another rank does not come.
     """
 

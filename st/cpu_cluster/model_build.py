@@ -3,14 +3,14 @@
 What and why:
 
 * ``Model.build`` (compile before loading; mindformers calls it when a distributed run loads a checkpoint) refuses
-  every target but Ascend. Here: compile with the first batch, not sunk. mindformers' ``compile_model`` also insists on
+  every target but Ascend. Here: compile with the first batch, not sunk. mindformers' ``compile_model`` also requires
   ``sink_mode: True`` because the build of a device needs it; this one does not, so it is allowed with ``sink_mode:
   False``.
 * With ``dataset_sink_mode=True`` the CPU backend silently runs its normal loop although ``epoch`` then counts sinks:
   with sink_size 1 it would train ``epoch`` whole epochs. Here the loop of a device is emulated: one "epoch" is
   sink_size steps, the callbacks come once a sink in the same order, with the same ``cb_params``, and see the last
   step's loss. The batches are fed one by one; there is no device queue.
-* The callbacks of ``recorder`` are appended to those of the program. In a sink they are also told of the steps within.
+* The callbacks of ``recorder`` are appended to those of the program. In a sink they also get the steps within.
 """
 import functools
 import math

@@ -130,7 +130,7 @@ def test_a_missing_path_is_an_error(tmp_path):
     catalog = mindresume.open(tmp_path / "missing", missing_ok=True)
     assert catalog.steps() == () and catalog.latest() is None and list(catalog.list()) == [] and catalog.select().fresh
     save(tmp_path / "missing", 5)
-    assert catalog.steps() == (5,)                                      # it looks anew each time
+    assert catalog.steps() == (5,)                                      # it lists again each time
 
 
 def test_a_folder_without_checkpoints_is_an_error(tmp_path):

@@ -269,7 +269,7 @@ def test_a_dtype_that_ckpt_may_not_have(tmp_path, call, dtype):
 
 # ---- stopped, killed, twice at once ----------------------------------------------------------------------------------
 
-# Stops for good at its write number AT, where it tells that it is there.
+# Halts forever at its write number AT, after it has reported that.
 CHILD = """
 import os, signal, sys
 from mindresume import cli

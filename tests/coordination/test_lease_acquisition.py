@@ -330,7 +330,7 @@ def test_a_lease_that_stays_unreadable_counts_as_alive(tmp_path, damage):
         acquire_lease(tmp_path, time=time)
     assert f"remove {path} and start again" in str(error.value) and time.now == BEAT * PATIENCE
     assert os.listdir(tmp_path / FOLDER) == [path.name]
-    assert not ended(STORAGE, str(tmp_path))(lease.run)             # what it is saving is no debris
+    assert not ended(STORAGE, str(tmp_path))(lease.run)             # its unfinished save is not an orphan
     path.unlink()
     assert run_sequence(acquire_lease(tmp_path).run) == 1
 

@@ -97,7 +97,7 @@ def test_an_unreadable_read_lock_protects_every_checkpoint(tmp_path):
     seen, content = ReadLocks(STORAGE, str(tmp_path), clock=lambda: now[0]), path.read_bytes()
     path.write_bytes(b"x")
     assert set(seen()) == names and "cannot be read" in seen()[min(names)]
-    acquire_lease(tmp_path, time=(time := ManualClock()))                          # it saves nothing, so it stops nobody from it
+    acquire_lease(tmp_path, time=(time := ManualClock()))                          # a reader does not stop a job from saving
     assert time.now == 0
     now[0] = BEAT * GIVEN_UP
     assert set(seen()) == names

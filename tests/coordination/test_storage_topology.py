@@ -317,7 +317,7 @@ def test_a_manifest_of_an_impossible_part(tmp_path, part):
         Manifest.read(file)
 
 
-# ---- what all nodes have stays -------------------------------------------------------------------------------------------
+# ---- the common step is kept -------------------------------------------------------------------------------------------
 
 def names(*steps, run=RUN):
     return [attempt_name(step, run) for step in steps]

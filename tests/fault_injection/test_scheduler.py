@@ -114,7 +114,7 @@ def test_a_second_run_starts_from_the_beginning():
 
 
 def test_ranks_that_hang_are_an_error(monkeypatch):
-    """Rank 0 waits for ever, so rank 1 is never scheduled."""
+    """Rank 0 waits forever, so rank 1 is never scheduled."""
     monkeypatch.setattr(scheduler_module, "PATIENCE", 0.2)
     scheduler, release, seen = Scheduler(2, random.Random(0)), threading.Event(), []
 

@@ -36,7 +36,7 @@ from mindresume.storage.atomic_publish import temporary_name
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
-CONTROL, LEFT = "CONTROL", "LEFT"       # found although nothing is struck; by what nobody removes
+CONTROL, LEFT = "CONTROL", "LEFT"       # found without any fault; found by leftover files
 FAR = 10**6                             # number of an operation that never comes
 Patch = pytest.MonkeyPatch
 
@@ -576,7 +576,7 @@ def _taken_over(sandbox: Sandbox, rank: int) -> None:
     raise AssertionError("a run that lost its folder saves into it")
 
 
-TAKEN_OVER = Scenario("taken over", "a run that was taken for dead wakes up", _taken_over,
+TAKEN_OVER = Scenario("taken over", "a run that was considered dead wakes up", _taken_over,
                       leave_behind=lambda root, fmt, ranks: scenarios.save_without_faults(root, fmt, ranks, 1, 20))
 
 

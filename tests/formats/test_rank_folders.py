@@ -247,7 +247,7 @@ def test_labelled_files_without_any_records_are_ordinary_candidates(tmp_path):
 def test_labelled_files_stay_candidates_after_the_next_run(tmp_path):
     save(tmp_path, 10, world=2)
     shutil.rmtree(tmp_path / FOLDER)                                # cp -r rank_* here, resumed ...
-    write_rank(tmp_path, 15, 0, 2, run=run_name(1, "0000cccc"), suffix=1)    # ... and dead in the first save
+    write_rank(tmp_path, 15, 0, 2, run=run_name(1, "0000cccc"), suffix=1)    # ... and killed in the first save
     assert [(c.step, c.maybe_completed) for c in found(tmp_path).candidates if c.maybe_completed] == [(10, True)]
 
 
@@ -291,7 +291,7 @@ def test_a_flipped_bit_in_a_manifest_is_noted(tmp_path):
 @pytest.mark.parametrize("ranks", [[1], [0, 1]])
 def test_records_that_are_there_but_unreadable_do_not_prove_that_the_save_never_completed(tmp_path, content, ranks):
     for rank in (0, 1):
-        write_rank(tmp_path, 5, rank, 2)                            # died before the manifest
+        write_rank(tmp_path, 5, rank, 2)                            # killed before the manifest
     for rank in ranks:
         (tmp_path / FOLDER / attempt_name(5, RUN) / record_name(rank)).write_bytes(content)
     candidate, = (c for c in found(tmp_path).candidates if c.records_dir)

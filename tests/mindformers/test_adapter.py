@@ -91,7 +91,7 @@ def test_counters_of_a_cached_graph_are_loaded_if_they_are_offered(monkeypatch):
                                                                                             "global_step": ((1,), "int32")}
 
 
-# ---- the ranks that are left when others are gone --------------------------------------------------------------------------
+# ---- the remaining ranks when others are lost ------------------------------------------------------------------------------
 
 @pytest.fixture
 def alone(monkeypatch):

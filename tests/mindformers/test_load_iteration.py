@@ -227,7 +227,7 @@ def test_the_formulas_of_mindformers_give_our_progress(tmp_path, current, step, 
     common = common_info(config, data_size, current)
     assert computed(common, runner, data_size) == expected[:2]
     assert (common["global_step"], current.progress.global_step) == (expected[2], expected[2])
-    assert common["loss_scale"] == 64.0                     # none was saved: what the configuration says stays
+    assert common["loss_scale"] == 64.0                     # none was saved: the configuration applies
 
 
 @pytest.mark.parametrize("sink, epoch", [(None, 4), (1, 60), (2, 30), (5, 12), (-1, 4)])

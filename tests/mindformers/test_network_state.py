@@ -120,7 +120,7 @@ def no_warning(text):
     ((2, 2), [], (), (), 0),                                # no dimensions
 ])
 def test_layouts_with_the_optimizer_shard_that_the_sizes_tell(matrix, tensor_map, held, full, pieces):
-    # the row says the slice before the optimizer shard: only the shape of the parameter tells (facts of MindSpore 2.9.0)
+    # the row says the slice before the optimizer shard: only the shape of the parameter shows it (facts of MindSpore 2.9.0)
     found = layouts({"w": row(matrix, tensor_map, full, full, "4-1234")}, {"w": held}, no_warning)
     layout, shape = found["w"]
     assert shape == full and layout.optimizer_shards == pieces and layout.local_shape(full) == held

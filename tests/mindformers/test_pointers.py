@@ -19,7 +19,7 @@ def taken(root, ranks=4):
 def test_the_pointer_of_one_rank_is_enough(tmp_path):
     for step in (5, 10, 15):
         save(tmp_path, step)
-    write_rank(tmp_path, 20, 0, 4)                                      # the others died
+    write_rank(tmp_path, 20, 0, 4)                                      # the others were killed
     assert [rank for rank in range(4) if (tmp_path / folder_name(rank) / META).exists()] == [0]
     assert taken(tmp_path) == str(name_of(2, 15))
 

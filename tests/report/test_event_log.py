@@ -61,7 +61,7 @@ def test_files_are_found_by_their_names_once_and_in_order(tmp_path):
     b"\xff" + line(), b'{"time": 5, "time": 6}', line(event="training_ended", outcome="later"),
     b"[" * 100_000, line(extra=[[[0] * 40_000]])])
 def test_an_invalid_line_is_skipped(tmp_path, text):
-    if text != b"\xff" + line():                            # of which the end is whole
+    if text != b"\xff" + line():                            # its end is complete
         assert parse_event(text.rstrip()) is None
     log = written(tmp_path / "x", text.rstrip() + b"\n", line())
     assert list(read_events(log))[-1:] == [BEGUN]

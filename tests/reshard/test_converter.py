@@ -105,7 +105,7 @@ def stamps(folder):
     return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in folder.rglob("*")}
 
 
-# ---- whatever fails or dies ------------------------------------------------------------------------------------------
+# ---- failures and kills ----------------------------------------------------------------------------------------------
 
 CTRL_C = "Ctrl-C"
 
@@ -148,7 +148,7 @@ class Pieces:
     def abandon(self):
         if not self.disk.injector.dead:
             self.inner.abandon()
-        elif self.inner._handle >= 0:               # a file of a process that is gone is closed and stays
+        elif self.inner._handle >= 0:               # a file of a dead process is closed and remains
             os.close(self.inner._handle)
             self.inner._handle = -1
 
@@ -218,7 +218,7 @@ def test_an_error_or_ctrl_c_at_any_operation(in_memory, root, expected, what, ki
         except (OSError, SaveError, KeyboardInterrupt):
             raised += 1
             assert not out.exists() or not os.listdir(out) or contents(out / "new") == wanted, failing.injector.operations[at - 1]
-        else:                                       # meta.json is a hint, whose failure is only told
+        else:                                       # meta.json is a hint: its failure is only reported
             made = contents(out / "new")
             assert made == wanted or log and without_hints(made) == without_hints(wanted), failing.injector.operations[at - 1]
         struck = failing.injector.operations[at - 1]
@@ -504,7 +504,7 @@ def test_the_same_conversion_in_another_process(tmp_path, root, expected):
         other.stdout.readline()
         with pytest.raises(SaveError, match=RUNNING):
             made.prepare()
-        other.kill()                                # its lock goes with it
+        other.kill()                                # its lock is removed with it
     carry_out(made)
     assert contents(tmp_path / "new") == expected["ranks"][0]
 

@@ -325,7 +325,7 @@ def test_a_failed_process_is_an_error(tmp_path, work, small, more, part):
     assert part in str(error.value) and "no such thing" in str(error.value) and "--engine direct" in str(error.value)
 
 
-# A process and one that it started, each with an open end of a pipe: its other end is at the end when both are gone.
+# A process and one that it started, each with an open end of a pipe: its other end reads the end of file when both have ended.
 HANGS = """os.open({fifo!r}, os.O_WRONLY)
 subprocess.Popen([sys.executable, "-c", "import os, signal; os.open({fifo!r}, os.O_WRONLY); print('hanging', flush=True); "
                   "os.open({ready!r}, os.O_WRONLY); signal.pause()"])
@@ -399,11 +399,11 @@ def test_the_worker_ends_with_its_parent(tmp_path, life):
 
 def test_the_real_worker_ends_without_its_parent():
     """It leaves other processes of its group alone, as after a start by hand."""
-    code = "from mindresume.mindformers.transform_worker import end_with_parent; end_with_parent(); print('lives')"
+    code = "from mindresume.mindformers.transform_worker import end_with_parent; end_with_parent(); print('running')"
     for alone, expected in ((True, -signal.SIGKILL), (False, 0)):
         done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, cwd=HERE, capture_output=True, text=True,
                               start_new_session=alone)
-        assert (done.returncode, done.stdout) == (expected, "" if alone else "lives\n")
+        assert (done.returncode, done.stdout) == (expected, "" if alone else "running\n")
 
 
 def test_arrays_of_mindspore_are_made_contiguous():

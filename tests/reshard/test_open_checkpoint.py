@@ -380,7 +380,7 @@ def test_a_tensor_that_one_rank_lacks(tmp_path):
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
 
 
-# ---- what is told ----------------------------------------------------------------------------------------------------
+# ---- reported facts --------------------------------------------------------------------------------------------------
 
 def test_weights_only(tmp_path):
     foreign(tmp_path / "checkpoint", PLAN, TENSORS, extra={})

@@ -52,7 +52,7 @@ def test_set_aside_keeps_everything_and_the_same_start_finds_it(job):
     kept = set_aside(STORAGE, folder, strategy_for(STORAGE, root, candidate, None, identity), identity)
     assert os.listdir(folder) == [] and kept.startswith(f"{folder}_")
     assert {name: data for name, data in content(kept).items() if name != MARK} == before
-    write_strategy(NEW.strategy(), folder)                                  # the next job is compiled, and dies
+    write_strategy(NEW.strategy(), folder)                                  # the next job is compiled, and killed
     for given in (None, folder, f"{folder}/"):
         assert strategy_for(STORAGE, root, candidate, given, identity) == OLD.strategy()
     assert strategy_for(STORAGE, root, candidate, None, ["another"]) == NEW.strategy()

@@ -32,7 +32,7 @@ def test_the_newest_healthy_checkpoint_is_selected(tmp_path, write):
     choice = choose(tmp_path, names)
     assert choice.chosen.step == 10 and "unhealthy when it was saved" in choice.refused[0].reason
     assert choose(tmp_path, None).chosen.step == 15
-    assert choose(tmp_path, names, str(name_of(0, 15))).chosen.step == 15         # the user insists
+    assert choose(tmp_path, names, str(name_of(0, 15))).chosen.step == 15         # the user requests it explicitly
 
 
 def test_a_checkpoint_that_is_not_listed_counts_as_healthy(tmp_path):

@@ -43,7 +43,7 @@ def test_ended_and_running_jobs_lost_nothing(tmp_path):
     lease = acquire(STORAGE, str(tmp_path), replace(holder_of_this_process(SAVING), run=LATER))
     lease.step = 30
     lease.beat()
-    assert lost(tmp_path) is None                               # it lives
+    assert lost(tmp_path) is None                               # it is running
     lease.release()
     assert lost(tmp_path) is None                               # it said that it ended
 

@@ -197,7 +197,7 @@ def resumed(saved, new):
     (DataPosition(2, 0, identity=OURS), 5, 6, 20),                  # a smaller data set: sink mode trained 10 of its 20 steps
     (DataPosition(3, 0, identity=OURS), 200, 5, 400),               # a larger one: 700 instead of 400
     (DataPosition(4, 0, identity=OURS), 5, 5, 5),                   # none at all, and status 0
-    (DataPosition(3, 40, identity=OURS), 15, 6, 45),                # the epoch that was cut is trained as a whole
+    (DataPosition(3, 40, identity=OURS), 15, 6, 45),                # the interrupted epoch is trained completely
     (DataPosition(3, 72, identity=OURS), 8, 6, 24),                 # by a smaller one, too
     (DataPosition(0, 40, identity=OURS), 20, 1, 20), (DataPosition(5, 8, 2, identity=OURS), 30, 9, 60)])
 def test_a_new_data_set_is_trained_as_often_in_both_modes(stood, size, epochs, steps, sink):

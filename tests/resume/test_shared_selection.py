@@ -188,7 +188,7 @@ def test_a_leftover_of_a_larger_world_size(tmp_path):
 def test_two_runs_side_by_side_are_never_mixed(tmp_path):
     save(tmp_path, 5)
     for rank in (0, 1):
-        write_rank(tmp_path, 10, rank, WORLD)                       # the first run dies
+        write_rank(tmp_path, 10, rank, WORLD)                       # the first run is killed
     for rank in (2, 3):
         write_rank(tmp_path, 10, rank, WORLD, run=NEXT_RUN, suffix=1)   # and so does the second one, the other way round
     choice = choose(tmp_path)

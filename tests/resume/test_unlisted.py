@@ -72,7 +72,7 @@ def save_rank_folders(root):
 
 
 def save_iteration_folders(root):
-    """Ours of steps 5 and 10, mindformers' of step 15, ours of step 20 in the making."""
+    """Saves steps 5 and 10 of ours, step 15 of mindformers, and an unfinished step 20 of ours."""
     iteration_folders.save(root, 5, 10)
     iteration_folders.foreign(root, steps=(15,))
     iteration_folders.write_all(root, 20)

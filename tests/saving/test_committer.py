@@ -149,7 +149,7 @@ def test_retention_counts_earlier_runs_and_leaves_mindformers_files(tmp_path):
 def test_an_interrupted_removal_is_finished_by_the_next_one(tmp_path):
     save(tmp_path, 5, world=2)
     attempt = tmp_path / FOLDER / attempt_name(5, RUN)
-    attempt.rename(attempt.with_name(TRASH + attempt.name))              # dies right after the first operation
+    attempt.rename(attempt.with_name(TRASH + attempt.name))              # killed right after the first operation
     path_of(tmp_path, 5, 0).unlink()                                     # ... or in the middle
     assert [c.step for c in scan(STORAGE, str(tmp_path)).candidates if c.maybe_completed] == []
     save(tmp_path, 10, world=2, policy=KeepLast(3))
@@ -170,7 +170,7 @@ def test_a_checkpoint_removed_by_hand_during_retention_is_no_error(tmp_path):
 
 def test_leftovers_of_a_dead_run_are_removed_by_the_next_commit(tmp_path):
     save(tmp_path, 5, world=2)
-    write_rank(tmp_path, 10, 0, 2)                                        # rank 1 died before its record
+    write_rank(tmp_path, 10, 0, 2)                                        # rank 1 was killed before its record
     path_of(tmp_path, 10, 1).write_bytes(path_of(tmp_path, 10, 0).read_bytes())
     save(tmp_path, 10, world=2, run=NEXT_RUN, suffix=1, policy=KeepLast(3))
     assert steps(tmp_path) == [10, 5]

@@ -403,7 +403,7 @@ HELD = {attempt_name(10, RUN): "loading by process 7 on host a"}
 def test_a_locked_checkpoint_is_not_removed(saved):
     made = planned(saved, KeepLast(1), held={**HELD, attempt_name(25, RUN): "x", attempt_name(20, RUN): "y"}, ended=over)
     assert steps(made.to_delete) == [15, 5] and made.orphans == ()
-    assert sorted(steps(made.read_locked)) == [10, 25]               # 20 stays anyway
+    assert sorted(steps(made.read_locked)) == [10, 25]               # 20 is kept anyway
     assert why(made)[attempt_name(10, RUN)] == "held: loading by process 7 on host a"
     carry_out(STORAGE, str(saved), made, lambda: HELD)
     assert committed(saved) == [20, 10]

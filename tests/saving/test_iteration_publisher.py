@@ -486,7 +486,7 @@ def test_an_error_before_the_rename_is_repaired_by_the_next_save(tmp_path):
 # ---- retention -------------------------------------------------------------------------------------------------------
 
 def test_iterations_and_rank_folders_of_several_runs_in_one_root(tmp_path):
-    """A job that went over to Checkpoint 2.0: all of ours count."""
+    """The job changed to Checkpoint 2.0: our saves of both formats count."""
     rank_folders.save(tmp_path, 5, world=2)
     rank_folders.save(tmp_path, 10, world=2)
     committer = save(tmp_path, 15, 20, run=NEXT, policy=KeepLast(3))
@@ -580,10 +580,10 @@ def test_a_kill_at_every_operation_of_a_removal(tmp_path):
     for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         assert chosen(root) == (20, RUN), operation
-        for candidate in scan(STORAGE, str(root)).candidates:                   # whole, or no checkpoint any more
+        for candidate in scan(STORAGE, str(root)).candidates:                   # complete, or not a checkpoint any more
             assert candidate.problem is None and all((root / file.path).exists() for file in candidate.all_files), operation
         Committer(target_of(root, run=NEXT), KeepLast(1)).prune()
-        left = [name for name in hidden(root) if "claim-0000-" not in name]         # until its process is gone, or it is old
+        left = [name for name in hidden(root) if "claim-0000-" not in name]         # until its process has ended, or it is old
         assert listing(root) == ["iteration_00000020", TRACKER] and left == [], operation
 
 

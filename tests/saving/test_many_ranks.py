@@ -184,7 +184,7 @@ def test_a_pointer_that_cannot_be_written_stops_removal_only_once(disk):
     assert len(kept) == 4                                               # meta.json still leads to step 5
     assert events[-1].level == WARNING and "Permission denied" in events[-1].text
     committer.saved(7)
-    assert sorted(disk.folders[f"{ROOT}/{FOLDER}"]) == [attempt_name(step, RUN) for step in (5, 7, 8)]     # 6 has gone
+    assert sorted(disk.folders[f"{ROOT}/{FOLDER}"]) == [attempt_name(step, RUN) for step in (5, 7, 8)]     # 6 was removed
     assert committer.committed == [5, 6, 7]
 
 

@@ -62,9 +62,9 @@ def test_every_steps_of_two_runs_that_saved_the_same_step_keeps_the_newer_ones()
 
 @pytest.mark.parametrize("clock, kept", [
     ([300.0, 240.0, 60.0, 0.0], {0, 3}),                   # forward: 0 opens, 300 is the next
-    ([130.0, 100.0, 1060.0, 1000.0], {1, 3}),              # set back by 1000 s: 100 lies before 1000, it opens anew
+    ([130.0, 100.0, 1060.0, 1000.0], {1, 3}),              # set back by 1000 s: 100 lies before 1000, it starts again
     ([900.0, 950.0, 1000.0], {0, 1, 2}),                   # every one before the one kept before it
-    ([None, None, 600.0], {1, 2}),                         # not known: not taken for newer
+    ([None, None, 600.0], {1, 2}),                         # unknown: does not count as newer
 ])
 def test_a_clock_that_was_set_back_removes_nothing(clock, kept):
     assert KeepPerMinutes(5).keeps([Saved(10 - index, at) for index, at in enumerate(clock)]) == kept

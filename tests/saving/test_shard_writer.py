@@ -226,7 +226,8 @@ def test_rank_0_renames_the_folder_between_the_rename_of_the_record_and_its_flus
     assert not storage.armed and committer.committed == [10]
     assert outcome.saved and outcome.error is None
     assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000010", iteration_folders.TRACKER]
-    saver.save(Save(shard_of(target, 10)))                              # at the end of the training, as nobody heard of the first
+    saver.save(Save(shard_of(target,
+                             10)))                              # at the end of the training, as no result of the first arrived
     assert saver.poll()[0].saved and hidden(tmp_path) == []
 
 

@@ -145,7 +145,7 @@ def test_one_of_two_pods_is_superseded_and_both_end_without_findings(seed):
     assert not sim.findings() and not any(process.exit for job in sim.jobs for process in job.ranks)
 
 
-@pytest.mark.parametrize("way", ["manifest", "weights", "changed", "debris"])
+@pytest.mark.parametrize("way", ["manifest", "weights", "changed", "leftover"])
 def test_the_oracle_sees_what_is_wrong(way, monkeypatch):
     sim = Simulation(SCENARIOS["bucket"], "ckpt", Schedule()).run()
     bucket = sim.cluster.disks[BUCKET]
@@ -159,7 +159,7 @@ def test_the_oracle_sees_what_is_wrong(way, monkeypatch):
     else:
         monkeypatch.setattr(RemoteCheckpoints, "prune", lambda *_: [])
     kinds = {finding.kind for finding in check_bucket(sim.cluster.disks, sim.history, sim.training)}
-    assert kinds == {{"manifest": "lost", "weights": "wrong", "changed": "wrong", "debris": "leftover"}[way]}
+    assert kinds == {{"manifest": "lost", "weights": "wrong", "changed": "wrong", "leftover": "leftover"}[way]}
 
 
 def test_a_superseded_rank_0_notifies_its_ranks(monkeypatch):

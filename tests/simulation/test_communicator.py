@@ -51,7 +51,7 @@ def test_a_killed_rank_is_waited_for_until_the_limit():
     assert isinstance(cluster.processes[0].error, ExchangeError) and "rank [1]" in str(
         cluster.processes[0].error)
     assert cluster.scheduler.now == 30.0 and found[0] is None
-    assert shared.longest_wait == 0.0                       # nobody who lives was waited for
+    assert shared.longest_wait == 0.0                       # no running rank was waited for
 
 
 def test_the_message_of_a_rank_killed_later_arrives():

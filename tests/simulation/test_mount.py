@@ -177,7 +177,7 @@ def test_a_disk_without_room():
         with pytest.raises(OSError) as one:
             mount.write("/c/b", [b"12345"], 5)
         with pytest.raises(OSError) as two:
-            mount.write("/c/b", [b"1" * 50])                # nobody said how much would come
+            mount.write("/c/b", [b"1" * 50])                # the size was not announced
         assert {one.value.errno, two.value.errno} == {errno.ENOSPC}
         return mount.free_space("/c"), mount.write("/c/b", [b"1234"], 4), mount.free_space("/nowhere")
     disk = Disk(room=7)

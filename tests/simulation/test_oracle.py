@@ -200,7 +200,8 @@ def all_three_damaged(disk, fmt):
 
 
 ALL, RANKS, FOLDERS = FORMATS, FORMATS[:2], FORMATS[2:]
-OLDER, ANOTHER = {LOST}, {LOST, INCONSISTENT}           # people are told of damage that only a look into the files shows
+OLDER, ANOTHER = {LOST}, {LOST,
+                          INCONSISTENT}           # command line and job differ on damage that only a full verification finds
 CASES = [(damage, fmt, expected) for damage, formats, expected in (
     (a_bit_of_weights, ALL, ANOTHER), (a_bit_of_weights_of_rank_0, ALL, ANOTHER), (a_bit_of_a_record, ALL, ANOTHER),
     (a_bit_of_the_manifest, ALL, {WRONG}), (a_bit_of_the_checksum_of_the_manifest, ALL, {WRONG}),
@@ -270,7 +271,7 @@ def test_reports_to_the_jobs_are_checked(fmt):
     assert kinds(found(failed={((run, 6), 1): "no room"})) == {MISREPORTED}
     assert kinds(found(failed={((run, 6), 1): "it may not be complete"})) == set()
     assert kinds(found(reported={(run, 8): {0, 1}})) == {LOST} and found(reported={(run, 8): {0}}) == []
-    assert kinds(found(wrong=["two lives were mixed"])) == {WRONG}
+    assert kinds(found(wrong=["two runs were mixed"])) == {WRONG}
     assert kinds(found(protected=[("0001-00000000", 4)])) == {LOST} and found(protected=[(run, 6)]) == []
     later = {(run.replace("0001", "0002"), 2): {0, 1}}
     assert kinds(found(reported=later, sizes={run.replace("0001", "0002"): 2})) == {LOST}       # of a later run, though less far

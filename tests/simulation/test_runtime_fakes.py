@@ -277,7 +277,7 @@ def test_a_killed_process_releases_its_locks_and_its_threads_end():
         current_cluster().scheduler.sleep(1.0)
         cluster.kill(cluster.processes[0])
         results.append(lock.acquire(timeout=1.0))
-        done.set()                                                      # wakes nobody
+        done.set()                                                      # wakes no thread
         results.append(results[0].is_alive())
     with use_cluster(cluster):
         host = cluster.host()
@@ -315,15 +315,15 @@ def test_a_process_is_identified_by_its_host_and_number():
     assert cluster.processes[0].dead
 
 
-@pytest.mark.parametrize(("real", "stand_in"), [
+@pytest.mark.parametrize(("real", "fake"), [
     (lease.holder_of_this_process, runtime_fakes._holder_of_this_process), (lease.is_alive, runtime_fakes._is_alive),
                                                 (host_memory.levels, runtime_fakes._memory_levels),
     (mounts.is_local, runtime_fakes._is_local), (LoadAttempt._capture_signals, runtime_fakes._capture_signals),
                                                 (async_saver.Staging, runtime_fakes._Staging)])
-def test_fakes_have_the_signatures_of_the_real_functions(real, stand_in):
+def test_fakes_have_the_signatures_of_the_real_functions(real, fake):
     def shape(function):
         return [(one.kind, one.default) for one in inspect.signature(function).parameters.values()]
-    assert shape(real) == shape(stand_in)
+    assert shape(real) == shape(fake)
 
 
 def test_a_signal_runs_the_handler_and_the_one_before_can_be_put_back():
@@ -349,7 +349,7 @@ def test_a_signal_runs_the_handler_and_the_one_before_can_be_put_back():
         fault()
     _, cluster = simulated(work)
     assert results == [(15, None), "inner", (15, None), "TypeError", "ValueError"]
-    assert cluster.processes[0].exit == -15                          # nobody is deaf who has put the default back
+    assert cluster.processes[0].exit == -15                          # the restored default handler ends the process
 
 
 def test_exit_handlers_run_in_reverse_order():

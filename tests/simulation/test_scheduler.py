@@ -168,7 +168,7 @@ def test_an_endless_loop_is_too_long_whatever_it_catches():
         while True:
             try:
                 scheduler.operation()
-            except Exception as error:                      # as a rank does that tells the others
+            except Exception as error:                      # as a rank that reports it to the others
                 caught.append(error)
                 return
     with pytest.raises(OperationLimit):

@@ -240,7 +240,7 @@ def test_partial_unnamed_files_are_equivalent():
     sim = Simulation(SCENARIOS["save"], "ckpt", Schedule())
     first, second, third = (state_signature(sim, {"shared": disk}, sim.history) for disk in (one, other, named))
     assert first == second != third
-    assert state_signature(sim, {"shared": one}, sim.history, power=True) != first      # or what it leaves would count as judged
+    assert state_signature(sim, {"shared": one}, sim.history, power=True) != first      # or its remains would count as checked
 
 
 def test_a_search_accepts_only_the_requested_kinds():

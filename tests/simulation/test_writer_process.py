@@ -75,7 +75,7 @@ def test_the_writer_ignores_sigterm():
 
 def dies(saver, target):
     save(saver, target)
-    save(saver, target, 4)                              # waits for the first; then the training is gone
+    save(saver, target, 4)                              # waits for the first; then the training has ended
     current_cluster().kill(current_process())
     current_cluster().scheduler.sleep(1.0)
 

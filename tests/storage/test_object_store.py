@@ -214,7 +214,7 @@ def test_an_interrupted_upload_keeps_the_old_object(subject, store, tmp_path):
     (tmp_path / "new").write_bytes(b"12345678")
     store.put(f"{subject.url}/a", b"old")
     if subject.kind == "moxing":
-        pytest.skip("the stand-in has no half of an upload")
+        pytest.skip("the fake has no partial upload")
 
     def half(original, source, target):
         if subject.kind != "s3":                        # an S3 server shows nothing of a PUT that did not end
@@ -282,7 +282,7 @@ def test_the_fake_refuses_what_an_object_store_cannot(store):
             misuse()
     with moxing.file.File(f"{URL}/c", "w") as file:
         file.write("text")
-        assert not moxing.file.exists(f"{URL}/c")           # it appears whole
+        assert not moxing.file.exists(f"{URL}/c")           # it appears complete
     assert moxing.file.read(f"{URL}/c") == "text"
 
 
@@ -357,7 +357,7 @@ def test_a_process_that_was_forked_has_its_own_connections(subject, store):
         store.put(url + "/before", b"1")
         child = os.fork()
         if not child:
-            signal.alarm(60)                            # without an event loop it would wait for ever
+            signal.alarm(60)                            # without an event loop it would wait forever
             store.put(url + "/child", b"1")
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
