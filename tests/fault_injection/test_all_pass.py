@@ -5,7 +5,7 @@ from mindresume.fault_injection.faults import FAULTS
 from mindresume.fault_injection.runner import Setup, count, prepare, run_cells
 
 
-def troubles(setup, scenarios, every=1, **how):
+def failed_cells(setup, scenarios, every=1, **how):
     """Returns (all cells, cells that do not pass or leave files behind)."""
     tasks = prepare(setup, scenarios, **how)
     done = [cell for unit in run_cells(setup, tasks, every=every) for cell in unit]
@@ -17,12 +17,12 @@ def troubles(setup, scenarios, every=1, **how):
 @pytest.mark.parametrize("scenario, fmt", [("first save", "safetensors"), ("first save", "iteration"), ("pointers", "ckpt"),
                                         ("pointers", "iteration")])
 def test_every_fault(folder, scenario, fmt):
-    cells, found = troubles(Setup(folder), [scenario], every=5, formats=[fmt])
+    cells, found = failed_cells(Setup(folder), [scenario], every=5, formats=[fmt])
     assert found == [] and cells > 20
 
 
 @pytest.mark.parametrize("seed, fmt, start", [(3, "safetensors", 23), (5, "ckpt", 29), (1, "iteration", 31)])
 def test_three_ranks_in_other_orders(folder, seed, fmt, start):
     """Uses seeds in which rank 0 is done first, so that it waits for the others."""
-    cells, found = troubles(Setup(folder, ranks=3, seed=seed), ["save"], every=start, formats=[fmt])
+    cells, found = failed_cells(Setup(folder, ranks=3, seed=seed), ["save"], every=start, formats=[fmt])
     assert found == [] and cells > 40

@@ -211,11 +211,11 @@ def test_common_that_cannot_be_read(tmp_path):
     with pytest.raises(CorruptFileError, match="at most"):
         load_common(STORAGE, str(tmp_path), "iteration_00000010")
 
-    class Trouble(PosixStorage):
+    class FailingStorage(PosixStorage):
         def open(self, path):
             raise OSError(116, "Stale file handle", path)
     with pytest.raises(CorruptFileError, match="Stale file handle"):
-        load_common(Trouble(), str(tmp_path), "iteration_00000010")
+        load_common(FailingStorage(), str(tmp_path), "iteration_00000010")
 
 
 def test_counters_survive_common_json():

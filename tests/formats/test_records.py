@@ -115,12 +115,12 @@ def test_a_manifest_of_another_step_is_not_used(tmp_path):
 def test_an_unreadable_manifest_loses_nothing(tmp_path):
     save(tmp_path, 10)
 
-    class Trouble(PosixStorage):
+    class FailingStorage(PosixStorage):
         def open(self, path):
             if path.endswith(MANIFEST):
                 raise OSError(5, "Input/output error", path)
             return super().open(path)
-    found, _, notes = scan_records(Trouble(), str(tmp_path))
+    found, _, notes = scan_records(FailingStorage(), str(tmp_path))
     assert found[0].problem is None and not found[0].committed and "Input/output error" in notes[0]
 
 

@@ -51,7 +51,7 @@ def choose(path, group=None, settings=None, storage=STORAGE, remote=None, saved_
     return made.select(SelectionRequest(str(path), **request))
 
 
-def holds(root):
+def locked(root):
     return [holder.holds for holder in lease_holders(STORAGE, str(root)) if holder.holds]
 
 
@@ -62,14 +62,14 @@ def test_the_newest_good_checkpoint_is_locked_until_it_is_read_and_its_load_atte
     found = choose(tmp_path, output_dir=str(tmp_path / "output"), emit=events.append)
     assert (found.choice.chosen.step, found.uses_layouts, found.lost_work) == (5, False, None)
     assert own_shard(found.choice, SingleProcess()).rank == 0 and own_shard(None, SingleProcess()) is None
-    assert holds(tmp_path) == [(found.choice.chosen.name,)]
+    assert locked(tmp_path) == [(found.choice.chosen.name,)]
     assert (found.load_attempt.output, found.load_attempt.begun) == (str(tmp_path / "output"), False)
     refused, selected = events
     assert (type(refused), refused.step, refused.file, refused.weights_only) == (
         CandidateRefused, 10, "rank_0/net_rank_0-1_10.safetensors", False)
     assert selected == CheckpointSelected(5, 1, RUN, str(tmp_path), selected.description)
     found.read_lock.release()
-    assert holds(tmp_path) == []
+    assert locked(tmp_path) == []
 
 
 @pytest.mark.parametrize("request_, settings", [({}, Settings()), ({"output_dir": "/x", "resume": False}, Settings()),
@@ -134,7 +134,7 @@ def test_a_job_that_cannot_begin_releases_its_read_lock(tmp_path, monkeypatch, w
         error = ZeroDivisionError
     with pytest.raises(error):
         chooser()._protect(SelectionRequest("x"), taken(tmp_path), False)
-    assert holds(tmp_path) == []
+    assert locked(tmp_path) == []
 
 
 def taken(root):
@@ -155,12 +155,12 @@ def test_all_ranks_select_the_same_checkpoint_and_rank_0_locks_it(tmp_path):
     def work(group):
         found = choose(tmp_path, group)
         assert found.choice.chosen.step == 5 and own_shard(found.choice, group).rank == group.rank
-        assert holds(tmp_path) != []
+        assert locked(tmp_path) != []
         group.gather(b"")
         if found.read_lock is not None:
             found.read_lock.release()
         return found.read_lock is not None
-    assert Ranks(2).run(work) == [True, False] and holds(tmp_path) == []
+    assert Ranks(2).run(work) == [True, False] and locked(tmp_path) == []
 
 
 @pytest.mark.parametrize("world, converts", [(2, False), (1, True)])

@@ -66,7 +66,7 @@ def test_at_the_end_a_record_that_is_listed_late_is_looked_for(tmp_path):
     assert committer.pending == [5] and committer.finish(timeout=0.0) == {} and committer.committed == [5]
 
 
-class LooksInVain(PosixStorage):
+class UnreadableWeights(PosixStorage):
     """Fails each access to the weights of rank 1 and counts how often a record is opened."""
     opened = 0
 
@@ -81,7 +81,7 @@ class LooksInVain(PosixStorage):
 
 
 def test_steps_that_cannot_be_committed_are_each_tried_once_a_poll(tmp_path):
-    disk = LooksInVain()
+    disk = UnreadableWeights()
     committer = Committer(replace(target_of(tmp_path, 0, 2), storage=disk))
     for step in range(1, 9):
         for rank in range(2):

@@ -39,7 +39,7 @@ class Job:
             if compiled:
                 load_attempt.begin()
 
-    def dies(self, error=None, rank=0):
+    def fails(self, error=None, rank=0):
         """Ends the job with ``error``. None: it is killed and records nothing."""
         if error is not None:
             self.load_attempts[rank].failed(error)
@@ -63,7 +63,7 @@ def left(root):
 
 
 def test_two_failed_loads_select_the_older_checkpoint(root):
-    assert [Job(root).dies().step for _ in range(2)] == [15, 15]
+    assert [Job(root).fails().step for _ in range(2)] == [15, 15]
     found = choose(root)
     assert found.chosen.step == 10
     assert [str(refusal) for refusal in found.refused] == [
@@ -72,21 +72,21 @@ def test_two_failed_loads_select_the_older_checkpoint(root):
 
 
 def test_the_failure_of_the_previous_job_is_reported(root):
-    Job(root).dies(NAN)
+    Job(root).fails(NAN)
     assert choose(root).notes == (f"step 15: the job before loaded it and died before the first step was done, the last one: "
                                   f"RuntimeError: loss is nan (rank 0, host {socket.gethostname()})",)
 
 
 def test_a_finished_step_clears_the_load_attempt(root):
-    Job(root).dies(NAN)
+    Job(root).fails(NAN)
     Job(root).passes()
-    assert left(root) == [] and [Job(root).dies().step for _ in range(2)] == [15, 15]
+    assert left(root) == [] and [Job(root).fails().step for _ in range(2)] == [15, 15]
 
 
 def test_only_failures_after_the_load_count(root):
     """Two preemptions or errors during the load or the compilation made the newest checkpoint suspect."""
     for _ in range(3):
-        Job(root, compiled=False).dies(NAN)
+        Job(root, compiled=False).fails(NAN)
     assert left(root) == [] and choose(root).chosen.step == 15
 
 
@@ -98,7 +98,7 @@ def test_only_failures_after_the_load_count(root):
     OSError(5, "Input/output error"), LoadError("it changed"), TypeError("unexpected argument"), ImportError("no module")])
 def test_failures_with_another_cause_do_not_count(root, error):
     for _ in range(3):
-        Job(root, ranks=2).dies(error, rank=1)
+        Job(root, ranks=2).fails(error, rank=1)
     assert choose(root).chosen.step == 15 and list(load_attempts(STORAGE, str(root)).values()) == [()]
     Job(root, ranks=2).passes()
     assert left(root) == []
@@ -108,7 +108,7 @@ def test_failures_with_another_cause_do_not_count(root, error):
                                    AssertionError("")])
 def test_failures_that_the_checkpoint_may_cause_count(root, error):
     for _ in range(2):
-        Job(root, ranks=2).dies(error, rank=1)
+        Job(root, ranks=2).fails(error, rank=1)
     assert explanation(error) == "" and choose(root).chosen.step == 10
 
 
@@ -124,8 +124,8 @@ def test_an_error_of_the_compiler_is_none_of_the_checkpoint():
 def test_a_rank_that_lost_its_peers_does_not_excuse_the_rank_with_the_error(root):
     for _ in range(2):
         job = Job(root, ranks=3)
-        job.dies(RuntimeError("hccl: peer is gone"), rank=0)
-        job.dies(NAN, rank=2)
+        job.fails(RuntimeError("hccl: peer is gone"), rank=0)
+        job.fails(NAN, rank=2)
     assert choose(root).chosen.step == 10
 
 
@@ -137,7 +137,7 @@ def test_the_signal_before_a_kill_decides_whether_it_counts(root, number, counts
         for _ in range(2):
             job = Job(root)
             os.kill(os.getpid(), number)
-            job.dies()
+            job.fails()
     finally:
         signal.signal(number, before)
     assert choose(root).chosen.step == (10 if counts else 15)
@@ -147,31 +147,31 @@ def test_the_signal_before_a_kill_decides_whether_it_counts(root, number, counts
 
 def test_a_suspected_checkpoint_is_selected_if_all_are_suspected(root):
     """Never stuck: the newest one again, with what is known of the others."""
-    assert [Job(root).dies().step for _ in range(6)] == [15, 15, 10, 10, 5, 5]
+    assert [Job(root).fails().step for _ in range(6)] == [15, 15, 10, 10, 5, 5]
     found = choose(root)
     assert found.chosen.step == 15 and [refusal.step for refusal in found.refused] == [15, 10, 5]
 
 
 # ---- hosts ---------------------------------------------------------------------------------------------------------------
 
-def deaths_on(root, monkeypatch, *hosts, ranks=2, of=2):
+def failures_on(root, monkeypatch, *hosts, ranks=2, of=2):
     for host in hosts:
         monkeypatch.setattr(module.socket, "gethostname", lambda host=host: host)
-        Job(root, ranks=ranks, hosts=of).dies(NAN, rank=1)
+        Job(root, ranks=ranks, hosts=of).fails(NAN, rank=1)
 
 
 def test_failures_on_one_host_need_more_jobs_to_refuse_a_checkpoint(root, monkeypatch):
-    deaths_on(root, monkeypatch, "bad", "bad", "bad")
+    failures_on(root, monkeypatch, "bad", "bad", "bad")
     found = choose(root)
     assert found.chosen.step == 15 and "3 jobs in a row" in found.notes[-1] and "All died on host bad" in found.notes[-1]
-    deaths_on(root, monkeypatch, "bad")                         # never stuck: it may be its slice after all
+    failures_on(root, monkeypatch, "bad")                       # never stuck: it may be its slice after all
     found = choose(root)
     assert found.chosen.step == 10 and "all on host bad" in found.refused[0].reason
 
 
 @pytest.mark.parametrize("hosts, of", [(("one", "two"), 2), (("one", "one"), 1)])
 def test_failures_on_several_hosts_or_the_only_host_count(root, monkeypatch, hosts, of):
-    deaths_on(root, monkeypatch, *hosts, of=of)
+    failures_on(root, monkeypatch, *hosts, of=of)
     assert choose(root).chosen.step == 10
 
 
@@ -183,24 +183,24 @@ def test_jobs_that_begin_with_it_at_the_same_time_are_not_in_a_row(root):
     assert [job.step for job in jobs] == [15] * 5
     jobs[2].passes()
     for job in jobs:
-        job.dies()
+        job.fails()
     assert not any(name.startswith("trial") for name in left(root))
-    assert [Job(root, output="/output/0").dies().step for _ in range(3)] == [15, 15, 10]
+    assert [Job(root, output="/output/0").fails().step for _ in range(3)] == [15, 15, 10]
 
 
 def test_a_requested_name_overrides_the_guard(root):
     for _ in range(2):
-        Job(root).dies()
+        Job(root).fails()
     assert choose(root, named="net_rank_0-2_5").chosen.step == 15
 
 
 def test_a_limit_of_none_disables_the_guard(root):
-    assert [Job(root, limit=0).dies().step for _ in range(4)] == [15] * 4
+    assert [Job(root, limit=0).fails().step for _ in range(4)] == [15] * 4
 
 
 def test_a_save_of_the_same_step_by_a_later_run_is_another_checkpoint(root):
     for _ in range(2):
-        Job(root).dies()
+        Job(root).fails()
     job = Job(root)
     assert job.step == 10 and len(load_attempts(STORAGE, str(root))[key_of(job.choice.chosen)]) == 1
 
@@ -239,7 +239,7 @@ def test_all_ranks_at_once(root):
         for row in ({}, {"run": "x"}, {"run": "0001-0000aaaa", "hosts": 0}, {"run": "0001-0000aaaa", "cause": "x" * 999}))])
 def test_an_unreadable_load_attempt_refuses_no_checkpoint(root, content):
     """Nor does it let one go."""
-    Job(root).dies()
+    Job(root).fails()
     (root / FOLDER / left(root)[1]).write_bytes(content)
     assert set(load_attempts(STORAGE, str(root)).values()) == {None} and choose(root).chosen.step == 15
     save(root, 20, world=1)
@@ -250,7 +250,7 @@ def test_an_unreadable_load_attempt_refuses_no_checkpoint(root, content):
 
 @pytest.mark.parametrize("word", [b"", b"{}", b"[1]", b'{"explained": "", "cause": 7, "host": "", "rank": 0}'])
 def test_an_unreadable_failure_record_does_not_count(root, word):
-    job = Job(root).dies(NAN)
+    job = Job(root).fails(NAN)
     (root / FOLDER / f"death-{job.load_attempts[0].run}-rank_00000.json").write_bytes(word)
     assert list(load_attempts(STORAGE, str(root)).values()) == [()]
 
@@ -262,7 +262,7 @@ def test_a_failing_disk_ends_only_the_load_attempt(root, operation):
 
     def fail(*_, **__):
         raise OSError(5, "Input/output error")
-    Job(root).dies()
+    Job(root).fails()
     setattr(Broken, operation, fail)
     load_attempt = LoadAttempt(Broken(), str(root), choose(root).chosen, "/output")
     load_attempt.run = run_name(9, "0000aaaa")
@@ -280,7 +280,7 @@ def test_a_failing_disk_ends_only_the_load_attempt(root, operation):
 def test_a_suspected_checkpoint_is_never_removed(root):
     """The newest checkpoint was passed over, an older one trained on, and the newer removed."""
     for _ in range(2):
-        Job(root).dies()
+        Job(root).fails()
     Job(root).passes()                                          # of step 10
     later = run_name(2, "0000bbbb")
     for step in (15, 20, 25):
@@ -295,7 +295,7 @@ def test_a_suspected_checkpoint_is_never_removed(root):
 def test_an_unsuspected_checkpoint_is_removed_when_the_training_continues_from_another(root):
     """One job failed right after it had loaded step 15, and the next one loads a newer checkpoint, which another job has
     saved."""
-    Job(root).dies()
+    Job(root).fails()
     later = run_name(2, "0000bbbb")
     for step in (20, 25):
         save(root, step, world=1, run=later, suffix=1)

@@ -170,13 +170,13 @@ def test_the_checkpoint_that_meta_json_names_is_kept(saved):
 
 
 def test_nothing_is_removed_while_the_target_of_meta_json_is_unknown(saved):
-    class Trouble(PosixStorage):
+    class FailingStorage(PosixStorage):
         def open(self, path):
             if path.endswith("meta.json"):
                 raise OSError(errno.EIO, os.strerror(errno.EIO), path)
             return super().open(path)
     with pytest.raises(OSError, match="Input/output"):
-        plan(Trouble(), str(saved), KeepLast(1))
+        plan(FailingStorage(), str(saved), KeepLast(1))
 
 
 def test_a_complete_uncommitted_save_is_kept(tmp_path):

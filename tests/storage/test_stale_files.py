@@ -39,7 +39,7 @@ def test_nothing_is_removed_without_the_current_time(tmp_path):
 def test_an_error_does_not_stop_the_removal_of_others(tmp_path, operation, stays):
     aged(tmp_path, a=2 * STALE_SECONDS, b=2 * STALE_SECONDS, fresh=0)
 
-    class Trouble(PosixStorage):
+    class FailingStorage(PosixStorage):
         def status(self, path):
             if operation == "status":
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
@@ -49,7 +49,7 @@ def test_an_error_does_not_stop_the_removal_of_others(tmp_path, operation, stays
             if path.endswith("a"):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
             super().remove(path)
-    assert left(tmp_path, Trouble()) == stays
+    assert left(tmp_path, FailingStorage()) == stays
 
 
 def test_without_files_no_operation_is_done(tmp_path):
