@@ -66,7 +66,7 @@ def main() -> None:
         shutil.rmtree(folder)
 
 
-# ---- how long the training stands still ----------------------------------------------------------------------------
+# ---- stall of the training -----------------------------------------------------------------------------------------
 
 class Stop:
     def __init__(self, folder: str, mib: int, fmt: str, rounds: measure.Rounds):

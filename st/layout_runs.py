@@ -95,7 +95,7 @@ def uninterrupted_run(kind: str, data: Path, device: str, graphs: Path, trained:
     ).wait_for_success(ATTEMPT_LIMIT))
 
 
-# ---- what an attempt started with and saw --------------------------------------------------------------------------
+# ---- the start and the samples of an attempt -----------------------------------------------------------------------
 
 def loaded_tensors(run: Run, tables: Mapping[str, TensorRecord] | list[Mapping[str, TensorRecord]]) -> dict[str, np.ndarray]:
     """Returns the global tensors with which the ranks of the last attempt started. ``tables``: records of this layout, as a later
@@ -124,7 +124,7 @@ def samples(run: Run) -> dict[int, list[str]]:
             for step in ranks[0] if all(step in rank for rank in ranks)}
 
 
-# ---- what must hold of a chain of attempts -------------------------------------------------------------------------
+# ---- conditions of a chain of attempts -----------------------------------------------------------------------------
 
 def assert_losses(whole: Run, attempts: Iterable[tuple[Layout, list[dict]]], capsys: Any) -> None:
     """The losses are those of the uninterrupted run within TOLERANCE, the learning rates exactly. Prints the differences."""

@@ -128,7 +128,7 @@ def _call(task: int, name: str, arguments: str, outcome: str, base: str) -> Call
     return Call(task, name, path, to, arguments, int(result[1]), result[2] or "", bool(result[3]))
 
 
-# ---- what a path is ------------------------------------------------------------------------------------------------
+# ---- roles of paths ------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Role:

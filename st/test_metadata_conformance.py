@@ -119,7 +119,7 @@ def right(info, compiled, layout: TensorLayout) -> bool:
         return False
 
 
-# ---- what mindformers writes -----------------------------------------------------------------------------------------
+# ---- metadata of mindformers -----------------------------------------------------------------------------------------
 
 @quick
 @given(tensors=st.dictionaries(st.text("ab.'\"(),\\ é", min_size=1, max_size=6), st.tuples(cuts(8), st.sampled_from(TYPES)),
@@ -176,7 +176,7 @@ def test_metadata_of_a_real_run_is_read(path):
     assert encode_common(parse_common(common, "c"), with_status=b"ckpt_status" in common) == common
 
 
-# ---- what we write ---------------------------------------------------------------------------------------------------
+# ---- our metadata ----------------------------------------------------------------------------------------------------
 
 def stored_by_all(name: str, layout: TensorLayout, shape, *, first: int = 0, dtype: str = "float32") -> TensorMetadata:
     stored = {number: tuple(StoredSlice(str(WeightFile("ours", "model", rank, 99)), rank, group) for rank in group)

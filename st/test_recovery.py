@@ -35,7 +35,7 @@ LAST = 40
 Moment = Callable[[Run, random.Random], None]
 
 
-# ---- moments to die at: wait until the job is there --------------------------------------------------------------------
+# ---- moments of kills: wait until the job reaches them -----------------------------------------------------------------
 
 def half_written(run: Run) -> bool:
     """Returns the half-written files of this attempt; those of the previous one may still exist."""

@@ -91,7 +91,7 @@ def chain(kind, whole, data, device, graphs, tmp_path_factory) -> tuple[Run, lis
     return run, found
 
 
-# ---- what must hold ------------------------------------------------------------------------------------------------
+# ---- conditions ----------------------------------------------------------------------------------------------------
 
 def test_every_attempt_resumes_from_the_newest_checkpoint_of_the_one_before(chain):
     for found in chain[1]:

@@ -30,7 +30,7 @@ from st.run_attempts import (
 )
 from st.training_run import Run, differences
 
-# ---- what resumes --------------------------------------------------------------------------------------------------
+# ---- resumes -------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def resumed(whole_single, tmp_path_factory) -> SimpleNamespace:
@@ -103,7 +103,7 @@ def test_complete_already(resumed):
                   if path.is_file()) == before
 
 
-# ---- what stops ----------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def stopped(whole_single, tmp_path_factory) -> SimpleNamespace:
@@ -139,7 +139,7 @@ def test_all_damaged_is_an_error_that_lists_every_candidate(stopped):
     assert len(list(run.checkpoints.glob(f"{FOLDER}/step-*"))) == 3
 
 
-# ---- what starts afresh --------------------------------------------------------------------------------------------
+# ---- fresh starts --------------------------------------------------------------------------------------------------
 
 def starts_afresh(run: Run, whole: Run, folder: str) -> None:
     assert selected_step(run) is None

@@ -268,7 +268,7 @@ def test_the_built_in_of_180_prunes_what_others_wrote(writer, tmp_path):
     assert kept == (["04", "05", "20"] if writer == "1.8.0" else ["03", "04", "05", "20"])
 
 
-# ---- what both must find in a folder ------------------------------------------------------------------------------------
+# ---- requirements of both versions --------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module", params=["one", "dp2tp2"])
 def written(request, tmp_path_factory) -> tuple[Path, Any]:

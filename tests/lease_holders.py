@@ -15,7 +15,7 @@ ELSEWHERE = replace(ME, host="node7", machine="another/1", pid=1)
 
 
 class ManualClock:
-    """A clock that only ``sleep`` moves; it then calls ``also(now)``."""
+    """A clock that only ``sleep`` advances; it then calls ``also(now)``."""
 
     def __init__(self, also=lambda now: None):
         self.now, self.also = 0.0, also

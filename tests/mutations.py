@@ -37,13 +37,13 @@ def dump(value: Any) -> bytes:
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Paths of all values in a document."""
+    """Yields the paths of all values in a document."""
     rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path] * bool(path) + [found for key, inner in rows for found in places(inner, (*path, key))]
 
 
 def altered(value: Any, draw: random.Random) -> Any:
-    """A document with another value, one less or one more, in one to three places."""
+    """Draws a document with another value, one less or one more, in one to three places."""
     for _ in range(draw.randint(1, 3)):
         found = places(value)
         if not found:
@@ -87,7 +87,7 @@ def other(content: bytes, draw: random.Random) -> bytes:
 
 
 def document(content: bytes, draw: random.Random) -> bytes:
-    """JSON with other values in it; of a sealed file with right checksums; of safetensors the header."""
+    """Returns JSON with other values in it; of a sealed file with right checksums; of safetensors the header."""
     if len(content) > 8 and content[8:9] == b"{":
         size = int.from_bytes(content[:8], "little")
         head = dump(altered(json.loads(content[8:8 + size]), draw))
@@ -106,7 +106,7 @@ def document(content: bytes, draw: random.Random) -> bytes:
 
 
 def numbers(content: bytes, draw: random.Random) -> bytes:
-    """A text, such as a log, with other numbers in it."""
+    """Returns a text, such as a log, with other numbers in it."""
     found = list(re.finditer(rb"\d+(\.\d+)?", content))
     for match in sorted(draw.sample(found, min(len(found), 4)), key=lambda match: -match.start()):
         text = draw.choice([b"", b".", b"-1", b"nan", b"inf", b"1e999", b"9" * 19, b"9" * 5000, b"9" * 60, b"99.99.99", b"0",
@@ -116,7 +116,7 @@ def numbers(content: bytes, draw: random.Random) -> bytes:
 
 
 def values(content: bytes, draw: random.Random) -> bytes:
-    """Eight bytes at the end, where safetensors keeps what is small, such as counters, are other numbers."""
+    """Replaces eight bytes at the end, where safetensors stores small tensors such as counters."""
     number, real = draw.choice([-1, 0, 1, 2**63 - 1, -2**63, 10**18]), draw.choice([*NUMBERS[-2:], -1.0, 1e30])
     new = draw.choice([struct.pack("<q", number), struct.pack("<d", real), struct.pack("<ff", real, real)])
     at = max(len(content) - 8 * draw.randint(1, 8), 0)
@@ -129,7 +129,7 @@ CONTENTS = (flip, cut, longer, other, document, document, document, document, nu
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 def damage(root: Path, draw: random.Random) -> str:
-    """One thing below ``root`` is changed. Returns what."""
+    """Changes one thing below ``root``. Returns which."""
     paths = sorted((path for path in root.rglob("*") if path.is_symlink() or path.exists()), key=os.fsencode)
     kinds: dict[str, list[Path]] = {}
     for path in paths:                                  # or what there are most of would be struck most

@@ -16,7 +16,8 @@ DOCUMENTS = pytest.mark.parametrize(
 
 
 def has(module: str, name: str) -> bool:
-    """Whether a module, or the ``__init__`` of a room, of this name has a word ``name``; no such module: True."""
+    """Returns whether a module, or the ``__init__`` of a package, of this name contains the word ``name``; True if there is no
+    such module."""
     texts = [path.read_text() for path in FILES if module == (path.parent.name if path.stem == "__init__" else path.stem)]
     return not texts or any(re.search(rf"\b{name}\b", text) for text in texts)
 

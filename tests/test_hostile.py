@@ -68,7 +68,7 @@ def sealed(line, tail=None):
 
 
 def resealed(content, change=None, change_details=None):
-    """The same record or manifest with another head and other details, and all its checksums right."""
+    """Returns the same record or manifest with another head and other details, and right checksums."""
     _, line, *rest = content.rstrip(b"\n").split(b"\n")
     head, tail = json.loads(line), rest[0] if rest else None
     if change_details:
@@ -174,7 +174,7 @@ def cases(rows):
 
 
 def refused(read, content, says):
-    """That the reader says in one short sentence which field it is, in no time."""
+    """Checks that the reader names the field in one short sentence, at once."""
     with within(3), pytest.raises(RecordError) as caught:
         read(io.BytesIO(content))
     assert re.search(says, str(caught.value)) and len(str(caught.value)) < 1200
@@ -232,7 +232,7 @@ def test_endless_details_are_not_read_to_their_end():
 
 
 class Endless(io.RawIOBase):
-    """A file that begins with ``start`` and never ends; counts what it gave."""
+    """A file that begins with ``start`` and never ends; counts the bytes it returned."""
 
     def __init__(self, start):
         self.start, self.given = start, 0
@@ -317,7 +317,7 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def root(good, tmp_path):
-    """Steps 5 and 10 of 2 ranks."""
+    """Saves steps 5 and 10 of 2 ranks."""
     return shutil.copytree(good, tmp_path / "checkpoint")
 
 
@@ -330,8 +330,8 @@ def record_path(root, rank, step=NEW):
 
 
 def alter(root, rank=1, change=None, change_details=None, manifest="matching"):
-    """Alters the record of one rank of the newest checkpoint. ``manifest``: "matching" is made from the altered records, as
-    somebody would who wants to be believed; "none" has died before it."""
+    """Alters the record of one rank of the newest checkpoint. ``manifest``: "matching" is computed from the altered records, as
+    an attacker would; "none": the job was killed before it."""
     path = record_path(root, rank)
     commit, content = attempt(root) / MANIFEST, path.read_bytes()
     path.write_bytes(resealed(content, change, change_details))
@@ -682,7 +682,7 @@ def files_below(folder):
 
 
 def prune(root):
-    """As the next run does after its commit of a newer checkpoint; step 5 has to go."""
+    """Prunes as the next run does after its commit of a newer checkpoint; step 5 must be removed."""
     run = run_name(2, "0000bbbb")
     committer = save(root, 15, WORLD, run=run)
     with within(10):
@@ -739,14 +739,14 @@ strange = st.one_of(
 
 
 def places(value, path=()):
-    """Paths of all values in a document."""
+    """Yields the paths of all values in a document."""
     rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path] * bool(path) + [found for key, inner in rows for found in places(inner, (*path, key))]
 
 
 @st.composite
 def mutation(draw):
-    """A function that alters a document in one to three places: another value, none, or one more."""
+    """Draws a function that alters a document in one to three places: another value, none, or one more."""
     hows = st.sampled_from(["set", "set", "set", "delete", "wrap", "add"])
     moves = draw(st.lists(st.tuples(st.integers(0, 10**6), hows, strange), min_size=1, max_size=3))
 

@@ -13,7 +13,7 @@ MINDFORMERS = ("plugin.py", "mindformers/", "reshard/mindspore_engine.py")      
 
 
 def imported(path):
-    """Names of the modules that a file imports, also within functions."""
+    """Returns the names of the modules that a file imports, also within functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

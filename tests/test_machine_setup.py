@@ -12,8 +12,8 @@ SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "machine.sh"
 
 @pytest.fixture
 def shell(tmp_path):
-    """shell(code, uid, with_apt): runs ``code`` after machine.sh on a machine whose apt-get makes ``installed`` from the second
-    attempt on and writes its arguments to ``apt.log``."""
+    """Returns shell(code, uid, with_apt), which runs ``code`` after machine.sh on a machine whose apt-get creates ``installed``
+    from the second attempt on and writes its arguments to ``apt.log``."""
     def run(code, uid=0, with_apt=True, **env):
         programs = tmp_path / "bin"
         programs.mkdir(exist_ok=True)

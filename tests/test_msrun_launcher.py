@@ -91,7 +91,7 @@ class Job:
         return json.loads((self.folder / "msrun.json").read_text())
 
     def processes(self):
-        """Living processes whose working directory is that of the job."""
+        """Returns running processes whose working directory is that of the job."""
         found = []
         for entry in Path("/proc").iterdir():
             try:

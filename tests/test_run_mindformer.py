@@ -45,7 +45,7 @@ callbacks:
 
 
 class Config(dict):
-    """Like MindFormerConfig: keys are attributes, a missing one is None, sections are Configs, lists hold plain dicts."""
+    """Is like MindFormerConfig: keys are attributes, a missing one is None, sections are Configs, lists hold plain dicts."""
 
     def __init__(self, **keys):
         super().__init__({k: Config(**v) if isinstance(v, dict) else v for k, v in keys.items()})
@@ -68,7 +68,7 @@ def yaml_file(tmp_path):
 
 @pytest.fixture
 def run(yaml_file, config):
-    """Command line -> (configuration after it, remarks)."""
+    """Returns a function: command line -> (configuration after it, remarks)."""
     def run(*argv):
         notes = apply(config, parse(["--config", yaml_file, *argv], str(ROOT)))
         return config, notes
@@ -76,7 +76,7 @@ def run(yaml_file, config):
 
 
 def refusal(capsys, *argv):
-    """The last line argparse prints for a wrong command line."""
+    """Returns the last line that argparse prints for a wrong command line."""
     with pytest.raises(SystemExit) as stop:
         parse(argv, str(ROOT))
     assert stop.value.code == 2
@@ -412,7 +412,7 @@ class PynativeTrainer:
 
 @pytest.fixture
 def script(tmp_path, yaml_file, monkeypatch):
-    """main(argv) of run_mindformer.py with the fakes: returns its status; ``script.events`` says what was done."""
+    """Runs main(argv) of run_mindformer.py with the fakes: returns its status; ``script.events`` lists the calls."""
     def loaded():
         return [name for name in sys.modules if name.split(".")[0] in ("mindformers", "recorder", "tests_config")
                 or name.startswith("mindresume.plugin")]

@@ -50,17 +50,17 @@ POLICIES: list[Policy] = [KEEP_ALL, KeepLast(1), KeepLast(2), KeepEverySteps(6)]
 KINDS = sorted({*DEATHS, *ERRORS} - {"late"})           # no clock of the model could say what is visible yet
 
 
-def tensors(life: int, step: int, rank: int) -> dict[str, np.ndarray]:
-    numbers = np.random.default_rng([life, step, rank])
+def tensors(sequence: int, step: int, rank: int) -> dict[str, np.ndarray]:
+    numbers = np.random.default_rng([sequence, step, rank])
     return {"weight": numbers.standard_normal((4, 3)).astype(np.float32), "moment": numbers.standard_normal(5).astype(np.float32),
             "step_num": np.array(step, np.int64)}
 
 
 @dataclass
 class Entry:
-    """One save. ``life``: number of the run that wrote it, over all folders. ``attempt``: None once the records were left behind
-    by a copy. ``weights``, ``records``: what was done to the file of each rank."""
-    life: int
+    """One save. ``sequence``: number of the run that wrote it, over all folders. ``attempt``: None once a copy left the records
+    behind. ``weights``, ``records``: the state of each rank's file."""
+    sequence: int
     run: str
     step: int
     world: int
@@ -73,7 +73,7 @@ class Entry:
 
     @property
     def order(self) -> tuple[int, int]:
-        return (self.life, self.step)
+        return (self.sequence, self.step)
 
     def path(self, root: str, rank: int) -> str:
         state = TrainingState(self.step, PER_EPOCH, self.step, 8)
@@ -83,8 +83,8 @@ class Entry:
 
 @dataclass
 class Run:
-    """The job that trains now."""
-    life: int
+    """The job that is training."""
+    sequence: int
     run: str
     world: int
     suffix: int
@@ -111,11 +111,11 @@ class Training(RuleBasedStateMachine):
     # ---- the model -------------------------------------------------------------------------------------------------
 
     def there(self, entry: Entry) -> bool:
-        """Whether it still counts: retention un-commits by renaming the folder of the records."""
+        """Returns whether it still counts: retention un-commits by renaming the folder of the records."""
         return entry.attempt is None or os.path.isdir(os.path.join(self.root, FOLDER, entry.attempt))
 
     def usable(self, entry: Entry, world: int) -> bool:
-        """By a job of ``world`` ranks."""
+        """Returns whether a job of ``world`` ranks can use it."""
         ranks = range(world)
         if entry.attempt is None:       # how many ranks it had, only the files tell that are there
             there = sorted(rank for rank, state in entry.weights.items() if state != GONE)
@@ -124,8 +124,8 @@ class Training(RuleBasedStateMachine):
                 all(entry.records[rank] == GOOD for rank in ranks))
 
     def maybe_completed(self, entry: Entry) -> bool:
-        """Whether it is not certain that it never completed. A record that is gone makes it certain, as if it had never been
-        written; but not if a manifest was there, or if the number of ranks is unknown."""
+        """Returns whether it may have completed. A missing record proves that it did not, as if it had never been written; but
+        not if a manifest existed, or if the number of ranks is unknown."""
         if entry.attempt is None:
             return any(state != GONE for state in entry.weights.values())
         there = os.listdir(os.path.join(self.root, FOLDER, entry.attempt))
@@ -141,7 +141,8 @@ class Training(RuleBasedStateMachine):
                    for entry in self.entries for rank, state in entry.weights.items())
 
     def sized(self, entry: Entry) -> bool:
-        """Whole as retention sees it, which does not read the files: committed, all there, of the recorded sizes."""
+        """Returns whether it is complete for retention, which does not read the files: committed, no file missing, of the
+        recorded sizes."""
         return (entry.attempt is not None and self.there(entry) and entry.complete and self.committed(entry) and
                 all(state in (GOOD, ALTERED) for state in entry.weights.values()) and GONE not in entry.records.values())
 
@@ -202,7 +203,7 @@ class Training(RuleBasedStateMachine):
                 with open(path, "rb") as file:
                     header = read_header(file, path)
                     found.update({name: read_tensor(file, header.tensors[name]) for name in source.names or header.tensors})
-            for name, array in tensors(expected.life, expected.step, proof.rank).items():
+            for name, array in tensors(expected.sequence, expected.step, proof.rank).items():
                 assert found[name].tobytes() == array.tobytes(), f"{name} of {expected} is not what was saved"
         return result
 
@@ -228,7 +229,7 @@ class Training(RuleBasedStateMachine):
         self._start(chosen.step if chosen and not afresh else 0, fmt)
 
     def _start(self, step: int, fmt: str) -> None:
-        """As ``CheckpointMonitor`` does: lease, suffix, clean-up, commit of complete saves."""
+        """Starts as ``CheckpointMonitor`` does: lease, suffix, clean-up, commit of complete saves."""
         holder = LeaseHolder("saving", "", "simulated", "", 1, 1, 0.0, self.world)
         run = acquire(STORAGE, self.root, holder, 1.0, clock=lambda: self.now, sleep=self._sleep).run
         known = [parse_name(os.path.basename(path)) for path in scan_records(STORAGE, self.root)[1]]
@@ -245,12 +246,12 @@ class Training(RuleBasedStateMachine):
     def _next(self, jump: int) -> Entry:
         now = self.run
         now.step += jump
-        return Entry(now.life, now.run, now.step, now.world, now.suffix, now.format, attempt_name(now.step, now.run), False)
+        return Entry(now.sequence, now.run, now.step, now.world, now.suffix, now.format, attempt_name(now.step, now.run), False)
 
     def _shard(self, entry: Entry, rank: int) -> Shard:
         state = TrainingState(entry.step, PER_EPOCH, entry.step, 8)
         name = os.path.basename(entry.path(self.root, rank))
-        return rank_shard(parse_name(name), state, tensors(entry.life, entry.step, rank), metadata={"format": "ms"})
+        return rank_shard(parse_name(name), state, tensors(entry.sequence, entry.step, rank), metadata={"format": "ms"})
 
     def _saved(self, entry: Entry, said: set[int], before: Entry | None) -> None:
         """Reads off the disk what became of a save."""
@@ -273,7 +274,7 @@ class Training(RuleBasedStateMachine):
         return max((entry for entry in self.living() if self.sized(entry)), key=lambda e: e.order, default=None)
 
     def _nothing_lost(self, before: Entry | None) -> None:
-        """Retention never removes the newest whole one."""
+        """Checks that retention never removes the newest complete one."""
         if before is not None:
             after = self._newest_sized()
             assert after is not None and after.order >= before.order, f"{before} was the newest whole one, now it is {after}"
@@ -287,8 +288,8 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: self.run is not None)
     @rule(jump=st.integers(1, 7), policy=st.sampled_from(POLICIES), order=st.integers(0, 99), kind=st.sampled_from(KINDS),
           at=st.integers(1, 110))
-    def save_in_trouble(self, jump, policy, order, kind, at):
-        """A death at any operation ends the run; after an error of the file system it goes on."""
+    def save_with_fault(self, jump, policy, order, kind, at):
+        """A kill at any operation ends the run; after an error of the file system it continues."""
         self._save(jump, policy, order, Fault(kind, at))
         if kind in DEATHS:
             self.run = None
@@ -337,7 +338,7 @@ class Training(RuleBasedStateMachine):
     def crash(self):
         self.run = None
 
-    # ---- what users do ---------------------------------------------------------------------------------------------
+    # ---- actions of users ------------------------------------------------------------------------------------------
 
     @rule(policy=st.sampled_from(POLICIES))
     def prune(self, policy):
@@ -356,7 +357,7 @@ class Training(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2), rank=st.integers(0, 2), at=st.integers(0, 2**14), how=st.sampled_from([ALTERED, CUT, GONE]),
           what=st.sampled_from(["weights", "record", "manifest"]))
     def damage(self, number, rank, at, how, what):
-        """One of the last three; ``at``: place of the bit, or where it is cut."""
+        """Damages one of the last three; ``at``: the position of the bit, or of the cut."""
         targets = [entry for entry in self.living() if entry.complete or entry.attempt is None][::-1]
         if not targets:
             return

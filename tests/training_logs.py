@@ -15,7 +15,8 @@ INFO = "log/rank_0/info.log"
 
 
 class Log:
-    """Lines of mindformers. ``at``: seconds since ZERO. ``printed``: as a worker prints it, else as it stands in info.log."""
+    """Lines of mindformers. ``at``: seconds since ZERO. ``printed``: in the form that a worker prints, else in that of
+    info.log."""
 
     def __init__(self, printed: bool = False):
         self.lines: list[str] = []
@@ -45,7 +46,7 @@ class Log:
                              f"global_norm: [0.8], train_throughput_per_npu: 0.000T")
 
     def steps(self, at: float, first: int, last: int, seconds: float = 1.0):
-        """Loss lines at the ends of the steps; the first of them begins at ``at``."""
+        """Adds loss lines at the ends of the steps; the first of them begins at ``at``."""
         for step in range(first, last + 1):
             self.loss(at + (step - first + 1) * seconds, step, 6 - step / 100, seconds)
         return self
@@ -61,8 +62,8 @@ class Log:
 
 
 class Training(Log):
-    """A log, and the events of rank 0. ``recorded``: of each attempt, which is one event file each. The process first knows of an
-    attempt 0.1 s after its line in the log."""
+    """A log, and the events of rank 0. ``recorded``: of each attempt, which is one event file each. The first event of an attempt
+    follows 0.1 s after its line in the log."""
 
     def __init__(self, printed: bool = False):
         super().__init__(printed)
@@ -93,7 +94,7 @@ class Training(Log):
         return self.event(at, ev.RunOpened(run, "/home/output/checkpoint", "net_rank_0-1", 1))
 
     def save(self, at: float, step: int, seconds: float = 0.5) -> Training:
-        """Over at ``at``."""
+        """Adds a save that ends at ``at``."""
         self.event(at - seconds, ev.SaveBegun(step)).event(at, ev.SaveWritten(step, 13_000_000, seconds, seconds))
         return self.event(at, ev.SaveCommitted(step, 1, 13_000_000))
 

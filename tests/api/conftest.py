@@ -36,7 +36,7 @@ def small_model():
 
 @pytest.fixture
 def training(tmp_path, small_model):
-    """The folder in which the training ran: output/checkpoint, strategy/ and Qwen3/config.json."""
+    """Returns the folder of a training: output/checkpoint, strategy/ and Qwen3/config.json."""
     arrays, layouts = small_model
     root = tmp_path / "output" / "checkpoint"
     for step in STEPS:

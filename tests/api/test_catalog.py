@@ -20,7 +20,7 @@ from mindresume.tensor_files import read_header
 
 @pytest.fixture(params=["mindresume", "mindformers", "iterations", "iterations of mindformers"])
 def saved(request, tmp_path):
-    """Steps 10 and 15 below ``run/output/checkpoint``."""
+    """Saves steps 10 and 15 below ``run/output/checkpoint``."""
     root = tmp_path / "run" / "output" / "checkpoint"
     if request.param == "iterations":
         iteration_folders.save(root, 10, 15)
@@ -40,13 +40,13 @@ def damage(root, step, rank, tensor):
 
 
 def plain(result):
-    """The result as JSON, which must survive a journey through text."""
+    """Returns the result as JSON, which must survive a round trip through text."""
     value = result.to_json()
     assert json.loads(json.dumps(value, allow_nan=False)) == value
     return value
 
 
-# ---- what is there ---------------------------------------------------------------------------------------------------
+# ---- listing ---------------------------------------------------------------------------------------------------------
 
 def test_steps(saved):
     catalog = mindresume.open(saved)

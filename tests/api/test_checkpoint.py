@@ -23,7 +23,7 @@ PLAN = Plan.parse("dp2tp2pp2opt2", MODEL)
 
 @pytest.fixture(params=["mindresume", "mindformers", "merged"])
 def saved(request, tmp_path):
-    """A checkpoint of 8 ranks, or the same tensors as consolidated weights."""
+    """Returns a checkpoint of 8 ranks, or the same tensors as consolidated weights."""
     root = tmp_path / "output" / "checkpoint"
     if request.param == "mindresume":
         recorded(root, PLAN, TENSORS)

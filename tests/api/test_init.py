@@ -13,7 +13,7 @@ FRAMEWORKS = "mindspore", "mindformers", "torch", "transformers"
 
 
 def loaded(code):
-    """Names of the modules that a new process has after ``code``."""
+    """Returns the names of the modules that a new process has after ``code``."""
     code += "\nimport sys; print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stderr.split())

@@ -30,7 +30,7 @@ def origin(request):
 
 @pytest.fixture
 def saved(tmp_path, origin):
-    """Steps 5, 10, 15 of 4 ranks, below ``run/output/checkpoint``."""
+    """Saves steps 5, 10, 15 of 4 ranks, below ``run/output/checkpoint``."""
     root = tmp_path / "run" / "output" / "checkpoint"
     for step in (5, 10, 15):
         save(root, step) if origin == "mindresume" else write_foreign(root, step)
@@ -367,7 +367,7 @@ def test_ls_of_an_empty_folder(tmp_path, call, read):
     assert read("ls", tmp_path) == (0, {"root": str(tmp_path), "checkpoints": [], "notes": [], "in_use_by": []})
 
 
-# ---- errors, and what is imported ------------------------------------------------------------------------------------
+# ---- errors and imports ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("command", ["ls", "verify"])
 def test_a_folder_that_does_not_exist(tmp_path, call, command):

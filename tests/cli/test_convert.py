@@ -83,7 +83,7 @@ def strategy_in(folder, text, model=MODEL):
     return folder
 
 
-# ---- what it makes and says ------------------------------------------------------------------------------------------
+# ---- results and output ----------------------------------------------------------------------------------------------
 
 def test_a_plan(source, tmp_path, read):
     before = folder_contents(source)
@@ -388,7 +388,7 @@ def test_no_framework_is_imported(source, tmp_path):
     shutil.rmtree(tmp_path / "new")
 
 
-# ---- what several pipeline stages hold -------------------------------------------------------------------------------
+# ---- several pipeline stages -----------------------------------------------------------------------------------------
 
 TIED = {**LITTLE, "embedding.weight": Spec((8, 4), 0, "ends"), "adam_m.embedding.weight": Spec((8, 4), 0, "ends")}
 

@@ -214,7 +214,7 @@ def test_folding():
         ("layers.1.d", 1), ("layers.2.d", 1), ("5.*.y", 2)]
 
 
-# ---- errors, and what is imported ------------------------------------------------------------------------------------
+# ---- errors and imports ----------------------------------------------------------------------------------------------
 
 def test_errors_are_one_line_and_status_2(tmp_path, saved, call):
     write_strategy(PLAN.strategy(), str(tmp_path / "strategy"))

@@ -39,7 +39,7 @@ def read_all(folder):
     return arrays_of(found), found
 
 
-# ---- what it makes and says ------------------------------------------------------------------------------------------
+# ---- results and output ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("part", ["1KB", "3GiB", "2500"])
 def test_weights_of_mindspore(source, tmp_path, read, part):
@@ -119,7 +119,7 @@ def test_a_dry_run_writes_nothing_and_again_does_nothing(source, tmp_path, call,
     assert times() == before
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("size", ["0", "much", "-1", "3 apples", "1KiBs", ""])
 def test_bad_sizes_of_parts(source, refused, size):

@@ -27,7 +27,8 @@ def wide(monkeypatch):
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """Steps 5 to 30 of 2 ranks below ``run/output/checkpoint``, with the smallest loss at step 15; step 35 of rank 0 alone."""
+    """Saves steps 5 to 30 of 2 ranks below ``run/output/checkpoint``, with the smallest loss at step 15, and step 35 of rank 0
+    alone."""
     root, plain = tmp_path / "run" / "output" / "checkpoint", rank_folders.state_of
     monkeypatch.setattr(rank_folders, "state_of", lambda step, batch=8: replace(plain(step, batch),
                                                                            metrics=(("loss", abs(step - 15.0)),)))

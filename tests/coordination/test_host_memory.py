@@ -121,7 +121,7 @@ def share(group, machines):
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Simulated ranks read the files of these machines."""
+    """Makes simulated ranks read the files of these machines."""
     monkeypatch.setattr(runtime_fakes, "_memory_levels", levels)
 
 

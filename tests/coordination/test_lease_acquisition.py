@@ -128,7 +128,7 @@ def test_a_holder_on_another_host_that_sends_heartbeats_is_alive(tmp_path):
 
 
 class During(PosixStorage):
-    """Right before its operation number ``at`` something else happens."""
+    """Calls ``act`` right before its operation number ``at``."""
 
     def __init__(self, at, act):
         self.left, self.act = at, act
@@ -349,7 +349,7 @@ def test_an_unreadable_lease_counts_between_two_concurrent_jobs(tmp_path):
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 
 
-# ---- how long an owner elsewhere is watched ------------------------------------------------------------------------------
+# ---- the wait for a holder on another host -------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("mine", [0.0, 0.1, BEAT, 200.0])
 @pytest.mark.parametrize("theirs", [2.0, BEAT, 100.0])

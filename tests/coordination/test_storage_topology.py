@@ -77,8 +77,8 @@ def test_other_machines_that_see_the_same_folder(tmp_path, monkeypatch):
 
 
 class Late(PosixStorage):
-    """A host that lists what the others made only ``seconds`` after it began to look, and finds it by name just as late if
-    ``by_name``. ``now`` moves when its ranks sleep."""
+    """A host that lists files of other hosts only after ``seconds``, and with ``by_name`` finds them by name as late. ``now``
+    advances when its ranks sleep."""
 
     def __init__(self, seconds, by_name=True):
         self.now, self.seconds, self.by_name, self.mine = 0.0, seconds, by_name, set()

@@ -20,8 +20,8 @@ def attempt(step, run=1):
 
 
 class Late(PosixStorage):
-    """A host that believes what it listed first for ``seconds``. ``hidden``: by folder, names that are not in that listing.
-    ``also`` is called each second."""
+    """A host that caches its first listing for ``seconds``. ``hidden``: by folder, names that are not in that listing. ``also``
+    is called each second."""
 
     def __init__(self, root=None, hidden=(), seconds=30, also=lambda now: None):
         self.now, self.seconds, self.also = 0.0, seconds, also
@@ -132,7 +132,7 @@ def test_an_iteration_named_by_the_tracker_is_waited_for(tmp_path):
     assert waited(tmp_path, [iteration_name(10)], ranks=2, late_ranks=(0, 1)) == 15
 
 
-# ---- what mindformers wrote alone ------------------------------------------------------------------------------------------
+# ---- checkpoints of mindformers alone --------------------------------------------------------------------------------------
 
 def test_an_iteration_of_mindformers(tmp_path):
     foreign(tmp_path)

@@ -245,7 +245,7 @@ def test_files_that_no_record_names(sandbox, monkeypatch):
     assert check_resume(sandbox, [NEW]).verdict == SILENT_DIVERGENCE
 
 
-# ---- what is left --------------------------------------------------------------------------------------------------
+# ---- leftovers -----------------------------------------------------------------------------------------------------
 
 def test_all_orphaned_files_are_listed(sandbox):
     saved(sandbox, 10)

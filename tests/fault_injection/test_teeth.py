@@ -139,7 +139,7 @@ def failed_saves_reported_as_saved(patch: Patch) -> None:
 
 
 def save_reported_before_it_is_written(patch: Patch) -> None:
-    """The save is reported as complete when the writer accepts it."""
+    """Reports the save as complete when the writer accepts it."""
     right = AsyncSaver.save
 
     def save(self, save):
@@ -164,7 +164,7 @@ def pointer_before_the_file(patch: Patch) -> None:
 # ---- committing ----------------------------------------------------------------------------------------------------
 
 def manifest_without_all_ranks(patch: Patch) -> None:
-    """A manifest is written without waiting for all ranks."""
+    """Writes a manifest without waiting for all ranks."""
     def _manifest(self, target, step):
         found, attempt = [], target.attempt(step)
         for name in self.target.storage.list(attempt):
@@ -180,7 +180,7 @@ def manifest_without_all_ranks(patch: Patch) -> None:
 
 
 def commit_that_gives_up_cleans_up(patch: Patch) -> None:
-    """A commit that times out removes the save."""
+    """Removes the save when its commit times out."""
     right = Committer.finish
 
     def finish(self, deadline, pause=0.2):
@@ -206,14 +206,14 @@ def oldest_first(patch: Patch) -> None:
 
 
 def highest_step_first(patch: Patch) -> None:
-    """The highest step wins, whatever its run."""
+    """Selects the highest step, whatever its run."""
     right = candidates.scan
     patch.setattr(candidates, "scan", lambda disk, root: (lambda found: replace(found, candidates=tuple(sorted(
         found.candidates, key=lambda c: (c.step, -c.order[0]), reverse=True))))(right(disk, root)))
 
 
 def missing_ranks_accepted(patch: Patch) -> None:
-    """A save without manifest counts as soon as one rank recorded it."""
+    """Accepts a save without manifest as soon as one rank recorded it."""
     right = candidates.scan
 
     def scan(disk, root):
@@ -224,7 +224,7 @@ def missing_ranks_accepted(patch: Patch) -> None:
 
 
 def only_manifests_count(patch: Patch) -> None:
-    """Complete saves without a manifest are ignored."""
+    """Ignores complete saves without a manifest."""
     right = candidates.scan
 
     def scan(disk, root):
@@ -249,7 +249,7 @@ def verification_skipped_and_files_written_in_place(patch: Patch) -> None:
 
 
 class _InPlace:
-    """Files are written under their final names."""
+    """Writes files under their final names."""
 
     def __init__(self, disk):
         self.disk = disk
@@ -269,7 +269,7 @@ class _InPlace:
 # ---- removing ------------------------------------------------------------------------------------------------------
 
 def prune_before_saving(patch: Patch) -> None:
-    """Retention runs before the new save, as if that were complete."""
+    """Runs retention before the new save, as if that were complete."""
     right = shard_writer.write_shard
 
     def write_shard(target, part, **how):
@@ -286,7 +286,7 @@ def prune_keeps_nothing(patch: Patch) -> None:
 
 
 def prune_removes_unfinished_saves(patch: Patch) -> None:
-    """Retention removes saves in progress, too."""
+    """Removes saves in progress, too."""
     right = garbage_collector.plan
 
     def plan(*args, **how):
@@ -342,7 +342,7 @@ def tracker_before_the_rename(patch: Patch) -> None:
 
 
 def rename_before_the_manifest(patch: Patch) -> None:
-    """The folder gets its final name before it is complete."""
+    """Gives the folder its final name before it is complete."""
     class There(shard_writer.SaveTarget):
         def data_dir(self, step):
             return os.path.join(self.root, iteration_name(step))
@@ -380,7 +380,7 @@ def small_files_after_the_manifest(patch: Patch) -> None:
 
 
 def replaced_folder_removed_first(patch: Patch) -> None:
-    """The old folder is removed before the new one is complete, as mindformers does."""
+    """Removes the old folder before the new one is complete, as mindformers does."""
     right = shard_writer.write_shard
 
     def write_shard(target, part, **how):
@@ -392,7 +392,7 @@ def replaced_folder_removed_first(patch: Patch) -> None:
 
 
 def replaced_folder_written_into(patch: Patch) -> None:
-    """The files of the old folder are replaced one at a time."""
+    """Replaces the files of the old folder one at a time."""
     right = iteration_publisher.publish_iteration
 
     def publish_iteration(target, step, newest=True, emit=print):
@@ -518,7 +518,7 @@ def cells_of_mutant(setup: Setup, task: Task, mutant: Mutant) -> Iterator[Cell]:
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[list[str]]:
-    """The table of docs/reliability.md: pytest -s tests/fault_injection/test_teeth.py."""
+    """Prints the table of docs/reliability.md: pytest -s tests/fault_injection/test_teeth.py."""
     rows: list[str] = []
     yield rows
     print("\n" + "\n".join(["| mutant | found by | in | fault | cells |", "|---|---|---|---|---|", *rows]))
@@ -587,7 +587,7 @@ def test_a_late_writer_without_a_fence(folder, monkeypatch):
 
 
 def _same_names(sandbox: Sandbox, rank: int) -> None:
-    """Another job saves step 10 under the names of the first run."""
+    """Saves step 10 in another job under the names of the first run."""
     target, part = sandbox.target(rank, 1), scenarios.shard(sandbox.target(rank, 1), 10, sandbox.format)
     taken = scenarios.shard(sandbox.target(rank, 0), 10, sandbox.format).files[0].path
     shard_writer.write_shard(target, replace(part, files=(replace(part.files[0], path=taken),)))

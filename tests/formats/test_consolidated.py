@@ -45,7 +45,7 @@ def put(path, tensors):
 
 
 def write(folder, kind, part_bytes=150, hyper=True):
-    """WEIGHTS in two parts with their index, and the counters as MindSpore has them."""
+    """Writes WEIGHTS in two parts with their index, and the counters as MindSpore has them."""
     parts = split(SIZES, part_bytes)
     weight_map = {}
     for index, names in enumerate(parts):
@@ -74,7 +74,7 @@ def edit(path, change):
 
 
 def refused(path, error=CorruptFileError, file=None, tensor=None, says=None):
-    """The folder is refused, by file and tensor, and nothing in it is touched."""
+    """Checks that the folder is refused, naming file and tensor, and is not changed."""
     before = sorted(os.listdir(path)) if path.is_dir() else None
     with pytest.raises(error, match=says) as caught:
         read(path)
@@ -94,7 +94,7 @@ def hub(tmp_path):
     return write(tmp_path / "hub", HUGGINGFACE, hyper=False)
 
 
-# ---- what is read ----------------------------------------------------------------------------------------------------
+# ---- accepted folders ------------------------------------------------------------------------------------------------
 
 def test_weights_of_mindspore(unified):
     found = read(unified)
@@ -198,7 +198,7 @@ def test_written_by_mindformers():
     assert index_document(MINDSPORE, weight_map, size) == (MAP, document)
 
 
-# ---- what it is not --------------------------------------------------------------------------------------------------
+# ---- refused folders -------------------------------------------------------------------------------------------------
 
 def test_folders_of_ranks_are_not_complete(tmp_path):
     save(tmp_path / "ours", 5, world=2)

@@ -60,7 +60,7 @@ def assemble(known, tensors):
 
 @dataclass
 class Config:
-    """The fields that the operations of mindformers read."""
+    """Has the fields that the operations of mindformers read."""
     num_attention_heads: int
     num_query_groups: int
     kv_channels: int

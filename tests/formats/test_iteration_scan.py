@@ -30,7 +30,7 @@ def found(root):
     return [(c.step, c.run) for c in scan(STORAGE, str(root)).candidates]
 
 
-# ---- what is one -----------------------------------------------------------------------------------------------------
+# ---- recognition of iterations ---------------------------------------------------------------------------------------
 
 def test_an_iteration_folder_is_recognised_by_its_name_or_its_files(tmp_path):
     save(tmp_path, 10)

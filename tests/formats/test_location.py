@@ -19,7 +19,7 @@ KINDS = {"rank folders": lambda root: rank_folders.save(root, 5, world=2),
 
 
 def make(root, *paths):
-    """Files, or folders if they end with a slash."""
+    """Creates files, or folders if the names end with a slash."""
     for path in paths:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).mkdir(exist_ok=True) if path.endswith("/") else (root / path).write_bytes(b"x")
@@ -118,7 +118,7 @@ def test_an_unlisted_folder_prevents_only_a_fresh_start(tmp_path):
         find(Locked(tmp_path / "checkpoint"), str(tmp_path))
 
 
-# ---- where a training may begin ------------------------------------------------------------------------------------
+# ---- fresh starts --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("names", [
     (), ("lost+found/", ".snapshot/"), ("rank_0/", "rank_1/"), ("rank_0/.net.0001.mindresume-tmp",),

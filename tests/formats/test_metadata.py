@@ -263,7 +263,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.di
 
 
 def places(value, path=()):
-    """Every path into nested JSON."""
+    """Yields every path into nested JSON."""
     rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in rows:
         yield (*path, key)

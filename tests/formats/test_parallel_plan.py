@@ -74,7 +74,7 @@ def test_impossible_numbers_are_refused(numbers):
         ParallelPlan(*numbers)
 
 
-# ---- who owns what ---------------------------------------------------------------------------------------------------
+# ---- owners of elements ----------------------------------------------------------------------------------------------
 
 def owners(plan, shape, cut, stage):
     """Returns which rank of the job has which element: bool[rank, *shape], element by element from the numbers of the plan."""
@@ -134,7 +134,7 @@ def test_plans_of_eight_ranks_through_files(tmp_path, text, fmt):
     check(plan, tensors, 8, found)
 
 
-# ---- which dimension is cut ------------------------------------------------------------------------------------------
+# ---- the cut dimension -----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("layout, shape, expected", [
     (TensorLayout((2, 1, 2), (-1, 0)), (8, 8), (-1, 0)), (TensorLayout((2, 2), ((1, 0), -1)), (8, 8), (0, -1)),

@@ -106,7 +106,7 @@ def test_a_root_is_a_folder_of_rank_folders_or_records(tmp_path):
     assert is_root(STORAGE, str(tmp_path / "other"))
 
 
-# ---- what a scan finds and says --------------------------------------------------------------------------------------
+# ---- results of a scan -----------------------------------------------------------------------------------------------
 
 def test_nothing(tmp_path):
     assert (found(tmp_path).candidates, found(tmp_path).exists) == ((), True)
@@ -190,7 +190,7 @@ def test_the_same_step_in_both_formats_is_two_candidates(tmp_path):
     assert sorted(c.format for c in found(tmp_path).candidates) == ["ckpt", "safetensors"]
 
 
-# ---- how many ranks --------------------------------------------------------------------------------------------------
+# ---- the number of ranks ---------------------------------------------------------------------------------------------
 
 def test_expected_ranks_are_the_number_of_rank_folders(tmp_path):
     write_foreign(tmp_path / "checkpoint", 5, world=3)

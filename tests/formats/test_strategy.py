@@ -52,7 +52,7 @@ ONE = {"w": W, "b": B}
 TWO = Strategy((ONE, {"v": W, "c": TensorLayout((2, 1, 2), (-1,), -1)}))
 
 
-# ---- what is written is read -----------------------------------------------------------------------------------------
+# ---- round trips -----------------------------------------------------------------------------------------------------
 
 @few
 @given(strategies())
@@ -300,7 +300,7 @@ def test_json_is_refused_with_path_and_reason(tmp_path, content, says):
 
 @pytest.fixture
 def jobs(tmp_path):
-    """A folder with the files of TWO, and one to take files of other jobs from."""
+    """Returns a folder with the files of TWO, and one with files of other jobs."""
     write_strategy(TWO, str(tmp_path / "job"))
     write_strategy(Strategy(({**ONE, "w": N}, TWO.stages[1], {"x": W})), str(tmp_path / "other"))
     write_strategy(Strategy(({"w": TensorLayout((2,), (0, -1))}, {"v": TensorLayout((2,), (0, -1))})), str(tmp_path / "small"))
@@ -445,7 +445,7 @@ DAMAGED = {"ckpt": encode_strategy({0: {"embedding.weight": N, "b": B}, 1: {"w":
 
 
 def survives(content, path):
-    """A strategy, or the one error that names the file."""
+    """Checks that a file gives a strategy, or the one error that names the file."""
     try:
         stages = decode_strategy(content, path)
     except StrategyError as error:

@@ -95,7 +95,7 @@ def test_counters_of_a_cached_graph_are_loaded_if_they_are_offered(monkeypatch):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """No rank answers: any exchange with other ranks fails the test."""
+    """Makes any exchange with other ranks fail the test, as no rank answers."""
     from mindspore.train import serialization
 
     def ask(*arguments):

@@ -79,7 +79,7 @@ def load(group, path, output, plan, settings=None, **values):
 
 
 def read_arrays(config, network, current):
-    """The arrays; None if files were converted, which are in the plan then."""
+    """Returns the arrays; None if files were converted: then the plan has them."""
     found = auto_transform.read_arrays(config, network, current, STORAGE)
     if isinstance(found, tuple):
         return found[0]

@@ -22,7 +22,7 @@ def samples():
 
 
 def reader(folder, batch=BATCH):
-    """mindformers' own, in a pipeline as mindspore's datasets form it."""
+    """Returns mindformers' own reader, in a pipeline as mindspore's datasets form it."""
     config = SimpleNamespace(size=SAMPLES, dataset_state_dir=str(folder), save_step=1, resume_step=None, batch_size=batch,
                              process=None, create_compressed_eod_mask=False, compressed_eod_mask_length=128)
     source = HFIterableDataset(config, IterableDataset.from_generator(samples), None, None)
@@ -54,7 +54,7 @@ def current():
 
 
 def gone_on(dataset, progress, current):
-    """Through the hook; the step of the training is 99."""
+    """Continues through the hook; the step of the training is 99."""
     current.progress.restored = progress
     patches._wrap_resume_hf_iterable_dataset(_resume_hf_iterable_dataset)(dataset, 99)
 

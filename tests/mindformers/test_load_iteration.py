@@ -45,7 +45,7 @@ def saved(root, *steps, optimizer=True):
     return root
 
 
-# ---- what is asked for --------------------------------------------------------------------------------------------------
+# ---- the load request ---------------------------------------------------------------------------------------------------
 
 def asks(path, resume, balanced=False):
     return training_context.LoadRequest(path, resume, iterations=True, balanced=balanced)
@@ -206,7 +206,7 @@ def test_a_damaged_one_is_refused_with_its_reason(tmp_path, current):
 # ---- counters --------------------------------------------------------------------------------------------------------
 
 def computed(common, runner, data_size):
-    """The formulas of mindformers 1.9.0 (trainer/base_trainer.py, training_process)."""
+    """Evaluates the formulas of mindformers 1.9.0 (trainer/base_trainer.py, training_process)."""
     scale = common["global_batch_size"] / runner.global_batch_size
     step = int(common["step_num"] * scale)
     if runner.sink_mode:
@@ -251,7 +251,7 @@ def test_a_step_that_does_not_scale_is_rounded_down(current):
     assert computed(common, config.runner_config, 5) == (7, 1) and (config.data_skip_steps, config.ignore_data_skip) == (7, False)
 
 
-# ---- what is wanted --------------------------------------------------------------------------------------------------
+# ---- requested tensors -----------------------------------------------------------------------------------------------
 
 def weights_of(**shapes):
     return CheckpointView(STORAGE, "source", {name.replace("__", "."): Tensor(name.replace("__", "."), "float32", shape)

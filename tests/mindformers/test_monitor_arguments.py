@@ -8,8 +8,8 @@ from mindresume.mindformers.monitor_arguments import check_callbacks, checked_ar
 def built_in(self, prefix="CKP", directory=None, save_checkpoint_steps=1, save_checkpoint_seconds=0, keep_checkpoint_max=5,
              keep_checkpoint_per_n_minutes=0, integrated_save=True, save_network_params=False, save_trainable_params=False,
              async_save=False, enc_key=None, exception_save=False, checkpoint_format="ckpt"):
-    """The checked part of mindformers' signature, with its defaults (tests/mindformers/test_checkpoint_monitor.py has the real
-    one)."""
+    """Has the checked part of mindformers' signature, with its defaults (tests/mindformers/test_checkpoint_monitor.py has the
+    real one)."""
 
 
 def check(*args, **kwargs):

@@ -240,7 +240,7 @@ def test_quick_does_not_read_the_contents(tmp_path, current):
         state_restorer.read_shard(STORAGE, current.plan.choice.root, current.shard)
 
 
-# ---- a training and what comes after it ------------------------------------------------------------------------------
+# ---- a training and its end ------------------------------------------------------------------------------------------
 
 def load_by_mindformers(config, model, network, dataset, optimizer=None, do_eval=False, do_predict=False):
     raise AssertionError("mindformers loads what mindresume has chosen")
@@ -252,14 +252,14 @@ class FakeTrainer:
 
 @pytest.fixture(autouse=True)
 def output(tmp_path_factory, monkeypatch):
-    """The output folder of mindformers."""
+    """Sets the output folder of mindformers."""
     folder = tmp_path_factory.mktemp("output") / "output"
     monkeypatch.setattr(adapter, "output_root", lambda: str(folder))
     return folder
 
 
 def recorded(output):
-    """The events in the one event file."""
+    """Returns the events in the one event file."""
     [path] = (output / "mindresume_events").iterdir()
     return [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
 
@@ -652,7 +652,7 @@ def test_counters_of_files_without_records(tmp_path, current):
     assert state == mindresume.open(tmp_path)[15].state                 # what the API shows is what a resume takes
 
 
-# ---- what all nodes see ----------------------------------------------------------------------------------------------
+# ---- shared paths ----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("module", upstream.ACCESSIBLE_PATH_USERS)
 def test_shared_paths_as_mindformers_sees_them(module, monkeypatch):

@@ -11,7 +11,7 @@ resume_ckpt = pytest.importorskip("mindformers.tools.resume_ckpt")
 
 
 def taken(root, ranks=4):
-    """The file of rank 2, as mindformers.tools.resume_ckpt.get_resume_checkpoint_by_meta finds it."""
+    """Returns the file of rank 2, as mindformers.tools.resume_ckpt.get_resume_checkpoint_by_meta finds it."""
     *_, last = resume_ckpt.get_info_from_meta(str(root), ranks, "safetensors")
     return os.path.basename(resume_ckpt.get_resume_ckpt_list(str(root), last, 2, ranks, "safetensors")[-1])
 

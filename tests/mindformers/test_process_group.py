@@ -27,7 +27,7 @@ def test_received_arrays_are_writeable():
 
 
 class Wire(MindSporeGroup):
-    """The group of several ranks with numpy in place of the communication: every rank's messages are known beforehand."""
+    """The group of several ranks with numpy instead of communication: every rank's messages are known beforehand."""
 
     def __init__(self, rank, messages):
         super().__init__(rank, len(messages))

@@ -30,7 +30,7 @@ def of_upstream(module):
 
 
 def names_used(tree):
-    """Dotted paths of everything of mindformers and mindspore that a module imports or takes from what it imported."""
+    """Returns dotted paths of everything of mindformers and mindspore that a module imports or uses from its imports."""
     imported, used = {}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -53,7 +53,7 @@ def names_used(tree):
 
 
 def uncovered(tree):
-    """Names that are no row, and no beginning of one (a module, a class)."""
+    """Returns names that are neither a row nor the beginning of one (a module, a class)."""
     return sorted(name for name in names_used(tree) - PATHS if not any(path.startswith(f"{name}.") for path in PATHS))
 
 

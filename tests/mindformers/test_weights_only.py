@@ -87,7 +87,7 @@ def chosen(path, output, task=TRAIN, group=None, settings=None, **values):
 
 
 def load(path, output, plan, task=TRAIN, group=None, settings=None, changed=None, **values):
-    """The network after the load."""
+    """Returns the network after the load."""
     group = group or SingleProcess()
     config, current = chosen(path, output, task, group, settings, **values)
     network = Network(plan, group.rank, changed)
@@ -105,7 +105,7 @@ def right(network, plan, rank=0, without=()):
 
 
 def written(root, origin, plan):
-    """The path of a checkpoint of that kind."""
+    """Returns the path of a checkpoint of that kind."""
     path = root / "run" / "checkpoint"
     if origin == "consolidated":
         return complete(path, TENSORS)
@@ -129,7 +129,7 @@ SOURCE, SINGLE = Plan.parse("dp2tp2opt2", NET), Plan.parse("dp1", NET)
 ORIGINS = ["records", "mindformers", "mindformers ckpt", "consolidated", "one file", "merged", "iteration", "file of a rank"]
 
 
-# ---- what is loaded --------------------------------------------------------------------------------------------------
+# ---- loaded checkpoints ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("task", [TRAIN, EVALUATE, PREDICT])
 @pytest.mark.parametrize("origin", ORIGINS)
@@ -206,7 +206,7 @@ def test_a_missing_checkpoint_is_an_error(tmp_path):
             chosen(path, tmp_path / "out")
 
 
-# ---- what may be missing ---------------------------------------------------------------------------------------------
+# ---- optional tensors ------------------------------------------------------------------------------------------------
 
 NEW = {"layers.0.lora_a": ((3,), "float32"), "layers.1.lora_a": ((3,), "float32"), "value_head.weight": ((2, 8), "float32")}
 
@@ -292,7 +292,7 @@ def test_a_dtype_that_loses_values_is_an_error(tmp_path, value, wanted, says):
         load(path, tmp_path, SINGLE, changed={"w": ((1,), wanted)})
 
 
-# ---- where it begins -------------------------------------------------------------------------------------------------
+# ---- entry points ----------------------------------------------------------------------------------------------------
 
 class Trainer:
     def __init__(self, config, pipeline_task=None):
@@ -303,7 +303,7 @@ class Trainer:
 
 
 def begun(task, config, pipeline_task=None):
-    """The session as mindformers' checks leave it."""
+    """Returns the session as it is after mindformers' checks."""
     found = []
     checks = patches._wrap_check_config_rules(lambda self: found.append((training_context.current().plan.weights_only,
                                                                          training_context.current().plan.choice)))

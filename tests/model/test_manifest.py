@@ -58,7 +58,7 @@ shapes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 
 @st.composite
 def layouts(draw):
-    """Any division of the device axes over the dimensions: nested maps, uncut dimensions, unused axes, no dimensions."""
+    """Draws any division of the device axes over the dimensions: nested maps, uncut dimensions, unused axes, no dimensions."""
     matrix = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple))
     axes = draw(st.permutations(range(len(matrix))))
     cuts, rest = [], list(axes)

@@ -16,7 +16,8 @@ from mindresume.report.runs import UNKNOWN, RunAttempt, Save, attempts_of
 
 
 def attempt(number, first, last, parent=None, outcome=FAILED, run=None, **more):
-    """Steps ``first`` to ``last``, each of a second, resumed after ``first - 1``. ``parent``: the run that saved it."""
+    """Returns an attempt with steps ``first`` to ``last``, each of a second, resumed after ``first - 1``. ``parent``: the run
+    that saved it."""
     start, count = 100.0 * number, last - first + 1
     steps = np.arange(first, last + 1)
     losses = Losses(steps, np.ones(count), start + 10 + np.arange(count), np.ones(count))

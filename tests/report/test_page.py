@@ -16,7 +16,7 @@ EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
 
 
 class Checker(HTMLParser):
-    """Tags that are closed in order; what loads something; the text of tables."""
+    """Checks that tags are closed in order; collects attributes that load something, and the text of tables."""
 
     def __init__(self, text):
         super().__init__()

@@ -44,7 +44,8 @@ class Spec(NamedTuple):
 
 
 def transformer(layers: int = 4, hidden: int = 8, vocabulary: int = 16) -> dict[str, Spec]:
-    """A small decoder with its optimizer states: rows, columns and 3-d experts cut, vectors, replicated and empty ones."""
+    """Returns a small decoder with its optimizer states: rows, columns and 3-d experts cut, vectors, replicated and empty
+    ones."""
     h = hidden
     found = {"embedding.weight": Spec((vocabulary, h), 0, "first", "bfloat16")}
     for i in range(layers):
@@ -66,7 +67,7 @@ MODEL = transformer()
 
 
 def random_tensors(model: Mapping[str, Spec], seed: int = 0) -> dict[str, np.ndarray]:
-    """Any bits: NaN of all kinds, numbers that are not normal."""
+    """Returns tensors of any bits: NaN of all kinds, subnormal numbers."""
     random = np.random.default_rng(seed)
     found = {}
     for name, spec in model.items():
@@ -79,8 +80,8 @@ def random_tensors(model: Mapping[str, Spec], seed: int = 0) -> dict[str, np.nda
 # ---- the reference ---------------------------------------------------------------------------------------------------
 
 def positions(shape: tuple[int, ...], layout: TensorLayout, rank: int) -> list[np.ndarray]:
-    """Per dimension the indices that local ``rank`` holds: split them along each axis that cuts the dimension and take the
-    piece at the coordinate of the rank; then dimension 0 among the ranks that hold the same."""
+    """Returns, per dimension, the indices of local ``rank``: split along each axis that cuts the dimension, the piece at the
+    coordinate of the rank; then dimension 0 split among the ranks with equal slices."""
     matrix = layout.device_matrix
     at = np.unravel_index(rank, matrix)
     found, used = [np.arange(size) for size in shape], []
@@ -105,7 +106,7 @@ def part_of(array: np.ndarray, layout: TensorLayout, rank: int) -> np.ndarray:
 
 
 def region_of(shape: tuple[int, ...], layout: TensorLayout, rank: int) -> tuple[tuple[int, int], ...]:
-    """The same as ((start, stop), ...)."""
+    """Returns the same as ((start, stop), ...)."""
     return tuple((int(held[0]), int(held[-1]) + 1) if held.size else (0, 0) for held in positions(shape, layout, rank))
 
 
@@ -147,7 +148,7 @@ class Plan:
                      for stage in range(self.pp))
 
     def _layout(self, spec: Spec) -> TensorLayout:
-        """No optimizer shard where the replicas or dimension 0 do not divide into its pieces."""
+        """Returns the layout; it has no optimizer shard if the replicas or dimension 0 do not divide into its pieces."""
         axes = self.axes if len(self.axes) > 1 else self.axes[0]
         whole = spec.cut is None or (self.tp == 1 if isinstance(axes, int) else len(spec.shape) == 1)
         cut = tuple(axes if dim == spec.cut and not whole else -1 for dim in range(len(spec.shape)))
@@ -229,7 +230,7 @@ def recorded(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors",
 
 
 def complete(root: Path, tensors: Tensors, kind: str = "mindspore", part_bytes: int = 2000) -> Path:
-    """Uncut weights in several files, with their index and the counters."""
+    """Writes uncut weights in several files, with their index and the counters."""
     weight_map: dict[str, str] = {}
     parts = split({name: array.nbytes for name, array in tensors.items()}, part_bytes)
     for index, names in enumerate(parts):

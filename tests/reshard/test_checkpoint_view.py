@@ -69,7 +69,7 @@ def check_all(weights, tensors=TENSORS, counters=COUNTERS):
         assert content(weights, name).tobytes() == array.tobytes(), name
 
 
-# ---- what is found ---------------------------------------------------------------------------------------------------
+# ---- accepted checkpoints --------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("text", ["dp2tp2pp2opt2", "tp4", "dp4opt-1", "pp2", "tp1", "dp2tp2axes10"])
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])

@@ -33,12 +33,12 @@ SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, 1.5)
 
 
 def uncut(path, tensors):
-    """Weights of one file with these tensors."""
+    """Returns weights of one file with these tensors."""
     return view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(put(Path(path), tensors))))
 
 
 def opened(root, kind, text, fmt="safetensors", tensors=TENSORS):
-    """Weights of a checkpoint written under the plan."""
+    """Returns weights of a checkpoint written under the plan."""
     if kind == "consolidated":
         return view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(complete(root, tensors))))
     plan = Plan.parse(text, MODEL)

@@ -62,14 +62,14 @@ STEP_NUM = {"step_num": COUNTERS["step_num"]}
 
 @pytest.fixture
 def in_memory():
-    """A folder for thousands of files: on disk their removal takes longer than the test."""
+    """Returns a folder in memory: on disk the removal of thousands of files takes longer than the test."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A recorded checkpoint of two ranks, sharded by tensor parallelism."""
+    """Returns a recorded checkpoint of two ranks, sharded by tensor parallelism."""
     root = tmp_path_factory.mktemp("source") / "checkpoint"
     recorded(root, Plan.parse("tp2", TINY), TENSORS, extra=STEP_NUM)
     return root
@@ -111,7 +111,7 @@ CTRL_C = "Ctrl-C"
 
 
 class Disk(RankStorage):
-    """The view of a rank with files that are written in pieces."""
+    """Is the view of a rank whose files are written in pieces."""
 
     def create(self, path, size):
         folder, name = os.path.split(path)
@@ -154,7 +154,7 @@ class Pieces:
 
 
 class Interrupting(FaultInjector):
-    """Ctrl-C right after operation number ``fault.at``."""
+    """Raises Ctrl-C right after operation number ``fault.at``."""
 
     def operate(self, rank, name, path, act, half):
         try:
@@ -170,7 +170,7 @@ class CtrlC(Fault):
 
 
 def disk(kind="EIO", at=0):
-    """Strikes at operation number ``at``, from 1; 0: never."""
+    """Injects the fault at operation number ``at``, from 1; 0: never."""
     chance = random.Random(at)
     if kind == CTRL_C:
         return Disk(Interrupting(STORAGE, Scheduler(1, chance), CtrlC(kind, at), chance), 0)
@@ -178,12 +178,12 @@ def disk(kind="EIO", at=0):
 
 
 def struck_by(kind, names):
-    """Numbers of the operations that a fault of this kind can strike."""
+    """Returns the numbers of the operations that a fault of this kind can hit."""
     return [at for at, name in enumerate(names, 1) if kind == CTRL_C or Fault(kind, at).hits(name)]
 
 
 def on(disk_, job):
-    """The same job; its source too is read through this storage."""
+    """Returns the same job, whose source too is read through this storage."""
     weights = replace(job.source.weights, storage=disk_)
     return replace(job, source=replace(job.source, weights=weights))
 
@@ -525,7 +525,7 @@ def test_two_different_conversions_at_once(tmp_path, root):
 
 
 class Meanwhile(Disk):
-    """Once, something happens right before the operation for which ``when(name, path)`` is true."""
+    """Calls ``act`` once, right before the operation for which ``when(name, path)`` is true."""
     when = then = None
 
     def _do(self, name, path, act, half=lambda: None):
@@ -616,7 +616,7 @@ def test_removal_does_not_follow_links(tmp_path):
     assert contents(tmp_path) == {"kept": None, "kept/file": b"precious"}
 
 
-# ---- what is made is a checkpoint of its own -------------------------------------------------------------------------
+# ---- the target is a checkpoint --------------------------------------------------------------------------------------
 
 def convert(source, target, plan, fmt="safetensors", model=MODEL, **options):
     """``plan``: text, or None for one rank. Returns the target."""

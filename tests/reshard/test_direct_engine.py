@@ -84,7 +84,7 @@ def weights_of(source, text, kind, fmt):
 
 
 def targets_of(root, plan, fmt, extra=COUNTERS):
-    """Rank files without anything in them yet; their folders are there."""
+    """Returns empty rank files; their folders exist."""
     made = []
     for rank in range(plan.world_size):
         (root / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def targets_of(root, plan, fmt, extra=COUNTERS):
 
 
 def check_file(target, sums, expected):
-    """One new file: its tensors bit for bit, its metadata, and the checksums that were returned."""
+    """Checks one new file: its tensors bit for bit, its metadata, and the returned checksums."""
     with open(target.path, "rb") as file:
         assert file_checksum(file) == (sums.file, sums.size)
         header = read_header(file, target.path)
@@ -252,10 +252,10 @@ def test_tiles_are_bounded_and_in_order():
         assert all(total[tensor.name] == math.prod(tensor.shape) for tensor in tensors)
 
 
-# ---- what is read ----------------------------------------------------------------------------------------------------
+# ---- reads -----------------------------------------------------------------------------------------------------------
 
 class Watched(OpenFiles):
-    """Notes every read, and how many files were open at once."""
+    """Records every read, and how many files were open at once."""
     last = None
 
     def __init__(self, storage, most=range_reader.MAX_OPEN):

@@ -52,7 +52,7 @@ def layouts(draw):
 
 @st.composite
 def regions_of(draw, shape):
-    """Any region of a tensor, empty ones included."""
+    """Draws any region of a tensor, empty ones included."""
     found = []
     for size in shape:
         start = draw(st.integers(0, size))
@@ -75,7 +75,7 @@ def two_regions(draw):
 
 
 def numbered(shape):
-    """Each element is its position."""
+    """Returns a tensor in which each element is its position."""
     return np.arange(math.prod(shape)).reshape(shape)
 
 

@@ -47,7 +47,7 @@ def put(path, tensors, metadata=None):
 
 
 def folder_of(folder, model, tensors, parts=2):
-    """A Hugging Face folder, as save_pretrained makes it."""
+    """Writes a Hugging Face folder, as save_pretrained does."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(document(model)), encoding="utf-8")
     names, found = sorted(tensors), {}
@@ -111,7 +111,7 @@ def test_any_region(tmp_path, data):
 
 
 def network_of(model, layout):
-    """Arguments of ``read_network`` that a rank of this layout gives: everything but vectors is cut by rows."""
+    """Returns the arguments of ``read_network`` for a rank of this layout: everything but vectors is cut by rows."""
     layouts = {name: (layout, rule.shape) for name, rule in rules(model).items() if len(rule.shape) == 2}
     return lambda rank, dtype: ({name: (tuple(stop - start for start, stop in held(layout, rank, rule.shape))
                                         if name in layouts else rule.shape, dtype)
@@ -185,7 +185,7 @@ def test_parts_of_several_dtypes_need_a_wanted_one(tmp_path):
     same(found, assemble(rules(GROUPED), {**tensors, name: tensors[name].astype(np.float32)}))
 
 
-# ---- what does not fit -----------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 def test_folders_that_are_refused(tmp_path):
     tensors, name = random(GROUPED), "model.layers.1.mlp.up_proj.weight"
@@ -220,7 +220,7 @@ def test_tied_weights(tmp_path):
 
 
 class Network:
-    """The fields of mindformers' TransformerConfig that are read."""
+    """Has the fields of mindformers' TransformerConfig that are read."""
     num_layers, hidden_size, num_attention_heads, num_query_groups, kv_channels, num_moe_experts = 2, 16, 8, 4, 6, None
     use_contiguous_weight_layout_attention, use_interleaved_weight_layout_mlp = False, True
 
@@ -281,7 +281,7 @@ def test_hugging_face_folders_are_recognized(tmp_path):
         read_model(STORAGE, str(other))
 
 
-# ---- there and back --------------------------------------------------------------------------------------------------
+# ---- round trips -----------------------------------------------------------------------------------------------------
 
 def convert(conversion):
     conversion.run(lambda: conversion.write(writer("direct", conversion)))

@@ -51,7 +51,7 @@ def work(tmp_path):
 
 @pytest.fixture
 def small(tmp_path):
-    """Weights of tp2, the target dp2pp2, and what MindSpore should write for it, below ``ready``."""
+    """Returns weights of tp2, the target dp2pp2, and the output expected from MindSpore, below ``ready``."""
     plan, target = Plan.parse("tp2", SMALL), Plan.parse("dp2pp2", SMALL)
     for rank in range(target.world_size):
         put(tmp_path / "ready" / f"rank_{rank}" / f"weights{rank}.safetensors", {**target.shard(TENSORS, rank), **COUNTERS})
@@ -59,7 +59,7 @@ def small(tmp_path):
 
 
 def fake(folder: Path, ready: Path, more: str = "") -> list[str]:
-    """A worker that copies what is ready for the ranks of its jobs, then runs ``more``."""
+    """Returns a worker that copies the ready output for the ranks of its jobs, then runs ``more``."""
     script = folder / "fake.py"
     script.write_text(f"""import json, os, shutil, signal, subprocess, sys
 for path in sys.argv[1:]:
@@ -77,7 +77,7 @@ def array_of(weights, name, rank):
         return read_tensor(file, read_header(file, path).tensors[name])
 
 
-# ---- what is prepared ------------------------------------------------------------------------------------------------
+# ---- preparation -----------------------------------------------------------------------------------------------------
 
 def test_mindspore_gets_one_file_per_rank_folder_and_both_strategies(tmp_path, work, small):
     """Other files in the folders are not passed on."""
@@ -148,7 +148,7 @@ def test_uncut_to_uncut_needs_no_work(tmp_path, work):
     assert not os.listdir(work)
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 def refused(weights, target, work, *parts):
     with pytest.raises(EngineError) as error:
@@ -259,7 +259,7 @@ def test_nan_of_bfloat16(tmp_path, work, fmt, bits, fine):
         refused(weights, Plan.parse("tp4", model).strategy(), work, "NaN", weights.paths(1)[0])
 
 
-# ---- what the processes do -------------------------------------------------------------------------------------------
+# ---- processes -------------------------------------------------------------------------------------------------------
 
 def attempt(small, work, command, **options):
     return rewrite(small.weights, small.target.strategy(), str(work), command=command, **options)

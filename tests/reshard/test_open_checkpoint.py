@@ -48,7 +48,7 @@ def check(source, tensors=TENSORS):
         {name: (a.dtype, a.shape, a.tobytes()) for name, a in tensors.items()}
 
 
-# ---- which step ------------------------------------------------------------------------------------------------------
+# ---- the selected step -----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("write", [save, write_foreign])
 def test_the_newest_checkpoint_is_opened(tmp_path, write):
@@ -284,7 +284,7 @@ def test_a_strategy_that_contradicts_the_records(tmp_path):
     check(opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "right")))
 
 
-# ---- what is missing, mixed or damaged -------------------------------------------------------------------------------
+# ---- missing, mixed or damaged files ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("write", [foreign, recorded])
 @pytest.mark.parametrize("lost", [[0], [1, 2], [0, 3]])

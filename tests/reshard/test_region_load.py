@@ -41,7 +41,7 @@ def weights_of(roots, text, write=recorded):
 
 
 def parameters_to_load(plan, rank, model=MODEL):
-    """Arguments of ``wanted_regions``: parameters of the network as the rank sees them, and their layouts."""
+    """Returns arguments of ``wanted_regions``: parameters of the network on the rank, and their layouts."""
     shard = plan.shard(random_tensors(model), rank)
     wanted = {name: (array.shape, str(array.dtype)) for name, array in {**shard, **COUNTERS}.items()}
     return wanted, {name: (layout, model[name].shape) for name, layout in plan.layouts(rank).items()}
@@ -155,7 +155,7 @@ def test_whole_pieces_are_compared_with_their_checksums(roots):
 
 
 def damaged(tmp_path, plan, name, rank, fmt="safetensors", tensors=TENSORS):
-    """A recorded checkpoint with one bit of one tensor flipped in the file of a rank."""
+    """Returns a recorded checkpoint with one bit of one tensor flipped in the file of a rank."""
     candidate = recorded(tmp_path, plan, tensors, fmt)
     path = tmp_path / candidate.files[rank][0].path
     with open(path, "rb") as file:

@@ -92,7 +92,7 @@ def test_differences_are_named():
     assert len(long) < 150 and long.endswith("..., now b")
 
 
-# ---- what loaders write ----------------------------------------------------------------------------------------------
+# ---- files written by loaders ----------------------------------------------------------------------------------------
 
 HASH = "0123456789abcdef0123456789abcdef"
 INDICES = tuple(f"{HASH}-GPTDataset-train-{name}" for name in

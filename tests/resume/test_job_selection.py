@@ -220,7 +220,7 @@ def test_waiting_for_a_late_listing_emits_an_event(tmp_path, monkeypatch, events
     assert waited == ([VisibilityWaited(settled.wait_seconds, settled.missing)] if settled != Visibility() else [])
 
 
-# ---- where ---------------------------------------------------------------------------------------------------------
+# ---- the source of the checkpoint ----------------------------------------------------------------------------------
 
 def test_all_ranks_look_in_one_place(tmp_path):
     """Nodes that share no disk: the disk of rank 0 is new."""

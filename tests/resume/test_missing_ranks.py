@@ -186,7 +186,7 @@ def test_an_unreadable_record_does_not_count_as_lost(tmp_path):
         choose(tmp_path)
 
 
-# ---- what mindformers wrote --------------------------------------------------------------------------------------------
+# ---- checkpoints of mindformers ----------------------------------------------------------------------------------------
 
 def foreign(root, step, ranks, fmt="ckpt"):
     """Writes files of some ranks without records, as MindIO TTP does with the built-in."""

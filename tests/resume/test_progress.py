@@ -169,7 +169,7 @@ def test_a_skip_beyond_the_data_is_an_error():
         resume_progress(state(20), RunSettings(8, 10, data_request=DataRequest(False, 30), epochs=3))
 
 
-# ---- how much is trained, with and without sinks -----------------------------------------------------------------------
+# ---- trained steps, with and without sinks -----------------------------------------------------------------------------
 
 def trained(skip, epoch, new):
     """Steps of the data set, counted from its beginning, that MindSpore trains on: (the first, one behind the last). mindformers

@@ -19,7 +19,7 @@ WORLD = 4
 
 
 def choose(root, world=WORLD, named=None, **options):
-    """The choice of one process that proves all ranks, as `mindresume which` does."""
+    """Selects in one process that verifies all ranks, as `mindresume which` does."""
     return select_shared(STORAGE, str(root), SingleProcess(),
                          SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
 
@@ -30,7 +30,7 @@ def attempt(root, step, run=RUN):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Steps 5, 10, 15 of 4 ranks; ranks 0/2 and 1/3 are replicas."""
+    """Saves steps 5, 10, 15 of 4 ranks; ranks 0/2 and 1/3 are replicas."""
     for step in (5, 10, 15):
         save(tmp_path, step)
     return tmp_path

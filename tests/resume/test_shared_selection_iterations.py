@@ -377,7 +377,7 @@ def test_a_save_that_never_completed_does_not_hide_the_rank_folders(tmp_path):
     assert choice.chosen is not None and choice.chosen.step == 5
 
 
-# ---- what mindformers wrote -------------------------------------------------------------------------------------------
+# ---- checkpoints of mindformers ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_mindformers_folders(tmp_path, name):
@@ -407,7 +407,7 @@ def common(**values):
 
 
 def mixed(folder):
-    """The last rank of a save of another number of ranks."""
+    """Replaces the last rank by one of a save with another number of ranks."""
     shutil.copy(folder / "qwen3-model-0000003-0000004.safetensors", folder / "qwen3-model-0000007-0000008.safetensors")
 
 

@@ -102,7 +102,7 @@ def test_the_buffer_is_made_once_and_grows_only_for_more(tmp_path):
 
 
 class Job:
-    """Rank 0 of a simulated job: its saver, and its disk."""
+    """Is rank 0 of a simulated job: its saver, and its disk."""
 
     def __init__(self, kind, world, policy, timeout):
         self.storage, self.world, self.events = Mount(current_cluster(), current_process()), world, []

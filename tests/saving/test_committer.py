@@ -218,7 +218,7 @@ def test_a_manifest_from_records_of_two_world_sizes_is_refused(tmp_path):
 
 
 class Small(PosixStorage):
-    """A disk with room for ``left`` bytes that counts what is written to it."""
+    """Has space for ``left`` bytes and counts the bytes that are written."""
     left, written = 100, 0
 
     def free_space(self, folder):

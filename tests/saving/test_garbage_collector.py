@@ -57,7 +57,7 @@ def why(made):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Steps 5 to 20 of 2 ranks, and step 25 of rank 0 alone."""
+    """Saves steps 5 to 20 of 2 ranks, and step 25 of rank 0 alone."""
     root = tmp_path / "checkpoint"
     for step in (5, 10, 15, 20):
         save(root, step, world=2)
@@ -358,7 +358,7 @@ def test_weights_of_an_interrupted_removal_are_synced_by_the_next(saved):
 
 
 def counted(root):
-    """The operations of removing step 5, on a copy, with the paths of ``root``."""
+    """Returns the operations of removing step 5, on a copy, with the paths of ``root``."""
     copy = root.parent / "counted"
     shutil.copytree(root, copy)
     storage = Counting()
@@ -471,7 +471,7 @@ def test_another_process_may_finish_the_removal_before_the_lock_is_seen(saved):
 # ---- each fails for itself -------------------------------------------------------------------------------------------
 
 class Stuck(Counting):
-    """Operations on what has one of ``names`` in its path, or is in a folder of it, fail."""
+    """Fails operations on paths with one of ``names``, or in a folder of such a name."""
 
     def __init__(self, operation, *names, code=errno.EACCES):
         super().__init__()

@@ -622,10 +622,10 @@ def test_the_trash_of_an_iteration_behind_a_link_is_not_followed(tmp_path):
     assert hidden(tmp_path / "root") == [] and chosen(tmp_path / "other") == (10, RUN)
 
 
-# ---- a folder is what it is, not the name of its records -------------------------------------------------------------
+# ---- folders are identified by content, not by the name of their records ---------------------------------------------
 
 def orphan(root, step, run=RUN):
-    """One rank has saved a step again that was committed, as former versions did: a second folder of that name."""
+    """Saves a committed step again by one rank, as former versions did: a second folder of that name."""
     other = root.parent / f"orphan-{root.name}"
     write_rank(other, step, 1, run=run)
     shutil.move(making(other, step, run), making(root, step, run))

@@ -31,7 +31,7 @@ ROOT, RUN, RANKS = "/c", run_name(1, "0000aaaa"), 8192
 
 
 class Memory:
-    """A disk that counts what is done with it."""
+    """Is a disk in memory that counts its operations."""
     width = 1
 
     def __init__(self):

@@ -31,7 +31,7 @@ SINK = [Saved(step) for step in (32, 24, 20, 16, 12, 8, 4)]                # sin
 
 
 def with_losses(*losses):
-    """Newest first; steps count down."""
+    """Returns candidates newest first, with descending steps."""
     return [Saved(len(losses) - index, metrics={} if loss is None else {"loss": loss}) for index, loss in enumerate(losses)]
 
 

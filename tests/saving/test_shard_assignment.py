@@ -58,7 +58,7 @@ def test_all_ranks_compute_the_same_for_any_order_of_tensors(tensors, random):
 
 
 def written(tensors, found):
-    """Bytes a rank."""
+    """Returns bytes per rank."""
     return [sum(math.prod(layout.local_shape(shape) if layout else shape) * itemsize
                 for layout, shape, itemsize in (tensors[name] for name in names)) for names in found]
 

@@ -63,8 +63,8 @@ def files(root):
 
 
 class OnRecord(PosixStorage):
-    """At the first ``operation`` on the record of rank 1, or on its folder when it is there: ``act`` is called, and with ``code``
-    it fails; before or after it takes ``effect``."""
+    """Calls ``act`` at the first ``operation`` on the record of rank 1, or on its folder once it exists; with ``code`` the
+    operation fails, before or after its ``effect``."""
     name = record_name(1)
 
     def __init__(self, operation, code=0, effect=True, act=lambda: None):

@@ -64,7 +64,7 @@ def test_a_file_beside_it_that_fails_does_not_undo_the_checkpoint(tmp_path):
 
 
 class UnflushedRecord(PosixStorage):
-    """The first flush of a folder in which a record appeared fails."""
+    """Fails the first flush of a folder in which a record appeared."""
     armed = True
 
     def sync(self, folder):
@@ -106,7 +106,7 @@ def test_an_extra_that_cannot_be_encoded_is_named(tmp_path):
 
 
 class Small(PosixStorage):
-    """A disk of ``size`` bytes below ``root``."""
+    """Is a disk of ``size`` bytes below ``root``."""
 
     def __init__(self, root, size):
         self.root, self.size = root, size

@@ -43,7 +43,7 @@ def all_power_losses(disk):
     return found
 
 
-# ---- what is seen ------------------------------------------------------------------------------------------------------------
+# ---- visible files -----------------------------------------------------------------------------------------------------------
 
 def run_both(tmp_path, operations):
     """Returns (operation, result of each storage) until the results differ."""

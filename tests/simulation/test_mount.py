@@ -187,7 +187,7 @@ def test_a_disk_without_room():
     assert found == (4, 4, 0) and files(cluster) == {"/c/a": b"old", "/c/b": b"1234"}
 
 
-# ---- what other hosts see ------------------------------------------------------------------------------------------------------
+# ---- the view of other hosts ---------------------------------------------------------------------------------------------------
 
 def watched(seconds, change, look=lambda mount: mount.list("/c")):
     """Returns what a host sees before, right after and ``seconds`` after the ``change`` of another host."""

@@ -244,7 +244,7 @@ def test_damage_to_an_unneeded_checkpoint_is_not_reported():
         assert findings_of(fmt, lambda disk, fmt: flip(disk, weights(disk, fmt, 1, step=2))) == []
 
 
-# ---- what cannot be seen on the disk alone -------------------------------------------------------------------------------------
+# ---- findings that the disk alone does not show --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_wrong_tensors_with_correct_checksums_are_reported(fmt, monkeypatch):

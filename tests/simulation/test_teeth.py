@@ -261,7 +261,7 @@ MUTANTS = [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {common_to_all_nodes}:")],
         ("nodes", "safetensors", ""), f"{LOST} {STUCK}", first=1),
 
-    # ---- starting and ending together ----------------------------------------------------------------------------------
+    # ---- common starts and ends ----------------------------------------------------------------------------------------
     mutant("an unreadable lease is ignored", [
         Edit(lease, "read_leases", "unreadable[run] = str(error)", "pass")],
         ("twice", "safetensors", ""), STUCK, deaths=False, first=283, within=25,

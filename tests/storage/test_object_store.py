@@ -24,7 +24,7 @@ CALLS = {"list": ("list_directory", "find"), "size": ("get_size", "info"), "read
 
 
 class Subject:
-    """A kind of store below a URL of its own, and faults of what it is made of. Connections are shared by all tests."""
+    """A kind of store below its own URL, and faults of its parts. Connections are shared by all tests."""
     connections: dict = {}
 
     def __init__(self, kind, url, monkeypatch):
@@ -33,7 +33,7 @@ class Subject:
         self.connections[kind], self.store._sleep = self.store, self.pauses.append
 
     def another(self):
-        """The same bucket, as another process sees it."""
+        """Returns the same bucket, as another process sees it."""
         sleep = self.pauses.append
         return MoxingStore(moxing.file, sleep) if self.kind == "moxing" else FsspecStore(self.url, sleep)
 

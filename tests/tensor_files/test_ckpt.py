@@ -46,7 +46,7 @@ def loaded(ms, path, data, **options):
 
 
 def saved(ms, path, tensors, **options):
-    """The file as MindSpore writes it."""
+    """Returns the file as MindSpore writes it."""
     ms.save_checkpoint([{"name": name, "data": ms.Tensor.from_numpy(array.copy())} for name, array in tensors.items()],
                        str(path), **options)
     return path.read_bytes()

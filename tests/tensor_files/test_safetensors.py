@@ -31,7 +31,7 @@ def described(tensors):
 
 
 def file_of(table, data=b"", pad=True):
-    """A file with any header: an object, or the bytes of one."""
+    """Returns a file with any header: an object, or the bytes of one."""
     head = table if isinstance(table, bytes) else json.dumps(table).encode()
     head += b" " * (-len(head) % 8 if pad else 0)
     return len(head).to_bytes(8, "little") + head + data

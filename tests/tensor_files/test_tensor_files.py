@@ -29,7 +29,7 @@ TENSORS = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "half": np.o
 
 @st.composite
 def arrays(draw, dtypes):
-    """Any bit pattern, so NaN payloads too; contiguous, transposed, strided or read-only."""
+    """Draws any bit pattern, so NaN payloads too; contiguous, transposed, strided or read-only."""
     dtype = draw(st.sampled_from(dtypes))
     shape = draw(st.lists(st.integers(0, 4), max_size=4).map(tuple))
     nbytes = int(np.prod(shape, dtype=int)) * dtype.itemsize

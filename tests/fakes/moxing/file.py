@@ -94,7 +94,7 @@ def is_directory(url):
 
 
 def list_directory(url, recursive=False):
-    """Relative names, of folders too; of everything below if recursive."""
+    """Returns relative names, of folders too; of everything below if recursive."""
     with _operation("list_directory", url):
         top, found = _path(url), []
         if not os.path.isdir(top):
@@ -177,7 +177,7 @@ mk_dir = make_dirs
 
 
 class File(io.BytesIO):
-    """Modes r, w, rb, wb; what was written is put at the end."""
+    """Supports the modes r, w, rb, wb; written bytes are put at the end."""
 
     def __init__(self, name, mode="r"):
         if "a" in mode or "+" in mode:
