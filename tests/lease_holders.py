@@ -1,4 +1,4 @@
-"""Holders of leases for the tests: this process, one that has died, one on another host; and a clock that only sleep moves."""
+"""Lease holders for the tests: this process, a dead one, one on another host; and a clock that only sleep advances."""
 import subprocess
 import sys
 from dataclasses import replace

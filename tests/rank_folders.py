@@ -66,7 +66,7 @@ def write_rank(root: Path, step: int, rank: int, world: int, run: str = RUN, fmt
 
 def save(root: Path, step: int, world: int = 4, run: str = RUN, fmt: str = "safetensors", suffix: int = 0, policy=KEEP_ALL,
          replicas: int = 2) -> Committer:
-    """Writes a whole, committed checkpoint."""
+    """Writes a complete, committed checkpoint."""
     for rank in reversed(range(world)):
         write_rank(root, step, rank, world, run, fmt, suffix, replicas)
     committer = Committer(target_of(root, 0, world, run), policy)

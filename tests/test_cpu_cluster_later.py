@@ -1,4 +1,4 @@
-"""The testbed imports what a training does not use when somebody uses it; then it is the real thing."""
+"""The CPU cluster imports modules that a training does not need on their first use, and then the real ones."""
 from __future__ import annotations
 
 import subprocess

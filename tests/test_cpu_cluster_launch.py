@@ -150,7 +150,7 @@ def test_exchange_folders_of_dead_launchers_are_removed(tmp_path):
 
 
 def test_a_port_is_assigned_once_and_only_if_free():
-    """Two jobs that start at the same time have both not bound theirs yet."""
+    """Two jobs that start at the same time have both not bound their port yet."""
     first = free_port()
     with socket.socket() as s:
         s.bind(("127.0.0.1", first + 1))

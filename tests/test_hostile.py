@@ -539,7 +539,7 @@ def test_an_invalid_label_does_not_stop_the_selection(root, text):
 # ---- consistent by itself, but not with the rest ---------------------------------------------------------------------
 
 def test_details_that_describe_another_file(root):
-    """Right checksums everywhere, but the list of tensors is not that of the file."""
+    """All checksums are right, but the list of tensors is not that of the file."""
     alter(root, 1, None, setting("tensors", "layer.bias", 1, value=[7]))
     assert_falls_back(root, "rank_1/net_rank_1-1_10.safetensors", "layer.bias")
 
@@ -716,7 +716,7 @@ def test_prune_removes_no_file_that_a_hostile_record_names(root, name):
 
 @pytest.mark.parametrize("trash", ["", "trash-"], ids=["attempt", "trash"])
 def test_prune_removes_nothing_through_a_link(root, tmp_path, trash):
-    """The folder of records of the oldest checkpoint lies in another folder; what is there stays."""
+    """The folder of records of the oldest checkpoint is in another folder, whose files are kept."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "precious.txt").write_text("not yours")
@@ -800,7 +800,7 @@ def test_any_altered_manifest_is_read_or_refused(change):
 @settings(max_examples=60)
 @given(mutation(), mutation(), st.sampled_from(["record", "details", "manifest"]), st.sampled_from([WORLD, None]))
 def test_a_checkpoint_is_selected_after_any_alteration(good, change, also, part, world):
-    """The older one is untouched, so whatever lies there, one of the two is taken, and no error ends the job."""
+    """The older checkpoint is unchanged, so one of the two is selected whatever the alteration, and no error ends the job."""
     kept = {path: path.read_bytes() for path in attempt(good).iterdir()}
     try:
         if part == "manifest":

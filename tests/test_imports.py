@@ -1,4 +1,4 @@
-"""Which rooms know mindformers, mindspore and the plugin."""
+"""Which packages import mindformers, mindspore and the plugin."""
 import ast
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""scripts/machine.sh: what is missing is installed or named, and nothing is said when all is well."""
+"""scripts/machine.sh: missing programs are installed or named, and nothing is printed if everything is installed."""
 import os
 import stat
 import subprocess
@@ -63,7 +63,7 @@ def test_output_is_shown_only_of_what_fails(shell):
 
 
 def test_an_environment_is_made_without_ensurepip(shell, tmp_path):
-    """As on Debian without python3-venv: the stub has a pip of its own and a venv that knows --without-pip only."""
+    """Debian without python3-venv behaves so: the stub has its own pip and a venv that supports --without-pip only."""
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\necho "$*" >>calls\ncase "$*" in *ensurepip*) exit 1 ;; esac\n')
     python.chmod(0o755)

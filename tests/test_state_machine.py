@@ -1,7 +1,7 @@
 """Saving, dying, resuming, pruning, damaging, rescaling and copying in any order: a model says what a resume must then do.
 
-The model knows three things of every save: which ranks recorded it (read off the disk right after the save, where a death may
-have come at any operation), what was done to its files since, and which run wrote it. From these follows what is chosen.
+The model knows three things of every save: which ranks recorded it (read from the disk right after the save, which may have
+been killed at any operation), later changes of its files, and which run wrote it. These decide which save is selected.
 """
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: self.run is not None)
     @rule(jump=st.integers(1, 7), policy=st.sampled_from(POLICIES), first=st.booleans(), dies=st.booleans())
     def save_in_the_background(self, jump, policy, first, dies):
-        """``first``: rank 0 is done before the others. ``dies``: the job ends before rank 0 looks for their records again."""
+        """``first``: rank 0 finishes before the others. ``dies``: the job is killed before rank 0 checks their records again."""
         before, entry, run = self._newest_sized(), self._next(jump), self.run
         said, savers = set(), {}
 

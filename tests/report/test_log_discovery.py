@@ -1,4 +1,4 @@
-"""Which files are logs of a training, and the order of their pieces."""
+"""Finds the files that are logs of a training, and orders their pieces."""
 from pathlib import Path
 
 from mindresume.report.log_discovery import LogFile, find_logs

@@ -35,8 +35,8 @@ class Trainings:
         self.root, self.fmt, self.number = root, fmt, 0
 
     def run(self, *steps, origin=None, keep=2, recorded=True):
-        """``origin``: the step it resumes from, of the newest run that has it, None: a fresh start. ``recorded`` False: by a
-        version of before, which knew of no lineages."""
+        """``origin``: the step it resumes from, of the newest run that has it, None: a fresh start. ``recorded`` False: saved by
+        an earlier version, without lineages."""
         run, self.number = RUNS[self.number], self.number + 1
         chosen = next((c for c in self.found() if c.step == origin), None) if origin else None
         lineage = continued(chosen, run, True) if recorded else ""

@@ -1,7 +1,7 @@
 """Schedules that once broke a promise: one JSON file each in ``found/``, as ``mindresume drill --simulate --replay`` takes them.
 
-``about`` says what was wrong. A schedule names operations by their number, so a later version of the product may do something
-else at them: what matters has a test of its module as well.
+``about`` describes the defect. A schedule names operations by their number, so a later version of the product may do something
+else at them: an important defect has a test of its module as well.
 """
 import json
 from pathlib import Path

@@ -2,15 +2,15 @@
 
 It follows the documentation of MoXing (support.huaweicloud.com, "MoXing Developer Guide", and the API reference of mox.file in
 huaweicloud/ModelArts-Lab): names and arguments of the functions, what a listing contains, what ``remove`` leaves alone. Where
-that says nothing, it does what makes more trouble: a listing, a size or a copy of what is not there raises. It was never compared
-with the real one.
+that says nothing, the fake is strict: a listing, a size or a copy of a missing object raises. It was never compared with the
+real one.
 
     FAKE_MOXING_ROOT     folder for the buckets: obs://bucket/a/b is the file bucket/a/b in it
     FAKE_MOXING_DELAY    seconds that each upload takes
     FAKE_MOXING_KILL     "copy 3": the process is killed when it begins its third copy
     FAKE_MOXING_REFUSE   "copy write": these operations fail
 
-An object appears whole when its PUT has ended; there are no folders but in names; nothing can be renamed or appended to.
+An object appears complete when its PUT has ended; folders exist only in names; nothing can be renamed or appended to.
 Within a test: ``watch`` is called with ("before" or "after", operation, url), of a download also in the middle ("half"), and may
 raise; ``hidden`` urls of objects are left out of listings.
 """
