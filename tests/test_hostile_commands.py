@@ -41,7 +41,7 @@ CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 
 
 def run(*arguments):
-    """(status, stdout, stderr) of a command in this process. Whatever it raises is raised, and so is text that is no UTF-8."""
+    """Returns (status, stdout, stderr) of a command in this process. Exceptions propagate, and text that is not UTF-8 is one."""
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
 
     def late(*_):
@@ -63,7 +63,7 @@ def run(*arguments):
 
 
 def checked(*arguments):
-    """As ``run``, and what must be true of every command."""
+    """Calls ``run`` and checks what every command must fulfil."""
     status, out, err = run(*arguments)
     assert status in STATUSES, (status, err)
     assert "Traceback" not in out + err
@@ -74,7 +74,7 @@ def checked(*arguments):
 
 
 def refused(*arguments, says=""):
-    """One clear line, and nothing else."""
+    """Checks that the command prints one clear line, and nothing else."""
     status, out, err = checked(*arguments)
     assert (status, out) == (2, "") and err.count("\n") == 1 and len(err) < 1200, (status, out, err)
     assert re.search(says, err), err
@@ -107,7 +107,7 @@ def test_a_sealed_conversion_with_an_odd_field(merged, field, value):
 @pytest.mark.parametrize("name, value", [("epoch_num", np.nan), ("epoch_num", np.inf), ("loss_scale", np.nan), ("epoch_num", -5),
                                          ("global_step", np.inf), ("global_batch_size", np.nan), ("step_num", np.inf)])
 @pytest.mark.parametrize("command", ["which", "ls", "verify", "inspect"])
-def test_counters_that_are_no_numbers(tmp_path, name, value, command):
+def test_counters_that_are_not_numbers_cause_no_traceback(tmp_path, name, value, command):
     root = tmp_path / "checkpoint"
     write_foreign(root, 20, 1)
     counters = {**COUNTERS, "step_num": np.array(20), name: np.array(value)}
@@ -128,7 +128,7 @@ def test_counters_that_are_no_numbers(tmp_path, name, value, command):
     {"event": "training_started", "host": "", "process_id": 1, "world_size": 2**59, "version": "", "utc_offset_seconds": 10**18},
     {"event": "run_opened", "run_id": "x" * 9000, "checkpoint_dir": "", "file_prefix": "", "world_size": 1, "time": 4e11},
     {"event": "candidate_refused", "step": 5, "reason": "<script>", "file": "\0"}])
-def test_events_that_nobody_wrote(tmp_path, values):
+def test_forged_events_are_ignored(tmp_path, values):
     Training().start(0).run(1, RUNS[0]).steps(10, 1, 20).write_all(tmp_path)
     path, = (tmp_path / FOLDER).iterdir()
     with open(path, "a") as file:
@@ -138,7 +138,7 @@ def test_events_that_nobody_wrote(tmp_path, values):
 
 
 @pytest.mark.parametrize("step, size, value", [(1, 10, "9" * 400), (2**63, 1, "4.0"), (2**40, 2**40, "4.0"), (1, 10, "1e999")])
-def test_losses_that_nobody_wrote(tmp_path, step, size, value):
+def test_forged_losses_are_ignored(tmp_path, step, size, value):
     Log().start(0).steps(10, 1, 20).loss(40, step, value, size=size).write(tmp_path / INFO)
     assert checked("report", tmp_path, "--json")[0] == 0
 
@@ -154,7 +154,7 @@ def test_a_log_that_is_a_pipe(tmp_path):
 @pytest.mark.parametrize("name", [b"net\xff_rank_0-1_5.safetensors", b"\x1b[2J\x1b[31m.ckpt", b"x\xe2\x80\xaegnp.ckpt",
                                   b"a\nb.safetensors"])
 @pytest.mark.parametrize("command", ["ls", "which", "verify", "report", "inspect"])
-def test_names_that_are_no_text(tmp_path, name, command):
+def test_names_that_are_not_text_are_printed_as_text(tmp_path, name, command):
     root = tmp_path / os.fsdecode(b"[/b] \xff\x1b[2J") / "checkpoint"
     write_foreign(root, 5, 1)
     (root / "rank_0" / os.fsdecode(name)).write_bytes(b"x")
@@ -164,7 +164,7 @@ def test_names_that_are_no_text(tmp_path, name, command):
     assert command != "report" or out.read_bytes().decode()
 
 
-def test_a_path_is_no_markup(tmp_path):
+def test_a_path_is_not_markup(tmp_path):
     root = tmp_path / "[b]x[/b] [/nothing] :smile:"
     save(root, 5, 1)
     assert checked("ls", root)[1].splitlines()[0] == str(root)              # in one piece, however narrow the terminal
@@ -172,7 +172,7 @@ def test_a_path_is_no_markup(tmp_path):
 
 @pytest.mark.parametrize("size", ["9" * 310, "1" * 19 + "GiB", "1e9", "-1", "0", "nan", "inf", "1.", "", "²", "1" + "0" * 4400])
 @pytest.mark.parametrize("option", ["--part-size", "--memory-limit"])
-def test_sizes_that_are_none(tmp_path, size, option):
+def test_invalid_sizes_are_refused(tmp_path, size, option):
     save(tmp_path / "checkpoint", 5, 1)
     refused("merge", tmp_path / "checkpoint", tmp_path / "new", f"{option}={size}", says=option)
 
@@ -192,7 +192,7 @@ def test_counts_are_bounded(tmp_path, arguments):
     ({"model_type": []}, "model_type"), ({"model_type": {}}, "model_type"), ({"num_hidden_layers": 10**7}, "num_hidden_layers"),
     ({"num_attention_heads": 2**23, "num_key_value_heads": 2**23}, "num_key_value_heads"), ({"vocab_size": 2**63}, "vocab_size"),
     ({"architectures": ["x" * 5000]}, "architectures"), ({"quantization_config": "x" * 5000}, "quantization_config")])
-def test_configurations_of_no_model(tmp_path, change, says):
+def test_configurations_without_a_model_are_refused(tmp_path, change, says):
     save(tmp_path / "checkpoint", 5, 1)
     (tmp_path / "config.json").write_text(json.dumps({**document(GROUPED), **change}))
     refused("export-hf", tmp_path / "checkpoint", tmp_path / "hf", "--config", tmp_path / "config.json", says=says)
@@ -200,7 +200,7 @@ def test_configurations_of_no_model(tmp_path, change, says):
 
 
 def test_many_counters_are_merged_in_time(tmp_path):
-    """40,000 single numbers: with a set made anew for each of them this takes minutes."""
+    """40,000 single numbers: with a new set for each of them this takes minutes."""
     tensors = {f"counter_{index}": np.array(index) for index in range(40_000)} | {"layer.weight": np.zeros((2, 2), np.float32)}
     path = tmp_path / "net_rank_0-1_5.safetensors"
     path.write_bytes(b"".join(bytes(piece) for _, piece in encode("safetensors", tensors, {"format": "ms"})))
@@ -210,7 +210,7 @@ def test_many_counters_are_merged_in_time(tmp_path):
     assert time.process_time() - started < 60                           # of CPU; it takes one
 
 
-# ---- anything at all -------------------------------------------------------------------------------------------------
+# ---- random damage -------------------------------------------------------------------------------------------------
 
 TENSORS = random_tensors(MODEL)
 
@@ -257,7 +257,7 @@ KINDS = (save_rank_folders, with_strategy, save_iteration_folders, complete, log
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A folder of each kind."""
+    """Returns a folder of each kind."""
     folder = tmp_path_factory.mktemp("whole")
     for fill in KINDS:
         fill(folder / fill.__name__)
@@ -284,7 +284,7 @@ OPTIONS = {                     # of each command: {option: values, None: it has
 
 
 def command_for(folder, draw):
-    """Arguments of one command on ``folder``."""
+    """Returns the arguments of one command on ``folder``."""
     command = draw.choice(list(OPTIONS))
     places = [folder / "checkpoint", folder / "checkpoint", folder / "checkpoint", folder]
     places += sorted((path for path in folder.rglob("*")), key=os.fsencode)[:40] if draw.random() < 0.3 else []
@@ -304,7 +304,7 @@ def command_for(folder, draw):
 
 
 def one_case(whole, folder, seed):
-    """Damage from ``seed``, and three commands on what is left."""
+    """Applies the damage of ``seed``, and runs three commands on the result."""
     draw = random.Random(seed)
     kind = draw.choice(KINDS).__name__
     shutil.copytree(whole / kind, folder, symlinks=True)
@@ -318,7 +318,7 @@ def one_case(whole, folder, seed):
             raise
 
 
-def test_whatever_is_damaged_a_command_ends_in_a_line(whole, tmp_path):
+def test_any_damage_ends_a_command_in_one_line(whole, tmp_path):
     seeds = iter([int(SEED)]) if SEED else iter(lambda: random.SystemRandom().getrandbits(48), None)
     begun, started, cases = time.process_time(), time.monotonic(), 0
     for seed in seeds:

@@ -70,7 +70,7 @@ def table() -> str:
 
 
 def with_table(document: str) -> str:
-    """Returns ``document`` with the table of now."""
+    """Returns ``document`` with the current table."""
     before, _, rest = document.partition(BEGIN)
     return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
 

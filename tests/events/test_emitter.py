@@ -74,7 +74,7 @@ def test_a_logger_gets_a_line_or_none(event, lines):
 
 
 class RemovedMeanwhile(list):
-    """Handlers of which another thread removes one between the look and the removal."""
+    """Is a list of handlers from which another thread removes one between the check and the removal."""
 
     def remove(self, handler):
         super().remove(handler)

@@ -15,7 +15,7 @@ def all_kinds():
     return [kind for kind in vars(ev).values() if isinstance(kind, type) and issubclass(kind, ev.Event) and kind is not ev.Event]
 
 
-def test_there_is_an_example_of_every_event():
+def test_every_event_has_an_example():
     assert {type(event) for event in EXAMPLES} == set(all_kinds())
 
 
@@ -26,7 +26,7 @@ def test_events_survive_json(event):
 
 
 @pytest.mark.parametrize("kind", all_kinds(), ids=lambda kind: kind.kind)
-def test_kinds_are_frozen_and_hold_what_json_has(kind):
+def test_event_kinds_are_frozen_and_have_only_json_types(kind):
     assert kind.__dataclass_params__.frozen
     assert {field.type.removesuffix(" | None") for field in dataclasses.fields(kind)} <= {
         "int", "float", "str", "bool", "tuple[int, ...]", "tuple[str, ...]", "tuple[tuple[str, str, str], ...]"}
@@ -59,11 +59,11 @@ def test_an_outcome_is_one_of_four():
         ev.TrainingEnded("sunshine")
 
 
-def test_the_table_in_the_documents_is_what_the_handlers_make():
+def test_the_table_in_the_documents_matches_the_handlers():
     assert DOCUMENT.read_text(encoding="utf-8") == with_table(DOCUMENT.read_text(encoding="utf-8")), \
         "run: PYTHONPATH=tests python -m events.examples"
 
 
 @pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.kind)
-def test_a_line_has_a_level_that_a_logger_has(event):
+def test_a_line_has_a_level_of_the_logger(event):
     assert line_of(event)[0] in ("info", "warning", "error")

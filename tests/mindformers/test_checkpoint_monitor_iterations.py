@@ -62,14 +62,14 @@ def test_a_training_that_ends_at_a_multiple_saves_its_last_step_once(tmp_path, m
     assert os.stat(tmp_path / "iteration_00000010").st_ino == before
 
 
-def test_what_mindformers_reads_of_the_step(tmp_path):
+def test_mindformers_reads_the_step(tmp_path):
     Job(build(tmp_path, done=10), 10).steps(5)
     common = CommonInfo.load_common(str(tmp_path / "iteration_00000015" / "common.json"))
     assert (common.epoch_num, common.step_num, common.global_step, common.loss_scale, common.global_batch_size,
             common.ckpt_status) == (2, 15, 15, 1024.0, 8, None)
 
 
-def test_weights_here_and_everything_else_there(tmp_path):
+def test_weights_and_other_state_are_in_separate_files(tmp_path):
     job = Job(build(tmp_path)).steps(5)
     model, rest = (tensors(tmp_path / "iteration_00000005" / name) for name in FILES[1:])
     assert model == {"weight", "bias"} == set(job.train.network.parameters_dict())
@@ -88,7 +88,7 @@ def test_without_the_optimizer(tmp_path):
     assert tensors(tmp_path / "iteration_00000005" / FILES[1]) == {"weight", "bias"}
 
 
-def test_transient_parameters_stay_out(tmp_path):
+def test_transient_parameters_are_left_out(tmp_path):
     job = Job(build(tmp_path))
     job.train.insert_param_to_cell("accu_grads_weight", ms.Parameter(ms.Tensor(np.ones(3, np.float32)), name="accu_grads.weight"))
     job.steps(5)
@@ -103,7 +103,7 @@ def test_retention_counts_earlier_runs_and_the_tracker_follows(tmp_path):
     assert [name for name in os.listdir(tmp_path / FOLDER) if name.startswith("ended-0002")]
 
 
-def test_a_run_that_went_back_replaces_what_it_saves_again(tmp_path):
+def test_a_run_from_an_older_step_replaces_the_iterations_that_it_saves_again(tmp_path):
     Job(build(tmp_path)).steps(10).end()
     resume(tmp_path, 5)
     Job(build(tmp_path, done=5), 5).steps(5).end()
@@ -139,7 +139,7 @@ def test_a_folder_that_other_hosts_do_not_see_is_refused_before_the_first_step(t
         Job(build(tmp_path))
 
 
-def test_files_for_inference_are_no_part_of_it(tmp_path):
+def test_files_for_inference_are_not_saved(tmp_path):
     """mindformers ignores save_network_params in Checkpoint 2.0 (callback.py:step_end)."""
     Job(build(tmp_path, save_network_params=True)).steps(5)
     assert sorted(os.listdir(tmp_path)) == sorted([FOLDER, "iteration_00000005", TRACKER])

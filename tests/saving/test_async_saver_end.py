@@ -1,4 +1,4 @@
-"""How a save that was begun ends when its training does: at an error, at the exit of the interpreter, at a signal."""
+"""How a save in flight ends when its training does: at an error, at the exit of the interpreter, at a signal."""
 import os
 import signal
 import subprocess
@@ -69,7 +69,7 @@ def pointer(folder, version):
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_save_in_flight_is_committed_when_the_interpreter_ends_with_an_error(tmp_path, kind, version):
-    """The weights come when the interpreter is ending already and pools of threads take no more work."""
+    """The weights arrive when the interpreter is already ending and thread pools accept no more work."""
     training = python(tmp_path, """
 saver = saver(*sys.argv[1:])
 atexit.register(saver.finish, 600)
@@ -97,15 +97,15 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def lives(pid):
+def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def test_a_writer_is_no_process_of_the_launcher(tmp_path, monkeypatch):
-    """Own session, and the launcher's mark under another name: it is not ended, it is waited for."""
+def test_a_writer_is_not_a_process_of_the_launcher(tmp_path, monkeypatch):
+    """It has its own session, and the launcher's marker under another name: the launcher waits for it and does not end it."""
     monkeypatch.setenv("MSRUN_LAUNCHER_JOB", "17.4711")
     training = python(tmp_path, f"{BEGUN}print(saver._writer._process.pid, flush=True); sys.stdin.read()",
                       stdin=subprocess.PIPE)
@@ -119,7 +119,7 @@ def test_a_writer_is_no_process_of_the_launcher(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_does_not_end_a_writer(tmp_path, sent):
-    """Not even while it starts."""
+    """A signal during its start does not end it either."""
     training = python(tmp_path, f"{BEGUN}os.kill(saver._writer._process.pid, {sent}); open('go', 'w').close()\n"
                                 "print(saver.finish(600))")
     output, errors = training.communicate(timeout=PATIENCE)
@@ -128,7 +128,7 @@ def test_a_signal_does_not_end_a_writer(tmp_path, sent):
 
 
 def test_a_writer_finishes_and_ends_when_the_training_is_killed(tmp_path):
-    """A child of the training lives on and holds the other end of the pipe, as workers of a data set can."""
+    """A child of the training survives and has the other end of the pipe open, as workers of a data set can."""
     training = python(tmp_path, f"""{BEGUN}
 child = os.fork()
 if child == 0:
@@ -142,14 +142,14 @@ time.sleep(600)
     training.kill()
     training.wait(PATIENCE)
     (tmp_path / "go").touch()
-    wait_for(lambda: not lives(writer))
-    assert committed(tmp_path) == [5] and lives(child)
+    wait_for(lambda: not is_alive(writer))
+    assert committed(tmp_path) == [5] and is_alive(child)
     (tmp_path / "end").touch()
     training.communicate()
 
 
-def test_a_writer_that_cannot_finish_ends_after_its_time(tmp_path):
-    """Of a training that is gone: with a disk that never answers it would stay for ever."""
+def test_a_writer_that_cannot_finish_ends_after_its_timeout(tmp_path):
+    """The training has ended: on a disk that never answers the writer would remain forever."""
     training = python(tmp_path, """
 saver = saver("process", "1.0")
 saver.timeout = 0.1
@@ -159,13 +159,13 @@ time.sleep(600)
 """)
     writer = int(training.stdout.readline())
     training.kill()
-    wait_for(lambda: not lives(writer))
+    wait_for(lambda: not is_alive(writer))
     assert committed(tmp_path) == []
     training.communicate()
 
 
 def launched(folder, text, **settings):
-    """Under our launcher, one worker."""
+    """Starts the program under our launcher with one worker."""
     (folder / "common_of_training.py").write_text(COMMON)
     (folder / "training.py").write_text(f"from common_of_training import *\n{text}")
     return subprocess.Popen(["bash", str(TESTS.parent / "scripts" / "msrun_launcher.sh"), "training.py", "1"], cwd=folder,
@@ -173,7 +173,7 @@ def launched(folder, text, **settings):
                             stderr=subprocess.PIPE, text=True)
 
 
-def test_a_save_in_flight_counts_as_what_it_is_after_sigterm(tmp_path):
+def test_a_save_in_flight_is_committed_after_sigterm(tmp_path):
     launcher = launched(tmp_path, f"""
 signal.signal(signal.SIGTERM, lambda *_: open("asked", "w").close())
 {BEGUN}
@@ -193,17 +193,17 @@ print(saver.finish(600), flush=True)
 @pytest.mark.parametrize("end", ["os._exit(1)", "os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getppid(), signal.SIGTERM); "
                                                                                    "time.sleep(600)"])
 def test_the_launcher_waits_for_a_writer(tmp_path, end):
-    """Whatever the training dies of. Where the launcher is the first process of a container, nothing survives it."""
+    """Whatever ends the training. If the launcher is the first process of a container, its end ends every process."""
     launcher = launched(tmp_path, f"{BEGUN}print('writer', saver._writer._process.pid, os.getpid(), flush=True)\n{end}")
     words = next(line for line in launcher.stdout if line.startswith("writer ")).split()
-    wait_for(lambda: not lives(int(words[2])))
+    wait_for(lambda: not is_alive(int(words[2])))
     (tmp_path / "go").touch()
     launcher.communicate(timeout=PATIENCE)
     assert committed(tmp_path) == [5]
 
 
-def test_the_launcher_does_not_wait_for_ever(tmp_path):
+def test_the_launcher_waits_for_a_limited_time(tmp_path):
     launcher = launched(tmp_path, f"{BEGUN}print('writer', saver._writer._process.pid, flush=True)\nos._exit(1)", MSRUN_LEAVE="1")
     writer = int(next(line for line in launcher.stdout if line.startswith("writer ")).split()[1])
     launcher.communicate(timeout=PATIENCE)
-    assert not lives(writer) and committed(tmp_path) == []
+    assert not is_alive(writer) and committed(tmp_path) == []

@@ -1,4 +1,4 @@
-"""What lies in the object store after every operation, and what a job on an empty disk takes from there."""
+"""The contents of the object store after every operation, and what a job on an empty disk downloads."""
 import json
 import os
 import random
@@ -53,11 +53,11 @@ FORMATS = {"1.0": rank_folders, "2.0": iteration_folders}
 
 
 class Died(BaseException):
-    """The process is gone."""
+    """Kills the process."""
 
 
 class World:
-    """An object store, and jobs of two ranks on disks that come and go. Time passes when somebody sleeps."""
+    """An object store, and jobs of two ranks on disks that can be lost. Time advances when a rank sleeps."""
 
     def __init__(self, base: Path, fmt: str = "1.0", size: int = 2):
         self.base, self.fmt, self.size, self.now = base, fmt, size, 0.0
@@ -81,13 +81,13 @@ class World:
         Committer(self.target(0, run), policy, read_locks=ReadLocks(STORAGE, str(self.disk))).prune()
 
     def sleep(self, seconds):
-        """The other ranks get their turns."""
+        """Lets the other ranks run."""
         self.now += seconds
         for other in self.others:
             other.work()
 
     def wait(self, _, seconds):
-        """At the end: the workers of all ranks get their turns."""
+        """Lets the workers of all ranks run, at the end."""
         self.now += min(seconds, 1.0)
         for one in (self.first, *self.others):
             if not one._finished:
@@ -102,7 +102,7 @@ class World:
         return [self.first, *self.others]
 
     def upload(self, *steps, run=RUN, policy=KEEP_ALL):
-        """Saved and uploaded, one after the other."""
+        """Saves and uploads steps, one after the other."""
         uploaders = self.uploaders(run, policy)
         for step in steps:
             self.save(step, run)
@@ -114,16 +114,16 @@ class World:
     def committed(self):
         return [int(name[5:15]) for name in self.remote.scan().committed()]
 
-    def restore(self, group=None, converts=None, named=None, **judged):
+    def restore(self, group=None, converts=None, named=None, **options):
         group = group or SingleProcess()
         converts = self.fmt == "2.0" if converts is None else converts
         size = None if converts else group.size
-        policy = SelectionPolicy(size, named, ranks_to_verify=every_rank if converts else own_rank, **judged)
+        policy = SelectionPolicy(size, named, ranks_to_verify=every_rank if converts else own_rank, **options)
         found = RemoteSelection(STORAGE, self.remote, str(self.disk), group, policy, self.events.append)
         return found.select(lambda: select_shared(STORAGE, str(self.disk), group, policy))
 
     def restore_all(self, size=None, **how):
-        """By all ranks of a job. What the choice is, on all of them alike; an error is raised."""
+        """Selects on all ranks of a job. Returns the selection, equal on all of them; raises an error."""
         results = Ranks(size or self.size).run(lambda group: self.restore(group, **how))
         for result in results:
             if isinstance(result, BaseException):
@@ -138,7 +138,7 @@ def kinds(world, kind):
 
 @pytest.fixture(autouse=True)
 def no_flush(monkeypatch):
-    """Nothing here loses its power."""
+    """Skips flushes: no test here simulates a power loss."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
@@ -150,7 +150,7 @@ def world(request, tmp_path, monkeypatch):
 
 
 def content(root):
-    """{path: bytes} of everything that is no pointer, claim or temporary file."""
+    """Returns {path: bytes} of everything but pointers, leases and temporary files."""
     found = {}
     for folder, _, names in os.walk(root):
         for name in names:
@@ -160,7 +160,7 @@ def content(root):
 
 
 def unreadable(monkeypatch, *steps, run=RUN):
-    """Archived, or access denied. Returns the urls of their manifests that were read."""
+    """Makes objects archived, or access denied. Returns the urls of their manifests that were read."""
     urls = {f"{URL}/{name}/{record_path(name, MANIFEST)}" for name in (attempt_name(step, run) for step in steps)}
     asked = []
 
@@ -173,7 +173,7 @@ def unreadable(monkeypatch, *steps, run=RUN):
 
 
 def downloads(monkeypatch):
-    """Attempts of which something is downloaded from now on."""
+    """Returns the attempts of which something is downloaded from now on."""
     found = []
 
     def watch(moment, operation, url):
@@ -184,7 +184,7 @@ def downloads(monkeypatch):
 
 
 def strike(monkeypatch, at):
-    """Dies right after the operation with this number, or in the middle of a download. Returns what was done."""
+    """Kills right after the operation with this number, or in the middle of a download. Returns the operations."""
     done = []
 
     def watch(moment, operation, url):
@@ -196,9 +196,9 @@ def strike(monkeypatch, at):
     return done
 
 
-# ---- there and back ----------------------------------------------------------------------------------------------------
+# ---- round trips ----------------------------------------------------------------------------------------------------
 
-def test_a_disk_that_vanished_comes_back_bit_for_bit(world):
+def test_a_lost_disk_is_restored_bit_for_bit(world):
     world.upload(5, 10)
     assert world.committed() == [10, 5]
     before = content(world.disk)
@@ -214,8 +214,8 @@ def test_a_disk_that_vanished_comes_back_bit_for_bit(world):
         assert content(world.disk) == {path: data for path, data in before.items() if path in mine or f"{FOLDER}/{name}/" in path}
 
 
-def test_an_attempt_is_a_folder_of_checkpoints_by_itself(world, tmp_path):
-    """Copied from the store by any tool, it is one: in 1.0 a root, in 2.0 an iteration folder."""
+def test_an_uploaded_attempt_is_a_checkpoint_directory(world, tmp_path):
+    """A copy by any tool is a checkpoint: in 1.0 a root, in 2.0 an iteration folder."""
     world.upload(10)
     copied = tmp_path / "copied"
     moxing.file.copy_parallel(f"{URL}/{attempt_name(10, RUN)}", str(copied))
@@ -223,13 +223,13 @@ def test_an_attempt_is_a_folder_of_checkpoints_by_itself(world, tmp_path):
     assert choice.chosen.step == 10 and choice.chosen.run == RUN
 
 
-def test_what_is_newer_here_stays(world):
+def test_a_newer_local_checkpoint_is_kept(world):
     world.upload(5)
     world.save(10)
     assert world.restore_all().chosen.step == 10 and kinds(world, CheckpointFetched) == []
 
 
-def test_a_fresh_start_where_nothing_was_ever_committed(world):
+def test_an_empty_store_is_a_fresh_start(world):
     assert world.restore_all().is_fresh_start
     uploaders = world.uploaders(stall_timeout=3)
     world.save(5)
@@ -240,8 +240,8 @@ def test_a_fresh_start_where_nothing_was_ever_committed(world):
     assert world.restore_all().is_fresh_start
 
 
-def test_what_is_damaged_here_is_mended(world):
-    """The same bytes lie there: refused here, fetched again, and only that file."""
+def test_a_damaged_local_file_is_replaced(world):
+    """The store has the same bytes: the local file is refused and downloaded again, and only that file."""
     world.upload(5, 10)
     path = rank_folders.path_of(world.disk, 10, 1) if world.fmt == "1.0" else iteration_folders.weights_of(world.disk, 10, 1)
     whole = path.read_bytes()
@@ -257,7 +257,7 @@ def test_what_is_damaged_here_is_mended(world):
     assert [os.path.basename(source) for source in copies] == [path.name]
 
 
-def test_what_is_damaged_there_is_refused_and_the_next_older_one_fetched(world, tmp_path):
+def test_a_damaged_remote_checkpoint_is_refused_and_the_next_older_one_downloaded(world, tmp_path):
     world.upload(5, 10)
     commit_dir = tmp_path / "objects" / "bucket/job/checkpoint" / attempt_name(10, RUN)
     weights = next(path for path in sorted(commit_dir.rglob("*.safetensors")))
@@ -270,7 +270,7 @@ def test_what_is_damaged_there_is_refused_and_the_next_older_one_fetched(world, 
 
 
 def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, monkeypatch):
-    """Rank folders: two runs that both began on an empty disk use the same names."""
+    """Rank folders: two runs that both started on an empty disk use the same names."""
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
     rank_folders.save(world.disk, 10, 2, LATER)
@@ -286,7 +286,8 @@ def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, m
 
 
 def unfinished_afresh(world, ranks):
-    """A training that began afresh on an empty disk has died in its first save; ``ranks`` have written their part."""
+    """Leaves the first save of a training that started afresh on an empty disk and was killed; ``ranks`` have written their
+    part."""
     rank_folders.save(world.disk, 5, 2)
     for one in reversed(world.uploaders()):
         one.enqueue(5)
@@ -303,7 +304,7 @@ def restored_without_it(world):
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_an_unfinished_save_that_has_the_names_of_a_checkpoint_goes(tmp_path, monkeypatch, recorded):
+def test_an_unfinished_save_with_the_names_of_a_checkpoint_is_removed(tmp_path, monkeypatch, recorded):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
     unfinished_afresh(world, [1])
@@ -312,7 +313,7 @@ def test_an_unfinished_save_that_has_the_names_of_a_checkpoint_goes(tmp_path, mo
     restored_without_it(world)
 
 
-def test_what_died_while_it_removed_an_unfinished_save_is_gone_on_with(tmp_path, monkeypatch):
+def test_an_interrupted_removal_of_an_unfinished_save_is_continued(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
     unfinished_afresh(world, [1])
@@ -323,7 +324,7 @@ def test_what_died_while_it_removed_an_unfinished_save_is_gone_on_with(tmp_path,
     restored_without_it(world)
 
 
-def test_an_unfinished_save_of_a_job_that_lives_stays(tmp_path, monkeypatch):
+def test_an_unfinished_save_of_a_running_job_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
     unfinished_afresh(world, [1])
@@ -338,7 +339,7 @@ def test_an_unfinished_save_of_a_job_that_lives_stays(tmp_path, monkeypatch):
     lease.release()
 
 
-def test_nothing_that_can_be_used_is_an_error_and_no_fresh_start(world, tmp_path):
+def test_no_usable_checkpoint_is_an_error_and_not_a_fresh_start(world, tmp_path):
     world.upload(5)
     for path in (tmp_path / "objects").rglob("*.safetensors"):
         path.unlink()
@@ -347,8 +348,8 @@ def test_nothing_that_can_be_used_is_an_error_and_no_fresh_start(world, tmp_path
         world.restore_all()
 
 
-def test_a_store_that_cannot_be_asked(world, monkeypatch):
-    """With nothing here nobody knows whether it would be a fresh start; with something here the job starts."""
+def test_an_unreachable_store_is_an_error_only_without_a_local_checkpoint(world, monkeypatch):
+    """Without a local checkpoint it is unknown whether this is a fresh start; with one the job starts."""
     world.upload(5)
 
     def refuse(url, recursive=False):
@@ -361,7 +362,7 @@ def test_a_store_that_cannot_be_asked(world, monkeypatch):
         world.restore_all()
 
 
-def test_a_listing_that_fails_while_the_url_is_no_object_is_no_fresh_start(world, monkeypatch):
+def test_a_failed_listing_is_not_a_fresh_start(world, monkeypatch):
     world.upload(5)
     world.empty_disk()
 
@@ -373,7 +374,7 @@ def test_a_listing_that_fails_while_the_url_is_no_object_is_no_fresh_start(world
         world.restore_all()
 
 
-def test_no_room_is_said_before_the_download(world, monkeypatch):
+def test_missing_space_is_reported_before_the_download(world, monkeypatch):
     world.upload(5)
     world.empty_disk()
     monkeypatch.setattr(type(STORAGE), "free_space", lambda self, folder: 1 << 20)
@@ -383,7 +384,7 @@ def test_no_room_is_said_before_the_download(world, monkeypatch):
 
 
 class OtherNode(type(STORAGE)):
-    """The same paths, on a disk of its own."""
+    """The same paths, on another disk."""
 
     def __init__(self, root, real):
         self.root, self.real = str(root), str(real)
@@ -396,7 +397,7 @@ class OtherNode(type(STORAGE)):
 
 
 def restored_apart(tmp_path, monkeypatch, fetched=RemoteCheckpoints):
-    """What two nodes that share no disk choose, on empty disks. ``fetched``: the store of rank 0."""
+    """Returns the selections of two nodes without shared storage, on empty disks. ``fetched``: the store of rank 0."""
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
     world.upload(5)
@@ -415,7 +416,7 @@ def restored_apart(tmp_path, monkeypatch, fetched=RemoteCheckpoints):
 
 
 def test_nodes_that_share_no_disk(tmp_path, monkeypatch):
-    """Rank folders: each its own files and record; rank 0 all records, which it judges by."""
+    """Rank folders: each rank downloads its own files and record; rank 0 all records, which decide its selection."""
     world, choices = restored_apart(tmp_path, monkeypatch)
     for choice in choices:
         assert choice.chosen.step == 5 and len(choice.shards) == 1
@@ -423,7 +424,7 @@ def test_nodes_that_share_no_disk(tmp_path, monkeypatch):
     assert "rank_1" not in os.listdir(world.disk)
 
 
-def test_records_of_other_nodes_that_do_not_come_are_no_fresh_start(tmp_path, monkeypatch):
+def test_missing_records_of_other_nodes_are_not_a_fresh_start(tmp_path, monkeypatch):
     class Failing(RemoteCheckpoints):
         def record(self, attempt, rank):
             if rank == 1:
@@ -434,7 +435,7 @@ def test_records_of_other_nodes_that_do_not_come_are_no_fresh_start(tmp_path, mo
     assert "step 5: rank 0: Network is unreachable" in str(errors[0])
 
 
-def test_what_was_fetched_and_is_not_chosen_is_no_fresh_start(tmp_path, monkeypatch):
+def test_a_downloaded_checkpoint_that_is_refused_is_not_a_fresh_start(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path, size=1)
     world.upload(5)
@@ -456,14 +457,14 @@ def test_another_number_of_ranks(world):
         world.empty_disk()
 
 
-def test_the_one_that_is_named(world):
+def test_a_requested_checkpoint_is_downloaded(world):
     world.upload(5, 10)
     world.empty_disk()
     named = str(rank_folders.name_of(0, 5)) if world.fmt == "1.0" else "5"
     assert world.restore_all(named=named).chosen.step == 5
 
 
-def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, monkeypatch):
+def test_a_refusal_by_the_selection_leads_to_the_next_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path, "2.0")
     uploaders = world.upload(5)
@@ -479,7 +480,7 @@ def test_what_the_choice_refuses_for_other_reasons_leads_to_the_next(tmp_path, m
     assert [event.step for event in kinds(world, CheckpointFetched)] == [10, 5]
 
 
-def test_a_manifest_that_cannot_be_read_is_refused_with_its_reason_and_the_rest_goes_on(world, monkeypatch):
+def test_an_unreadable_manifest_is_refused_with_its_reason_and_the_others_are_used(world, monkeypatch):
     world.upload(5, 10)
     world.empty_disk()
     unreadable(monkeypatch, 10)
@@ -487,7 +488,7 @@ def test_a_manifest_that_cannot_be_read_is_refused_with_its_reason_and_the_rest_
     assert {event.step for event in kinds(world, CandidateRefused) if "archived" in event.reason} == {10}
 
 
-def test_if_no_manifest_can_be_read_that_is_an_error_and_no_fresh_start(world, monkeypatch):
+def test_only_unreadable_manifests_are_an_error_and_not_a_fresh_start(world, monkeypatch):
     world.upload(5, 10)
     world.empty_disk()
     unreadable(monkeypatch, 5, 10)
@@ -495,38 +496,38 @@ def test_if_no_manifest_can_be_read_that_is_an_error_and_no_fresh_start(world, m
         world.restore_all()
 
 
-def sick_from(world, monkeypatch, first):
-    """The health monitor does not like what is saved from this step on. What a job that heeds it says to the choice."""
+def unhealthy_from(world, monkeypatch, first):
+    """Makes the health monitor report steps from this one on as unhealthy. Returns the options of a job that respects it."""
     write = iteration_folders.write_rank
     monkeypatch.setattr(iteration_folders, "write_rank", lambda root, step, *more, **how: write(
         root, step, *more, **{**how, "health": int(step >= first)}))
     return {"unhealthy": () if world.fmt == "2.0" else {str(rank_folders.name_of(0, step)) for step in (10, 15)}}
 
 
-def test_what_was_unhealthy_is_refused_by_its_manifest_before_any_download(world, monkeypatch):
-    heeds = sick_from(world, monkeypatch, 10)
+def test_an_unhealthy_checkpoint_is_refused_by_its_manifest_before_any_download(world, monkeypatch):
+    filters = unhealthy_from(world, monkeypatch, 10)
     world.upload(5, 10, 15)
     world.empty_disk()
     fetched = downloads(monkeypatch)
-    assert world.restore_all(**heeds).chosen.step == 5
+    assert world.restore_all(**filters).chosen.step == 5
     assert set(fetched) == {attempt_name(5, RUN)}
     assert {event.step for event in kinds(world, CandidateRefused)} >= {15, 10}
 
 
-def test_if_all_there_are_unhealthy_nothing_is_downloaded_and_that_is_an_error(world, monkeypatch):
-    heeds = sick_from(world, monkeypatch, 10)
+def test_only_unhealthy_checkpoints_are_an_error_without_a_download(world, monkeypatch):
+    filters = unhealthy_from(world, monkeypatch, 10)
     world.upload(10, 15)
     world.empty_disk()
     fetched = downloads(monkeypatch)
     with pytest.raises(NoUsableCheckpointError, match="no healthy checkpoints yet.*none can be used"):
-        world.restore_all(**heeds)
+        world.restore_all(**filters)
     assert fetched == []
     named = str(rank_folders.name_of(0, 15)) if world.fmt == "1.0" else "15"
-    assert world.restore_all(named=named, **heeds).chosen.step == 15
+    assert world.restore_all(named=named, **filters).chosen.step == 15
 
 
 def test_the_part_of_one_node_alone_is_not_downloaded(world, monkeypatch):
-    """As a person may have copied it there."""
+    """A user may have copied it there."""
     world.upload(5, 10)
     name = attempt_name(10, RUN)
     manifest, _ = world.remote.manifest(name)
@@ -537,7 +538,7 @@ def test_the_part_of_one_node_alone_is_not_downloaded(world, monkeypatch):
     assert world.restore_all().chosen.step == 5 and set(fetched) == {attempt_name(5, RUN)}
 
 
-def test_one_that_many_jobs_died_of_is_fetched_only_if_nothing_else_can_be_used(world, monkeypatch):
+def test_a_checkpoint_with_failed_loads_is_downloaded_only_if_nothing_else_is_usable(world, monkeypatch):
     world.upload(5, 10)
     note = (FOLDER, f"trial-{attempt_name(10, RUN)}")
 
@@ -573,7 +574,7 @@ def test_a_run_that_uploaded_nothing_counts_too(world):
     assert next_run(os.listdir(world.disk / FOLDER)).startswith("0004-")
 
 
-def test_a_run_that_was_taken_for_dead_uploads_nothing_more(world):
+def test_a_run_considered_dead_uploads_nothing_more(world):
     old = world.upload(5)
     world.save(10)
     world.remote.publish_status(LATER, RunStatus())
@@ -582,10 +583,10 @@ def test_a_run_that_was_taken_for_dead_uploads_nothing_more(world):
     old[0].work()
     errors = old[0].poll()
     assert len(errors) == 1 and f"taken over by run {LATER}" in str(errors[0]) and world.committed() == [5]
-    assert old[0].finish(0)                         # and says at the end what is missing, without waiting
+    assert old[0].finish(0)                         # and reports missing steps at the end, without waiting
 
 
-def test_of_two_runs_the_later_one_is_taken_whatever_its_step(world):
+def test_the_later_of_two_runs_is_selected_whatever_its_step(world):
     world.upload(20)
     world.upload(15, run=LATER)
     world.empty_disk()
@@ -595,7 +596,7 @@ def test_of_two_runs_the_later_one_is_taken_whatever_its_step(world):
 
 # ---- retention ---------------------------------------------------------------------------------------------------------
 
-def test_the_local_policy_holds_there_too_and_counts_earlier_runs(world):
+def test_the_local_policy_applies_to_the_store_and_counts_earlier_runs(world):
     world.upload(5, 10)
     world.upload(15, 20, run=LATER, policy=KeepLast(2))
     assert world.committed() == [20, 15]
@@ -604,7 +605,7 @@ def test_the_local_policy_holds_there_too_and_counts_earlier_runs(world):
     assert (5,) in [event.steps for event in kinds(world, CheckpointsRemoved)]
 
 
-def test_the_manifest_goes_first(world, monkeypatch):
+def test_remote_removal_deletes_the_manifest_first(world, monkeypatch):
     world.upload(5)
     removed = strike(monkeypatch, 0)
     world.upload(10, policy=KeepLast(1))
@@ -612,7 +613,7 @@ def test_the_manifest_goes_first(world, monkeypatch):
     assert gone[0].endswith(MANIFEST) and len(gone) > 3
 
 
-def test_retention_there_neither_deletes_nor_counts_what_it_cannot_read(world, monkeypatch):
+def test_remote_retention_neither_deletes_nor_counts_unreadable_checkpoints(world, monkeypatch):
     world.upload(5, 10)
     asked = unreadable(monkeypatch, 10)
     uploaders = world.upload(15, 20, 25, run=LATER, policy=KeepLast(2))
@@ -620,8 +621,8 @@ def test_retention_there_neither_deletes_nor_counts_what_it_cannot_read(world, m
     assert sum("archived" in event.text for event in kinds(world, Notice)) == 1 and len(set(asked)) == 1
 
 
-def test_another_training_is_not_counted_there_and_stays(world, monkeypatch):
-    """A fresh start with the url of another training."""
+def test_remote_retention_keeps_another_training(world, monkeypatch):
+    """A fresh start uses the url of another training."""
     for module in (rank_folders, iteration_folders):
         monkeypatch.setattr(module, "target_of", lambda root, rank, size, run=RUN, *more, plain=module.target_of: replace(
             plain(root, rank, size, run, *more), lineage=run))
@@ -630,7 +631,7 @@ def test_another_training_is_not_counted_there_and_stays(world, monkeypatch):
     assert world.committed() == [25, 20, 10, 5]
 
 
-def test_the_newest_healthy_one_stays_there_too(world, monkeypatch):
+def test_remote_retention_keeps_the_newest_healthy_checkpoint(world, monkeypatch):
     plain, write = rank_folders.state_of, iteration_folders.write_rank
     monkeypatch.setattr(rank_folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=int(step > 10)))
     monkeypatch.setattr(iteration_folders, "write_rank", lambda root, step, *more, **how: write(
@@ -639,7 +640,7 @@ def test_the_newest_healthy_one_stays_there_too(world, monkeypatch):
     assert world.committed() == [20, 10]
 
 
-def test_debris_goes_but_not_what_a_listing_shows_late(world):
+def test_orphans_are_removed_but_not_objects_that_are_listed_late(world):
     world.upload(5)
     world.remote.store.put(f"{URL}/{attempt_name(7, RUN)}/rank_0/torn.safetensors", b"of a rank that died")
     moxing.file.hidden.add(f"{URL}/{attempt_name(5, RUN)}/{record_path(attempt_name(5, RUN), MANIFEST)}")
@@ -650,7 +651,7 @@ def test_debris_goes_but_not_what_a_listing_shows_late(world):
 
 # ---- failures ----------------------------------------------------------------------------------------------------------
 
-def test_a_failed_upload_is_said_counted_and_tried_again(world, monkeypatch):
+def test_a_failed_upload_is_reported_counted_and_retried(world, monkeypatch):
     uploaders, original = world.uploaders(), moxing.file.copy
 
     def refuse(source, target):
@@ -670,7 +671,7 @@ def test_a_failed_upload_is_said_counted_and_tried_again(world, monkeypatch):
     assert world.committed() == [5] and world.first.poll() == []
 
 
-def test_uploads_slower_than_saves_leave_steps_out_and_say_so(world):
+def test_uploads_slower_than_saves_skip_steps_with_a_report(world):
     uploaders = world.uploaders()
     for step in (5, 10, 15):
         world.save(step)
@@ -682,7 +683,7 @@ def test_uploads_slower_than_saves_leave_steps_out_and_say_so(world):
     assert all(one.work() is False for one in uploaders)                       # nothing is pending on any rank
 
 
-def test_what_is_not_committed_here_is_not_begun(world):
+def test_an_uncommitted_step_is_not_uploaded(world):
     uploaders = world.uploaders()
     for rank in range(2):
         FORMATS[world.fmt].write_rank(world.disk, 5, rank, 2)
@@ -691,8 +692,8 @@ def test_what_is_not_committed_here_is_not_begun(world):
     assert world.first.work() is False and world.remote.scan().objects == {}
 
 
-def test_a_part_that_is_not_seen_on_a_shared_disk_may_be_late_but_not_for_ever(world):
-    """There a folder gets its name on another host."""
+def test_an_invisible_part_on_a_shared_disk_is_waited_for_until_a_limit(world):
+    """Another host publishes the folder."""
     uploaders = world.uploaders(stall_timeout=600.0)
     saved(world, uploaders, 5)
     base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000005"
@@ -711,7 +712,7 @@ def test_a_part_that_is_not_seen_on_a_shared_disk_may_be_late_but_not_for_ever(w
         assert "step 10 is given up: the part of rank 1 is not on its disk any more" in str(one.poll()[0])
 
 
-def test_a_rank_that_never_comes_is_named(world):
+def test_a_rank_that_never_uploads_is_named(world):
     uploaders = world.uploaders()
     world.others = []
     world.save(5)
@@ -720,8 +721,8 @@ def test_a_rank_that_never_comes_is_named(world):
     assert "objects of rank 1 did not come within 60 s" in str(uploaders[0].poll()[0]) and world.committed() == []
 
 
-def test_what_is_being_uploaded_is_not_removed_here(world):
-    """Retention of the job itself, while the other rank is slow."""
+def test_a_checkpoint_in_upload_is_not_removed_locally(world):
+    """Retention of the job runs while the other rank is slow."""
     uploaders = world.uploaders()
     world.save(5)
     for one in uploaders:
@@ -737,7 +738,7 @@ def test_what_is_being_uploaded_is_not_removed_here(world):
     assert {c.step for c in scan(STORAGE, str(world.disk)).candidates} == {15}
 
 
-def test_a_disk_that_cannot_be_looked_at_does_not_end_the_worker(world, monkeypatch):
+def test_an_unreadable_disk_does_not_end_the_worker(world, monkeypatch):
     uploaders = world.uploaders()
     world.save(5)
     for one in uploaders:
@@ -754,7 +755,7 @@ def test_a_disk_that_cannot_be_looked_at_does_not_end_the_worker(world, monkeypa
     assert world.committed() == [5]
 
 
-def test_an_upload_that_hangs_is_said_once(world):
+def test_a_hanging_upload_is_reported_once(world):
     uploader = world.uploaders(stall_timeout=10)[0]
     uploader._begin(5)
     assert uploader.poll() == []
@@ -802,8 +803,8 @@ def test_the_end_names_what_is_missing(world):
     assert all(fact in error for fact in ("step 5 is not", "obs://bucket/job/checkpoint", "2 s", "rank 0 is still uploading"))
 
 
-def test_the_end_does_not_wait_longer_than_it_may(world):
-    """Rank 0 has died."""
+def test_the_end_waits_for_a_limited_time(world):
+    """Rank 0 was killed."""
     uploaders = world.uploaders()
     saved(world, uploaders, 5)
     uploaders[0]._finished = True
@@ -813,7 +814,7 @@ def test_the_end_does_not_wait_longer_than_it_may(world):
 
 # ---- a later run at the same url -----------------------------------------------------------------------------------------
 
-def test_who_is_overtaken_tells_the_others_and_they_stop_at_once(world):
+def test_a_superseded_rank_0_notifies_the_others_and_they_stop_at_once(world):
     uploaders = world.upload(5)
     saved(world, uploaders, 10)
     world.remote.publish_status(LATER, RunStatus())
@@ -822,7 +823,7 @@ def test_who_is_overtaken_tells_the_others_and_they_stop_at_once(world):
     assert world.now < 10 and world.committed() == [5]
 
 
-def test_during_the_training_they_hear_it_too(world):
+def test_the_other_ranks_stop_during_the_training_too(world):
     uploaders = world.upload(5)
     world.remote.publish_status(LATER, RunStatus())
     saved(world, uploaders, 10)
@@ -831,7 +832,7 @@ def test_during_the_training_they_hear_it_too(world):
     assert [len(one.poll()) for one in uploaders] == [1, 1] and all(one.run_once() is None for one in uploaders)
 
 
-def test_the_end_names_the_newest_step_that_is_not_there_whenever_the_uploads_stopped(world):
+def test_the_end_names_the_newest_missing_step_whenever_the_uploads_stopped(world):
     uploaders = world.upload(5)
     world.remote.publish_status(LATER, RunStatus())
     saved(world, uploaders, 10)
@@ -844,26 +845,26 @@ def test_the_end_names_the_newest_step_that_is_not_there_whenever_the_uploads_st
         assert all(fact in error for fact in ("step 15 is not", URL, f"rank {rank} "))
 
 
-def test_overtaken_before_the_first_word(world):
+def test_a_run_may_be_superseded_before_its_first_status(world):
     uploaders = world.uploaders()
     world.remote.publish_status(LATER, RunStatus())
     saved(world, uploaders, 5)
     assert all(f"taken over by run {LATER}" in str(one.finish(600)[0]) for one in uploaders) and world.now < 10
 
 
-def test_the_word_of_the_one_that_was_overtaken_is_removed_by_the_later_run(world):
-    """Then the others look for themselves."""
+def test_the_status_of_a_superseded_run_is_removed_by_the_later_run(world):
+    """The other ranks then check the store themselves."""
     old = world.upload(5)
     saved(world, old, 10)
     world.upload(15, run=LATER)
     assert world.remote.read_status(RUN) is None
     world.first, world.others = old[0], old[1:]
-    old[0]._finished = True                             # and it has died
+    old[0]._finished = True                             # and it was killed
     errors = old[1].finish(600)
     assert f"taken over by run {LATER}" in str(errors[0]) and world.now < 10
 
 
-def test_the_word_is_tried_again(world, monkeypatch):
+def test_the_status_is_retried(world, monkeypatch):
     uploaders = world.upload(5)
     saved(world, uploaders, 10)
     world.remote.publish_status(LATER, RunStatus())
@@ -885,7 +886,7 @@ def test_a_run_status_of_an_older_version_has_no_reason(world):
 
 
 def test_two_pods_with_one_url_at_the_same_moment(world):
-    """Both found the bucket empty, so both are run 1. What one of them is uploading is no debris to the other."""
+    """Both found the bucket empty, so both are run 1. An upload of one is not an orphan for the other."""
     twin = run_name(1, "0000cccc")
     first, twins = world.uploaders(), world.uploaders(run=twin)
     world.others = first[1:]
@@ -933,8 +934,8 @@ def test_a_put_that_is_reported_as_failed_after_its_effect(world, monkeypatch, o
     assert world.restore_all().chosen.step == 10
 
 
-def test_objects_that_a_later_run_removes_while_the_manifest_comes(world, monkeypatch):
-    """It took this run for dead, and saw no manifest a moment before."""
+def test_a_later_run_removes_objects_while_the_manifest_is_written(world, monkeypatch):
+    """It considered this run dead, and saw no manifest shortly before."""
     uploaders = world.upload(5)
     saved(world, uploaders, 10)
     commit_dir = f"{URL}/{attempt_name(10, RUN)}"
@@ -949,7 +950,7 @@ def test_objects_that_a_later_run_removes_while_the_manifest_comes(world, monkey
     assert world.committed() == [5] and "objects were removed" in str(world.first.poll()[0])
 
 
-def test_a_manifest_that_comes_while_its_debris_is_removed_goes_too(world, monkeypatch):
+def test_a_manifest_that_appears_during_the_removal_of_its_orphans_is_removed_too(world, monkeypatch):
     world.upload(5)
     name = attempt_name(10, RUN)
     world.remote.store.put(f"{URL}/{name}/rank_0/torn.safetensors", b"of a rank that died")
@@ -962,7 +963,7 @@ def test_a_manifest_that_comes_while_its_debris_is_removed_goes_too(world, monke
     assert world.committed() == [15, 5] and name not in world.remote.scan().objects
 
 
-def test_what_cannot_be_removed_does_not_keep_the_rest(world, monkeypatch):
+def test_one_failed_remote_removal_does_not_stop_the_others(world, monkeypatch):
     world.upload(5, 10)
     remove = moxing.file.remove
 
@@ -976,9 +977,9 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(world, monkeypatch):
     assert all("403 Forbidden" in str(error) for error in uploaders[0].poll())
 
 
-# ---- death after every operation ---------------------------------------------------------------------------------------
+# ---- kill after every operation ---------------------------------------------------------------------------------------
 
-def test_whenever_the_job_dies_in_a_download_the_next_one_takes_the_same(tmp_path, monkeypatch):
+def test_the_next_job_selects_the_same_after_a_kill_at_any_moment_of_a_download(tmp_path, monkeypatch):
     for fmt in FORMATS:
         at, over = 0, False
         base = tmp_path / fmt
@@ -1002,8 +1003,8 @@ def test_whenever_the_job_dies_in_a_download_the_next_one_takes_the_same(tmp_pat
 
 
 @pytest.mark.parametrize("fmt", sorted(FORMATS))
-def test_a_disk_that_fails_in_the_middle_of_a_fetch(tmp_path, monkeypatch, fmt):
-    """Every operation on the disk fails once, with death: nothing half-fetched is ever taken."""
+def test_a_disk_error_during_a_download_leaves_nothing_selectable(tmp_path, monkeypatch, fmt):
+    """Every operation on the disk fails once, with a kill: no partial download is ever selected."""
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world, at, seen = World(tmp_path, fmt), 0, SimpleNamespace(fresh=0, taken=0)
     world.upload(10)

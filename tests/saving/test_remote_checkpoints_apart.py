@@ -1,6 +1,5 @@
-"""Nodes that share no disk, and an object store: each node commits its own part, the store holds the whole; a node that comes
-back with an empty disk gets its part again. Ranks 0 and 1 are on one node, 2 and 3 on the other.
-"""
+"""Nodes without shared storage, and an object store: each node commits its own part, the store has the whole checkpoint; a node
+that restarts with an empty disk downloads its part. Ranks 0 and 1 are on one node, 2 and 3 on the other."""
 import os
 import shutil
 
@@ -27,7 +26,7 @@ from mindresume.storage.object_store import MoxingStore
 from mindresume.storage.read_cache import ReadCache
 
 URL = "obs://bucket/job/checkpoint"
-ISLANDS = SharedGroups((0, 0, 2, 2))
+GROUPS = SharedGroups((0, 0, 2, 2))
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +40,7 @@ def remote():
 
 
 def save(tmp_path, *steps, late=()):
-    """Saved on both nodes, and uploaded; ``late``: ranks that do not upload."""
+    """Saves on both nodes, and uploads; ``late``: ranks that do not upload."""
     now = [0.0]
 
     def sleep(seconds):
@@ -64,7 +63,7 @@ def save(tmp_path, *steps, late=()):
 def resume(tmp_path, storage=lambda: STORAGE):
     def one(group):
         root, own = str(tmp_path / NODES[group.rank]), storage()
-        found = RemoteSelection(own, remote(), root, group, SelectionPolicy(4), shared_groups=ISLANDS)
+        found = RemoteSelection(own, remote(), root, group, SelectionPolicy(4), shared_groups=GROUPS)
         return found.select(lambda: select_node_local(own, root, group))
     found = Ranks(4).run(one)
     for error in found:
@@ -73,13 +72,13 @@ def resume(tmp_path, storage=lambda: STORAGE):
     return found
 
 
-def test_the_store_holds_the_parts_of_all_nodes_as_one(tmp_path):
+def test_the_store_has_the_parts_of_all_nodes_as_one_checkpoint(tmp_path):
     save(tmp_path, 5)
     manifest, _ = remote().manifest(remote().scan().committed()[0])
     assert (manifest.step, manifest.world_size, manifest.local_ranks, len(manifest.files)) == (5, 4, (), 4)
 
 
-def test_without_the_part_of_one_rank_nothing_is_committed_there(tmp_path):
+def test_nothing_is_committed_in_the_store_without_the_part_of_one_rank(tmp_path):
     first = save(tmp_path, 5, late=(3,))[0]
     assert remote().scan().committed() == []
     assert "rank 3" in str(first.poll()[0])
@@ -98,28 +97,28 @@ def test_a_node_with_an_empty_disk_gets_its_part_again(tmp_path, lost):
     assert names == {f"rank_{rank}" for rank in PARTS[lost]} and committed(STORAGE, str(tmp_path / lost))
 
 
-def test_what_is_damaged_here_and_replaced_is_read_anew(tmp_path):
-    """Though every file that was read whole is kept in memory."""
+def test_a_replaced_damaged_file_is_read_again(tmp_path):
+    """Although every file that was read completely is cached in memory."""
     save(tmp_path, 5, 10)
     flip_bit(path_of(tmp_path / NODES[1], 10, 1))
     assert [choice.chosen.step for choice in resume(tmp_path, lambda: ReadCache(STORAGE, 1 << 30))] == [10] * 4
 
 
-def test_what_both_have_and_is_newer_stays(tmp_path):
+def test_a_newer_step_of_both_nodes_is_kept(tmp_path):
     save(tmp_path, 5)
     for node, ranks in PARTS.items():
         save_part(tmp_path / node, 10, ranks)                   # not uploaded any more
     assert [choice.chosen.step for choice in resume(tmp_path)] == [10] * 4
 
 
-def test_a_step_that_one_node_alone_committed_comes_from_the_store_if_it_is_whole_there(tmp_path):
+def test_a_step_of_one_node_alone_is_downloaded_if_the_store_has_it_completely(tmp_path):
     save(tmp_path, 5, 10)
     name = committed(STORAGE, str(tmp_path / "b"))[0]
     shutil.rmtree(tmp_path / "b" / ".mindresume" / name)
     assert [choice.chosen.step for choice in resume(tmp_path)] == [10] * 4
 
 
-def test_nothing_whole_anywhere_is_an_error(tmp_path):
+def test_no_complete_checkpoint_anywhere_is_an_error(tmp_path):
     save(tmp_path, 5, late=(2,))
     shutil.rmtree(tmp_path / "b")
     with pytest.raises(NoUsableCheckpointError):
@@ -133,8 +132,8 @@ def steps_of(names):
 
 
 class Training:
-    """Two nodes, each keeps one checkpoint; the ranks exchange what they have behind each save. Time passes when somebody waits,
-    and then the training goes on: ``slow`` saves until the other ranks have uploaded something."""
+    """Two nodes that each keep one checkpoint; the ranks exchange their steps after each save. Time advances when a rank waits,
+    and the training then continues: ``slow`` saves until the other ranks have uploaded something."""
 
     def __init__(self, tmp_path, slow=5):
         self.base, self.slow, self.now, self.step, self.events = tmp_path, slow, 0.0, 0, []
@@ -142,7 +141,7 @@ class Training:
                        for rank in range(4)]
         self.uploaders = [Uploader(remote(), target, None, 60.0, self.events.append, lambda: self.now, self.sleep, True,
                                wait=self.wait) for target in self.places]
-        self.exchanges = [PeerState(STORAGE, target.root, RUN, ISLANDS, target.rank, uploader)
+        self.exchanges = [PeerState(STORAGE, target.root, RUN, GROUPS, target.rank, uploader)
                           for target, uploader in zip(self.places, self.uploaders, strict=True)]
         for peer_state in self.exchanges:
             STORAGE.make_folder(os.path.join(peer_state.root, FOLDER))
@@ -161,7 +160,7 @@ class Training:
             peer_state.on_peer_state(rows)
 
     def sleep(self, seconds):
-        """Rank 0 waits for the others."""
+        """Waits as rank 0 for the others."""
         self.now += seconds
         self.save()
         self.peer_state()
@@ -169,7 +168,7 @@ class Training:
             self.turns(1, 2, 3)
 
     def stop(self):
-        """The training stands still or is over; rank 0 waits all the same."""
+        """Pauses or ends the training; rank 0 waits nevertheless."""
         def sleep(seconds):
             self.now += seconds
             self.turns(1, 2, 3)
@@ -189,7 +188,7 @@ class Training:
         return steps_of(committed(STORAGE, str(self.base / node)))
 
     def finish(self):
-        """By all ranks. What went wrong."""
+        """Finishes on all ranks. Returns the errors."""
         for uploader in self.uploaders:
             uploader._closing = True
         return [str(error) for uploader in self.uploaders for error in uploader.finish(600)]
@@ -203,7 +202,7 @@ def in_bucket():
 
 
 @pytest.mark.parametrize("slow", [1, 3, 8])
-def test_what_is_announced_stays_on_all_nodes_until_it_is_uploaded(tmp_path, slow):
+def test_an_announced_step_is_kept_on_all_nodes_until_it_is_uploaded(tmp_path, slow):
     """Uploads are slower than keep_checkpoint_max saves."""
     job = Training(tmp_path, slow)
     for _ in range(4):
@@ -217,12 +216,12 @@ def test_what_is_announced_stays_on_all_nodes_until_it_is_uploaded(tmp_path, slo
     assert not [path for node in PARTS for path in (tmp_path / node / FOLDER).glob("claim-*")]
 
 
-def test_only_what_all_nodes_have_is_announced(tmp_path):
+def test_only_a_step_that_all_nodes_have_is_announced(tmp_path):
     job = Training(tmp_path, 1)
     job.save()
     job.save("a")
     job.turns(0)
-    assert in_bucket() == [] and job.uploaders[0].remote.read_status(RUN) == RunStatus()      # nobody has said what all have
+    assert in_bucket() == [] and job.uploaders[0].remote.read_status(RUN) == RunStatus()      # no common step is announced
     job.peer_state()
     job.stop()
     job.turns(0)
@@ -232,7 +231,7 @@ def test_only_what_all_nodes_have_is_announced(tmp_path):
     assert in_bucket() == [5] and job.errors() == []
 
 
-def test_a_part_that_is_lost_is_said_at_once_and_the_next_step_is_uploaded(tmp_path):
+def test_a_lost_part_is_reported_at_once_and_the_next_step_is_uploaded(tmp_path):
     job = Training(tmp_path, 1)
     job.save()
     job.peer_state()
@@ -248,7 +247,7 @@ def test_a_part_that_is_lost_is_said_at_once_and_the_next_step_is_uploaded(tmp_p
     assert in_bucket()[0] >= 10 and attempt_name(5, RUN) not in remote().scan().objects
 
 
-def test_weights_that_are_lost_during_the_upload(tmp_path, monkeypatch):
+def test_weights_lost_during_the_upload_are_reported(tmp_path, monkeypatch):
     job = Training(tmp_path, 1)
     job.save()
     job.peer_state()
@@ -258,7 +257,7 @@ def test_weights_that_are_lost_during_the_upload(tmp_path, monkeypatch):
     assert in_bucket() == [] and job.now < 10 and any("part of rank 3 is not on its disk" in text for text in job.errors())
 
 
-def test_at_the_end_the_last_step_that_all_have_is_uploaded(tmp_path):
+def test_the_newest_common_step_is_uploaded_at_the_end(tmp_path):
     """The other node did not save the last one."""
     job = Training(tmp_path)
     job.save()
@@ -270,7 +269,7 @@ def test_at_the_end_the_last_step_that_all_have_is_uploaded(tmp_path):
     assert any("step 10 is not complete in obs://bucket/job/checkpoint: rank 0" in text for text in errors)
 
 
-def test_a_failed_upload_may_be_pledged_again_or_a_newer_one(tmp_path, monkeypatch):
+def test_a_failed_upload_may_be_announced_again_or_a_newer_one(tmp_path, monkeypatch):
     job = Training(tmp_path, 1)
     job.save()
     job.peer_state()
@@ -285,7 +284,7 @@ def test_a_failed_upload_may_be_pledged_again_or_a_newer_one(tmp_path, monkeypat
     assert in_bucket() == [5]
 
 
-def test_a_disk_on_which_nothing_can_be_held_is_said(tmp_path, monkeypatch):
+def test_a_disk_without_read_locks_is_reported(tmp_path, monkeypatch):
     job = Training(tmp_path, 1)
     job.save()
 
@@ -296,7 +295,7 @@ def test_a_disk_on_which_nothing_can_be_held_is_said(tmp_path, monkeypatch):
     assert "step 5 cannot be locked on the disk of rank 2" in job.errors()[0]
 
 
-def test_a_node_whose_folder_cannot_be_listed_says_that_it_has_nothing(tmp_path, monkeypatch):
+def test_a_node_with_an_unlistable_folder_reports_no_checkpoint(tmp_path, monkeypatch):
     job = Training(tmp_path)
     job.save()
 

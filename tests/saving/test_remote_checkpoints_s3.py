@@ -1,4 +1,4 @@
-"""Checkpoints on an S3 server: what was uploaded comes back when the disk is gone. The protocol itself: test_remote.py."""
+"""Checkpoints on an S3 server: uploads are restored when the disk is lost. The protocol itself: test_remote.py."""
 import pytest
 from fakes.s3 import BUCKET, environment, s3_server  # noqa: F401  a fixture
 from saving.test_remote_checkpoints import FORMATS, LATER, World, content, no_flush  # noqa: F401  a fixture
@@ -20,7 +20,7 @@ def world(request, tmp_path, monkeypatch, s3_server):  # noqa: F811
     return made
 
 
-def test_a_folder_that_is_lost_comes_back(world):
+def test_a_lost_folder_is_restored(world):
     world.upload(5, 10)
     assert world.committed() == [10, 5]
     before = content(world.disk)
@@ -29,7 +29,7 @@ def test_a_folder_that_is_lost_comes_back(world):
     assert content(world.disk).items() <= before.items()
 
 
-def test_the_next_run_goes_on_from_there_and_the_oldest_is_removed(world):
+def test_the_next_run_resumes_from_the_store_and_the_oldest_is_removed(world):
     world.upload(5, 10)
     world.empty_disk()
     assert world.restore_all().chosen.step == 10
