@@ -38,17 +38,17 @@ class Arrays(SaveRequest):
         return Save(rank_shard(name, state, tensors))
 
     def on_collected(self, save, name):
-        self.job.told.append(("collected", name))
+        self.job.saver_calls.append(("collected", name))
 
     def on_submitted(self, save, name):
-        self.job.told.append(("submitted", name))
+        self.job.saver_calls.append(("submitted", name))
 
 
 class Job:
     """One attempt of a training, in this process."""
 
     def __init__(self, root, group=None, settings=None, pending=None, leases=None, iterations=False, every=5, **options):
-        self.step, self.collected, self.told, self.events, self.reason = 0, [], [], [], ""
+        self.step, self.collected, self.saver_calls, self.events, self.reason = 0, [], [], [], ""
         options = SaveOptions(str(root), "net", every, iterations=iterations, **options)
         self.manager = CheckpointManager(
             STORAGE, group or SingleProcess(), settings or Settings(), options, KEEP_ALL, self.events.append, pending)
@@ -81,7 +81,7 @@ def committed(root):
 
 
 def spoil(root):
-    """A file in the place of the folder of rank 0: nothing can be written there, not even by root."""
+    """Puts a file in place of the folder of rank 0: nothing can be written there, not even by root."""
     root.mkdir(parents=True, exist_ok=True)
     if (root / "rank_0").is_dir():
         (root / "rank_0").rename(root / "aside")

@@ -29,7 +29,7 @@ def test_rank_0_writes_all_but_progress(tmp_path):
 
 
 @pytest.mark.parametrize("failure", [SaveFailed(5, "full"), TrainingEnded(FAILED, "ValueError: x")])
-def test_another_rank_writes_when_it_fails_with_what_came_before(tmp_path, failure):
+def test_another_rank_writes_its_earlier_events_when_it_fails(tmp_path, failure):
     file = EventFile(str(tmp_path), 3)
     for step in range(event_file.KEPT + 10):
         file.handle(SaveBegun(step), float(step))
@@ -73,7 +73,7 @@ def test_a_long_text_is_cut(tmp_path):
     assert len(rows) == 1 and len(rows[0]["text"]) == event_file.TEXT_LIMIT
 
 
-def test_the_oldest_files_are_removed_when_a_run_begins(tmp_path, monkeypatch):
+def test_the_oldest_files_are_removed_when_a_run_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(event_file, "MAX_FILES", 3)
     (tmp_path / FOLDER).mkdir()
     for day in range(1, 6):

@@ -57,7 +57,7 @@ def finish_all():
 
 
 class Job:
-    """A training process, from its start to its end."""
+    """One run of a training process."""
 
     def __init__(self, monitor, done=0, per_epoch=PER_EPOCH):
         net = nn.Dense(3, 2)
@@ -88,7 +88,7 @@ class Job:
 
 
 def build(folder, done=0, **options):
-    """As base_trainer.py builds it: the YAML block and the injected arguments."""
+    """Builds the callback as base_trainer.py does: the YAML block and the injected arguments."""
     injected = {**INJECTED, "health_ckpts_record_dir": str(folder)}
     injected.update({key: options.pop(key) for key in list(options) if key in injected})
     if done:
@@ -99,7 +99,8 @@ def build(folder, done=0, **options):
 
 
 def resume(root, step):
-    """What the hooks leave before the training begins: step ``step`` is chosen. Without it a training is a fresh start."""
+    """Sets the state that the hooks leave before the training starts: step ``step`` is selected. Without it a training is a fresh
+    start."""
     found = next(c for c in scan(PosixStorage(), str(root)).candidates if c.step == step)
     training_context.current().plan = training_context.ResumePlan(choice=Choice(found, (), (), False, (), str(root)))
 
@@ -155,7 +156,7 @@ def test_a_load_attempt_lasts_from_the_compilation_to_the_end_of_the_first_step(
 
 # ---- registry and arguments ------------------------------------------------------------------------------------------
 
-def test_the_registry_gives_ours_and_it_is_a_subclass_of_the_built_in():
+def test_the_registry_returns_our_subclass_of_the_built_in():
     found = MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, "CheckpointMonitor")
     assert found is CheckpointMonitor and issubclass(found, BuiltIn) and issubclass(found, ms.ModelCheckpoint)
 
@@ -198,7 +199,7 @@ def test_build_callback_with_the_arguments_of_the_trainer(tmp_path):
     assert (built._append_step_num, built.global_batch_size, built._config.format) == (15, 8, "safetensors")
 
 
-# ---- when and under which names --------------------------------------------------------------------------------------
+# ---- due steps and names --------------------------------------------------------------------------------------
 
 def test_names_meta_json_records_and_the_last_step_once(tmp_path):
     Job(build(tmp_path)).steps(12).end()
@@ -222,7 +223,7 @@ def test_saves_fall_on_absolute_multiples_after_a_resume(tmp_path, done, expecte
 
 
 def test_sinks_of_two_steps(tmp_path):
-    """An epoch is one sink: the first arrival at or behind a multiple saves."""
+    """An epoch is one sink: the first callback at or after a multiple saves."""
     Job(build(tmp_path, save_checkpoint_steps=5), per_epoch=2).steps(8, stride=2).end()
     assert committed(tmp_path) == [6, 10, 16]
     assert files(tmp_path) == ["net_rank_0-3_2.safetensors", "net_rank_0-5_2.safetensors", "net_rank_0-8_2.safetensors"]
@@ -255,7 +256,7 @@ def test_the_suffix_grows_with_each_run_and_nothing_is_overwritten(tmp_path):
     assert [run[:4] for run in runs] == ["0003", "0002", "0001"] and len(set(runs)) == 3
 
 
-def test_a_name_that_has_a_record_is_not_used_again_though_its_file_is_gone(tmp_path):
+def test_a_recorded_name_is_not_reused_after_its_file_is_lost(tmp_path):
     Job(build(tmp_path)).steps(5)
     for path in (tmp_path / "checkpoint" / "rank_0").iterdir():
         path.unlink()
@@ -272,7 +273,7 @@ def test_keep_checkpoint_max_counts_over_runs_and_removes_after_the_commit(tmp_p
     assert files(tmp_path) == ["net_rank_0-2_5.safetensors", "net_rank_0_1-2_10.safetensors"]
 
 
-def test_a_fresh_start_beside_another_training_leaves_its_checkpoints_and_says_so(tmp_path, caplog):
+def test_a_fresh_start_beside_another_training_keeps_its_checkpoints_with_a_warning(tmp_path, caplog):
     Job(build(tmp_path, keep_checkpoint_max=2)).steps(15).end()
     caplog.clear()
     Job(build(tmp_path, keep_checkpoint_max=1)).steps(12).end()
@@ -298,11 +299,11 @@ def test_a_resume_from_another_folder_belongs_to_that_training(tmp_path, where):
     assert committed(tmp_path) == [15, 20]
 
 
-# ---- behind the training ---------------------------------------------------------------------------------------------
+# ---- asynchronous saves ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kind", [True, "thread", "process"])
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_async_save_holds_the_weights_of_its_step(tmp_path, kind, fmt):
+def test_async_save_writes_the_weights_of_its_step(tmp_path, kind, fmt):
     job = Job(build(tmp_path, async_save=kind, checkpoint_format=fmt, keep_checkpoint_max=3)).steps(22).end()
     assert committed(tmp_path) == [10, 15, 20, 22][-3:] and job.monitor._checkpoints.outcomes.failed_in_a_row == 0
     for candidate in scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates:
@@ -338,14 +339,14 @@ def test_a_last_save_that_failed_is_tried_again_at_the_end(tmp_path, kind):
     assert committed(tmp_path) == [5]
 
 
-def test_a_copy_takes_no_more_than_the_share_of_the_rank(tmp_path, monkeypatch, caplog):
+def test_a_copy_uses_at_most_the_memory_share_of_the_rank(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(checkpoint_manager, "share_of_rank", lambda group: 64)
     Job(build(tmp_path, async_save=True)).steps(5).end()
     assert committed(tmp_path) == [5] and "step 5 is saved in the training thread" in caplog.text
     assert "the share of this rank" in caplog.text
 
 
-def test_a_save_that_is_due_while_one_is_written_is_skipped_if_asked(tmp_path, own_context, monkeypatch):
+def test_a_save_due_during_another_is_skipped_if_configured(tmp_path, own_context, monkeypatch):
     own_context.settings = Settings(async_when_busy="skip")
     job = Job(build(tmp_path, async_save=True)).steps(5)
     job.monitor._checkpoints._saver.wait(600)
@@ -357,12 +358,12 @@ def test_a_save_that_is_due_while_one_is_written_is_skipped_if_asked(tmp_path, o
     assert committed(tmp_path) == [5, 15]
 
 
-def test_weights_alone_behind_the_training(tmp_path):
+def test_async_save_writes_weights_only_files(tmp_path):
     Job(build(tmp_path, async_save=True, save_network_params=True)).steps(10).end()
     assert files(tmp_path, "checkpoint_network") == ["net_rank_0-network-1_10.safetensors", "net_rank_0-network-1_5.safetensors"]
 
 
-# ---- who else saves there --------------------------------------------------------------------------------------------
+# ---- other jobs in the folder --------------------------------------------------------------------------------------------
 
 def test_a_lease_exists_while_it_trains_and_not_afterwards(tmp_path):
     job = Job(build(tmp_path)).steps(5)
@@ -372,7 +373,7 @@ def test_a_lease_exists_while_it_trains_and_not_afterwards(tmp_path):
     assert lease_holders(PosixStorage(), str(tmp_path / "checkpoint")) == []
 
 
-def test_a_job_that_was_taken_over_ends_and_says_by_whom(tmp_path):
+def test_a_job_that_lost_its_lease_ends_and_names_the_holder(tmp_path):
     job = Job(build(tmp_path)).steps(5)
     later = Lease(PosixStorage(), str(tmp_path / "checkpoint"),
                   replace(holder_of_this_process("saving", 8), run=run_name(7, "0000ffff"), host="node9"))
@@ -439,7 +440,7 @@ def test_transient_parameters_are_not_saved(tmp_path):
         assert "accu_grads.w" not in read_header(file, str(path)).tensors
 
 
-def test_weights_alone(tmp_path):
+def test_weights_only_files_are_saved(tmp_path):
     job = Job(build(tmp_path, save_network_params=True, save_trainable_params=True, keep_checkpoint_max=2))
     job.net.bias.requires_grad = False
     job.steps(15)
@@ -454,10 +455,10 @@ def test_weights_alone(tmp_path):
     assert set(trainable) == {"weight"}
 
 
-# ---- trouble ---------------------------------------------------------------------------------------------------------
+# ---- failures ---------------------------------------------------------------------------------------------------------
 
 def spoil(folder):
-    """A file in the place of the folder of rank 0: nothing can be written there, not even by root."""
+    """Puts a file in place of the folder of rank 0: nothing can be written there, not even by root."""
     (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
     (folder / "checkpoint" / "rank_0").write_text("in the way")
 
@@ -470,7 +471,7 @@ def test_on_save_error_raise(tmp_path, own_context):
         job.steps(1)
 
 
-def test_a_training_that_ended_with_an_error_is_settled_by_the_hooks(tmp_path, own_context, monkeypatch):
+def test_the_hooks_finish_the_saves_of_a_failed_training(tmp_path, own_context, monkeypatch):
     job = Job(build(tmp_path, async_save="thread")).steps(5)
     assert own_context.monitor is job.monitor
     job.monitor.finish_after_error()
@@ -482,7 +483,7 @@ def test_after_its_end_a_training_has_no_monitor(tmp_path, own_context):
     assert own_context.monitor is None
 
 
-def test_a_stop_that_is_agreed_upon_ends_the_training(tmp_path, own_context):
+def test_a_stop_of_all_ranks_ends_the_training(tmp_path, own_context):
     job = Job(build(tmp_path)).steps(2)
     stopped = []
     job.context.request_stop = lambda: stopped.append(True)
@@ -492,25 +493,25 @@ def test_a_stop_that_is_agreed_upon_ends_the_training(tmp_path, own_context):
 
 
 def test_a_monitor_in_a_second_training_saves_its_steps(tmp_path):
-    """The steps of the first one were taken for saved, and of the second nothing was."""
+    """The steps of the first training counted as saved, so the second saved nothing."""
     job = Job(build(tmp_path)).steps(10).end()
     second = Job(job.monitor).steps(10).end()
     assert files(tmp_path)[-2:] == ["net_rank_0_1-1_10.safetensors", "net_rank_0_1-1_5.safetensors"]
     assert second.monitor._checkpoints.outcomes.saved == {5, 10}
 
 
-# ---- what is left to the built-in ------------------------------------------------------------------------------------
+# ---- left to the built-in ------------------------------------------------------------------------------------
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the built-in's methods that were called; they do nothing."""
+    """Returns the names of the called methods of the built-in; they do nothing."""
     called = []
     for name in ("on_train_begin", "step_end", "end", "_save_ckpt", "save_checkpoint", "save_checkpoint_network"):
         monkeypatch.setattr(BuiltIn, name, lambda self, *args, name=name: called.append(name), raising=False)
     return called
 
 
-def test_encryption_goes_to_the_built_in(tmp_path, calls):
+def test_encryption_is_left_to_the_built_in(tmp_path, calls):
     Job(build(tmp_path, enc_key=b"0123456789abcdef", checkpoint_format="ckpt")).steps(1).end()
     assert calls == ["on_train_begin", "step_end", "end"]
 
@@ -521,7 +522,7 @@ def test_an_encrypted_file_is_written_by_the_built_in(tmp_path):
 
 
 def emergency(job, monitor=None):
-    """As mindformers base_trainer.py, ckpt_save_func, with what MindIO TTP gives it."""
+    """Saves as mindformers base_trainer.py, ckpt_save_func, with the arguments of MindIO TTP."""
     monitor = monitor or job.monitor
     monitor._append_dict.update({"__exception_save__": True})
     monitor._save_ckpt(job.params, True)
@@ -531,8 +532,8 @@ def emergency(job, monitor=None):
 @pytest.mark.parametrize("other", [False, True])
 @pytest.mark.parametrize("kind", [False, "thread"])
 def test_an_emergency_save_has_records_and_a_mark(tmp_path, calls, other, kind):
-    """By the monitor that saves, or by a second one that is in no training, as mindformers 1.9.0 makes it before it trains: the
-    built-in removes a folder that is empty, so not while the first file is being written to it."""
+    """Saved by the monitor of the training, or by a second one outside any training, which mindformers 1.9.0 creates before it
+    trains: the built-in removes an empty folder, so not while the first file is being written to it."""
     spare = build(tmp_path, async_save=kind) if other else None
     job = Job(build(tmp_path, async_save=kind)).steps(7)
     emergency(job, spare)
@@ -543,7 +544,7 @@ def test_an_emergency_save_has_records_and_a_mark(tmp_path, calls, other, kind):
     assert (tmp_path / "checkpoint" / ".mindresume" / newest.name / "emergency").exists()
 
 
-def test_an_emergency_in_a_step_that_is_saved_already_writes_nothing_twice(tmp_path):
+def test_an_emergency_in_a_saved_step_writes_nothing_again(tmp_path):
     job = Job(build(tmp_path)).steps(5)
     emergency(job)
     assert files(tmp_path) == ["net_rank_0-1_5.safetensors"] and committed(tmp_path) == [5]
@@ -560,7 +561,7 @@ def test_an_emergency_that_we_cannot_save_is_left_to_the_built_in(tmp_path, call
 
 
 def test_an_emergency_save_that_needs_the_lost_ranks_is_an_error(tmp_path, calls, monkeypatch):
-    """The built-in would wait for them."""
+    """The built-in would wait for the lost ranks."""
     job = Job(build(tmp_path)).steps(7)
     monkeypatch.setattr(module.adapter, "rescued_parameters", lambda *_: 1 / 0)
     monkeypatch.setattr(module.adapter, "collect_is_collective", lambda *_: True)
@@ -570,7 +571,7 @@ def test_an_emergency_save_that_needs_the_lost_ranks_is_an_error(tmp_path, calls
     assert calls == []
 
 
-def test_an_emergency_outside_any_training_goes_to_the_built_in(tmp_path, calls):
+def test_an_emergency_outside_any_training_is_left_to_the_built_in(tmp_path, calls):
     job = Job(build(tmp_path)).steps(5).end()
     job.monitor._append_dict["__exception_save__"] = True
     job.monitor._save_ckpt(job.params, True)
@@ -585,7 +586,7 @@ def test_a_monitor_whose_training_never_began_leaves_saving_to_the_built_in(tmp_
     assert files(tmp_path) == ["net_rank_0-1_3.safetensors"] and committed(tmp_path) == []
 
 
-# ---- metrics, and retention that goes by them ------------------------------------------------------------------------
+# ---- metrics, and retention by metrics ------------------------------------------------------------------------
 
 @pytest.mark.parametrize("outputs, expected", [
     ((ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)), {"loss": 0.5}), (ms.Tensor([1.0, 2.0]), {"loss": 1.5}),
@@ -596,7 +597,7 @@ def test_the_loss_in_the_outputs_of_a_step(outputs, expected):
     assert state_collector._loss(outputs) == expected
 
 
-def test_the_loss_and_what_the_user_reports_are_recorded(tmp_path):
+def test_the_loss_and_reported_metrics_are_recorded(tmp_path):
     def newest():
         return dict(scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0].metrics)
     job = Job(build(tmp_path)).steps(5)
@@ -619,7 +620,7 @@ def test_a_metric_that_is_none(name, value):
     assert training_context.current().progress.metrics == {}
 
 
-def test_a_training_keeps_what_its_settings_say(tmp_path):
+def test_a_training_keeps_the_checkpoints_of_its_settings(tmp_path):
     training_context.set_current(training_context.TrainingContext(Settings(keep_every_steps=20, keep_best=1,
         keep_best_metric="score",
                                                                      keep_best_mode="max")))
@@ -647,7 +648,7 @@ def test_health_is_kept_in_the_list_of_mindformers_and_in_our_records(tmp_path, 
     assert states == [1, 0]                                     # newest first
 
 
-# ---- what a person sees ----------------------------------------------------------------------------------------------
+# ---- visible output ----------------------------------------------------------------------------------------------
 
 class Seen:
     """A handler that keeps the events."""
@@ -671,7 +672,7 @@ class Writer:
 
 
 @pytest.mark.parametrize("kind", [False, "thread"])
-def test_scalars_of_saves_where_tensorboard_is_on(tmp_path, monkeypatch, kind):
+def test_saves_write_scalars_if_tensorboard_is_enabled(tmp_path, monkeypatch, kind):
     writer = Writer()
     monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", writer)
     Job(build(tmp_path, async_save=kind)).steps(10).end()
@@ -679,10 +680,10 @@ def test_scalars_of_saves_where_tensorboard_is_on(tmp_path, monkeypatch, kind):
         assert set(writer.rows[f"mindresume/{tag}"]) == {5, 10} and min(writer.rows[f"mindresume/{tag}"].values()) >= 0
     assert writer.rows["mindresume/save-MiB"][5] * 2**20 == (
         tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").stat().st_size
-    assert "mindresume/steps-lost" not in writer.rows                           # no job died
+    assert "mindresume/steps-lost" not in writer.rows                           # no job failed
 
 
-def test_an_event_and_scalars_of_what_a_resume_lost(tmp_path, monkeypatch, own_context):
+def test_lost_work_of_a_resume_emits_an_event_and_scalars(tmp_path, monkeypatch, own_context):
     writer, seen = Writer(), Seen()
     monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", writer)
     own_context.emit.add(seen)

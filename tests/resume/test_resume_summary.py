@@ -1,4 +1,4 @@
-"""What a resume says: every item restored, recomputed, absent or changed, and one warning for what is worth one."""
+"""The summary of a resume: every item restored, recomputed, absent or changed, and one warning for each relevant item."""
 import pytest
 
 from mindresume.errors import ProgressError
@@ -45,7 +45,7 @@ def test_another_batch_size():
         ("random state", "absent", "not in the checkpoint: the seeds of the configuration apply")]
 
 
-def test_another_data_set_and_a_checkpoint_that_does_not_say():
+def test_another_data_set_and_an_absent_fingerprint_are_reported():
     rows = rows_of(state(), RunSettings(8, 10, None, {"files": "b"}, DataRequest(False, 2)))
     assert ("data", "recomputed", "as data_skip_steps: 2 says: pass 1, behind 16 of 80 samples: 2 steps are skipped") in rows
     assert ("data set", "changed", "files: a, now b") in rows
@@ -62,7 +62,7 @@ def warnings(saved, new, on_change="warn"):
     return resume_warnings(resume_progress(saved, new), new, on_change)
 
 
-def test_no_warning_without_a_reason():
+def test_a_resume_without_a_reason_gives_no_warning():
     assert warnings(state(), RunSettings(8, 10, None, OURS), "error") == []
     assert warnings(state(), RunSettings(8, 10, None, {"files": "b"}, DataRequest(True)), "error") == []
     assert warnings(state(), RunSettings(8, 10), "error") == []
@@ -74,7 +74,7 @@ def test_samples_that_are_seen_again():
                         "rounded down")
 
 
-def test_a_change_that_nobody_declared():
+def test_an_undeclared_change_is_a_warning():
     new = RunSettings(8, 10, None, {"files": "b"})
     (sentence,) = warnings(state(), new)
     assert sentence.startswith("the data set differs from that of the checkpoint (files: a, now b); 35 steps of it are skipped "
@@ -83,8 +83,8 @@ def test_a_change_that_nobody_declared():
         warnings(state(), new, "error")
 
 
-def test_words_that_are_still_there_when_the_data_set_changes_again():
-    """``ignore_data_skip: True`` was left in the configuration: what it does is said; without a change it does nothing."""
+def test_a_remaining_data_request_is_reported_when_the_data_set_changes_again():
+    """``ignore_data_skip: True`` remained in the configuration: its effect is reported; without a change it has none."""
     data_request, stood = DataRequest(True), DataPosition(0, 40, 3, "ignore_data_skip: True", OURS)
     (sentence,) = warnings(state(data=stood), RunSettings(8, 10, None, {"files": "b"}, data_request), "error")
     assert sentence.startswith("ignore_data_skip: True is still set, and the data set differs from that of the checkpoint "

@@ -37,16 +37,16 @@ def settled():
 # ---- saving --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("iterations", [False, True])
-def test_due_steps_and_the_last_one_and_what_is_told(tmp_path, iterations):
+def test_due_steps_and_the_last_step_are_saved_with_their_notifications(tmp_path, iterations):
     job = Job(tmp_path, iterations=iterations).steps(7).end()
     name = iteration_name if iterations else (lambda step: f"net_rank_0-1_{step}.safetensors")
     assert committed(tmp_path) == [5, 7] == [step for step, _ in job.saved] and job.collected == [5, 7]
-    assert job.told == [(word, name(step)) for step in (5, 7) for word in ("collected", "submitted")]
+    assert job.saver_calls == [(word, name(step)) for step in (5, 7) for word in ("collected", "submitted")]
     assert all(stall >= 0 for _, stall in job.saved) and not job.manager.saving and job.manager.session.lease.step == 7
 
 
 @pytest.mark.parametrize("iterations", [False, True])
-def test_the_events_of_a_run_tell_what_happened_to_each_step(tmp_path, iterations):
+def test_the_events_of_a_run_describe_each_step(tmp_path, iterations):
     job = Job(tmp_path, iterations=iterations).steps(5)
     opened, begun, committed, written = job.events
     assert opened == RunOpened(job.manager.target.run, str(tmp_path), "net" if iterations else "net_rank_0", 1)
@@ -64,7 +64,7 @@ def test_a_save_in_the_background_is_staged_before_it_is_written(tmp_path, kind)
     assert (staged.step, staged.name) == (5, "net_rank_0-1_5.safetensors") and staged.stall_seconds == written.stall_seconds
 
 
-def test_a_step_that_is_left_out_is_counted(tmp_path):
+def test_a_skipped_step_is_counted(tmp_path):
     job = Job(tmp_path, settings=Settings(async_when_busy="skip"), async_save="thread")
     job.manager._saver.busy = lambda: True
     job.steps(10)
@@ -85,11 +85,11 @@ def test_an_error_of_the_record_is_a_failed_save(tmp_path):
     job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(4)
     job.step += 1
     with pytest.raises(SaveError, match="no health"):
-        job.manager.step_end(type("Sick", (Arrays,), {"on_collected": on_collected})(job))
+        job.manager.step_end(type("Failing", (Arrays,), {"on_collected": on_collected})(job))
     assert committed(tmp_path) == [] and job.saved == []
 
 
-def test_an_earlier_training_of_this_process_gives_the_folder_back_and_one_elsewhere_does_not(tmp_path):
+def test_an_earlier_training_of_this_process_releases_the_folder_and_one_of_another_process_does_not(tmp_path):
     memory = {}
     first = Job(tmp_path, leases=memory).steps(5)
     second = Job(tmp_path, leases=memory)
@@ -99,7 +99,7 @@ def test_an_earlier_training_of_this_process_gives_the_folder_back_and_one_elsew
         first.steps(5)
 
 
-def test_all_ranks_by_seconds_of_rank_0(tmp_path, monkeypatch):
+def test_all_ranks_save_by_the_clock_of_rank_0(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -111,30 +111,30 @@ def test_all_ranks_by_seconds_of_rank_0(tmp_path, monkeypatch):
     assert Ranks(2).run(work) == [[True, False]] * 2
 
 
-class FakeTrial:
-    begun, told = False, None
+class FakeLoadAttempt:
+    begun, result = False, None
 
     def begin(self):
         self.begun = True
 
     def passed(self):
-        self.told = "passed"
+        self.result = "passed"
 
 
 @pytest.mark.parametrize("signalled", [False, True])
-def test_a_trial_knows_the_run_and_ends_with_the_first_step(tmp_path, signalled):
-    load_attempt = FakeTrial()
+def test_a_load_attempt_has_the_run_and_ends_with_the_first_step(tmp_path, signalled):
+    load_attempt = FakeLoadAttempt()
     job = Job(tmp_path, pending=PendingLoadAttempt(load_attempt))
     assert (load_attempt.run, load_attempt.hosts) == (job.manager.target.run, 1)
     job.manager.preemption.signalled = signalled
     job.manager.begin_load_attempt()
     job.manager.preemption.signalled = False
-    assert load_attempt.begun is not signalled and load_attempt.told is None
+    assert load_attempt.begun is not signalled and load_attempt.result is None
     job.steps(1)
-    assert load_attempt.told == "passed" and job.manager.pending.attempt is None
+    assert load_attempt.result == "passed" and job.manager.pending.attempt is None
 
 
-def test_whoever_is_asked_to_leave_saves_the_step_and_says_why(tmp_path):
+def test_a_preempted_training_saves_the_step_and_reports_the_reason(tmp_path):
     job = Job(tmp_path).steps(2)
     job.manager.preemption.signalled = True
     assert job.steps(1).reason == "SIGTERM" and committed(tmp_path) == [3]
@@ -142,7 +142,7 @@ def test_whoever_is_asked_to_leave_saves_the_step_and_says_why(tmp_path):
     assert job.end().collected == [3]
 
 
-# ---- trouble -------------------------------------------------------------------------------------------------------
+# ---- failures -------------------------------------------------------------------------------------------------------
 
 def test_on_save_error_raise(tmp_path):
     job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(4)
@@ -151,7 +151,7 @@ def test_on_save_error_raise(tmp_path):
         job.steps(1)
 
 
-def test_on_save_error_warn_goes_on_until_the_ceiling(tmp_path):
+def test_on_save_error_warn_continues_until_the_limit_of_failures(tmp_path):
     job = Job(tmp_path, settings=Settings(on_save_error="warn", max_failed_saves=3)).steps(4)
     spoil(tmp_path)
     job.steps(10)                                                       # steps 5 and 10 fail
@@ -170,7 +170,7 @@ def test_a_success_resets_the_count_of_failures(tmp_path):
     assert committed(tmp_path) == [10, 20]
 
 
-def test_no_ceiling(tmp_path):
+def test_a_limit_of_none_never_stops_the_training(tmp_path):
     job = Job(tmp_path, settings=Settings(on_save_error="warn", max_failed_saves=0)).steps(4)
     spoil(tmp_path)
     job.steps(30)
@@ -180,7 +180,7 @@ def test_no_ceiling(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [False, "thread", "process"])
-def test_a_training_that_ends_with_an_error_commits_what_it_had_begun(tmp_path, monkeypatch, kind):
+def test_a_training_that_ends_with_an_error_commits_its_started_saves(tmp_path, monkeypatch, kind):
     class Late:
         def __init__(self):
             self.unregistered = []
@@ -205,7 +205,7 @@ def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path):
     assert [event.step for event in job.emitted(SaveFailed)] == [5]
 
 
-def test_a_rescue_leaves_a_mark_and_writes_nothing_twice(tmp_path):
+def test_an_emergency_save_has_a_marker_and_writes_nothing_twice(tmp_path):
     job = Job(tmp_path).steps(7)
     assert [job.manager.emergency_save(Arrays(job)) for _ in range(2)] == [True, True]
     newest = scan(STORAGE, str(tmp_path)).candidates[0]
@@ -213,7 +213,7 @@ def test_a_rescue_leaves_a_mark_and_writes_nothing_twice(tmp_path):
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_rescue_that_fails_is_left_to_others_unless_they_would_wait(tmp_path, waits):
+def test_a_failed_emergency_save_is_left_to_the_built_in_unless_it_would_wait(tmp_path, waits):
     job = Job(tmp_path).steps(7)
     step = type("Broken", (Arrays,), {"collect_local": lambda self: 1 / 0, "needs_collectives": lambda self: waits})(job)
     if waits:

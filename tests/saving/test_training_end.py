@@ -22,11 +22,11 @@ def settled():
 # ---- the last step, on several ranks -----------------------------------------------------------------------------------
 
 class Peer:
-    """The group of this rank and one other, which is busy for some exchanges, and then says ``row`` (or is gone)."""
+    """The group of this rank and one other, which is busy for some exchanges, and then sends ``row`` (or is lost)."""
     rank, size = 0, 2
 
     def __init__(self, row, busy=0):
-        self.row, self.busy, self.told = row, busy, []
+        self.row, self.busy, self.sent = row, busy, []
 
     def gather(self, message):
         if isinstance(self.row, Exception):
@@ -34,7 +34,7 @@ class Peer:
         if isinstance(json.loads(message), list):                       # who is done?
             self.busy -= 1
             return [message, json.dumps([self.busy < 0, 0, 0]).encode()]
-        self.told.append(json.loads(message)["value"])
+        self.sent.append(json.loads(message)["value"])
         return [message, json.dumps({"value": self.row}).encode()]
 
 
@@ -42,7 +42,7 @@ SAVED, UNSAVED, RAISES = [True, False], [False, False], [False, True]
 
 
 def lonely_failure(root, row):
-    """The last step fails on this rank alone; then its disk is well again."""
+    """Fails the last step on this rank alone; then its disk works again."""
     job = Job(root).steps(4)
     job.manager.training_end.group = Peer(row)
     spoil(root)
@@ -51,7 +51,7 @@ def lonely_failure(root, row):
     return job
 
 
-def test_who_has_saved_the_last_step_takes_part_when_another_rank_repeats_it(tmp_path):
+def test_a_rank_that_saved_the_last_step_takes_part_when_another_repeats_it(tmp_path):
     job = Job(tmp_path).steps(5)
     job.manager.training_end.group = Peer(UNSAVED)
     job.end()
@@ -59,40 +59,40 @@ def test_who_has_saved_the_last_step_takes_part_when_another_rank_repeats_it(tmp
     assert [path.name for path in (tmp_path / "rank_0").glob("*.safetensors")] == ["net_rank_0-1_5.safetensors"]
 
 
-def test_who_has_not_saved_the_last_step_repeats_it_with_the_others(tmp_path):
+def test_a_rank_that_did_not_save_the_last_step_repeats_it_with_the_others(tmp_path):
     assert lonely_failure(tmp_path, SAVED).end().collected == [5, 5] and committed(tmp_path) == [5]
 
 
-def test_nobody_repeats_it_if_one_ends_with_an_error_and_all_end(tmp_path):
+def test_no_rank_repeats_it_if_one_ends_with_an_error(tmp_path):
     job = lonely_failure(tmp_path, RAISES)
     with pytest.raises(SaveError, match="rank 1 ends with an error"):
         job.end()
     assert job.collected == [5] and committed(tmp_path) == []
 
 
-def test_who_leaves_does_not_wait_for_a_rank_that_ended_with_an_error(tmp_path):
-    """After a signal the end of the training would be one exchange more."""
+def test_a_preempted_rank_does_not_wait_for_a_rank_that_ended_with_an_error(tmp_path):
+    """After a signal the end of the training has one exchange more."""
     job = Job(tmp_path).steps(5)
     job.manager.training_end.group = Peer(RAISES)
     job.manager.preemption = SimpleNamespace(check=lambda step: "SIGTERM", close=lambda: None)
     with pytest.raises(SaveError, match="rank 1 ends with an error"):
         job.steps(1)
-    assert len(job.manager.training_end.group.told) == 1
+    assert len(job.manager.training_end.group.sent) == 1
     job.manager.finish_after_error()
     assert committed(tmp_path) == [5]
 
 
-def test_who_ends_with_an_error_tells_the_others_first(tmp_path):
+def test_a_rank_that_ends_with_an_error_notifies_the_others_first(tmp_path):
     job = Job(tmp_path, settings=Settings(on_save_error="raise"), async_save="thread").steps(4)
     spoil(tmp_path)
     job.manager.training_end.group = Peer(SAVED)
     job.steps(1)
     with pytest.raises(SaveError, match="step 5"):
         job.end()
-    assert job.manager.training_end.group.told == [RAISES] and job.collected == [5]
+    assert job.manager.training_end.group.sent == [RAISES] and job.collected == [5]
 
 
-def test_all_have_saved_it(tmp_path):
+def test_no_save_is_repeated_if_all_ranks_saved_the_last_step(tmp_path):
     job = Job(tmp_path).steps(PER_EPOCH)
     job.manager.training_end.group = Peer(SAVED)
     assert job.end().collected == [5, 10]
@@ -102,10 +102,10 @@ def test_a_writer_that_is_busy_elsewhere_is_waited_for_in_short_exchanges(tmp_pa
     job = Job(tmp_path).steps(5)
     peer = job.manager.training_end.group = Peer(UNSAVED, busy=1)
     job.end()
-    assert job.collected == [5, 5] and peer.busy == -3 and peer.told == [SAVED, None, None, SAVED]
+    assert job.collected == [5, 5] and peer.busy == -3 and peer.sent == [SAVED, None, None, SAVED]
 
 
-def test_a_rank_that_is_lost_at_the_end_is_the_error_of_the_training(tmp_path):
+def test_a_rank_lost_at_the_end_is_the_error_of_the_training(tmp_path):
     job = Job(tmp_path).steps(5)
     job.manager.training_end.group = Peer(RuntimeError("the other rank is gone"))
     with pytest.raises(RuntimeError, match="the other rank is gone"):
@@ -116,7 +116,7 @@ def test_a_rank_that_is_lost_at_the_end_is_the_error_of_the_training(tmp_path):
 # ---- the end ---------------------------------------------------------------------------------------------------------------
 
 class Uploads:
-    """In the place of an Uploader."""
+    """Replaces an Uploader."""
 
     def __init__(self, work=lambda: []):
         self.work, self.done = work, []
@@ -133,7 +133,7 @@ class Uploads:
 
 
 @pytest.mark.parametrize("error", [LeaseHeldError("taken over"), SaveError("no room"), ValueError("a defect")])
-def test_after_an_error_of_one_part_of_the_end_all_others_are_done(tmp_path, error):
+def test_the_other_parts_of_the_end_run_after_an_error_of_one(tmp_path, error):
     job = Job(tmp_path).steps(5)
     uploads = job.manager._uploader = Uploads(lambda: [RemoteError("no such bucket")])
 
@@ -145,8 +145,8 @@ def test_after_an_error_of_one_part_of_the_end_all_others_are_done(tmp_path, err
     assert uploads.done[-1] == "finished" and list((tmp_path / FOLDER).glob("claim-*")) == []
 
 
-def test_an_error_of_the_last_save_is_raised_when_everything_is_done(tmp_path):
-    """Only this rank has it, so the others go on with the end."""
+def test_an_error_of_the_last_save_is_raised_after_the_end(tmp_path):
+    """Only this rank has the error, so the others continue with the end."""
     job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(5)
     job.manager.training_end.group = Peer(SAVED)
     uploads = job.manager._uploader = Uploads()
@@ -155,21 +155,21 @@ def test_an_error_of_the_last_save_is_raised_when_everything_is_done(tmp_path):
     (tmp_path / "rank_0").write_text("in the way")
     with pytest.raises(SaveError, match="step 6"):
         job.end()
-    assert job.manager.training_end.group.told == [UNSAVED, None, None, None, [True, True]] and uploads.done == ["finished"]
+    assert job.manager.training_end.group.sent == [UNSAVED, None, None, None, [True, True]] and uploads.done == ["finished"]
 
 
 class Other(Peer):
-    """``last``: what the other rank says in the last exchange of the end."""
+    """``last``: the message of the other rank in the last exchange of the end."""
     last = RAISES
 
     def gather(self, message):
-        if not isinstance(json.loads(message), list) and len(self.told) == 3:
+        if not isinstance(json.loads(message), list) and len(self.sent) == 3:
             self.row = self.last
         return super().gather(message)
 
 
-def test_an_error_that_another_rank_alone_has_at_the_end_is_one_of_all(tmp_path):
-    """Who leaves after a signal comes to one exchange more, and would wait there for the rank that raised."""
+def test_an_error_of_one_rank_at_the_end_is_raised_on_all(tmp_path):
+    """A rank that leaves after a signal makes one exchange more, and would wait there for the rank that raised."""
     job = Job(tmp_path).steps(5)
     job.manager.training_end.group = Other(SAVED)
     with pytest.raises(SaveError, match="rank 1 does: its log names it"):
@@ -182,26 +182,26 @@ class Broken(Arrays):
         raise MemoryError("no room for a copy")
 
 
-def test_whatever_the_last_save_raises_the_others_are_told_first(tmp_path):
+def test_the_others_are_notified_before_any_error_of_the_last_save(tmp_path):
     job = Job(tmp_path).steps(5)
     job.manager.training_end.group = Peer(SAVED)
     job.step += 1
     with pytest.raises(MemoryError, match="no room for a copy"):
         job.manager.end(Broken(job))
-    assert job.manager.training_end.group.told == [UNSAVED, None, None, [True, True]]
+    assert job.manager.training_end.group.sent == [UNSAVED, None, None, [True, True]]
 
 
-def test_who_takes_part_in_a_save_of_others_and_fails_tells_them_first(tmp_path):
+def test_a_rank_that_fails_in_the_save_of_others_notifies_them_first(tmp_path):
     job = Job(tmp_path).steps(5)
     job.manager.training_end.group = Peer(UNSAVED)
     with pytest.raises(MemoryError, match="no room for a copy"):
         job.manager.end(Broken(job))
-    assert job.manager.training_end.group.told == [SAVED, None, None, [True, True]]
+    assert job.manager.training_end.group.sent == [SAVED, None, None, [True, True]]
 
 
 @pytest.mark.parametrize("part", ["commits", "uploads"])
 def test_the_others_follow_the_end_in_short_exchanges(tmp_path, monkeypatch, part):
-    """Its work is done only after ten exchanges: if another rank waited for it in one of them, it never would be."""
+    """The work ends only after ten exchanges: if another rank waited for it in one exchange, it would never end."""
     job, enough = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(5), threading.Event()
 
     class Counting(Peer):
@@ -230,7 +230,7 @@ def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
 
     class Leaving(Peer):
         def gather(self, message):
-            if self.told:                                               # it has told that its step is saved
+            if self.sent:                                               # it has reported its step as saved
                 raise RuntimeError("the other rank is gone")
             return super().gather(message)
     job.manager.training_end.group = Leaving(SAVED)
