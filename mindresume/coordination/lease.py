@@ -87,11 +87,11 @@ class LeaseHolder:
             counts = [*(head[name] for name in ("pid", "started", "world_size", "beat")), head.get("step", 0)]
             names, since, every = tuple(head["holds"]), head["since"], head.get("every", BEAT)
             if not all(isinstance(text, str) and len(text) < 4096 for text in (*texts, *names)):
-                raise RecordError("claim: purpose, run, host, machine and holds are texts")
+                raise RecordError("lease: purpose, run, host, machine and holds are texts")
             if not all(map(is_count, counts)) or not is_number(since) or not 0 <= since < _LATEST:
-                raise RecordError("claim: pid, started, world_size, beat and step are counts, since is a time")
+                raise RecordError("lease: pid, started, world_size, beat and step are counts, since is a time")
             if not is_number(every) or every < 0:
-                raise RecordError("claim: every is a number of seconds")
+                raise RecordError("lease: every is a number of seconds")
             pid, started, world_size, beat, step = counts
             return cls(*texts, pid, started, float(since), world_size, names, beat, step, float(every))
 
