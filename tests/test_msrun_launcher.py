@@ -38,13 +38,16 @@ for rank in range(a.local_worker_num if os.path.exists(a.script) else 0):
 if a.join != "True":
     sys.exit(0)
 failed = False
-while not failed and any(w.poll() is None for w in workers):
-    time.sleep(0.02)
-    for w in workers:
-        if w.poll():
-            print("Worker process %d exit with exception. Error code: %d." % (w.pid, w.poll()), file=sys.stderr, flush=True)
+while not failed:
+    codes = [w.poll() for w in workers]
+    for w, code in zip(workers, codes):
+        if code:
+            print("Worker process %d exit with exception. Error code: %d." % (w.pid, code), file=sys.stderr, flush=True)
             failed = True
             break
+    if None not in codes:
+        break
+    time.sleep(0.02)
 if failed:
     for w in workers:
         w.poll() is None and os.killpg(w.pid, signal.SIGKILL)
