@@ -40,15 +40,23 @@ def exchange_folder() -> str:
 
 def before_mindformers() -> None:
     """Patches names that mindformers captures when it is imported: the barrier and ``Model``."""
-    from . import collectives, later, model_build
+    from . import collectives, hyper_parallel_standin, later, model_build, pynative
     later.install()
+    if pynative.is_chosen():
+        pynative.before_mindformers()
+        return
+    if hyper_parallel_standin.is_required():
+        hyper_parallel_standin.install()
     collectives.install_barrier()
     model_build.install()
 
 
 def after_mindformers() -> None:
     """Patches mindformers itself; in a worker of a distributed job also the parallel front end and the collectives."""
-    from . import collectives, kernels, model_build, semi_auto
+    from . import collectives, kernels, model_build, pynative, semi_auto
+    if pynative.is_chosen():
+        pynative.after_mindformers()
+        return
     kernels.install()
     model_build.install_in_mindformers()
     if is_distributed():
