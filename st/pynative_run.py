@@ -28,9 +28,7 @@ from st.training_run import ROOT, Run
 CONFIG = ROOT / "st" / "cpu_cluster" / "pynative" / "tiny_qwen3.yaml"
 PROGRAM = ROOT / "st" / "programs" / "pynative_train.py"
 LOGS = "output/msrun_log"
-GLOBAL_BATCH = 8
-# From 2.0.0 on the trainer opens several processes only with this section; each rank trains its part of the global batch.
-SEVERAL = {"parallelism.data_parallel": "replicated"}
+GLOBAL_BATCH = 8                     # samples a step, over all ranks
 
 
 def python_of(release: str) -> Path:
@@ -51,8 +49,9 @@ def why_not(release: str, workers: int = 1) -> str:
 
 @dataclass
 class PynativeRun(Run):
-    """One PyNative training in its own folder. ``data``: folder made by st/data/make_data.py. ``changes``: {keys with dots between
-    them: value} of the configuration, in every attempt. ``program``: the script to run; it gets ``--config FILE`` and ``options``.
+    """One PyNative training in its own folder. ``data``: folder made by st/data/make_data.py. ``changes``: {keys with dots
+    between them: value} of the configuration, in every attempt. ``program``: the script to run; it gets ``--config FILE`` and
+    ``options``.
     """
     config: str = ""
     data: Path = Path()

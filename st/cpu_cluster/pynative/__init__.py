@@ -6,9 +6,9 @@ Test equipment: patches in the memory of this process only. Checkpoint, resume a
     CPU_CLUSTER_TRAINER=pynative python st/cpu_cluster/launch.py 2 -- python st/cpu_cluster/run.py program.py args...   # >= 2.0
 
 Modules: ``kernels`` (operators without a CPU kernel), ``backward`` (``Tensor.backward``, which hyper_parallel adds),
-``data_parallel`` (several processes, replicated parameters), ``recorder`` (exact loss and samples of every step), ``faults`` (ends
-this process at an exact place). ``tiny_qwen3.yaml`` is one configuration for all three releases. The package hyper_parallel itself
-is represented by ``..hyper_parallel_standin`` unless it is installed.
+``data_parallel`` (several processes, replicated parameters), ``recorder`` (exact loss and samples of every step), ``faults``
+(ends this process at an exact place). ``tiny_qwen3.yaml`` is one configuration for all three releases. The package hyper_parallel
+itself is represented by ``..hyper_parallel_standin`` unless it is installed.
 
 Measured with mindformers 1.9.0 on mindspore 2.9.0, and 2.0.0 and 2.1.0 on 2.10.0. Never tried: bf16, mixture of experts, pipeline
 stages, LoRA, ``fully_shard``.

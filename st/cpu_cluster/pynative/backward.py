@@ -1,7 +1,7 @@
 """``Tensor.backward`` and its companions over MindSpore's own functional autograd.
 
-What: ``enable`` adds to ``mindspore.Tensor`` the members that the PyNative trainer of mindformers >= 2.0 uses, in the meaning that
-torch gives them. MindSpore has everything below: each tensor carries ``_grad``, ``_requires_grad``, ``_is_leaf`` and
+What: ``enable`` adds to ``mindspore.Tensor`` the members that the PyNative trainer of mindformers >= 2.0 uses, in the meaning
+that torch gives them. MindSpore has everything below: each tensor carries ``_grad``, ``_requires_grad``, ``_is_leaf`` and
 ``_retains_grad``, and ``_c_expression.run_backward`` walks the recorded operators. Why: hyper_parallel does this in
 ``platform.mindspore.autograd_compat.enable_mindspore_backward_compat``, and it is not installed.
 

@@ -1,10 +1,10 @@
 """Data parallel training of several processes with replicated parameters, for mindformers >= 2.0.
 
-What: the communication is opened with the CPU library (mccl) in the place of "hccl"; each gradient is averaged over all ranks
-before its norm is computed; the layouts for the checkpoint code say that each parameter is whole on every rank. Collectives of
-objects that mccl lacks are made of ``all_gather_object``. Why: hyper_parallel's ``fully_shard`` needs collectives that the CPU
-library does not have. The trainer, its data (each rank reads its own part), its checkpoint code and their order of calls are
-mindformers' own. Release 1.9.0 refuses several processes by itself.
+What: the communication is opened with the CPU library (mccl) in the place of "hccl"; each gradient is summed over all ranks
+before its norm is computed, since the trainer begins backward with 1 / number of ranks; the layouts for the checkpoint code say
+that each parameter is whole on every rank. Collectives of objects that mccl lacks are made of ``all_gather_object``. Why:
+hyper_parallel's ``fully_shard`` needs collectives that the CPU library does not have. The trainer, its data (each rank reads its
+own part), its checkpoint code and their order of calls are mindformers' own. Release 1.9.0 refuses several processes by itself.
 """
 from __future__ import annotations
 
@@ -61,16 +61,15 @@ def before_mindformers() -> None:
 
 
 def after_mindformers() -> None:
-    """Averages gradients, and leaves the model whole. After ``import mindformers``."""
+    """Sums gradients, and leaves the model whole. After ``import mindformers``."""
     import mindformers.pynative.trainer.trainer as trainer
     from mindspore import ops
-    from mindspore.communication import get_group_size
-    norm = trainer._calculate_global_grad_norm
+    norm, all_reduce = trainer._calculate_global_grad_norm, ops.AllReduce()
 
-    def norm_of_averages(parameters, enable_parallel=False, **options):
+    def norm_of_sums(parameters, enable_parallel=False, **options):
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.grad = ops.AllReduce()(parameter.grad) / get_group_size()
+                parameter.grad = all_reduce(parameter.grad)
         return norm(parameters, enable_parallel=False, **options)
-    trainer._calculate_global_grad_norm = norm_of_averages
+    trainer._calculate_global_grad_norm = norm_of_sums
     trainer.Trainer._apply_parallelism = lambda self, model, parallelism: None

@@ -5,9 +5,9 @@ What: three variables of the environment. RANK may be ``all``.
 CPU_CLUSTER_KILL=RANK@STEP
     at the end of that step, after all callbacks: the step is recorded, a save of it is complete (unless asynchronous)
 CPU_CLUSTER_KILL_IN_SAVE=RANK@STEP:N
-    before the N-th (from 1) file operation below ``checkpoint.save_path`` after the training of that step, counted in all threads.
-    Operations are those that Python reports to audit hooks: open for writing, rename, remove, mkdir, rmdir, chmod, rmtree, link.
-    A safetensors file is written by compiled code and counts once it is renamed or its mode is changed.
+    before the N-th (from 1) file operation below ``checkpoint.save_path`` after the training of that step, counted in all
+    threads. Operations are those that Python reports to audit hooks: open for writing, rename, remove, mkdir, rmdir, chmod,
+    rmtree, link. A safetensors file is written by compiled code and counts once it is renamed or its mode is changed.
 CPU_CLUSTER_KILL_CALL=RANK@STEP:before:MODULE:NAME   or :after:
     around the first call of that function after the training of that step, such as
     0@10:before:mindformers.checkpoint.checkpoint:CommonInfo.save_common
@@ -62,7 +62,8 @@ class SaveKill:
         self.place, self.left, self.folder = place, int(place.rest), None
 
     def is_change(self, event: str, arguments: tuple) -> bool:
-        """Returns whether an audit event changes something below the folder. Paths relative to an open folder are those of rmtree."""
+        """Returns whether an audit event changes something below the folder. Paths relative to an open folder are those of
+        rmtree."""
         if event == "open":
             path, flags = arguments[0], arguments[2]
             if not flags & WRITING:
@@ -106,8 +107,8 @@ def kill_at_call(place: Place) -> None:
 
 
 def install() -> None:
-    """After ``import mindformers`` and the recorder, before the plug-in under test. Raises ValueError for a variable that it cannot
-    read."""
+    """After ``import mindformers`` and the recorder, before the plug-in under test. Raises ValueError for a variable that it
+    cannot read."""
     from mindformers.pynative.trainer.trainer import CallbackHandler
     at_end, in_save, at_call = (os.environ.get(f"CPU_CLUSTER_KILL{end}") for end in ("", "_IN_SAVE", "_CALL"))
     at_end = Place(at_end) if at_end else None

@@ -114,8 +114,9 @@ def _heads_first(x: Tensor, heads: int, layout: str) -> Tensor:
 def flash_attention_score(query, key, value, head_num, real_shift=None, drop_mask=None, padding_mask=None, attn_mask=None,
                           prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None, keep_prob=1.0, scalar_value=1.0,
                           pre_tokens=_ANY, next_tokens=_ANY, inner_precise=0, input_layout="BSH", sparse_mode=0, **_):
-    """Layouts SBH, BSH and BNSD. ``attn_mask``: 1 where a score does not count; if it has not the shape of the scores (a compressed
-    mask), attention is causal. Without dropout, shifts and prefixes. Key and value heads are repeated as often as needed."""
+    """Layouts SBH, BSH and BNSD. ``attn_mask``: 1 where a score does not count; if it has not the shape of the scores (a
+    compressed mask), attention is causal. Without dropout, shifts and prefixes. Key and value heads are repeated as often as
+    needed."""
     width = query.shape[-1] if input_layout == "BNSD" else query.shape[-1] // head_num
     q, k, v = (P.Cast()(_heads_first(x, heads, input_layout), ms.float32) for x, heads in (
         (query, head_num), (key, key.shape[-1] // width), (value, key.shape[-1] // width)))
@@ -136,7 +137,8 @@ def flash_attention_score(query, key, value, head_num, real_shift=None, drop_mas
 
 
 class FlashAttentionScore:
-    """The primitive as mindformers 2.x calls it. Returns (None, None, None, attention): the first three are for a fused gradient."""
+    """The primitive as mindformers 2.x calls it. Returns (None, None, None, attention): the first three are for a fused
+    gradient."""
 
     def __init__(self, head_num, keep_prob=1.0, scale_value=1.0, pre_tokens=_ANY, next_tokens=_ANY, inner_precise=0,
                  input_layout="BSH", sparse_mode=0):
@@ -150,8 +152,8 @@ class FlashAttentionScore:
 # ---- building the model --------------------------------------------------------------------------------------------
 
 def _build_on_cpu_at_once() -> None:
-    """mindformers >= 2.0 builds the model on the device "meta", then calls ``to_empty``, then fills each parameter in place. The CPU
-    backend leaves the parameters on "meta", so that device is left out."""
+    """mindformers >= 2.0 builds the model on the device "meta", then calls ``to_empty``, then fills each parameter in place. The
+    CPU backend leaves the parameters on "meta", so that device is left out."""
     context = ms.DeviceCtx
     ms.DeviceCtx = lambda name, device_id=None: contextlib.nullcontext() if name == "meta" else context(name, device_id)
     nn.Cell.to_empty = lambda self, *, device=None, recurse=True: self

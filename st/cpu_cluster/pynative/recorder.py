@@ -1,7 +1,7 @@
 """Records every step of the PyNative trainer exactly.
 
-What: ``CPU_CLUSTER_STEPS=path`` appends one JSON line a step, flushed, so that it survives SIGKILL. ``{rank}`` in the path becomes
-the rank; without it only rank 0 records.
+What: ``CPU_CLUSTER_STEPS=path`` appends one JSON line a step, flushed, so that it survives SIGKILL. ``{rank}`` in the path
+becomes the rank; without it only rank 0 records.
 
     {"step": 7, "loss": 6.31, "hex": "40c9eb85", "opt_step": 7, "consumed": 56, "epoch": 0, "batch": "5f3c...",
      "samples": ["9a0c...", ...], "draws": [0.61, 0.07, 42, 7], "time": 1760000000.1}
@@ -15,7 +15,8 @@ batch       16 digits of SHA-256 over the input ids of the step; of all micro ba
 samples     one id a row of them, as in the graph trainer's recorder: rows of the test data are distinct, so an id is a sample
 draws       what Python's, numpy's and MindSpore's generators gave at the beginning of the step
 
-The recorder is the last callback: what another callback does at a step's end, a save included, is done before the line is written.
+The recorder is the last callback: what another callback does at a step's end, a save included, is done before the line is
+written.
 """
 from __future__ import annotations
 
