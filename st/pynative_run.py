@@ -7,15 +7,14 @@
 
 Each ``start`` is another attempt in the same folder. The configuration is st/cpu_cluster/pynative/tiny_qwen3.yaml with the
 changes of the run and of the attempt; it is written to config_N.yaml. What each step saw and gave is recorded by
-st/cpu_cluster/pynative/recorder.py, where the fields are; faults.py has the variables that kill. A release other than 1.9.0 is in
-the environment .venv-RELEASE at the root of the repository.
+st/cpu_cluster/pynative/recorder.py, where the fields are; faults.py has the variables that kill. ``release``: see
+st/releases.py.
 """
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
-import sys
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,32 +22,24 @@ from typing import Any
 
 import yaml
 
-from st.training_run import ROOT, Run
+from st import releases
+from st.releases import ReleaseRun
+from st.training_run import ROOT
 
 CONFIG = ROOT / "st" / "cpu_cluster" / "pynative" / "tiny_qwen3.yaml"
 PROGRAM = ROOT / "st" / "programs" / "pynative_train.py"
-LOGS = "output/msrun_log"
 GLOBAL_BATCH = 8                     # samples a step, over all ranks
-
-
-def python_of(release: str) -> Path:
-    """Returns the interpreter that has this release of mindformers. It may not exist: ``why_not``."""
-    return Path(sys.executable) if release == "1.9.0" else ROOT / f".venv-{release}" / "bin" / "python"
 
 
 def why_not(release: str, workers: int = 1) -> str:
     """Returns why the PyNative trainer of this release cannot be run here in so many processes, or "" if it can."""
-    if release == "1.9.0" and workers > 1:
-        return "mindformers 1.9.0 refuses the PyNative trainer in several processes"
-    if release == "1.9.0" and importlib.util.find_spec("mindformers") is None:
-        return "mindformers is not installed in this environment"
-    if not python_of(release).exists():
-        return f"mindformers {release} is not installed: no {python_of(release)}"
-    return ""
+    if release in ("1.8.0", "1.9.0") and (workers > 1 or release == "1.8.0"):
+        return f"mindformers {release} has no PyNative trainer for {workers} process(es)"
+    return releases.why_not(release)
 
 
 @dataclass
-class PynativeRun(Run):
+class PynativeRun(ReleaseRun):
     """One PyNative training in its own folder. ``data``: folder made by st/data/make_data.py. ``changes``: {keys with dots
     between them: value} of the configuration, in every attempt. ``program``: the script to run; it gets ``--config FILE`` and
     ``options``.
@@ -56,7 +47,6 @@ class PynativeRun(Run):
     config: str = ""
     data: Path = Path()
     program: Path = PROGRAM
-    release: str = "1.9.0"
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -87,12 +77,9 @@ class PynativeRun(Run):
             section[last] = value
         return config
 
-    def command(self, extra: str = "") -> list[str]:
-        python, run = str(python_of(self.release)), str(ROOT / "st" / "cpu_cluster" / "run.py")
-        words = [python, run, str(self.program), "--config", self.config, *self.options.split(), *extra.split()]
-        if self.workers == 1:
-            return words
-        return [python, str(ROOT / "st" / "cpu_cluster" / "launch.py"), "--logs", LOGS, str(self.workers), "--", *words]
+    def words(self, extra: str) -> list[str]:
+        return [str(ROOT / "st" / "cpu_cluster" / "run.py"), str(self.program), "--config", self.config,
+                *shlex.split(f"{self.options} {extra}")]
 
     def start(self, changes: Mapping[str, Any] | None = None, extra: str = "", prefix: tuple[str, ...] = (),
               **environment: str) -> PynativeRun:

@@ -24,6 +24,7 @@ import importlib.metadata
 import re
 import sys
 import types
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -88,13 +89,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def is_required() -> bool:
-    """Returns whether the installed mindformers declares that it depends on the package. False for 1.8.0 and 1.9.0."""
-    try:
-        required = importlib.metadata.requires("mindformers") or []
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return any(re.match(r"hyper[-_.]parallel\b", text, re.IGNORECASE) for text in required)
+def is_required(requirements: Iterable[str] | None = None) -> bool:
+    """Returns whether the installed mindformers declares that it depends on the package. False for 1.8.0 and 1.9.0.
+
+    ``requirements``: what it declares; None: as its metadata say.
+    """
+    if requirements is None:
+        try:
+            requirements = importlib.metadata.requires("mindformers") or ()
+        except importlib.metadata.PackageNotFoundError:
+            return False
+    return any(re.match(r"hyper[-_.]parallel(?![-_.\w])", text, re.IGNORECASE) for text in requirements)
 
 
 def install() -> bool:

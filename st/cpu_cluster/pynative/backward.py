@@ -6,7 +6,8 @@ that torch gives them. MindSpore has everything below: each tensor carries ``_gr
 ``platform.mindspore.autograd_compat.enable_mindspore_backward_compat``, and it is not installed.
 
 ``Cell`` records operators only while ``_pynative_executor``'s gradient flag is set, which ``mindspore.grad`` does around its
-function; here the flag stays set.
+function; here the flag stays set, until ``mindspore.grad`` is used. Gradients of leaves accumulate. ``retain_grad`` of another
+tensor is there, but its backward fails on the CPU, which has no kernel Clone.
 """
 from __future__ import annotations
 
