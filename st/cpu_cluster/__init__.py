@@ -40,14 +40,14 @@ def exchange_folder() -> str:
 
 def before_mindformers() -> None:
     """Patches names that mindformers captures when it is imported: the barrier and ``Model``."""
-    from . import collectives, hyper_parallel_standin, later, model_build, pynative
+    from . import hyper_parallel_standin, later, model_build, object_collectives, pynative
     later.install()
     if pynative.is_chosen():
         pynative.before_mindformers()
         return
     if hyper_parallel_standin.is_required():
         hyper_parallel_standin.install()
-    collectives.install_barrier()
+    object_collectives.install()
     model_build.install()
 
 

@@ -7,7 +7,8 @@ parallelism also need
 * AllGather on a sub-group: here a Custom primitive that exchanges the pieces through files in /dev/shm. It has to be
   one primitive because the front end inserts it as one. Works on one host. A graph knows it by a number, which is the same in
   every process, so that a graph out of MindSpore's compile cache finds it.
-* ``mindspore.communication.comm_func.barrier``: here AllReduce of one number
+
+The barrier and collectives of Python objects are in ``object_collectives``.
 
 Why: without them dp2tp2, the smallest layout in which data and tensor parallelism meet, does not run. Slices and
 copies are exact; sums run in the order of mccl's AllReduce. AlltoAll, Send and Receive stay missing: no expert and no
@@ -122,17 +123,6 @@ def _find_of_cached_graphs():
                 self.register(number, _SharedMemoryGather(*found))
         return original(self, number)
     CustomPyFuncRegistry.get = get
-
-
-def install_barrier() -> None:
-    """Before ``import mindformers``, which imports the name."""
-    import mindspore.communication.comm_func as comm_func
-
-    def barrier(group=None, *_, **__):
-        from mindspore import Tensor
-        if get_group_size() > 1:
-            ops.AllReduce()(Tensor(np.ones(1, np.float32))).asnumpy()
-    comm_func.barrier = barrier
 
 
 def install() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import collectives, hyper_parallel_standin
+from .. import hyper_parallel_standin, object_collectives
 
 
 def _layouts(network: Any) -> dict[str, dict[str, Any]]:
@@ -39,24 +39,10 @@ def get_current_layout(network: Any) -> dict[str, dict[str, Any]]:
 def before_mindformers() -> None:
     """Opens the communication. Before ``import mindformers``."""
     import mindspore.mint.distributed as distributed
-    from mindspore.communication import get_group_size, init
+    from mindspore.communication import init
     init()
     distributed.init_process_group = distributed.destroy_process_group = lambda *_, **__: None      # know "hccl" only
-    collectives.install_barrier()
-
-    def gathered(value: Any) -> list[Any]:
-        values = [None] * get_group_size()
-        distributed.all_gather_object(values, value)
-        return values
-
-    def gather_object(obj, object_gather_list=None, dst=0, group=None):
-        values = gathered(obj)
-        if object_gather_list is not None:
-            object_gather_list[:] = values
-
-    def broadcast_object_list(object_list, src=0, group=None, device=None):
-        object_list[:] = gathered(object_list)[src]
-    distributed.gather_object, distributed.broadcast_object_list = gather_object, broadcast_object_list
+    object_collectives.install()
     hyper_parallel_standin.MEANINGS.update(get_global_layout=get_global_layout, get_current_layout=get_current_layout)
 
 
