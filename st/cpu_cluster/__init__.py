@@ -1,4 +1,4 @@
-"""Lets the real mindformers graph trainer run on the MindSpore CPU backend, in one or several processes.
+"""Lets the real mindformers trainers run on the MindSpore CPU backend, in one or several processes.
 
 Test equipment. What: patches in the memory of this process only; no installed file is changed, and no checkpoint,
 resume or callback code is touched, so what a system test sees of these is the product's and mindformers' own behaviour.
@@ -14,11 +14,13 @@ or, in a program of your own, two calls in this order:
     cpu_cluster.before_mindformers()      # then import mindformers
     cpu_cluster.after_mindformers()       # before the first build_context() / Trainer()
 
-Modules: ``kernels`` (operators without a CPU kernel), ``collectives`` (collectives the CPU library lacks), ``layouts``
-(completes the layouts after that), ``semi_auto`` (the semi-auto parallel front end), ``model_build`` (Model.build and
-the sink loop), ``later`` (imports that a training does not use), ``recorder`` (exact loss and samples of every step;
-kill at a step), ``run`` and ``launch`` (programs).
-Verified with mindformers 1.9.0 on mindspore 2.9.0 and 1.8.0 on 2.7.2, Linux x86-64.
+Modules: ``capabilities`` (what the installed release has), ``kernels`` (operators without a CPU kernel), ``collectives`` and
+``object_collectives`` (collectives the CPU library lacks), ``layouts`` (completes the layouts after that), ``semi_auto`` (the
+semi-auto parallel front end), ``model_build`` (Model.build and the sink loop), ``later`` (imports that a training does not use),
+``hyper_parallel_standin`` (where that package is needed and not installed), ``recorder`` (exact loss and samples of every step;
+kill at a step), ``run`` and ``launch`` (programs). ``pynative`` has the same for the PyNative trainer, which
+``CPU_CLUSTER_TRAINER=pynative`` chooses.
+Verified with mindformers 1.8.0 on mindspore 2.7.2, 1.9.0 on 2.9.0, 2.0.0 and 2.1.0 on 2.10.0; Linux x86-64.
 """
 import os
 

@@ -20,7 +20,6 @@ Since the overflow check is gone, the loss scale never changes: overflow cannot 
 import math
 import sys
 
-import mindspore as ms
 import mindspore.common.dtype as mstype
 import numpy as np
 from mindspore import ParallelMode, Tensor, mint, nn
@@ -28,6 +27,8 @@ from mindspore.ops import functional as F
 from mindspore.ops import operations as P
 from mindspore.ops.primitive import constexpr
 from mindspore.parallel._utils import _get_parallel_mode
+
+from . import capabilities
 
 
 class Outer(nn.Cell):
@@ -195,7 +196,7 @@ def install() -> None:
     TrainOneStepWithLossScaleCell.start_overflow_check = _start_overflow_check
     mcore_loss._LogSoftmax.construct = _log_softmax_mcore
     legacy_loss._LogSoftmax.construct = _log_softmax_legacy
-    if tuple(int(v) for v in ms.__version__.split(".")[:2]) < (2, 8):
+    if not capabilities.has_split_with_size():
         import mindspore.ops.auto_generate as auto_generate
         replace_in_mindformers("SplitWithSize", auto_generate.SplitWithSize, SplitWithSize)
         auto_generate.SplitWithSize = SplitWithSize

@@ -10,6 +10,8 @@ checkpoint code is touched.
 import os
 from collections.abc import Callable
 
+from . import capabilities
+
 MOMENT = "adam_m."
 
 
@@ -53,11 +55,8 @@ def _strategy_file():
 
 def install(is_needed: Callable[[], bool]) -> None:
     """``is_needed()``: whether an AllGather was emulated in this process."""
-    try:
-        from mindspore.graph.api import _CellGraphExecutor
-    except ImportError:                                                # MindSpore < 2.9
-        from mindspore.common.api import _CellGraphExecutor
-    compile_graph = _CellGraphExecutor.compile
+    executor = capabilities.executors()._CellGraphExecutor
+    compile_graph = executor.compile
 
     def compile_and_complete(self, *args, **kwargs):
         result = compile_graph(self, *args, **kwargs)
@@ -66,7 +65,7 @@ def install(is_needed: Callable[[], bool]) -> None:
             if path:
                 complete_strategy_file(path)
         return result
-    _CellGraphExecutor.compile = compile_and_complete
+    executor.compile = compile_and_complete
 
     try:
         from mindspore.parallel.strategy import _NetStrategyInfo

@@ -6,23 +6,11 @@ depends on the release: mindformers 1.8 to 2.0 take the barrier from ``mindspore
 ``mindspore.mint.distributed`` and ``mindspore.ops.communication``. Each module that exists is patched. """
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-MODULES = ("mindspore.communication.comm_func", "mindspore.mint.distributed", "mindspore.ops.communication")
-
-
-def _found() -> list[ModuleType]:
-    found = []
-    for name in MODULES:
-        try:
-            found.append(importlib.import_module(name))
-        except ImportError:
-            continue
-    return found
+from . import capabilities
 
 
 def barrier(group: str | None = None, *_: Any, **__: Any) -> None:
@@ -57,7 +45,7 @@ def broadcast_object_list(object_list: list[Any], src: int = 0, group: str | Non
 
 def install() -> None:
     """Before ``import mindformers``, whose modules bind the names."""
-    for module in _found():
+    for module in capabilities.communication_modules():
         for function in (barrier, gather_object, broadcast_object_list):
             if hasattr(module, function.__name__):
                 setattr(module, function.__name__, function)

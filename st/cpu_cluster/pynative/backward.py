@@ -13,17 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .. import capabilities
+
 
 def enable() -> None:
     """Adds the members; the second call only sets the flag again."""
     import mindspore as ms
     from mindspore import Tensor, ops
     from mindspore._c_expression import run_backward
-    try:
-        from mindspore.graph.api import _pynative_executor
-    except ImportError:                                                # MindSpore < 2.9
-        from mindspore.common.api import _pynative_executor
-    _pynative_executor.set_grad_flag(True)
+    capabilities.executors()._pynative_executor.set_grad_flag(True)
     if hasattr(Tensor, "backward"):
         return
 

@@ -23,6 +23,8 @@ from mindspore import Tensor, mint, nn, ops
 from mindspore.ops import operations as P
 from mindspore.ops.operations import nn_ops
 
+from .. import capabilities
+
 _LOW = -1e9                              # added to a score that is masked out
 _ANY = 2147483647
 
@@ -178,5 +180,5 @@ def install() -> None:
     _replace(ops, (rms_norm, swiglu, flash_attention_score))
     _replace(nn_ops, (FlashAttentionScore,))
     Tensor.clone = clone
-    if hasattr(ms, "DeviceCtx"):
+    if capabilities.builds_models_on_meta():
         _build_on_cpu_at_once()
