@@ -95,9 +95,12 @@ def record_events_of_every_rank() -> None:
 def run_program(arguments: list[str]) -> None:
     """``arguments``: program.py or -m package, then its own arguments."""
     from st import cpu_cluster
+    from st.cpu_cluster import pynative
     if on_cpu():
         cpu_cluster.before_mindformers()
         cpu_cluster.after_mindformers()
+    elif pynative.is_chosen():
+        pynative.observe()
     else:
         from st.cpu_cluster import model_build
         model_build.install_recorders()

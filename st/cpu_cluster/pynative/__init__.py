@@ -40,11 +40,18 @@ def before_mindformers() -> None:
 
 
 def after_mindformers() -> None:
-    """Patches the trainer, adds the recorder, and imports the plug-in under test, if ``CPU_CLUSTER_PLUGIN`` names a module."""
+    """Patches the trainer."""
     from .. import is_distributed
-    from . import data_parallel, faults, recorder
+    from . import data_parallel
     if is_distributed():
         data_parallel.after_mindformers()
+    observe()
+
+
+def observe() -> None:
+    """Adds the recorder and the faults, and imports the plug-in under test, if ``CPU_CLUSTER_PLUGIN`` names a module. Works on
+    every device."""
+    from . import faults, recorder
     recorder.install()
     faults.install()
     if os.environ.get("CPU_CLUSTER_PLUGIN"):
