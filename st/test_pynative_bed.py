@@ -88,6 +88,19 @@ def test_the_built_in_resumes_bit_by_bit(whole, tmp_path):
         assert differences(whole.steps(rank=rank), run.steps(-1, rank)) == []
 
 
+@pytest.mark.soak
+def test_the_built_in_reads_other_samples_in_the_epoch_after_a_resume(whole, tmp_path):
+    """What mindformers does, so that a release that does otherwise is noticed: the samples that a resume skips are skipped again
+    in each later epoch. Step 21 is the first of the second epoch. (2.1.0 goes back to the first sample only with a dynamic
+    batch.)"""
+    run = PynativeRun(tmp_path, data=whole.data, release=whole.release, workers=whole.workers,
+                      changes={"training.steps": STEPS + 3})
+    run.start({"checkpoint.load_path": str(whole.checkpoints / "iteration_00000015")}).wait_for_success()
+    assert numbers(run) == list(range(16, STEPS + 4))
+    samples = {row["step"]: row["samples"] for row in whole.steps()}
+    assert [row["samples"] for row in run.steps()[5:]] == [samples[step] for step in (16, 17, 18)]
+
+
 @pytest.fixture(scope="module")
 def short(data) -> Callable[..., PynativeRun]:
     """short(folder, **environment): 1.9.0, ten steps, which end with a save, and their end."""
