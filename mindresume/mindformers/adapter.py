@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
+from mindresume.coordination.collectives import Group, gather_results
 from mindresume.errors import SaveError
 from mindresume.mindformers import upstream, upstream_check
 from mindresume.mindformers.network_state import is_parallel
@@ -44,6 +45,11 @@ def tensorboard_writer() -> Any:
         return None
     from mindformers.utils.tensorboard import get_tensorboard_writer
     return get_tensorboard_writer()
+
+
+def load_path(config: Any) -> str:
+    """Returns the path from which mindformers loads: since 1.9.0 it keeps it in the section ``checkpoint``."""
+    return str((config.get("checkpoint") or {}).get("load_path") or config.get("load_checkpoint") or "")
 
 
 def output_root() -> str:
@@ -111,7 +117,7 @@ def _shared_rows(network: Any) -> dict[str, Any]:
         return {}
     table = network.parameter_layout_dict
     if not table:
-        from mindspore.graph.api import _get_parameter_layout
+        from mindspore.train.serialization import _get_parameter_layout
         table = _get_parameter_layout()
     return {name: row for name, row in table.items() if len(row) >= 10}
 
@@ -154,15 +160,15 @@ def own_share(network: Any, rank: int, world_size: int) -> Callable[[str], bool]
     return lambda name: name not in laid_out or name in mine
 
 
-def compile_for_load(config: Any, model: Any, dataset: Any, do_eval: bool = False, do_predict: bool = False) -> None:
-    """Compiles the network, which cuts its parameters into slices and writes the strategy files; then waits for the other ranks,
-    as mindformers does before it loads. ``do_eval``, ``do_predict``: the network is not trained."""
+def compile_for_load(config: Any, model: Any, dataset: Any, group: Group, do_eval: bool = False,
+                     do_predict: bool = False) -> None:
+    """Compiles the network, which cuts its parameters into slices and writes the strategy files; then waits for the other ranks
+    of ``group``, as mindformers does before it loads. ``do_eval``, ``do_predict``: the network is not trained."""
     from mindformers.trainer.utils import compile_model
-    from mindspore.communication.comm_func import barrier
     runner = config.runner_config
     compile_model(model=model, dataset=dataset, mode=config.context.mode, sink_mode=runner.sink_mode, epoch=runner.epochs,
                   sink_size=runner.sink_size, do_eval=do_eval, do_predict=do_predict)
-    barrier()
+    gather_results(group, lambda: None)
 
 
 def call_when_compiled(network: Any, work: Callable[[], None]) -> None:
@@ -217,7 +223,7 @@ def _translation(network: Any) -> Callable[[str], str] | None:
 
 def core_network(network: Any) -> Any:
     """Returns the model without the cells that a trainer wraps around it."""
-    from mindformers.checkpoint.utils import get_core_network
+    from mindformers.checkpoint.checkpoint import get_core_network
     return get_core_network(network)
 
 

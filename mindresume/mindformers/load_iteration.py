@@ -26,7 +26,7 @@ from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.huggingface import ARCHITECTURES
 from mindresume.formats.iteration_naming import COMMON
 from mindresume.formatting import listed
-from mindresume.mindformers import adapter, selection, state_restorer
+from mindresume.mindformers import adapter, selection, state_restorer, upstream, upstream_check
 from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.load_progress import load_traffic
 from mindresume.mindformers.network_state import job_layouts
@@ -46,7 +46,10 @@ from mindresume.tensor_files.header import DTYPES
 
 
 def applies(config: Any) -> bool:
-    """Returns whether the job uses Checkpoint 2.0 (mindformers trainer/utils.py:convert_checkpoint_config)."""
+    """Returns whether the job uses Checkpoint 2.0 (mindformers trainer/utils.py:convert_checkpoint_config). Raises ConfigError if
+    it has a section that this release of mindformers would ignore."""
+    if config.get("checkpoint"):
+        upstream_check.refuse_if_off(upstream.CHECKPOINT_SECTION)
     return bool(config.get("checkpoint")) or config.get("use_legacy_format", True) is False
 
 
@@ -109,6 +112,7 @@ def select(config: Any, context: TrainingContext, storage: Storage) -> None:
     else:
         folder = asked.path or pretrained
     if plan is None and folder:
+        upstream_check.refuse_if_off(upstream.PRETRAINED)
         context.emit(Notice(f"the training begins with Hugging Face weights: {folder}"))
     if folder:
         context.plan = replace(plan or ResumePlan(), request=replace(asked, path=folder, resume=resume, pretrained=plan is None))

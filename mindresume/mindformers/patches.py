@@ -163,7 +163,7 @@ def _wrap_resume_ckpt_path_with_strategy(original: Any) -> Any:
     def find(*args: Any, **kwargs: Any) -> Any:
         # With MS_ENABLE_TFT mindformers would take the newest file by modification time instead of the selected one.
         if training_context.current().plan.resumes:
-            return bind(args, kwargs)["config"].checkpoint.load_path
+            return adapter.load_path(bind(args, kwargs)["config"])
         return original(*args, **kwargs)
     return find
 
@@ -310,7 +310,7 @@ def _wrap_compile_model(original: Any) -> Any:
             return original(*args, **kwargs)
         if adapter.is_parallel():
             given = bind(args, kwargs)
-            adapter.compile_for_load(context.objects.config, given["model"], given["dataset"])
+            adapter.compile_for_load(context.objects.config, given["model"], given["dataset"], context.group)
         return None
     return compile_model
 

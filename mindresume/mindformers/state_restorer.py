@@ -119,7 +119,7 @@ def load_chosen(config: Any, model: Any, dataset: Any, context: TrainingContext,
     if config.load_ckpt_async and plan.open_source is None:                 # read while the graph is compiled
         early = ThreadPoolExecutor(1).submit(read_shard, storage, plan.choice.root, context.shard, reporter)
     if config.use_parallel and adapter.is_parallel():
-        adapter.compile_for_load(config, model, dataset)
+        adapter.compile_for_load(config, model, dataset, context.group)
     network = model._train_network
     with context.progress.timed_load():
         if plan.open_source is not None:

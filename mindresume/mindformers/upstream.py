@@ -1,13 +1,15 @@
 """Lists the upstream symbols: every name of mindformers and MindSpore that mindresume wraps, overrides, calls or reads.
 
-    MINDFORMERS_1_9.symbols                         # the rows that must hold in this release
-    to_json(MINDFORMERS_1_9)                        # the table, for people and tools
+    PROFILES[1].symbols                             # the rows that must hold in this release
+    to_json(PROFILES[1])                            # its table, for people and tools
 
-Each release of mindformers has a ``Profile``. Before anything is patched, ``upstream_check`` compares its rows with the installed
-packages, so that a release that renamed a function is refused at the start and not during a training.
+Each row says in which releases it holds, and each release of mindformers has a ``Profile``: the rows that hold in it and in its
+MindSpore. Before anything is patched, ``upstream_check`` compares them with the installed packages, so that a release that
+renamed a function is refused at the start and not during a training.
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -59,12 +61,20 @@ SHARED_PATHS = Feature("SHARED_PATHS", "mindformers alone decides which paths al
 FILE_PATHS = Feature("a file as load_checkpoint", "load_checkpoint must name a folder")
 TRANSFORM = Feature("transform_engine: mindspore", "conversions are done by the direct engine only")
 LAUNCHER = Feature("run_mindformer.py", "start the training with a script of your own")
+CHECKPOINT_SECTION = Feature("the section checkpoint:",
+                             "set use_legacy_format: False, load_checkpoint and resume_training instead")
+PRETRAINED = Feature("Hugging Face weights in Checkpoint 2.0", "convert the weights first, and give them as load_checkpoint")
+
+
+# Features that mindformers itself has only since a release.
+FIRST_RELEASE = {CHECKPOINT_SECTION: "1.9.0", PRETRAINED: "1.9.0"}
 
 
 @dataclass(frozen=True)
 class Symbol:
     """Describes one row of the table. ``name``: dotted, within ``module``. ``signature``: parameter names and defaults; None:
-    only the existence is checked. ``since``, ``until``: first and last release of its package that is known to have it."""
+    only the existence is checked. ``since``, ``until``: first and last release of its package in which the row holds; empty
+    ``until``: it holds in the newest one that is known."""
     module: str
     name: str
     signature: str | None
@@ -77,20 +87,32 @@ class Symbol:
     def path(self) -> str:
         return f"{self.module}.{self.name}"
 
+    def holds_in(self, release: str) -> bool:
+        """Returns whether the row holds in ``release`` of its package."""
+        return numbers(self.since) <= numbers(release) and (not self.until or numbers(release) <= numbers(self.until))
+
 
 @dataclass(frozen=True)
 class Profile:
-    """Describes a release of mindformers with its MindSpore. ``versions``: the beginning of each package's version."""
-    name: str
+    """Describes a release of mindformers with the MindSpore with which it is tested. ``versions``: of the two packages."""
     versions: Mapping[str, str]
     symbols: tuple[Symbol, ...]
 
+    @property
+    def off(self) -> dict[Feature, str]:
+        """Returns {feature: its first release} of the features that mindformers itself has only in later releases."""
+        release = numbers(self.versions["mindformers"])
+        return {feature: since for feature, since in FIRST_RELEASE.items() if release < numbers(since)}
+
+    @property
+    def name(self) -> str:
+        return f"mindformers {self.versions['mindformers']}"
+
 
 def _rows(module: str, kind: Kind, feature: Feature, *symbols: str, since: str = "", until: str = "") -> tuple[Symbol, ...]:
-    """Returns the rows of one module. ``symbols``: "name" or "name(signature)". The default releases are those of most
-    symbols."""
-    since = since or ("2.9.0" if module.startswith("mindspore") else "1.8.0")
-    until = until or ("2.10.0" if module.startswith("mindspore") else "2.1.0")
+    """Returns the rows of one module. ``symbols``: "name" or "name(signature)". By default they hold in all known
+    releases."""
+    since = since or ("2.7.2" if module.startswith("mindspore") else "1.8.0")
     rows = []
     for text in symbols:
         name, parenthesis, rest = text.partition("(")
@@ -103,6 +125,7 @@ _TRAIN_ARGUMENTS = ("resume_from_checkpoint=None, resume_training=None, ignore_d
                     f"{_CHECKPOINT_ARGUMENTS}, do_eval=False")
 _LOAD_ARGUMENTS = "config, model, network, dataset, optimizer=None, do_eval=False, do_predict=False"
 _COMPILE_ARGUMENTS = "model, dataset, mode, sink_mode, epoch=1, sink_size=1, do_eval=False, do_predict=False"
+_COMMON = "epoch_num=None, step_num=None, global_step=None, loss_scale=None, global_batch_size=None"
 _MONITOR_ARGUMENTS = (
     "self, prefix='CKP', directory=None, config=None, save_checkpoint_steps=1, save_checkpoint_seconds=0, keep_checkpoint_max=5, "
     "keep_checkpoint_per_n_minutes=0, integrated_save=True, save_network_params=False, save_trainable_params=False, "
@@ -126,6 +149,7 @@ MINDFORMERS: tuple[Symbol, ...] = (
            "use_checkpoint_health_monitor=False, health_ckpts_record_dir='./output')",
            "clear_auto_trans_output(load_checkpoint=None, src_strategy_path_or_dir=None, load_ckpt_format='ckpt')"),
     *_rows(TRAINER, Kind.WRAPPED, SELECTION, "get_checkpoint_path(checkpoint)", until="2.0.0"),
+    *_rows(TRAINER, Kind.WRAPPED, SELECTION, "get_checkpoint_path(checkpoint, require_optimizer=True)", since="2.1.0"),
     *_rows(BASE_TRAINER, Kind.WRAPPED, SELECTION, "get_healthy_checkpoint_path()", since="1.9.0"),
     *_rows(BASE_TRAINER, Kind.REPLACED, SELECTION, "BaseTrainer.resume_ckpt_path_with_strategy(config)"),
     *_rows(TRAINER_UTILS, Kind.WRAPPED, FILE_PATHS, "is_hf_checkpoint(checkpoint_path)", since="1.9.0"),
@@ -138,11 +162,12 @@ MINDFORMERS: tuple[Symbol, ...] = (
            "_resume_hf_iterable_dataset(dataset, step)", "check_runner_config(config, dataset)"),
     *_rows(BASE_TRAINER, Kind.REPLACED, PROGRESS, "BaseTrainer._train_dataset_postprocess(self, dataset, config)",
            "CommonInfo.load_common(cls, common_filename)"),
-    *_rows(BASE_TRAINER, Kind.CALLED, PROGRESS, "CommonInfo(epoch_num=None, step_num=None, global_step=None, loss_scale=None, "
-           "global_batch_size=None, ckpt_status=None)", since="1.9.0", until="2.0.0"),
+    *_rows(BASE_TRAINER, Kind.CALLED, PROGRESS, f"CommonInfo({_COMMON})", until="1.8.0"),
+    *_rows(BASE_TRAINER, Kind.CALLED, PROGRESS, f"CommonInfo({_COMMON}, ckpt_status=None)", since="1.9.0", until="2.0.0"),
+    *_rows(BASE_TRAINER, Kind.CALLED, PROGRESS, f"CommonInfo({_COMMON}, consumed_samples=None, ckpt_status=None)", since="2.1.0"),
     *_rows("mindformers.dataset.dataloader.hf_dataloader", Kind.INTERNAL, PROGRESS, "HFIterableDataset._load_state",
            "HFIterableDataset.state_dir", "HFIterableDataset.resume_step", "HFIterableDataset.batch_size",
-           "HFIterableDataset.local_rank", "HFIterableDataset.cur_epoch", since="1.9.0", until="1.9.0"),
+           "HFIterableDataset.local_rank", "HFIterableDataset.cur_epoch"),
     # ---- the load
     *_rows(BASE_TRAINER, Kind.WRAPPED, LOAD, "preload_ckpt(config)", f"transform_and_load_checkpoint({_LOAD_ARGUMENTS})"),
     *_rows(CAUSAL_TRAINER, Kind.WRAPPED, LOAD, f"transform_and_load_checkpoint({_LOAD_ARGUMENTS})"),
@@ -151,9 +176,14 @@ MINDFORMERS: tuple[Symbol, ...] = (
            "Model(network, loss_fn=None, optimizer=None, metrics=None, eval_network=None, eval_indexes=None, amp_level='O0', "
            "boost_level='O0', **kwargs)", f"compile_model({_COMPILE_ARGUMENTS})"),
     *_rows(BASE_TRAINER, Kind.WRAPPED, ITERATION_LOAD,
+           "load_checkpoint(checkpoint, network, optimizer=None, global_step=None, balanced_load=False)", until="1.8.0"),
+    *_rows(BASE_TRAINER, Kind.WRAPPED, ITERATION_LOAD,
            "load_checkpoint(checkpoint, network, optimizer=None, global_step=None, balanced_load=False, reshard_worker_num=1)",
+           since="1.9.0"),
+    *_rows(BASE_TRAINER, Kind.WRAPPED, PRETRAINED,
            "load_hf_checkpoint(pretrained_model_dir, network, balanced_load=False, reshard_worker_num=1)", since="1.9.0"),
-    *_rows("mindformers.checkpoint.utils", Kind.CALLED, HUGGING_FACE, "get_core_network(network)", since="1.9.0"),
+    *_rows(TRAINER_UTILS, Kind.READ, CHECKPOINT_SECTION, "convert_checkpoint_config", since="1.9.0"),
+    *_rows("mindformers.checkpoint.checkpoint", Kind.CALLED, HUGGING_FACE, "get_core_network(network)"),
     *_rows("mindformers.utils.load_checkpoint_utils", Kind.INTERNAL, HUGGING_FACE, "_get_origin_network(network)"),
     # ---- the CheckpointMonitor
     *_rows(REGISTER, Kind.CALLED, INSTALLATION,
@@ -196,7 +226,6 @@ MINDSPORE: tuple[Symbol, ...] = (
     *_rows("mindspore.communication", Kind.READ, COLLECTIVES, "GlobalComm.INITED", "GlobalComm.WORLD_COMM_GROUP"),
     *_rows("mindspore.communication", Kind.CALLED, COLLECTIVES, f"get_group_size({_GROUP})", f"get_rank({_GROUP})",
            "create_group(group, rank_ids, options=None)", "destroy_group(group)"),
-    *_rows("mindspore.communication.comm_func", Kind.CALLED, COLLECTIVES, f"barrier({_GROUP})"),
     *_rows("mindspore", Kind.CALLED, COLLECTIVES, f"ops.Broadcast(root_rank, {_GROUP})", f"ops.AllGather({_GROUP})",
            f"ops.AllReduce(op='sum', {_GROUP})"),
     *_rows("mindspore", Kind.READ, COLLECTIVES, "ops.ReduceOp.SUM"),
@@ -215,7 +244,7 @@ MINDSPORE: tuple[Symbol, ...] = (
     # ---- the save
     *_rows(SERIALIZATION, Kind.INTERNAL, SAVE,
            "_convert_save_obj_to_param_list(save_obj, integrated_save, append_dict, choice_func)"),
-    *_rows("mindspore.graph.api", Kind.INTERNAL, SAVE, "_get_parameter_layout()"),
+    *_rows(SERIALIZATION, Kind.INTERNAL, SAVE, "_get_parameter_layout()"),
     *_rows("mindspore.train._utils", Kind.INTERNAL, REDUNDANCY, "get_parameter_redundancy(layout_obj, initial_rank=None)",
            "remove_param_redundancy(param_redundancy_dict, keep_redundancy=1)"),
     *_rows("mindspore", Kind.CALLED, RANDOM, "get_seed()", "get_rng_state()", "set_rng_state(state)"),
@@ -236,12 +265,24 @@ MINDSPORE: tuple[Symbol, ...] = (
     *_rows("mindspore.parallel", Kind.INTERNAL, TRANSFORM, "transform_safetensors.save_file", "transform_safetensors.psutil"),
 )
 
-MINDFORMERS_1_9 = Profile("mindformers 1.9", {"mindformers": "1.9", "mindspore": "2.9"}, MINDFORMERS + MINDSPORE)
-PROFILES = (MINDFORMERS_1_9,)
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Returns the numbers of a version: (1, 9, 0) of "1.9.0rc1"."""
+    return tuple(int(found) for found in re.findall(r"\d+", re.split(r"[a-zA-Z+]", version)[0]))
+
+
+def _profile(mindformers: str, mindspore: str) -> Profile:
+    versions = {"mindformers": mindformers, "mindspore": mindspore}
+    return Profile(versions, tuple(row for row in MINDFORMERS + MINDSPORE if row.holds_in(versions[row.module.split(".")[0]])))
+
+
+# From the oldest to the newest. mindformers 2.1.0 asks for mindspore 2.11, of which there is no package to test with.
+PROFILES = tuple(_profile(*pair) for pair in (("1.8.0", "2.7.2"), ("1.9.0", "2.9.0"), ("2.0.0", "2.10.0"), ("2.1.0", "2.10.0")))
 
 
 def to_json(profile: Profile) -> list[dict[str, str | None]]:
     """Returns the table, one object per row."""
     return [{"symbol": row.path, "signature": row.signature, "kind": row.kind.value, "feature": row.feature.name,
-             "since": row.since, "until": row.until, "if_absent": row.feature.without or "the installation is refused"}
+             "since": row.since, "until": row.until or "newest",
+             "if_absent": row.feature.without or "the installation is refused"}
             for row in profile.symbols]

@@ -16,7 +16,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 from mindresume.errors import ConfigError
-from mindresume.mindformers.upstream import PROFILES, Feature, Kind, Profile, Symbol
+from mindresume.mindformers.upstream import PROFILES, Feature, Kind, Profile, Symbol, numbers
 
 _off: set[Feature] = set()                              # features switched off in this process, since the installation
 
@@ -40,14 +40,20 @@ def installed_versions() -> dict[str, str]:
 
 
 def profile_for(versions: Mapping[str, str]) -> tuple[Profile, str]:
-    """Returns the profile of the installed versions, and a notice that is empty if they are tested together. Untested versions
-    get the last profile; its rows then decide whether the installation is possible."""
-    for profile in PROFILES:
-        if all((versions[name] + ".").startswith(wanted + ".") for name, wanted in profile.versions.items()):
-            return profile, ""
-    profile = PROFILES[-1]
-    untested = [f"{name} {versions[name]} is installed; mindresume is tested with {name} {wanted}"
-                for name, wanted in profile.versions.items() if not (versions[name] + ".").startswith(wanted + ".")]
+    """Returns the profile of the installed versions, and a notice that is empty if they are tested together. An untested release
+    gets the profile of the newest release that is not newer; its rows then decide whether the installation is possible.
+
+    Raises:
+        ConfigError: mindformers is older than every profile.
+    """
+    release = numbers(versions["mindformers"])
+    older = [profile for profile in PROFILES if numbers(profile.versions["mindformers"])[:2] <= release[:2]]
+    if not older:
+        raise ConfigError(f"mindformers {versions['mindformers']} is installed; mindresume needs "
+                          f"{PROFILES[0].versions['mindformers']} or newer. Install a newer release, or train without mindresume")
+    profile = older[-1]
+    untested = [f"{name} {versions[name]} is installed; mindresume is tested with {name} {tested}"
+                for name, tested in profile.versions.items() if numbers(versions[name])[:2] != numbers(tested)[:2]]
     return profile, "; ".join(untested)
 
 
@@ -103,13 +109,21 @@ def require(profile: Profile) -> tuple[frozenset[Feature], list[str]]:
                           f"from {profile.name}:" + "".join(f"\n  {finding}" for finding in refused) +
                           f"\nInstall {wanted}, or train without mindresume")
     off = frozenset(finding.symbol.feature for finding in serious)
-    notices = [f"{feature.name} is switched off: {feature.without}. " + "; ".join(
+    later = [f"{feature.name} (since {since}; {feature.without})" for feature, since in profile.off.items()]
+    notices = [f"not available in {profile.name}: " + "; ".join(later)] if later else []
+    notices += [f"{feature.name} is switched off: {feature.without}. " + "; ".join(
         str(finding) for finding in serious if finding.symbol.feature == feature)
         for feature in sorted(off, key=lambda feature: feature.name)]
     changed = [str(finding) for finding in findings if finding.compatible]
     if changed:
         notices.append("these symbols differ from " + profile.name + " without an effect on mindresume: " + "; ".join(changed))
-    return off, notices
+    return off | profile.off.keys(), notices
+
+
+def refuse_if_off(feature: Feature) -> None:
+    """Raises ConfigError if the configuration asks for a feature that is switched off."""
+    if is_off(feature):
+        raise ConfigError(f"mindformers {installed_versions()['mindformers']} has no {feature.name}; {feature.without}")
 
 
 def switch_off(features: Iterable[Feature]) -> None:

@@ -99,7 +99,7 @@ def load(config: Any, model: Any, network: Any, dataset: Any, context: TrainingC
         CollectiveError: On all ranks, if one fails.
     """
     request, group, open_source = context.plan.request, context.group, context.plan.open_source
-    path = config.checkpoint.load_path
+    path = adapter.load_path(config)
     if os.path.realpath(path) != os.path.realpath(request.path):          # mindformers wrote translated names into new files
         open_source = partial(open_consolidated, storage, path)
     source = run_on_all(group, open_source, OPENING) if open_source is not None else None
@@ -112,7 +112,7 @@ def load(config: Any, model: Any, network: Any, dataset: Any, context: TrainingC
         config.auto_trans_ckpt = request.converts
         return False
     if config.use_parallel and adapter.is_parallel():
-        adapter.compile_for_load(config, model, dataset, do_eval, do_predict)
+        adapter.compile_for_load(config, model, dataset, group, do_eval, do_predict)
     cell = model._train_network if request.trains else network
     with context.progress.timed_load():
         if source is None:
