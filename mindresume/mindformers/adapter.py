@@ -239,6 +239,19 @@ def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool) -> 
     return load_param_into_net(network, parameters, strict_load=True, remove_redundancy=remove_redundancy)[0]
 
 
+def load_by_name(cell: Any, arrays: dict[str, Any]) -> list[str]:
+    """Hands the arrays to the parameters of these names of a PyNative cell. Returns the names that were not taken."""
+    from mindspore import load_param_into_net
+    found = {name: _parameter(name, to_tensor(array)) for name, array in arrays.items()}
+    return load_param_into_net(cell, found, strict_load=True)[1]
+
+
+def pynative_layouts(cell: Any) -> dict[str, Any]:
+    """Returns {name: [Layout or None, dtype, global shape]} of the parameters of a PyNative cell on this rank."""
+    from mindformers.checkpoint.layout_adapter import LayoutAdapter
+    return LayoutAdapter.get_current_layout(cell) or {}
+
+
 def _parameter(name: str, tensor: Any) -> Any:
     """Returns a parameter that uses the memory of ``tensor``: ``Parameter(tensor)`` would copy it, ``set_data`` does not."""
     from mindspore import Parameter, Tensor

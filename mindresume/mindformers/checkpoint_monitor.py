@@ -12,24 +12,18 @@ from __future__ import annotations
 
 import os
 import time
-from functools import partial
 from typing import Any
 
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume.errors import SaveError
-from mindresume.events import Resumed
 from mindresume.formats.rank_folder_naming import stem
-from mindresume.formatting import ranks_count
-from mindresume.mindformers import adapter, training_context, upstream, upstream_check
-from mindresume.mindformers import network_state as live
+from mindresume.mindformers import adapter, run_start, training_context, upstream, upstream_check
 from mindresume.mindformers.monitor_arguments import checked_arguments
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.state_collector import StateCollector
 from mindresume.resume.health import add
-from mindresume.resume.resume_summary import random_state_row
 from mindresume.saving.checkpoint_manager import CheckpointManager
-from mindresume.saving.remote_run_number import number_runs
 from mindresume.saving.retention import Policy, policy_of
 from mindresume.saving.save_request import SaveOptions, SaveRequest, SupportsSave
 from mindresume.saving.save_session import SaveSession
@@ -155,7 +149,7 @@ class CheckpointMonitor(BuiltIn):
 
     def _start(self, context: training_context.TrainingContext) -> None:
         """Opens the save session together with the other ranks, cleans up, and restores the random state."""
-        resources, plan = context.resources, context.plan
+        resources = context.resources
         self._context, resources.group = context, group_of_job()
         policy = self._policy(context.settings)             # on every rank, so that contradicting keys stop all ranks
         asked = self._asked
@@ -163,27 +157,11 @@ class CheckpointMonitor(BuiltIn):
                               asked["async_save"], self._iterations, self._directory)
         self._checkpoints = manager = CheckpointManager(self.storage, resources.group, context.settings, options, policy,
                                                         context.emit, resources.pending_load, self._since)
-        resumed, origin = (plan.choice, plan.selected or plan.choice) if plan.resumes else (None, None)
-        home = manager.open(resources.topology, origin, partial(number_runs, resources.remote, context.emit))
-        resources.release()                                 # all ranks have loaded the checkpoint before they come here
+        home = run_start.open_directory(manager, context)
         if not self._iterations:
             self._prefix = stem(self.origin_prefix, resources.group.rank, home.suffix)
         self._collector = self._make_collector(home, context)
-        manager.begin(self._append_step_num, resumed, resources.remote)
-        context.monitor = self
-        manager.count_hosts()
-        if plan.resumes:
-            self._restore_random(context)
-
-    def _restore_random(self, context: training_context.TrainingContext) -> None:
-        """Restores the random state, the last part of a resume, and emits the summary of the resume."""
-        details = context.shard.details if context.shard else None
-        restored = live.restore_random(details.random) if details and details.random else []
-        saved_by, size, lost = context.plan.choice.chosen.world_size, context.group.size, context.plan.lost
-        other = f"saved by {ranks_count(saved_by)}, this job has {size}" if saved_by != size else ""
-        rows = (*context.progress.summary, random_state_row(restored, other))
-        context.emit(Resumed(self._append_step_num, tuple(tuple(row) for row in rows), context.progress.load_seconds,
-                             lost and lost.steps, lost and lost.seconds(time.time())))
+        run_start.begin_saving(manager, context, self._append_step_num, self)
 
     def _root(self) -> str:
         """Returns the checkpoint directory."""

@@ -2,13 +2,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace as replace_fields
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from mindresume.events import warning
 from mindresume.mindformers import adapter, patches, training_context, upstream_check
 from mindresume.mindformers.modelarts import require_moxing
-from mindresume.mindformers.upstream import Kind, Symbol
+from mindresume.mindformers.upstream import PYNATIVE_TRAINER, Kind, Profile, Symbol
+from mindresume.mindformers.wrapping import when_imported
 
 
 def install() -> None:
@@ -31,6 +34,23 @@ def install() -> None:
     for symbol in profile.symbols:
         if symbol.kind in (Kind.WRAPPED, Kind.REPLACED) and symbol.feature not in off:
             replace(symbol, patches.WRAPPERS[symbol.name])
+    if profile.pynative:
+        when_imported(PYNATIVE_TRAINER, partial(install_pynative, profile))
+
+
+def install_pynative(profile: Profile) -> None:
+    """Checks the rows of the PyNative trainer, and wraps its functions. It is called when the trainer is imported.
+
+    Raises:
+        ConfigError: It lists all symbols that are absent or have another signature; nothing of the trainer is patched then.
+    """
+    from mindresume.mindformers.pynative.wrappers import WRAPPERS
+    _, notices = upstream_check.require(replace_fields(profile, symbols=profile.pynative, pynative=()))
+    for text in notices:
+        training_context.current().emit(warning(text))
+    for symbol in profile.pynative:
+        if symbol.kind in (Kind.WRAPPED, Kind.REPLACED):
+            replace(symbol, WRAPPERS[symbol.name])
 
 
 def replace(symbol: Symbol, make: Callable[[Any], Any]) -> None:

@@ -37,21 +37,10 @@ from mindresume.mindformers import (
     weights_only,
 )
 from mindresume.mindformers.monitor_arguments import check_callbacks
+from mindresume.mindformers.wrapping import argument_binder
 from mindresume.resume.data_skip import DATA_KEYS, lift_data_skip
 from mindresume.storage.mounts import is_shared
 from mindresume.storage.posix import PosixStorage
-
-
-def _argument_binder(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """Returns a function that maps the arguments of a call to the parameter names of ``original``, including defaults."""
-    parameters = signature(original)
-
-    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        bound = parameters.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return {**bound.arguments, **bound.arguments.get("kwargs", {})}
-    return bind
-
 
 # ---- the wrappers ----------------------------------------------------------------------------------------------------
 
@@ -101,7 +90,7 @@ def _wrap_get_cls(original: Any) -> Any:
     trainer's constructor, which would raise a TypeError. The section ``trainer:`` can also name mindresume as a plug-in; this
     works too, because the registry loads the plug-in before it looks up the class."""
     from mindformers.tools.register import MindFormerModuleType
-    bind = _argument_binder(original)
+    bind = argument_binder(original)
 
     @functools.wraps(original)
     def get_cls(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +120,7 @@ def _wrap_get_resume_checkpoint(original: Any) -> Any:
 
 
 def _wrap_is_hf_checkpoint(original: Any) -> Any:
-    bind = _argument_binder(original)
+    bind = argument_binder(original)
 
     @functools.wraps(original)
     def is_hf(*args: Any, **kwargs: Any) -> bool:
@@ -157,7 +146,7 @@ def _wrap_is_publicly_accessible_path(original: Any) -> Any:
 
 
 def _wrap_resume_ckpt_path_with_strategy(original: Any) -> Any:
-    bind = _argument_binder(original)
+    bind = argument_binder(original)
 
     @functools.wraps(original)
     def find(*args: Any, **kwargs: Any) -> Any:
@@ -169,7 +158,7 @@ def _wrap_resume_ckpt_path_with_strategy(original: Any) -> Any:
 
 
 def _wrap_load_resume_context(original: Any) -> Any:
-    bind = _argument_binder(original)
+    bind = argument_binder(original)
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> None:
@@ -182,7 +171,7 @@ def _wrap_load_resume_context(original: Any) -> Any:
 
 
 def _wrap_resume_hf_iterable_dataset(original: Any) -> Any:
-    bind = _argument_binder(original)
+    bind = argument_binder(original)
 
     @functools.wraps(original)
     def resume(*args: Any, **kwargs: Any) -> None:
@@ -195,7 +184,7 @@ def _wrap_resume_hf_iterable_dataset(original: Any) -> Any:
 
 
 def _wrap_check_runner_config(original: Any) -> Any:
-    bind = _argument_binder(original)
+    bind = argument_binder(original)
 
     @functools.wraps(original)
     def check(*args: Any, **kwargs: Any) -> None:
@@ -222,7 +211,7 @@ def _wrap_preload_ckpt(original: Any) -> Any:
 
 
 def _wrap_transform_and_load_checkpoint(original: Any) -> Any:
-    bind = _argument_binder(original)
+    bind = argument_binder(original)
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -241,7 +230,7 @@ def _wrap_transform_and_load_checkpoint(original: Any) -> Any:
 
 
 def _wrap_clear_auto_trans_output(original: Any) -> Any:
-    bind = _argument_binder(original)
+    bind = argument_binder(original)
 
     @functools.wraps(original)
     def clear(*args: Any, **kwargs: Any) -> Any:
@@ -263,7 +252,7 @@ def _wrap_get_checkpoint_path(original: Any) -> Any:
 
 
 def _wrap_train_dataset_postprocess(original: Any) -> Any:
-    bind = _argument_binder(original)
+    bind = argument_binder(original)
 
     @functools.wraps(original)
     def postprocess(*args: Any, **kwargs: Any) -> Any:
@@ -277,7 +266,7 @@ def _wrap_train_dataset_postprocess(original: Any) -> Any:
 
 
 def _wrap_load_common(original: Any) -> Any:
-    bind = _argument_binder(original)
+    bind = argument_binder(original)
 
     @functools.wraps(original)
     def load_common(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -301,7 +290,7 @@ def _wrap_model(original: Any) -> Any:
 
 
 def _wrap_compile_model(original: Any) -> Any:
-    bind = _argument_binder(original)
+    bind = argument_binder(original)
 
     @functools.wraps(original)
     def compile_model(*args: Any, **kwargs: Any) -> Any:
@@ -316,7 +305,7 @@ def _wrap_compile_model(original: Any) -> Any:
 
 
 def _wrap_load_checkpoint(original: Any) -> Any:
-    bind = _argument_binder(original)
+    bind = argument_binder(original)
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:

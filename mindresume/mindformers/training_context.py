@@ -215,7 +215,8 @@ class TrainingContext:
     Attributes:
         task: TRAIN, EVALUATE or PREDICT; empty: idle.
         requests: the files that may request a stop, as they were before the training began (``coordination.preemption``).
-        monitor: the CheckpointMonitor that saves in this training.
+        monitor: the CheckpointMonitor, or what saves in a PyNative training.
+        run: the ``pynative.training_run.TrainingRun`` of a PyNative training.
     """
     settings: Settings = field(default_factory=Settings)
     task: str = ""
@@ -225,6 +226,7 @@ class TrainingContext:
     objects: IterationObjects = field(default_factory=IterationObjects)
     requests: Mapping[str, Any] = field(default_factory=dict)
     monitor: Any = None
+    run: Any = None
 
     @property
     def group(self) -> Group:

@@ -21,6 +21,7 @@ TRAINER_UTILS = "mindformers.trainer.utils"
 CAUSAL_TRAINER = "mindformers.trainer.causal_language_modeling.causal_language_modeling"
 REGISTER = "mindformers.tools.register"
 MONITOR = "mindformers.core.callback.callback"
+PYNATIVE_TRAINER = "mindformers.pynative.trainer.trainer"
 SERIALIZATION = "mindspore.train.serialization"
 ACCESSIBLE_PATH_USERS = (TRAINER, "mindformers.checkpoint.checkpoint", "mindformers.tools.resume_ckpt",
                          "mindformers.utils.resume_ckpt_utils", "mindformers.utils.file_utils")
@@ -94,9 +95,11 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Profile:
-    """Describes a release of mindformers with the MindSpore with which it is tested. ``versions``: of the two packages."""
+    """Describes a release of mindformers with the MindSpore with which it is tested. ``versions``: of the two packages.
+    ``symbols``: must hold when mindresume is installed; ``pynative``: when the PyNative trainer is imported."""
     versions: Mapping[str, str]
     symbols: tuple[Symbol, ...]
+    pynative: tuple[Symbol, ...] = ()
 
     @property
     def off(self) -> dict[Feature, str]:
@@ -214,8 +217,34 @@ MINDFORMERS: tuple[Symbol, ...] = (
     *_rows("mindformers.trainer", Kind.CALLED, LAUNCHER, "Trainer"),
 )
 
-# Not in the profiles: run_mindformer.py starts this trainer, in which mindresume does not work yet.
-PYNATIVE = _rows("mindformers.pynative.trainer", Kind.CALLED, LAUNCHER, "Trainer", since="1.9.0")
+_CALLBACK = ("self, save_path, save_max=3, save_interleaved_steps=1000, no_save_optim=False, async_save=False, "
+             "prefix='checkpoint', remove_redundancy=False")
+_MORE = "save_global_layout_cache=True"
+_CALLBACKS = "mindformers.pynative.callback.checkpoint_callback"
+
+# The PyNative trainer; these rows are compared when it is imported.
+PYNATIVE: tuple[Symbol, ...] = (
+    *_rows("mindformers.pynative.trainer", Kind.CALLED, LAUNCHER, "Trainer", since="1.9.0"),
+    *_rows(PYNATIVE_TRAINER, Kind.REPLACED, INSTALLATION, "Trainer.train(self, checkpoint_path=None, mode='pretrain')",
+           since="1.9.0"),
+    *_rows(PYNATIVE_TRAINER, Kind.REPLACED, SELECTION,
+           "Trainer._load_checkpoint(self, checkpoint_path, model, optimizer=None, global_step=None)", since="1.9.0"),
+    *_rows(PYNATIVE_TRAINER, Kind.REPLACED, PROGRESS, "Trainer._create_dataset_iterator(self, dataset)", since="1.9.0"),
+    *_rows(PYNATIVE_TRAINER, Kind.WRAPPED, SAVE, "CheckpointCallback", since="1.9.0"),
+    *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK})", since="1.9.0", until="1.9.0"),
+    *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK}, {_MORE})", since="2.0.0", until="2.0.0"),
+    *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK}, {_MORE}, save_trainable_only=False, "
+           "base_load_path='', lora_config=None)", since="2.1.0"),
+    *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, "CheckpointCallback.on_train_begin(self, args, state, **kwargs)",
+           "CheckpointCallback.on_step_end(self, args, state, **kwargs)",
+           "CheckpointCallback.on_train_end(self, args, state, **kwargs)", since="1.9.0"),
+    *_rows(PYNATIVE_TRAINER, Kind.READ, PROGRESS, "Trainer.config", "Trainer.state", "Trainer.model", "Trainer.optimizer",
+           "Trainer.train_dataset", "Trainer.train_epoch_step", "Trainer.global_batch_size", since="1.9.0"),
+    *_rows(PYNATIVE_TRAINER, Kind.INTERNAL, PROGRESS, "Trainer._base_units", "Trainer._consumed_samples",
+           "Trainer.dynamic_batch_enabled", since="2.1.0"),
+    *_rows("mindformers.checkpoint.layout_adapter", Kind.CALLED, SAVE, "LayoutAdapter.get_current_layout(network)",
+           since="2.0.0"),
+)
 
 _GROUP = "group='hccl_world_group'"
 MINDSPORE: tuple[Symbol, ...] = (
@@ -273,7 +302,10 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def _profile(mindformers: str, mindspore: str) -> Profile:
     versions = {"mindformers": mindformers, "mindspore": mindspore}
-    return Profile(versions, tuple(row for row in MINDFORMERS + MINDSPORE if row.holds_in(versions[row.module.split(".")[0]])))
+
+    def rows(table: tuple[Symbol, ...]) -> tuple[Symbol, ...]:
+        return tuple(row for row in table if row.holds_in(versions[row.module.split(".")[0]]))
+    return Profile(versions, rows(MINDFORMERS + MINDSPORE), rows(PYNATIVE))
 
 
 # From the oldest to the newest. mindformers 2.1.0 asks for mindspore 2.11, of which there is no package to test with.

@@ -43,6 +43,8 @@ class RunSettings:
         identity: identity of its data set (``dataset_fingerprint.dataset_identity``). Empty: not known.
         data_request: where its data set starts, by the configuration.
         epochs: passes that the configuration requests. None: any number.
+        item_samples: samples of one item of the data set. None: a step reads one item. Else ``dataset_size``, ``data_skip`` and
+            the like count items, not steps; ``data_skip_steps`` of the configuration still counts steps.
     """
     global_batch_size: int | None
     dataset_size: int
@@ -50,6 +52,18 @@ class RunSettings:
     identity: Mapping[str, str] | None = None
     data_request: DataRequest = DataRequest()
     epochs: int | None = None
+    item_samples: int | None = None
+
+    @property
+    def samples_at_once(self) -> int:
+        """Returns the samples of one item of the data set."""
+        return self.item_samples or self.global_batch_size or 1
+
+    @property
+    def skip(self) -> int:
+        """Returns the items that the configuration skips at the beginning of the data set."""
+        steps = 0 if self.data_request.ignore else self.data_request.skip or 0
+        return steps * (self.global_batch_size or 1) // self.samples_at_once
 
 
 @dataclass(frozen=True)
@@ -113,7 +127,7 @@ def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
     else:
         position, repeated = _rescaled(start, new, old)
     passes, position = position.passes, replace(_align_to_sink(position, new), identity=identity)
-    skip = position.steps(new.dataset_size, new.global_batch_size or 1)
+    skip = position.steps(new.dataset_size, new.samples_at_once)
     _check_sink(skip, SKIP_KEY if starts else f"the data of step {initial_step}", new)
     consumed = step * old if state.consumed is None and old else state.consumed
     return ResumeProgress(initial_step, _initial_epoch(position, skip, new), global_step, float(scale), position, skip, consumed,
@@ -125,7 +139,7 @@ def fresh_position(new: RunSettings) -> tuple[DataPosition, int, int]:
     the initial epoch. Raises ProgressError if no data is left, or the data would start within a sink."""
     check_skip(new)
     position = _align_to_sink(_beginning(new, 0), new)
-    skip = position.steps(new.dataset_size, new.global_batch_size or 1)
+    skip = position.steps(new.dataset_size, new.samples_at_once)
     _check_sink(skip, SKIP_KEY, new)
     return replace(position, identity=dict(new.identity or {})), skip, _initial_epoch(position, skip, new)
 
@@ -133,15 +147,14 @@ def fresh_position(new: RunSettings) -> tuple[DataPosition, int, int]:
 def _beginning(new: RunSettings, epochs: int) -> DataPosition:
     """Returns the position at which the configuration starts a data set after ``epochs`` epochs of the training. MindSpore runs
     as many passes as epochs, so a skipped pass counts as an epoch only if it replaces a finished one."""
-    skip = 0 if new.data_request.ignore else new.data_request.skip or 0
-    position = DataPosition().after(skip, new.dataset_size, new.global_batch_size or 1)
+    position = DataPosition().after(new.skip, new.dataset_size, new.samples_at_once)
     passes = min(position.passes, epochs)
     return replace(position, passes=passes, first_epoch=epochs - passes, declared=str(new.data_request))
 
 
 def check_skip(new: RunSettings) -> str:
     """Returns a warning if more than a pass is skipped, else an empty text. Raises ProgressError if no data would be left."""
-    skip, size, epochs = 0 if new.data_request.ignore else new.data_request.skip or 0, new.dataset_size, new.epochs
+    skip, size, epochs = new.skip, new.dataset_size, new.epochs
     if epochs and skip and size * epochs - skip < (new.sink_size or 1):
         raise ProgressError(f"{SKIP_KEY} is {skip}; the data set has {size} steps, {epochs} passes over it have {size * epochs}: "
                             f"nothing of it would be left{', not even one sink' if skip < size * epochs else ''}. It counts "
@@ -162,7 +175,7 @@ def _position_of(state: TrainingState, new: RunSettings, initial_step: int) -> D
 
 def _rescaled(position: DataPosition, new: RunSettings, old: int | None) -> tuple[DataPosition, int]:
     """Returns the position in whole steps of the new run, and the samples of the partial step that is left over."""
-    batch = new.global_batch_size or old or 1
+    batch = new.item_samples or new.global_batch_size or old or 1
     steps, left = divmod(position.samples, batch)
     if steps >= new.dataset_size:                           # a pass has fewer steps now: skip its last samples
         return replace(position, passes=position.passes + 1, samples=0), 0

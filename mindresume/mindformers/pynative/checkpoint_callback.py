@@ -1,0 +1,181 @@
+"""Makes the ``CheckpointCallback`` that takes the place of mindformers' own in its PyNative trainer, with the same arguments.
+
+``mindresume.saving.checkpoint_manager`` implements the protocol of saving; this module calls it at the events of the trainer.
+Checkpoints of the adapters of LoRA alone (``save_trainable_only``) are left to mindformers.
+"""
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from mindresume.events import Notice, warning
+from mindresume.mindformers import network_state as live
+from mindresume.mindformers import run_start, training_context
+from mindresume.mindformers.process_group import group_of_job
+from mindresume.mindformers.pynative import parameters
+from mindresume.mindformers.pynative.training_run import TrainingRun
+from mindresume.mindformers.wrapping import argument_binder
+from mindresume.model.training_state import TrainingState
+from mindresume.saving.checkpoint_manager import CheckpointManager
+from mindresume.saving.retention import policy_of
+from mindresume.saving.save_request import SaveOptions, SaveRequest
+from mindresume.saving.shard_writer import Shard, iteration_shard
+from mindresume.saving.sync_saver import Save
+from mindresume.storage.posix import PosixStorage
+
+
+class RunSaver:
+    """Saves the checkpoints of one PyNative training.
+
+    Args:
+        asked: the arguments of mindformers' callback by name, defaults included.
+        since: time (``time.monotonic``) at which the callback was made.
+    """
+
+    def __init__(self, asked: dict[str, Any], since: float):
+        self._asked, self._since = asked, since
+        self.manager: CheckpointManager | None = None
+        self._run: TrainingRun | None = None
+        self._layouts: parameters.Layouts = {}
+
+    def begin(self, run: TrainingRun, model: Any, optimizer: Any) -> None:
+        """Opens the save session together with the other ranks, cleans up, and restores the random state."""
+        context, asked, step = run.context, self._asked, int(run.trainer.state.global_step)
+        context.resources.group, settings = group_of_job(), context.settings
+        policy = policy_of(asked["save_max"], 0, settings.keep_every_steps, settings.keep_best, settings.keep_best_metric,
+                           settings.keep_best_mode)
+        options = SaveOptions(os.path.realpath(asked["save_path"]), asked["prefix"], asked["save_interleaved_steps"],
+                              async_save=asked["async_save"], iterations=True, shown=asked["save_path"])
+        self._run = run
+        self.manager = CheckpointManager(PosixStorage(), context.group, settings, options, policy, context.emit,
+                                         context.resources.pending_load, self._since)
+        run_start.open_directory(self.manager, context)
+        shapes = {name: shape for name, (shape, _) in parameters.shapes_of(self._parameters(model, optimizer)).items()}
+        self._layouts = parameters.layouts_of(model, self._optimizer(optimizer), shapes, context.group.size,
+                                              lambda text: context.emit(warning(text)))
+        run_start.begin_saving(self.manager, context, step, self)
+        self.manager.handle_preemption((), context.requests)
+        self.manager.begin_load_attempt()
+
+    def step_end(self, state: Any, objects: dict[str, Any]) -> None:
+        """Saves the step if it is due. Ends the training after this step if a rank was asked to stop."""
+        request, progress = _StepRequest(self, state, objects), self._run.context.progress
+        progress.step = request.step
+        reason = self.manager.step_end(request)
+        if reason:
+            progress.stop_reason = reason
+            state.max_steps = state.global_step         # the condition of the trainer's loop
+
+    def end(self, state: Any, objects: dict[str, Any]) -> None:
+        """Saves the last step, and waits until everything is committed."""
+        self.manager.end(_StepRequest(self, state, objects), self._close)
+
+    def finish_after_error(self) -> None:
+        """Finishes the save in flight after the training failed, see ``CheckpointManager.finish_after_error``."""
+        self.manager.finish_after_error()
+
+    def _close(self) -> None:
+        self._run.context.monitor = None
+
+    # ---- collecting --------------------------------------------------------------------------------------------------
+
+    def shard(self, state: Any, objects: dict[str, Any]) -> Shard:
+        """Returns everything that a resume needs."""
+        model, optimizer = objects["model"], self._optimizer(objects.get("optimizer"))
+        of_model = parameters.model_parameters(model)
+        of_optimizer = parameters.optimizer_parameters(optimizer, of_model)
+        target, deduplicates = self.manager.target, bool(self._asked["remove_redundancy"]) and bool(self._layouts)
+        files = [parameters.tensors_of(of_model), parameters.tensors_of(of_optimizer)]
+        if deduplicates:
+            share = live.own_share({**files[0], **files[1]}, self._layouts, target.rank)
+            files = [{name: array for name, array in file.items() if name not in self._layouts or name in share}
+                     for file in files]
+        training = self.training_state(state, optimizer, objects.get("loss"))
+        return iteration_shard(self._asked["prefix"], target, training, files[0], files[1] if optimizer is not None else None,
+                               self._layouts, live.capture_random(), deduplicates)
+
+    def training_state(self, state: Any, optimizer: Any, loss: Any) -> TrainingState:
+        """Returns the training state after the step of ``state``."""
+        run, step = self._run, int(state.global_step)
+        counter = getattr(optimizer, parameters.COUNTER, None)
+        scale = getattr(state, "loss_scale", None)
+        metrics = {**_metric(loss), **run.context.progress.metrics}
+        return TrainingState(step, run.steps_per_pass, step if counter is None else int(_number(counter)),
+                             int(run.trainer.global_batch_size), None if scale is None else float(scale), None,
+                             run.steps_per_pass, tuple(metrics.items()), None, *run.data_at(step))
+
+    def _optimizer(self, optimizer: Any) -> Any:
+        return None if self._asked["no_save_optim"] else optimizer
+
+    def _parameters(self, model: Any, optimizer: Any) -> dict[str, Any]:
+        of_model = parameters.model_parameters(model)
+        return {**of_model, **parameters.optimizer_parameters(self._optimizer(optimizer), of_model)}
+
+
+class _StepRequest(SaveRequest):
+    """Implements ``SaveRequest`` at the end of a step. ``objects``: what the trainer passes to its callbacks by name."""
+
+    def __init__(self, saver: RunSaver, state: Any, objects: dict[str, Any]):
+        super().__init__(int(state.global_step))
+        self.saver, self.state, self.objects = saver, state, objects
+
+    def collect(self) -> Save:
+        return Save(self.saver.shard(self.state, self.objects), ())
+
+
+def make_callback_class(built_in: type) -> type:
+    """Returns the callback that takes the place of ``built_in`` in the trainer."""
+    bind = argument_binder(built_in.__init__)
+
+    class CheckpointCallback(built_in):
+        """Saves the checkpoints of a training. Its arguments are those of mindformers' callback of this name in the installed
+        release.
+
+        Raises:
+            SaveError: In a step, if a save failed and ``mindresume.on_save_error`` is ``raise``, or after ``max_failed_saves``
+                failures in a row.
+            LeaseHeldError: Another job saves into the folder.
+        """
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            asked = bind((self, *args), kwargs)
+            super().__init__(**{name: value for name, value in asked.items() if name != "self"})
+            self._mindresume = None if asked.get("save_trainable_only") else RunSaver(asked, time.monotonic())
+
+        def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
+            context = training_context.current()
+            if self._mindresume is not None and context.run is None:        # it belongs to no training
+                self._mindresume = None
+            if self._mindresume is None:
+                context.emit(Notice("the checkpoints of adapters alone are saved by mindformers"))
+                super().on_train_begin(args, state, **kwargs)
+            else:
+                self._mindresume.begin(context.run, kwargs.get("model"), kwargs.get("optimizer"))
+
+        def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
+            if self._mindresume is None:
+                super().on_step_end(args, state, **kwargs)
+            else:
+                self._mindresume.step_end(state, kwargs)
+
+        def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
+            if self._mindresume is None:
+                super().on_train_end(args, state, **kwargs)
+            else:
+                self._mindresume.end(state, kwargs)
+    return CheckpointCallback
+
+
+def _number(value: Any) -> Any:
+    return np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value).reshape(-1)[0]
+
+
+def _metric(loss: Any) -> dict[str, float]:
+    """Returns {"loss": value}; empty if there is none, or it is not finite."""
+    if loss is None:
+        return {}
+    number = float(_number(parameters.local(loss)))
+    return {"loss": number} if np.isfinite(number) else {}

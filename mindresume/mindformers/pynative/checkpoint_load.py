@@ -1,0 +1,187 @@
+"""Selects and loads the checkpoint of a PyNative training.
+
+    load_path ─▶ the selection by all ranks ─▶ plan ─▶ counters of the trainer, position in its data ─▶ regions of this rank
+    ─▶ parameters of models and optimizer ─▶ float32 copies that the checkpoint does not have
+
+Sources are the same as for the graph trainer with Checkpoint 2.0: iteration folders of any layout, written by mindresume or by
+mindformers.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mindresume.coordination.collectives import run_on_all, run_on_rank0
+from mindresume.errors import ConfigError, LoadError, TrainingCompleteError
+from mindresume.events import Notice, ProgressRestored, WeightsLoaded, warning
+from mindresume.mindformers import selection
+from mindresume.mindformers.auto_transform import OPENING
+from mindresume.mindformers.load_iteration import is_pretrained
+from mindresume.mindformers.load_progress import load_traffic
+from mindresume.mindformers.pynative import parameters
+from mindresume.mindformers.pynative.parameters import COUNTER, MASTER
+from mindresume.mindformers.pynative.training_run import TrainingRun
+from mindresume.mindformers.state_restorer import selected_state
+from mindresume.mindformers.training_context import LoadRequest, ResumePlan, RunOrigin
+from mindresume.model.data_position import DataPosition
+from mindresume.model.training_state import TrainingState
+from mindresume.reshard.checkpoint_view import CheckpointView
+from mindresume.reshard.region_load import WORKERS, bytes_of, read_regions, wanted_regions
+from mindresume.resume.job_selection import caching_storage
+from mindresume.resume.progress import RunSettings, parse_data_request, resume_progress
+from mindresume.resume.resume_summary import resume_warnings, summary_rows
+from mindresume.storage.posix import PosixStorage
+
+
+def is_left_to_mindformers(run: TrainingRun, path: str) -> bool:
+    """Returns whether mindformers loads ``path`` with its own code: Hugging Face weights, and the adapters of LoRA on a base."""
+    checkpoint = run.config["checkpoint"]
+    if checkpoint.get("base_load_path"):
+        reason = "base_load_path: the adapters of LoRA are loaded by mindformers"
+    elif run_on_rank0(run.context.group, lambda: is_pretrained(PosixStorage(), str(path))):
+        reason = f"{path} holds Hugging Face weights, which mindformers loads"
+    else:
+        return False
+    run.context.emit(Notice(reason))
+    return True
+
+
+def load(run: TrainingRun, path: str) -> None:
+    """Selects the checkpoint and loads it into the trainer. Without one the training starts afresh.
+
+    Raises:
+        NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: On all ranks together.
+        TrainingCompleteError: The checkpoint is of the last step.
+    """
+    context, checkpoint = run.context, run.config["checkpoint"]
+    storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
+    request = LoadRequest(str(path), not checkpoint.get("no_load_optim"), True, bool(checkpoint.get("load_balanced")),
+                          _workers(checkpoint))
+    with context.progress.timed_load():
+        plan = selection.select(run.config, request.path, None, context, storage, any_layout=True, resume=request.resume)
+        if plan is None:
+            return
+        context.plan = replace(plan, request=request)
+        if request.resume:
+            restore_counters(run)
+        load_tensors(run, context.plan)
+
+
+def _workers(checkpoint: Mapping[str, Any]) -> int:
+    count = checkpoint.get("reshard_worker_num") or checkpoint.get("load_worker_number") or 0
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ConfigError(f"checkpoint.reshard_worker_num is {count!r}; expected a whole number of at least 1")
+    return count
+
+
+# ---- counters --------------------------------------------------------------------------------------------------------
+
+def restore_counters(run: TrainingRun) -> None:
+    """Sets step, samples and loss scale of the trainer, and where its data continues.
+
+    Raises:
+        ProgressError: As ``resume.progress.resume_progress``.
+        TrainingCompleteError: No step is left.
+    """
+    context, trainer, counters = run.context, run.trainer, run.context.progress
+    saved = selected_state(context.plan.choice)
+    if getattr(trainer, "dynamic_batch_enabled", False):        # the batch size follows from the samples
+        setting = _settings(run, saved.global_batch_size)
+    else:
+        setting = _settings(run, trainer.global_batch_size)
+    state = with_position(saved, setting.global_batch_size, run)
+    progress = resume_progress(state, setting)
+    counters.origin = RunOrigin(progress.initial_step, progress.position, progress.consumed)
+    counters.restored, counters.global_step = progress, progress.global_step
+    counters.summary = summary_rows(state, progress, setting)
+    for sentence in resume_warnings(progress, setting, context.settings.on_dataset_change):
+        context.emit(warning(sentence))
+    context.emit(ProgressRestored(progress.initial_step, progress.initial_epoch, state.step, progress.step_scale,
+                                  setting.global_batch_size, state.loss_scale))
+    if progress.initial_step >= trainer.state.max_steps:
+        raise TrainingCompleteError(f"the training is complete: step {progress.initial_step} is the end of training.steps: "
+                                    f"{trainer.state.max_steps}. Nothing was trained or saved. For more, raise training.steps")
+    trainer.state.global_step = progress.initial_step
+    if state.loss_scale is not None:
+        trainer.state.loss_scale = state.loss_scale
+    if hasattr(trainer.state, "consumed_samples"):              # since 2.1.0
+        trainer.state.consumed_samples = trainer._consumed_samples = progress.consumed or 0
+    trainer.state.update_epoch()
+    run.skip = progress.position.samples // run.item_samples
+
+
+def _settings(run: TrainingRun, batch: int | None) -> RunSettings:
+    config = run.config
+    request = parse_data_request(config.get("ignore_data_skip"), config.get("data_skip_steps"))
+    return RunSettings(batch, run.items or run.steps_per_pass, None, run.context.progress.dataset_identity, request,
+                       item_samples=run.item_samples)
+
+
+def with_position(state: TrainingState, batch: int | None, run: TrainingRun) -> TrainingState:
+    """Returns ``state`` with a position in the data. mindformers records none: it has read ``consumed`` samples of one data set,
+    or as many as its steps have."""
+    if state.data is not None or not run.items:
+        return state
+    consumed = state.consumed if state.consumed is not None else state.step * (state.global_batch_size or batch or 1)
+    return replace(state, consumed=consumed,
+                   data=DataPosition().after(consumed // run.item_samples, run.items, run.item_samples))
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+def load_tensors(run: TrainingRun, plan: ResumePlan) -> None:
+    """Loads this rank's part of the models, and with a resume of the optimizer.
+
+    Raises:
+        CollectiveError: On all ranks, if one fails.
+    """
+    context, trainer, resume = run.context, run.trainer, plan.request.resume
+    model = parameters.model_parameters(trainer.model)
+    wanted = {**model, **(parameters.optimizer_parameters(trainer.optimizer, model) if resume else {})}
+    shapes = parameters.shapes_of(wanted)
+    layouts = parameters.layouts_of(trainer.model, trainer.optimizer if resume else None,
+                                    {name: shape for name, (shape, _) in shapes.items()}, context.group.size,
+                                    lambda text: context.emit(warning(text)))
+    source = run_on_all(context.group, plan.open_source, OPENING)
+    regions = run_on_all(context.group, partial(_regions, run, source.weights, shapes, layouts))
+    traffic, watchdog = load_traffic(bytes_of(source.weights, regions), context.emit)
+    read = partial(read_regions, source.weights, regions, max(WORKERS, plan.request.workers), traffic)
+    arrays = run_on_all(context.group, read, watchdog)
+    if COUNTER in arrays:
+        arrays[COUNTER] = np.full(shapes[COUNTER][0], context.progress.global_step, shapes[COUNTER][1])
+    for name, array in arrays.items():
+        arrays[name] = array.reshape(shapes[name][0])               # () and (1,) hold the same number
+    count, size = len(arrays), sum(array.nbytes for array in arrays.values())
+    parameters.restore(trainer.model, trainer.optimizer if resume else None, arrays)
+    parameters.refresh_masters(trainer.optimizer, arrays)
+    context.emit(WeightsLoaded(context.group.rank, count, size, traffic.read, source.what))
+
+
+def _regions(run: TrainingRun, weights: CheckpointView, shapes: Mapping[str, Any], layouts: parameters.Layouts
+             ) -> dict[str, Any]:
+    """Returns the region of each tensor that this rank reads. Raises LoadError if the checkpoint lacks the optimizer state or a
+    parameter."""
+    held = set(weights.tensors)
+    of_optimizer = [name for name in shapes if name.startswith(("adam_", "muon_", "exp_avg"))]
+    if of_optimizer and not held & set(of_optimizer):
+        raise LoadError(f"{weights.name} holds no optimizer state: it was saved with no_save_optim. To take the weights alone "
+                        f"and start at step 0, set no_load_optim: True")
+    no_masters = not any(name.startswith(MASTER) for name in held)
+
+    def may_miss(name: str) -> bool:
+        return name == COUNTER or no_masters and name.startswith(MASTER) or run.context.settings.allows(name)
+    names = {name: _counter_dtype(row, weights, name) for name, row in shapes.items()}
+    return wanted_regions(weights, names, layouts, run.context.group.rank, may_miss, allow=True)
+
+
+def _counter_dtype(row: tuple[tuple[int, ...], str], weights: CheckpointView, name: str) -> tuple[tuple[int, ...], str]:
+    """Returns (shape, dtype) as the checkpoint has it for the step counter, which is int32 in 1.9.0 and int64 later."""
+    if name == COUNTER and name in weights.tensors:
+        return row[0], weights.tensors[name].dtype
+    return row
+
+

@@ -1,0 +1,74 @@
+"""Wraps functions of mindformers' PyNative trainer. ``WRAPPERS`` has one for each row of ``upstream.PYNATIVE``."""
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from mindresume.coordination import preemption
+from mindresume.mindformers import job_start, training_context
+from mindresume.mindformers.pynative import checkpoint_load
+from mindresume.mindformers.pynative.checkpoint_callback import make_callback_class
+from mindresume.mindformers.pynative.training_run import TrainingRun, configuration_of
+from mindresume.mindformers.wrapping import argument_binder
+
+_RUN = "_mindresume_run"                # attribute of a trainer while it trains
+
+
+def _run_of(trainer: Any) -> TrainingRun | None:
+    return getattr(trainer, _RUN, None)
+
+
+def _wrap_train(original: Any) -> Any:
+    @functools.wraps(original)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config, result = configuration_of(self), None
+        with training_context.training(config) as context:
+            context.progress.dataset_identity = job_start.fingerprint(config, context)
+            run = TrainingRun(self, config, context)
+            setattr(self, _RUN, run)
+            context.run = run
+            try:
+                result = original(self, *args, **kwargs)
+            finally:
+                delattr(self, _RUN)
+        if context.progress.stop_reason == preemption.BY_SIGNAL:
+            raise SystemExit(preemption.STATUS)
+        return result
+    return train
+
+
+def _wrap_load_checkpoint(original: Any) -> Any:
+    bind = argument_binder(original)
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        given = bind(args, kwargs)
+        run = _run_of(given["self"])
+        if run is None or checkpoint_load.is_left_to_mindformers(run, given["checkpoint_path"]):
+            return original(*args, **kwargs)
+        if not run.is_loaded:
+            checkpoint_load.load(run, given["checkpoint_path"])
+            run.is_loaded = True
+        return None
+    return load
+
+
+def _wrap_create_dataset_iterator(original: Any) -> Any:
+    bind = argument_binder(original)
+
+    @functools.wraps(original)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        given = bind(args, kwargs)
+        run = _run_of(given["self"])
+        if run is not None:
+            run.begin_pass(given["dataset"])
+        return original(*args, **kwargs)
+    return create
+
+
+WRAPPERS = {
+    "Trainer.train": _wrap_train,
+    "Trainer._load_checkpoint": _wrap_load_checkpoint,
+    "Trainer._create_dataset_iterator": _wrap_create_dataset_iterator,
+    "CheckpointCallback": make_callback_class,
+}
