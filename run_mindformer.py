@@ -18,7 +18,8 @@ NAME = "run_mindformer.py"
 
 def run_pynative(launch: Launch) -> None:
     """Runs the PyNative trainer, which reads the configuration file alone."""
-    say("--mode 1: mindresume does not support PyNative mode yet; mindformers saves and resumes with its own code")
+    if launch.mindresume:
+        import mindresume.plugin  # noqa: F401  (its import installs everything)
     unused = launch.without_effect_in_pynative()
     if unused:
         say(f"--mode 1 reads the configuration file alone; without effect: {', '.join(unused)}")

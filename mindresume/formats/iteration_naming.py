@@ -34,7 +34,7 @@ _WEIGHTS = re.compile(r"(?:(?P<prefix>[^/\n]*)-)?(?P<kind>model|opt)-(?P<index>[
 _FILE = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]+\.safetensors")
 _KEY = re.compile(r"\((?P<name>(?P<quote>['\"]).*(?P=quote)), \((?P<number>0|[1-9][0-9]{0,5}),\)\)", re.DOTALL)
 _MAX_KEY = 1 << 16                     # characters
-_STATUS = "ckpt_status"
+_LATER = ("ckpt_status", "consumed_samples")          # keys of releases after 1.8.0
 
 
 def iteration_name(step: int) -> str:
@@ -111,7 +111,8 @@ def parse_slice_key(key: str) -> tuple[str, int] | None:
 class CommonInfo:
     """The content of ``common.json``, in the order of mindformers (checkpoint/checkpoint.py:CommonInfo); None means unknown.
 
-    ``step_num`` is the absolute step, ``global_step`` the optimizer's own counter; ``ckpt_status`` is 0 if healthy, 1 if not.
+    ``step_num`` is the absolute step, ``global_step`` the optimizer's own counter; ``ckpt_status`` is 0 if healthy, 1 if not;
+    ``consumed_samples`` (since 2.1.0) counts what a PyNative training has read.
     mindformers divides by ``global_batch_size`` and computes with ``epoch_num`` when it resumes: always write both.
     """
     epoch_num: int | None = None
@@ -120,6 +121,7 @@ class CommonInfo:
     loss_scale: float | None = None
     global_batch_size: int | None = None
     ckpt_status: int | None = None
+    consumed_samples: int | None = None
 
 
 def parse_common(data: bytes, path: str) -> CommonInfo:
@@ -147,20 +149,14 @@ def _checked(path: str, name: str, value: Any) -> Any:
     return value
 
 
-def encode_common(common: CommonInfo, *, with_status: bool = True) -> bytes:
-    """Returns the bytes of ``common.json`` as mindformers 1.9.0 writes them: exactly these six keys, as its reader rejects
-    others.
-
-    Args:
-        common: the values.
-        with_status: False omits ``ckpt_status``, which 1.8.0 does not know; later versions read a missing one as null.
+def encode_common(common: CommonInfo) -> bytes:
+    """Returns the bytes of ``common.json`` as mindformers 1.8.0 writes them. The keys of later releases are only there if they
+    have a value: the readers of older releases reject keys that they do not know, and all read a missing one as null.
 
     Raises:
-        ValueError: The omitted status is not None, or a value could not be read back.
+        ValueError: A value could not be read back.
     """
-    row = asdict(common)
-    if not with_status and row.pop(_STATUS) is not None:
-        raise ValueError(f"{_STATUS} is {common.ckpt_status} and would be lost")
+    row = {key: value for key, value in asdict(common).items() if key not in _LATER or value is not None}
     data = json.dumps(row, ensure_ascii=False, indent=4).encode()
     try:
         parse_common(data, COMMON)

@@ -179,6 +179,8 @@ def candidate_without_records(storage: Storage, root: str, name: str, tracked: b
         common = load_common(storage, root, name)
     except CorruptFileError as error:
         return replace(candidate, problem=candidate.refuse(f"{COMMON}: {error.reason}", f"{name}/{COMMON}"))
+    if step is not None and step == common.global_step != common.step_num:         # mindformers' PyNative trainer writes
+        common = replace(common, step_num=step)                                     # the steps of the whole training there
     if step not in (None, common.step_num):
         return replace(candidate, problem=candidate.refuse(
             f"{COMMON} is of step {common.step_num}, the folder of step {step}: they do not belong together",
@@ -240,7 +242,7 @@ def state_from_common(common: CommonInfo) -> TrainingState:
     """Returns the training state in ``common.json``."""
     state = state_from_scalars(common.step_num or 0, common.epoch_num, common.global_step, common.global_batch_size,
                               common.loss_scale)
-    return replace(state, health=common.ckpt_status)
+    return replace(state, health=common.ckpt_status, consumed=common.consumed_samples)
 
 
 def common_from_state(state: TrainingState) -> CommonInfo:

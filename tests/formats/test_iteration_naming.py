@@ -118,19 +118,20 @@ def test_common_json_is_that_of_mindformers():
     assert parse_common(encode_common(unknown), "common.json") == unknown
 
 
-def test_a_status_can_be_omitted_but_not_lost():
-    data = encode_common(CommonInfo(2, 20, 19, 1.0, 8), with_status=False)
-    assert list(json.loads(data)) == KEYS[:-1]
+def test_keys_of_later_releases_are_written_only_with_a_value():
+    data = encode_common(CommonInfo(2, 20, 19, 1.0, 8))
+    assert list(json.loads(data)) == ["epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size"]
     assert parse_common(data, "common.json") == CommonInfo(2, 20, 19, 1.0, 8)
-    with pytest.raises(ValueError, match="ckpt_status"):
-        encode_common(COMMON, with_status=False)
+    later = CommonInfo(2, 20, 19, 1.0, 8, 0, 160)
+    assert parse_common(encode_common(later), "common.json") == later and b"consumed_samples" in encode_common(later)
+
 
 
 def test_names_of_mindformers_1_8_and_2_1_are_parsed():
     older = b'{"epoch_num": 1, "step_num": 10, "global_step": 10, "loss_scale": 1.0, "global_batch_size": 8}'
     newer = b'{"step_num": 10, "consumed_samples": 80, "data_plan_state": {"x": [1]}, "ckpt_status": 1, "loss_scale": 2}'
     assert parse_common(older, "c") == CommonInfo(1, 10, 10, 1.0, 8, None)
-    assert parse_common(newer, "c") == CommonInfo(step_num=10, loss_scale=2, ckpt_status=1)
+    assert parse_common(newer, "c") == CommonInfo(step_num=10, loss_scale=2, ckpt_status=1, consumed_samples=80)
 
 
 @pytest.mark.parametrize("data, reason", [

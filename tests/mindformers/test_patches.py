@@ -45,7 +45,7 @@ from mindresume.saving.committer import Committer  # noqa: E402
 from mindresume.saving.shard_writer import rank_shard, write_shard  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 
-WRAPPED = [symbol for symbol in upstream.MINDFORMERS_1_9.symbols if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)]
+WRAPPED = [symbol for symbol in upstream.PROFILES[1].symbols if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)]
 
 
 def place(module, name):

@@ -12,15 +12,16 @@ import mindresume
 
 PACKAGE = Path(mindresume.__file__).parent
 ROOT = PACKAGE.parent
-ENTERING = [*sorted((PACKAGE / "mindformers").glob("*.py")), PACKAGE / "plugin.py", ROOT / "run_mindformer.py"]
+ENTERING = [*sorted((PACKAGE / "mindformers").rglob("*.py")), PACKAGE / "plugin.py", ROOT / "run_mindformer.py"]
 
 pytest.importorskip("mindformers.tools")
 
 from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.mindformers import installation, patches, training_context, upstream, upstream_check  # noqa: E402
-from mindresume.mindformers.upstream import MINDFORMERS_1_9, TENSORBOARD, Kind, Profile, Symbol  # noqa: E402
+from mindresume.mindformers.upstream import PROFILES, TENSORBOARD, Kind, Profile, Symbol  # noqa: E402
 
-PATHS = {symbol.path for symbol in (*MINDFORMERS_1_9.symbols, *upstream.PYNATIVE)}
+INSTALLED = next(profile for profile in PROFILES if profile.versions["mindformers"] == "1.9.0")
+PATHS = {symbol.path for symbol in (*upstream.MINDFORMERS, *upstream.MINDSPORE, *upstream.PYNATIVE)}
 
 
 # ---- the table is complete -------------------------------------------------------------------------------------------
@@ -100,26 +101,46 @@ def test_listed_modules_import_neither_mindformers_nor_mindspore(module):
 
 
 def test_no_row_twice():
-    rows = [(symbol.path, symbol.kind) for symbol in MINDFORMERS_1_9.symbols]
+    rows = [(symbol.path, symbol.kind) for symbol in INSTALLED.symbols]
     assert len(rows) == len(set(rows))
-    assert len(upstream.to_json(MINDFORMERS_1_9)) == len(rows)
+    assert len(upstream.to_json(INSTALLED)) == len(rows)
 
 
 # ---- the installed release -------------------------------------------------------------------------------------------
 
 def test_the_installed_release_matches_the_table():
     """Also after the installation: a wrapper has the signature of the wrapped function."""
-    assert upstream_check.profile_for(upstream_check.installed_versions()) == (MINDFORMERS_1_9, "")
-    assert upstream_check.check(MINDFORMERS_1_9.symbols) == []
-    assert upstream_check.require(MINDFORMERS_1_9) == (frozenset(), [])
+    assert upstream_check.profile_for(upstream_check.installed_versions()) == (INSTALLED, "")
+    assert upstream_check.check(INSTALLED.symbols) == []
+    assert upstream_check.require(INSTALLED) == (frozenset(), [])
 
 
-@pytest.mark.parametrize("versions, untested", [
-    ({"mindformers": "1.9.1", "mindspore": "2.9"}, []), ({"mindformers": "1.90.0", "mindspore": "2.9.0"}, ["mindformers 1.90.0"]),
-    ({"mindformers": "2.1.0", "mindspore": "2.10.0"}, ["mindformers 2.1.0", "mindspore 2.10.0"])])
-def test_untested_versions_are_reported(versions, untested):
+@pytest.mark.parametrize("versions, of, untested", [
+    ({"mindformers": "1.9.1", "mindspore": "2.9"}, "1.9.0", []),
+    ({"mindformers": "1.8.0", "mindspore": "2.7.2"}, "1.8.0", []),
+    ({"mindformers": "2.1.0", "mindspore": "2.10.0"}, "2.1.0", []),
+    ({"mindformers": "2.1.0rc1", "mindspore": "2.11.0"}, "2.1.0", ["mindspore 2.11.0"]),
+    ({"mindformers": "1.90.0", "mindspore": "2.9.0"}, "1.9.0", ["mindformers 1.90.0"]),
+    ({"mindformers": "3.0.0", "mindspore": "3.0.0"}, "2.1.0", ["mindformers 3.0.0", "mindspore 3.0.0"])])
+def test_a_release_gets_the_profile_of_the_newest_one_that_is_not_newer(versions, of, untested):
     profile, notice = upstream_check.profile_for(versions)
-    assert profile is MINDFORMERS_1_9 and bool(notice) is bool(untested) and all(text in notice for text in untested)
+    assert profile.versions["mindformers"] == of and bool(notice) is bool(untested) and all(text in notice for text in untested)
+
+
+@pytest.mark.parametrize("release", ["1.7.0", "1.6.0", "1.7.9"])
+def test_a_release_that_is_too_old_is_refused_by_name(release):
+    with pytest.raises(ConfigError, match=rf"mindformers {release} is installed; mindresume needs 1.8.0 or newer"):
+        upstream_check.profile_for({"mindformers": release, "mindspore": "2.7.1"})
+
+
+def test_what_mindformers_has_only_later_is_off_and_refused(monkeypatch):
+    oldest = PROFILES[0]
+    off, notices = upstream_check.require(Profile(oldest.versions, ()))
+    assert off == {upstream.CHECKPOINT_SECTION, upstream.PRETRAINED} and len(notices) == 1
+    monkeypatch.setattr(upstream_check, "_off", set(off))
+    with pytest.raises(ConfigError, match="section checkpoint:.*use_legacy_format"):
+        upstream_check.refuse_if_off(upstream.CHECKPOINT_SECTION)
+    upstream_check.refuse_if_off(upstream.SAVE)
 
 
 # ---- a release that differs ------------------------------------------------------------------------------------------
@@ -148,11 +169,11 @@ def module(monkeypatch):
 
 
 def row(name, signature=None, kind=Kind.WRAPPED, feature=upstream.LOAD):
-    return Symbol("mindformers_of_the_test", name, signature, kind, feature, "1.9.0", "1.9.0")
+    return Symbol("mindformers_of_the_test", name, signature, kind, feature, "1.9.0", "")
 
 
 def profile_of(*rows):
-    return Profile("mindformers of the test", MINDFORMERS_1_9.versions, rows)
+    return Profile(INSTALLED.versions, rows)
 
 
 @pytest.mark.parametrize("symbol", [
@@ -233,7 +254,7 @@ PASSING = sorted(set(patches.WRAPPERS) - {"Trainer.train", "Trainer.finetune", "
 
 
 def signatures():
-    return {symbol.name: symbol.signature for symbol in MINDFORMERS_1_9.symbols if symbol.name in PASSING}
+    return {symbol.name: symbol.signature for symbol in INSTALLED.symbols if symbol.name in PASSING}
 
 
 @pytest.mark.parametrize("name", PASSING)
