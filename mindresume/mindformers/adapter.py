@@ -201,11 +201,16 @@ def reason_for_builtin_load(network: Any, names: Iterable[str], known: bool) -> 
     tensors are a Hugging Face folder that mindresume can convert."""
     if hasattr(network, "llm_boost"):
         return "llm_boost converts the weights itself"
-    if known and getattr(core_network(network), "template", None) is not None or set(names) & set(network.parameters_dict()):
+    if known and is_graph_training_network(core_network(network)) or set(names) & set(network.parameters_dict()):
         return ""
     translate = _translation(network)
     return "these are names of Hugging Face, which this network translates" if translate and any(
         translate(name) != name for name in names) else ""
+
+
+def is_graph_training_network(core: Any) -> bool:
+    """Returns whether a model is a training network of the graph trainer, for which Hugging Face weights can have rules."""
+    return bool(getattr(core, "is_train_model", False)) and hasattr(core, "get_gpt_transformer_config")
 
 
 def _translation(network: Any) -> Callable[[str], str] | None:

@@ -23,7 +23,7 @@ from mindresume.coordination.collectives import gather_results, run_on_all, run_
 from mindresume.errors import ConfigError, LoadError
 from mindresume.events import Notice, warning
 from mindresume.formats.consolidated import is_consolidated
-from mindresume.formats.huggingface import ARCHITECTURES
+from mindresume.formats.huggingface_families import FAMILIES
 from mindresume.formats.iteration_naming import COMMON
 from mindresume.formatting import listed
 from mindresume.mindformers import adapter, selection, state_restorer, upstream, upstream_check
@@ -191,10 +191,10 @@ def load(network: Any, optimizer: Any, context: TrainingContext) -> None:
 def load_pretrained(train: Any, network: Any, folder: str, context: TrainingContext) -> None:
     """Loads this rank's slices of Hugging Face weights. ``train``: the compiled cell, which contains ``network``."""
     core, emit = adapter.core_network(network), context.emit
-    template = getattr(core, "template", None)
-    if template is None:
-        raise ConfigError(f"{folder}: mindformers cannot convert Hugging Face weights for {type(core).__name__}, only for "
-                          f"{', '.join(ARCHITECTURES)}. Convert the weights first, and give them as load_checkpoint")
+    if not adapter.is_graph_training_network(core):
+        raise ConfigError(f"{folder}: no rule is known for Hugging Face weights of {type(core).__name__}, only for the training "
+                          f"networks of {', '.join(FAMILIES)}. Convert the weights first, and give them as load_checkpoint")
+    template = getattr(core, "template", None)              # only Qwen3 has one, since mindformers 1.9.0
     names = set(network.parameters_dict())
     wanted = {name: row for name, row in adapter.parameters_to_load(train).items() if name in names and not is_transient(name)}
     layouts = job_layouts(train, {name: shape for name, (shape, _) in wanted.items()}, context.group.size,
@@ -203,7 +203,8 @@ def load_pretrained(train: Any, network: Any, folder: str, context: TrainingCont
         sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in wanted.values()), emit)
     arrays = run_on_all(context.group, lambda: read_network(
         PosixStorage(), folder, wanted, layouts, context.group.rank, network=core.get_gpt_transformer_config(),
-        tied=core.config.tie_word_embeddings, converters=template.weight_converters, traffic=traffic), watchdog)
+        tied=core.config.tie_word_embeddings, converters=template.weight_converters if template else (), traffic=traffic,
+        kind=core.config.model_type), watchdog)
     loaded = set(arrays)
     state_restorer.restore_parameters(train, arrays, False, context, lambda name: name not in loaded, traffic.read, folder)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,19 +15,22 @@ import xxhash
 
 from mindresume.errors import ConfigError, LoadError
 from mindresume.formats.consolidated import HUGGINGFACE
-from mindresume.formats.huggingface import CONFIG, HEAD, Model, Rule, check_contiguous_order, inverse_rules, rules
+from mindresume.formats.huggingface import CONFIG, HEAD, QUANTIZATION, Model, check_contiguous_order
+from mindresume.formats.huggingface_rules import Rule, copies, inverse_rules, rules
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.geometry import whole
-from mindresume.reshard.huggingface import is_no_weight, problems_text, translated
+from mindresume.reshard.huggingface import is_no_weight
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.region_load import check_tensors
+from mindresume.reshard.translated_view import problems_text, translated
 from mindresume.storage.atomic_publish import publish_json
 
 KEEP = "keep"                                       # the stored dtype
 DTYPES = ("bfloat16", "float32", KEEP)              # what an export can write
+_PREDICTION = "mtp.layers."
 
 
 def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes: int, config: Mapping[str, Any] | None = None
@@ -35,7 +38,7 @@ def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes:
     """Plans the export of the weights in ``source``, without counters and optimizer states, under the names of Hugging Face.
 
     Args:
-        dtype: one of DTYPES.
+        dtype: one of DTYPES; router biases are written in float32, or kept.
         part_bytes: largest size of a part.
         config: the content of the config.json that ``Export`` will write.
     Raises:
@@ -45,13 +48,18 @@ def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes:
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
-    inner, known = source.weights, rules(model)
+    inner = source.weights
+    if model.latent:                                    # the names tell it
+        model = replace(model, concatenated=any(name.endswith(".self_attention.linear_kvb.weight") for name in inner.tensors))
+    known = rules(model)
     if model.tied:
         del known[HEAD]
     _check(inner, known, model)
     check_contiguous_order(model, {name: tensor.layout for name, tensor in inner.tensors.items() if tensor.layout is not None})
     back = inverse_rules(known)
-    view = translated(inner, back, {} if dtype == KEEP else dict.fromkeys(back, dtype))
+    back |= {name: back[other] for name, other in copies(model).items()}
+    view = translated(inner, back, {} if dtype == KEEP else {name: "float32" if rule.float32 else dtype
+                                                              for name, rule in back.items()})
     plan = to_consolidated(replace(source, weights=view), HUGGINGFACE, part_bytes)
     wanted = json.dumps([plan.fingerprint, repr(replace(model, source=CONFIG)), config], sort_keys=True)
     files = tuple(replace(file, metadata={"format": "pt"}) for file in plan.files)   # transformers refuses any other
@@ -70,11 +78,19 @@ def _check(inner: CheckpointView, known: Mapping[str, Rule], model: Model) -> No
         hint = ". If the model shares it with the embedding, tie_word_embeddings must be true" if HEAD in missing else ""
         problems.append(f"missing: {problems_text(missing)}{hint}")
     if lost:
-        hint = ". It is no copy of the embedding, so tie_word_embeddings must be false" if HEAD in lost else ""
-        problems.append(f"without a rule: {problems_text(lost)}{hint}")
+        problems.append(f"without a rule: {problems_text(lost)}{_hint(lost)}")
     if problems or other:
         raise LoadError(f"{inner.name} does not hold the weights that {model.source} describes ({model.kind}, {model.layers} "
                         f"layers): {problems_text(problems + other)}")
+
+
+def _hint(lost: Collection[str]) -> str:
+    """Returns what to do about tensors that a setting explains."""
+    if HEAD in lost:
+        return ". It is no copy of the embedding, so tie_word_embeddings must be false"
+    if all(name.startswith(_PREDICTION) for name in lost):
+        return ". The model has a next-token-prediction layer, so num_nextn_predict_layers must be 1"
+    return ""
 
 
 def _is_known(name: str, tensor: Tensor, known: Mapping[str, Rule]) -> bool:
@@ -99,13 +115,14 @@ def verify_composed(plan: ConversionPlan, traffic: Traffic | None = None) -> Non
 
 @dataclass
 class Export(Conversion):
-    """Runs a conversion, and writes ``config`` with the dtype of the weights as ``config.json`` into the same folder."""
+    """Runs a conversion and writes ``config`` as ``config.json`` beside the weights: with their dtype, under the key that it has
+    (``dtype`` since transformers 4.57, ``torch_dtype`` before), and without a quantisation, as the weights have none."""
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def commit(self) -> None:
         """Writes ``config.json``, then commits. Raises the errors of ``Conversion.commit``."""
-        dtypes = {tensor.dtype for tensor in self.plan.source.weights.tensors.values()}
-        document = dict(self.config)
+        dtypes = {tensor.dtype for tensor in self.plan.source.weights.tensors.values() if not tensor.rule.float32} or {"float32"}
+        document = {key: value for key, value in self.config.items() if key != QUANTIZATION}
         if len(dtypes) == 1:
             key = "dtype" if "dtype" in document else "torch_dtype"
             document = {**{k: v for k, v in document.items() if k not in ("dtype", "torch_dtype")}, key: dtypes.pop()}

@@ -18,6 +18,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from mindresume.errors import CorruptFileError, LoadError
+from mindresume.reshard.block_scales import scale_blocks
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
 from mindresume.reshard.geometry import Region, elements, offset, runs, shape_of, view, within
 from mindresume.storage.interface import Storage
@@ -44,6 +45,7 @@ class ComposedCut(NamedTuple):
         local: indices of the part by dimension, from the first element of the piece; only the first dimension may have gaps.
         target: slices of the part in the wanted region.
         transposed: the two dimensions are exchanged.
+        scale: the part of the scales that belongs to an fp8 part; ``block``: rows and columns of one scale.
     """
     piece: Region
     holders: Sequence[int]
@@ -52,6 +54,8 @@ class ComposedCut(NamedTuple):
     local: tuple[range, ...]
     target: tuple[slice, ...]
     transposed: bool = False
+    scale: ComposedCut | None = None
+    block: tuple[int, int] = (1, 1)
 
 
 class OpenFiles:
@@ -123,7 +127,11 @@ def gather(weights: CheckpointView, files: OpenFiles, name: str, region: Region,
     for cut in weights.tensors[name].cuts(region):
         place = weights.locate(name, cut)
         if isinstance(cut, ComposedCut):
-            _gather_composed(files, place, cut, out, weights.tensors[name].dtype)
+            scales = None
+            if cut.scale is not None:
+                scales = np.empty(tuple(map(len, cut.scale.local)), np.uint32)
+                _gather_composed(files, weights.locate(name, cut.scale), cut.scale, scales, "float32")
+            _gather_composed(files, place, cut, out, weights.tensors[name].dtype, scales)
             continue
         part = view(out, within(cut.part, region))
         local, shape = within(cut.part, cut.piece), shape_of(cut.piece)
@@ -167,8 +175,10 @@ def _spanned(files: OpenFiles, place: PieceLocation, local: Region, shape: tuple
     return np.ascontiguousarray(found).reshape(-1).view(np.uint8)
 
 
-def _gather_composed(files: OpenFiles, place: PieceLocation, cut: ComposedCut, out: np.ndarray, dtype: str) -> None:
-    """Fills ``cut.target`` of ``out``, which has the bits of ``dtype``, in at most ``COMPOSED_MEMORY`` times its memory."""
+def _gather_composed(files: OpenFiles, place: PieceLocation, cut: ComposedCut, out: np.ndarray, dtype: str,
+                     scales: np.ndarray | None = None) -> None:
+    """Fills ``cut.target`` of ``out``, which has the bits of ``dtype``, in at most ``COMPOSED_MEMORY`` times its memory.
+    ``scales``: the bits of those of an fp8 part."""
     stored, shape = bits_dtype(cut.dtype), shape_of(cut.piece)
     sizes = tuple(map(len, cut.local))
     step = cut.local[0].step
@@ -189,7 +199,12 @@ def _gather_composed(files: OpenFiles, place: PieceLocation, cut: ComposedCut, o
             read_range(files, place.path, place.entry, start * stored.itemsize, done[:length])
             done = done[length:]
     found = flat.view(stored).reshape(sizes)
-    if cut.dtype != dtype:
+    if scales is not None:
+        rows, columns = (range(low + indices[0], low + indices[-1] + 1, indices.step)
+                         for indices, (low, _) in zip(cut.local, cut.piece, strict=True))
+        found = scale_blocks(found.view(DTYPES[cut.dtype]), scales.view(np.float32), rows, columns, cut.block)
+        found = cast(found, dtype).view(bits_dtype(dtype))
+    elif cut.dtype != dtype:
         found = cast(found.view(DTYPES[cut.dtype]), dtype).view(bits_dtype(dtype))
     out[cut.target] = found.T if cut.transposed else found
 

@@ -8,7 +8,7 @@ import pytest
 from formats.test_huggingface import GROUPED, assemble
 from reshard.test_huggingface import complete, document, everything, put
 
-from mindresume.formats.huggingface import rules, shapes
+from mindresume.formats.huggingface_rules import rules, shapes
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.storage.posix import PosixStorage
 
@@ -86,7 +86,7 @@ def test_missing_or_wrong_input_is_an_error(call, source, config, tmp_path):
     assert "choose one of bfloat16, float32, keep" in refused("--config", config, "--dtype", "int8")
     assert "--max-shard-size is 'big'" in refused("--config", config, "--max-shard-size", "big")
     assert "model_type 'llama'" in refused("--config", config, change={"model_type": "llama"})
-    assert "(num_attention_heads 4 + 2 x num_key_value_heads 2) x head_dim 8 = 64" in refused(
+    assert "num_attention_heads 4 x head_dim 8 + num_key_value_heads 2 x head_dim 8 + " in refused(
         "--config", config, change={"num_key_value_heads": 2})
     assert "there are:" in refused("--config", config, "--step", "7")
 

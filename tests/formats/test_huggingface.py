@@ -14,20 +14,25 @@ from mindresume.formats.huggingface import (
     EMBEDDING,
     EXPERTS,
     HEAD,
+    INTERLEAVED,
+    Latent,
     Model,
     check_contiguous_order,
-    compare_with_template,
-    inverse_rules,
     model_from_config,
-    rules,
-    shapes,
 )
+from mindresume.formats.huggingface_rules import compare_with_template, copies, inverse_rules, rules, shapes
 from mindresume.model.layout import TensorLayout
 
 MULTI = Model(DENSE, 2, 16, 4, 4, 6, 12, 20)
 GROUPED = Model(DENSE, 2, 16, 8, 4, 6, 12, 20)
-MOE = Model(EXPERTS, 2, 16, 4, 2, 8, 12, 20, experts=4)
-MODELS = {"multi": MULTI, "grouped": GROUPED, "moe": MOE, "one group": replace(MULTI, groups=1),
+MOE = Model(EXPERTS, 2, 16, 4, 2, 8, 0, 20, experts=4, expert_inner=12)
+TELECHAT = Model("telechat3", 2, 16, 4, 2, 8, 12, 20)
+LATENT = Model("deepseek_v3", 3, 16, 4, 0, 0, 12, 20, 4, 10, 1, dense_layers=1, predictions=1, latent=Latent(12, 8, 6, 4, 5))
+QUERIES = replace(LATENT, kind="telechat3_moe", predictions=0, shared=2, latent=Latent(0, 8, 6, 4, 5))     # not compressed
+MODELS = {"telechat": TELECHAT, "latent": LATENT, "queries": QUERIES, "no shared experts": replace(LATENT, shared=0),
+          "concatenated": replace(LATENT, concatenated=True, mlp=CONTIGUOUS),
+          "concatenated queries": replace(QUERIES, concatenated=True), "multi": MULTI,
+          "grouped": GROUPED, "moe": MOE, "one group": replace(MULTI, groups=1),
           "contiguous": replace(GROUPED, attention=CONTIGUOUS, mlp=CONTIGUOUS), "tied": replace(GROUPED, tied=True)}
 QKV, FC1 = "decoder.layers.1.self_attention.linear_qkv.weight", "decoder.layers.1.mlp.linear_fc1.weight"
 DOCUMENT = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 16,
@@ -42,7 +47,7 @@ def random(model, seed=0):
     numbers = np.random.default_rng(seed)
     found = {name: numbers.random(shape, np.float32) for name, shape in shapes(rules(model)).items()}
     assert len(np.unique(np.concatenate([a.ravel() for a in found.values()]))) > sum(a.size for a in found.values()) * .99
-    return found
+    return found | {name: found[other] for name, other in copies(model).items()}
 
 
 def assemble(known, tensors):
@@ -81,7 +86,7 @@ def converters():
 def configured(converters, model, tensor_parallel, optimizer, expert_parallel=1):
     """Returns mindformers' template as a rank with these sizes has it."""
     found = copy.deepcopy(converters[model.kind])
-    config = Config(model.heads, model.groups, model.head_dim, model.hidden, tensor_parallel, model.experts, model.inner,
+    config = Config(model.heads, model.groups, model.head_dim, model.hidden, tensor_parallel, model.experts, model.expert_inner,
                     expert_parallel)
     for op in found:
         if hasattr(op, "set_model_config"):
@@ -182,8 +187,8 @@ def test_experts_compute_with_the_weights_of_the_rules():
     """With the shapes and halves of FFNGroupedGEMM, each expert computes down(silu(gate(x)) * up(x))."""
     tensors = random(MOE)
     whole = assemble(rules(MOE), tensors)
-    first = whole["decoder.layers.0.mlp.experts.weight1"].reshape(MOE.experts, MOE.hidden, 2 * MOE.inner)
-    second = whole["decoder.layers.0.mlp.experts.weight2"].reshape(MOE.experts, MOE.inner, MOE.hidden)
+    first = whole["decoder.layers.0.mlp.experts.weight1"].reshape(MOE.experts, MOE.hidden, 2 * MOE.expert_inner)
+    second = whole["decoder.layers.0.mlp.experts.weight2"].reshape(MOE.experts, MOE.expert_inner, MOE.hidden)
     x = np.random.default_rng(1).standard_normal((5, MOE.hidden))
     for e in range(MOE.experts):
         gate, up, down = (tensors[f"model.layers.0.mlp.experts.{e}.{one}_proj.weight"] for one in ("gate", "up", "down"))
@@ -197,8 +202,10 @@ def test_experts_compute_with_the_weights_of_the_rules():
        st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
 def test_rules_cover_each_element_once_and_are_invertible(kind, layers, hidden, groups, each, head_dim, inner, attention, mlp,
                                                           tied):
-    model = Model(kind, layers, hidden, groups * each, groups, head_dim, inner, 7, 3 if kind == EXPERTS else 0, tied,
-                  *(CONTIGUOUS if one else "interleaved" for one in (attention, mlp)))
+    experts = {"experts": 3, "expert_inner": inner} if kind == EXPERTS else {}
+    attention, mlp = (CONTIGUOUS if one else INTERLEAVED for one in (attention, mlp))
+    model = Model(kind, layers, hidden, groups * each, groups, head_dim, inner, 7, tied=tied, attention=attention, mlp=mlp,
+                  **experts)
     known = rules(model)
     if tied:
         del known[HEAD]
@@ -225,8 +232,8 @@ def test_tied_head_is_the_embedding():
 def test_dimensions():
     assert model_from_config(DOCUMENT, "config.json") == GROUPED
     assert model_from_config({**DOCUMENT, "num_key_value_heads": None}, "config.json").groups == 8
-    assert model_from_config(MOE_DOCUMENT, "x", CONTIGUOUS) == Model(EXPERTS, 2, 16, 8, 4, 6, 10, 20, 4, attention=CONTIGUOUS,
-                                                                     source="x")
+    assert model_from_config(MOE_DOCUMENT, "x", CONTIGUOUS) == Model(EXPERTS, 2, 16, 8, 4, 6, 0, 20, 4, 10,
+                                                                     attention=CONTIGUOUS, source="x")
     without = {key: value for key, value in DOCUMENT.items() if key not in ("head_dim", "architectures")}
     assert model_from_config(without, "x").head_dim == 128                  # as transformers has it
     assert model_from_config({**without, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 10},
@@ -234,7 +241,7 @@ def test_dimensions():
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"model_type": "llama"}, "model_type 'llama'.*Qwen3ForCausalLM .qwen3. and Qwen3MoeForCausalLM .qwen3_moe."),
+    ({"model_type": "llama"}, "model_type 'llama'.*Qwen3ForCausalLM .qwen3., .*, DeepseekV3ForCausalLM .deepseek_v3."),
     ({"model_type": None}, "model_type None"),
     ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification"),
     ({"attention_bias": True}, "attention_bias is True"),
@@ -251,6 +258,50 @@ def test_dimensions():
 def test_unsupported_features_are_refused_by_name(change, message):
     with pytest.raises(ConfigError, match=message):
         model_from_config({**DOCUMENT, **change}, "config.json")
+
+
+LATENT_DOCUMENT = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 3,
+                   "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 12,
+                   "vocab_size": 20, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+                   "v_head_dim": 5,
+                   "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 10, "first_k_dense_replace": 1,
+                   "num_nextn_predict_layers": 1, "moe_layer_freq": 1, "topk_method": "noaux_tc", "rope_interleave": True,
+                   "dtype": "bfloat16", "attention_bias": False}
+
+
+def test_dimensions_of_latent_models():
+    assert model_from_config(LATENT_DOCUMENT, "config.json") == LATENT
+    other = {**LATENT_DOCUMENT, "model_type": "telechat3_moe", "architectures": ["TeleChat3MoeForCausalLM"], "q_lora_rank": None,
+             "n_shared_experts": 2, "num_nextn_predict_layers": None}
+    assert model_from_config(other, "config.json", concatenated=True) == MODELS["concatenated queries"]
+    fp8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 64],
+                                   "activation_scheme": "dynamic"}}
+    assert model_from_config({**LATENT_DOCUMENT, **fp8}, "config.json") == replace(LATENT, block=(128, 64))
+    telechat = {**DOCUMENT, "model_type": "telechat3", "architectures": ["TeleChat3ForCausalLM"], "num_attention_heads": 4,
+                "num_key_value_heads": 2, "head_dim": 8, "mlp_bias": False}
+    assert model_from_config(telechat, "config.json", concatenated=True) == TELECHAT
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"rope_interleave": False}, "rope_interleave is False"),
+    ({"topk_method": "greedy"}, "topk_method is 'greedy'"),
+    ({"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+    ({"kv_lora_rank": None}, "kv_lora_rank should be a number"),
+    ({"q_lora_rank": "12"}, "q_lora_rank should be a number from 0"),
+    ({"first_k_dense_replace": 4}, "first_k_dense_replace 4 is more than num_hidden_layers 3"),
+    ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2.*one such layer at most"),
+    ({"first_k_dense_replace": 3}, "num_nextn_predict_layers is 1, with 0 of 3 layers with experts"),
+    ({"n_routed_experts": None}, "n_routed_experts should be a number"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*weight_block_size"),
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "weight_block_size"),
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 0]}}, "weight_block_size"),
+    ({"quantization_config": {"quant_method": "gptq", "weight_block_size": [128, 128]}}, "gptq"),
+    ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}}, "e5m2"),
+    ({"quantization_config": True}, "quantization_config is True"),
+])
+def test_latent_models_that_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        model_from_config({**LATENT_DOCUMENT, **change}, "config.json")
 
 
 def test_an_unknown_order_is_refused():

@@ -7,13 +7,14 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from formats.test_huggingface import GROUPED, MODELS, MOE, QKV, assemble, random
+from formats.test_huggingface import GROUPED, LATENT, MODELS, MOE, QKV, assemble, random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindresume.errors import ConfigError, CorruptFileError, LoadError
 from mindresume.formats.consolidated import MINDSPORE
-from mindresume.formats.huggingface import ARCHITECTURES, CONTIGUOUS, HEAD, inverse_rules, rules
+from mindresume.formats.huggingface import CONTIGUOUS, HEAD
+from mindresume.formats.huggingface_rules import inverse_rules, rules
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import range_reader, region_load
 from mindresume.reshard.conversion_plan import to_consolidated
@@ -36,10 +37,12 @@ PROJ = "decoder.layers.0.self_attention.linear_proj.weight"
 
 
 def document(model):
-    return {"model_type": model.kind, "architectures": [ARCHITECTURES[model.kind]], "num_hidden_layers": model.layers,
-            "hidden_size": model.hidden, "num_attention_heads": model.heads, "num_key_value_heads": model.groups,
-            "head_dim": model.head_dim, "intermediate_size": model.inner, "moe_intermediate_size": model.inner,
-            "num_experts": model.experts, "vocab_size": model.vocabulary, "tie_word_embeddings": model.tied}
+    found = {"model_type": model.kind, "architectures": [model.family.architecture], "num_hidden_layers": model.layers,
+             "tie_word_embeddings": model.tied, **{key: size for key, size in model.dimensions.items() if size}}
+    if model.block:
+        found["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(model.block)}
+    return found | ({"first_k_dense_replace": model.dense_layers, "num_nextn_predict_layers": model.predictions}
+                    if model.latent else {})
 
 
 def put(path, tensors, metadata=None):
@@ -58,6 +61,10 @@ def folder_of(folder, model, tensors, parts=2):
     if parts > 1:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": found}), encoding="utf-8")
     return str(folder)
+
+
+def viewed(folder, model, **more):
+    return view_of_folder(STORAGE, folder, model.attention, model.mlp, concatenated=model.concatenated, **more)
 
 
 def everything(weights):
@@ -86,7 +93,7 @@ def test_whole_tensors(tmp_path, monkeypatch, name, tile, row):
     monkeypatch.setattr(range_reader, "SHORT_ROW", row)
     model = MODELS[name]
     tensors = random(model)
-    weights = view_of_folder(STORAGE, folder_of(tmp_path / "hf", model, tensors), model.attention, model.mlp)
+    weights = viewed(folder_of(tmp_path / "hf", model, tensors), model)
     same(everything(weights), assemble(rules(model), tensors))
     assert {tensor.dtype for tensor in weights.tensors.values()} == {"float32"} and weights.format == "safetensors"
 
@@ -100,7 +107,7 @@ def test_any_region(tmp_path, data):
     if not os.path.exists(folder):
         os.makedirs(folder)
         folder_of(Path(folder), model, tensors)
-    weights = view_of_folder(STORAGE, folder, model.attention, model.mlp)
+    weights = viewed(folder, model)
     name = data.draw(st.sampled_from(sorted(n for n in weights.tensors if ".layers.0." not in n)))
     region = []
     for size in weights.tensors[name].shape:
@@ -241,7 +248,7 @@ def test_network_of_other_dimensions(tmp_path):
 def test_network_with_contiguous_orders(tmp_path):
     model, network = MODELS["contiguous"], Network()
     network.use_contiguous_weight_layout_attention, network.use_interleaved_weight_layout_mlp = True, False
-    assert orders_of(network) == (CONTIGUOUS, CONTIGUOUS) and orders_of(Network()) == orders_of(None)
+    assert orders_of(network) == (CONTIGUOUS, CONTIGUOUS, False) and orders_of(Network()) == orders_of(None)
     tensors = random(model)
     folder = folder_of(tmp_path / "hf", model, tensors)
     one = network_of(model, TensorLayout((1,), (-1, -1)))(0, "float32")
@@ -281,6 +288,94 @@ def test_hugging_face_folders_are_recognized(tmp_path):
         read_model(STORAGE, str(other))
 
 
+# ---- latent attention, next-token prediction ----------------------------------------------------------------------------
+
+class LatentNetwork(Network):
+    """The same of a network of LATENT."""
+    num_layers, num_attention_heads, num_moe_experts, multi_latent_attention, qk_layernorm = 3, 4, 4, True, True
+    q_lora_rank, kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim = LATENT.latent
+    moe_router_enable_expert_bias, mtp_num_layers, mla_qkv_concat = True, 1, False
+
+
+def wanted_of(model):
+    return {name: (rule.shape, "float32") for name, rule in rules(model).items()}
+
+
+def test_latent_network(tmp_path):
+    tensors = random(LATENT)
+    folder = folder_of(tmp_path / "hf", LATENT, tensors)
+    for concatenated in (False, True):
+        model, network = replace(LATENT, concatenated=concatenated), LatentNetwork()
+        network.mla_qkv_concat = concatenated
+        same(read_network(STORAGE, folder, wanted_of(model), {}, 0, network=network, kind="deepseek_v3"),
+             assemble(rules(model), tensors))
+    with pytest.raises(ConfigError, match="model_type is deepseek_v3, but the network is qwen3_moe"):
+        read_network(STORAGE, folder, {}, {}, 0, network=network, kind="qwen3_moe")
+    for key, value, message in (("qk_layernorm", False, "qk_layernorm 0 instead of True"), ("q_lora_rank", None, "q_lora_rank 0"),
+                                ("moe_router_enable_expert_bias", False, "enable_expert_bias 0 instead of True"),
+                                ("qk_head_dim", 128, "qk_head_dim 128 instead of 6"),
+                                ("mtp_num_layers", 2, "mtp_num_layers 2 instead of 1")):
+        network = LatentNetwork()
+        setattr(network, key, value)
+        with pytest.raises(ConfigError, match=message):
+            read_network(STORAGE, folder, {}, {}, 0, network=network)
+
+
+def test_network_without_predictions(tmp_path):
+    """It takes the other layers, from a folder that has such a layer and from one of transformers, which does not save it."""
+    tensors, network, model = random(LATENT), LatentNetwork(), replace(LATENT, predictions=0)
+    network.mtp_num_layers = 0
+    less = {name: array for name, array in tensors.items() if not name.startswith("model.layers.3.")}
+    for name, found in (("with", tensors), ("without", less)):
+        folder = folder_of(tmp_path / name, LATENT, found)
+        same(read_network(STORAGE, folder, wanted_of(model), {}, 0, network=network), assemble(rules(model), tensors))
+    with pytest.raises(LoadError, match=r"missing: model.layers.3.enorm.weight.* set num_nextn_predict_layers to 0"):
+        read_network(STORAGE, folder, wanted_of(LATENT), {}, 0, network=LatentNetwork())
+    with pytest.raises(LoadError, match=r"without a rule: model.layers.3.*"):
+        viewed(folder_of(tmp_path / "other", model, tensors), model)
+
+
+def test_copies_in_the_layer_of_predictions(tmp_path):
+    """They need not be there, and have the shape of what they repeat."""
+    tensors = random(LATENT)
+    name = "model.layers.3.shared_head.head.weight"
+    less = {key: array for key, array in tensors.items() if key != name}
+    same(everything(viewed(folder_of(tmp_path / "less", LATENT, less), LATENT)), assemble(rules(LATENT), tensors))
+    with pytest.raises(LoadError, match=rf"{name} is \(20, 15\), not \(20, 16\) \(a part of vocab_size 20, by hidden_size 16"):
+        viewed(folder_of(tmp_path / "hf", LATENT, {**tensors, name: tensors[name][:, :15]}), LATENT)
+
+
+def test_exports_of_latent_models(tmp_path):
+    """Names tell whether projections are concatenated; the layer of predictions must fit config.json; biases stay float32."""
+    tensors = random(LATENT)
+    for name in ("latent", "concatenated"):
+        source = complete(tmp_path / name, assemble(rules(MODELS[name]), tensors))
+        back = exported(source, tmp_path / f"{name} hf", replace(LATENT, mlp=MODELS[name].mlp), "bfloat16")
+        found = everything(open_checkpoint(STORAGE, back).weights)
+        biases = {key: array for key, array in tensors.items() if key.endswith("e_score_correction_bias")}
+        same(found, bits(tensors, "bfloat16") | biases)
+        assert len(biases) == 3
+        written = json.loads((tmp_path / f"{name} hf" / "config.json").read_text(encoding="utf-8"))
+        assert written["torch_dtype"] == "bfloat16"
+    with pytest.raises(LoadError, match=r"without a rule: mtp.layers.0.* num_nextn_predict_layers must be 1"):
+        to_huggingface(source, replace(MODELS["concatenated"], predictions=0), "keep", 1 << 30)
+    whole_ = assemble(rules(LATENT), tensors)
+    source = complete(tmp_path / "less", {key: array for key, array in whole_.items() if not key.startswith("mtp.")})
+    with pytest.raises(LoadError, match=r"missing: mtp.layers.0.enorm.weight"):
+        to_huggingface(source, LATENT, "keep", 1 << 30)
+
+
+def test_large_experts_are_read_in_pieces(tmp_path, monkeypatch):
+    """Of whole rows of the stored tensor, each byte once."""
+    from mindresume.reshard import huggingface
+    monkeypatch.setattr(huggingface, "TILE", 300)
+    model = replace(MOE, hidden=12, expert_inner=9)
+    tensors, traffic = random(model), Traffic()
+    found = read_network(STORAGE, folder_of(tmp_path / "hf", model, tensors), wanted_of(model), {}, 0, traffic=traffic)
+    same(found, assemble(rules(model), tensors))
+    assert traffic.read == sum(array.nbytes for array in tensors.values())
+
+
 # ---- round trips -----------------------------------------------------------------------------------------------------
 
 def convert(conversion):
@@ -299,7 +394,7 @@ def test_round_trip(tmp_path, name, dtype):
     """Hugging Face -> consolidated weights of MindSpore -> Hugging Face: the same bits under the same names."""
     model = MODELS[name]
     tensors = bits(random(model), dtype)
-    weights = view_of_folder(STORAGE, folder_of(tmp_path / "hf", model, tensors), model.attention, model.mlp)
+    weights = viewed(folder_of(tmp_path / "hf", model, tensors), model)
     if model.tied:
         weights.tensors = {key: tensor for key, tensor in weights.tensors.items() if key != HEAD}
     source = replace(open_checkpoint(STORAGE, str(tmp_path / "hf")), weights=weights)
@@ -345,8 +440,8 @@ def test_sources_that_do_not_fit(tmp_path):
         with pytest.raises(LoadError) as error:
             to_huggingface(source, model, "keep", 1 << 30)
         assert all(word in str(error.value) for word in words), error.value
-    refused(whole_, replace(GROUPED, groups=2), f"{QKV} is (96, 16), expected (72, 16): (num_attention_heads 8 + 2 x "
-                                                "num_key_value_heads 2) x head_dim 6 = 72")
+    refused(whole_, replace(GROUPED, groups=2), f"{QKV} is (96, 16), expected (72, 16): num_attention_heads 8 x head_dim 6 + "
+                                                "num_key_value_heads 2 x head_dim 6 + ")
     refused(whole_, replace(GROUPED, layers=3), "missing: decoder.layers.2.input_layernorm.weight", "and 3 more")
     refused(whole_, replace(GROUPED, layers=1), "without a rule: decoder.layers.1.")
     refused(whole_, MODELS["tied"], f"without a rule: {HEAD}", "tie_word_embeddings must be false")
