@@ -1,9 +1,11 @@
-"""Weights of Qwen3 between transformers and MindSpore Transformers: the same logits on both sides, and the same bits after a way
-there and back.
+"""Weights of Qwen3 and DeepSeek-V3 between transformers and MindSpore Transformers: the same logits on both sides, and the same
+bits after a way there and back.
 
-transformers runs in an environment of its own (scripts/hf_env.sh makes it). The network of MindSpore Transformers is the real
-one, in one process; grouped-query attention and experts cannot run on its CPU backend (TopkExt, GroupedMatmul and others have no
-kernel there), so of these the conversion alone is tested.
+transformers runs in an environment of its own (scripts/hf_env.sh makes it). The networks of MindSpore Transformers are the real
+ones, in one process; grouped-query attention and experts cannot run on its CPU backend (TopkExt, GroupedMatmul and others have no
+kernel there), so of these the conversion alone is tested, and logits of latent attention come from a model whose layers are all
+dense. transformers has no next-token-prediction layer and no TeleChat3: of these only names and shapes are compared, with the
+networks (hf_names.py).
 """
 from __future__ import annotations
 
@@ -37,20 +39,34 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}            # float32, summed in another ord
 SIZES = {"model_type": "qwen3", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 16, "rope_theta": 10000.0,
          "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+LATENT = {"model_type": "deepseek_v3", "head_dim": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 4,
+          "v_head_dim": 8, "qk_nope_head_dim": 12, "n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 24,
+          "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
 MODELS = {                                      # made by transformers
     "plain": {"max_shard_size": "50KB"},
     "tied": {"tie_word_embeddings": True, "dtype": "bfloat16"},
     "grouped": {"num_key_value_heads": 2},
     "one group": {"num_key_value_heads": 1, "tie_word_embeddings": True, "dtype": "float16"},
+    "latent": {**LATENT, "first_k_dense_replace": 2},
+    "latent in bfloat16": {**LATENT, "first_k_dense_replace": 2, "q_lora_rank": None, "dtype": "bfloat16"},
+    "latent experts": {**LATENT, "dtype": "bfloat16", "max_shard_size": "60KB"},
     "experts": {"model_type": "qwen3_moe", "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
                 "moe_intermediate_size": 24, "dtype": "bfloat16", "max_shard_size": "60KB"}}
+NETWORK = {**LATENT, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 2,
+           "multi_latent_attention": True, "mla_qkv_concat": False, "qk_layernorm": True, "num_nextn_predict_layers": 0,
+           "rotary_scaling_factor": 1.0, "moe_grouped_gemm": True, "moe_router_load_balancing_type": "seq_aux_loss",
+           "hidden_act": "silu", "moe_token_dispatcher_type": "alltoall", "router_dense_type": "float32", "n_group": 1}
 NETWORKS = {                                    # of MindSpore Transformers: source, changes of its configuration
     "plain": ("plain", {}),
     "contiguous": ("tied", {"use_contiguous_weight_layout_attention": True, "use_interleaved_weight_layout_mlp": False,
                             "tie_word_embeddings": True}),
     "own head": ("tied", {}),
+    "latent": ("latent", NETWORK),
+    "latent concatenated": ("latent", {**NETWORK, "mla_qkv_concat": True, "use_interleaved_weight_layout_mlp": False}),
+    "latent in bfloat16": ("latent in bfloat16", {**NETWORK, "q_lora_rank": None}),
     "trained": (SINGLE / "output" / "checkpoint" / "rank_0" / "qwen3_rank_0-2_5.safetensors", {}),
     "four ranks": ("export of four", {})}
+ROUND_TRIPS = ("grouped", "one group", "experts", "latent", "latent in bfloat16", "latent experts")
 STORAGE = PosixStorage()
 
 
@@ -104,15 +120,15 @@ def made(tmp_path_factory) -> Path:
     export(SINGLE / "output" / "checkpoint", at / "export of one", at)
     export(SINGLE / "output" / "checkpoint", at / "export in bfloat16", at, "--dtype", "bfloat16", "--max-shard-size", "30kB")
     export(FOUR / "output" / "checkpoint", at / "export of four", at, "--from", str(FOUR / "output" / "strategy"))
-    for name in ("grouped", "one group", "experts"):
+    for name in ROUND_TRIPS:
         through_mindspore(at / name, at / f"{name} in mindspore")
         export(at / f"{name} in mindspore", at / f"{name} again", at / name)
     jobs = ([at / source, tokens, at / f"{name} in mindspore.npy", *words(changes), "--"]
             for name, (source, changes) in NETWORKS.items())
     run(sys.executable, ROOT / "st" / "cpu_cluster" / "run.py", ROOT / "st" / "programs" / "hf_logits.py", SINGLE / "config.yaml",
         *(word for job in jobs for word in job), cwd=at, env=dict(os.environ, PYTHONPATH=str(ROOT)))
-    torch(interpreter, *logits("export of one", "export in bfloat16", "export of four", "grouped again", "one group again",
-                               "experts again"))
+    torch(interpreter, *logits("export of one", "export in bfloat16", "export of four", *(f"{name} again" for name in
+                                                                                          ROUND_TRIPS)))
     return at
 
 
@@ -123,7 +139,9 @@ def load(made: Path, name: str) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("network, model", [("plain", "plain"), ("contiguous", "tied"), ("own head", "tied")])
+@pytest.mark.parametrize("network, model", [("plain", "plain"), ("contiguous", "tied"), ("own head", "tied"),
+                                            ("latent", "latent"), ("latent concatenated", "latent"),
+                                            ("latent in bfloat16", "latent in bfloat16")])
 def test_mindspore_transformers_computes_like_a_model_of_transformers(made, network, model):
     """The logits are equal for one file or several, either order of its weights, an own or a tied head, and float32 or
     bfloat16."""
@@ -154,10 +172,10 @@ def test_a_checkpoint_of_four_ranks(made):
     assert abs(load(made, "export of four") - load(made, "export of one")).max() > .1
 
 
-@pytest.mark.parametrize("name", ["grouped", "one group", "experts"])
+@pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_a_round_trip_keeps_all_bits(made, name):
-    """Grouped-query attention, experts and tied weights, with names and shapes as transformers writes them: through complete
-    weights of MindSpore and back, the same bits and the same logits."""
+    """Grouped-query and latent attention, experts and tied weights, with names and shapes as transformers writes them: through
+    consolidated weights of MindSpore and back, the same bits and the same logits."""
     before, after = (read_regions(weights, {one: whole(tensor.shape) for one, tensor in weights.tensors.items()}) for weights in
                      (open_checkpoint(STORAGE, str(made / folder)).weights for folder in (name, f"{name} again")))
     assert before.keys() == after.keys()

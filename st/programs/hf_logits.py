@@ -1,4 +1,4 @@
-"""Loads Hugging Face folders, or files of checkpoints, into the Qwen3 network of MindSpore Transformers; writes its logits.
+"""Loads Hugging Face folders, or files of checkpoints, into a training network of MindSpore Transformers; writes its logits.
 
     python st/cpu_cluster/run.py st/programs/hf_logits.py CONFIG.yaml SOURCE TOKENS.npy LOGITS.npy [key=value ...]
 
@@ -29,10 +29,12 @@ def logits(config_path, source, tokens, out, *changes):
               if name.startswith(("embedding.", "decoder.", "output_layer."))}
     if is_huggingface(PosixStorage(), source):
         arrays = read_network(PosixStorage(), source, wanted, {}, 0, network=network.get_gpt_transformer_config(),
-                              tied=network.config.tie_word_embeddings, converters=network.template.weight_converters)
-        load_hf_checkpoint(source, network)
-        with open(f"{out}.json", "w", encoding="utf-8") as file:
-            json.dump([name for name in wanted if not np.array_equal(parameters[name].asnumpy(), arrays[name])], file)
+                              tied=network.config.tie_word_embeddings, kind=network.config.model_type,
+                              converters=network.template.weight_converters if hasattr(network, "template") else ())
+        if hasattr(network, "template"):                # mindformers can load only Qwen3
+            load_hf_checkpoint(source, network)
+            with open(f"{out}.json", "w", encoding="utf-8") as file:
+                json.dump([name for name in wanted if not np.array_equal(parameters[name].asnumpy(), arrays[name])], file)
     else:
         with open(source, "rb") as file:
             header = read_header(file, source)

@@ -23,6 +23,9 @@ def make(folder, *settings):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
     for name, value in model.named_parameters():            # norms too, which begin as ones
         value.data = torch.randn_like(value) * .1 + ("norm" in name)
+    for name, value in model.named_buffers():               # they begin as zeros
+        if name.endswith("e_score_correction_bias"):
+            value.data = torch.randn_like(value) * .1
     model.tie_weights()
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
 
