@@ -37,6 +37,7 @@ from mindresume.mindformers import (
     weights_only,
 )
 from mindresume.mindformers.monitor_arguments import check_callbacks
+from mindresume.mindformers.pretrained_config import without_foreign_keys
 from mindresume.mindformers.wrapping import argument_binder
 from mindresume.resume.data_skip import DATA_KEYS, lift_data_skip
 from mindresume.storage.mounts import is_shared
@@ -321,6 +322,16 @@ def _wrap_load_checkpoint(original: Any) -> Any:
     return load
 
 
+def _wrap_merge_model_config(original: Any) -> Any:
+    bind = argument_binder(original)
+
+    @functools.wraps(original)
+    def merge(*args: Any, **kwargs: Any) -> Any:
+        merged = original(*args, **kwargs)
+        return without_foreign_keys(merged, bind(args, kwargs)["config"] or {}) if isinstance(merged, dict) else merged
+    return merge
+
+
 WRAPPERS: dict[str, Callable[[Any], Any]] = {           # {name of a symbol: its wrapper}; several modules may import a symbol
     "Trainer.train": _wrap_train,
     "Trainer.finetune": _wrap_train,
@@ -346,4 +357,5 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {           # {name of a symbol: its
     "compile_model": _wrap_compile_model,
     "load_checkpoint": _wrap_load_checkpoint,
     "load_hf_checkpoint": _wrap_load_checkpoint,
+    "merge_model_config": _wrap_merge_model_config,
 }

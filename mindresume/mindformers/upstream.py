@@ -55,6 +55,7 @@ REDUNDANCY = Feature("redundancy removal")
 COLLECTIVES = Feature("exchanges between ranks")
 RANDOM = Feature("random state")
 HUGGING_FACE = Feature("Hugging Face weights")
+PRETRAINED_CONFIG = Feature("config.json of transformers 4.57 and later", "mindformers refuses some keys of it, such as dtype")
 RESCUE = Feature("saving when ranks are lost", "such a save is left to mindformers' own code")
 TENSORBOARD = Feature("TensorBoard", "no scalars of mindresume are written")
 DATA_KEYS = Feature("data keys below trainer:", "ignore_data_skip and data_skip_steps work at the top level of the file only")
@@ -187,6 +188,7 @@ MINDFORMERS: tuple[Symbol, ...] = (
            "load_hf_checkpoint(pretrained_model_dir, network, balanced_load=False, reshard_worker_num=1)", since="1.9.0"),
     *_rows(TRAINER_UTILS, Kind.READ, CHECKPOINT_SECTION, "convert_checkpoint_config", since="1.9.0"),
     *_rows("mindformers.checkpoint.checkpoint", Kind.CALLED, HUGGING_FACE, "get_core_network(network)"),
+    *_rows("mindformers.models.build_config", Kind.WRAPPED, PRETRAINED_CONFIG, "merge_model_config(pretrain_model_dir, config)"),
     *_rows("mindformers.utils.load_checkpoint_utils", Kind.INTERNAL, HUGGING_FACE, "_get_origin_network(network)"),
     # ---- the CheckpointMonitor
     *_rows(REGISTER, Kind.CALLED, INSTALLATION,
