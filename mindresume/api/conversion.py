@@ -170,7 +170,7 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
               contiguous_attention: bool = False, contiguous_mlp: bool = False, step: int | None = None,
               strategy: Path | None = None, workers: int = 2, memory_limit_bytes: int | None = None, dry_run: bool = False,
               progress: Progress = SILENT) -> ConversionResult:
-    """Writes the weights of a checkpoint as a Hugging Face folder for ``transformers``: Qwen3 and Qwen3-MoE.
+    """Writes the weights of a checkpoint as a Hugging Face folder: Qwen3, Qwen3-MoE, DeepSeek-V3, TeleChat3.
 
     Names, shapes and order become those of Hugging Face: q_proj, k_proj and v_proj instead of linear_qkv, and so on. Counters and
     the optimizer state are left out. A checkpoint contains no tokenizer.

@@ -29,7 +29,7 @@ def export_hf(src: Src, dst: Dst,
                   "use_interleaved_weight_layout_mlp: False"))] = False,
               strategy: From = None, step: Step = None, workers: Workers = 2, memory: Memory = None, dry_run: DryRun = False,
               json: AsJson = False) -> None:
-    """Writes the weights of a checkpoint as a Hugging Face folder for transformers: Qwen3 and Qwen3-MoE.
+    """Writes the weights of a checkpoint as a Hugging Face folder for transformers: Qwen3, Qwen3-MoE, DeepSeek-V3, TeleChat3.
 
     [bold]mindresume export-hf output/checkpoint hf --config Qwen3-8B/config.json --dtype bfloat16[/bold]
 

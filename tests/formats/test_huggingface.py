@@ -206,8 +206,21 @@ def test_rules_cover_each_element_once_and_are_invertible(kind, layers, hidden, 
     attention, mlp = (CONTIGUOUS if one else INTERLEAVED for one in (attention, mlp))
     model = Model(kind, layers, hidden, groups * each, groups, head_dim, inner, 7, tied=tied, attention=attention, mlp=mlp,
                   **experts)
+    assert_bijective(model)
+
+
+@given(st.integers(1, 3), st.integers(0, 3), st.integers(1, 4), st.integers(1, 3),
+       st.tuples(st.integers(0, 4), *[st.integers(1, 4)] * 4), st.integers(0, 2), *[st.booleans()] * 4)
+def test_rules_of_latent_models_too(layers, dense, hidden, heads, latent, shared, predicts, mlp, concatenated, tied):
+    dense = min(dense, layers)
+    assert_bijective(Model("deepseek_v3", layers, hidden, heads, 0, 0, 3, 7, 2, 5, shared, dense, int(predicts and dense < layers),
+                           Latent(*latent), tied, mlp=CONTIGUOUS if mlp else INTERLEAVED, concatenated=concatenated))
+
+
+def assert_bijective(model):
+    """Each element of each tensor is in one block, in both directions, and a round trip changes none."""
     known = rules(model)
-    if tied:
+    if model.tied:
         del known[HEAD]
     for rule in (*known.values(), *inverse_rules(known).values()):
         count = np.zeros(rule.shape, int)

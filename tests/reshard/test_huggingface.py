@@ -101,9 +101,9 @@ def test_whole_tensors(tmp_path, monkeypatch, name, tile, row):
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_region(tmp_path, data):
-    model = data.draw(st.sampled_from([GROUPED, MOE, MODELS["contiguous"]]))
+    key = data.draw(st.sampled_from(["grouped", "moe", "contiguous", "latent", "concatenated", "concatenated queries"]))
+    model, folder = MODELS[key], str(tmp_path / key)
     tensors = random(model)
-    folder = str(tmp_path / str(model.experts) / model.mlp)
     if not os.path.exists(folder):
         os.makedirs(folder)
         folder_of(Path(folder), model, tensors)
