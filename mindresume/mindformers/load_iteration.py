@@ -204,7 +204,7 @@ def load_pretrained(train: Any, network: Any, folder: str, context: TrainingCont
     arrays = run_on_all(context.group, lambda: read_network(
         PosixStorage(), folder, wanted, layouts, context.group.rank, network=core.get_gpt_transformer_config(),
         tied=core.config.tie_word_embeddings, converters=template.weight_converters if template else (), traffic=traffic,
-        kind=core.config.model_type), watchdog)
+        kind=core.config.model_type, note=lambda text: emit(Notice(text))), watchdog)
     loaded = set(arrays)
     state_restorer.restore_parameters(train, arrays, False, context, lambda name: name not in loaded, traffic.read, folder)
 

@@ -189,6 +189,9 @@ MINDFORMERS: tuple[Symbol, ...] = (
     *_rows(TRAINER_UTILS, Kind.READ, CHECKPOINT_SECTION, "convert_checkpoint_config", since="1.9.0"),
     *_rows("mindformers.checkpoint.checkpoint", Kind.CALLED, HUGGING_FACE, "get_core_network(network)"),
     *_rows("mindformers.models.build_config", Kind.WRAPPED, PRETRAINED_CONFIG, "merge_model_config(pretrain_model_dir, config)"),
+    *_rows("mindformers.parallel_core.utils.model_mixin", Kind.CALLED, HUGGING_FACE,
+           "ModelMixin.get_gpt_transformer_config(self)"),
+    *_rows("mindformers.parallel_core.utils.model_mixin", Kind.READ, HUGGING_FACE, "TrainModelMixin.is_train_model"),
     *_rows("mindformers.utils.load_checkpoint_utils", Kind.INTERNAL, HUGGING_FACE, "_get_origin_network(network)"),
     # ---- the CheckpointMonitor
     *_rows(REGISTER, Kind.CALLED, INSTALLATION,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -142,8 +142,8 @@ def _prediction_layer(model: Model) -> str:
 
 def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple[int, ...], str]],
                  layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int, network: Any = None,
-                 tied: bool | None = None, converters: Iterable[Any] = (), traffic: Traffic | None = None, kind: str | None = None
-                 ) -> dict[str, np.ndarray]:
+                 tied: bool | None = None, converters: Iterable[Any] = (), traffic: Traffic | None = None,
+                 kind: str | None = None, note: Callable[[str], None] = lambda text: None) -> dict[str, np.ndarray]:
     """Reads the weights of one rank's network from a Hugging Face folder. Returns {parameter: its slice, in its dtype}. A network
     without next-token prediction takes the other layers of a model that has it.
 
@@ -153,6 +153,7 @@ def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple
         tied: whether the network shares embedding and head.
         converters: ``weight_converters`` of the network's template, which must agree with the rules; empty: it has no template.
         kind: ``model_type`` of the network; None: unknown.
+        note: receives a sentence about layers of the folder that the network does not have.
     Raises:
         ConfigError, LoadError, CorruptFileError, OSError: As ``view_of_folder``; ConfigError also if ``network`` has other
             dimensions.
@@ -164,6 +165,7 @@ def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple
     if network is not None:
         check_network(model, network)
         if model.predictions and not getattr(network, "mtp_num_layers", None):
+            note(f"{folder}: the next-token-prediction layer is not loaded, because the network has none")
             model, left_out = replace(model, predictions=0), (f"{_prediction_layer(model)}*",)
     if tied and not model.tied:
         raise ConfigError(f"{model.source}: tie_word_embeddings is false, but the network shares embedding and output layer, so "

@@ -213,8 +213,9 @@ def test_rules_cover_each_element_once_and_are_invertible(kind, layers, hidden, 
        st.tuples(st.integers(0, 4), *[st.integers(1, 4)] * 4), st.integers(0, 2), *[st.booleans()] * 4)
 def test_rules_of_latent_models_too(layers, dense, hidden, heads, latent, shared, predicts, mlp, concatenated, tied):
     dense = min(dense, layers)
-    assert_bijective(Model("deepseek_v3", layers, hidden, heads, 0, 0, 3, 7, 2, 5, shared, dense, int(predicts and dense < layers),
-                           Latent(*latent), tied, mlp=CONTIGUOUS if mlp else INTERLEAVED, concatenated=concatenated))
+    predictions = int(predicts and dense < layers)
+    assert_bijective(Model("deepseek_v3", layers, hidden, heads, 0, 0, 3, 7, 2, 5, shared, dense, predictions, Latent(*latent),
+                           tied, mlp=CONTIGUOUS if mlp else INTERLEAVED, concatenated=concatenated))
 
 
 def assert_bijective(model):

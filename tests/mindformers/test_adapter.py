@@ -192,3 +192,17 @@ def test_no_work_follows_a_failed_compilation():
     finally:
         ms.set_context(mode=before)
     assert done == []
+
+
+def test_only_training_networks_have_rules_for_hugging_face_weights():
+    """Not mindformers' older models, nor its inference networks, which convert names themselves."""
+    class Old:
+        is_train_model = True
+
+    class Inference:
+        def get_gpt_transformer_config(self):
+            return None
+
+    class Training(Old, Inference):
+        pass
+    assert [adapter.is_graph_training_network(network()) for network in (Old, Inference, Training)] == [False, False, True]

@@ -128,7 +128,8 @@ def network_of(model, layout):
 @pytest.mark.parametrize("model, layout", [
     (GROUPED, TensorLayout((2,), (0, -1))), (GROUPED, TensorLayout((4,), (0, -1))), (GROUPED, TensorLayout((2, 2), (0, -1), 2)),
     (GROUPED, TensorLayout((2,), (-1, -1), -1)), (GROUPED, TensorLayout((2,), (-1, 0))), (MOE, TensorLayout((4,), (0, -1))),
-    (MOE, TensorLayout((4,), (-1, -1), 2)), (MOE, TensorLayout((2,), (-1, 0)))])
+    (MOE, TensorLayout((4,), (-1, -1), 2)), (MOE, TensorLayout((2,), (-1, 0))), (LATENT, TensorLayout((2,), (0, -1))),
+    (LATENT, TensorLayout((2, 2), (0, -1), 2)), (LATENT, TensorLayout((2,), (-1, 0)))])
 def test_each_rank_reads_its_slices(tmp_path, model, layout):
     """Where rows are cut, all ranks together read no byte twice, except replicas; also with whole experts."""
     tensors = random(model)
@@ -327,8 +328,10 @@ def test_network_without_predictions(tmp_path):
     network.mtp_num_layers = 0
     less = {name: array for name, array in tensors.items() if not name.startswith("model.layers.3.")}
     for name, found in (("with", tensors), ("without", less)):
-        folder = folder_of(tmp_path / name, LATENT, found)
-        same(read_network(STORAGE, folder, wanted_of(model), {}, 0, network=network), assemble(rules(model), tensors))
+        folder, notes = folder_of(tmp_path / name, LATENT, found), []
+        same(read_network(STORAGE, folder, wanted_of(model), {}, 0, network=network, note=notes.append),
+             assemble(rules(model), tensors))
+        assert len(notes) == 1 and folder in notes[0]
     with pytest.raises(LoadError, match=r"missing: model.layers.3.enorm.weight.* set num_nextn_predict_layers to 0"):
         read_network(STORAGE, folder, wanted_of(LATENT), {}, 0, network=LatentNetwork())
     with pytest.raises(LoadError, match=r"without a rule: model.layers.3.*"):
