@@ -4,13 +4,14 @@ bits after a way there and back.
 transformers runs in an environment of its own (scripts/hf_env.sh makes it). The networks of MindSpore Transformers are the real
 ones, in one process; grouped-query attention and experts cannot run on its CPU backend (TopkExt, GroupedMatmul and others have no
 kernel there), so of these the conversion alone is tested, and logits of latent attention come from a model whose layers are all
-dense. transformers has no next-token-prediction layer and no TeleChat3: of these only names and shapes are compared, with the
-networks (hf_names.py).
+dense. transformers has no next-token-prediction layer: of it only names and shapes are compared, with the network (hf_names.py).
+transformers has no TeleChat3 either, which computes like Llama.
 """
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -47,11 +48,13 @@ MODELS = {                                      # made by transformers
     "tied": {"tie_word_embeddings": True, "dtype": "bfloat16"},
     "grouped": {"num_key_value_heads": 2},
     "one group": {"num_key_value_heads": 1, "tie_word_embeddings": True, "dtype": "float16"},
+    "llama": {"model_type": "llama"},
     "latent": {**LATENT, "first_k_dense_replace": 2},
     "latent in bfloat16": {**LATENT, "first_k_dense_replace": 2, "q_lora_rank": None, "dtype": "bfloat16"},
     "latent experts": {**LATENT, "dtype": "bfloat16", "max_shard_size": "60KB"},
     "experts": {"model_type": "qwen3_moe", "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
                 "moe_intermediate_size": 24, "dtype": "bfloat16", "max_shard_size": "60KB"}}
+TELECHAT3 = {"model_type": "telechat3", "architectures": ["TeleChat3ForCausalLM"]}
 NETWORK = {**LATENT, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 2,
            "multi_latent_attention": True, "mla_qkv_concat": False, "qk_layernorm": True, "num_nextn_predict_layers": 0,
            "rotary_scaling_factor": 1.0, "moe_grouped_gemm": True, "moe_router_load_balancing_type": "seq_aux_loss",
@@ -61,6 +64,7 @@ NETWORKS = {                                    # of MindSpore Transformers: sou
     "contiguous": ("tied", {"use_contiguous_weight_layout_attention": True, "use_interleaved_weight_layout_mlp": False,
                             "tie_word_embeddings": True}),
     "own head": ("tied", {}),
+    "telechat3": ("telechat3", TELECHAT3),
     "latent": ("latent", NETWORK),
     "latent concatenated": ("latent", {**NETWORK, "mla_qkv_concat": True, "use_interleaved_weight_layout_mlp": False}),
     "latent in bfloat16": ("latent in bfloat16", {**NETWORK, "q_lora_rank": None}),
@@ -120,6 +124,9 @@ def made(tmp_path_factory) -> Path:
     export(SINGLE / "output" / "checkpoint", at / "export of one", at)
     export(SINGLE / "output" / "checkpoint", at / "export in bfloat16", at, "--dtype", "bfloat16", "--max-shard-size", "30kB")
     export(FOUR / "output" / "checkpoint", at / "export of four", at, "--from", str(FOUR / "output" / "strategy"))
+    shutil.copytree(at / "llama", at / "telechat3")
+    llama = json.loads((at / "llama" / "config.json").read_text(encoding="utf-8"))
+    (at / "telechat3" / "config.json").write_text(json.dumps({**llama, **TELECHAT3}), encoding="utf-8")
     for name in ROUND_TRIPS:
         through_mindspore(at / name, at / f"{name} in mindspore")
         export(at / f"{name} in mindspore", at / f"{name} again", at / name)
@@ -140,7 +147,7 @@ def load(made: Path, name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("network, model", [("plain", "plain"), ("contiguous", "tied"), ("own head", "tied"),
-                                            ("latent", "latent"), ("latent concatenated", "latent"),
+                                            ("telechat3", "llama"), ("latent", "latent"), ("latent concatenated", "latent"),
                                             ("latent in bfloat16", "latent in bfloat16")])
 def test_mindspore_transformers_computes_like_a_model_of_transformers(made, network, model):
     """The logits are equal for one file or several, either order of its weights, an own or a tied head, and float32 or
