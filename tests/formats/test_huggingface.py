@@ -318,6 +318,20 @@ def test_latent_models_that_are_refused(change, message):
         model_from_config({**LATENT_DOCUMENT, **change}, "config.json")
 
 
+_JSON = st.recursive(st.none() | st.booleans() | st.integers(-2, 300) | st.floats(allow_nan=False) | st.text(max_size=3),
+                     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3))
+
+
+@given(st.dictionaries(st.sampled_from([*LATENT_DOCUMENT, "quantization_config", "tie_word_embeddings"]), _JSON, max_size=3))
+def test_any_configuration_is_a_model_or_refused(changes):
+    try:
+        model = model_from_config({**LATENT_DOCUMENT, **changes}, "config.json")
+    except ConfigError as error:
+        assert "config.json" in str(error)
+    else:
+        assert inverse_rules(rules(replace(model, layers=min(model.layers, 3), dense_layers=0)))
+
+
 def test_an_unknown_order_is_refused():
     with pytest.raises(ConfigError, match="order of linear_fc1 is 'mixed'"):
         model_from_config(DOCUMENT, "config.json", mlp="mixed")
