@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mindresume.tensor_files import read_header
 from st.pynative_run import PynativeRun, why_not
 from st.releases import python_of
 from st.training_run import ROOT, Attempt, differences
@@ -86,6 +87,20 @@ def test_the_built_in_resumes_bit_by_bit(whole, tmp_path):
     for rank in range(whole.workers):
         assert differences(whole.steps(rank=rank)[:KILLED], run.steps(0, rank)) == []
         assert differences(whole.steps(rank=rank), run.steps(-1, rank)) == []
+
+
+@pytest.mark.parametrize("chosen", [case("2.0.0"), case("2.1.0")])
+def test_float32_masters_of_bfloat16_weights_are_resumed(chosen, data, tmp_path):
+    """The computation stays in float32: the CPU has no MatMul of bfloat16."""
+    changes = {"model.params_dtype": "bfloat16", "training.steps": 10}
+    whole, run = (PynativeRun(tmp_path / name, data=data, release=chosen[0], changes=changes) for name in ("whole", "run"))
+    whole.start().wait_for_success()
+    with open(next((whole.checkpoints / "iteration_00000010").glob("*-opt-*")), "rb") as file:
+        masters = [name for name in read_header(file, file.name).tensors if name.startswith("main_param.")]
+    assert masters
+    run.start(CPU_CLUSTER_KILL="0@8").wait()
+    run.resume().wait_for_success()
+    assert numbers(run) == [6, 7, 8, 9, 10] and differences(whole.steps(), run.steps(-1)) == []
 
 
 @pytest.mark.soak

@@ -10,8 +10,8 @@ Modules: ``kernels`` (operators without a CPU kernel), ``backward`` (``Tensor.ba
 (ends this process at an exact place). ``tiny_qwen3.yaml`` is one configuration for all three releases. The package hyper_parallel
 itself is represented by ``..hyper_parallel_standin`` unless it is installed.
 
-Measured with mindformers 1.9.0 on mindspore 2.9.0, and 2.0.0 and 2.1.0 on 2.10.0. Never tried: bf16, mixture of experts, pipeline
-stages, LoRA, ``fully_shard``.
+Measured with mindformers 1.9.0 on mindspore 2.9.0, and 2.0.0 and 2.1.0 on 2.10.0. bfloat16 weights with float32 computation
+work (2.0.0, 2.1.0); computation in bfloat16 does not. Never tried: mixture of experts, pipeline stages, LoRA, ``fully_shard``.
 """
 from __future__ import annotations
 

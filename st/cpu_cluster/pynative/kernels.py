@@ -95,9 +95,10 @@ def dropout(x, p=0.5, training=True, inplace=False):
 # ---- ops -----------------------------------------------------------------------------------------------------------
 
 def rms_norm(x, gamma, epsilon=1e-6):
-    """Returns the norm and 1 / root mean square."""
-    factor = P.Rsqrt()(P.ReduceMean(True)(x * x, -1) + epsilon)
-    return x * factor * gamma, factor
+    """Returns the norm and 1 / root mean square, computed in float32."""
+    single = P.Cast()(x, ms.float32)
+    factor = P.Rsqrt()(P.ReduceMean(True)(single * single, -1) + epsilon)
+    return P.Cast()(single * factor * P.Cast()(gamma, ms.float32), x.dtype), factor
 
 
 def swiglu(x, dim=-1):
