@@ -7,7 +7,7 @@
 ``tensors``: {name: whole array}. ``layouts``: {name: TensorLayout} of the job that reads or writes, or a Strategy if it has
 several pipeline stages; None or {} = one process. A tensor without a layout is whole on every rank, as global_step is.
 
-1.9.0 is what .venv has; the other is made by scripts/other_version.sh when it is first asked for. A process imports mindformers
+1.9.0 is what .venv has; the other is made by scripts/release_env.sh when it is first asked for. A process imports mindformers
 once (6 s) and then answers in milliseconds; it ends with the tests.
 """
 from __future__ import annotations
@@ -30,6 +30,7 @@ import numpy as np
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.tensor_files import encode, read_header, read_tensor
+from st.releases import HERE
 from st.training_run import ROOT
 
 VERSIONS = ("1.8.0", "1.9.0")
@@ -40,9 +41,9 @@ Layouts = Mapping[str, TensorLayout] | Strategy | None
 @functools.cache
 def python_of(version: str) -> Path:
     """The interpreter that has this version of mindformers; for another than .venv's it is made, which takes about a minute."""
-    if version == "1.9.0":
+    if version == HERE:
         return Path(sys.executable)
-    made = subprocess.run([str(ROOT / "scripts" / "other_version.sh"), version], stdout=subprocess.PIPE, check=True, text=True)
+    made = subprocess.run([str(ROOT / "scripts" / "release_env.sh"), version], stdout=subprocess.PIPE, check=True, text=True)
     return Path(made.stdout.strip())
 
 

@@ -3,9 +3,9 @@
     run = ReleaseRun(folder, "quickstart_qwen3_dp2tp2.yaml", data, workers=4, release="2.0.0")
     run.start().wait_for_success()
 
-1.9.0 is what .venv has. Another release is in the environment .venv-RELEASE at the root of the repository; a test is skipped with
-``why_not`` if it is not there. Of the environment of this process, PYTHONPATH is not passed on (``Run.start`` sets it to the
-repository).
+1.9.0 is what .venv has. Another release is in the environment .venv-RELEASE at the root of the repository
+(scripts/release_env.sh); a test is skipped with ``why_not`` if it is not there. Of the environment of this process, PYTHONPATH is
+not passed on (``Run.start`` sets it to the repository).
 """
 from __future__ import annotations
 
