@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv if it is missing, then runs ruff, the import contract, the unit tests (tests/) and the system tests (st/: the real
-# Trainer in real processes).
+# Trainer in real processes), and the short form of the release matrix, for which it makes the environments of other releases.
 #
 #   bash scripts/test.sh [ARGUMENT...]     arguments go to pytest of st/; --soak: all system tests, more than an hour longer
 #   FAST=1 bash scripts/test.sh            without st/
+#   RELEASES=1.9.0 bash scripts/test.sh    these releases of mindformers only (default: all, 0.6 GB each)
 #
 # Random examples are the same in each run, so that a new failure comes from a change; plain pytest draws new ones. The exception
 # is one schedule of each scenario of the simulation: a failure prints it, and MINDRESUME_FIRST_SEED=N runs the same schedules
@@ -22,5 +23,9 @@ if [ "${FAST:-0}" != 1 ]; then
     need_system "st/test_syscalls.py traces the system calls of a save" strace strace command -v strace ||
         echo "Or skip that test: test.sh --ignore st/test_syscalls.py" >&2
     echo "== system tests"
-    "$PYTHON" -m pytest -q --durations=20 -n 2 --dist loadfile --hypothesis-seed=0 st "$@"
+    "$PYTHON" -m pytest -q --durations=20 -n 2 --dist loadfile --hypothesis-seed=0 st "$@" \
+        --ignore st/test_releases.py --ignore-glob 'st/test_pynative*.py'
+    echo "== release matrix, short form"
+    # shellcheck disable=SC2086  # a list of words
+    bash scripts/test_versions.sh --short ${RELEASES:-}
 fi

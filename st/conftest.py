@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,32 @@ def pytest_addoption(parser):
     parser.addoption("--soak", action="store_true", help="everything, where else a part is taken: takes more than an hour longer")
 
 
+@pytest.hookimpl(tryfirst=True)                         # before -k removes any
 def pytest_collection_modifyitems(config, items):
+    record_cells((cell.args, "not run", "", item.nodeid, 0.0) for item in items for cell in item.iter_markers("cell"))
     if not config.getoption("--soak"):
         for item in items:
             if item.get_closest_marker("soak"):
                 item.add_marker(pytest.mark.skip(reason="takes long, and much of it is tested elsewhere: --soak"))
+
+
+def record_cells(rows: Iterable[tuple[tuple[str, str, str], str, str, str, float]]) -> None:
+    """Appends (cell, outcome, reason, test, seconds) to the file RELEASE_RESULTS, if there is one."""
+    if path := os.environ.get("RELEASE_RESULTS"):
+        text = "".join(json.dumps({"cell": cell, "outcome": outcome, "reason": reason[:1000], "test": test,
+                                   "seconds": round(seconds, 1)}) + "\n" for cell, outcome, reason, test, seconds in rows)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Appends the result of each test with a mark ``cell`` to the file RELEASE_RESULTS, for st/release_table.py."""
+    report = (yield).get_result()
+    if (report.when == "call" or not report.passed) and not item.get_closest_marker("skip"):
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = report.longrepr[2] if report.skipped else crash.message if crash else ""
+        record_cells((cell.args, report.outcome, reason, item.nodeid, report.duration) for cell in item.iter_markers("cell"))
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,12 @@
 
 1.9.0 is what .venv has. Another release is in the environment .venv-RELEASE at the root of the repository
 (scripts/release_env.sh); a test is skipped with ``why_not`` if it is not there. Of the environment of this process, PYTHONPATH is
-not passed on (``Run.start`` sets it to the repository).
+not passed on (``Run.start`` sets it to the repository). ST_RELEASES="1.9.0 2.0.0": tests of other releases are skipped.
 """
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ def python_of(release: str) -> Path:
 
 def why_not(release: str) -> str:
     """Returns why this release cannot be run here, or "" if it can."""
+    if release not in os.environ.get("ST_RELEASES", release).split():
+        return f"mindformers {release} is not one of the releases to test, {os.environ['ST_RELEASES']}"
     if release == HERE and importlib.util.find_spec("mindformers") is None:
         return f"mindformers {HERE} is not installed in this environment"
     if not python_of(release).exists():

@@ -32,7 +32,7 @@ from mindresume.mindformers.load_progress import load_traffic
 from mindresume.mindformers.network_state import job_layouts
 from mindresume.mindformers.process_group import TensorBroadcaster
 from mindresume.mindformers.training_context import LoadRequest, ResumePlan, TrainingContext
-from mindresume.model.training_state import is_transient
+from mindresume.model.training_state import is_transient, may_be_absent
 from mindresume.reshard.broadcast_load import Exchange, exchange_pieces
 from mindresume.reshard.broadcast_load import plan_reads as plan_broadcasts
 from mindresume.reshard.checkpoint_view import CheckpointView
@@ -216,7 +216,7 @@ def _arrays(network: Any, source: OpenCheckpoint, shapes: Mapping[str, tuple[tup
     layouts = job_layouts(network, {name: shape for name, (shape, _) in shapes.items()}, group.size,
                           lambda text: emit(warning(text)))
     regions = run_on_all(group, lambda: _regions(source.weights, shapes, layouts, of_model, group.rank, optional))
-    initialised = [name for name in shapes if name not in regions and not is_transient(name)]
+    initialised = [name for name in shapes if name not in regions and not may_be_absent(name)]
     if initialised and group.rank == 0:
         emit(warning(f"not in {source.what}, so they keep their initial values: {listed(initialised)}"))
     mine, exchanges = _shared(source.weights, regions, layouts, context) if request.balanced else (regions, [])
@@ -260,5 +260,5 @@ def _optional(context: TrainingContext, of_step: Collection[str]) -> Callable[[s
     the optimizer's step counter, which is set separately, and ``of_step``, the parameters of the train step, which mindformers
     never saves."""
     def optional(name: str) -> bool:
-        return is_transient(name) or name == "global_step" or name in of_step or context.settings.allows(name)
+        return may_be_absent(name) or name == "global_step" or name in of_step or context.settings.allows(name)
     return optional

@@ -11,7 +11,7 @@ import numpy as np
 
 from mindresume.errors import LoadError, SaveError
 from mindresume.model.layout import TensorLayout, is_scalar, same_shape
-from mindresume.model.training_state import is_transient
+from mindresume.model.training_state import may_be_absent
 from mindresume.saving.shard_assignment import shares
 from mindresume.settings import allow_text
 from mindresume.tensor_files.header import DTYPES
@@ -178,7 +178,7 @@ def own_share(tensors: Mapping[str, Any], tables: Mapping[str, tuple[TensorLayou
 
 
 def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple[int, ...], str]],
-              may_miss: Callable[[str], bool] = is_transient, allow: bool = False) -> None:
+              may_miss: Callable[[str], bool] = may_be_absent, allow: bool = False) -> None:
     """Compares a checkpoint with the network.
 
     Args:

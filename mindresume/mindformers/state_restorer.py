@@ -19,7 +19,7 @@ from mindresume.mindformers import adapter, auto_transform, hf_streaming
 from mindresume.mindformers.load_progress import waiting_for
 from mindresume.mindformers.network_state import check_fit
 from mindresume.mindformers.training_context import RunOrigin, RunProgress, TrainingContext
-from mindresume.model.training_state import TrainingState, is_transient
+from mindresume.model.training_state import TrainingState, may_be_absent
 from mindresume.reshard.open_checkpoint import state_of
 from mindresume.resume.choice import Choice
 from mindresume.resume.progress import (
@@ -126,7 +126,7 @@ def load_chosen(config: Any, model: Any, dataset: Any, context: TrainingContext,
             found = auto_transform.read_arrays(config, network, context, storage)
             if isinstance(found, tuple):
                 arrays, read_bytes, source = found
-                return restore_parameters(network, arrays, False, context, is_transient, read_bytes, source)
+                return restore_parameters(network, arrays, False, context, may_be_absent, read_bytes, source)
             context.plan = replace(plan, choice=found)
         return load_shard(network, context, storage, early, reporter)
 
@@ -149,12 +149,12 @@ def load_shard(network: Any, context: TrainingContext, storage: Storage, early: 
         context.emit(warning(f"{own} is missing; rank {group.rank} reads its tensors from replicas, as records or layouts prove: "
                              f"{', '.join(replicas)}"))
     run_on_all(group, lambda: check_fit(arrays, adapter.parameters_to_load(network, arrays),
-                                        (lambda name: True) if deduplicated else is_transient))
+                                        (lambda name: True) if deduplicated else may_be_absent))
     restore_parameters(network, arrays, deduplicated, context)
 
 
 def restore_parameters(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, context: TrainingContext,
-        may_miss: Callable[[str], bool] = is_transient, read_bytes: int | None = None, source: str = "") -> None:
+        may_miss: Callable[[str], bool] = may_be_absent, read_bytes: int | None = None, source: str = "") -> None:
     """Assigns the arrays to the parameters.
 
     Args:

@@ -30,7 +30,7 @@ from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.load_progress import load_traffic, waiting_for
 from mindresume.mindformers.network_state import check_fit, job_layouts
 from mindresume.mindformers.training_context import PREDICT, TRAIN, LoadRequest, TrainingContext
-from mindresume.model.training_state import is_transient
+from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.huggingface import is_huggingface
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_consolidated
 from mindresume.reshard.region_load import bytes_of, read_regions, wanted_regions
@@ -178,7 +178,7 @@ def _tensors_by_source(storage: Storage, context: TrainingContext) -> dict[Shard
 def _assign(cell: Any, arrays: dict[str, np.ndarray], deduplicated: bool, wanted: Wanted, optional: Callable[[str], bool],
             what: str, context: TrainingContext, read_bytes: int | None = None) -> None:
     """Hands the arrays to the parameters, and warns about those that keep their initial values."""
-    absent = [name for name in wanted if name not in arrays and not is_transient(name)]
+    absent = [name for name in wanted if name not in arrays and not may_be_absent(name)]
     if absent and not deduplicated:
         context.emit(warning(f"not in {what}, so they keep their initial values: {listed(absent)}"))
     state_restorer.restore_parameters(cell, arrays, deduplicated, context, lambda name: name not in wanted or optional(name),
@@ -232,7 +232,7 @@ def _optional(config: Any, context: TrainingContext, tensors: Collection[str]) -
     At the begin of a training with ``pet_config`` also the parameters that mindformers adds for it, if the checkpoint, saved from
     the network alone, has none of them."""
     adapters = bool(adapter.pet_type(config)) and context.plan.request.trains and not any(map(_is_adapter, tensors))
-    return lambda name: is_transient(name) or context.settings.allows(name) or adapters and _is_adapter(name)
+    return lambda name: may_be_absent(name) or context.settings.allows(name) or adapters and _is_adapter(name)
 
 
 def _is_adapter(name: str) -> bool:

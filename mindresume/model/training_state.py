@@ -131,3 +131,13 @@ TRANSIENT = ("accu_grads", "fi_parameter", "zeros_k_pe", "zeros_k_nope", "zeros_
 def is_transient(name: str) -> bool:
     """Returns whether a parameter is not part of the saved state."""
     return any(part in name for part in TRANSIENT)
+
+
+# A network of mindformers 1.8.0 has the state of each dropout as parameters; later releases have it as constants of the graph.
+# Both follow from the seed when the network is built (mindformers parallel_core/training_graph/transformer/dropout.py).
+DROPOUT_STATE = ("dropout.seed", "dropout.offset")
+
+
+def may_be_absent(name: str) -> bool:
+    """Returns whether a parameter may keep its initial value if the checkpoint lacks it; else it is loaded."""
+    return is_transient(name) or name.endswith(DROPOUT_STATE)

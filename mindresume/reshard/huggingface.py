@@ -33,7 +33,7 @@ from mindresume.formats.huggingface import (
 from mindresume.formats.huggingface_families import FAMILIES
 from mindresume.formats.huggingface_rules import compare_with_template, copies, rules, shapes
 from mindresume.model.layout import TensorLayout
-from mindresume.model.training_state import is_transient
+from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.block_scales import with_scales
 from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.direct_engine import TILE, Traffic
@@ -252,4 +252,4 @@ def check_network(model: Model, network: Any) -> None:
 
 def is_no_weight(name: str) -> bool:
     """Returns whether a parameter is transient or a buffer with statistics."""
-    return is_transient(name) or any(fnmatchcase(name, pattern) for pattern in _BUFFERS)
+    return may_be_absent(name) or any(fnmatchcase(name, pattern) for pattern in _BUFFERS)

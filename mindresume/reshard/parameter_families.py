@@ -3,14 +3,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mindresume.model.training_state import is_transient
+from mindresume.model.training_state import may_be_absent
 
 
 def missing_parameters(named: Collection[str], present: Collection[str]) -> list[str]:
-    """Returns the parameters that a strategy names (``named``) and a checkpoint (``present``) lacks, sorted. Leaves out transient
-    parameters, and families of which the checkpoint has no parameter: the moments, if only weights were saved."""
+    """Returns the parameters that a strategy names (``named``) and a checkpoint (``present``) lacks, sorted. Leaves out
+    parameters that may be absent, and families of which the checkpoint has no parameter: the moments, if only weights were
+    saved."""
     families = {family for name in present for family, rest in prefix_splits(name) if rest in named}
-    return sorted(name for name in named if name not in present and not is_transient(name)
+    return sorted(name for name in named if name not in present and not may_be_absent(name)
                   and not any(rest in present and family not in families for family, rest in prefix_splits(name)))
 
 

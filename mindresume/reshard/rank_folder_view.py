@@ -14,7 +14,7 @@ from mindresume.formats.strategy import Strategy
 from mindresume.formatting import listed
 from mindresume.model.layout import TensorLayout, is_scalar
 from mindresume.model.record_details import Details
-from mindresume.model.training_state import is_transient
+from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, read_header_of
 from mindresume.reshard.geometry import held
 from mindresume.reshard.parameter_families import missing_parameters
@@ -131,7 +131,7 @@ class _RankFolders:
                             f"{first + size - 1}, a whole pipeline stage, are missing")
         ranks, header = [one], self.header(one)
         if header.metadata.get("remove_redundancy") == "True" or any(
-                name not in header.tensors and not is_transient(name) for name in named):
+                name not in header.tensors and not may_be_absent(name) for name in named):
             parallel(self.storage, self.header, range(first, first + size))
             ranks = [rank for rank in range(first, first + size) if self.header(rank) is not None]
         found: dict[str, tuple[int, str, tuple[int, ...]]] = {}

@@ -13,7 +13,7 @@ import numpy as np
 
 from mindresume.errors import LoadError
 from mindresume.model.layout import TensorLayout, same_shape
-from mindresume.model.training_state import is_transient
+from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
 from mindresume.reshard.direct_engine import TILE, SourceChecksums, Traffic
 from mindresume.reshard.geometry import Region, blocks, elements, held, shape_of, view, whole
@@ -26,7 +26,7 @@ WORKERS = 4                 # threads: reading mostly waits
 
 def wanted_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int, ...], str]],
                    layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int,
-                   may_miss: Callable[[str], bool] = is_transient, allow: bool = False) -> dict[str, Region]:
+                   may_miss: Callable[[str], bool] = may_be_absent, allow: bool = False) -> dict[str, Region]:
     """Returns {tensor: region} for the tensors that this rank loads.
 
     Args:

@@ -220,6 +220,13 @@ def test_transient_parameters_may_be_missing(name):
     check_fit(fitting(), {**WANTED, f"model.{name}": ((4,), "float32")})
 
 
+def test_the_state_of_a_dropout_of_1_8_0_may_be_missing_or_left_over():
+    """Only the network of mindformers 1.8.0 has it."""
+    state = {"layers.0.hidden_states_dropout.seed": ((), "int64"), "layers.0.hidden_states_dropout.offset": ((), "int64")}
+    check_fit(fitting(), {**WANTED, **state})
+    check_fit({**fitting(), **{name: np.array(3) for name in state}}, WANTED)
+
+
 def test_other_tensors_may_be_missing_only_if_the_caller_allows_it():
     with pytest.raises(LoadError):
         check_fit({}, WANTED)

@@ -4,7 +4,7 @@ import pytest
 
 from mindresume.errors import RecordError
 from mindresume.model.data_position import DataPosition
-from mindresume.model.training_state import TrainingState, crosses_multiple, epoch_of, step_in_epoch
+from mindresume.model.training_state import TrainingState, crosses_multiple, epoch_of, is_transient, may_be_absent, step_in_epoch
 
 
 @pytest.mark.parametrize("step, per_epoch, epoch, inside", [
@@ -22,6 +22,13 @@ def test_epoch_and_step_follow_from_the_absolute_step(step, per_epoch, epoch, in
 ])
 def test_saves_fall_on_absolute_multiples(before, now, interval, due):
     assert crosses_multiple(before, now, interval) is due
+
+
+@pytest.mark.parametrize("name, absent, transient", [
+    ("decoder.layers.0.hidden_states_dropout.seed", True, False), ("embedding.embedding_dropout.offset", True, False),
+    ("accu_grads.w", True, True), ("decoder.layers.0.dropout.weight", False, False), ("seed", False, False)])
+def test_the_state_of_a_dropout_is_saved_but_may_be_absent(name, absent, transient):
+    assert (may_be_absent(name), is_transient(name)) == (absent, transient)
 
 
 def test_json_round_trip_ignores_unknown_fields():

@@ -94,6 +94,8 @@ def test_transient_state_of_a_step_may_be_missing(roots):
     assert set(wanted_regions(weights, wanted, {}, 0)) == {"norm.weight"}
     with pytest.raises(LoadError, match="accu_grads.new.weight is not in the checkpoint"):
         wanted_regions(weights, wanted, {}, 0, may_miss=lambda name: False)
+    wanted = {"hidden_states_dropout.seed": ((), "int64"), "norm.weight": ((8,), "float32")}
+    assert set(wanted_regions(weights, wanted, {}, 0)) == {"norm.weight"}
     wanted = {"adam_m.new": ((4,), "float32")}
     assert wanted_regions(weights, wanted, {}, 0, may_miss=lambda name: name.startswith("adam")) == {}
 

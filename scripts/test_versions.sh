@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Makes the environment of each release of mindformers (release_env.sh) and runs the release matrix with the real Trainer
+# (st/test_releases.py); the long form rewrites the tables in docs/releases.md.
+#
+#   scripts/test_versions.sh [RELEASE...] [-- ARGUMENT...]      arguments go to pytest; default: all releases
+#   scripts/test_versions.sh --short [...]                      what test.sh runs; also the PyNative trainer's short tests
+#
+# With releases given, only tests that need no other one run; 1.9.0 is always there.
+set -euo pipefail
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+ROOT="$(dirname "$HERE")"
+FORM=(--soak) FILES=(st/test_releases.py) RELEASES=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --short) FORM=() ;;
+        --) shift; break ;;
+        *) RELEASES+=("$1") ;;
+    esac
+    shift
+done
+[ ${#RELEASES[@]} -gt 0 ] || RELEASES=(1.8.0 1.9.0 2.0.0 2.1.0)
+for release in 1.9.0 "${RELEASES[@]}"; do                       # 1.9.0 first: the others share the packages of its environment
+    begun=$SECONDS
+    python="$(bash "$HERE/release_env.sh" "$release")"
+    [ "$release" != 1.9.0 ] || PYTHON="$python"
+    echo "== mindformers $release: $python ($((SECONDS - begun)) s, $(du -shL "$(dirname "$(dirname "$python")")" | cut -f1))"
+done
+cd "$ROOT"
+if [ ${#FORM[@]} -eq 0 ]; then
+    for file in st/test_pynative*.py; do FILES+=("$file"); done
+fi
+export ST_RELEASES="1.9.0 ${RELEASES[*]}"
+export RELEASE_RESULTS="${RELEASE_RESULTS:-$(mktemp)}"
+begun=$SECONDS status=0
+"$PYTHON" -m pytest -q --durations=10 -n 2 --dist worksteal --hypothesis-seed=0 "${FORM[@]}" "${FILES[@]}" "$@" || status=$?
+echo "== the release matrix took $((SECONDS - begun)) s; its results: $RELEASE_RESULTS"
+if [ ${#FORM[@]} -gt 0 ]; then
+    "$PYTHON" -m st.release_table "$RELEASE_RESULTS"
+fi
+exit $status
