@@ -19,7 +19,8 @@ from st.training_run import ROOT
 
 PAGE, RESULTS = ROOT / "docs" / "releases.md", ROOT / "docs" / "releases.json"
 BEGIN, END = "<!-- results: begin, written by st/release_table.py -->", "<!-- results: end -->"
-WEIGHT = {"not run": 0, "skipped": 1, "passed": 2, "failed": 2}         # a result does not replace one that weighs more
+ORDER = {"not run": 0, "skipped": 1, "passed": 2, "failed": 3}
+RAN = ("passed", "failed")                              # only such a result replaces another one of these
 TITLES = {"features": "Features", "changes": "One training that changes the release"}
 FIRST = {"features": "with mindresume", "changes": "releases, one attempt each"}
 Row = dict[str, Any]
@@ -27,13 +28,17 @@ Row = dict[str, Any]
 
 def merged(known: list[Row], lines: Iterable[str], day: str) -> list[Row]:
     """Returns the results with those of a run. ``lines``: its records, one JSON object each."""
-    found = {tuple(row["cell"]): row for row in known}
-    for line in lines:
+    found: dict[tuple[str, ...], Row] = {}
+    for line in lines:                                  # of one run the worst counts: several tests may have the same cell
         row = {**json.loads(line), "day": day}
         before = found.get(tuple(row["cell"]))
-        if before is None or WEIGHT[row["outcome"]] >= max(1, WEIGHT[before["outcome"]]):
+        if before is None or ORDER[row["outcome"]] > ORDER[before["outcome"]]:
             found[tuple(row["cell"])] = row
-    return list(found.values())
+    results = {tuple(row["cell"]): row for row in known}
+    for cell, row in found.items():
+        if cell not in results or row["outcome"] in RAN or results[cell]["outcome"] not in RAN and row["outcome"] == "skipped":
+            results[cell] = row
+    return list(results.values())
 
 
 def page(results: list[Row]) -> str:
@@ -41,9 +46,9 @@ def page(results: list[Row]) -> str:
     notes: list[str] = []
     tables = list(dict.fromkeys(row["cell"][0] for row in results))
     parts = [_table(name, [row for row in results if row["cell"][0] == name], notes) for name in tables]
-    run = [row for row in results if WEIGHT[row["outcome"]] == 2]
+    run = [row for row in results if row["outcome"] in RAN]
     days = sorted({row["day"] for row in run})
-    counts = ", ".join(f"{sum(row['outcome'] == outcome for row in results)} {outcome}" for outcome in WEIGHT)
+    counts = ", ".join(f"{sum(row['outcome'] == outcome for row in results)} {outcome}" for outcome in ORDER)
     head = f"{len(results)} cells: {counts}. Last runs: {' to '.join(dict.fromkeys([*days[:1], *days[-1:]])) or 'none'}.\n"
     return "\n".join([head, *parts, *(f"{number}. {note}" for number, note in enumerate(notes, 1)), "", _unavailable()])
 

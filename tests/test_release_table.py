@@ -1,0 +1,48 @@
+"""The tables of docs/releases.md: which results they keep, and what they say of a cell that is not green."""
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from st.release_table import merged, page
+
+
+def record(outcome: str, cell: tuple[str, str, str] = ("features", "kill", "1.8.0"), reason: str = "") -> str:
+    return json.dumps({"cell": cell, "outcome": outcome, "reason": reason, "test": f"st/test_x.py::test_y[{outcome}]",
+                       "seconds": 1.0})
+
+
+@pytest.mark.parametrize("runs, expected", [
+    (["not run"], "not run"), (["not run", "passed"], "passed"), (["passed", "not run"], "passed"),
+    (["passed", "skipped"], "passed"), (["not run", "skipped"], "skipped"), (["skipped", "failed"], "failed"),
+    (["passed", "failed"], "failed"), (["failed", "passed"], "passed"), (["failed", "skipped"], "failed")])
+def test_a_run_replaces_the_results_that_it_has(runs, expected):
+    rows = []
+    for day, outcome in enumerate(runs):
+        rows = merged(rows, [record(outcome)], f"day {day}")
+    assert [row["outcome"] for row in rows] == [expected]
+    assert rows[0]["day"] == f"day {runs.index(expected)}"
+
+
+def test_the_tests_of_a_cell_all_count():
+    """Several tests have one cell: a later one that passes does not hide a failure of the same run."""
+    other = record("passed").replace("test_y", "test_z")
+    assert [row["outcome"] for row in merged([], [record("failed"), other], "day")] == ["failed"]
+
+
+def test_a_cell_that_is_not_green_says_why_once():
+    rows = merged([], [record("passed"), record("failed", ("features", "kill", "1.9.0"), "step 7:\nloss | other"),
+                       record("not run", ("features", "async", "1.8.0")),
+                       record("passed", ("2.0, written with mindresume", "1.8.0", "1.9.0"))], "day")
+    text = page(rows)
+    assert "| kill | passed | **failed** (1) |" in text
+    assert "1. failed: step 7: loss \\| other (`test_y[failed]`)" in text
+    assert "| async | not run |  |" in text
+    assert "| 1.8.0 | passed |" in text and "| written by | read by 1.9.0 |" in text
+
+
+def test_what_a_release_lacks_comes_from_its_profile():
+    text = page([])
+    assert "- mindformers 1.8.0, tested with mindspore 2.7.2: the section checkpoint: (since 1.9.0)" in text
+    assert "- mindformers 1.9.0, tested with mindspore 2.9.0: nothing" in text
