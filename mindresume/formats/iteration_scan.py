@@ -179,8 +179,8 @@ def candidate_without_records(storage: Storage, root: str, name: str, tracked: b
         common = load_common(storage, root, name)
     except CorruptFileError as error:
         return replace(candidate, problem=candidate.refuse(f"{COMMON}: {error.reason}", f"{name}/{COMMON}"))
-    if step is not None and step == common.global_step != common.step_num:         # mindformers' PyNative trainer writes
-        common = replace(common, step_num=step)                                     # the steps of the whole training there
+    if step is not None and step == common.global_step and (common.step_num or 0) > step:
+        common = replace(common, step_num=step)         # mindformers' PyNative trainer writes the last step of the training there
     if step not in (None, common.step_num):
         return replace(candidate, problem=candidate.refuse(
             f"{COMMON} is of step {common.step_num}, the folder of step {step}: they do not belong together",
