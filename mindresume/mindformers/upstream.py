@@ -245,8 +245,9 @@ PYNATIVE: tuple[Symbol, ...] = (
            "CheckpointCallback.on_train_end(self, args, state, **kwargs)", since="1.9.0"),
     *_rows(PYNATIVE_TRAINER, Kind.READ, PROGRESS, "Trainer.config", "Trainer.state", "Trainer.model", "Trainer.optimizer",
            "Trainer.train_dataset", "Trainer.train_epoch_step", "Trainer.global_batch_size", since="1.9.0"),
+    *_rows(PYNATIVE_TRAINER, Kind.READ, SAVE, "Trainer.callback_handler", since="1.9.0"),
     *_rows(PYNATIVE_TRAINER, Kind.INTERNAL, PROGRESS, "Trainer._base_units", "Trainer._consumed_samples",
-           "Trainer.dynamic_batch_enabled", since="2.1.0"),
+           "Trainer.dynamic_batch_enabled", "Trainer._balance_source", "Trainer._uses_data_balance(self)", since="2.1.0"),
     *_rows("mindformers.checkpoint.layout_adapter", Kind.CALLED, SAVE, "LayoutAdapter.get_current_layout(network)",
            since="2.0.0"),
 )

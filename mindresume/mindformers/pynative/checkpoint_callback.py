@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mindresume.errors import ConfigError
 from mindresume.events import Notice, warning
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers import run_start, training_context
@@ -147,12 +148,15 @@ def make_callback_class(built_in: type) -> type:
 
         def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
             context = training_context.current()
-            if self._mindresume is not None and context.run is None:        # it belongs to no training
+            if self._mindresume is None:
+                context.emit(Notice("save_trainable_only: the checkpoints of adapters alone are saved by mindformers"))
+            elif context.run is None:
+                context.emit(Notice("this training was not started by Trainer.train, so mindformers saves its checkpoints"))
                 self._mindresume = None
             if self._mindresume is None:
-                context.emit(Notice("the checkpoints of adapters alone are saved by mindformers"))
                 super().on_train_begin(args, state, **kwargs)
             else:
+                check_callbacks(context.run.trainer, built_in)
                 self._mindresume.begin(context.run, kwargs.get("model"), kwargs.get("optimizer"))
 
         def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
@@ -167,6 +171,16 @@ def make_callback_class(built_in: type) -> type:
             else:
                 self._mindresume.end(state, kwargs)
     return CheckpointCallback
+
+
+def check_callbacks(trainer: Any, built_in: type) -> None:
+    """Raises ConfigError if two callbacks would save into the same folder, for example one of the user's."""
+    folders = [os.path.realpath(callback.save_path) for callback in trainer.callback_handler.callbacks
+               if isinstance(callback, built_in)]
+    twice = next((folder for folder in folders if folders.count(folder) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two callbacks of type {built_in.__name__} save into {twice}: each would overwrite and remove "
+                          f"checkpoints of the other. Remove one of them, or give it another save_path")
 
 
 def _number(value: Any) -> Any:

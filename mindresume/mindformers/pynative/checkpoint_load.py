@@ -4,10 +4,11 @@
     ─▶ parameters of models and optimizer ─▶ float32 copies that the checkpoint does not have
 
 Sources are the same as for the graph trainer with Checkpoint 2.0: iteration folders of any layout, written by mindresume or by
-mindformers.
+mindformers, by the PyNative trainer or by the graph trainer (``ARRANGEMENT``).
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ import numpy as np
 from mindresume.coordination.collectives import run_on_all, run_on_rank0
 from mindresume.errors import ConfigError, LoadError, TrainingCompleteError
 from mindresume.events import Notice, ProgressRestored, WeightsLoaded, warning
-from mindresume.mindformers import selection
+from mindresume.mindformers import run_start, selection
 from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.load_iteration import is_pretrained
 from mindresume.mindformers.load_progress import load_traffic
@@ -27,14 +28,19 @@ from mindresume.mindformers.pynative.parameters import COUNTER, MASTER
 from mindresume.mindformers.pynative.training_run import TrainingRun
 from mindresume.mindformers.state_restorer import selected_state
 from mindresume.mindformers.training_context import LoadRequest, ResumePlan, RunOrigin
+from mindresume.mindformers.upstream import PYNATIVE_TRAINER
 from mindresume.model.data_position import DataPosition
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.region_load import WORKERS, bytes_of, read_regions, wanted_regions
 from mindresume.resume.job_selection import caching_storage
-from mindresume.resume.progress import RunSettings, parse_data_request, resume_progress
+from mindresume.resume.progress import ResumeProgress, RunSettings, parse_data_request, resume_progress
 from mindresume.resume.resume_summary import resume_warnings, summary_rows
 from mindresume.storage.posix import PosixStorage
+
+# Keys of the graph trainer, with the values for which both trainers arrange the elements within linear_qkv and linear_fc1
+# equally. Then a folder of one resumes in the other, because names and shapes are equal: the map between them is the identity.
+ARRANGEMENT = {"use_contiguous_weight_layout_attention": False, "use_interleaved_weight_layout_mlp": True}
 
 
 def is_left_to_mindformers(run: TrainingRun, path: str) -> bool:
@@ -43,6 +49,9 @@ def is_left_to_mindformers(run: TrainingRun, path: str) -> bool:
     if checkpoint.get("base_load_path"):
         reason = "base_load_path: the adapters of LoRA are loaded by mindformers"
     elif run_on_rank0(run.context.group, lambda: is_pretrained(PosixStorage(), str(path))):
+        if not hasattr(sys.modules[PYNATIVE_TRAINER], "is_hf_checkpoint"):         # before 2.1.0
+            raise ConfigError(f"{path} holds Hugging Face weights, which the PyNative trainer of this mindformers cannot load. "
+                              f"Use mindformers 2.1.0, or convert the weights first and set no_load_optim: True")
         reason = f"{path} holds Hugging Face weights, which mindformers loads"
     else:
         return False
@@ -58,6 +67,7 @@ def load(run: TrainingRun, path: str) -> None:
         TrainingCompleteError: The checkpoint is of the last step.
     """
     context, checkpoint = run.context, run.config["checkpoint"]
+    check_arrangement(run)
     storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
     request = LoadRequest(str(path), not checkpoint.get("no_load_optim"), True, bool(checkpoint.get("load_balanced")),
                           _workers(checkpoint))
@@ -69,6 +79,26 @@ def load(run: TrainingRun, path: str) -> None:
         if request.resume:
             restore_counters(run)
         load_tensors(run, context.plan)
+
+
+def end_without_saves(run: TrainingRun) -> None:
+    """Ends the resume of a training in which nothing of mindresume saves. All ranks have loaded when they call it."""
+    context = run.context
+    if context.monitor is None and context.plan.choice is not None:
+        context.resources.release()
+        if context.plan.resumes:
+            run_start.restore_random(context, int(run.trainer.state.global_step))
+
+
+def check_arrangement(run: TrainingRun) -> None:
+    """Raises ConfigError if the section ``model`` has a key of the graph trainer that arranges elements within a tensor otherwise
+    than the PyNative trainer does. That one ignores the key, and a checkpoint does not tell how it was made."""
+    model = run.config.get("model") or {}
+    for key, value in ARRANGEMENT.items():
+        if key in model and bool(model[key]) is not value:
+            raise ConfigError(f"model.{key} is {model[key]}, and the PyNative trainer ignores it: it would take the elements of "
+                              f"such a tensor of the graph trainer in another order. If the PyNative trainer saved the "
+                              f"checkpoint, remove the key; what the graph trainer saved with this key cannot be loaded")
 
 
 def _workers(checkpoint: Mapping[str, Any]) -> int:
@@ -110,8 +140,24 @@ def restore_counters(run: TrainingRun) -> None:
         trainer.state.loss_scale = state.loss_scale
     if hasattr(trainer.state, "consumed_samples"):              # since 2.1.0
         trainer.state.consumed_samples = trainer._consumed_samples = progress.consumed or 0
-    trainer.state.update_epoch()
+    if trainer.state.epoch_step > 0:
+        trainer.state.epoch = float(progress.initial_step // trainer.state.epoch_step)      # it changes between two epochs only
+    _set_position(run, progress)
+
+
+def _set_position(run: TrainingRun, progress: ResumeProgress) -> None:
+    """Sets where the data continues. Raises ConfigError if the data set cannot skip samples."""
+    trainer, dataset = run.trainer, run.trainer.train_dataset
+    if run.is_balanced:
+        source = getattr(trainer, "_balance_source", None)
+        if source is not None:                          # a rank that only receives samples has none
+            source.restore(progress.consumed or 0, progress.initial_step)
+        return
     run.skip = progress.position.samples // run.item_samples
+    if run.skip and not hasattr(dataset, "set_init_step"):
+        raise ConfigError(f"the checkpoint is {progress.position.samples} samples into a pass over the data, and the data set, a "
+                          f"{type(dataset).__name__}, has no set_init_step to skip them. Set ignore_data_skip: True to begin at "
+                          f"its first sample")
 
 
 def _settings(run: TrainingRun, batch: int | None) -> RunSettings:

@@ -28,7 +28,8 @@ def configuration_of(trainer: Any) -> Configuration:
     """Returns the configuration of a trainer. Keys that mindformers does not know, such as ``mindresume``, are kept."""
     config = Configuration(trainer.config.to_dict())
     checkpoint = config.get("checkpoint") or {}
-    saves = checkpoint.get("enable_save", True) and checkpoint.get("save_path")
+    saves = checkpoint.get("enable_save", True) and checkpoint.get("save_path") and not checkpoint.get("save_trainable_only")
+    config["seed"] = (config.get("training") or {}).get("seed")         # of the order of a shuffled data set
     config["output_dir"] = adapter.output_root()
     config["callbacks"] = [*(config.get("callbacks") or ()),
                            *([{"type": adapter.ALIAS, "directory": checkpoint["save_path"]}] if saves else [])]
@@ -75,9 +76,15 @@ class TrainingRun:
         samples = (step - origin.step) * self.trainer.global_batch_size if counted is None else counted - origin.consumed
         return origin.consumed + samples, origin.position.after(samples // self.item_samples, self.items, self.item_samples)
 
+    @property
+    def is_balanced(self) -> bool:
+        """Returns whether mindformers distributes the samples among the ranks by their length (since 2.1.0). It then finds its
+        position itself."""
+        return bool(getattr(self.trainer, "_uses_data_balance", bool)())
+
     def begin_pass(self, dataset: Any) -> None:
         """Sets where the next iterator of ``dataset`` begins. Called before the trainer makes it."""
-        if dataset is self.trainer.train_dataset and hasattr(dataset, "set_init_step"):
+        if dataset is self.trainer.train_dataset:
             self.iterators += 1
             if self.skip:
                 dataset.set_init_step(self.skip if self.iterators == 1 else 0)

@@ -61,6 +61,8 @@ def _wrap_create_dataset_iterator(original: Any) -> Any:
         given = bind(args, kwargs)
         run = _run_of(given["self"])
         if run is not None:
+            if not run.iterators:
+                checkpoint_load.end_without_saves(run)
             run.begin_pass(given["dataset"])
         return original(*args, **kwargs)
     return create

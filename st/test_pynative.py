@@ -1,0 +1,278 @@
+"""The PyNative trainer of mindformers with mindresume: trainings that die, and what the same command then does.
+
+1.9.0 always, other releases if they are installed. An epoch has 20 steps and a training 45, so resumes are in each of three
+epochs. The learning rate rises and falls. Losses, samples and random numbers are compared bit by bit.
+"""
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindresume.coordination.preemption import STATUS
+from st.checkpoint_files import flip_bit, iteration_steps, tracker
+from st.pynative_run import GLOBAL_BATCH, PynativeRun, why_not
+from st.run_attempts import LIMIT, assert_event, contains, events
+from st.training_run import ROOT, Attempt, differences
+
+STEPS = 45
+OURS = {"CPU_CLUSTER_PLUGIN": "mindresume.plugin"}
+DECAY = {"lr_scheduler.type": "CosineWithWarmUpLR", "lr_scheduler.lr_end": 1e-5, "lr_scheduler.warmup_ratio": 0.1}
+DIED = (-9, 137)
+
+
+def case(release: str, workers: int = 1, soak: bool = False) -> object:
+    reason = why_not(release, workers)
+    marks = [pytest.mark.skipif(bool(reason), reason=reason), *([pytest.mark.soak] if soak else [])]
+    return pytest.param((release, workers), id=f"{release}-{workers}", marks=marks)
+
+
+CASES = [case("1.9.0"), case("2.0.0", 2), case("2.1.0"), case("2.0.0", soak=True), case("2.1.0", 2, soak=True)]
+needs_the_release_of_this_environment = pytest.mark.skipif(bool(why_not("1.9.0")), reason=why_not("1.9.0"))
+
+Build = Callable[..., PynativeRun]
+
+
+@pytest.fixture
+def build(data, tmp_path) -> Build:
+    """build(name, release, workers, **changes): a run in a folder of this test, not started yet."""
+    def made(name: str = "run", release: str = "1.9.0", workers: int = 1, changes: Mapping[str, Any] | None = None
+             ) -> PynativeRun:
+        return PynativeRun(tmp_path / name, data=data, release=release, workers=workers,
+                           changes={"training.steps": STEPS, **DECAY, **(changes or {})})
+    return made
+
+
+@pytest.fixture(scope="session")
+def whole(shared, data) -> Callable[..., PynativeRun]:
+    """whole(release, workers, changes): the same training, which nothing interrupts. Read it, do not change it."""
+    def found(release: str = "1.9.0", workers: int = 1, changes: Mapping[str, Any] | None = None) -> PynativeRun:
+        settings = {"training.steps": STEPS, **DECAY, **(changes or {})}
+
+        def train(folder: Path) -> None:
+            PynativeRun(folder, data=data, release=release, workers=workers, changes=settings).start(**OURS).wait_for_success()
+        name = "_".join(map(str, ("whole_pynative", release, workers, *sorted((changes or {}).values()))))
+        return PynativeRun(shared(name, train), data=data, release=release, workers=workers, changes=settings,
+                           attempts=[Attempt()])
+    return found
+
+
+def steps_of(run: PynativeRun) -> list[int]:
+    return [row["step"] for row in run.steps(-1)]
+
+
+def assert_same(run: PynativeRun, reference: PynativeRun, first: int, last: int = STEPS) -> None:
+    """The last attempt did the steps ``first`` to ``last`` on each rank, and each is that of ``reference``: loss, samples, random
+    numbers, epoch and counters."""
+    for rank in range(run.workers):
+        rows, known = run.steps(-1, rank), {row["step"]: row for row in reference.steps(rank=rank)}
+        assert [row["step"] for row in rows] == list(range(first, last + 1)), run.log(rank)[-3000:]
+        expected = [known[row["step"]] for row in rows]
+        assert [row for row in differences(expected, rows) if not row.endswith("is missing")] == []
+        for key in ("draws", "opt_step", "consumed", "epoch"):
+            assert [row[key] for row in rows] == [row[key] for row in expected], key
+
+
+def dies(run: PynativeRun) -> None:
+    assert run.wait(LIMIT) in DIED, run.log()[-3000:]
+
+
+# ---- kill and resume -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("release_and_workers", CASES)
+def test_deaths_in_each_epoch_and_in_a_save(whole, build, release_and_workers):
+    """Also: the changes between synchronous and asynchronous saves, the fall-back from damage, and retention."""
+    reference, run = whole(*release_and_workers), build("run", *release_and_workers)
+    run.start(CPU_CLUSTER_KILL="all@13", **OURS)
+    dies(run)
+    assert_same(run, reference, 1, 13)
+    run.resume(CPU_CLUSTER_KILL_IN_SAVE="0@25:2", **OURS)
+    dies(run)
+    assert_event(run, "resumed", step=10)
+    assert_same(run, reference, 11, 24)                                  # a step is recorded after its save
+    run.resume({"checkpoint.async_save": True}, CPU_CLUSTER_KILL="all@33", **OURS)
+    dies(run)
+    assert_event(run, "resumed", step=20)
+    assert_same(run, reference, 21, 33)
+    damaged = sorted((run.checkpoints / "iteration_00000030").glob("*-opt-*"))[-1]
+    flip_bit(damaged)
+    run.resume({"checkpoint.async_save": True}, **OURS).wait_for_success()
+    assert_event(run, "candidate_refused", step=30, file=contains(damaged.name))
+    assert_event(run, "resumed", step=25)
+    assert_same(run, reference, 26)
+    assert tracker(run.checkpoints) == STEPS and iteration_steps(run.checkpoints)[-1] == STEPS      # the last asynchronous save
+    assert assert_event(run, "training_ended", outcome="finished", step=STEPS)
+    assert iteration_steps(reference.checkpoints) == [35, 40, 45]                                   # save_max: 3
+    assert all(step in (25, 30, 35, 40, 45) for step in iteration_steps(run.checkpoints))
+
+
+@pytest.mark.parametrize("release_and_workers", [case("1.9.0"), case("2.1.0", soak=True), case("2.0.0", 2, soak=True)])
+def test_a_shuffled_data_set(whole, build, release_and_workers):
+    shuffled = {"train_dataset.dataloader.shuffle": True}
+    reference, run = whole(*release_and_workers, shuffled), build("run", *release_and_workers, shuffled)
+    order = [row["batch"] for row in reference.steps()]
+    assert order[:20] != [row["batch"] for row in whole(*release_and_workers).steps()][:20]
+    run.start(CPU_CLUSTER_KILL="all@33", **OURS)
+    dies(run)
+    run.resume(**OURS).wait_for_success()
+    assert_same(run, reference, 31)
+
+
+@pytest.mark.parametrize("release_and_workers", [case("2.0.0", 2), case("2.1.0", 2, soak=True)])
+def test_two_processes_that_save_each_tensor_once(whole, build, release_and_workers):
+    once = {"checkpoint.remove_redundancy": True}
+    run = build("run", *release_and_workers, once)
+    run.start(CPU_CLUSTER_KILL="all@13", **OURS)
+    dies(run)
+    both, single = (sum(path.stat().st_size for path in (folder / "iteration_00000010").glob("*-model-*")) for folder in
+                    (whole(*release_and_workers).folder / "none", run.checkpoints))
+    assert both == 0 and single > 0
+    sizes = [path.stat().st_size for path in sorted((run.checkpoints / "iteration_00000010").glob("*-model-*"))]
+    assert len(sizes) == 2 and sum(sizes) < 1.5 * max(
+        path.stat().st_size for path in (whole(*release_and_workers).checkpoints / "iteration_00000045").glob("*-model-*"))
+    run.resume({"training.steps": STEPS}, **OURS).wait_for_success()
+    assert_same(run, whole(*release_and_workers), 11)
+
+
+@pytest.mark.parametrize("release_and_workers", [case("2.1.0"), case("2.0.0", soak=True)])
+def test_gradient_accumulation(whole, build, release_and_workers):
+    """A step has four micro-batches, which 2.1.0 reads as four items of the data set."""
+    micro = {"training.local_batch_size": 2}
+    reference, run = whole(*release_and_workers, micro), build("run", *release_and_workers, micro)
+    run.start(CPU_CLUSTER_KILL="all@33", **OURS)
+    dies(run)
+    run.resume(**OURS).wait_for_success()
+    assert_same(run, reference, 31)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("release_and_workers", [case("1.9.0"), case("2.0.0", 2), case("2.1.0")])
+def test_ten_deaths_anywhere(whole, build, release_and_workers):
+    """Each attempt dies at a random step, at its end or at a random file operation of its next save."""
+    reference, run, draw, step = whole(*release_and_workers), build("run", *release_and_workers), random.Random(19), 0
+    for _ in range(10):
+        last = min(step + draw.randint(1, 12), STEPS - 1)
+        place = ({"CPU_CLUSTER_KILL": f"all@{last}"} if draw.random() < 0.5 else
+                 {"CPU_CLUSTER_KILL_IN_SAVE": f"0@{last}:{draw.randint(1, 6)}"})
+        run.resume({"checkpoint.async_save": draw.random() < 0.5}, **place, **OURS)
+        dies(run)
+        found = steps_of(run)
+        assert not found or found[0] in (step + 1, *range(1, step + 1))
+        assert_same(run, reference, found[0] if found else 1, found[-1] if found else 0)
+        step = max([step, *found])
+    run.resume(**OURS).wait_for_success()
+    assert_same(run, reference, steps_of(run)[0])
+
+
+# ---- the built-in ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("release_and_workers", [case("1.9.0"), case("2.1.0", soak=True), case("2.0.0", 2, soak=True)])
+def test_each_continues_what_the_other_saved(whole, build, release_and_workers):
+    reference = whole(*release_and_workers)
+    theirs, ours = (build(name, *release_and_workers) for name in ("theirs", "ours"))
+    theirs.start(CPU_CLUSTER_KILL="all@23")
+    dies(theirs)
+    theirs.resume(CPU_CLUSTER_KILL="all@26", **OURS)
+    dies(theirs)
+    assert_event(theirs, "resumed", step=20)
+    rows, known = theirs.steps(-1), reference.steps()[20:26]
+    assert [(row["step"], row["hex"], row["samples"]) for row in rows] == [
+        (row["step"], row["hex"], row["samples"]) for row in known]             # mindformers saves no random states
+    ours.start(CPU_CLUSTER_KILL="all@13", **OURS)
+    dies(ours)
+    ours.resume(CPU_CLUSTER_KILL="all@20")                       # without mindresume, to the end of the epoch
+    dies(ours)
+    assert [(row["step"], row["hex"], row["samples"]) for row in ours.steps(-1)] == [
+        (row["step"], row["hex"], row["samples"]) for row in reference.steps()[10:20]]
+
+
+# ---- how it starts and ends ------------------------------------------------------------------------------------------
+
+@needs_the_release_of_this_environment
+def test_an_empty_folder_is_a_fresh_start_and_sigterm_saves_and_ends(whole, build):
+    """Through run_mindformer.py --mode 1."""
+    run = build()
+    run.program, run.options = ROOT / "run_mindformer.py", "--mode 1"
+    run.resume()                                                 # load_path names a folder that does not exist yet
+    run.wait_for_step(7)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait(LIMIT) == STATUS, run.log()[-3000:]
+    step = steps_of(run)[-1]
+    assert_event(run, "training_ended", outcome="preempted", step=step)
+    assert tracker(run.checkpoints) == step
+    assert_same(run, whole(), 1, step)
+    run.resume(CPU_CLUSTER_KILL="all@22")
+    dies(run)
+    assert_same(run, whole(), step + 1, 22)
+    shown = run.mindresume("report", str(run.folder / "output"), "--json")
+    assert shown.returncode == 0, shown.stderr
+
+
+@needs_the_release_of_this_environment
+def test_a_register_path_and_one_line_of_the_configuration(whole, build):
+    """A start script without mindresume. mindformers runs the registered module before it makes its callbacks."""
+    run = build(changes={"lr_scheduler.auto_register": "mindresume_plugin.MindResume"})
+    path = run.mindresume("plugin-path").stdout.strip()
+    run.start(REGISTER_PATH=path, CPU_CLUSTER_KILL="all@7")
+    dies(run)
+    run.resume(REGISTER_PATH=path, CPU_CLUSTER_KILL="all@12")
+    dies(run)
+    assert_event(run, "resumed", step=5)
+    assert_same(run, whole(), 6, 12)
+
+
+@needs_the_release_of_this_environment
+def test_nothing_is_left_to_train(whole, build):
+    run = build()
+    run.start({"checkpoint.load_path": str(whole().checkpoints)}, **OURS).wait_for_success()
+    assert steps_of(run) == [] and assert_event(run, "training_ended", outcome="nothing_to_train")
+    assert not run.checkpoints.exists() or iteration_steps(run.checkpoints) == []
+
+
+@needs_the_release_of_this_environment
+def test_weights_alone_and_a_resume_without_saves(whole, build):
+    alone, unsaved = build("alone"), build("unsaved")
+    source = {"checkpoint.load_path": str(whole().checkpoints / "iteration_00000040")}
+    alone.start({**source, "checkpoint.no_load_optim": True, "training.steps": 3}, **OURS).wait_for_success()
+    assert steps_of(alone) == [1, 2, 3] and alone.steps()[0]["samples"] == whole().steps()[0]["samples"]
+    assert alone.steps()[0]["loss"] < whole().steps()[0]["loss"] - 0.3
+    unsaved.start({**source, "checkpoint.enable_save": False}, **OURS).wait_for_success()
+    assert_event(unsaved, "resumed", step=40)
+    assert_same(unsaved, whole(), 41)
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+@needs_the_release_of_this_environment
+def test_failed_saves_are_reported_and_counted(build):
+    """A file lies where a folder of a save must be, as after a mistake of a user; the next saves succeed."""
+    run = build(changes={"training.steps": 12})
+    run.checkpoints.mkdir(parents=True)
+    (run.checkpoints / "iteration_00000005").write_text("in the way")
+    run.start(**OURS).wait(LIMIT)
+    failed = [event for event in events(run) if event["event"] == "save_failed"]
+    assert failed and failed[0]["step"] == 5, [event["event"] for event in events(run)]
+    assert steps_of(run)[-1] == 12 and tracker(run.checkpoints) == 12
+
+
+@needs_the_release_of_this_environment
+def test_a_checkpoint_without_an_optimizer_is_refused_by_name(whole, build):
+    run, folder = build(changes={"checkpoint.enable_save": False}), "iteration_00000045"
+    shutil.copytree(whole().checkpoints / folder, run.folder / folder)
+    for path in (run.folder / folder).iterdir():
+        if "-opt-" in path.name:
+            path.unlink()
+        elif path.is_dir():
+            shutil.rmtree(path)                                 # what is left looks like a folder of mindformers
+    run.start({"checkpoint.load_path": str(run.folder / folder)}, **OURS)
+    assert run.wait(LIMIT) not in (0, *DIED) and steps_of(run) == []
+    assert "no_load_optim" in run.log()
+
+
+assert GLOBAL_BATCH == 8
