@@ -130,9 +130,6 @@ def test_two_processes_that_save_each_tensor_once(whole, build, release_and_work
     run = build("run", *release_and_workers, once)
     run.start(CPU_CLUSTER_KILL="all@13", **OURS)
     dies(run)
-    both, single = (sum(path.stat().st_size for path in (folder / "iteration_00000010").glob("*-model-*")) for folder in
-                    (whole(*release_and_workers).folder / "none", run.checkpoints))
-    assert both == 0 and single > 0
     sizes = [path.stat().st_size for path in sorted((run.checkpoints / "iteration_00000010").glob("*-model-*"))]
     assert len(sizes) == 2 and sum(sizes) < 1.5 * max(
         path.stat().st_size for path in (whole(*release_and_workers).checkpoints / "iteration_00000045").glob("*-model-*"))
@@ -263,7 +260,7 @@ def test_failed_saves_are_reported_and_counted(build):
 
 @needs_the_release_of_this_environment
 def test_a_checkpoint_without_an_optimizer_is_refused_by_name(whole, build):
-    run, folder = build(changes={"checkpoint.enable_save": False}), "iteration_00000045"
+    run, folder = build(changes={"checkpoint.enable_save": False}), "iteration_00000040"
     shutil.copytree(whole().checkpoints / folder, run.folder / folder)
     for path in (run.folder / folder).iterdir():
         if "-opt-" in path.name:

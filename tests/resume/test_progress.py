@@ -293,3 +293,34 @@ def test_a_new_data_set_interrupted_again_and_again(old, size, sink, batch, more
         left -= sinks
         assert total - progress.initial_epoch == left and progress.data_skip == (wanted - left) * sink
         assert not progress.starts_data_set
+
+
+# ---- items that are not steps ----------------------------------------------------------------------------------------
+
+def test_items_of_a_data_set_are_counted_instead_of_steps():
+    """A step of 8 samples reads four items of 2: a pass of 10 items is 20 samples, two steps and a half."""
+    saved = TrainingState(3, 2, 3, 8, consumed=24, data=DataPosition(1, 4))
+    progress = resume_progress(saved, RunSettings(8, 10, item_samples=2))
+    assert (progress.initial_step, progress.position.passes, progress.position.samples, progress.data_skip) == (3, 1, 4, 12)
+    assert (progress.consumed, progress.repeated) == (24, 0)
+
+
+def test_part_of_an_item_is_read_again():
+    progress = resume_progress(TrainingState(3, 2, 3, 8, consumed=29, data=DataPosition(1, 9)), RunSettings(8, 5, item_samples=4))
+    assert (progress.position.samples, progress.repeated) == (8, 1)
+
+
+def test_a_requested_skip_counts_steps_though_the_data_set_has_items():
+    new = RunSettings(8, 10, data_request=DataRequest(False, 2), item_samples=2)
+    assert new.skip == 8 and new.samples_at_once == 2
+    progress = resume_progress(state(15, data=DataPosition(6, 0)), new)
+    assert (progress.position.samples, progress.data_skip % 10) == (16, 8)
+    position, skip, _ = fresh_position(new)
+    assert (position.samples, skip) == (16, 8)
+    assert check_skip(RunSettings(8, 10, data_request=DataRequest(False, 3), item_samples=2))         # 12 items: more than a pass
+
+
+def test_items_of_a_whole_step_change_nothing():
+    for saved in (state(15), state(20), state(35, 16, 5)):
+        plain = resume_progress(saved, RunSettings(8, 10))
+        assert counters(resume_progress(saved, RunSettings(8, 10, item_samples=8))) == counters(plain)

@@ -1,0 +1,124 @@
+"""Counters and position in the data that a resume sets, for each kind of checkpoint and trainer."""
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("mindformers.tools")
+
+from pynative_trainers import DataSet, State  # noqa: E402
+
+from mindresume.errors import ConfigError, ProgressError, TrainingCompleteError  # noqa: E402
+from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
+from mindresume.mindformers.pynative.training_run import Configuration, TrainingRun  # noqa: E402
+from mindresume.mindformers.training_context import ResumePlan, TrainingContext  # noqa: E402
+from mindresume.model.data_position import DataPosition  # noqa: E402
+from mindresume.model.training_state import TrainingState  # noqa: E402
+
+OURS = TrainingState(30, 20, 30, 8, dataset_size=20, consumed=240, data=DataPosition(1, 80))
+
+
+def restored(monkeypatch, state, batch=8, item=None, steps=100, config=None, **trainer):
+    """Returns the run and its trainer after ``restore_counters``. ``item``: as mindformers 2.1.0, samples of an item."""
+    data = DataSet(item or batch, 160)
+    counted = {} if item is None else {"consumed_samples": 0}
+    now = State(global_step=0, max_steps=steps, epoch_step=len(data.items), epoch=0.0, **counted)
+    made = SimpleNamespace(global_batch_size=batch, train_dataset=data, train_epoch_step=len(data.items), state=now, **trainer)
+    if item is not None:
+        made._base_units, made._consumed_samples = item, 0
+    context = TrainingContext(plan=ResumePlan(choice="chosen"))
+    monkeypatch.setattr(checkpoint_load, "selected_state", lambda choice: state)
+    run = TrainingRun(made, Configuration(checkpoint={}, **(config or {})), context)
+    checkpoint_load.restore_counters(run)
+    return run, made
+
+
+def test_a_checkpoint_of_mindresume(monkeypatch):
+    run, trainer = restored(monkeypatch, OURS)
+    assert (trainer.state.global_step, trainer.state.epoch, run.skip) == (30, 1.0, 10)
+    assert not hasattr(trainer.state, "consumed_samples")
+    assert run.context.progress.global_step == 30
+    assert run.data_at(31) == (248, DataPosition(1, 88))
+
+
+@pytest.mark.parametrize("step, epoch", [(5, 0.0), (19, 0.0), (20, 1.0), (21, 1.0), (40, 2.0), (45, 2.0)])
+def test_the_epoch_is_that_of_a_training_without_a_resume(monkeypatch, step, epoch):
+    """mindformers sets it between two epochs only."""
+    state = TrainingState(step, 20, step, 8, consumed=step * 8, data=DataPosition(step // 20, step % 20 * 8))
+    assert restored(monkeypatch, state)[1].state.epoch == epoch
+
+
+def test_items_of_micro_batches(monkeypatch):
+    run, trainer = restored(monkeypatch, OURS, item=2)
+    assert (trainer.state.global_step, trainer.state.consumed_samples, trainer._consumed_samples, run.skip) == (30, 240, 240, 40)
+
+
+@pytest.mark.parametrize("item, consumed, skip", [(None, None, 5), (2, None, 20), (2, 200, 20), (2, 204, 22)])
+def test_a_checkpoint_of_mindformers_has_no_position(monkeypatch, item, consumed, skip):
+    """25 steps of 8 samples are a pass of 160 samples, and 40; 2.1.0 records the samples."""
+    run, trainer = restored(monkeypatch, TrainingState(25, 100, 25, 8, consumed=consumed), item=item)
+    assert run.skip == skip and trainer.state.global_step == 25
+    assert run.context.progress.origin.consumed == (consumed or 200)
+
+
+def test_a_checkpoint_that_does_not_say_its_batch_size(monkeypatch):
+    run, _ = restored(monkeypatch, TrainingState(25, 100, 25))
+    assert run.skip == 5 and run.context.progress.origin.consumed == 200
+
+
+def test_another_batch_size_scales_step_and_optimizer(monkeypatch):
+    run, trainer = restored(monkeypatch, OURS, batch=16)
+    assert (trainer.state.global_step, run.context.progress.global_step, run.skip, trainer.state.epoch) == (15, 15, 5, 1.0)
+    assert run.context.progress.origin.consumed == 240
+
+
+def test_less_than_a_step_of_the_new_batch_size(monkeypatch):
+    with pytest.raises(ProgressError, match="less than one step"):
+        restored(monkeypatch, TrainingState(1, 20, 1, 8), batch=16)
+
+
+def test_a_dynamic_batch_keeps_the_steps(monkeypatch):
+    """The batch size follows from the samples, so its first value says nothing about steps that are done."""
+    state = TrainingState(30, 20, 30, 32, consumed=700, data=DataPosition(4, 60))
+    run, trainer = restored(monkeypatch, state, batch=8, item=4, dynamic_batch_enabled=True)
+    assert (trainer.state.global_step, trainer.state.consumed_samples, run.skip) == (30, 700, 15)
+
+
+def test_the_loss_scale(monkeypatch):
+    state = TrainingState(30, 20, 30, 8, 1024.0, consumed=240, data=DataPosition(1, 80))
+    assert restored(monkeypatch, state)[1].state.loss_scale == 1024.0
+    assert not hasattr(restored(monkeypatch, OURS)[1].state, "loss_scale")
+
+
+@pytest.mark.parametrize("steps", [30, 29])
+def test_no_step_is_left(monkeypatch, steps):
+    with pytest.raises(TrainingCompleteError, match=f"step 30 .* training.steps: {steps}"):
+        restored(monkeypatch, OURS, steps=steps)
+
+
+def test_ignore_data_skip_begins_at_the_first_sample(monkeypatch):
+    run, trainer = restored(monkeypatch, OURS, config={"ignore_data_skip": True})
+    assert run.skip == 0 and trainer.state.global_step == 30
+
+
+def test_data_skip_steps_counts_steps_and_not_items(monkeypatch):
+    assert restored(monkeypatch, OURS, item=2, config={"data_skip_steps": 3})[0].skip == 12
+
+
+@pytest.mark.parametrize("source", [True, False])
+def test_balanced_data_is_positioned_by_mindformers(monkeypatch, source):
+    """``source`` is a stand-in; a rank that receives its samples from another one has none."""
+    calls = []
+    balance = SimpleNamespace(restore=lambda consumed, step: calls.append((consumed, step))) if source else None
+    run, _ = restored(monkeypatch, OURS, item=2, _balance_source=balance, _uses_data_balance=lambda: True)
+    assert calls == ([(240, 30)] if source else []) and run.skip == 0
+
+
+@pytest.mark.parametrize("section, count", [({}, 0), ({"reshard_worker_num": 3}, 3), ({"load_worker_number": 2}, 2)])
+def test_the_number_of_reading_threads(section, count):
+    assert checkpoint_load._workers(section) == count
+
+
+@pytest.mark.parametrize("value", [-1, True, "4", 1.5])
+def test_a_wrong_number_of_reading_threads(value):
+    with pytest.raises(ConfigError, match="reshard_worker_num"):
+        checkpoint_load._workers({"reshard_worker_num": value})

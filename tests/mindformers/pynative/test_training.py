@@ -1,0 +1,254 @@
+"""Whole trainings through the wrappers, in this process: a resume ends with the bits of a training that nothing interrupts."""
+import json
+import os
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mindformers.tools")
+
+from pynative_trainers import BATCH, SAMPLES, BuiltIn, DataSet, Model, Optimizer, Trainer  # noqa: E402
+
+from mindresume.errors import ConfigError  # noqa: E402
+from mindresume.formats.iteration_naming import TRACKER  # noqa: E402
+from mindresume.mindformers import training_context  # noqa: E402
+from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
+from st.checkpoint_files import tensors_in  # noqa: E402
+
+PASS = SAMPLES // BATCH
+
+
+def events(tmp_path, kind):
+    rows = [json.loads(line) for path in sorted((tmp_path / "output").rglob("*.jsonl"))
+            for line in path.read_text().splitlines()]
+    return [row for row in rows if row["event"] == kind]
+
+
+def folders(root):
+    return sorted(int(path.name.split("_")[1]) for path in root.glob("iteration_*"))
+
+
+def run(steps, root, resume=False, **options):
+    """Returns a trainer after its training, with random numbers that begin where a new process begins."""
+    np.random.seed(7)
+    trainer = Trainer(steps, save_path=str(root), load_path=str(root) if resume else "", **options)
+    trainer.result = trainer.train()
+    return trainer
+
+
+def interrupted(root, at, **options):
+    with pytest.raises(RuntimeError, match=f"step {at}"):
+        run(20, root, fails_at=at, **options)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("at", [6, 7, 10, 15, 20])           # saves at 4, 8, 12, ...; passes end at 6, 12, 18
+def test_a_resume_ends_with_the_same_bits(tmp_path, at, micro_batches):
+    whole = run(20, tmp_path / "whole", micro_batches=micro_batches)
+    interrupted(tmp_path / "run", at, micro_batches=micro_batches)
+    resumed = run(20, tmp_path / "run", resume=True, micro_batches=micro_batches)
+    first = (at - 1) // 4 * 4
+    assert resumed.losses == {step: row for step, row in whole.losses.items() if step > first}
+    assert resumed.weight.tobytes() == whole.weight.tobytes() and resumed.result == "trained"
+    assert resumed.train_dataset.began[0] == first % PASS * micro_batches and set(resumed.train_dataset.began[1:]) <= {0}
+    assert folders(tmp_path / "run") == folders(tmp_path / "whole") == [4, 8, 12, 16, 20]
+    assert [event["step"] for event in events(tmp_path, "resumed")] == [first]
+
+
+def test_a_step_that_straddles_two_passes(tmp_path):
+    """Seven items of two samples, so that the fourth step reads the last item of a pass and the first of the next."""
+    def data():
+        return DataSet(2, 14)
+    whole = run(20, tmp_path / "whole", micro_batches=2, dataset=data())
+    interrupted(tmp_path / "run", 5, micro_batches=2, dataset=data())
+    resumed = run(20, tmp_path / "run", resume=True, micro_batches=2, dataset=data())
+    assert resumed.train_dataset.began[0] == 1                  # 4 steps of two items are a pass of 7, and one
+    assert resumed.losses == {step: row for step, row in whole.losses.items() if step > 4}
+
+
+def test_another_batch_size_scales_the_steps_and_keeps_the_position(tmp_path):
+    interrupted(tmp_path / "run", 10)                           # step 8: 32 samples, a pass and 8
+    resumed = run(20, tmp_path / "run", resume=True, batch=8)
+    assert min(resumed.losses) == 5 and resumed.train_dataset.began[0] == 1
+    assert int(resumed.optimizer.global_step.asnumpy()[0]) == 20
+
+
+def test_a_folder_that_does_not_exist_or_is_empty_is_a_fresh_start(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "absent"):
+        trainer = run(4, tmp_path / name, resume=True)
+        assert min(trainer.losses) == 1 and trainer.loaded_by_mindformers == []
+
+
+def test_a_complete_training_does_nothing(tmp_path):
+    run(8, tmp_path / "run")
+    again = run(8, tmp_path / "run", resume=True)
+    assert again.losses == {} and again.result is None
+    assert [event["outcome"] for event in events(tmp_path, "training_ended")] == ["finished", "nothing_to_train"]
+
+
+def test_the_same_trainer_trains_twice(tmp_path):
+    """The second training resumes what the first has saved, and nothing of the first is left."""
+    trainer = Trainer(8, save_path=str(tmp_path / "run"), load_path=str(tmp_path / "run"))
+    trainer.train()
+    trainer.sections["training"]["steps"] = 12
+    trainer.train()
+    assert sorted(trainer.losses) == list(range(1, 13)) and trainer.train_dataset.began == [0, 0, 2]
+    assert folders(tmp_path / "run") == [4, 8, 12]
+    assert training_context.current().run is None and not hasattr(trainer, "_mindresume_run")
+
+
+def test_after_an_error_nothing_is_left_open(tmp_path):
+    interrupted(tmp_path / "run", 6)
+    assert training_context.current().run is None and training_context.current().monitor is None
+    assert events(tmp_path, "training_ended")[-1]["outcome"] == "failed"
+
+
+def test_weights_alone_start_at_step_0(tmp_path):
+    run(8, tmp_path / "run")
+    trainer = Trainer(2, save_path=str(tmp_path / "new"), load_path=str(tmp_path / "run"), no_load_optim=True)
+    before = run(8, tmp_path / "other").weight
+    seen = []
+    trainer.callback_handler.callbacks.append(type("Look", (), {
+        "on_train_begin": lambda self, *_, **__: seen.append(trainer.weight),
+        "on_step_end": lambda self, *_, **__: None, "on_train_end": lambda self, *_, **__: None})())
+    trainer.train()
+    assert seen[0].tobytes() == before.tobytes() and sorted(trainer.losses) == [1, 2] and trainer.train_dataset.began == [0]
+
+
+def test_a_resume_without_saves_restores_the_random_state_and_releases_the_checkpoint(tmp_path):
+    whole = run(12, tmp_path / "whole")
+    interrupted(tmp_path / "run", 10)
+    locks = []
+
+    class Watched(DataSet):
+        def create_dict_iterator(self, **_):
+            locks.append(training_context.current().resources.read_lock)
+            return super().create_dict_iterator()
+    trainer = run(12, tmp_path / "run", resume=True, enable_save=False, dataset=Watched(BATCH))
+    assert trainer.losses == {step: row for step, row in whole.losses.items() if step > 8}
+    assert locks == [None]
+    assert [event["step"] for event in events(tmp_path, "resumed")] == [8]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+def test_no_optimizer_in_the_checkpoint(tmp_path):
+    run(8, tmp_path / "run", no_save_optim=True)
+    with pytest.raises(Exception, match="no_load_optim: True") as error:
+        run(12, tmp_path / "run", resume=True)
+    assert "optimizer" in str(error.value)
+
+
+def test_another_model_is_named(tmp_path):
+    run(8, tmp_path / "run")
+    with pytest.raises(Exception, match="bias is not in the checkpoint"):
+        run(12, tmp_path / "run", resume=True, model=Model("weight", "bias"))
+
+
+def test_a_data_set_that_cannot_skip_is_refused(tmp_path):
+    class Streaming:
+        items, began = DataSet(BATCH).items, []
+
+        def create_dict_iterator(self, **_):
+            return iter(self.items)
+    run(6, tmp_path / "whole", dataset=Streaming())                     # ends between two passes: nothing to skip
+    assert min(run(8, tmp_path / "whole", resume=True, dataset=Streaming()).losses) == 7
+    with pytest.raises(ConfigError, match="Streaming.*ignore_data_skip"):
+        run(12, tmp_path / "whole", resume=True, dataset=Streaming())
+
+
+@pytest.mark.parametrize("key, value, refused", [
+    ("use_contiguous_weight_layout_attention", True, True), ("use_contiguous_weight_layout_attention", False, False),
+    ("use_interleaved_weight_layout_mlp", False, True), ("use_interleaved_weight_layout_mlp", True, False)])
+def test_another_order_within_a_tensor_is_refused(tmp_path, key, value, refused):
+    run(4, tmp_path / "run")
+    trainer = Trainer(8, save_path=str(tmp_path / "run"), load_path=str(tmp_path / "run"))
+    trainer.sections["model"] = {key: value}
+    if refused:
+        with pytest.raises(ConfigError, match=f"model.{key} is {value}"):
+            trainer.train()
+    else:
+        trainer.train()
+        assert min(trainer.losses) == 5
+
+
+def test_two_callbacks_that_save_into_the_same_folder(tmp_path):
+    with pytest.raises(ConfigError, match=f"save into {tmp_path / 'run'}"):
+        run(4, tmp_path / "run", callbacks=[BuiltIn(save_path=str(tmp_path / "elsewhere" / ".." / "run"))])
+    run(4, tmp_path / "run", callbacks=[BuiltIn(save_path=str(tmp_path / "elsewhere"))])
+
+
+def test_hugging_face_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_load, "is_pretrained", lambda storage, path: True)
+    monkeypatch.delattr(sys.modules[checkpoint_load.PYNATIVE_TRAINER], "is_hf_checkpoint", raising=False)
+    with pytest.raises(ConfigError, match=f"{tmp_path} holds Hugging Face weights.*2.1.0"):
+        run(4, tmp_path, resume=True)
+    monkeypatch.setattr(sys.modules[checkpoint_load.PYNATIVE_TRAINER], "is_hf_checkpoint", True, raising=False)
+    assert run(4, tmp_path, resume=True).loaded_by_mindformers == [str(tmp_path)]
+
+
+def test_adapters_on_a_base_are_left_to_mindformers(tmp_path):
+    trainer = run(4, tmp_path / "run", resume=True, base_load_path="/base", save_trainable_only=True)
+    assert trainer.loaded_by_mindformers == [str(tmp_path / "run")] and not (tmp_path / "run").exists()
+    assert trainer.callback_handler.callbacks[0].events == ["begin", *["step"] * 4, "end"]
+
+
+# ---- saves -----------------------------------------------------------------------------------------------------------
+
+def test_due_steps_the_last_one_and_retention(tmp_path):
+    trainer = run(18, tmp_path / "run", save_max=2)
+    assert folders(tmp_path / "run") == [16, 18] and (tmp_path / "run" / TRACKER).read_text() == "18"
+    assert trainer.callback_handler.callbacks[0].events == []
+    assert [event["step"] for event in events(tmp_path, "save_committed")] == [4, 8, 12, 16, 18]
+
+
+def test_an_asynchronous_save_is_finished_at_the_end(tmp_path):
+    run(10, tmp_path / "run", async_save=True)
+    assert folders(tmp_path / "run") == [4, 8, 10] and (tmp_path / "run" / TRACKER).read_text() == "10"
+
+
+def test_a_request_to_stop_saves_the_step_and_ends(tmp_path):
+    class Asks(BuiltIn):
+        def on_step_end(self, args, state, **kwargs):
+            if state.global_step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+    np.random.seed(7)
+    trainer = Trainer(20, callbacks=[Asks()], save_path=str(tmp_path / "run"))
+    with pytest.raises(SystemExit) as end:
+        trainer.train()
+    last = max(trainer.losses)
+    assert end.value.code == 143 and 5 <= last < 20 and folders(tmp_path / "run")[-1] == last
+    assert events(tmp_path, "training_ended")[-1]["outcome"] == "preempted"
+    np.random.seed(7)
+    assert min(run(20, tmp_path / "run", resume=True).losses) == last + 1
+
+
+def test_failed_saves_are_counted_and_the_training_goes_on(tmp_path):
+    root = tmp_path / "run"
+    root.mkdir()
+
+    class InTheWay(BuiltIn):
+        """Puts a file in the place of the folder of step 8."""
+
+        def on_step_end(self, args, state, **kwargs):
+            if state.global_step == 7:
+                (root / "iteration_00000008").write_text("in the way")
+    trainer = run(12, root, callbacks=[InTheWay()])
+    assert max(trainer.losses) == 12 and (root / TRACKER).read_text() == "12"
+    [failed] = events(tmp_path, "save_failed")
+    assert (failed["step"], failed["failures_in_a_row"]) == (8, 1)
+
+
+def test_the_optimizer_and_the_model_are_in_separate_files(tmp_path):
+    run(4, tmp_path / "run")
+    files = {path.name: set(tensors_in(path)) for path in (tmp_path / "run" / "iteration_00000004").glob("*.safetensors")}
+    assert files == {"net-model-0000000-0000001.safetensors": {"weight"},
+                     "net-opt-0000000-0000001.safetensors": {"adam_m.weight", "global_step"}}
+
+
+def test_an_optimizer_of_the_stand_in_holds_the_parameters_of_the_model():
+    model = Model()
+    assert set(Optimizer(model).parameters_dict()) == {"weight", "adam_m.weight", "global_step"}
