@@ -5,6 +5,7 @@ epochs. The learning rate rises and falls. Losses, samples and random numbers ar
 """
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -18,8 +19,8 @@ import pytest
 from mindresume.coordination.preemption import STATUS
 from st.checkpoint_files import flip_bit, iteration_steps, tracker
 from st.pynative_run import GLOBAL_BATCH, PynativeRun, why_not
-from st.run_attempts import LIMIT, assert_event, contains, events
-from st.training_run import ROOT, Attempt, differences
+from st.run_attempts import FIXTURES, LIMIT, assert_event, contains, events
+from st.training_run import ROOT, Attempt, Run, differences
 
 STEPS = 45
 OURS = {"CPU_CLUSTER_PLUGIN": "mindresume.plugin"}
@@ -89,7 +90,10 @@ def dies(run: PynativeRun) -> None:
 def test_deaths_in_each_epoch_and_in_a_save(whole, build, release_and_workers):
     """Also: the changes between synchronous and asynchronous saves, the fall-back from damage, and retention."""
     reference, run = whole(*release_and_workers), build("run", *release_and_workers)
-    run.start(CPU_CLUSTER_KILL="all@13", **OURS)
+    run.resume(CPU_CLUSTER_KILL_IN_SAVE="0@5:3", **OURS)                 # in the first save: a fresh start follows
+    dies(run)
+    assert_same(run, reference, 1, 4)
+    run.resume(CPU_CLUSTER_KILL="all@13", **OURS)
     dies(run)
     assert_same(run, reference, 1, 13)
     run.resume(CPU_CLUSTER_KILL_IN_SAVE="0@25:2", **OURS)
@@ -187,6 +191,48 @@ def test_each_continues_what_the_other_saved(whole, build, release_and_workers):
     dies(ours)
     assert [(row["step"], row["hex"], row["samples"]) for row in ours.steps(-1)] == [
         (row["step"], row["hex"], row["samples"]) for row in reference.steps()[10:20]]
+
+
+# ---- the graph trainer -----------------------------------------------------------------------------------------------
+
+GRAPH = FIXTURES / "mf190_20_single"
+AS_GRAPH = {"training.steps": 20, "model.vocab_size": 128, "model.num_hidden_layers": 2, "model.seq_length": 16,
+            "model.max_position_embeddings": 16, "model.eos_token_id": 1, "train_dataset.dataloader.num_samples": 80,
+            "lr_scheduler.type": "ConstantWarmUpLR", "lr_scheduler.warmup_ratio": 0}
+
+
+def assert_close(found: list[dict], expected: list[dict]) -> None:
+    """The first loss depends on the weights alone, and the second on the state of the optimizer. Then the two trainers drift
+    apart, because their optimizers and norms compute in another order: 0.004 in ten steps, the loss changes by 0.15."""
+    pairs = [(row["step"], abs(row["loss"] - other["loss"])) for row, other in zip(found, expected, strict=True)]
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(11, 21))
+    assert pairs[0][1] < 1e-4 and pairs[1][1] < 3e-4 and max(pairs, key=lambda pair: pair[1])[1] < 0.01, pairs
+
+
+@pytest.mark.parametrize("release", [case("1.9.0"), case("2.0.0", soak=True), case("2.1.0", soak=True)])
+def test_a_checkpoint_of_the_graph_trainer(data, sequences, tmp_path, release):
+    settings = {key: value for key, value in DECAY.items() if key not in AS_GRAPH and "lr_end" not in key}
+    run = PynativeRun(tmp_path, data=sequences, release=release[0], changes={**settings, **AS_GRAPH})
+    source = {"checkpoint.load_path": str(GRAPH / "output" / "checkpoint" / "iteration_00000010")}
+    run.start(source, **OURS).wait_for_success()
+    assert_event(run, "resumed", step=10)
+    graph = json.loads((GRAPH / "losses.json").read_text(encoding="utf-8"))["uninterrupted"]
+    assert_close(run.steps(-1), [row for row in graph if row["step"] > 10])
+    refused = PynativeRun(tmp_path / "refused", data=sequences, release=release[0], changes=run.changes)
+    refused.start({**source, "model.use_contiguous_weight_layout_attention": True}, **OURS)
+    assert refused.wait(LIMIT) not in (0, *DIED) and steps_of(refused) == []
+    assert "use_contiguous_weight_layout_attention" in refused.log()
+
+
+@pytest.mark.soak
+@needs_the_release_of_this_environment
+def test_the_graph_trainer_continues(sequences, tmp_path):
+    run = PynativeRun(tmp_path / "pynative", data=sequences, changes=AS_GRAPH)
+    run.start(**OURS).wait_for_success()
+    expected = [row for row in run.steps() if row["step"] > 10]
+    graph = Run(tmp_path / "graph", str(GRAPH / "config.yaml"), sequences)
+    graph.start(f"--load_checkpoint {run.checkpoints / 'iteration_00000010'} --resume_training True").wait_for_success()
+    assert_close(graph.steps(-1), expected)
 
 
 # ---- how it starts and ends ------------------------------------------------------------------------------------------

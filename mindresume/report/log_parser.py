@@ -5,6 +5,8 @@ standard output:
     [INFO] 2026-11-21 20:50:43,411 [mindformers/core/callback/callback.py:747] print_output_info: { Epoch:[  1/  4], step:[ ...
     2026-11-21 20:50:43,411 - mindformers/home/output/log[mindformers/core/callback/callback.py:747] - INFO - { Epoch:[  1/ ...
 
+The PyNative trainer begins a line with ``{ step:[``.
+
 A killed process leaves a torn line, and the next line may follow on the same line: lines are also cut where a time begins, and
 incomplete parts are skipped.
 """
@@ -37,8 +39,8 @@ class LogLine(NamedTuple):
     step_seconds: float = 0.0
 
 
-_LOSS_MARK = "{ Epoch:["
-_MARKS = (b"{ Epoch:[", b".Init Config.", b".Training Over!", b"loss on the last card is valid")
+_LOSS_MARK, _PYNATIVE_MARK = "{ Epoch:[", "{ step:["
+_MARKS = (b"{ Epoch:[", b"{ step:[", b".Init Config.", b".Training Over!", b"loss on the last card is valid")
 _WORDS = ((".Init Config.", START), (".Training Over!", OVER), ("loss on the last card is valid", LAST_CARD))
 _HEAD = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}):([0-9]{2}),([0-9]{3}) ")
 _INSIDE, _BEFORE = re.compile(r"-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2},"), len("2026-11")       # a fixed first character is fast
@@ -46,6 +48,9 @@ _INSIDE, _BEFORE = re.compile(r"-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2},"), len("20
 _FEW, _NUMBER = r"(\d{1,9})", r"(-?\d{1,40}(?:\.\d{1,40})?(?:e[-+]?\d{1,4})?|nan|-?inf)"
 _LOSS = re.compile(rf"{re.escape(_LOSS_MARK)} *{_FEW}/ *\d+\], step:\[ *{_FEW}/ *{_FEW}\], "
                    rf"loss:(?:\[{_NUMBER}/{_NUMBER}\]| {_NUMBER}), .*?per_step_time: (-?\d{{1,12}})ms, ")
+# The PyNative trainer counts the steps of the whole training. Since 2.1.0 it names samples and batch size before the loss.
+_PYNATIVE = re.compile(rf"{re.escape(_PYNATIVE_MARK)} *{_FEW}/ *\d+\], (?:consumed_samples: \d+, global_batch_size: \d+, )?"
+                       rf"loss: *{_NUMBER}, per_step_time: *(-?\d{{1,12}})ms, ")
 
 
 class Clock:
@@ -89,6 +94,8 @@ def _heads(text: str) -> Iterator[re.Match[str]]:
 
 def _parse(text: str, at: float) -> LogLine | None:
     mark = text.find(_LOSS_MARK)
+    if mark < 0 and _PYNATIVE_MARK in text:
+        return _parse_pynative(text, at)
     if mark < 0:
         return next((LogLine(at, kind) for word, kind in _WORDS if word in text), None)
     match = _LOSS.match(text, mark)
@@ -97,6 +104,14 @@ def _parse(text: str, at: float) -> LogLine | None:
     epoch, step, size, one, _, other, milliseconds = match.groups()
     before = max(int(epoch) - 1, 0) * int(size)
     return LogLine(at, LOSS, before + int(step), float(one or other), max(int(milliseconds), 0) / 1000)
+
+
+def _parse_pynative(text: str, at: float) -> LogLine | None:
+    match = _PYNATIVE.search(text)
+    if match is None:
+        return None
+    step, loss, milliseconds = match.groups()
+    return LogLine(at, LOSS, int(step), float(loss), max(int(milliseconds), 0) / 1000)
 
 
 def lines_of(log: LogFile, clock: Clock | None = None) -> Iterator[LogLine]:

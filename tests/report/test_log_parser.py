@@ -29,6 +29,16 @@ def test_a_loss_that_is_unusual(text, value):
     assert one(Log().loss(1, 1, text)).loss == value
 
 
+@pytest.mark.parametrize("counts", ["", "consumed_samples: 184, global_batch_size: 8, "])
+@pytest.mark.parametrize("text, value", [("  4.250000", 4.25), ("       inf", math.inf), (" -0.500000", -0.5)])
+def test_a_loss_line_of_the_pynative_trainer(counts, text, value):
+    log = Log().line(1, f"{{ step:[   23/   45], {counts}loss: {text}, per_step_time:    500ms, lr: 9.987942e-04, "
+                        f"grad_norm:   0.590214, throughput:   0.00T }}")
+    assert one(log) == LogLine(ZERO + 1, log_parser.LOSS, 23, value, 0.5)
+    torn = log.lines[-1][:log.lines[-1].index("per_step")]
+    assert parse(torn, Clock()) == [] and len(parse(torn + log.lines[-1], Clock())) == 1
+
+
 def test_a_loss_that_is_not_a_number_is_parsed():
     assert math.isnan(one(Log().loss(1, 1, "nan")).loss)
 
