@@ -136,8 +136,11 @@ def is_transient(name: str) -> bool:
 # A network of mindformers 1.8.0 has the state of each dropout as parameters; later releases have it as constants of the graph.
 # Both follow from the seed when the network is built (mindformers parallel_core/training_graph/transformer/dropout.py).
 DROPOUT_STATE = ("dropout.seed", "dropout.offset")
+# Parameters through which a step only hands numbers to the log. Which exist depends on the release (indexer_loss: since 1.9.0)
+# and on print_separate_loss (mindformers wrapper/wrapper.py, parameter_register).
+LOGGED = frozenset(("lm_loss", "aux_loss", "mtp_loss", "indexer_loss", "current_default_lr", "current_grouped_lr"))
 
 
 def may_be_absent(name: str) -> bool:
     """Returns whether a parameter may keep its initial value if the checkpoint lacks it; else it is loaded."""
-    return is_transient(name) or name.endswith(DROPOUT_STATE)
+    return is_transient(name) or name in LOGGED or name.endswith(DROPOUT_STATE)

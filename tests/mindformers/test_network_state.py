@@ -227,6 +227,11 @@ def test_the_state_of_a_dropout_of_1_8_0_may_be_missing_or_left_over():
     check_fit({**fitting(), **{name: np.array(3) for name in state}}, WANTED)
 
 
+def test_the_numbers_for_the_log_of_another_release_may_be_missing():
+    """1.8.0 has no indexer_loss."""
+    check_fit({**fitting(), "lm_loss": np.zeros(1, np.float32)}, {**WANTED, "indexer_loss": ((1,), "float32")})
+
+
 def test_other_tensors_may_be_missing_only_if_the_caller_allows_it():
     with pytest.raises(LoadError):
         check_fit({}, WANTED)

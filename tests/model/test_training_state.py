@@ -26,8 +26,9 @@ def test_saves_fall_on_absolute_multiples(before, now, interval, due):
 
 @pytest.mark.parametrize("name, absent, transient", [
     ("decoder.layers.0.hidden_states_dropout.seed", True, False), ("embedding.embedding_dropout.offset", True, False),
+    ("indexer_loss", True, False), ("decoder.indexer_loss", False, False),
     ("accu_grads.w", True, True), ("decoder.layers.0.dropout.weight", False, False), ("seed", False, False)])
-def test_the_state_of_a_dropout_is_saved_but_may_be_absent(name, absent, transient):
+def test_some_saved_parameters_may_be_absent(name, absent, transient):
     assert (may_be_absent(name), is_transient(name)) == (absent, transient)
 
 
