@@ -22,7 +22,7 @@ BEGIN, END = "<!-- results: begin, written by st/release_table.py -->", "<!-- re
 ORDER = {"not run": 0, "skipped": 1, "passed": 2, "failed": 3}
 RAN = ("passed", "failed")                              # only such a result replaces another one of these
 TITLES = {"features": "Features", "changes": "One training that changes the release"}
-FIRST = {"features": "with mindresume", "changes": "releases, one attempt each"}
+FIRST = {"changes": "releases, one attempt each"}
 Row = dict[str, Any]
 
 
@@ -55,11 +55,11 @@ def page(results: list[Row]) -> str:
 
 def _table(name: str, rows: list[Row], notes: list[str]) -> str:
     """Returns one table; appends to ``notes`` why a cell is not green."""
-    across = name not in TITLES
+    across = ", written with " in name
     columns = sorted({row["cell"][2] for row in rows})
     cells = {(row["cell"][1], row["cell"][2]): row for row in rows}
     heads = [f"read by {column}" for column in columns] if across else columns
-    lines = [f"### {TITLES.get(name, name)}", "", f"| {FIRST.get(name, 'written by')} | {' | '.join(heads)} |",
+    lines = [f"### {TITLES.get(name, name)}", "", f"| {FIRST.get(name, 'written by' if across else 'with mindresume')} | {' | '.join(heads)} |",
              "|---" * (len(columns) + 1) + "|"]
     for first in dict.fromkeys(row["cell"][1] for row in rows):
         found = [_cell(cells.get((first, column)), notes) for column in columns]
