@@ -106,6 +106,30 @@ def test_after_an_error_nothing_is_left_open(tmp_path):
     assert events(tmp_path, "training_ended")[-1]["outcome"] == "failed"
 
 
+def test_outside_of_a_training_mindformers_loads_and_reads():
+    """For example ``Trainer.inference``."""
+    trainer = Trainer(4)
+    trainer._load_checkpoint("/weights", trainer.model)
+    trainer.train_dataset.set_init_step(2)
+    trainer._create_dataset_iterator(trainer.train_dataset)
+    assert trainer.loaded_by_mindformers == ["/weights"] and trainer.train_dataset.began == [2]
+
+
+def test_the_stages_of_a_pipeline_are_loaded_once(tmp_path):
+    """mindformers 2.0.0 asks once for each stage."""
+    run(4, tmp_path / "run", model=Model("weight", "other"))
+    trainer = Trainer(6, save_path=str(tmp_path / "run"), load_path=str(tmp_path / "run"), model=Model("weight", "other"))
+    load, calls = trainer._load_checkpoint, []
+
+    def each_stage(path, model, optimizer=None):
+        for stage in (model, model):
+            calls.append(load(path, stage, optimizer))
+    trainer._load_checkpoint = each_stage
+    trainer.train()
+    assert len(calls) == 2 and sorted(trainer.losses) == [5, 6]
+    assert len(events(tmp_path, "resumed")) == 1 and trainer.train_dataset.began == [4]
+
+
 def test_weights_alone_start_at_step_0(tmp_path):
     run(8, tmp_path / "run")
     trainer = Trainer(2, save_path=str(tmp_path / "new"), load_path=str(tmp_path / "run"), no_load_optim=True)
