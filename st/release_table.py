@@ -59,11 +59,12 @@ def _table(name: str, rows: list[Row], notes: list[str]) -> str:
     columns = sorted({row["cell"][2] for row in rows})
     cells = {(row["cell"][1], row["cell"][2]): row for row in rows}
     heads = [f"read by {column}" for column in columns] if across else columns
-    lines = [f"### {TITLES.get(name, name)}", "", f"| {FIRST.get(name, 'written by' if across else 'with mindresume')} | {' | '.join(heads)} |",
+    first = FIRST.get(name, "written by" if across else "with mindresume")
+    lines = [f"### {TITLES.get(name, name)}", "", f"| {first} | {' | '.join(heads)} |",
              "|---" * (len(columns) + 1) + "|"]
-    for first in dict.fromkeys(row["cell"][1] for row in rows):
-        found = [_cell(cells.get((first, column)), notes) for column in columns]
-        lines.append(f"| {first} | {' | '.join(found)} |")
+    for row in dict.fromkeys(row["cell"][1] for row in rows):
+        found = [_cell(cells.get((row, column)), notes) for column in columns]
+        lines.append(f"| {row} | {' | '.join(found)} |")
     return "\n".join([*lines, ""])
 
 
