@@ -465,12 +465,11 @@ def test_flow_of_eval_and_predict(script):
                                              "adapter_id": None})
 
 
-def test_pynative_runs_the_file_alone(script, capsys, yaml_file):
-    assert script("--mode", "1", "--epochs", "3", "--options", "a=1", "--b.c", "2") == 0
-    assert script.events == [("pynative", yaml_file), ("train",)]
-    err = capsys.readouterr().err
-    assert "PyNative" in err
-    assert "without effect: --epochs, --options, --b.c" in err
+@pytest.mark.parametrize("words, installed", [((), [("plugin",)]), (("--no-mindresume",), [])])
+def test_pynative_runs_the_file_alone(script, capsys, yaml_file, words, installed):
+    assert script("--mode", "1", "--epochs", "3", "--options", "a=1", "--b.c", "2", *words) == 0
+    assert script.events == [*installed, ("pynative", yaml_file), ("train",)]
+    assert "without effect: --epochs, --options, --b.c" in capsys.readouterr().err
 
 
 def test_register_path(script, tmp_path, monkeypatch):
