@@ -1,5 +1,10 @@
-"""Checks that what README.md and docs/ name exists: modules, classes, functions, targets of links. Nothing is imported."""
+"""Checks that what README.md and docs/ name exists: modules, classes, functions, targets of links; and runs the commands that
+are Python programs."""
+import os
 import re
+import shlex
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -45,3 +50,16 @@ def test_every_class_and_every_name_of_a_module_exists(document):
 def test_every_link_names_an_existing_file(document):
     links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def python_commands():
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for number, command in enumerate(re.findall(r'`(python -c "[^`]+")`', path.read_text())):
+            yield pytest.param(command, id=f"{path.name}-{number}")
+
+
+@pytest.mark.parametrize("command", python_commands())
+def test_a_python_command_runs(command):
+    words = [sys.executable, *shlex.split(command)[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and done.stdout, done.stderr
