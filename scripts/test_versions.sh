@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Makes the environment of each release of mindformers (release_env.sh) and runs the release matrix with the real Trainer
-# (st/test_releases.py); the long form rewrites the tables in docs/releases.md.
+# (st/test_releases.py, st/test_pynative.py); the long form rewrites the tables in docs/releases.md.
 #
 #   scripts/test_versions.sh [RELEASE...] [-- ARGUMENT...]      arguments go to pytest; default: all releases
-#   scripts/test_versions.sh --short [...]                      what test.sh runs; also the PyNative trainer's short tests
+#   scripts/test_versions.sh --short [...]                      what test.sh runs: without --soak, and without the tests that
+#                                                               only show that the CPU cluster runs each release as it is
 #
 # With releases given, only tests that need no other one run; 1.9.0 is always there.
 set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 ROOT="$(dirname "$HERE")"
-FORM=(--soak) FILES=(st/test_releases.py) RELEASES=()
+FORM=(--soak) RELEASES=()
+FILES=(st/test_releases.py st/test_pynative.py st/test_releases_bed.py st/test_pynative_bed.py)
 while [ $# -gt 0 ]; do
     case "$1" in
-        --short) FORM=() ;;
+        --short) FORM=() FILES=(st/test_releases.py st/test_pynative.py) ;;
         --) shift; break ;;
         *) RELEASES+=("$1") ;;
     esac
@@ -26,9 +28,6 @@ for release in 1.9.0 "${RELEASES[@]}"; do                       # 1.9.0 first: t
     echo "== mindformers $release: $python ($((SECONDS - begun)) s, $(du -shL "$(dirname "$(dirname "$python")")" | cut -f1))"
 done
 cd "$ROOT"
-if [ ${#FORM[@]} -eq 0 ]; then
-    for file in st/test_pynative*.py; do FILES+=("$file"); done
-fi
 export ST_RELEASES="1.9.0 ${RELEASES[*]}"
 export RELEASE_RESULTS="${RELEASE_RESULTS:-$(mktemp)}"
 begun=$SECONDS status=0
