@@ -74,7 +74,7 @@ def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) 
               f"steps that were trained already")
         if on_change == "error":
             raise ProgressError(f"{what}, and the configuration does not say so (mindresume.on_dataset_change: error). {do}")
-        found.append(f"{what}; {progress.data_skip} steps of it are skipped as if it were the same. {do}")
+        found.append(f"{what}; {progress.data_skip} {_unit(new)} of it are skipped as if it were the same. {do}")
     if progress.moved_passes and not progress.starts_data_set and not progress.changed:
         place = progress.position.passes
         found.append(f"sink_size {new.sink_size} does not divide the {new.dataset_size} steps of a pass: the data continues "
@@ -92,8 +92,9 @@ def _scaled(count: int, result: int, old: int | None, new: int | None) -> str:
 
 
 def _data(state: TrainingState, progress: ResumeProgress, new: RunSettings) -> SummaryRow:
-    position, size = progress.position, new.dataset_size * (new.global_batch_size or 1)
-    where = f"pass {position.passes + 1}, behind {position.samples} of {size} samples: {progress.data_skip} steps are skipped"
+    position, size = progress.position, new.dataset_size * new.samples_at_once
+    where = (f"pass {position.passes + 1}, behind {position.samples} of {size} samples: {progress.data_skip} {_unit(new)} are "
+             f"skipped")
     if progress.starts_data_set:
         return SummaryRow("data", RECOMPUTED, f"as {position.declared} says: {where}")
     again = f"; {progress.repeated} samples are seen again" if progress.repeated else ""
@@ -107,3 +108,8 @@ def _data_set(state: TrainingState, progress: ResumeProgress) -> SummaryRow:
     if progress.changed:
         return SummaryRow("data set", CHANGED, "; ".join(progress.changed))
     return SummaryRow("data set", RESTORED, "the same")
+
+
+def _unit(new: RunSettings) -> str:
+    """Returns the word for what ``data_skip`` counts."""
+    return "items" if new.item_samples else "steps"

@@ -33,6 +33,12 @@ def test_nothing_changed():
         ("random state", "absent", "not in the checkpoint: the seeds of the configuration apply")]
 
 
+def test_items_that_are_smaller_than_a_step():
+    """The PyNative trainer of 2.1.0 reads one item for each micro-batch: here two of 4 samples make a step of 8."""
+    rows = rows_of(state(), RunSettings(8, 20, None, OURS, item_samples=4))
+    assert ("data", "restored", "pass 4, behind 40 of 80 samples: 70 items are skipped") in rows
+
+
 def test_another_batch_size():
     assert rows_of(state(), RunSettings(16, 5, None, OURS)) == [
         ("step", "recomputed", "35 * 8 / 16 = 17.5, so 17"),
