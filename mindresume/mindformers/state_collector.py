@@ -62,9 +62,9 @@ class StateCollector:
         progress, health = self.progress, None
         if self.health is not None and not emergency:
             health = int(self.health(cb_params) != 0)
-        return TrainingState(step, int(cb_params.batch_num), _number(optimizer.global_step, int), self.global_batch_size,
-                             None if scale is None else _number(scale, float), progress.sink_size, progress.dataset_size,
-                             tuple({**(_loss(outputs) if adapter.has_loss() else {}), **progress.metrics}.items()), health,
+        return TrainingState(step, int(cb_params.batch_num), number(optimizer.global_step, int), self.global_batch_size,
+                             None if scale is None else number(scale, float), progress.sink_size, progress.dataset_size,
+                             tuple({**(loss_metric(outputs) if adapter.has_loss() else {}), **progress.metrics}.items()), health,
                              *progress.data_at(step, self.global_batch_size))
 
     def _file(self, state: TrainingState) -> FileName:
@@ -160,12 +160,12 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(array.shape) for name, array in tensors.items()}
 
 
-def _number(value: Any, kind: type) -> Any:
+def number(value: Any, kind: type) -> Any:
     """Returns a Python number for a number, or for a tensor or parameter of one element."""
     return kind(np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value).reshape(-1)[0])
 
 
-def _loss(outputs: Any) -> dict[str, float]:
+def loss_metric(outputs: Any) -> dict[str, float]:
     """Returns {"loss": value} from the outputs of the network, as mindformers' loss monitor finds it; empty if there is none, or
     it is not finite."""
     loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs

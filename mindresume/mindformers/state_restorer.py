@@ -44,17 +44,26 @@ def progress_for(config: Any, dataset_size: int, context: TrainingContext) -> tu
     Raises:
         ProgressError: As ``resume.progress.resume_progress``.
     """
-    state, run = selected_state(context.plan.choice), context.progress
-    setting = _run_settings(config, dataset_size, run)
-    progress = resume_progress(state, setting)
+    state = selected_state(context.plan.choice)
+    progress = continue_after(state, _run_settings(config, dataset_size, context.progress), context)
+    config.data_skip_steps, config.ignore_data_skip = progress.data_skip, not progress.data_skip
+    return progress, state.loss_scale
+
+
+def continue_after(state: TrainingState, setting: RunSettings, context: TrainingContext) -> ResumeProgress:
+    """Returns the counters of a run with ``setting`` that continues after ``state``, and records them in the context.
+
+    Raises:
+        ProgressError: As ``resume.progress.resume_progress``.
+    """
+    run, progress = context.progress, resume_progress(state, setting)
     run.origin, run.restored = RunOrigin(progress.initial_step, progress.position, progress.consumed), progress
     run.global_step, run.summary = progress.global_step, summary_rows(state, progress, setting)
     for sentence in resume_warnings(progress, setting, context.settings.on_dataset_change):
         context.emit(warning(sentence))
-    config.data_skip_steps, config.ignore_data_skip = progress.data_skip, not progress.data_skip
     context.emit(ProgressRestored(progress.initial_step, progress.initial_epoch, state.step, progress.step_scale,
                                   setting.global_batch_size, state.loss_scale))
-    return progress, state.loss_scale
+    return progress
 
 
 def fresh_origin(config: Any, dataset: Any, context: TrainingContext) -> RunOrigin:

@@ -594,7 +594,7 @@ def test_a_monitor_whose_training_never_began_leaves_saving_to_the_built_in(tmp_
     (ms.Tensor(float("nan")), {}), (np.array([np.inf]), {}), (None, {}), ((), {}), ("text", {}), (True, {}),
     ((None, ms.Tensor(1.0)), {})])
 def test_the_loss_in_the_outputs_of_a_step(outputs, expected):
-    assert state_collector._loss(outputs) == expected
+    assert state_collector.loss_metric(outputs) == expected
 
 
 def test_the_loss_and_reported_metrics_are_recorded(tmp_path):

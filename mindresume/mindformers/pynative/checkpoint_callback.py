@@ -9,8 +9,6 @@ import os
 import time
 from typing import Any
 
-import numpy as np
-
 from mindresume.errors import ConfigError
 from mindresume.events import Notice, warning
 from mindresume.mindformers import network_state as live
@@ -18,6 +16,7 @@ from mindresume.mindformers import run_start, training_context
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.pynative import parameters
 from mindresume.mindformers.pynative.training_run import TrainingRun
+from mindresume.mindformers.state_collector import loss_metric, number
 from mindresume.mindformers.wrapping import argument_binder
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.checkpoint_manager import CheckpointManager
@@ -103,8 +102,8 @@ class RunSaver:
         run, step = self._run, int(state.global_step)
         counter = getattr(optimizer, parameters.COUNTER, None)
         scale = getattr(state, "loss_scale", None)
-        metrics = {**_metric(loss), **run.context.progress.metrics}
-        return TrainingState(step, run.steps_per_pass, step if counter is None else int(_number(counter)),
+        metrics = {**loss_metric(None if loss is None else parameters.local(loss)), **run.context.progress.metrics}
+        return TrainingState(step, run.steps_per_pass, step if counter is None else number(counter, int),
                              int(run.trainer.global_batch_size), None if scale is None else float(scale), None,
                              run.steps_per_pass, tuple(metrics.items()), None, *run.data_at(step))
 
@@ -181,15 +180,3 @@ def check_callbacks(trainer: Any, built_in: type) -> None:
     if twice is not None:
         raise ConfigError(f"two callbacks of type {built_in.__name__} save into {twice}: each would overwrite and remove "
                           f"checkpoints of the other. Remove one of them, or give it another save_path")
-
-
-def _number(value: Any) -> Any:
-    return np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value).reshape(-1)[0]
-
-
-def _metric(loss: Any) -> dict[str, float]:
-    """Returns {"loss": value}; empty if there is none, or it is not finite."""
-    if loss is None:
-        return {}
-    number = float(_number(parameters.local(loss)))
-    return {"loss": number} if np.isfinite(number) else {}

@@ -18,7 +18,7 @@ import numpy as np
 
 from mindresume.coordination.collectives import run_on_all, run_on_rank0
 from mindresume.errors import ConfigError, LoadError, TrainingCompleteError
-from mindresume.events import Notice, ProgressRestored, WeightsLoaded, warning
+from mindresume.events import Notice, WeightsLoaded, warning
 from mindresume.mindformers import run_start, selection
 from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.load_iteration import is_pretrained
@@ -26,16 +26,15 @@ from mindresume.mindformers.load_progress import load_traffic
 from mindresume.mindformers.pynative import parameters
 from mindresume.mindformers.pynative.parameters import COUNTER, MASTER
 from mindresume.mindformers.pynative.training_run import TrainingRun
-from mindresume.mindformers.state_restorer import selected_state
-from mindresume.mindformers.training_context import LoadRequest, ResumePlan, RunOrigin
+from mindresume.mindformers.state_restorer import continue_after, selected_state
+from mindresume.mindformers.training_context import LoadRequest, ResumePlan
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER
 from mindresume.model.data_position import DataPosition
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.region_load import WORKERS, bytes_of, read_regions, wanted_regions
 from mindresume.resume.job_selection import caching_storage
-from mindresume.resume.progress import ResumeProgress, RunSettings, parse_data_request, resume_progress
-from mindresume.resume.resume_summary import resume_warnings, summary_rows
+from mindresume.resume.progress import ResumeProgress, RunSettings, parse_data_request
 from mindresume.storage.posix import PosixStorage
 
 # Keys of the graph trainer, with the values for which both trainers arrange the elements within linear_qkv and linear_fc1
@@ -117,21 +116,14 @@ def restore_counters(run: TrainingRun) -> None:
         ProgressError: As ``resume.progress.resume_progress``.
         TrainingCompleteError: No step is left.
     """
-    context, trainer, counters = run.context, run.trainer, run.context.progress
+    context, trainer = run.context, run.trainer
     saved = selected_state(context.plan.choice)
     if getattr(trainer, "dynamic_batch_enabled", False):        # the batch size follows from the samples
         setting = _settings(run, saved.global_batch_size)
     else:
         setting = _settings(run, trainer.global_batch_size)
     state = with_position(saved, setting.global_batch_size, run)
-    progress = resume_progress(state, setting)
-    counters.origin = RunOrigin(progress.initial_step, progress.position, progress.consumed)
-    counters.restored, counters.global_step = progress, progress.global_step
-    counters.summary = summary_rows(state, progress, setting)
-    for sentence in resume_warnings(progress, setting, context.settings.on_dataset_change):
-        context.emit(warning(sentence))
-    context.emit(ProgressRestored(progress.initial_step, progress.initial_epoch, state.step, progress.step_scale,
-                                  setting.global_batch_size, state.loss_scale))
+    progress = continue_after(state, setting, context)
     if progress.initial_step >= trainer.state.max_steps:
         raise TrainingCompleteError(f"the training is complete: step {progress.initial_step} is the end of training.steps: "
                                     f"{trainer.state.max_steps}. Nothing was trained or saved. For more, raise training.steps")
