@@ -24,20 +24,20 @@
       preemption_check_interval: 5  # seconds, approximately, between the ranks' checks for SIGTERM or graceful exit; 0: off
       unified_checkpoint: 0         # 1: auto_trans_ckpt also writes the merged weights to output/unified_checkpoint
 
-``MINDRESUME_ON_SAVE_ERROR`` and so on override the file.
+``MINDRESUME_ON_SAVE_ERROR`` and so on override the file. A setting that is a frozen dataclass is a section of its own below
+``mindresume:``; ``MINDRESUME_SECTION_KEY`` overrides one of its keys.
 """
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from mindresume.errors import ConfigError
 
-ENVIRONMENT = "MINDRESUME_"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")             # a number between the dots of a parameter name
 _CHOICES = {"on_save_error": ("warn", "raise"), "verify": ("full", "quick"), "keep_best_mode": ("min", "max"),
             "async_when_busy": ("wait", "skip"), "transform_engine": ("auto", "direct", "mindspore"),
@@ -73,16 +73,7 @@ class Settings:
     def load(cls, section: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
         """Reads the settings from the YAML ``section``; ``environment`` (default: the process's) overrides it. Raises ConfigError
         for an unknown key or an invalid value."""
-        environment = os.environ if environment is None else environment
-        values = dict(section or {})
-        types = {field.name: type(field.default) for field in fields(cls)}
-        unknown = sorted(set(values) - set(types))
-        if unknown:
-            raise ConfigError(f"mindresume: unknown key {unknown[0]!r} in the YAML section; known: {', '.join(types)}")
-        for name in types:
-            if ENVIRONMENT + name.upper() in environment:
-                values[name] = environment[ENVIRONMENT + name.upper()]
-        return cls(**{name: _value(name, types[name], value) for name, value in values.items()})
+        return _section(cls, "mindresume", section, os.environ if environment is None else environment)
 
 
 def allow_text(missing: Iterable[str], most: int = 6) -> str:
@@ -93,25 +84,48 @@ def allow_text(missing: Iterable[str], most: int = 6) -> str:
     return f" To leave what is missing as it is initialised, set mindresume: {{allow_missing: [{quoted}]}}"
 
 
-def _value(name: str, kind: type, value: Any) -> Any:
+def _section(kind: type, where: str, section: Any, environment: Mapping[str, str]) -> Any:
+    """Returns a ``kind``, a dataclass of settings. ``where``: the keys that lead to its YAML section, with dots between them."""
+    if section is not None and not isinstance(section, Mapping):
+        raise ConfigError(f"{where} is {section!r}; expected a section with the keys {', '.join(_names(kind))}")
+    values = dict(section or {})
+    unknown = [key for key in values if key not in _names(kind)]
+    if unknown:
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r} in the YAML section; known: {', '.join(_names(kind))}")
+    found = {}
+    for field in fields(kind):
+        variable = f"{where}_{field.name}".replace(".", "_").upper()
+        if is_dataclass(field.default):
+            found[field.name] = _section(type(field.default), f"{where}.{field.name}", values.get(field.name), environment)
+        elif variable in environment or field.name in values:
+            value = environment.get(variable, values.get(field.name))
+            found[field.name] = _value(f"{where}.{field.name}", field.name, type(field.default), value)
+    return kind(**found)
+
+
+def _names(kind: type) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _value(where: str, name: str, kind: type, value: Any) -> Any:
     """Returns a setting converted to its type ``kind``. Raises ConfigError for an invalid value."""
     if name in _CHOICES:
         if value not in _CHOICES[name]:
-            raise ConfigError(f"mindresume.{name} is {value!r}; choose one of {', '.join(_CHOICES[name])}")
+            raise ConfigError(f"{where} is {value!r}; choose one of {', '.join(_CHOICES[name])}")
         return value
     if kind is tuple:
         rows = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
         if not isinstance(rows, (list, tuple)) or not all(isinstance(row, str) and row.strip() for row in rows):
-            raise ConfigError(f"mindresume.{name} is {value!r}; expected a list of patterns such as ['lora_*']")
+            raise ConfigError(f"{where} is {value!r}; expected a list of patterns such as ['lora_*']")
         return tuple(rows)
     if kind is str:
         if not isinstance(value, str) or not value.strip():
-            raise ConfigError(f"mindresume.{name} is {value!r}; expected a text that is not empty")
+            raise ConfigError(f"{where} is {value!r}; expected a text that is not empty")
         return value
     try:
         number = kind(value)
     except (TypeError, ValueError):
         number = -1
     if isinstance(value, bool) or not number >= 0 or (kind is int and isinstance(value, float) and number != value):
-        raise ConfigError(f"mindresume.{name} is {value!r}; expected a {'whole ' if kind is int else ''}number of at least 0")
+        raise ConfigError(f"{where} is {value!r}; expected a {'whole ' if kind is int else ''}number of at least 0")
     return number

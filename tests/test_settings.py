@@ -1,7 +1,10 @@
+from dataclasses import dataclass
+from functools import partial
+
 import pytest
 
 from mindresume.errors import ConfigError
-from mindresume.settings import Settings
+from mindresume.settings import Settings, _section
 
 
 def test_defaults_section_and_environment():
@@ -34,3 +37,27 @@ def test_a_fraction_is_not_rounded():
     with pytest.raises(ConfigError, match=r"max_failed_saves is 2\.5; expected a whole number"):
         Settings.load({"max_failed_saves": 2.5}, {})
     assert Settings.load({"max_failed_saves": 2.0, "staging_gib": 0.5}, {}).max_failed_saves == 2
+
+
+@dataclass(frozen=True)
+class _Inner:
+    every_steps: int = 0
+    mode: str = "a"
+
+
+@dataclass(frozen=True)
+class _Outer:
+    inner: _Inner = _Inner()
+
+
+def test_a_section_within_the_section():
+    read = partial(_section, _Outer, "mindresume")
+    assert read(None, {}) == _Outer()
+    assert read({"inner": {"every_steps": 5}}, {}) == _Outer(_Inner(5))
+    assert read({"inner": {"every_steps": 5}}, {"MINDRESUME_INNER_EVERY_STEPS": "7"}) == _Outer(_Inner(7))
+    with pytest.raises(ConfigError, match=r"mindresume.inner: unknown key 'every'"):
+        read({"inner": {"every": 5}}, {})
+    with pytest.raises(ConfigError, match=r"mindresume.inner is 5; expected a section with the keys every_steps, mode"):
+        read({"inner": 5}, {})
+    with pytest.raises(ConfigError, match=r"mindresume.inner.every_steps is -1"):
+        read({"inner": {"every_steps": -1}}, {})
