@@ -245,6 +245,12 @@ def state_from_common(common: CommonInfo) -> TrainingState:
     return replace(state, health=common.ckpt_status, consumed=common.consumed_samples)
 
 
-def common_from_state(state: TrainingState) -> CommonInfo:
-    """Returns the content of ``common.json`` from which mindformers resumes."""
-    return CommonInfo(state.epoch, state.step, state.global_step, state.loss_scale, state.global_batch_size, state.health)
+def common_from_state(state: TrainingState, with_samples: bool = False) -> CommonInfo:
+    """Returns the content of ``common.json`` from which mindformers resumes.
+
+    ``with_samples``: mindformers knows the key ``consumed_samples`` (since 2.1.0). It is there only if step and batch size do
+    not give the number, because older releases refuse a file that has it.
+    """
+    inferred = state.step * (state.global_batch_size or 0)
+    return CommonInfo(state.epoch, state.step, state.global_step, state.loss_scale, state.global_batch_size, state.health,
+                      state.consumed if with_samples and state.consumed != inferred else None)

@@ -19,6 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_all
@@ -106,7 +107,7 @@ class CheckpointManager:
         options = self.options
         self.session = open_save_session(self.storage, options.root, options.prefix, self.group, self.emit,
                                          self.settings.heartbeat, options.iterations, shared_groups, origin, number_runs, leases)
-        target = self.session.target
+        self.session.target = target = replace(self.session.target, samples_in_common=options.samples_in_common)
         prefix = options.prefix if options.iterations else stem(options.prefix, target.rank, self.session.suffix)
         self.emit(RunOpened(target.run, target.root, prefix, target.world_size))
         return self.session

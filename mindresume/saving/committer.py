@@ -247,7 +247,7 @@ class Committer:
             if candidate.local_ranks and not self.target.local_ranks:         # of one node, copied here
                 continue
             target = SaveTarget(storage, root, candidate.run or "", 0, candidate.world_size, making, candidate.local_ranks,
-                                candidate.lineage)
+                                candidate.lineage, self.target.samples_in_common)
             step = candidate.step or 0
             try:
                 if not candidate.committed:

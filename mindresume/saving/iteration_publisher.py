@@ -37,7 +37,7 @@ from mindresume.storage.interface import Storage
 def write_metadata_files(target: SaveTarget, state: TrainingState, records: Sequence[Record]) -> tuple[FileRecord, ...]:
     """Writes ``common.json`` and, for several ranks, ``metadata.json``, from which mindformers resumes. Raises RecordError if the
     records contradict each other."""
-    contents = {COMMON: [encode_common(common_from_state(state))]}
+    contents = {COMMON: [encode_common(common_from_state(state, target.samples_in_common))]}
     if target.world_size > 1:
         try:
             contents[METADATA] = encode_metadata(metadata_from_records(

@@ -25,6 +25,7 @@ class SaveOptions:
         async_save: "thread" or "process" saves in the background; True is "thread".
         iterations: Checkpoint 2.0.
         shown: the directory as the log names it.
+        samples_in_common: the readers of ``common.json`` know the key ``consumed_samples``.
     """
     root: str
     prefix: str
@@ -33,6 +34,7 @@ class SaveOptions:
     async_save: bool | str = False
     iterations: bool = False
     shown: str = ""
+    samples_in_common: bool = False
 
 
 class SupportsSave(Protocol):

@@ -39,6 +39,7 @@ class SaveTarget:
         root: folder of the rank folders, or with ``iterations`` of the iteration folders.
         local_ranks: the ranks that see it, where nodes share no disk; else empty.
         lineage: the run that began this training (``lineage.py``).
+        samples_in_common: ``common.json`` may have ``consumed_samples``.
     """
     storage: Storage
     root: str
@@ -48,6 +49,7 @@ class SaveTarget:
     iterations: bool = False
     local_ranks: tuple[int, ...] = ()
     lineage: str = ""
+    samples_in_common: bool = False
 
     @property
     def ranks(self) -> Sequence[int]:

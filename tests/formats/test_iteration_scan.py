@@ -7,7 +7,7 @@ from rank_folders import RUN, STORAGE
 
 from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, OURS
-from mindresume.formats.iteration_naming import COMMON, MAX_COMMON, TRACKER, CommonInfo
+from mindresume.formats.iteration_naming import COMMON, MAX_COMMON, TRACKER, CommonInfo, encode_common
 from mindresume.formats.iteration_scan import (
     candidate_without_records,
     common_from_state,
@@ -226,6 +226,14 @@ def test_counters_survive_common_json():
     assert (again.step, again.epoch, again.global_step, again.global_batch_size, again.loss_scale, again.health) == (
         15, 2, 15, 8, 1024.0, 1)
     assert state_from_common(CommonInfo(step_num=7)).step == 7
+
+
+@pytest.mark.parametrize("consumed, with_samples, written", [
+    (130, True, 130), (120, True, None), (None, True, None), (130, False, None)])     # 120: step 15 of batches of 8
+def test_consumed_samples_are_written_where_they_are_known_and_cannot_be_inferred(consumed, with_samples, written):
+    common = common_from_state(TrainingState(15, 10, 15, 8, consumed=consumed), with_samples)
+    assert common.consumed_samples == written and (b"consumed_samples" in encode_common(common)) == (written is not None)
+    assert state_from_common(common).consumed == written
 
 
 def test_an_unpublished_folder_has_records(tmp_path):

@@ -1,4 +1,5 @@
 """The protocol of saving during one training, without mindformers: a few arrays instead of a network."""
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from mindresume.events import (
     SaveWritten,
     ignore,
 )
-from mindresume.formats.iteration_naming import iteration_name
+from mindresume.formats.iteration_naming import COMMON, iteration_name, parse_common
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import EMERGENCY, FOLDER, MANIFEST, attempt_name
 from mindresume.saving import checkpoint_manager as module
@@ -43,6 +44,16 @@ def test_due_steps_and_the_last_step_are_saved_with_their_notifications(tmp_path
     assert committed(tmp_path) == [5, 7] == [step for step, _ in job.saved] and job.collected == [5, 7]
     assert job.saver_calls == [(word, name(step)) for step in (5, 7) for word in ("collected", "submitted")]
     assert all(stall >= 0 for _, stall in job.saved) and not job.manager.saving and job.manager.session.lease.step == 7
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_release_that_knows_consumed_samples_finds_them(tmp_path, known):
+    job = Job(tmp_path, iterations=True, every=50, samples_in_common=known).steps(5)
+    counted = Arrays(job)
+    save = counted.collect()
+    counted.collect = lambda: replace(save, shard=replace(save.shard, state=replace(save.shard.state, consumed=70)))
+    job.manager.end(counted)
+    assert parse_common((tmp_path / iteration_name(5) / COMMON).read_bytes(), COMMON).consumed_samples == (70 if known else None)
 
 
 @pytest.mark.parametrize("iterations", [False, True])

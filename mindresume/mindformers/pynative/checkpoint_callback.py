@@ -48,7 +48,8 @@ class RunSaver:
         policy = policy_of(asked["save_max"], 0, settings.keep_every_steps, settings.keep_best, settings.keep_best_metric,
                            settings.keep_best_mode)
         options = SaveOptions(os.path.realpath(asked["save_path"]), asked["prefix"], asked["save_interleaved_steps"],
-                              async_save=asked["async_save"], iterations=True, shown=asked["save_path"])
+                              async_save=asked["async_save"], iterations=True, shown=asked["save_path"],
+                              samples_in_common=hasattr(run.trainer.state, "consumed_samples"))
         self._run = run
         self.manager = CheckpointManager(PosixStorage(), context.group, settings, options, policy, context.emit,
                                          context.resources.pending_load, self._since)
