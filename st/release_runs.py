@@ -34,10 +34,10 @@ OTHER_LAYOUT = 1e-4                                     # and between layouts, w
 
 
 def small_run(folder: Path, data: Path, release: str, kind: str, workers: int = 1, monitor: Mapping[str, Any] | None = None,
-              epochs: int = EPOCHS, **changes: Any) -> ReleaseRun:
+              epochs: int = EPOCHS, graphs: Path | None = None, **changes: Any) -> ReleaseRun:
     """Returns a training that is not started. ``kind``: one of FORMATS. ``monitor``: arguments of the CheckpointMonitor.
-    ``changes``: of the top level of the configuration."""
-    run = ReleaseRun(folder, CONFIGS[workers], data, workers, release=release)
+    ``graphs``: see ``Run``. ``changes``: of the top level of the configuration."""
+    run = ReleaseRun(folder, CONFIGS[workers], data, workers, graphs=graphs, release=release)
     files, legacy = FORMATS[kind]
     config = yaml.safe_load((ROOT / "configs" / run.config).read_text(encoding="utf-8"))
     for callback in config["callbacks"]:

@@ -45,6 +45,10 @@ class ReleaseRun(Run):
     st/cpu_cluster/launch.py, because msrun is not in the environments of other releases."""
     release: str = HERE
 
+    def graph_folder(self) -> Path | None:
+        """Returns the folder of compiled graphs, one a release: a graph is of the mindspore that compiled it."""
+        return self.graphs and self.graphs / self.release
+
     def words(self, extra: str) -> list[str]:
         """Returns the command of one process, after the interpreter."""
         return shlex.split(super().command(extra)[2])

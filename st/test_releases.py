@@ -65,30 +65,30 @@ ACROSS = ("2.0", "1.0 safetensors")                                         # fo
 
 # ---- shared trainings ------------------------------------------------------------------------------------------------
 
-def in_folder(folder: Path, data: Path, release: str, workers: int) -> ReleaseRun:
+def in_folder(folder: Path, data: Path, graphs: Path, release: str, workers: int) -> ReleaseRun:
     """Returns the training that another call, perhaps of another process, did in ``folder``."""
-    return ReleaseRun(folder, str(folder / "config.yaml"), data, workers, release=release, attempts=[Attempt()])
+    return ReleaseRun(folder, str(folder / "config.yaml"), data, workers, graphs=graphs, release=release, attempts=[Attempt()])
 
 
 @pytest.fixture(scope="session")
-def whole(shared, data) -> Made:
+def whole(shared, data, graphs) -> Made:
     """whole(release, workers): an uninterrupted training. Read it, do not change it."""
     def made(release: str, workers: int = 1, epochs: int = 2) -> ReleaseRun:
         def make(folder: Path) -> None:
-            small_run(folder, data, release, "2.0", workers, epochs=epochs).start().wait_for_success(LIMIT)
-        return in_folder(shared(f"whole-{release}-{workers}-{epochs}", make), data, release, workers)
+            small_run(folder, data, release, "2.0", workers, epochs=epochs, graphs=graphs).start().wait_for_success(LIMIT)
+        return in_folder(shared(f"whole-{release}-{workers}-{epochs}", make), data, graphs, release, workers)
     return made
 
 
 @pytest.fixture(scope="session")
-def left(shared, data) -> Made:
+def left(shared, data, graphs) -> Made:
     """left(release, kind, workers, by): a training that was killed after step 8, as it left its folder. ``by``: what saved."""
     def made(release: str, kind: str, workers: int = 1, by: str = "mindresume") -> ReleaseRun:
         extra, changes = ("", {}) if by == "mindresume" else ("--no-mindresume", BUILT_IN)
 
         def make(folder: Path) -> None:
-            run_killed(small_run(folder, data, release, kind, workers, **changes), extra=extra)
-        return in_folder(shared(f"left-{release}-{kind.replace(' ', '_')}-{workers}-{by}", make), data, release, workers)
+            run_killed(small_run(folder, data, release, kind, workers, graphs=graphs, **changes), extra=extra)
+        return in_folder(shared(f"left-{release}-{kind.replace(' ', '_')}-{workers}-{by}", make), data, graphs, release, workers)
     return made
 
 
@@ -136,23 +136,23 @@ def test_four_killed_processes_resume_bit_by_bit(release, kind, left, whole, soa
 
 
 @each_format("reshard 4 to 2 processes", {"2.0": LONG, "1.0 safetensors": LONG})
-def test_two_processes_continue_what_four_began(release, kind, left, data, tmp_path):
+def test_two_processes_continue_what_four_began(release, kind, left, data, graphs, tmp_path):
     killed = left(release, kind, 4)
-    run = small_run(tmp_path / "run", data, release, kind, 2, auto_trans_ckpt=True)
+    run = small_run(tmp_path / "run", data, release, kind, 2, graphs=graphs, auto_trans_ckpt=True)
     copy_of(killed, run.folder)
     expect_resumed(run, killed.steps(), tolerance=OTHER_LAYOUT)
 
 
 @each_format("async_save", {"2.0": LONG, "1.0 safetensors": LONG})
-def test_an_asynchronous_save_is_resumed(release, kind, whole, data, tmp_path):
-    run = small_run(tmp_path / "run", data, release, kind, monitor={"async_save": True})
+def test_an_asynchronous_save_is_resumed(release, kind, whole, data, graphs, tmp_path):
+    run = small_run(tmp_path / "run", data, release, kind, graphs=graphs, monitor={"async_save": True})
     run_killed(run)
     expect_resumed(run, whole(release).steps(), run.which()["chosen"]["step"])
 
 
 @each_format("remove_redundancy, four processes", {"2.0": LONG, "1.0 safetensors": LONG})
-def test_a_folder_without_redundancy_is_resumed(release, kind, data, tmp_path):
-    run = small_run(tmp_path / "run", data, release, kind, 4, monitor={"remove_redundancy": True})
+def test_a_folder_without_redundancy_is_resumed(release, kind, data, graphs, tmp_path):
+    run = small_run(tmp_path / "run", data, release, kind, 4, graphs=graphs, monitor={"remove_redundancy": True})
     run_killed(run)
     expect_resumed(run, run.steps(0))
 
@@ -177,8 +177,8 @@ def pairs() -> list:
 
 
 @pytest.mark.parametrize("writer, reader, kind, by", pairs())
-def test_a_release_resumes_what_another_one_wrote(writer, reader, kind, by, left, whole, data, tmp_path):
-    run = small_run(tmp_path / "run", data, reader, kind)
+def test_a_release_resumes_what_another_one_wrote(writer, reader, kind, by, left, whole, data, graphs, tmp_path):
+    run = small_run(tmp_path / "run", data, reader, kind, graphs=graphs)
     copy_of(left(writer, kind, 1, by), run.folder)
     expect_resumed(run, whole(reader).steps(), tolerance=tolerance_of(writer, reader))
 
@@ -187,9 +187,9 @@ def test_a_release_resumes_what_another_one_wrote(writer, reader, kind, by, left
     *needs(*(release for release, _ in CHANGES)),
     pytest.mark.cell("changes", ", ".join(release for release, _ in CHANGES), kind), *LONG])
     for kind in ACROSS])
-def test_a_training_changes_the_release(kind, whole, data, tmp_path):
+def test_a_training_changes_the_release(kind, whole, data, graphs, tmp_path):
     """Compares all of its steps with an uninterrupted training of 1.9.0, with the tolerance of 1.8.0, which began it."""
-    run, taken, last = small_run(tmp_path / "run", data, HERE, kind, epochs=3), None, 3 * EPOCH
+    run, taken, last = small_run(tmp_path / "run", data, HERE, kind, epochs=3, graphs=graphs), None, 3 * EPOCH
     for release, step in CHANGES:
         run.release = release
         if step is None:

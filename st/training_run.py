@@ -150,16 +150,21 @@ class Run:
                                             stderr=subprocess.STDOUT, start_new_session=True)
         return self
 
+    def graph_folder(self) -> Path | None:
+        """Returns the folder where compiled graphs are kept, or None."""
+        return self.graphs
+
     def _compiled(self, extra: str) -> dict[str, str]:
         """Returns the variables for the next attempt."""
-        if self.graphs is None:
+        folder = self.graph_folder()
+        if folder is None:
             return {}
-        _, _, inner, workers, *_ = self.command(extra)
+        _, _, inner, workers, *_ = Run.command(self, extra)           # a subclass may start it in another way
         options = re.sub(rf"--(config|{'|'.join(NOT_IN_GRAPHS)})(\.\S+)? \S+", "", inner)
         config = yaml.safe_load((ROOT / "configs" / self.config).read_text(encoding="utf-8"))      # or an absolute path
         rest = {key: value for key, value in config.items() if key not in NOT_IN_GRAPHS}
         key = json.dumps([options.split(), workers, rest], sort_keys=True)
-        self.kept = self.graphs / hashlib.sha256(key.encode()).hexdigest()[:16]
+        self.kept = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
         own = self.kept if self.kept.exists() else self.folder / f"graphs_{len(self.attempts)}"
         return {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(own)}
 
@@ -167,6 +172,7 @@ class Run:
         """Keeps the compiled graph, which is written once a step was done. Of two that compiled the same at once, one is kept."""
         own = self.folder / f"graphs_{len(self.attempts)}"
         if own.exists() and self.steps(-1):
+            self.kept.parent.mkdir(exist_ok=True)
             with suppress(OSError):
                 own.rename(self.kept)
 
