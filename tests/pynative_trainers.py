@@ -5,6 +5,7 @@ data set is the numbers 0, 1, ...; a step adds them to the weight, with a random
 resume at a wrong place, or with a wrong counter, ends with another weight. The real trainer is in st/test_pynative.py.
 """
 import copy
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -70,9 +71,23 @@ class DataSet:
         return iter(self.items[self.first:])
 
 
-class State(SimpleNamespace):
+@dataclass
+class State:
+    global_step: int = 0
+    max_steps: int = 0
+    epoch_step: int = 0
+    epoch: float = 0.0
+    skipped_steps: int = 0
+    best_metric: float | None = None
+
     def update_epoch(self):
         self.epoch = self.global_step / self.epoch_step
+
+
+@dataclass
+class LaterState(State):
+    """Since mindformers 2.1.0."""
+    consumed_samples: int = 0
 
 
 class BuiltIn:
@@ -126,10 +141,10 @@ class Plain:
             getattr(callback, event)(self.config, self.state, model=self.model, optimizer=self.optimizer, **more)
 
     def train(self, checkpoint_path=None, mode="pretrain"):
-        self.state = State(global_step=0, max_steps=self.sections["training"]["steps"], epoch_step=self.train_epoch_step,
-                           epoch=0.0)
+        self.state = (LaterState if self.micro_batches > 1 else State)(
+            max_steps=self.sections["training"]["steps"], epoch_step=self.train_epoch_step)
         if self.micro_batches > 1:
-            self.state.consumed_samples = self._consumed_samples = 0
+            self._consumed_samples = 0
         path = checkpoint_path or self.checkpoint["load_path"]
         if path:
             self._load_checkpoint(path, self.model, self.optimizer)

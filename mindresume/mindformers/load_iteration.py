@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any
 
 from mindresume.coordination.collectives import gather_results, run_on_all, run_on_rank0
-from mindresume.errors import ConfigError, LoadError
+from mindresume.errors import ConfigError
 from mindresume.events import Notice, warning
 from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.huggingface_families import FAMILIES
 from mindresume.formats.iteration_naming import COMMON
 from mindresume.formatting import listed
-from mindresume.mindformers import adapter, selection, state_restorer, upstream, upstream_check
+from mindresume.mindformers import adapter, arrangement, selection, state_restorer, upstream, upstream_check
 from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.load_progress import load_traffic
 from mindresume.mindformers.network_state import job_layouts
@@ -39,7 +39,7 @@ from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.geometry import Region
 from mindresume.reshard.huggingface import CONFIG, read_network
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
-from mindresume.reshard.region_load import WORKERS, bytes_of, read_regions, wanted_regions
+from mindresume.reshard.region_load import WORKERS, bytes_of, read_regions, resume_regions
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES
@@ -175,6 +175,7 @@ def load(network: Any, optimizer: Any, context: TrainingContext) -> None:
         CollectiveError: On all ranks, if one fails.
     """
     plan, train = context.plan, context.objects.model._train_network
+    arrangement.check(plan, arrangement.of_network(train))
     if plan.request.pretrained:
         load_pretrained(train, network, plan.request.path, context)
         return
@@ -215,7 +216,7 @@ def _arrays(network: Any, source: OpenCheckpoint, shapes: Mapping[str, tuple[tup
     emit, group, request = context.emit, context.group, context.plan.request
     layouts = job_layouts(network, {name: shape for name, (shape, _) in shapes.items()}, group.size,
                           lambda text: emit(warning(text)))
-    regions = run_on_all(group, lambda: _regions(source.weights, shapes, layouts, of_model, group.rank, optional))
+    regions = run_on_all(group, lambda: resume_regions(source.weights, shapes, layouts, group.rank, optional, of_model))
     initialised = [name for name in shapes if name not in regions and not may_be_absent(name)]
     if initialised and group.rank == 0:
         emit(warning(f"not in {source.what}, so they keep their initial values: {listed(initialised)}"))
@@ -241,18 +242,6 @@ def _shared(weights: CheckpointView, regions: Mapping[str, Region], layouts: Map
         context.emit(Notice("load_balanced (balanced_load) has no effect: no two ranks of this job hold the same part of a "
                             "tensor"))
     return mine, exchanges
-
-
-def _regions(weights: CheckpointView, shapes: Mapping[str, tuple[tuple[int, ...], str]], layouts: Mapping[str, Any],
-             of_model: Collection[str], rank: int, optional: Callable[[str], bool]) -> dict[str, Region]:
-    """Returns the region of each tensor that this rank reads. Raises LoadError if the checkpoint lacks the optimizer state or a
-    tensor."""
-    absent = [name for name in shapes if name not in weights.tensors and not optional(name)]
-    weights_alone = all(name in of_model or tensor.is_counter for name, tensor in weights.tensors.items())
-    if absent and weights_alone and not any(name in of_model for name in absent):
-        raise LoadError(f"{weights.name} holds no optimizer state: it was saved with no_save_optim (save_optimizer: False). To "
-                        f"take the weights alone and start at step 0, set no_load_optim: True (resume_training: False)")
-    return wanted_regions(weights, shapes, layouts, rank, optional, allow=True)
 
 
 def _optional(context: TrainingContext, of_step: Collection[str]) -> Callable[[str], bool]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mindresume.events import Emit, warning
 from mindresume.formats.rank_folder_naming import FileName, stem
-from mindresume.mindformers import adapter
+from mindresume.mindformers import adapter, arrangement
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.training_context import RunProgress
 from mindresume.model.training_state import TrainingState, is_transient
@@ -45,6 +45,7 @@ class StateCollector:
     keep_inference: int = 0
     health: Callable[[Any], int] | None = None
     _share: frozenset[str] | None = None            # with redundancy removal: the tensors with a layout that this rank writes
+    _arrangement: tuple[tuple[str, bool], ...] | None = None
     _warned: set[str] = field(default_factory=set)
 
     def shard(self, cb_params: Any, state: TrainingState, emergency: bool = False) -> Shard:
@@ -65,7 +66,12 @@ class StateCollector:
         return TrainingState(step, int(cb_params.batch_num), number(optimizer.global_step, int), self.global_batch_size,
                              None if scale is None else number(scale, float), progress.sink_size, progress.dataset_size,
                              tuple({**(loss_metric(outputs) if adapter.has_loss() else {}), **progress.metrics}.items()), health,
-                             *progress.data_at(step, self.global_batch_size))
+                             *progress.data_at(step, self.global_batch_size), self._arranged(cb_params))
+
+    def _arranged(self, cb_params: Any) -> tuple[tuple[str, bool], ...]:
+        if self._arrangement is None:
+            self._arrangement = tuple(arrangement.of_network(cb_params.train_network).items())
+        return self._arrangement
 
     def _file(self, state: TrainingState) -> FileName:
         return FileName(self.prefix, self.target.rank, self.suffix, state.epoch, state.step_in_epoch, self.config.format)

@@ -15,7 +15,7 @@ from mindresume.errors import LoadError
 from mindresume.events import ProgressRestored, WeightsLoaded, warning
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats.rank_folder_naming import parse_name
-from mindresume.mindformers import adapter, auto_transform, hf_streaming
+from mindresume.mindformers import adapter, arrangement, auto_transform, hf_streaming
 from mindresume.mindformers.load_progress import waiting_for
 from mindresume.mindformers.network_state import check_fit
 from mindresume.mindformers.training_context import RunOrigin, RunProgress, TrainingContext
@@ -125,6 +125,7 @@ def selected_state(choice: Choice) -> TrainingState:
 def load_chosen(config: Any, model: Any, dataset: Any, context: TrainingContext, storage: Storage) -> None:
     """Compiles where parameters are cut, then loads the selected checkpoint into the training network, optimizer included."""
     early, reporter, plan = None, ProgressReporter("loading", context.emit), context.plan
+    arrangement.check(plan, arrangement.of_network(model._train_network))
     if config.load_ckpt_async and plan.open_source is None:                 # read while the graph is compiled
         early = ThreadPoolExecutor(1).submit(read_shard, storage, plan.choice.root, context.shard, reporter)
     if config.use_parallel and adapter.is_parallel():

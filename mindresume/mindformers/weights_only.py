@@ -25,7 +25,7 @@ from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.scan import is_root
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
-from mindresume.mindformers import adapter, load_iteration, selection, state_restorer
+from mindresume.mindformers import adapter, arrangement, load_iteration, selection, state_restorer
 from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.load_progress import load_traffic, waiting_for
 from mindresume.mindformers.network_state import check_fit, job_layouts
@@ -103,6 +103,7 @@ def load(config: Any, model: Any, network: Any, dataset: Any, context: TrainingC
     if os.path.realpath(path) != os.path.realpath(request.path):          # mindformers wrote translated names into new files
         open_source = partial(open_consolidated, storage, path)
     source = run_on_all(group, open_source, OPENING) if open_source is not None else None
+    arrangement.check(context.plan, arrangement.of_network(network))
     if not request.trains:
         network.set_train(False)
     known = run_on_rank0(group, lambda: source is not None and source.candidate is None and

@@ -7,6 +7,7 @@ depend on it alone, so a resume in the middle of an epoch can neither restart no
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -14,6 +15,8 @@ from mindresume.errors import RecordError
 from mindresume.model.data_position import DataPosition
 
 MAX_COUNT = 2**63 - 1       # steps, samples, bytes: the largest number that a file system, MindSpore and a message can hold
+MAX_TEXT = 4096             # characters: a path
+Scalar = str | bool | int | float | None
 _COUNTS = (("step", 0), ("steps_per_epoch", 1), ("global_step", 0))                     # required fields and their minimum
 _OPTIONAL_COUNTS = (("global_batch_size", 1), ("sink_size", 1), ("dataset_size", 1), ("health", 0),
                     ("consumed", 0))                                                    # null is allowed
@@ -36,6 +39,10 @@ class TrainingState:
         health: 0 healthy, 1 not (``ckpt_status`` of mindformers' health monitor), None unknown.
         consumed: samples that the training has read, over all data sets and resumes; None if unknown.
         data: position in the data set; None if unknown.
+        arrangement: (key, value) pairs: how the network orders the elements within its tensors, see
+            ``mindformers/arrangement.py``. Empty if unknown.
+        trainer: (name, value) pairs of what else the trainer counts, each a JSON scalar; see
+            ``mindformers/pynative/trainer_state.py``.
     """
     step: int
     steps_per_epoch: int
@@ -48,6 +55,8 @@ class TrainingState:
     health: int | None = None
     consumed: int | None = None
     data: DataPosition | None = None
+    arrangement: tuple[tuple[str, bool], ...] = ()
+    trainer: tuple[tuple[str, Scalar], ...] = ()
 
     @property
     def epoch(self) -> int:
@@ -61,8 +70,12 @@ class TrainingState:
         return step_in_epoch(self.step, self.steps_per_epoch)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "metrics": dict(self.metrics), "epoch": self.epoch, "step_in_epoch": self.step_in_epoch,
-                "data": self.data and self.data.to_json()}
+        found = {**asdict(self), "metrics": dict(self.metrics), "epoch": self.epoch, "step_in_epoch": self.step_in_epoch,
+                 "data": self.data and self.data.to_json()}
+        for name in _OPTIONAL_OBJECTS:                  # left out if empty
+            rows = dict(found.pop(name))
+            found.update({name: rows} if rows else {})
+        return found
 
     @classmethod
     def from_json(cls, value: Any) -> TrainingState:
@@ -79,8 +92,20 @@ class TrainingState:
         if known.get("loss_scale") is not None and not is_number(known["loss_scale"]):
             raise RecordError(f"training state: loss_scale is {known['loss_scale']!r}"[:200] + ", expected a finite number")
         data = known.get("data")
+        for name, is_valid in _OPTIONAL_OBJECTS.items():
+            known[name] = _pairs(name, known.get(name), is_valid)
         return cls(**{**known, "metrics": _metrics(known.get("metrics", {})),
                       "data": None if data is None else DataPosition.from_json(data)})
+
+
+def _pairs(name: str, value: Any, is_valid: Callable[[Any], bool]) -> tuple[tuple[str, Any], ...]:
+    """Reads the optional field ``name``, a JSON object; () if it is absent. Raises RecordError unless each value is valid."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict) or not all(map(is_valid, value.values())):
+        raise RecordError(f"training state: {name} is {value!r}"[:200] + ", expected an object of "
+                          + ("true and false" if is_valid is _is_flag else "numbers, texts, true, false and null"))
+    return tuple(value.items())
 
 
 def _metrics(value: Any) -> tuple[tuple[str, float], ...]:
@@ -102,6 +127,20 @@ def is_number(value: Any) -> bool:
     """Returns whether a JSON value is a number (not true) that a float can hold: neither NaN nor infinite, nor 400 digits
     long."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def is_scalar(value: Any) -> bool:
+    """Returns whether ``value`` is what ``TrainingState.trainer`` may hold: None, a flag, a number or a short text."""
+    if isinstance(value, str):
+        return len(value) <= MAX_TEXT
+    return value is None or _is_flag(value) or is_number(value)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_OPTIONAL_OBJECTS = {"arrangement": _is_flag, "trainer": is_scalar}     # fields, and which values are valid
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> int:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,6 +18,7 @@ from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
 from mindresume.reshard.direct_engine import TILE, SourceChecksums, Traffic
 from mindresume.reshard.geometry import Region, blocks, elements, held, shape_of, view, whole
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
+from mindresume.reshard.target_files import model_names
 from mindresume.settings import allow_text
 from mindresume.tensor_files.header import DTYPES
 
@@ -62,6 +63,23 @@ def wanted_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int
                         + ". All shapes are those of whole tensors. Was the model configuration changed?"
                         + (allow_text(missing) if allow and missing else ""))
     return regions
+
+
+def resume_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int, ...], str]],
+                   layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int, may_miss: Callable[[str], bool],
+                   of_model: Collection[str]) -> dict[str, Region]:
+    """Returns ``wanted_regions`` for the model and its optimizer. ``of_model``: the parameters of the model.
+
+    Raises:
+        LoadError: The same as ``wanted_regions``; another one if the checkpoint holds the model but no optimizer state.
+    """
+    absent = [name for name in wanted if name not in weights.tensors and not may_miss(name)]
+    if absent and not any(name in of_model for name in absent):
+        known = model_names(weights.tensors)
+        if all(name in known or tensor.is_counter for name, tensor in weights.tensors.items()):
+            raise LoadError(f"{weights.name} holds no optimizer state: it was saved with no_save_optim (save_optimizer: False). "
+                            f"To take the weights alone and start at step 0, set no_load_optim: True (resume_training: False)")
+    return wanted_regions(weights, wanted, layouts, rank, may_miss, allow=True)
 
 
 def bytes_of(weights: CheckpointView, regions: Mapping[str, Region]) -> int:

@@ -10,14 +10,10 @@ pytest.importorskip("mindformers.tools")
 from mindformers.tools.register import MindFormerConfig  # noqa: E402
 from rank_folders import STORAGE, flip_bit, save, state_of, write_rank  # noqa: E402
 
-from mindresume.errors import ConfigError, LoadError, MissingCheckpointError  # noqa: E402
+from mindresume.errors import ConfigError, MissingCheckpointError  # noqa: E402
 from mindresume.mindformers import load_iteration, training_context  # noqa: E402
 from mindresume.mindformers.load_iteration import common_info, load_request  # noqa: E402
 from mindresume.model.training_state import TrainingState  # noqa: E402
-from mindresume.reshard.checkpoint_view import (  # noqa: E402 # noqa: E402
-    CheckpointView,
-    Tensor,
-)
 from mindresume.saving.committer import Committer  # noqa: E402
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
@@ -251,30 +247,7 @@ def test_a_step_that_does_not_scale_is_rounded_down(current):
     assert computed(common, config.runner_config, 5) == (7, 1) and (config.data_skip_steps, config.ignore_data_skip) == (7, False)
 
 
-# ---- requested tensors -----------------------------------------------------------------------------------------------
-
-def weights_of(**shapes):
-    return CheckpointView(STORAGE, "source", {name.replace("__", "."): Tensor(name.replace("__", "."), "float32", shape)
-                                       for name, shape in shapes.items()}, lambda rank, name: None)
-
-
-def wanted(**shapes):
-    return {name.replace("__", "."): (shape, "float32") for name, shape in shapes.items()}
-
-
-def test_no_optimizer_state_names_the_key():
-    with pytest.raises(LoadError, match="holds no optimizer state.*set no_load_optim: True"):
-        load_iteration._regions(weights_of(w=(3,)), wanted(w=(3,), adam_m__w=(3,)), {}, {"w"}, 0, lambda name: False)
-
-
-@pytest.mark.parametrize("shapes, message", [
-    ({"w": (3,), "v": (2,), "adam_m__w": (3,)}, "v is not in the checkpoint"),
-    ({"w": (4,), "adam_m__w": (3,)}, r"w is \(3,\) in the checkpoint, \(4,\) in the network"),
-    ({"w": (3,), "adam_m__w": (3,), "adam_v__w": (3,)}, "adam_v.w is not in the checkpoint")])
-def test_tensors_that_do_not_fit_are_named(shapes, message):
-    with pytest.raises(LoadError, match=message):
-        load_iteration._regions(weights_of(w=(3,), adam_m__w=(3,)), wanted(**shapes), {}, {"w", "v"}, 0, lambda name: False)
-
+# ---- optional tensors -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name, may", [("accu_grads.w", True), ("global_step", True), ("scale_sense", True), ("lora_a.w", True),
                                        ("w", False), ("adam_m.w", False)])

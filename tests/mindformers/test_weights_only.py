@@ -50,6 +50,9 @@ class Network:
     def parameters_dict(self):
         return [name for name in self.wanted if not name.startswith("adam_")]
 
+    def cells_and_names(self):
+        return [("", self)]
+
     def set_train(self, training):
         self.training = training
 

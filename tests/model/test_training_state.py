@@ -70,6 +70,21 @@ def test_metrics_of_another_form_are_refused(metrics):
         TrainingState.from_json({**TrainingState(15, 10, 14).to_json(), "metrics": metrics})
 
 
+def test_the_arrangement_and_the_counts_of_the_trainer_are_kept():
+    state = TrainingState(15, 10, 14, arrangement=(("use_a", True), ("use_b", False)),
+                          trainer=(("skipped_steps", 3), ("best", 0.1 + 0.2), ("path", "/a"), ("flag", True), ("none", None)))
+    assert TrainingState.from_json(json.loads(json.dumps(state.to_json()))) == state and hash(state)
+    assert not {"arrangement", "trainer"} & set(TrainingState(15, 10, 14).to_json())        # as before these fields
+
+
+@pytest.mark.parametrize("name, value", [
+    ("arrangement", {"a": 1}), ("arrangement", {"a": None}), ("arrangement", [["a", True]]), ("arrangement", "a"),
+    ("trainer", {"a": []}), ("trainer", {"a": float("nan")}), ("trainer", {"a": "x" * 5000}), ("trainer", 3)])
+def test_an_arrangement_or_a_count_of_another_form_is_refused(name, value):
+    with pytest.raises(RecordError, match=f"training state: {name} is"):
+        TrainingState.from_json({**TrainingState(15, 10, 14).to_json(), name: value})
+
+
 @pytest.mark.parametrize("broken", [{}, {"step": -1, "steps_per_epoch": 1, "global_step": 1}, [], {"step": "5"}])
 def test_a_state_without_its_counters_is_refused(broken):
     with pytest.raises(RecordError):

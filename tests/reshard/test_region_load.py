@@ -15,7 +15,7 @@ from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_c
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.geometry import elements, whole
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
-from mindresume.reshard.region_load import check_tensors, read_regions, wanted_regions
+from mindresume.reshard.region_load import check_tensors, read_regions, resume_regions, wanted_regions
 from mindresume.tensor_files import read_header
 
 TENSORS = random_tensors(MODEL)
@@ -108,6 +108,40 @@ def test_a_number_may_have_other_dimensions(here, there):
         wanted_regions(weights, {"global_step": (there, "int64")}, {}, 0)
     with pytest.raises(LoadError, match=r"global_step is .* in the checkpoint, \(2,\) in the network"):
         wanted_regions(weights, {"global_step": ((2,), "int32")}, {}, 0)
+
+
+# ---- resume_regions --------------------------------------------------------------------------------------------------
+
+def small_weights(**shapes):
+    return CheckpointView(STORAGE, "source", {name.replace("__", "."): Tensor(name.replace("__", "."), "float32", shape)
+                                              for name, shape in shapes.items()}, lambda rank, name: None)
+
+
+def small_wanted(**shapes):
+    return {name.replace("__", "."): (shape, "float32") for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("others", [{}, {"other_stage__v": (2,)}, {"scale_sense": ()}])
+def test_no_optimizer_state_names_the_key(others):
+    """A pipeline stage holds some of the parameters of the model only."""
+    with pytest.raises(LoadError, match="source holds no optimizer state.*set no_load_optim: True"):
+        resume_regions(small_weights(w=(3,), **others), small_wanted(w=(3,), adam_m__w=(3,)), {}, 0, lambda name: False, {"w"})
+
+
+@pytest.mark.parametrize("shapes, message", [
+    ({"w": (3,), "v": (2,), "adam_m__w": (3,)}, "v is not in the checkpoint"),
+    ({"w": (4,), "adam_m__w": (3,)}, r"w is \(3,\) in the checkpoint, \(4,\) in the network"),
+    ({"w": (3,), "adam_m__w": (3,), "adam_v__w": (3,)}, "adam_v.w is not in the checkpoint"),
+    ({"w": (3,), "muon_m__w": (3,)}, "muon_m.w is not in the checkpoint")])            # the state of another optimizer
+def test_tensors_that_do_not_fit_are_named(shapes, message):
+    with pytest.raises(LoadError, match=message):
+        resume_regions(small_weights(w=(3,), adam_m__w=(3,)), small_wanted(**shapes), {}, 0, lambda name: False, {"w", "v"})
+
+
+def test_what_may_miss_is_left_out():
+    found = resume_regions(small_weights(w=(3,)), small_wanted(w=(3,), adam_m__w=(3,)), {}, 0,
+                           lambda name: name.startswith("adam_m."), {"w"})
+    assert set(found) == {"w"}
 
 
 # ---- read_regions ----------------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from typing import Any
 
 from mindresume.errors import ConfigError
 from mindresume.events import Notice, warning
+from mindresume.mindformers import arrangement, run_start, training_context
 from mindresume.mindformers import network_state as live
-from mindresume.mindformers import run_start, training_context
 from mindresume.mindformers.process_group import group_of_job
-from mindresume.mindformers.pynative import parameters
+from mindresume.mindformers.pynative import parameters, trainer_state
 from mindresume.mindformers.pynative.training_run import TrainingRun
 from mindresume.mindformers.state_collector import loss_metric, number
 from mindresume.mindformers.wrapping import argument_binder
@@ -106,7 +106,8 @@ class RunSaver:
         metrics = {**loss_metric(None if loss is None else parameters.local(loss)), **run.context.progress.metrics}
         return TrainingState(step, run.steps_per_pass, step if counter is None else number(counter, int),
                              int(run.trainer.global_batch_size), None if scale is None else float(scale), None,
-                             run.steps_per_pass, tuple(metrics.items()), None, *run.data_at(step))
+                             run.steps_per_pass, tuple(metrics.items()), None, *run.data_at(step),
+                             tuple(arrangement.DEFAULTS.items()), trainer_state.saved(run.trainer))
 
     def _optimizer(self, optimizer: Any) -> Any:
         return None if self._asked["no_save_optim"] else optimizer

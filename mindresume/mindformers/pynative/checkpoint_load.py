@@ -4,12 +4,13 @@
     ─▶ parameters of models and optimizer ─▶ float32 copies that the checkpoint does not have
 
 Sources are the same as for the graph trainer with Checkpoint 2.0: iteration folders of any layout, written by mindresume or by
-mindformers, by the PyNative trainer or by the graph trainer (``ARRANGEMENT``).
+mindformers, by the PyNative trainer or by the graph trainer. Names and shapes of both are equal, so the map between them is the
+identity, if both arrange the elements within the tensors equally.
 """
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from mindresume.coordination.collectives import run_on_all, run_on_rank0
-from mindresume.errors import ConfigError, LoadError, TrainingCompleteError
+from mindresume.errors import ConfigError, TrainingCompleteError
 from mindresume.events import Notice, WeightsLoaded, warning
-from mindresume.mindformers import run_start, selection
+from mindresume.mindformers import arrangement, run_start, selection
 from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.load_iteration import is_pretrained
 from mindresume.mindformers.load_progress import load_traffic
-from mindresume.mindformers.pynative import parameters
+from mindresume.mindformers.pynative import parameters, trainer_state
 from mindresume.mindformers.pynative.parameters import COUNTER, MASTER
 from mindresume.mindformers.pynative.training_run import TrainingRun
 from mindresume.mindformers.state_restorer import continue_after, selected_state
@@ -32,14 +33,11 @@ from mindresume.mindformers.upstream import PYNATIVE_TRAINER
 from mindresume.model.data_position import DataPosition
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.checkpoint_view import CheckpointView
-from mindresume.reshard.region_load import WORKERS, bytes_of, read_regions, wanted_regions
+from mindresume.reshard.geometry import Region
+from mindresume.reshard.region_load import WORKERS, bytes_of, read_regions, resume_regions
 from mindresume.resume.job_selection import caching_storage
 from mindresume.resume.progress import ResumeProgress, RunSettings, parse_data_request
 from mindresume.storage.posix import PosixStorage
-
-# Keys of the graph trainer, with the values for which both trainers arrange the elements within linear_qkv and linear_fc1
-# equally. Then a folder of one resumes in the other, because names and shapes are equal: the map between them is the identity.
-ARRANGEMENT = {"use_contiguous_weight_layout_attention": False, "use_interleaved_weight_layout_mlp": True}
 
 
 def is_left_to_mindformers(run: TrainingRun, path: str) -> bool:
@@ -74,6 +72,7 @@ def load(run: TrainingRun, path: str) -> None:
         plan = selection.select(run.config, request.path, None, context, storage, any_layout=True, resume=request.resume)
         if plan is None:
             return
+        arrangement.check(plan, arrangement.DEFAULTS, "The PyNative trainer has no other order: use the graph trainer")
         context.plan = replace(plan, request=request)
         if request.resume:
             restore_counters(run)
@@ -91,9 +90,9 @@ def end_without_saves(run: TrainingRun) -> None:
 
 def check_arrangement(run: TrainingRun) -> None:
     """Raises ConfigError if the section ``model`` has a key of the graph trainer that arranges elements within a tensor otherwise
-    than the PyNative trainer does. That one ignores the key, and a checkpoint does not tell how it was made."""
+    than the PyNative trainer does. That one ignores the key, and a checkpoint of mindformers does not tell how it was made."""
     model = run.config.get("model") or {}
-    for key, value in ARRANGEMENT.items():
+    for key, value in arrangement.DEFAULTS.items():
         if key in model and bool(model[key]) is not value:
             raise ConfigError(f"model.{key} is {model[key]}, and the PyNative trainer ignores it: it would take the elements of "
                               f"such a tensor of the graph trainer in another order. If the PyNative trainer saved the "
@@ -127,6 +126,7 @@ def restore_counters(run: TrainingRun) -> None:
     if progress.initial_step >= trainer.state.max_steps:
         raise TrainingCompleteError(f"the training is complete: step {progress.initial_step} is the end of training.steps: "
                                     f"{trainer.state.max_steps}. Nothing was trained or saved. For more, raise training.steps")
+    trainer_state.restore(trainer, saved.trainer)
     trainer.state.global_step = progress.initial_step
     if state.loss_scale is not None:
         trainer.state.loss_scale = state.loss_scale
@@ -185,7 +185,7 @@ def load_tensors(run: TrainingRun, plan: ResumePlan) -> None:
                                     {name: shape for name, (shape, _) in shapes.items()}, context.group.size,
                                     lambda text: context.emit(warning(text)))
     source = run_on_all(context.group, plan.open_source, OPENING)
-    regions = run_on_all(context.group, partial(_regions, run, source.weights, shapes, layouts))
+    regions = run_on_all(context.group, partial(_regions, run, source.weights, shapes, layouts, model))
     traffic, watchdog = load_traffic(bytes_of(source.weights, regions), context.emit)
     read = partial(read_regions, source.weights, regions, max(WORKERS, plan.request.workers), traffic)
     arrays = run_on_all(context.group, read, watchdog)
@@ -199,21 +199,16 @@ def load_tensors(run: TrainingRun, plan: ResumePlan) -> None:
     context.emit(WeightsLoaded(context.group.rank, count, size, traffic.read, source.what))
 
 
-def _regions(run: TrainingRun, weights: CheckpointView, shapes: Mapping[str, Any], layouts: parameters.Layouts
-             ) -> dict[str, Any]:
+def _regions(run: TrainingRun, weights: CheckpointView, shapes: Mapping[str, Any], layouts: parameters.Layouts,
+             of_model: Collection[str]) -> dict[str, Region]:
     """Returns the region of each tensor that this rank reads. Raises LoadError if the checkpoint lacks the optimizer state or a
     parameter."""
-    held = set(weights.tensors)
-    of_optimizer = [name for name in shapes if name.startswith(("adam_", "muon_", "exp_avg"))]
-    if of_optimizer and not held & set(of_optimizer):
-        raise LoadError(f"{weights.name} holds no optimizer state: it was saved with no_save_optim. To take the weights alone "
-                        f"and start at step 0, set no_load_optim: True")
-    no_masters = not any(name.startswith(MASTER) for name in held)
+    has_masters = any(name.startswith(MASTER) for name in weights.tensors)
 
     def may_miss(name: str) -> bool:
-        return name == COUNTER or no_masters and name.startswith(MASTER) or run.context.settings.allows(name)
+        return name == COUNTER or not has_masters and name.startswith(MASTER) or run.context.settings.allows(name)
     names = {name: _counter_dtype(row, weights, name) for name, row in shapes.items()}
-    return wanted_regions(weights, names, layouts, run.context.group.rank, may_miss, allow=True)
+    return resume_regions(weights, names, layouts, run.context.group.rank, may_miss, of_model)
 
 
 def _counter_dtype(row: tuple[tuple[int, ...], str], weights: CheckpointView, name: str) -> tuple[tuple[int, ...], str]:

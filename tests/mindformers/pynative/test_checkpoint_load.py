@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("mindformers.tools")
 
-from pynative_trainers import DataSet, State  # noqa: E402
+from pynative_trainers import DataSet, LaterState, State  # noqa: E402
 
 from mindresume.errors import ConfigError, ProgressError, TrainingCompleteError  # noqa: E402
 from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
@@ -20,8 +20,7 @@ OURS = TrainingState(30, 20, 30, 8, dataset_size=20, consumed=240, data=DataPosi
 def restored(monkeypatch, state, batch=8, item=None, steps=100, config=None, **trainer):
     """Returns the run and its trainer after ``restore_counters``. ``item``: as mindformers 2.1.0, samples of an item."""
     data = DataSet(item or batch, 160)
-    counted = {} if item is None else {"consumed_samples": 0}
-    now = State(global_step=0, max_steps=steps, epoch_step=len(data.items), epoch=0.0, **counted)
+    now = (State if item is None else LaterState)(max_steps=steps, epoch_step=len(data.items))
     made = SimpleNamespace(global_batch_size=batch, train_dataset=data, train_epoch_step=len(data.items), state=now, **trainer)
     if item is not None:
         made._base_units, made._consumed_samples = item, 0

@@ -13,7 +13,7 @@ from pynative_trainers import BATCH, SAMPLES, BuiltIn, DataSet, Model, Optimizer
 
 from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.formats.iteration_naming import TRACKER  # noqa: E402
-from mindresume.mindformers import training_context  # noqa: E402
+from mindresume.mindformers import arrangement, training_context  # noqa: E402
 from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
 from st.checkpoint_files import tensors_in  # noqa: E402
 
@@ -157,6 +157,23 @@ def test_a_resume_without_saves_restores_the_random_state_and_releases_the_check
     assert [event["step"] for event in events(tmp_path, "resumed")] == [8]
 
 
+def test_what_the_trainer_counts_besides(tmp_path):
+    class Counts(BuiltIn):
+        seen = {}
+
+        def on_step_end(self, args, state, **kwargs):
+            state.skipped_steps += state.global_step % 3 == 0
+            state.best_metric = min(kwargs["loss"].asnumpy().item(), state.best_metric or 0.0)
+            self.seen[state.global_step] = state.skipped_steps, state.best_metric
+    whole, resumed = Counts(), Counts()
+    whole.seen, resumed.seen = {}, {}
+    run(12, tmp_path / "whole", callbacks=[whole])
+    interrupted(tmp_path / "run", 10, callbacks=[Counts()])
+    run(12, tmp_path / "run", resume=True, callbacks=[resumed])
+    # The callbacks of a user run after the save of a step, so a save holds what they counted before it.
+    assert resumed.seen == {step: row for step, row in whole.seen.items() if step > 8}
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 def test_no_optimizer_in_the_checkpoint(tmp_path):
@@ -197,6 +214,17 @@ def test_another_order_within_a_tensor_is_refused(tmp_path, key, value, refused)
     else:
         trainer.train()
         assert min(trainer.losses) == 5
+
+
+def test_a_checkpoint_of_a_network_with_another_order_is_refused(tmp_path, monkeypatch):
+    """As the graph trainer records it; ``arrangement`` has the rules."""
+    key = "use_interleaved_weight_layout_mlp"
+    with monkeypatch.context() as graph:
+        graph.setitem(arrangement.DEFAULTS, key, False)
+        run(4, tmp_path / "run")
+    with pytest.raises(ConfigError, match=f"{tmp_path / 'run'}.*{key}: False, this one True"):
+        run(8, tmp_path / "run", resume=True)
+    assert folders(tmp_path / "run") == [4]
 
 
 def test_two_callbacks_that_save_into_the_same_folder(tmp_path):

@@ -1,0 +1,73 @@
+"""How the elements within a tensor are ordered: what a network has, and which checkpoints it refuses."""
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("mindformers.tools")
+
+from mindspore import nn  # noqa: E402
+
+from mindresume.errors import ConfigError  # noqa: E402
+from mindresume.mindformers import arrangement  # noqa: E402
+from mindresume.mindformers.training_context import ResumePlan  # noqa: E402
+from mindresume.model.training_state import TrainingState  # noqa: E402
+from mindresume.resume.choice import Choice  # noqa: E402
+
+
+class Network(nn.Cell):
+    is_train_model = True
+
+    def __init__(self, **config):
+        super().__init__()
+        self.given = SimpleNamespace(**config)
+
+    def get_gpt_transformer_config(self):
+        return self.given
+
+
+class Wrapper(nn.Cell):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+
+KEYS = {"use_contiguous_weight_layout_attention": True, "use_interleaved_weight_layout_mlp": True}
+
+
+def plan_of(saved, **paths):
+    state = TrainingState(5, 10, 5, arrangement=tuple(saved.items())) if saved is not None else None
+    chosen = SimpleNamespace(state=state, **{"records_dir": ".mindresume/step", "iteration_dir": "", **paths})
+    return ResumePlan(choice=Choice(chosen, (), (), False, root="/run"))
+
+
+@pytest.mark.parametrize("network, expected", [
+    (Network(**KEYS), KEYS), (Wrapper(Wrapper(Network(**KEYS))), KEYS), (Wrapper(nn.ReLU()), {}), (Network(), {}),
+    (Network(**KEYS, multi_latent_attention=True), {"use_interleaved_weight_layout_mlp": True}),
+    (Network(**KEYS, multi_latent_attention=False), KEYS)])
+def test_what_a_network_has(network, expected):
+    assert arrangement.of_network(network) == expected
+
+
+@pytest.mark.parametrize("saved", [None, {}, KEYS, {"use_interleaved_weight_layout_mlp": True}, {"of a later release": False}])
+def test_what_may_be_loaded(saved):
+    arrangement.check(plan_of(saved), KEYS)
+    arrangement.check(ResumePlan(), KEYS)
+    arrangement.check(ResumePlan(choice=Choice(None, (), (), True)), KEYS)
+    arrangement.check(plan_of({key: not value for key, value in KEYS.items()}), {})         # no such tensors
+
+
+@pytest.mark.parametrize("paths, folder", [({}, "/run/.mindresume/step"),
+                                           ({"records_dir": None, "iteration_dir": "iteration_5"}, "/run/iteration_5")])
+@pytest.mark.parametrize("key", KEYS)
+def test_another_order_is_refused(key, paths, folder):
+    with pytest.raises(ConfigError) as error:
+        arrangement.check(plan_of({**KEYS, key: False}, **paths), KEYS)
+    text = str(error.value)
+    assert text.startswith(f"{folder}:") and f"{key}: False, this one True" in text
+    assert text.endswith(f"Set {key}: False in the model configuration")
+
+
+def test_after_a_conversion_the_source_counts():
+    plan = ResumePlan(None, plan_of(None).choice, plan_of({**KEYS, "use_interleaved_weight_layout_mlp": False}).choice)
+    with pytest.raises(ConfigError, match="use_interleaved_weight_layout_mlp"):
+        arrangement.check(plan, KEYS)
