@@ -8,6 +8,8 @@ which several tests compare are shared. The results of the tests that have the m
 """
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,9 +30,9 @@ from st.release_runs import (
     small_run,
     tolerance_of,
 )
-from st.releases import HERE, RELEASES, ReleaseRun, why_not
+from st.releases import HERE, RELEASES, ReleaseRun, python_of, why_not
 from st.run_attempts import LIMIT, refused_steps, selected_step
-from st.training_run import Attempt
+from st.training_run import ROOT, Attempt
 
 pytestmark = pytest.mark.timeout(1800)
 Made = Callable[..., ReleaseRun]
@@ -155,6 +157,23 @@ def test_a_folder_without_redundancy_is_resumed(release, kind, data, graphs, tmp
     run = small_run(tmp_path / "run", data, release, kind, 4, graphs=graphs, monitor={"remove_redundancy": True})
     run_killed(run)
     expect_resumed(run, run.steps(0))
+
+
+@pytest.mark.parametrize("half", [pytest.param(half, marks=needs("2.0.0")) for half in (False, True)])
+def test_hyper_parallel_that_is_absent_or_incomplete_is_named_in_one_line(half, tmp_path):
+    """The trainer of 2.0.0 itself, without the stand-in for hyper_parallel."""
+    (tmp_path / "packages" / "hyper_parallel").mkdir(parents=True)
+    (tmp_path / "packages" / "hyper_parallel" / "__init__.py").touch()
+    work = tmp_path / "work"
+    work.mkdir()
+    ended = subprocess.run(
+        [python_of("2.0.0"), ROOT / "run_mindformer.py", "--config", ROOT / "configs" / "quickstart_qwen3.yaml"], cwd=work,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path / 'packages'}" if half else str(ROOT)}, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 2, ended.stderr
+    error = ended.stderr.splitlines()[-1]
+    assert "mindformers 2.0.0" in error and "hyper-parallel~=1.0.0" in error and ("incomplete" in error) == half
+    assert not (work / "output" / "checkpoint").exists()
 
 
 # ---- several releases ------------------------------------------------------------------------------------------------

@@ -19,10 +19,12 @@ def install() -> None:
     Idempotent.
 
     Raises:
-        ConfigError: It lists all symbols that are absent or have another signature; nothing is patched then.
+        ConfigError: mindformers is not installed, too old or cannot be imported, or symbols are absent or have another
+            signature, which it lists. Nothing is patched then.
     """
     require_moxing()
     profile, notice = upstream_check.profile_for(upstream_check.installed_versions())
+    upstream_check.require_import("mindformers")
     off, notices = upstream_check.require(profile)
     for text in filter(None, [notice, *notices]):
         training_context.current().emit(warning(text))

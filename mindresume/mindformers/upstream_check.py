@@ -1,6 +1,7 @@
 """Compares the table of upstream symbols with the installed packages, before anything is patched.
 
     profile, notice = profile_for(installed_versions())
+    require_import("mindformers")                   # ConfigError names the package that is absent or incomplete
     off, notices = require(profile)                 # ConfigError lists every missing symbol that mindresume needs
     switch_off(off)
 """
@@ -10,9 +11,11 @@ import dis
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
 from mindresume.errors import ConfigError
@@ -35,8 +38,42 @@ class Finding:
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the versions of mindformers and mindspore."""
-    return {name: metadata.version(name) for name in ("mindformers", "mindspore")}
+    """Returns the versions of mindformers and mindspore. Raises ConfigError if one is not installed."""
+    found = {}
+    for name in ("mindformers", "mindspore"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            raise ConfigError(f"{name} is not installed; mindresume trains with {PROFILES[0].name} or newer. Install it into the "
+                              f"environment of {sys.executable}") from None
+    return found
+
+
+def require_import(module: str) -> None:
+    """Imports a module of mindformers. A failed import leaves parts of it behind, and the next one fails with another error.
+
+    Raises:
+        ConfigError: It tells the first error, and which required package is absent or incomplete.
+    """
+    try:
+        import_module(module)
+    except Exception as error:
+        what = f"mindformers {metadata.version('mindformers')}" + (f": {module}" if "." in module else "")
+        raise ConfigError(f"{what} cannot be imported: {type(error).__name__}: {error}. {_remedy(error)}") from error
+
+
+def _remedy(error: Exception) -> str:
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    required = [text.partition(";")[0].strip() for text in metadata.requires("mindformers") or []]
+    found = next((text for text in required if _normal(re.split(r"[^\w.-]", text)[0]) == _normal(package)), None)
+    if found is None:
+        return "Install mindformers again, with the packages that it requires"
+    there = find_spec(package) is not None
+    return f"Install {found}, which it requires" + (f": the {package} that is there is incomplete or of another version" * there)
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def profile_for(versions: Mapping[str, str]) -> tuple[Profile, str]:

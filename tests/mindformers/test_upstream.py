@@ -280,3 +280,40 @@ def test_a_wrapper_forwards_unknown_arguments(name, monkeypatch, tmp_path):
     finally:
         training_context.set_current(before)
     assert seen == ["new", "newer"]
+
+
+# ---- packages that cannot be imported ----------------------------------------------------------------------------------
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """broken(source, package): a module named mindformers_broken with this source, and an empty ``package`` if it is not ""."""
+    def make(source: str, package: str = "") -> str:
+        (tmp_path / "mindformers_broken.py").write_text(source)
+        if package:
+            (tmp_path / package).mkdir()
+            (tmp_path / package / "__init__.py").touch()
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return "mindformers_broken"
+    monkeypatch.setattr(upstream_check.metadata, "requires", lambda name: ["hyper-absent~=1.0.0", 'other; extra == "test"'])
+    return make
+
+
+@pytest.mark.parametrize("source, package, words", [
+    ("import hyper_absent", "", ["No module named 'hyper_absent'", "Install hyper-absent~=1.0.0, which it requires"]),
+    ("from hyper_absent import DTensor", "hyper_absent", ["cannot import name 'DTensor'", "hyper-absent~=1.0.0", "incomplete"]),
+    ("import hyper_absent.core", "hyper_absent", ["No module named 'hyper_absent.core'", "hyper-absent~=1.0.0", "incomplete"]),
+    ("import unheard_of", "", ["No module named 'unheard_of'", "Install mindformers again"]),
+    ("context.__all__", "", ["NameError", "Install mindformers again"])])
+def test_a_package_that_cannot_be_imported_is_named(broken, source, package, words):
+    with pytest.raises(ConfigError) as caught:
+        upstream_check.require_import(broken(source, package))
+    assert [word for word in words if word not in str(caught.value)] == [] and "\n" not in str(caught.value)
+    assert "mindformers " + upstream_check.metadata.version("mindformers") in str(caught.value)
+
+
+def test_an_environment_without_mindformers_is_named(monkeypatch):
+    def version(name):
+        raise upstream_check.metadata.PackageNotFoundError(name)
+    monkeypatch.setattr(upstream_check.metadata, "version", version)
+    with pytest.raises(ConfigError, match="mindformers is not installed"):
+        upstream_check.installed_versions()
