@@ -11,6 +11,7 @@ if sys.dont_write_bytecode and not sys.pycache_prefix:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix      # of all processes that the tests start
 
+import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 # a loaded machine is no failure
@@ -20,3 +21,21 @@ settings.load_profile("any machine")
 # and neither is a shell that started the tests in the background, which has its children ignore Ctrl-C
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--soak", action="store_true",
+                     help="everything, where else a part is taken: st/ takes more than an hour longer, tests/ some minutes")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--soak"):
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="takes long, and much of it is tested elsewhere: --soak"))
+
+
+@pytest.fixture(scope="session")
+def soak(request) -> bool:
+    return request.config.getoption("--soak")

@@ -2,7 +2,8 @@
 # Makes .venv if it is missing, then runs ruff, the import contract, the unit tests (tests/) and the system tests (st/: the real
 # Trainer in real processes), and the short form of the release matrix, for which it makes the environments of other releases.
 #
-#   bash scripts/test.sh [ARGUMENT...]     arguments go to pytest of st/; --soak: all system tests, more than an hour longer
+#   bash scripts/test.sh [ARGUMENT...]     arguments go to pytest of st/; --soak also to that of tests/: all system tests, more than
+#                                          an hour longer, and more schedules of the simulation, some minutes
 #   FAST=1 bash scripts/test.sh            without st/
 #   RELEASES=1.9.0 bash scripts/test.sh    these releases of mindformers only (default: all, 0.6 GB each)
 #
@@ -18,7 +19,11 @@ echo "== layers"
 "$VENV/bin/lint-imports" --no-cache
 export MINDRESUME_FIRST_SEED="${MINDRESUME_FIRST_SEED:-$(($(date +%s) % 1000000000))}"
 echo "== unit tests (fresh seeds of the simulation from $MINDRESUME_FIRST_SEED)"
-"$PYTHON" -m pytest -q --durations=10 -n 2 --dist worksteal --hypothesis-seed=0 tests
+SOAK=()
+for argument in "$@"; do
+    if [ "$argument" = --soak ]; then SOAK=(--soak); fi
+done
+"$PYTHON" -m pytest -q --durations=10 -n 2 --dist worksteal --hypothesis-seed=0 "${SOAK[@]}" tests
 if [ "${FAST:-0}" != 1 ]; then
     need_system "st/test_syscalls.py traces the system calls of a save" strace strace command -v strace ||
         echo "Or skip that test: test.sh --ignore st/test_syscalls.py" >&2

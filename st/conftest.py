@@ -22,16 +22,11 @@ Shared = Callable[[str, Callable[[Path], object]], Path]
 def pytest_addoption(parser):
     parser.addoption("--device-target", default="CPU", choices=["CPU", "Ascend"],
                      help="Ascend: the same tests on real devices, without the CPU cluster")
-    parser.addoption("--soak", action="store_true", help="everything, where else a part is taken: takes more than an hour longer")
 
 
 @pytest.hookimpl(tryfirst=True)                         # before -k removes any
 def pytest_collection_modifyitems(config, items):
     record_cells((cell.args, "not run", "", item.nodeid, 0.0) for item in items for cell in item.iter_markers("cell"))
-    if not config.getoption("--soak"):
-        for item in items:
-            if item.get_closest_marker("soak"):
-                item.add_marker(pytest.mark.skip(reason="takes long, and much of it is tested elsewhere: --soak"))
 
 
 def record_cells(rows: Iterable[tuple[tuple[str, str, str], str, str, str, float]]) -> None:
@@ -56,11 +51,6 @@ def pytest_runtest_makereport(item, call):
 @pytest.fixture(scope="session")
 def device(request) -> str:
     return request.config.getoption("--device-target")
-
-
-@pytest.fixture(scope="session")
-def soak(request) -> bool:
-    return request.config.getoption("--soak")
 
 
 @pytest.fixture(scope="session")

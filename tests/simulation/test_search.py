@@ -15,6 +15,7 @@ from mindresume.simulation.runtime_fakes import patched_product
 from mindresume.simulation.scenarios import SCENARIOS, Simulation
 from mindresume.simulation.schedule import EXPLAINED, Fault, Schedule, random_schedule
 from mindresume.simulation.search import (
+    SHARE,
     BranchRecorder,
     Counts,
     Failure,
@@ -308,8 +309,14 @@ def test_a_run_does_not_depend_on_earlier_runs():
 
 # ---- the search itself -------------------------------------------------------------------------------------------------------
 
-def check(seeds, *scenarios):
-    _, failures = search_seeds(SearchRequest(seeds, scenarios))
+@pytest.fixture(scope="session")
+def share(soak):
+    """Returns on one of how many states the command is restarted; all are inspected. A restart takes most of the time."""
+    return SHARE if soak else 4 * SHARE
+
+
+def check(share, seeds, *scenarios):
+    _, failures = search_seeds(SearchRequest(seeds, scenarios, share=share))
     assert not failures, "\n".join(f"seed {seed}: {json.dumps(failure.to_json())}" for seed, failure in failures)
 
 
@@ -318,12 +325,12 @@ def test_operations_may_take_long():
         assert Simulation(scenario, fmt, Schedule(tick=0.25), way).run().findings() == []
 
 
-def test_nothing_is_found_in_schedules_that_are_always_the_same():
-    check((0, 4))
+def test_nothing_is_found_in_schedules_that_are_always_the_same(share):
+    check(share, (0, 4))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_nothing_is_found_in_a_schedule_of_today(name):
-    """Runs a new schedule each time, in one format and way of each scenario; ``scripts/test.sh`` prints the first seed."""
+def test_nothing_is_found_in_a_schedule_of_today(name, share, soak):
+    """Runs new schedules each time, in one format and way of each scenario; ``scripts/test.sh`` prints the first seed."""
     first = int(os.environ.get("MINDRESUME_FIRST_SEED") or time.time_ns() // 1000 % 10**9)
-    check((first + list(SCENARIOS).index(name), 1), name)
+    check(share, (first + list(SCENARIOS).index(name), 4 if soak else 1), name)

@@ -43,7 +43,7 @@ from mindresume.saving import (
 from mindresume.simulation.oracle import LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
 from mindresume.simulation.runtime_fakes import patched_product
 from mindresume.simulation.schedule import Fault, Schedule, random_schedule
-from mindresume.simulation.search import SCENARIOS, Counts, Failure, KnownStates, count_operations, run
+from mindresume.simulation.search import SCENARIOS, SHARE, Counts, Failure, KnownStates, count_operations, replay, run
 from mindresume.storage import atomic_publish
 
 Patch = pytest.MonkeyPatch
@@ -298,16 +298,16 @@ def mutated(one: Mutant) -> Iterator[None]:
         yield
 
 
-def run_search(one: Mutant, seeds: range, changed: bool = True) -> tuple[int | None, Failure | None, Counts]:
+def run_search(one: Mutant, seeds: range, changed: bool = True, share: int = 1) -> tuple[int | None, Failure | None, Counts]:
     """Returns the first of ``seeds`` that finds something; what; and the counts until then. ``changed`` False: of the product
-    as it is."""
+    as it is. ``share``: as for ``search.run``."""
     scenario, counts, known = SCENARIOS[one.scenario], Counts(), KnownStates()
     with patched_product():
         size = count_operations(scenario, one.format, one.way)  # and the past, by the product as it is
         with mutated(one) if changed else pytest.MonkeyPatch.context():
             for seed in seeds:
                 schedule = one.draws.schedule(seed, size, scenario.kinds)
-                failure = run(scenario, one.format, one.way, schedule, known, counts, one.deaths)
+                failure = run(scenario, one.format, one.way, schedule, known, counts, one.deaths, share)
                 if failure is not None:
                     return seed, failure, counts
     return None, None, counts
@@ -330,14 +330,16 @@ def table() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.name)
-def test_a_mutant_is_found(one, table):
+def test_a_mutant_is_found(one, table, soak):
     began = time.process_time()
     seed, failure, counts = run_search(one, range(one.first, one.first + one.within))
     assert failure is not None, "the mutant survives"
     assert failure.findings[0].kind in one.kinds, failure.findings
     table.append(row_of(one, failure, counts, time.process_time() - began))
-    # ... and it was the mutant
-    assert run_search(one, range(one.first, seed + 1), changed=False)[1] is None
+    # ... and it was the mutant: the product as it is passes with the schedule that failed, and after all deaths of that seed
+    with patched_product():
+        assert not replay(failure)
+    assert run_search(one, range(seed, seed + 1), changed=False, share=1 if soak else 4 * SHARE)[1] is None
 
 
 def main(part: str = "", seconds: float = 60.0) -> None:
