@@ -16,8 +16,8 @@ def failed_cells(setup, scenarios, every=1, **how):
 
 @pytest.mark.parametrize("scenario, fmt", [("first save", "safetensors"), ("first save", "iteration"), ("pointers", "ckpt"),
                                         ("pointers", "iteration")])
-def test_every_fault(folder, scenario, fmt):
-    cells, found = failed_cells(Setup(folder), [scenario], every=5, formats=[fmt])
+def test_every_fault(folder, scenario, fmt, soak):
+    cells, found = failed_cells(Setup(folder), [scenario], every=5 if soak else 10, formats=[fmt])
     assert found == [] and cells > 20
 
 

@@ -1,4 +1,7 @@
 """An object store as pods see it, and jobs that lose their disks beside it."""
+import random
+from itertools import product
+
 import pytest
 
 from mindresume.errors import RemoteError
@@ -11,10 +14,19 @@ from mindresume.simulation.bucket_scenarios import LATER
 from mindresume.simulation.cluster import Cluster, current_cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.runtime_fakes import use_cluster
+from mindresume.simulation.runtime_fakes import patched_product, use_cluster
 from mindresume.simulation.scenarios import Simulation
-from mindresume.simulation.schedule import Fault, Schedule
-from mindresume.simulation.search import SCENARIOS, SearchRequest, search_seeds
+from mindresume.simulation.schedule import Fault, Schedule, random_schedule
+from mindresume.simulation.search import (
+    SCENARIOS,
+    SHARE,
+    Counts,
+    KnownStates,
+    SearchRequest,
+    count_operations,
+    run,
+    search_seeds,
+)
 
 NAMES = ("bucket", "bucket nodes", "bucket slow", "bucket archived", "two pods", "bucket afresh")
 
@@ -128,13 +140,16 @@ def test_listings_lag_and_urls_do_not():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_fault_the_last_step_is_uploaded(name):
+def test_without_a_fault_the_last_step_is_uploaded(name, soak):
+    """Covers each format and each way; with --soak each format in each way."""
     scenario = SCENARIOS[name]
-    for fmt in scenario.formats:
-        for way in scenario.ways:
-            sim = Simulation(scenario, fmt, Schedule(), way).run()
-            assert not sim.findings()
-            assert max(step for _, step in sim.history.uploaded) == scenario.training.steps
+    formats, ways = scenario.formats, scenario.ways
+    first = NAMES.index(name)                               # so that the scenarios together have other pairs
+    some = [(formats[i % len(formats)], ways[(i + first) % len(ways)]) for i in range(max(len(formats), len(ways)))]
+    for fmt, way in product(formats, ways) if soak else some:
+        sim = Simulation(scenario, fmt, Schedule(), way).run()
+        assert not sim.findings()
+        assert max(step for _, step in sim.history.uploaded) == scenario.training.steps
 
 
 @pytest.mark.parametrize("seed", range(len(LATER)))
@@ -185,8 +200,11 @@ def test_a_superseded_rank_0_notifies_its_ranks(monkeypatch):
 
 def test_a_run_that_is_numbered_without_looking_into_the_bucket_is_found(monkeypatch):
     monkeypatch.setattr(jobs, "number_runs", lambda *_: None)
-    counts, found = search_seeds(SearchRequest((0, 6), ("bucket nodes",)))
-    assert found
+    scenario, known = SCENARIOS["bucket nodes"], KnownStates()
+    with patched_product():
+        size = count_operations(scenario, "ckpt", "")
+        schedules = (random_schedule(random.Random(seed), size, scenario.kinds) for seed in range(6))
+        assert any(run(scenario, "ckpt", "", schedule, known, Counts()) for schedule in schedules)
 
 
 @pytest.mark.parametrize("way", ["", "thread"])
@@ -202,5 +220,5 @@ def test_uploads_of_steps_that_the_nodes_do_not_keep_are_found(way, monkeypatch)
     assert "lost" in {finding.kind for finding in Simulation(SCENARIOS["bucket slow"], "ckpt", Schedule(), way).run().findings()}
 
 
-def test_random_schedules():
-    assert search_seeds(SearchRequest((0, 4), NAMES))[1] == []
+def test_random_schedules(soak):
+    assert search_seeds(SearchRequest((0, 4), NAMES, share=SHARE if soak else 4 * SHARE))[1] == []
