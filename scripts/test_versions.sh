@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environment of each release of mindformers (release_env.sh) and runs the release matrix with the real Trainer
-# (st/test_releases.py, st/test_pynative.py); the long form rewrites the tables in docs/releases.md.
+# (st/test_releases.py, st/test_pynative*.py); the long form rewrites the tables in docs/releases.md.
 #
 #   scripts/test_versions.sh [RELEASE...] [-- ARGUMENT...]      arguments go to pytest; default: all releases
 #   scripts/test_versions.sh --short [...]                      what test.sh runs: without --soak, and without the tests that
@@ -11,10 +11,11 @@ set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 ROOT="$(dirname "$HERE")"
 FORM=(--soak) RELEASES=()
-FILES=(st/test_releases.py st/test_pynative.py st/test_releases_bed.py st/test_pynative_bed.py)
+FILES=(st/test_releases.py st/test_pynative.py st/test_pynative_job.py)
+LONG=(st/test_pynative_operations.py st/test_releases_bed.py st/test_pynative_bed.py)
 while [ $# -gt 0 ]; do
     case "$1" in
-        --short) FORM=() FILES=(st/test_releases.py st/test_pynative.py) ;;
+        --short) FORM=() LONG=() ;;
         --) shift; break ;;
         *) RELEASES+=("$1") ;;
     esac
@@ -31,7 +32,7 @@ cd "$ROOT"
 export ST_RELEASES="1.9.0 ${RELEASES[*]}"
 export RELEASE_RESULTS="${RELEASE_RESULTS:-$(mktemp)}"
 begun=$SECONDS status=0
-"$PYTHON" -m pytest -q --durations=10 -n 2 --dist worksteal --hypothesis-seed=0 "${FORM[@]}" "${FILES[@]}" "$@" || status=$?
+"$PYTHON" -m pytest -q --durations=10 -n 2 --dist worksteal --hypothesis-seed=0 "${FORM[@]}" "${FILES[@]}" "${LONG[@]}" "$@" || status=$?
 echo "== the release matrix took $((SECONDS - begun)) s; its results: $RELEASE_RESULTS"
 if [ ${#FORM[@]} -gt 0 ]; then
     "$PYTHON" -m st.release_table "$RELEASE_RESULTS"

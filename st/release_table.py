@@ -21,7 +21,7 @@ PAGE, RESULTS = ROOT / "docs" / "releases.md", ROOT / "docs" / "releases.json"
 BEGIN, END = "<!-- results: begin, written by st/release_table.py -->", "<!-- results: end -->"
 ORDER = {"not run": 0, "skipped": 1, "passed": 2, "failed": 3}
 RAN = ("passed", "failed")                              # only such a result replaces another one of these
-TITLES = {"features": "Features", "changes": "One training that changes the release"}
+TITLES = {"features": "Features", "changes": "One training that changes the release", "PyNative": "The PyNative trainer"}
 FIRST = {"changes": "releases, one attempt each"}
 Row = dict[str, Any]
 

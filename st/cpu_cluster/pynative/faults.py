@@ -1,6 +1,6 @@
-"""Ends this process with SIGKILL at an exact place of a PyNative training.
+"""Ends this process with SIGKILL at an exact place of a PyNative training, or breaks its gradients.
 
-What: three variables of the environment. RANK may be ``all``.
+What: four variables of the environment. RANK may be ``all``.
 
 CPU_CLUSTER_KILL=RANK@STEP
     at the end of that step, after all callbacks: the step is recorded, a save of it is complete (unless asynchronous)
@@ -11,6 +11,9 @@ CPU_CLUSTER_KILL_IN_SAVE=RANK@STEP:N
 CPU_CLUSTER_KILL_CALL=RANK@STEP:before:MODULE:NAME   or :after:
     around the first call of that function after the training of that step, such as
     0@10:before:mindformers.checkpoint.checkpoint:CommonInfo.save_common
+CPU_CLUSTER_NAN=STEP,STEP,...
+    in these steps the norm of all gradients is NaN, with which mindformers >= 2.1.0 skips the optimizer
+    (``training.use_skip_step_on_nan``)
 
 Before it ends, the process prints what it was about to do.
 """
@@ -32,6 +35,7 @@ class Place:
     """The text ``RANK@STEP:REST`` of one variable. ``is_due``: the step is trained, and the process is of that rank."""
 
     step = -1                                    # that this process has trained; one for all places
+    begin = 0                                    # the step from which this process resumed
 
     def __init__(self, text: str) -> None:
         self.rank, _, after = text.partition("@")
@@ -106,6 +110,19 @@ def kill_at_call(place: Place) -> None:
     setattr(owner, last, type(kept)(killing) if isinstance(kept, (staticmethod, classmethod)) else killing)
 
 
+def break_gradients(steps: frozenset[int]) -> None:
+    """Makes the norm of the gradients NaN in these steps."""
+    import mindspore as ms
+    from mindformers.pynative.trainer import trainer
+    norm = trainer._calculate_global_grad_norm
+
+    @functools.wraps(norm)
+    def broken(*args: Any, **options: Any) -> Any:
+        found = norm(*args, **options)
+        return (ms.Tensor(float("nan"), ms.float32), *found[1:]) if max(Place.step, Place.begin) + 1 in steps else found
+    trainer._calculate_global_grad_norm = broken
+
+
 def install() -> None:
     """After ``import mindformers`` and the recorder, before the plug-in under test. Raises ValueError for a variable that it
     cannot read."""
@@ -117,9 +134,13 @@ def install() -> None:
         sys.addaudithook(in_save.audit)
     if at_call:
         kill_at_call(Place(at_call))
+    if steps := os.environ.get("CPU_CLUSTER_NAN"):
+        break_gradients(frozenset(map(int, steps.split(","))))
     call_event = CallbackHandler.call_event
 
     def call_event_and_kill(self, event, args, state, **values):
+        if event == "on_train_begin":
+            Place.begin = int(state.global_step)
         if event == "on_step_end":
             Place.step = int(state.global_step)
             if in_save is not None:

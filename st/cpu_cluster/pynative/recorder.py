@@ -4,7 +4,7 @@ What: ``CPU_CLUSTER_STEPS=path`` appends one JSON line a step, flushed, so that 
 becomes the rank; without it only rank 0 records.
 
     {"step": 7, "loss": 6.31, "hex": "40c9eb85", "opt_step": 7, "consumed": 56, "epoch": 0, "batch": "5f3c...",
-     "samples": ["9a0c...", ...], "draws": [0.61, 0.07, 42, 7], "time": 1760000000.1}
+     "samples": ["9a0c...", ...], "draws": [0.61, 0.07, 42, 7], "state": {"skipped_steps": 0, ...}, "time": 1760000000.1}
 
 step        ``state.global_step`` after the step
 hex         the bits of the float32 loss
@@ -13,6 +13,7 @@ consumed    ``state.consumed_samples`` (from 2.1.0 on), else null
 epoch       ``state.epoch``
 batch       16 digits of SHA-256 over the input ids of the step; of all micro batches of a step in order
 samples     one id a row of them, as in the graph trainer's recorder: rows of the test data are distinct, so an id is a sample
+state       other fields of ``TrainerState`` that change in a training, as far as the release has them
 draws       what Python's, numpy's and MindSpore's generators gave at the beginning of the step
 
 The recorder is the last callback: what another callback does at a step's end, a save included, is done before the line is
@@ -32,6 +33,9 @@ import numpy as np
 from mindspore.common.generator import default_generator
 
 from ..recorder import sample_ids
+
+FIELDS = ("global_batch_size", "num_accumulation_steps", "skipped_steps", "loss_scale", "total_flops", "best_metric",
+          "best_model_checkpoint")
 
 _rows: list[np.ndarray] = []                    # the input ids since the last recorded step, one array a micro batch
 
@@ -65,7 +69,8 @@ class StepRecorder:
                 "opt_step": _number(getattr(values["optimizer"], "global_step", None)),
                 "consumed": _number(getattr(state, "consumed_samples", None)), "epoch": getattr(state, "epoch", None),
                 "batch": hashlib.sha256(rows.tobytes()).hexdigest()[:16], "samples": sample_ids(rows),
-                "draws": self.draws, "time": round(time.time(), 3)}
+                "draws": self.draws, "state": {name: getattr(state, name) for name in FIELDS if hasattr(state, name)},
+                "time": round(time.time(), 3)}
         self.file.write(json.dumps(line, default=str) + "\n")
         self.file.flush()
 
