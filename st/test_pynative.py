@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -134,14 +136,35 @@ def test_a_batch_size_that_grows(whole, build, release, workers):
     assert_same(run, reference, 31)
 
 
+@pytest.mark.soak
+@each("data balance between two processes (balance_enabled)", "2.1.0-2", absent="balance_enabled: since mindformers 2.1.0")
+def test_samples_that_are_balanced_between_the_ranks(shared, build, release, workers):
+    """mindformers gives each rank samples that cost the same, and finds its position by itself. The network ignores the ends of
+    the documents, because the CPU has no flash attention."""
+    pytest.importorskip("datasets")
+    packed = shared("packed", lambda folder: subprocess.run(
+        [sys.executable, str(ROOT / "st" / "data" / "make_packed.py"), str(folder)], check=True))
+    balance = {"train_dataset.balance_enabled": True, "training.local_batch_size": 2, "train_dataset.dataloader": {
+        "type": "HFDataLoader", "load_func": "load_from_disk", "dataset_path": str(packed), "shuffle": False,
+        "create_compressed_eod_mask": True, "compressed_eod_mask_length": 4}}
+    reference, run = build("reference", release, workers, balance), build("run", release, workers, balance)
+    reference.start(**OURS).wait_for_success()
+    one_pass = [sample for rank in range(workers) for row in reference.steps(rank=rank)[:20] for sample in row["samples"]]
+    assert len(set(one_pass)) == len(one_pass) == 160
+    killed_and_resumed(reference, run)
+
+
 @each("bfloat16 weights with float32 copies", "2.1.0", soak=("2.0.0",), absent="no float32 copies before mindformers 2.0.0")
-def test_bfloat16_weights_with_float32_copies(whole, build, release, workers):
-    """The optimizer holds the copies. The computation stays in float32: the CPU has no MatMul of bfloat16."""
+def test_bfloat16_weights_with_float32_copies(whole, build, release, workers, soak):
+    """The optimizer holds the copies. The computation stays in float32: the CPU has no MatMul of bfloat16. With --soak also a
+    resume of what mindformers saved."""
     half = {"model.params_dtype": "bfloat16"}
     reference = whole(release, workers, half)
     saved = {name for path in (reference.checkpoints / "iteration_00000045").glob("*-opt-*") for name in tensors_in(path)}
     assert any(name.startswith("main_param.") for name in saved)
     killed_and_resumed(reference, build("run", release, workers, half))
+    if not soak:
+        return
     theirs = build("theirs", release, workers, half)
     theirs.start(CPU_CLUSTER_KILL="all@12")                             # mindformers alone
     dies(theirs)
@@ -234,13 +257,15 @@ def test_a_checkpoint_of_the_graph_trainer(sequences, tmp_path, release, workers
 
 
 @each("refuses another order of elements within a tensor", "1.9.0", soak=("2.0.0", "2.1.0"))
-def test_an_order_that_only_the_graph_trainer_has(sequences, tmp_path, release, workers):
-    """The graph trainer records it; neither trainer resumes with another one."""
+def test_an_order_that_only_the_graph_trainer_has(sequences, tmp_path, release, workers, soak):
+    """The graph trainer records it; neither trainer resumes with another one, the graph trainer only with --soak."""
     key = "use_contiguous_weight_layout_attention"
     graph = Run(tmp_path / "graph", str(GRAPH / "config.yaml"), sequences)
     graph.start(f"--model.model_config.{key} True --runner_config.epochs 1").wait_for_success()
     run = PynativeRun(tmp_path / "pynative", data=sequences, release=release, changes=AS_GRAPH)
     refuses(run, {"checkpoint.load_path": str(graph.checkpoints)}, str(graph.checkpoints), f"{key}: True, this one False")
+    if not soak:
+        return
     graph.start(f"--model.model_config.{key} False --load_checkpoint {graph.checkpoints} --resume_training True")
     assert graph.wait(LIMIT) != 0 and graph.steps(-1) == []
     assert contains(str(graph.checkpoints), f"{key}: True, this one False")(graph.log())

@@ -102,8 +102,10 @@ def test_a_lost_disk(whole, build, release, workers):
 
 # ---- failures --------------------------------------------------------------------------------------------------------
 
-SMALL_DISK = ("unshare", "-Urm", "bash", "-c", 'mkdir -p output/checkpoint && mount -t tmpfs -o size=4m none output/checkpoint '
-              '&& head -c 3900k /dev/zero > output/checkpoint/ballast; exec "$@"', "_")      # without root; gone with the process
+# A file system that root is not needed for, and that ends with the process. It has bytes, which a save counts before it begins,
+# but room for 7 files only: a save needs 11.
+SMALL_DISK = ("unshare", "-Urm", "bash", "-c", 'D=output/checkpoint; mkdir -p $D && mount -t tmpfs -o nr_inodes=100 none $D && '
+              'mkdir $D/ballast && (cd $D/ballast && touch $(seq 91)) && exec "$@"', "_")
 
 
 def has_small_disks(folder) -> bool:
@@ -114,7 +116,7 @@ def has_small_disks(folder) -> bool:
 
 @each("the disk is full for a while: failed saves are counted, later ones work", "1.9.0", soak=OTHERS)
 def test_a_full_disk(whole, build, tmp_path, release, workers):
-    """ENOSPC itself: a small file system, full until the first save has failed."""
+    """ENOSPC itself, in the middle of a save: a file system that is full until the first save has failed."""
     if not has_small_disks(tmp_path):
         pytest.skip("unshare -Urm and mount are not allowed here")
     run, reference = build("run", release), whole(release)
@@ -123,7 +125,7 @@ def test_a_full_disk(whole, build, tmp_path, release, workers):
         time.sleep(0.01)
     run.signal_all(signal.SIGSTOP)
     disk = f"/proc/{run.process.pid}/root{run.checkpoints}"
-    os.unlink(f"{disk}/ballast")
+    shutil.rmtree(f"{disk}/ballast")
     run.signal_all(signal.SIGCONT)
     run.wait_for_step(23)
     run.signal_all(signal.SIGSTOP)
