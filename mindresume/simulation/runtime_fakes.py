@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import operator
 import pkgutil
 import queue
 import secrets
@@ -24,6 +25,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from mindresume.coordination import host_memory, lease
@@ -192,13 +194,18 @@ class _Staging(Staging):
         super()._grow(size)
 
 
+@cache
+def _simulated_modules() -> list[str]:
+    """Returns the names of the modules that a cluster can run."""
+    packages = [importlib.import_module(f"mindresume.{room}") for room in _PACKAGES]
+    return [f"{package.__name__}.{found.name}" for package in packages for found in pkgutil.iter_modules(package.__path__)]
+
+
 def _product_modules() -> list[types.ModuleType]:
     """Returns the product's modules. Imports those that a cluster can run first: a later import would escape the fakes."""
-    import mindresume
-    for room in _PACKAGES:
-        package = importlib.import_module(f"{mindresume.__name__}.{room}")
-        for found in pkgutil.iter_modules(getattr(package, "__path__", ())):
-            importlib.import_module(f"{package.__name__}.{found.name}")
+    for name in _simulated_modules():
+        if name not in sys.modules:
+            importlib.import_module(name)
     return [module for name, module in list(sys.modules.items()) if module is not None
             and (name + ".").startswith("mindresume.") and not (name + ".").startswith(_NOT_SIMULATED)]
 
@@ -206,15 +213,16 @@ def _product_modules() -> list[types.ModuleType]:
 class _Patches:
     """Every name, default and field of the product's modules that is replaced, with both values."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: list[types.ModuleType]) -> None:
         self.rows: list[tuple[Any, str, Any, Any]] = []         # (holder, name, real value, fake)
-        modules = _product_modules()
         self.modules = {module.__name__ for module in modules}
         self._functions = {**_FUNCTIONS, lease.holder_of_this_process: _holder_of_this_process, lease.is_alive: _is_alive,
                            host_memory.levels: _memory_levels,
                            mounts.is_local: _is_local, crash_loop.LoadAttempt._capture_signals: _capture_signals,
                            Staging: _Staging}
         self._known: set[int] = set()
+        self._classes: list[type] = []
+        self._defined: list[types.FunctionType] = []
         for module in modules:
             for key, value in list(vars(module).items()):
                 if isinstance(value, types.ModuleType) and value in _MODULES:
@@ -226,6 +234,24 @@ class _Patches:
         defaults = shard_writer.write_shard.__defaults__        # its clock gives the time in records
         self.rows.append((shard_writer.write_shard, "__defaults__", defaults,
                           tuple(_coarse_time if value is time.time else value for value in defaults)))
+        self._values = self._current_values(modules)
+
+    def is_current(self, modules: list[types.ModuleType]) -> bool:
+        """Returns whether a new search would find the same: nothing was changed since, by a test for instance. The search takes
+        longer than many a simulation."""
+        values = self._current_values(modules)
+        return len(values) == len(self._values) and all(map(operator.is_, values, self._values))
+
+    def _current_values(self, modules: list[types.ModuleType]) -> list[Any]:
+        """Returns everything that the search looks at."""
+        values: list[Any] = []
+        for holder in (*modules, *self._classes):
+            values += vars(holder).values()
+        for function in self._defined:
+            values += function.__defaults__ or ()
+            values += (function.__kwdefaults__ or {}).values()
+            values += map(_content, function.__closure__ or ())
+        return values
 
     def _is_replaced(self, value: Any) -> bool:
         return _hashable(value) and value in self._functions
@@ -236,6 +262,7 @@ class _Patches:
             return
         self._known.add(id(value))
         if isinstance(value, type):
+            self._classes.append(value)
             for key, inner in list(vars(value).items()):
                 bare = inner.__func__ if isinstance(inner, staticmethod) else inner
                 if self._is_replaced(bare):
@@ -247,6 +274,7 @@ class _Patches:
                 elif not isinstance(inner, type) or inner.__module__ == value.__module__:
                     self._search(getattr(inner, "__func__", inner))
         elif isinstance(value, types.FunctionType):
+            self._defined.append(value)
             defaults, named = value.__defaults__ or (), value.__kwdefaults__ or {}
             if any(map(self._is_replaced, defaults)):
                 self.rows.append((value, "__defaults__", defaults, tuple(map(self._new, defaults))))
@@ -261,6 +289,10 @@ class _Patches:
 
     def _new(self, value: Any) -> Any:
         return self._functions[value] if self._is_replaced(value) else value
+
+    def apply(self) -> None:
+        for holder, name, _, value in self.rows:
+            setattr(holder, name, value)
 
     def undo(self) -> None:
         for holder, name, value, _ in reversed(self.rows):
@@ -302,16 +334,17 @@ def use_cluster(cluster: Cluster) -> Iterator[None]:
 
 
 _depth = [0]
-_patches: list[_Patches] = []
+_patches: list[_Patches] = []       # the last ones
 
 
 @contextmanager
 def patched_product() -> Iterator[None]:
     """Patches the product once for many clusters: ``use_cluster`` inside it costs nothing."""
     if not _depth[0]:
-        _patches[:] = [_Patches()]
-        for holder, name, _, value in _patches[0].rows:
-            setattr(holder, name, value)
+        modules = _product_modules()
+        if not _patches or not _patches[0].is_current(modules):
+            _patches[:] = [_Patches(modules)]
+        _patches[0].apply()
         _select_writer(True)
     _depth[0] += 1
     try:
@@ -320,7 +353,7 @@ def patched_product() -> Iterator[None]:
         _depth[0] -= 1
         if not _depth[0]:
             _select_writer(False)
-            _patches.pop().undo()
+            _patches[0].undo()
 
 
 def _select_writer(simulated: bool) -> None:

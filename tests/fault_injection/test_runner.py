@@ -47,10 +47,10 @@ def test_each_fault_and_operation_it_can_hit_is_one_cell(setup, monkeypatch):
 
 
 @pytest.mark.parametrize("scenario, fmt", [("save", "ckpt"), ("background", "ckpt"), ("start", "ckpt"), ("save", "iteration")])
-def test_a_number_means_the_same_operation_with_a_fault(setup, scenario, fmt):
+def test_a_number_means_the_same_operation_with_a_fault(setup, scenario, fmt, soak):
     task, = prepare(setup, [scenario], [fmt])
     for kind in FAULTS:                     # who sees names "late" may do something else before it is struck
-        for operation in task.operations[7::31]:
+        for operation in task.operations[7::31 if soak else 53]:
             if Fault(kind, operation.number).hits(operation.name):
                 found = cell(setup, task, Fault(kind, operation.number))
                 assert kind == "late" or (found.rank, found.name, found.path) == (operation.rank, operation.name, operation.path)

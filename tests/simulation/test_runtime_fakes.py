@@ -546,6 +546,30 @@ def test_a_function_is_replaced_however_it_was_imported(written):
     assert written.Fields.Inner.pause is time.sleep and isinstance(written.Fields().lock, type(threading.Lock()))
 
 
+@pytest.mark.parametrize("place", ["global", "field", "default", "named default"])
+def test_a_change_of_the_product_between_two_clusters_is_seen(written, place):
+    """What was found for one cluster is used for the next only if nothing has changed."""
+    with patched_product():
+        pass
+    if place == "global":
+        written.later = time.sleep
+    elif place == "field":
+        written.Fields.later = staticmethod(time.sleep)
+    elif place == "default":
+        written.defaults.__defaults__ = (time.sleep,)
+    else:
+        written.defaults.__kwdefaults__ = {"pause": time.monotonic}
+    with patched_product():
+        if place == "global":
+            assert written.later is runtime_fakes._sleep
+        elif place == "field":
+            assert written.Fields.later is runtime_fakes._sleep
+        elif place == "default":
+            assert written.defaults.__defaults__ == (runtime_fakes._sleep,)
+        else:
+            assert written.defaults.__kwdefaults__ == {"pause": runtime_fakes._monotonic}
+
+
 def test_a_module_of_the_product_that_is_imported_meanwhile_is_reported(tmp_path, monkeypatch):
     (tmp_path / "zz_late.py").write_text("import time\n")
     package = importlib.import_module("mindresume.saving")
