@@ -40,6 +40,8 @@ environment:
                                may run after a worker has failed (10)
   MSRUN_LEAVE=S                seconds that the workers have after SIGTERM to save and exit (default: MSRUN_GRACE if set,
                                else 60)
+  MSRUN_RESTARTS=N             start the job again when a rank has died or hangs, up to N times in a row without progress
+                               (mindresume run --max-restarts N, see docs/supervisor.md)
   MSRUN_STUCK=S                seconds that a process may take to end after SIGKILL before it is named and left behind (60)
   MF_LOG_SUFFIX=TEXT           appended to the names of the log folders
   PLOG_REDIRECT_TO_OUTPUT=True put the logs of the device under output/plog
@@ -112,6 +114,15 @@ if [[ -n ${PYTHON:-} ]]; then
   export PATH=${PYTHON%/*}:$PATH
 else
   PYTHON=$(command -v python || command -v python3) || refuse "no python on PATH; set PYTHON"
+fi
+
+if [[ -n ${MSRUN_RESTARTS:-} ]]; then
+  [[ $MSRUN_RESTARTS =~ ^[0-9]+$ ]] || refuse "MSRUN_RESTARTS must be a number, got '$MSRUN_RESTARTS'"
+  restarts=$MSRUN_RESTARTS
+  unset MSRUN_RESTARTS             # the command below is this script without it
+  here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+  export PYTHONPATH=${here%/*}${PYTHONPATH:+:$PYTHONPATH}
+  exec "$PYTHON" -m mindresume run --max-restarts "$restarts" -- bash "$here/${BASH_SOURCE[0]##*/}" "$@"
 fi
 
 # Words of CMD, each ended by a zero byte. A backslash at the end of a line continues it, with or without blanks after it.

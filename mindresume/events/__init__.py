@@ -90,9 +90,10 @@ def _value(declared: str, value: Any) -> tuple[bool, Any]:
         return isinstance(value, str if kind == "str" else bool), value
     if not isinstance(value, list):
         return False, ()
-    if kind in ("tuple[int, ...]", "tuple[str, ...]"):
+    if kind in ("tuple[int, ...]", "tuple[str, ...]", "tuple[float, ...]"):
         inner = kind.removeprefix("tuple[").partition(",")[0]
-        return all(_value(inner, row)[0] for row in value), tuple(value)
+        found = [_value(inner, row) for row in value]
+        return all(accepted for accepted, _ in found), tuple(each for _, each in found)
     if kind == "tuple[tuple[str, str, str], ...]":
         fits = all(isinstance(row, list) and len(row) == 3 and all(isinstance(cell, str) for cell in row) for row in value)
         return fits, tuple(map(tuple, value)) if fits else ()
@@ -426,6 +427,148 @@ class CheckpointFetched(Event):
     size_bytes: int
     total_bytes: int | None = None
     seconds: float | None = None
+
+
+# ---- the supervisor (mindresume run) -----------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class SupervisorStarted(Event):
+    """A supervisor begins. ``command``: what it starts. ``node``, ``nodes``: number of this node, and of all nodes of the job."""
+    host: str
+    process_id: int
+    version: str
+    command: tuple[str, ...]
+    node: int = 0
+    nodes: int = 1
+
+
+@dataclass(frozen=True)
+class NodesJoined(Event):
+    """The supervisors of all nodes that take part have agreed on a start. ``missing``: nodes that it goes on without.
+    ``wait_seconds``: how long this node waited for the others."""
+    generation: int
+    nodes: tuple[int, ...]
+    wait_seconds: float
+    missing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobStarted(Event):
+    """The command was started. ``start``: from 1. ``process_id``: of the command."""
+    start: int
+    process_id: int
+
+
+@dataclass(frozen=True)
+class OrphansEnded(Event):
+    """Processes of the same command were ended, whose supervisor was killed."""
+    process_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StartupMeasured(Event):
+    """Every rank of this node has finished its first step. Describes the rank that needed longest.
+
+    Attributes:
+        phases: names of its phases in order: starting (imports), joining, selecting, building, compiling, loading, first step.
+        seconds: time in each of them.
+        spawn_seconds: from the start of the command to the first phase.
+        resumed_step: the step that it continues after; None: from the beginning.
+    """
+    start: int
+    rank: int
+    phases: tuple[str, ...]
+    seconds: tuple[float, ...]
+    spawn_seconds: float
+    resumed_step: int | None = None
+
+
+@dataclass(frozen=True)
+class RankDied(Event):
+    """A rank ended and had not finished its training.
+
+    Attributes:
+        start: the start of the command.
+        rank: None: not known.
+        status: exit status, negative: the signal that killed it; None: not known.
+        phase: the phase that it was in; empty: not known.
+        step: its last finished step.
+        log: the last lines of its log that look like an error.
+    """
+    start: int
+    host: str
+    process_id: int
+    rank: int | None = None
+    status: int | None = None
+    phase: str = ""
+    step: int | None = None
+    log: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class HangDetected(Event):
+    """Ranks made no progress. ``ranks``: those, the one that is behind first. ``stacks``: files with the stacks of all ranks."""
+    start: int
+    host: str
+    ranks: tuple[int, ...]
+    seconds: float
+    phase: str
+    step: int | None = None
+    stacks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobEnded(Event):
+    """No process of this start is left on this node.
+
+    Attributes:
+        start: the start of the command.
+        status: exit status, as of a shell.
+        reason: for people.
+        seconds: how long the start lasted.
+        end_seconds: from the moment in which its end was noticed until no process was left.
+        resumed_step: the step that it continued after; None: from the beginning, or not known.
+        last_step: the last finished step of any rank of this node.
+        committed_step: the newest step that it committed, as rank 0 knew.
+        left_behind: processes that do not end even after SIGKILL.
+    """
+    start: int
+    status: int
+    reason: str
+    seconds: float
+    end_seconds: float
+    resumed_step: int | None = None
+    last_step: int | None = None
+    committed_step: int | None = None
+    left_behind: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobRestarted(Event):
+    """The command is about to be started again. ``start``: the next one. ``delay_seconds``: waited before. ``fruitless_starts``:
+    starts in a row that left no later checkpoint."""
+    start: int
+    delay_seconds: float
+    reason: str
+    fruitless_starts: int = 0
+
+
+@dataclass(frozen=True)
+class SupervisorEnded(Event):
+    """The last event of a supervisor. ``status``: its exit status. ``starts``: of the command."""
+    status: int
+    reason: str
+    starts: int
+
+
+@dataclass(frozen=True)
+class GaveUp(Event):
+    """The job is not started again: a crash loop, or a node that does not come back. ``page``: lines for people, what each start
+    did and died of."""
+    status: int
+    reason: str
+    starts: int
+    page: tuple[str, ...] = ()
 
 
 # ---- everything else -------------------------------------------------------------------------------------------------

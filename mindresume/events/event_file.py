@@ -68,6 +68,7 @@ class EventFile:
         self._is_reported = False                       # a warning was emitted since the last write that did not fail
         self._last_warning: float | None = None
         self._is_closed = False
+        self._writer = f"rank_{rank}"                   # in the name of the file
         self._lock = threading.RLock()                  # reentrant: a signal handler can interrupt the thread that holds it
 
     def handle(self, event: Event, time_s: float) -> None:
@@ -127,7 +128,7 @@ class EventFile:
         if self.rank == 0:
             _remove_oldest(self.folder)
         start = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(time_s))}.{int(time_s % 1 * 1000):03d}"
-        self.path = os.path.join(self.folder, f"{start}-rank_{self.rank}-{os.getpid()}{SUFFIX}")
+        self.path = os.path.join(self.folder, f"{start}-{self._writer}-{os.getpid()}{SUFFIX}")
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _write(self, line: bytes) -> None:
@@ -137,6 +138,14 @@ class EventFile:
         if done < len(line):
             raise OSError(f"{done} of {len(line)} bytes written")
         self._is_torn = False
+
+
+class SupervisorEventFile(EventFile):
+    """Writes the events of the supervisor of a node; all of them, from the first one on. ``node``: its number."""
+
+    def __init__(self, folder: str, node: int, limit: int = LIMIT, emit: Emit = ignore):
+        super().__init__(folder, node, limit, emit)
+        self._writer, self._has_failure = f"supervisor_{node}", True
 
 
 def _line(event: Event, time_s: float, rank: int) -> bytes:
@@ -164,9 +173,14 @@ def _superfluous(names: Iterable[str]) -> list[str]:
     """Returns the names of the event files to remove. Names begin with the time of the first event, so they sort by run, and
     by the time of the failure for the ranks of a run."""
     runs: list[list[str]] = [[]]                    # for each run: the file of rank 0, then those of other ranks
-    for name in sorted(names):
+    names = sorted(names)
+    supervisors = [name for name in names if "-supervisor_" in name]
+    for name in names:
+        if "-supervisor_" in name:                      # its file has the events of many runs
+            continue
         if "-rank_0-" in name:
             runs.append([])
         runs[-1].append(name)
     oldest = max(len(runs) - MAX_FILES + 1, 0)      # one run is about to begin
-    return [name for index, run in enumerate(runs) for name in run[0 if index < oldest else 1 + MAX_FAILED:]]
+    return supervisors[:-MAX_FILES] + [name for index, run in enumerate(runs)
+                                       for name in run[0 if index < oldest else 1 + MAX_FAILED:]]

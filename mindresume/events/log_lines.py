@@ -1,6 +1,7 @@
 """Words the log lines of events: the only place with the text of the training's log. No program reads these lines."""
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -225,6 +226,97 @@ def _(event: ev.CheckpointFetched) -> str:
     total = "" if event.total_bytes is None else f", {size_text(event.total_bytes)} in total"
     seconds = "" if event.seconds is None else f", {event.seconds:.1f} s"
     return f"step {event.step} fetched from {event.url}: {size_text(event.size_bytes)} by this rank{total}{seconds}"
+
+
+@_line(ev.SupervisorStarted)
+def _(event: ev.SupervisorStarted) -> str:
+    where = f" (node {event.node} of {event.nodes})" if event.nodes > 1 else ""
+    return f"supervising{where}: {' '.join(event.command)}"
+
+
+@_line(ev.NodesJoined, lambda event: ev.WARNING if event.missing else ev.INFO)
+def _(event: ev.NodesJoined) -> str:
+    missing = f"; without {_numbers('node', event.missing)}" if event.missing else ""
+    return (f"generation {event.generation}: {_numbers('node', event.nodes)} start together after {event.wait_seconds:.0f} s"
+            f"{missing}")
+
+
+@_line(ev.JobStarted)
+def _(event: ev.JobStarted) -> str:
+    return f"start {event.start}: process {event.process_id}"
+
+
+@_line(ev.OrphansEnded, ev.WARNING)
+def _(event: ev.OrphansEnded) -> str:
+    return f"ended processes of the same command whose supervisor was killed: {', '.join(map(str, event.process_ids))}"
+
+
+@_line(ev.StartupMeasured)
+def _(event: ev.StartupMeasured) -> str:
+    after = "" if event.resumed_step is None else f" after step {event.resumed_step}"
+    parts = [("spawn", event.spawn_seconds), *zip(event.phases, event.seconds, strict=True)]
+    return (f"start {event.start} trains{after}, {sum(seconds for _, seconds in parts):.1f} s after the command was started: "
+            + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts if seconds >= 0.05) + f" (rank {event.rank})")
+
+
+@_line(ev.RankDied, ev.ERROR)
+def _(event: ev.RankDied) -> str:
+    who = "a rank" if event.rank is None else f"rank {event.rank}"
+    step = "" if event.step is None else f" after step {event.step}"
+    phase = f" while {event.phase}" if event.phase else ""
+    lines = "".join(f"\n    {line}" for line in event.log)
+    return f"{who} ({event.host}, process {event.process_id}) {end_text(event.status)}{phase}{step}{lines}"
+
+
+def end_text(status: int | None) -> str:
+    """Returns how a process ended. ``status``: negative for a signal, None if it is not known."""
+    if status is None:
+        return "ended, its status is not known"
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+@_line(ev.HangDetected, ev.ERROR)
+def _(event: ev.HangDetected) -> str:
+    stacks = f"; stacks of all ranks: {', '.join(event.stacks)}" if event.stacks else ""
+    step = "" if event.step is None else f", last step {event.step}"
+    return (f"{_numbers('rank', event.ranks)} on {event.host} made no progress for {event.seconds:.0f} s "
+            f"({event.phase}{step}){stacks}")
+
+
+@_line(ev.JobEnded)
+def _(event: ev.JobEnded) -> str:
+    left = "" if not event.left_behind else (
+        f"; processes {', '.join(map(str, event.left_behind))} do not end after SIGKILL and are left behind: they wait for a "
+        f"device or a disk that does not answer")
+    return (f"start {event.start} ended with status {event.status} after {event.seconds:.0f} s: {event.reason}; no process was "
+            f"left {event.end_seconds:.1f} s later{left}")
+
+
+@_line(ev.JobRestarted)
+def _(event: ev.JobRestarted) -> str:
+    when = "now" if not event.delay_seconds else f"in {event.delay_seconds:.0f} s"
+    count = f" ({_plural(event.fruitless_starts, 'start')} in a row without progress)" if event.fruitless_starts else ""
+    return f"start {event.start} follows {when}{count}"
+
+
+@_line(ev.SupervisorEnded)
+def _(event: ev.SupervisorEnded) -> str:
+    return f"the job ended with status {event.status} after {_plural(event.starts, 'start')}: {event.reason}"
+
+
+@_line(ev.GaveUp, ev.ERROR)
+def _(event: ev.GaveUp) -> str:
+    return "\n".join([f"giving up: {event.reason}", *event.page])
+
+
+def _numbers(noun: str, numbers: Iterable[int]) -> str:
+    found = list(map(str, numbers))
+    return f"{noun}{'' if len(found) == 1 else 's'} {', '.join(found)}"
 
 
 @_line(ev.Notice, lambda event: event.level)

@@ -16,9 +16,10 @@ from typing import Any
 
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
+from mindresume.coordination.rank_heartbeat import COMPILING, ENDING, FIRST_STEP
 from mindresume.errors import SaveError
 from mindresume.formats.rank_folder_naming import stem
-from mindresume.mindformers import adapter, run_start, training_context, upstream, upstream_check
+from mindresume.mindformers import adapter, heartbeat, run_start, training_context, upstream, upstream_check
 from mindresume.mindformers.monitor_arguments import checked_arguments
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.state_collector import StateCollector
@@ -67,6 +68,7 @@ class CheckpointMonitor(BuiltIn):
             return super().on_train_begin(run_context)
         self._start(training_context.current())
         self._checkpoints.handle_preemption(run_context.original_args().list_callback or (), self._context.requests)
+        heartbeat.enter(COMPILING)
         return None
 
     def step_end(self, run_context: Any) -> None:
@@ -78,6 +80,7 @@ class CheckpointMonitor(BuiltIn):
         request, progress = _MonitorRequest(self, run_context.original_args()), self._context.progress
         progress.step = request.step
         reason = self._checkpoints.step_end(request)
+        heartbeat.step(request.step)
         if reason:
             progress.stop_reason = reason
             run_context.request_stop()
@@ -93,8 +96,12 @@ class CheckpointMonitor(BuiltIn):
             return super().on_train_step_begin(run_context)
         attempt = training_context.current().resources.pending_load.attempt
         if attempt is not None and not attempt.begun:
-            adapter.call_when_compiled(run_context.original_args().train_network, self._checkpoints.begin_load_attempt)
+            adapter.call_when_compiled(run_context.original_args().train_network, self._begin_first_step)
         return super(BuiltIn, self).on_train_step_begin(run_context)        # skips the built-in, which polls its own writer here
+
+    def _begin_first_step(self) -> None:
+        heartbeat.enter(FIRST_STEP)
+        self._checkpoints.begin_load_attempt()
 
     def on_train_end(self, run_context: Any) -> None:
         if not self._ours:
@@ -105,6 +112,7 @@ class CheckpointMonitor(BuiltIn):
         if not self._ours:
             return super().end(run_context)
         if self._checkpoints is not None:
+            heartbeat.enter(ENDING)
             self._checkpoints.end(_MonitorRequest(self, run_context.original_args()), self._close)
         return None
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from mindresume.events import warning
-from mindresume.mindformers import adapter, patches, training_context, upstream_check
+from mindresume.mindformers import adapter, heartbeat, patches, training_context, upstream_check
 from mindresume.mindformers.modelarts import require_moxing
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER, Kind, Profile, Symbol
 from mindresume.mindformers.wrapping import when_imported
@@ -22,6 +22,7 @@ def install() -> None:
         ConfigError: mindformers is not installed, too old or cannot be imported, or symbols are absent or have another
             signature, which it lists. Nothing is patched then.
     """
+    heartbeat.begin()
     require_moxing()
     profile, notice = upstream_check.profile_for(upstream_check.installed_versions())
     upstream_check.require_import("mindformers")

@@ -24,11 +24,13 @@ from typing import Any
 
 from mindresume.coordination import preemption
 from mindresume.coordination.collectives import gather_results, run_on_all
+from mindresume.coordination.rank_heartbeat import COMPILING, LOADING
 from mindresume.errors import TrainingCompleteError
 from mindresume.events import Notice
 from mindresume.formats.rank_folder_naming import name_for_rank
 from mindresume.mindformers import (
     adapter,
+    heartbeat,
     hf_streaming,
     job_start,
     load_iteration,
@@ -300,6 +302,7 @@ def _wrap_compile_model(original: Any) -> Any:
             return original(*args, **kwargs)
         if adapter.is_parallel():
             given = bind(args, kwargs)
+            heartbeat.enter(COMPILING)
             adapter.compile_for_load(context.objects.config, given["model"], given["dataset"], context.group)
         return None
     return compile_model
@@ -314,6 +317,7 @@ def _wrap_load_checkpoint(original: Any) -> Any:
         if not context.plan.iterations:
             return original(*args, **kwargs)
         given = bind(args, kwargs)
+        heartbeat.enter(LOADING)
         try:
             with context.progress.timed_load():
                 return load_iteration.load(given["network"], given.get("optimizer"), context)

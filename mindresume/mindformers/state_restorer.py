@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from mindresume.coordination.collectives import run_on_all
+from mindresume.coordination.rank_heartbeat import COMPILING, LOADING
 from mindresume.errors import LoadError
 from mindresume.events import ProgressRestored, WeightsLoaded, warning
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats.rank_folder_naming import parse_name
-from mindresume.mindformers import adapter, arrangement, auto_transform, hf_streaming
+from mindresume.mindformers import adapter, arrangement, auto_transform, heartbeat, hf_streaming
 from mindresume.mindformers.load_progress import waiting_for
 from mindresume.mindformers.network_state import check_fit
 from mindresume.mindformers.training_context import RunOrigin, RunProgress, TrainingContext
@@ -129,7 +130,9 @@ def load_chosen(config: Any, model: Any, dataset: Any, context: TrainingContext,
     if config.load_ckpt_async and plan.open_source is None:                 # read while the graph is compiled
         early = ThreadPoolExecutor(1).submit(read_shard, storage, plan.choice.root, context.shard, reporter)
     if config.use_parallel and adapter.is_parallel():
+        heartbeat.enter(COMPILING)
         adapter.compile_for_load(config, model, dataset, context.group)
+    heartbeat.enter(LOADING)
     network = model._train_network
     with context.progress.timed_load():
         if plan.open_source is not None:

@@ -24,12 +24,13 @@ import mindresume
 from mindresume.coordination import preemption
 from mindresume.coordination.collectives import Group, SingleProcess
 from mindresume.coordination.lease import Lease
+from mindresume.coordination.rank_heartbeat import ENDING
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import ConfigError, TrainingCompleteError
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, TrainingEnded, TrainingStarted
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import EventFile
-from mindresume.mindformers import adapter, modelarts
+from mindresume.mindformers import adapter, heartbeat, modelarts
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.tensorboard import MindFormersLog, TensorBoard
 from mindresume.model.data_position import DataPosition
@@ -269,6 +270,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
     group = group_of_job()
     emit = Emitter(MindFormersLog(), TensorBoard())
     emit.add(EventFile(adapter.output_root(), group.rank, emit=emit))
+    emit.add(heartbeat.FromEvents(group.rank, adapter.output_root()))
     context, ended = TrainingContext(task=TRAIN, resources=Resources(group, emit)), TrainingEnded(FAILED)
     with ExitStack() as end:                            # callbacks run in the reverse order
         end.callback(set_current, TrainingContext())    # later code of this process gets a new, idle context
@@ -288,6 +290,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
         except TrainingCompleteError as error:
             ended = TrainingEnded(NOTHING_TO_TRAIN, str(error))
         except BaseException as error:
+            heartbeat.enter(ENDING)
             context.resources.pending_load.end(error)
             ended = _ended(context.progress, error)
             raise

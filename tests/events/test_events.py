@@ -29,7 +29,8 @@ def test_events_survive_json(event):
 def test_event_kinds_are_frozen_and_have_only_json_types(kind):
     assert kind.__dataclass_params__.frozen
     assert {field.type.removesuffix(" | None") for field in dataclasses.fields(kind)} <= {
-        "int", "float", "str", "bool", "tuple[int, ...]", "tuple[str, ...]", "tuple[tuple[str, str, str], ...]"}
+        "int", "float", "str", "bool", "tuple[int, ...]", "tuple[str, ...]", "tuple[float, ...]",
+        "tuple[tuple[str, str, str], ...]"}
 
 
 @pytest.mark.parametrize("value", [

@@ -9,9 +9,10 @@ import os
 import time
 from typing import Any
 
+from mindresume.coordination.rank_heartbeat import ENDING, FIRST_STEP
 from mindresume.errors import ConfigError
 from mindresume.events import Notice, warning
-from mindresume.mindformers import arrangement, run_start, training_context
+from mindresume.mindformers import arrangement, heartbeat, run_start, training_context
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.pynative import parameters, trainer_state
@@ -60,18 +61,21 @@ class RunSaver:
         run_start.begin_saving(self.manager, context, step, self)
         self.manager.handle_preemption((), context.requests)
         self.manager.begin_load_attempt()
+        heartbeat.enter(FIRST_STEP)
 
     def step_end(self, state: Any, objects: dict[str, Any]) -> None:
         """Saves the step if it is due. Ends the training after this step if a rank was asked to stop."""
         request, progress = _StepRequest(self, state, objects), self._run.context.progress
         progress.step = request.step
         reason = self.manager.step_end(request)
+        heartbeat.step(request.step)
         if reason:
             progress.stop_reason = reason
             state.max_steps = state.global_step         # the condition of the trainer's loop
 
     def end(self, state: Any, objects: dict[str, Any]) -> None:
         """Saves the last step, and waits until everything is committed."""
+        heartbeat.enter(ENDING)
         self.manager.end(_StepRequest(self, state, objects), self._close)
 
     def finish_after_error(self) -> None:

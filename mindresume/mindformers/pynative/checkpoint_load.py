@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from mindresume.coordination.collectives import run_on_all, run_on_rank0
+from mindresume.coordination.rank_heartbeat import LOADING
 from mindresume.errors import ConfigError, TrainingCompleteError
 from mindresume.events import Notice, WeightsLoaded, warning
-from mindresume.mindformers import arrangement, run_start, selection
+from mindresume.mindformers import arrangement, heartbeat, run_start, selection
 from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.load_iteration import is_pretrained
 from mindresume.mindformers.load_progress import load_traffic
@@ -177,6 +178,7 @@ def load_tensors(run: TrainingRun, plan: ResumePlan) -> None:
     Raises:
         CollectiveError: On all ranks, if one fails.
     """
+    heartbeat.enter(LOADING)
     context, trainer, resume = run.context, run.trainer, plan.request.resume
     model = parameters.model_parameters(trainer.model)
     wanted = {**model, **(parameters.optimizer_parameters(trainer.optimizer, model) if resume else {})}

@@ -1,0 +1,115 @@
+"""Implements ``mindresume run``."""
+from __future__ import annotations
+
+import json as json_module
+import os
+import shutil
+import sys
+from typing import Annotated
+
+import typer
+
+from mindresume.cli import app
+from mindresume.cli.common import say
+from mindresume.errors import ConfigError
+from mindresume.events import Event
+from mindresume.events.emitter import Emitter
+from mindresume.events.log_lines import PREFIX, line_of
+
+_HANG, _END, _NODES = "When is it a hang", "How a job is ended", "Several nodes"
+
+
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def run(command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to start: msrun, "
+                                                     "scripts/msrun_launcher.sh or any other command, with its arguments.")],
+        max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, metavar="N", help="Restarts in a row without progress "
+                                                  "before the job is given up. A start makes progress if it leaves a later "
+                                                  "checkpoint than all before it. 0: no restart at all.")] = 5,
+        hang_timeout: Annotated[float, typer.Option("--hang-timeout", min=0, metavar="S", rich_help_panel=_HANG,
+                                                    help="Seconds without a finished step after the first one; an evaluation "
+                                                    "between two steps counts. 0: never.")] = 1800,
+        start_timeout: Annotated[float, typer.Option("--start-timeout", min=0, metavar="S", rich_help_panel=_HANG,
+                                                     help="Seconds from the start to the end of the first step, and for the end "
+                                                     "of the training (last save, uploads). 0: no limit.")] = 7200,
+        kill_after: Annotated[float, typer.Option("--kill-after", min=0, metavar="S", rich_help_panel=_END,
+                                                  help="Seconds between SIGTERM and SIGKILL after a rank has died or hangs. The "
+                                                  "others wait for it in a collective and cannot handle SIGTERM.")] = 1.0,
+        save_timeout: Annotated[float, typer.Option("--save-timeout", min=0, metavar="S", rich_help_panel=_END,
+                                                    help="The same for a rank or process that is writing a checkpoint.")] = 20.0,
+        leave: Annotated[float | None, typer.Option("--leave", min=0, metavar="S", rich_help_panel=_END, show_default=False,
+                                                    help="Seconds to save and exit after this process got SIGTERM. Default: "
+                                                    "MSRUN_LEAVE, else MSRUN_GRACE, else 60.")] = None,
+        stuck: Annotated[float | None, typer.Option("--stuck", min=0, metavar="S", rich_help_panel=_END, show_default=False,
+                                                    help="Seconds after SIGKILL until a process is named and left behind. "
+                                                    "Default: MSRUN_STUCK, else 60.")] = None,
+        events: Annotated[str, typer.Option("--events", metavar="DIR", show_default=False,
+                                            help="Folder for the event file. Default: the output folder of the training, as the "
+                                            "ranks tell it.")] = "",
+        json: Annotated[bool, typer.Option("--json", help="Print what happens as JSON lines on standard output; the command "
+                                           "prints to standard error.")] = False) -> None:
+    """Starts a training, and starts it again when a rank has died or hangs.
+
+    [bold]mindresume run -- bash scripts/msrun_launcher.sh "run_mindformer.py --config qwen3.yaml" 8[/bold]
+
+    [bold]mindresume run --max-restarts 3 --hang-timeout 600 -- msrun --worker_num=8 ... run_mindformer.py ...[/bold]
+
+    [bold]MSRUN_RESTARTS=5 bash scripts/msrun_launcher.sh "run_mindformer.py ..." 8[/bold]      the same as the first one
+
+    The command must be one that resumes when it is started again (load_checkpoint and resume_training, or a fresh start in the
+    folder that it saves to).
+
+    A dead rank is noticed at once, by its process; a hang by the heartbeats that mindresume writes in each rank: the stacks of
+    all ranks are then written beside the event file. Everything that is left of the job is ended, and the command starts again:
+    at once if the job had made progress, else after 1, 2, 4 ... 60 seconds. A job that makes no progress is given up with a page
+    that says what each start did and died of.
+
+    It is not started again after status 0; status 2 (a wrong argument or setting); SIGTERM, which reaches the ranks, so that they
+    save (status 143); Ctrl-C (130). Exit status: the job's, 128 + N if signal N ended it, 124 after a hang.
+    """
+    from mindresume.supervisor.hang import HangLimits
+    from mindresume.supervisor.job import JobSettings
+    from mindresume.supervisor.restart_policy import RestartPolicy
+    from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if not command or shutil.which(command[0]) is None:
+        raise ConfigError(f"{command[0] if command else 'COMMAND'}: there is no such command; give it after --, for example: "
+                          f"mindresume run -- bash scripts/msrun_launcher.sh ...")
+    job = JobSettings(HangLimits(hang_timeout, start_timeout), kill_after, save_timeout,
+                      _seconds(leave, 60.0, "MSRUN_LEAVE", "MSRUN_GRACE"), _seconds(stuck, 60.0, "MSRUN_STUCK"))
+    settings = SupervisorSettings(RestartPolicy(max_restarts), job, events, json)
+    sys.exit(Supervisor(command, settings, Emitter(_JsonLines() if json else _Lines())).run())
+
+
+def _seconds(given: float | None, default: float, *variables: str) -> float:
+    """Returns the option, else the first of the environment variables that is set, else the default."""
+    if given is not None:
+        return given
+    for name in variables:
+        if value := os.environ.get(name):
+            if not value.isdigit():
+                raise ConfigError(f"{name} must be a number of seconds, got {value!r}")
+            return float(value)
+    return default
+
+
+class _Lines:
+    """Prints the log line of each event to standard error: the command prints to standard output."""
+
+    def handle(self, event: Event, time_s: float) -> None:
+        if text := line_of(event)[1]:
+            say(f"{PREFIX}{text}", error=True)
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        pass
+
+
+class _JsonLines:
+    """Prints each event as one JSON line."""
+
+    def handle(self, event: Event, time_s: float) -> None:
+        print(json_module.dumps({"time": round(time_s, 3), **event.to_json()}), flush=True)
+
+    def close(self) -> None:
+        pass

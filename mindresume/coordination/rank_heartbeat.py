@@ -1,0 +1,173 @@
+"""Holds the heartbeat of one rank: a small mapped file that the rank writes and the supervisor of its node reads.
+
+    {MINDRESUME_SUPERVISOR_DIR}/process_4711.heartbeat      one file for each rank, in memory or on the local disk
+
+    heartbeat = RankHeartbeat.create(folder)    # the rank, once
+    heartbeat.enter(LOADING); heartbeat.reach(500)
+    read_heartbeats(folder)                     # the supervisor
+
+A write is one store of 8 aligned bytes, a microsecond without a system call, so a rank writes in each step. A reader can see some
+fields of one moment and some of the next, but never half of a number. Times of the monotonic clock are comparable, because both
+processes run on one host.
+"""
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+VARIABLE = "MINDRESUME_SUPERVISOR_DIR"          # environment: the folder for heartbeats; absent: there is no supervisor
+SUFFIX, STACKS = ".heartbeat", ".stacks"        # of the files of one process
+NONE = -1                                       # a number that is not known yet
+
+# A rank enters the phases in this order; TRAINING, SAVING and COMPILING more than once.
+STARTING, JOINING, SELECTING, BUILDING, COMPILING, LOADING, FIRST_STEP, TRAINING, SAVING, ENDING, ENDED = PHASES = (
+    "starting", "joining", "selecting", "building", "compiling", "loading", "first step", "training", "saving", "ending", "ended")
+OUTCOMES = ("", "finished", "preempted", "nothing_to_train", "failed")
+
+_SIZE, _TEXT = 4096, 1024                       # bytes of the file; where the text begins
+_VERSION = 0x6D72_6862_0001                     # the first field; 0 while the file is being made
+_COUNTS = ("version", "pid", "ticks", "rank", "world_size", "phase", "step", "resumed", "begun", "written", "committed",
+           "outcome", "signal")
+_AT = {name: index for index, name in enumerate(_COUNTS)}
+_PROGRESSED, _CHANGED, _SECONDS, _ENTERED = 32, 33, 40, 60
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Describes one rank as it was last seen.
+
+    Attributes:
+        pid: of the process.
+        ticks: when that process was started, in clock ticks since boot: another process can have its number later.
+        rank: NONE until it is known.
+        world_size: ranks of the job; NONE: not known.
+        phase: one of PHASES.
+        step: the last finished step; NONE: none.
+        resumed: the step that the training continues after; NONE: not known, or from the beginning.
+        begun: the newest step whose save has begun; NONE: none.
+        written: the newest step that this rank has written; NONE: none.
+        committed: the newest step that is complete on all ranks, as rank 0 knows; NONE: none, or another rank.
+        outcome: how the training ended, one of OUTCOMES; empty: not yet.
+        signal: makes the process write the stacks of its threads into a file; 0: none.
+        progressed: when the phase or the step last changed, ``time.monotonic``.
+        changed: when the phase last changed, ``time.monotonic``.
+        seconds: {phase: seconds spent in it}, without the current phase.
+        entered: {phase: when it was first entered, seconds since 1970}.
+        output: output folder of the training; empty: not known.
+    """
+    pid: int
+    ticks: int
+    rank: int = NONE
+    world_size: int = NONE
+    phase: str = STARTING
+    step: int = NONE
+    resumed: int = NONE
+    begun: int = NONE
+    written: int = NONE
+    committed: int = NONE
+    outcome: str = ""
+    signal: int = 0
+    progressed: float = 0.0
+    changed: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    entered: dict[str, float] = field(default_factory=dict)
+    output: str = ""
+
+    @property
+    def has_trained(self) -> bool:
+        """Returns whether the first step is done."""
+        return TRAINING in self.entered
+
+
+class RankHeartbeat:
+    """Writes the heartbeat of this process. ``path``: the file. Use ``create``."""
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time):
+        self.path, self._clock, self._wall, self._phase = path, clock, wall, 0
+        with open(path, "xb+") as file:
+            file.truncate(_SIZE)
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._counts, self._times = memoryview(self._map).cast("q"), memoryview(self._map).cast("d")
+        for name in _COUNTS[1:]:
+            self._counts[_AT[name]] = 0 if name in ("phase", "outcome", "signal") else NONE
+        self.set(pid=os.getpid(), ticks=start_ticks(os.getpid()) or 0)
+        self._times[_PROGRESSED] = self._times[_CHANGED] = clock()
+        self._times[_ENTERED] = wall()
+        self._counts[0] = _VERSION
+
+    @classmethod
+    def create(cls, folder: str, rank: int = NONE) -> RankHeartbeat:
+        """Begins the heartbeat of this process in ``folder``. Raises OSError."""
+        made = cls(os.path.join(folder, f"process_{os.getpid()}{SUFFIX}"))
+        made.set(rank=rank)
+        return made
+
+    def set(self, **values: int) -> None:
+        """Sets numbers by the names of their fields; ``outcome`` is an index of OUTCOMES."""
+        for name, value in values.items():
+            self._counts[_AT[name]] = value
+
+    def enter(self, phase: str) -> None:
+        """Begins a phase. Does nothing if it is the current one, or the training has ended."""
+        index = PHASES.index(phase)
+        if index == self._phase or self._phase == len(PHASES) - 1:
+            return
+        now = self._clock()
+        self._times[_SECONDS + self._phase] += now - self._times[_CHANGED]
+        if not self._times[_ENTERED + index]:
+            self._times[_ENTERED + index] = self._wall()
+        self._phase = self._counts[_AT["phase"]] = index
+        self._times[_CHANGED] = self._times[_PROGRESSED] = now
+
+    def reach(self, step: int) -> None:
+        """Records that ``step`` is finished."""
+        self._counts[_AT["step"]] = step
+        self._times[_PROGRESSED] = self._clock()
+        self.enter(TRAINING)
+
+    def set_output(self, folder: str) -> None:
+        """Records the output folder of the training; one that is too long is not recorded."""
+        text = os.fsencode(os.path.abspath(folder))
+        if len(text) < _SIZE - _TEXT:
+            self._map[_TEXT:_TEXT + len(text) + 1] = text + b"\0"
+
+
+def start_ticks(pid: int) -> int | None:
+    """Returns when a process was started, in clock ticks since boot; None: there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def read_heartbeat(path: str) -> Heartbeat | None:
+    """Returns the heartbeat in a file; None if it is being made, is not of this version, or cannot be read."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError:
+        return None
+    if len(data) != _SIZE:
+        return None
+    counts, times = memoryview(data).cast("q"), memoryview(data).cast("d")
+    phase, outcome = counts[_AT["phase"]], counts[_AT["outcome"]]
+    if counts[0] != _VERSION or not 0 <= phase < len(PHASES) or not 0 <= outcome < len(OUTCOMES):
+        return None
+    numbers = {name: counts[_AT[name]] for name in _COUNTS[1:] if name not in ("phase", "outcome")}
+    by_phase = {name: {each: times[start + index] for index, each in enumerate(PHASES) if times[start + index]}
+                for name, start in (("seconds", _SECONDS), ("entered", _ENTERED))}
+    return Heartbeat(**numbers, phase=PHASES[phase], outcome=OUTCOMES[outcome], progressed=times[_PROGRESSED],
+                     changed=times[_CHANGED], **by_phase, output=os.fsdecode(data[_TEXT:].partition(b"\0")[0]))
+
+
+def read_heartbeats(folder: str) -> list[Heartbeat]:
+    """Returns the heartbeats in ``folder``, by rank and process; empty if there is no such folder."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    found = [read_heartbeat(os.path.join(folder, name)) for name in names if name.endswith(SUFFIX)]
+    return sorted(filter(None, found), key=lambda heartbeat: (heartbeat.rank, heartbeat.pid))

@@ -1,0 +1,95 @@
+"""Writes the heartbeat of this rank for the supervisor (``mindresume run``). Without a supervisor nothing is written.
+
+    begin()            when mindresume is installed         enter(LOADING), step(500)     where no event says it
+    FromEvents()       a handler of the training's events: selected, resumed, saved, committed, ended
+"""
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from contextlib import suppress
+
+from mindresume import events as ev
+from mindresume.coordination import rank_heartbeat
+from mindresume.coordination.rank_heartbeat import (  # noqa: F401  JOINING: for run_mindformer.py
+    JOINING,
+    OUTCOMES,
+    STACKS,
+    SUFFIX,
+    RankHeartbeat,
+)
+from mindresume.events import Event
+
+_STACKS_SIGNAL = signal.SIGRTMIN + 7        # frameworks and launchers use the named ones
+_own: list[RankHeartbeat] = []              # of this process: one or none
+
+
+def begin() -> None:
+    """Starts the heartbeat of this process, if a supervisor asks for one. Idempotent. The variable is removed, because a child of
+    a rank, such as a worker of its data set, is no rank; nor is the scheduler of msrun."""
+    folder = os.environ.pop(rank_heartbeat.VARIABLE, "")
+    if not folder or _own or os.environ.get("MS_ROLE") == "MS_SCHED":
+        return
+    rank = os.environ.get("RANK_ID", "")
+    with suppress(OSError):                 # the supervisor has ended, or its folder is full: it watches processes only
+        _own.append(RankHeartbeat.create(folder, int(rank) if rank.isdigit() else rank_heartbeat.NONE))
+        _write_stacks_on_signal(_own[0])
+
+
+def _write_stacks_on_signal(heartbeat: RankHeartbeat) -> None:
+    """Makes a signal write the stacks of all threads into a file. The handler is written in C and runs also while the interpreter
+    lock is held, for example in a collective that never ends."""
+    if signal.getsignal(_STACKS_SIGNAL) != signal.SIG_DFL:
+        return
+    file = open(heartbeat.path.removesuffix(SUFFIX) + STACKS, "ab")         # noqa: SIM115  open until the process ends
+    faulthandler.register(_STACKS_SIGNAL, file, all_threads=True)
+    heartbeat.set(signal=_STACKS_SIGNAL)
+
+
+def enter(phase: str) -> None:
+    """Begins a phase, see ``RankHeartbeat.enter``."""
+    for heartbeat in _own:
+        heartbeat.enter(phase)
+
+
+def step(number: int) -> None:
+    """Records that a step is finished, with everything that follows it, such as a save."""
+    for heartbeat in _own:
+        heartbeat.reach(number)
+
+
+class FromEvents:
+    """Handles the events of a training: sets phases and numbers of the heartbeat. ``output``: output folder of the training."""
+
+    def __init__(self, rank: int, output: str):
+        for heartbeat in _own:
+            heartbeat.set(rank=rank)
+            heartbeat.set_output(output)
+
+    def handle(self, event: Event, time_s: float) -> None:
+        for heartbeat in _own:
+            _handle(heartbeat, event)
+
+    def close(self) -> None:
+        pass
+
+
+def _handle(heartbeat: RankHeartbeat, event: Event) -> None:
+    if isinstance(event, ev.TrainingStarted):
+        heartbeat.set(world_size=event.world_size)
+        heartbeat.enter(rank_heartbeat.SELECTING)
+    elif isinstance(event, (ev.CheckpointSelected, ev.FreshStart)):
+        heartbeat.enter(rank_heartbeat.BUILDING)
+    elif isinstance(event, ev.ProgressRestored):
+        heartbeat.set(resumed=event.step)
+    elif isinstance(event, ev.SaveBegun):
+        heartbeat.set(begun=event.step)
+        heartbeat.enter(rank_heartbeat.SAVING)
+    elif isinstance(event, ev.SaveWritten):
+        heartbeat.set(written=event.step)
+    elif isinstance(event, ev.SaveCommitted) and event.run_id is None:
+        heartbeat.set(committed=event.step)
+    elif isinstance(event, ev.TrainingEnded):
+        heartbeat.set(outcome=OUTCOMES.index(event.outcome))
+        heartbeat.enter(rank_heartbeat.ENDED)

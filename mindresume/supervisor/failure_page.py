@@ -1,0 +1,33 @@
+"""Makes the page of a job that is not started again: what each start did and died of."""
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from mindresume.coordination.rank_heartbeat import NONE
+from mindresume.formatting import shown
+from mindresume.supervisor.restart_policy import StartOutcome
+
+
+def page(starts: Sequence[StartOutcome], advice: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns the lines of the page. Lines of logs are escaped, because they can hold anything."""
+    lines: list[str] = []
+    for start in starts:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.started))
+        lines += [f"start {start.number}, {when}, {start.seconds:.0f} s: {_work(start)}", f"    {_death(start)}"]
+        lines += [f"      | {shown(line)}" for line in start.log]
+    return (*lines, *advice)
+
+
+def _work(start: StartOutcome) -> str:
+    began = "from the beginning" if start.resumed == NONE else f"resumed after step {start.resumed}"
+    if start.last_step == NONE:
+        return f"{began if start.resumed != NONE else 'nothing was resumed'}, no step was finished"
+    saved = "no checkpoint" if start.committed <= start.resumed else f"checkpoints up to step {start.committed}"
+    return f"{began}, last step {start.last_step}, {saved}"
+
+
+def _death(start: StartOutcome) -> str:
+    host = f" on {start.host}" if start.host else ""
+    phase = f" while {start.phase}" if start.phase else ""
+    return f"{start.cause}{phase}{host}; status {start.status}"

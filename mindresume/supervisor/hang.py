@@ -1,0 +1,44 @@
+"""Decides from heartbeats whether a job hangs. The silence of a log decides nothing: a long compilation is silent too."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mindresume.coordination.rank_heartbeat import ENDED, ENDING, PHASES, SAVING, TRAINING, Heartbeat
+
+
+@dataclass(frozen=True)
+class HangLimits:
+    """Holds the limits in seconds; 0: no limit. ``step``: without a finished step, once the first step is done. ``start``: from
+    the start of the command to the end of the first step of every rank, and for the end of the training (last save, uploads)."""
+    step: float = 1800.0
+    start: float = 7200.0
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Describes ranks without progress. ``ranks``: their heartbeats, those that are behind the others first. ``seconds``: without
+    progress. ``limit``: the name of the option."""
+    ranks: tuple[Heartbeat, ...]
+    seconds: float
+    limit: str
+
+
+def find_hang(heartbeats: Sequence[Heartbeat], started: float, now: float, limits: HangLimits) -> Hang | None:
+    """Returns the ranks that exceed their limit, None if none does. ``started``: when the command was started. Both times are
+    those of ``time.monotonic``."""
+    stuck: list[tuple[float, Heartbeat, str]] = []
+    for heartbeat in heartbeats:
+        if heartbeat.phase == ENDED:
+            continue
+        if heartbeat.phase in (TRAINING, SAVING):
+            since, limit, name = heartbeat.progressed, limits.step, "--hang-timeout"
+        else:
+            since, limit, name = heartbeat.changed if heartbeat.phase == ENDING else started, limits.start, "--start-timeout"
+        if limit and now - since > limit:
+            stuck.append((now - since, heartbeat, name))
+    if not stuck:
+        return None
+    ranks = sorted((heartbeat for _, heartbeat, _ in stuck), key=lambda it: (it.step, PHASES.index(it.phase), it.rank))
+    seconds, _, name = max(stuck, key=lambda row: row[0])
+    return Hang(tuple(ranks), seconds, name)

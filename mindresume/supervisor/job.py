@@ -1,0 +1,275 @@
+"""Runs one start of a command: starts it, watches its ranks, ends everything that it has started.
+
+    job = Job(command, number, folder, settings, emit)
+    job.start()
+    end = job.watch(stop)                       # EXITED, DIED, HUNG, or what ``stop()`` returns
+    outcome = job.end(end)                      # nothing of it is left
+
+``folder`` receives the heartbeats of the ranks of this start alone, so none of an earlier start can be taken for one of this.
+"""
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mindresume.coordination import rank_heartbeat
+from mindresume.coordination.rank_heartbeat import ENDED, ENDING, NONE, SAVING, Heartbeat, read_heartbeats
+from mindresume.events import PREEMPTED, Emit, HangDetected, JobEnded, JobStarted, RankDied, StartupMeasured
+from mindresume.events.log_lines import end_text
+from mindresume.supervisor import stacks
+from mindresume.supervisor.hang import HangLimits, find_hang
+from mindresume.supervisor.job_end import EndTimes, end_job
+from mindresume.supervisor.log_excerpt import excerpt
+from mindresume.supervisor.members import Ended, Member, Members
+from mindresume.supervisor.process_table import RANK, SCHEDULER, WRITER, end_with_parent, shell_status
+from mindresume.supervisor.restart_policy import DIED, EXITED, HANG_STATUS, HUNG, PEER, STOPPED, TERMINATED, StartOutcome
+
+TICK = 0.2                              # seconds between two looks; the end of a process is noticed at once
+_UNKNOWN_END = 3.0                      # seconds for the launcher to say how a rank ended whose status is not known
+_STARTUP = (rank_heartbeat.STARTING, rank_heartbeat.JOINING, rank_heartbeat.SELECTING, rank_heartbeat.BUILDING,
+            rank_heartbeat.COMPILING, rank_heartbeat.LOADING, rank_heartbeat.FIRST_STEP)
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """Holds the seconds of one start, as the options of ``mindresume run`` have them. ``kill_after``: between SIGTERM and SIGKILL
+    after a failure; ``leave``: the same after a signal to this process, in which the ranks save."""
+    limits: HangLimits = HangLimits()
+    kill_after: float = 1.0
+    save: float = 20.0
+    leave: float = 60.0
+    stuck: float = 60.0
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """Says why a start ends.
+
+    Attributes:
+        kind: EXITED, DIED, HUNG, STOPPED or PEER.
+        status: exit status, as of a shell.
+        cause: for people.
+        leave: the ranks may save before they end.
+        rank: the rank that ended it; None: none, or not known.
+        phase: of that rank.
+        noticed: ``time.monotonic``.
+        log: the last lines of that rank's log that look like its error.
+        unsaved: the step of a save that can never be complete, because that rank died in it.
+    """
+    kind: str
+    status: int
+    cause: str
+    leave: bool = False
+    rank: int | None = None
+    phase: str = ""
+    noticed: float = field(default_factory=time.monotonic)
+    log: tuple[str, ...] = ()
+    unsaved: int = NONE
+
+
+class Job:
+    """Runs one start.
+
+    Args:
+        number: from 1.
+        folder: for heartbeats; it exists.
+        ignored: processes that belong to no start, or were left behind by an earlier one.
+        evidence: returns the prefix of the paths of files with stacks; None if none can be written.
+        to_stderr: the command prints to standard error alone.
+    """
+
+    def __init__(self, command: Sequence[str], number: int, folder: str, settings: JobSettings, emit: Emit,
+                 environment: Mapping[str, str], ignored: Collection[int] = (),
+                 evidence: Callable[[], str | None] = lambda: None, to_stderr: bool = False):
+        self.command, self.number, self.folder, self.settings, self.emit = command, number, folder, settings, emit
+        self.environment = {**environment, rank_heartbeat.VARIABLE: folder}
+        self.members = Members(ignored)
+        self.heartbeats: dict[int, Heartbeat] = {}          # by process, the last known
+        self.host = socket.gethostname()
+        self._evidence, self._to_stderr = evidence, to_stderr
+        self._pid, self._status = 0, None
+        self._began = self._started = 0.0
+        self._unknown: tuple[float, Ended] | None = None    # a rank whose end is not understood yet, and since when
+        self._is_measured = False
+
+    # ---- start --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the command in a session of its own, so that Ctrl-C reaches this process alone. Raises OSError."""
+        self._began, self._started = time.monotonic(), time.time()
+        parent = os.getpid()
+        process = subprocess.Popen(self.command, env=dict(self.environment), stdin=subprocess.DEVNULL, start_new_session=True,
+                                   stdout=2 if self._to_stderr else None, preexec_fn=lambda: end_with_parent(parent))
+        self._pid = process.pid
+        process.returncode = 0                  # this class reaps it, see ``Members.wait``
+        self.emit(JobStarted(self.number, self._pid))
+
+    # ---- watch --------------------------------------------------------------------------------------------------------
+
+    def watch(self, stop: Callable[[], JobEnd | None]) -> JobEnd:
+        """Returns why this start ends, at the moment when it is known. ``stop``: asked several times a second."""
+        while True:
+            self._refresh(now=False)
+            for ended in self.members.wait(TICK):
+                if end := self._taken(ended):
+                    return end
+            if end := stop() or self._over() or self._hang():
+                return end
+            self._measure_startup()
+
+    def _refresh(self, now: bool = True) -> None:
+        for heartbeat in read_heartbeats(self.folder):
+            self.heartbeats[heartbeat.pid] = heartbeat
+        self.members.refresh(self.heartbeats.values(), now)
+
+    def _taken(self, ended: Ended) -> JobEnd | None:
+        """Takes the end of a process. Returns the end of the job if it is a rank that had not finished."""
+        if ended.member.pid == self._pid:
+            self._status = 1 if ended.status is None else shell_status(ended.status)
+        if ended.member.role != RANK or self._ended_well(ended):
+            return None
+        if ended.status is None and ended.member.pid not in self.heartbeats:
+            self._unknown = self._unknown or (time.monotonic(), ended)
+            return None
+        return self._died(ended)
+
+    def _ended_well(self, ended: Ended) -> bool:
+        """Returns whether a rank has ended as it should. A status of 143 is that of ranks that were asked to stop and saved."""
+        heartbeat = self._last_heartbeat(ended.member.pid)
+        preempted = heartbeat is not None and heartbeat.outcome == PREEMPTED
+        if ended.status is None:
+            return heartbeat is not None and heartbeat.phase == ENDED and heartbeat.outcome != "failed"
+        return ended.status == 0 or preempted and ended.status == TERMINATED
+
+    def _last_heartbeat(self, pid: int) -> Heartbeat | None:
+        path = os.path.join(self.folder, f"process_{pid}{rank_heartbeat.SUFFIX}")
+        found = rank_heartbeat.read_heartbeat(path)
+        if found is not None:
+            self.heartbeats[pid] = found
+        return self.heartbeats.get(pid)
+
+    def _died(self, ended: Ended) -> JobEnd:
+        member, heartbeat = ended.member, self._last_heartbeat(ended.member.pid)
+        noticed, path = time.monotonic(), self.members.log_file(member)
+        log = excerpt(path) if path else ()
+        if ended.status is None and path:
+            ended = Ended(member, _status_in_message(os.path.dirname(path), member.pid))
+        phase, step = (heartbeat.phase, heartbeat.step) if heartbeat else ("", NONE)
+        self.emit(RankDied(self.number, self.host, member.pid, member.rank, ended.status, phase, _known(step), log))
+        who = _name(member.rank)
+        status = 1 if ended.status is None else shell_status(ended.status)
+        unsaved = heartbeat.begun if heartbeat and heartbeat.begun > heartbeat.written else NONE
+        return JobEnd(DIED, status, f"{who} {end_text(ended.status)}", False, member.rank, phase, noticed, log, unsaved)
+
+    def _over(self) -> JobEnd | None:
+        """Returns the end of the job if the command and all ranks have ended, or a rank has ended and nobody says how."""
+        ranks = self.members.alive(RANK)
+        if self._unknown is not None and time.monotonic() - self._unknown[0] > _UNKNOWN_END and ranks:
+            return self._died(self._unknown[1])
+        if self._status is None or ranks and self._status == 0:
+            return None
+        failed = [it for it in self.heartbeats.values() if it.outcome == "failed"]
+        log = excerpt(self._unknown[1].member.log) if self._unknown is not None else ()
+        rank = self._unknown[1].member.rank if self._unknown is not None else failed[0].rank if failed else None
+        return JobEnd(EXITED, self._status, f"the command ended with status {self._status}", rank=rank, log=log)
+
+    def _hang(self) -> JobEnd | None:
+        alive = [self.heartbeats[member.pid] for member in self.members.alive(RANK) if member.pid in self.heartbeats]
+        hang = find_hang(alive, self._began, time.monotonic(), self.settings.limits)
+        if hang is None:
+            return None
+        noticed, first, target = time.monotonic(), hang.ranks[0], self._evidence()
+        paths = stacks.write_stacks(alive, self.folder, f"{target}-start_{self.number}") if target is not None else ()
+        self.emit(HangDetected(self.number, self.host, tuple(max(it.rank, 0) for it in hang.ranks), hang.seconds, first.phase,
+                               _known(first.step), paths))
+        cause = (f"{_name(first.rank)} made no progress for {hang.seconds:.0f} s while {first.phase} ({hang.limit})"
+                 + (f", stacks: {paths[0]} ..." if paths else ""))
+        return JobEnd(HUNG, HANG_STATUS, cause, False, first.rank, first.phase, noticed)
+
+    def _measure_startup(self) -> None:
+        """Emits how long each part of the start took, once every rank has finished its first step."""
+        ranks = [self.heartbeats.get(member.pid) for member in self.members.alive(RANK)]
+        if self._is_measured or not ranks or not all(it is not None and it.has_trained for it in ranks):
+            return
+        self._is_measured = True
+        slowest = max(ranks, key=lambda it: it.entered[rank_heartbeat.TRAINING])
+        phases = tuple(phase for phase in _STARTUP if phase in slowest.seconds)
+        spawned = max(slowest.entered[rank_heartbeat.STARTING] - self._started, 0.0)
+        self.emit(StartupMeasured(self.number, max(slowest.rank, 0), phases, tuple(slowest.seconds[it] for it in phases), spawned,
+                                  _known(slowest.resumed)))
+
+    @property
+    def output(self) -> str:
+        """Returns the output folder of the training; empty if no rank has told it."""
+        return next((it.output for it in self.heartbeats.values() if it.output), "")
+
+    @property
+    def has_silent_ranks(self) -> bool:
+        """Returns whether there are ranks, and none of them writes heartbeats."""
+        return bool(self.members.alive(RANK)) and not self.heartbeats
+
+    # ---- end ----------------------------------------------------------------------------------------------------------
+
+    def end(self, end: JobEnd, at_once: Callable[[], bool] = lambda: False) -> tuple[StartOutcome, tuple[int, ...]]:
+        """Ends everything that is left. Returns the outcome, and the processes that do not end even after SIGKILL."""
+        self._refresh()
+        left: tuple[int, ...] = ()
+        if end.kind != EXITED or end.status or self._is_finishing(at_once):     # daemons of a job that finished stay
+            left = self._end_all(end, at_once)
+        beats = list(self.heartbeats.values())
+        resumed, last, committed = (max((getattr(it, name) for it in beats), default=NONE)
+                                    for name in ("resumed", "step", "committed"))
+        preempted = any(it.outcome == PREEMPTED for it in beats) and end.kind == EXITED
+        outcome = StartOutcome(self.number, self._started, time.monotonic() - self._began, end.kind, end.status, end.cause,
+                               end.rank, self.host, end.phase, preempted, resumed, last, committed, end.log)
+        self.emit(JobEnded(self.number, end.status, end.cause, outcome.seconds, time.monotonic() - end.noticed, _known(resumed),
+                           _known(last), _known(committed), left))
+        self.members.close()
+        return outcome, left
+
+    def _is_finishing(self, at_once: Callable[[], bool]) -> bool:
+        """Waits until the scheduler and what writes checkpoints have ended by themselves. Returns whether one has not."""
+        until = time.monotonic() + self.settings.leave
+        while (left := self.members.alive(RANK, SCHEDULER, WRITER)) and time.monotonic() < until and not at_once():
+            self.members.wait(TICK)
+            self._refresh(now=False)
+        return bool(left)
+
+    def _end_all(self, end: JobEnd, at_once: Callable[[], bool]) -> tuple[int, ...]:
+        """Ends all processes of this start. Returns those that do not end even after SIGKILL."""
+        settings = self.settings
+        times = EndTimes(settings.leave if end.leave else settings.kill_after, settings.save, settings.stuck)
+
+        def is_saving(member: Member) -> bool:
+            beat = self.heartbeats.get(member.pid)
+            if beat is None or end.kind not in (DIED, PEER, STOPPED):
+                return False
+            return beat.phase == ENDING or beat.phase == SAVING and beat.begun != end.unsaved
+        _, left = end_job(self.members, times, self._refresh, is_saving, at_once)
+        self._refresh()
+        return left
+
+
+def _status_in_message(folder: str, pid: int) -> int | None:
+    """Returns the exit status of a worker from msrun's message, which scripts/msrun_launcher.sh writes into a file; None if there
+    is none."""
+    with suppress(OSError, ValueError):
+        text = Path(folder, "msrun_stderr.log").read_text(encoding="utf-8", errors="replace")
+        found = re.findall(rf"Worker process {pid} exit with exception\. Error code: (-?\d+)\.", text)
+        return int(found[-1]) if found else None
+    return None
+
+
+def _name(rank: int | None) -> str:
+    return "a rank" if rank is None or rank < 0 else f"rank {rank}"
+
+
+def _known(number: int) -> int | None:
+    return None if number == NONE else number

@@ -1,0 +1,99 @@
+"""Ends every process of a job, with deadlines.
+
+    1. The processes that started the ranks (msrun, the launcher) are stopped: msrun would kill all ranks as soon as one ends.
+    2. SIGTERM to the ranks and what they have started; SIGKILL after ``grace`` seconds, ``save`` seconds for a rank that saves.
+    3. SIGTERM to the scheduler, which the ranks need until they end, and to all others; those of 1 go on, so that scripts clean
+       up. SIGKILL after ``_CLEANUP`` seconds.
+    4. Processes that write checkpoints may finish: ``save`` seconds.
+
+Without a known rank, 2 is for every process. All are gone when the kernel says so of each of them. A process that does not end
+even after SIGKILL, because it waits in the kernel for a device or a disk (state D), is left behind after ``stuck`` seconds and
+named.
+"""
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mindresume.supervisor.members import Ended, Member, Members
+from mindresume.supervisor.process_table import OTHER, RANK, SCHEDULER, WRITER, send
+
+_CLEANUP = 1.0                  # seconds for launchers and scripts after the ranks
+_POLL = 0.05
+
+
+@dataclass(frozen=True)
+class EndTimes:
+    """Holds seconds. ``grace``: between SIGTERM and SIGKILL. ``save``: for a rank or a process that is saving. ``stuck``: after
+    SIGKILL."""
+    grace: float
+    save: float
+    stuck: float = 60.0
+
+
+def end_job(members: Members, times: EndTimes, refresh: Callable[[], None], is_saving: Callable[[Member], bool],
+            at_once: Callable[[], bool] = lambda: False) -> tuple[list[Ended], tuple[int, ...]]:
+    """Ends all members.
+
+    Args:
+        refresh: reads the process table again; called often.
+        is_saving: returns whether a rank writes a checkpoint that can still become complete.
+        at_once: returns whether everything is to be killed now, for example after a second Ctrl-C.
+    Returns:
+        The members that have ended, and the numbers of those left behind.
+    """
+    return _JobEnd(members, times, refresh, is_saving, at_once).run()
+
+
+class _JobEnd:
+    def __init__(self, members: Members, times: EndTimes, refresh: Callable[[], None], is_saving: Callable[[Member], bool],
+                 at_once: Callable[[], bool]):
+        self.members, self.times, self._refresh, self._is_saving, self._at_once = members, times, refresh, is_saving, at_once
+        self.ended: list[Ended] = []
+        self.left: set[int] = set()
+        self._asked: set[int] = set()               # have received SIGTERM
+        self._killed: dict[int, float] = {}         # {process: when it received SIGKILL first}
+
+    def run(self) -> tuple[list[Ended], tuple[int, ...]]:
+        self._refresh()
+        ranks = [member.pid for member in self.members.alive(RANK)]
+        launchers = self.members.above(ranks)
+        for pid in launchers:
+            send(pid, signal.SIGSTOP)
+
+        def working() -> list[Member]:
+            if not ranks:
+                return self._alive(OTHER)
+            below = {pid for member in self._alive(RANK) for pid in (member.pid, *self.members.below(member.pid))}
+            return [member for member in self._alive(RANK, OTHER) if member.pid in below]
+        self._end(working, self.times.grace, self.times.save)
+        for pid in launchers:
+            send(pid, signal.SIGTERM)
+            send(pid, signal.SIGCONT)
+        self._asked |= launchers
+        self._end(lambda: self._alive(RANK, OTHER, SCHEDULER), _CLEANUP, _CLEANUP)
+        self._end(lambda: self._alive(WRITER), self.times.save, self.times.save)
+        self._end(self._alive, 0.0, 0.0)            # whatever came meanwhile
+        return self.ended, tuple(sorted(self.left))
+
+    def _alive(self, *roles: str) -> list[Member]:
+        return [member for member in self.members.alive(*roles) if member.pid not in self.left]
+
+    def _end(self, alive: Callable[[], list[Member]], grace: float, save: float) -> None:
+        """Ends the members that ``alive`` returns, until it returns none."""
+        began = time.monotonic()
+        while left := alive():
+            now = time.monotonic()
+            for member in left:
+                if member.pid not in self._asked and member.role != WRITER:
+                    self._asked.add(member.pid)
+                    send(member.pid, signal.SIGTERM)
+                patience = save if member.role == WRITER or member.role == RANK and self._is_saving(member) else grace
+                if now - began >= patience or self._at_once():
+                    send(member.pid, signal.SIGKILL)
+                    if now - self._killed.setdefault(member.pid, now) > self.times.stuck:
+                        self.left.add(member.pid)
+            self.ended += self.members.wait(_POLL)
+            self._refresh()

@@ -1,0 +1,37 @@
+"""Finds the lines of a rank's log that say why it ended: for people, never for a decision."""
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+TAIL_BYTES = 1 << 18            # of the end of a log
+MAX_LINES = 12
+_MAX_CHARACTERS = 300           # of a line
+_ERROR = re.compile(r"error|exception|traceback|critical|fatal|abort|killed|out of memory|oom|refused|failed|signal \d", re.I)
+_NAMED = re.compile(r"^\s*[\w.]*(Error|Exception|Interrupt|Exit)\b.*")       # the last line of a traceback
+_NOISE = re.compile(r"^\s*(File \"|\^+$|~*\^+)")
+
+
+def excerpt(path: str) -> tuple[str, ...]:
+    """Returns up to MAX_LINES lines of the end of a log that look like its error; empty if it has none or cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            data = file.read(TAIL_BYTES)
+    except OSError:
+        return ()
+    return error_lines(data.decode("utf-8", "replace").splitlines())
+
+
+def error_lines(lines: Sequence[str]) -> tuple[str, ...]:
+    """Returns the last lines that look like an error: of a traceback its last lines, else those with a word for an error."""
+    named = [index for index, line in enumerate(lines) if _NAMED.match(line)]
+    if named:
+        begin = max((index for index, line in enumerate(lines[:named[-1]]) if line.startswith("Traceback")), default=named[-1])
+        lines = lines[max(begin, named[-1] - MAX_LINES):]
+        found = [line for line in lines if line.strip() and not _NOISE.match(line)]
+        found = [line for line in found if not line[:1].isspace() or _ERROR.search(line)] or found
+    else:
+        found = [line for line in lines if _ERROR.search(line)]
+    return tuple(line.rstrip()[:_MAX_CHARACTERS] for line in found[-MAX_LINES:])

@@ -1,0 +1,203 @@
+"""Tracks the processes of one start of a job: which exist, which of them are ranks, which have ended and with what status.
+
+    members = Members(command_pid)
+    members.refresh(heartbeats)                 # reads the process table
+    for ended in members.wait(0.2): ...         # the kernel wakes this process in the moment in which one of them ends
+"""
+from __future__ import annotations
+
+import os
+import re
+import select
+import time
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from mindresume.coordination.rank_heartbeat import Heartbeat
+from mindresume.supervisor.process_table import (
+    OTHER,
+    RANK,
+    SCHEDULER,
+    WRITER,
+    Process,
+    all_processes,
+    ancestors,
+    descendants,
+    environment_of,
+    exit_status,
+    log_of,
+    read_process,
+)
+
+SCAN_SECONDS = (0.2, 2.0)           # least and greatest number of seconds between two readings of the process table
+_SCAN_SHARE = 0.05                  # of a core may be spent with reading it, within these bounds
+_SETTLED = 10.0                     # seconds after which the role of a process does not change by an exec any more
+_WRITER_MARK = "MSRUN_LAUNCHER_WRITER"          # environment of a process that writes checkpoints (saving.background_writer)
+
+
+@dataclass(frozen=True)
+class Member:
+    """Describes a process of the job. ``rank``: None if it is not known. ``seen``: since when, ``time.monotonic``. ``log``: the
+    file that it prints to; empty: none."""
+    process: Process
+    role: str = OTHER
+    rank: int | None = None
+    seen: float = 0.0
+    log: str = ""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Describes a process that has ended. ``status``: as ``subprocess.Popen.returncode``; None: its parent has reaped it before
+    this process could read it."""
+    member: Member
+    status: int | None
+
+
+class Members:
+    """Tracks the descendants of this process. ``ignored``: numbers of descendants that belong to no job, or were left behind by
+    an earlier start."""
+
+    def __init__(self, ignored: Collection[int] = ()):
+        self.root, self.ignored = os.getpid(), frozenset(ignored)
+        self._members: dict[int, Member] = {}
+        self._ended: set[tuple[int, int]] = set()       # (number, start) of those that have ended
+        self._missed: list[Heartbeat] = []              # of ranks that have ended and were never seen
+        self._handles: dict[int, int] = {}              # {pid: descriptor that is readable once the process has ended}
+        self._poll = select.poll()
+        self._next_scan = 0.0
+        self._table: dict[int, Process] = {}
+
+    # ---- which ------------------------------------------------------------------------------------------------------
+
+    def alive(self, *roles: str) -> list[Member]:
+        """Returns the members that have not ended, or those with one of ``roles``."""
+        return [member for member in self._members.values() if not roles or member.role in roles]
+
+    def member(self, pid: int) -> Member | None:
+        return self._members.get(pid)
+
+    def above(self, pids: Iterable[int]) -> set[int]:
+        """Returns the members that have started ``pids``, directly or not."""
+        return ancestors(pids, self._table, self.root) & self._members.keys()
+
+    def below(self, pid: int) -> set[int]:
+        """Returns the members that ``pid`` has started, directly or not."""
+        return descendants(pid, self._table).keys() & self._members.keys()
+
+    def refresh(self, heartbeats: Iterable[Heartbeat] = (), now: bool = True) -> None:
+        """Reads the process table; without ``now`` only if the last reading is long enough ago."""
+        began, spent = time.monotonic(), time.process_time()
+        if not now and began < self._next_scan:
+            return
+        self._table = all_processes()
+        ranks = {(heartbeat.pid, heartbeat.ticks): heartbeat for heartbeat in heartbeats}
+        for process in descendants(self.root, self._table).values():
+            if process.pid in self.ignored:
+                continue
+            if (process.pid, process.ticks) in self._ended:         # a zombie; its parent is stopped, or has died
+                exit_status(process)
+                continue
+            known = self._members.get(process.pid)
+            if known is None or known.process.ticks != process.ticks:
+                self._enter(process, began)
+            elif known.role != RANK and began - known.seen < _SETTLED:
+                self._members[process.pid] = self._classified(replace(known, process=process))
+            else:
+                self._members[process.pid] = replace(known, process=process)
+            heartbeat, member = ranks.get((process.pid, process.ticks)), self._members.get(process.pid)
+            if heartbeat is not None and member is not None and (member.role, member.rank) != (RANK, heartbeat.rank):
+                rank = heartbeat.rank if heartbeat.rank >= 0 else member.rank
+                self._members[process.pid] = self._with_log(replace(member, role=RANK, rank=rank))
+        self._missed += [heartbeat for key, heartbeat in ranks.items() if key not in self._ended and (
+            key[0] not in self._table or self._table[key[0]].ticks != key[1])]
+        least, most = SCAN_SECONDS
+        self._next_scan = time.monotonic() + min(most, max(least, (time.process_time() - spent) / _SCAN_SHARE))
+
+    def _enter(self, process: Process, now: float) -> None:
+        """Begins to track a process, unless it has ended already and another one has its number."""
+        try:
+            handle = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return
+        seen = read_process(process.pid)
+        if seen is None or seen.ticks != process.ticks:
+            os.close(handle)
+            return
+        self._forget(process.pid)
+        self._handles[process.pid] = handle
+        self._poll.register(handle, select.POLLIN)
+        self._members[process.pid] = self._classified(Member(process, seen=now))
+
+    def _classified(self, member: Member) -> Member:
+        """Returns the member with the role that its environment shows. Between fork and exec a process has that of its parent."""
+        environment = environment_of(member.pid)
+        if not environment:                             # it ends, or is another user's
+            return member
+        process, role, rank = member.process, OTHER, None
+        if _WRITER_MARK in environment:
+            role = WRITER
+        elif environment.get("MS_ROLE") == "MS_SCHED":
+            role = SCHEDULER
+        elif environment.get("MS_ROLE") == "MS_WORKER" and process.pid == process.session and not any(
+                self._members[pid].role == RANK for pid in self.above([process.pid])):
+            number = environment.get("RANK_ID", "")
+            role, rank = RANK, int(number) if number.isdigit() else None
+        return self._with_log(replace(member, role=role, rank=rank))
+
+    def _with_log(self, member: Member) -> Member:
+        if member.role != RANK or member.log:
+            return member
+        return replace(member, log=log_of(member.pid, self._members))
+
+    def log_file(self, member: Member) -> str:
+        """Returns the log of a rank. One that ended before it was first seen has a log beside those of other ranks, if theirs are
+        named by rank, as msrun's are."""
+        if member.log or member.rank is None:
+            return member.log
+        for other in self._members.values():
+            folder, name = os.path.split(other.log)
+            path = os.path.join(folder, re.sub(rf"(?<!\d){other.rank}(?!\d)", str(member.rank), name))
+            if other.log and other.rank is not None and path != other.log and os.path.isfile(path):
+                return path
+        return ""
+
+    def _forget(self, pid: int) -> None:
+        self._members.pop(pid, None)
+        handle = self._handles.pop(pid, None)
+        if handle is not None:
+            self._poll.unregister(handle)
+            os.close(handle)
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def wait(self, seconds: float) -> list[Ended]:
+        """Returns the members that have ended, in order of their numbers; waits up to ``seconds`` for one."""
+        ready = {handle for handle, _ in self._poll.poll(0 if self._missed else max(0, int(seconds * 1000)))}
+        found = []
+        missed, self._missed = self._missed, []
+        for heartbeat in missed:
+            key = (heartbeat.pid, heartbeat.ticks)
+            if key not in self._ended and heartbeat.pid not in self._members:
+                self._ended.add(key)
+                process = Process(heartbeat.pid, 0, 0, "X", heartbeat.ticks)
+                found.append(Ended(Member(process, RANK, heartbeat.rank if heartbeat.rank >= 0 else None), None))
+        for pid in sorted(pid for pid, handle in self._handles.items() if handle in ready):
+            member = self._members[pid]
+            seen = read_process(pid)            # its parent can be another one than at the last reading of the table
+            same = seen is not None and seen.ticks == member.process.ticks
+            found.append(Ended(member, exit_status(seen) if same else None))
+            self._ended.add((pid, member.process.ticks))
+            self._forget(pid)
+        return found
+
+    def close(self) -> None:
+        """Stops tracking."""
+        for pid in list(self._members):
+            with suppress(KeyError):
+                self._forget(pid)

@@ -1,0 +1,118 @@
+"""Decides what follows the end of a job: a pure function of the policy and of all starts so far.
+
+A start makes *progress* if it leaves a later checkpoint than all starts before it: one that it committed, or one that it resumed
+from. Steps that no checkpoint holds are lost again, so they are none. ``max_restarts`` counts restarts in a row without progress;
+a job that fails every hour and saves every ten minutes is started again for ever, one that dies at the same step is not.
+
+    status 0                                  ─▶ exit
+    stopped by a signal, preempted, Ctrl-C     ─▶ exit with 143 or 130: somebody wants the job to end
+    status 2: a wrong argument or setting      ─▶ exit: another start would fail in the same way
+    progress                                   ─▶ restart at once
+    no progress                                ─▶ restart after 1, 2, 4 ... 60 s; after ``max_restarts`` of them give up
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mindresume.coordination.rank_heartbeat import NONE
+
+EXITED, DIED, HUNG, STOPPED, PEER = "exited", "died", "hung", "stopped", "peer"     # kinds of ends of a start
+EXIT, RESTART, GIVE_UP = "exit", "restart", "give up"                               # what follows
+WRONG_USE, HANG_STATUS, INTERRUPTED, TERMINATED = 2, 124, 130, 143
+MAX_DELAY = 60.0                        # seconds
+_FINAL = {0: "it finished", WRONG_USE: "status 2 means a wrong argument or setting: another start would fail in the same way",
+          INTERRUPTED: "it was interrupted"}
+
+
+@dataclass(frozen=True)
+class StartOutcome:
+    """Describes one start of the command and its end.
+
+    Attributes:
+        number: from 1.
+        started: seconds since 1970.
+        seconds: how long it lasted.
+        kind: EXITED (the command ended), DIED (a rank ended badly), HUNG, STOPPED (this supervisor got a signal), PEER (another
+            node ended it).
+        status: exit status, as of a shell.
+        cause: how it ended, for people.
+        rank: the rank that ended it; None: none, or not known.
+        host: of that rank.
+        phase: of that rank; empty: not known.
+        is_preempted: the ranks were asked to stop, saved and stopped.
+        resumed: step that it continued after; NONE: from the beginning, or not known.
+        last_step: the last finished step of any rank; NONE: none, or not known.
+        committed: the newest step that it committed; NONE: none, or not known.
+        log: the last lines of that rank's log that look like its error.
+    """
+    number: int
+    started: float
+    seconds: float
+    kind: str
+    status: int
+    cause: str
+    rank: int | None = None
+    host: str = ""
+    phase: str = ""
+    is_preempted: bool = False
+    resumed: int = NONE
+    last_step: int = NONE
+    committed: int = NONE
+    log: tuple[str, ...] = ()
+
+    @property
+    def reached(self) -> int:
+        """Returns the newest step that a later start can continue after, as far as known."""
+        return max(self.committed, self.resumed)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "log": list(self.log)}
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """Holds the limits. ``max_restarts``: restarts in a row without progress; 0: the job is never started again."""
+    max_restarts: int = 5
+    max_delay: float = MAX_DELAY
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Says what follows. ``status``: of the supervisor, unless it restarts. ``delay``: seconds before the restart. ``reason``:
+    for people. ``fruitless``: starts in a row without progress."""
+    action: str
+    status: int
+    delay: float = 0.0
+    reason: str = ""
+    fruitless: int = 0
+
+
+def fruitless_starts(starts: Sequence[StartOutcome]) -> int:
+    """Returns how many of the last starts in a row made no progress."""
+    count, best = 0, None
+    for start in starts:
+        progress = start.committed > start.resumed if best is None else start.reached > best
+        best = start.reached if best is None else max(best, start.reached)
+        count = 0 if progress else count + 1
+    return count
+
+
+def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
+    """Returns what follows the last of ``starts``, at least one."""
+    last, fruitless = starts[-1], fruitless_starts(starts)
+    if last.kind == STOPPED:
+        return Decision(EXIT, last.status, reason=last.cause, fruitless=fruitless)
+    if last.is_preempted:
+        return Decision(EXIT, last.status, reason="the ranks were asked to stop and have saved", fruitless=fruitless)
+    if last.kind in (EXITED, DIED) and last.status in _FINAL:
+        return Decision(EXIT, last.status, reason=_FINAL[last.status], fruitless=fruitless)
+    status = last.status or 1
+    if not policy.max_restarts:
+        return Decision(EXIT, status, reason="--max-restarts 0", fruitless=fruitless)
+    if fruitless > policy.max_restarts:
+        reason = f"{fruitless} starts in a row made no progress: none left a later checkpoint than the starts before it"
+        return Decision(GIVE_UP, status, reason=reason, fruitless=fruitless)
+    delay = min(policy.max_delay, 2.0 ** min(fruitless - 1, 30)) if fruitless else 0.0
+    return Decision(RESTART, status, delay, last.cause, fruitless)

@@ -1,0 +1,65 @@
+"""``mindresume run`` around the real Trainer in four processes: a rank is killed, the job ends and starts again by itself."""
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from st.run_attempts import LIMIT, assert_no_process_left, committed_steps, events, run_beside
+from st.training_run import ROOT, Run
+
+pytestmark = pytest.mark.timeout(1500)
+LAST = 40
+
+
+def supervised(run: Run, *options: str) -> Run:
+    """Starts the run under the supervisor. Its processes are descendants of the supervisor, as they were of the launcher."""
+    return run.start("--load_checkpoint ./output/checkpoint --resume_training True",
+                     prefix=(sys.executable, "-m", "mindresume", "run", *options, "--"), PYTHONPATH=str(ROOT))
+
+
+def supervisor_events(run: Run, kind: str) -> list[dict]:
+    import json
+    found = []
+    for path in sorted((run.folder / "output" / "mindresume_events").glob("*-supervisor_*.jsonl")):
+        found += [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [event for event in found if event["event"] == kind]
+
+
+def assert_uninterrupted(run: Run, whole: Run) -> None:
+    """Checks that every step of any start equals that of the uninterrupted run, and none is missing."""
+    reference = {row["step"]: row for row in whole.steps()}
+    rows = run.steps()
+    assert {row["step"] for row in rows} == set(range(1, LAST + 1))
+    assert [row["step"] for row in rows if (row["hex"], row["samples"], row["lr"]) != (
+        reference[row["step"]]["hex"], reference[row["step"]]["samples"], reference[row["step"]]["lr"])] == []
+
+
+def test_a_killed_rank_of_four_is_noticed_ended_and_resumed(whole_four, tmp_path, capsys):
+    run = supervised(run_beside(whole_four, tmp_path / "run", copied=False))
+    while not committed_steps(run):
+        assert run.process.poll() is None, run.launcher_log()
+        time.sleep(0.02)
+    run.wait_for_step(8)
+    pid, killed = run.worker(2), time.time()
+    os.kill(pid, signal.SIGKILL)
+    run.wait_for_success(LIMIT)
+    assert_no_process_left(run)
+    assert_uninterrupted(run, whole_four)
+    died, = supervisor_events(run, "rank_died")
+    first, second = supervisor_events(run, "job_ended")
+    began = [event["time"] for event in supervisor_events(run, "job_started")]
+    assert (died["rank"], died["status"], died["process_id"]) == (2, -signal.SIGKILL, pid)
+    assert (first["status"], second["status"]) == (128 + signal.SIGKILL, 0)
+    assert second["resumed_step"] >= 5 and first["last_step"] >= 8
+    measured = supervisor_events(run, "startup_measured")
+    with capsys.disabled():
+        print(f"\nafter SIGKILL: noticed {died['time'] - killed:.2f} s, all gone {first['time'] - killed:.2f} s, started again "
+              f"{began[1] - killed:.2f} s, trains {measured[-1]['time'] - killed:.1f} s; parts of the starts:")
+        for event in measured:
+            print(f"  start {event['start']}: spawn {event['spawn_seconds']:.1f} s, " + ", ".join(
+                f"{phase} {seconds:.1f} s" for phase, seconds in zip(event["phases"], event["seconds"], strict=True)))
+    assert [event["step"] for event in events(run, "training_ended")][-1:] == [LAST]

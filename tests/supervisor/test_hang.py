@@ -1,0 +1,32 @@
+"""supervisor/hang.py: which heartbeats mean a hang."""
+import pytest
+
+from mindresume.coordination import rank_heartbeat as hb
+from mindresume.coordination.rank_heartbeat import Heartbeat
+from mindresume.supervisor.hang import HangLimits, find_hang
+
+LIMITS = HangLimits(step=100, start=1000)
+
+
+def rank(number, phase=hb.TRAINING, step=5, progressed=0.0, changed=0.0):
+    return Heartbeat(1000 + number, 1, number, 4, phase, step, progressed=progressed, changed=changed)
+
+
+@pytest.mark.parametrize("heartbeat, now, limit", [
+    (rank(0), 100, None), (rank(0), 101, "--hang-timeout"), (rank(0, hb.SAVING), 101, "--hang-timeout"),
+    (rank(0, progressed=50), 150, None), (rank(0, hb.COMPILING, -1), 999, None),
+    (rank(0, hb.COMPILING, -1, progressed=990), 1001, "--start-timeout"), (rank(0, hb.ENDED), 10**6, None),
+    (rank(0, hb.ENDING, changed=500), 1400, None), (rank(0, hb.ENDING, changed=500), 1501, "--start-timeout")])
+def test_limits(heartbeat, now, limit):
+    found = find_hang([heartbeat], 0.0, now, LIMITS)
+    assert (found and found.limit) == limit
+
+
+def test_the_rank_that_is_behind_comes_first():
+    found = find_hang([rank(0, step=7), rank(1, step=6), rank(2, hb.SAVING, 6), rank(3, progressed=90, step=1)], 0.0, 150, LIMITS)
+    assert [heartbeat.rank for heartbeat in found.ranks] == [1, 2, 0] and found.seconds == 150
+
+
+def test_without_limits_and_without_ranks_nothing_hangs():
+    assert find_hang([rank(0), rank(1, hb.LOADING)], 0.0, 10**9, HangLimits(0, 0)) is None
+    assert find_hang([], 0.0, 10**9, LIMITS) is None

@@ -1,0 +1,94 @@
+"""supervisor/restart_policy.py: when a job is started again, and when not."""
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindresume.supervisor.restart_policy import (
+    DIED,
+    EXIT,
+    EXITED,
+    GIVE_UP,
+    HUNG,
+    PEER,
+    RESTART,
+    STOPPED,
+    RestartPolicy,
+    StartOutcome,
+    decide,
+    fruitless_starts,
+)
+
+POLICY = RestartPolicy()
+
+
+def died(number=1, resumed=-1, committed=-1, status=137, kind=DIED, **more):
+    return StartOutcome(number, 1e9, 10.0, kind, status, "rank 1 died", resumed=resumed, committed=committed, **more)
+
+
+steps = st.integers(-1, 50)
+outcomes = st.builds(died, resumed=steps, committed=steps, status=st.integers(1, 255),
+                     kind=st.sampled_from([DIED, EXITED, HUNG, PEER, STOPPED]), is_preempted=st.booleans())
+
+
+@pytest.mark.parametrize("outcome, status", [
+    (died(status=0, kind=EXITED), 0), (died(status=2, kind=EXITED), 2), (died(status=2), 2), (died(status=130, kind=EXITED), 130),
+    (died(status=143, kind=STOPPED), 143), (died(status=143, kind=EXITED, is_preempted=True), 143)])
+def test_what_is_never_started_again(outcome, status):
+    decision = decide(POLICY, [outcome])
+    assert (decision.action, decision.status) == (EXIT, status)
+
+
+@pytest.mark.parametrize("outcome", [died(), died(status=1, kind=EXITED), died(status=143), died(status=124, kind=HUNG),
+                                     died(status=2, kind=PEER), died(status=139)])
+def test_what_is_started_again(outcome):
+    decision = decide(POLICY, [outcome])
+    assert (decision.action, decision.delay, decision.fruitless) == (RESTART, 1.0, 1)
+
+
+def test_a_failure_after_a_new_checkpoint_is_restarted_at_once_and_for_ever():
+    starts = [died(number + 1, 10 * number, 10 * number + 10) for number in range(50)]
+    for count in range(1, 51):
+        decision = decide(POLICY, starts[:count])
+        assert (decision.action, decision.delay, decision.fruitless) == (RESTART, 0.0, 0)
+
+
+def test_a_job_that_dies_at_the_same_step_is_given_up_after_growing_delays():
+    starts = [died(1, -1, 100)] + [died(number, 100, -1, last_step=105) for number in range(2, 8)]
+    decisions = [decide(POLICY, starts[:count]) for count in range(1, 8)]
+    assert [decision.delay for decision in decisions] == [0, 1, 2, 4, 8, 16, 0]
+    assert [decision.action for decision in decisions] == [RESTART] * 6 + [GIVE_UP]
+    assert decisions[-1].status == 137
+
+
+def test_a_resume_from_a_later_step_is_progress_of_the_start_before():
+    """Rank 0 died before it could say that its last save was complete."""
+    assert fruitless_starts([died(1, -1, -1), died(2, 5, -1)]) == 0
+    assert fruitless_starts([died(1, 5, -1), died(2, 5, -1), died(3, 4, -1)]) == 3
+
+
+def test_no_restart_at_all():
+    assert decide(RestartPolicy(0), [died(1, -1, 50)]).action == EXIT
+    assert decide(RestartPolicy(0), [died(1, -1, 50)]).status == 137
+
+
+@given(st.lists(outcomes, min_size=1, max_size=12), st.integers(0, 6))
+def test_every_decision(starts, limit):
+    decision = decide(RestartPolicy(limit), starts)
+    last, fruitless = starts[-1], fruitless_starts(starts)
+    assert 0 <= fruitless <= len(starts) and decision.fruitless == fruitless
+    assert 0 <= decision.delay <= 60 and (decision.delay == 0 or decision.action == RESTART)
+    if decision.action != RESTART:
+        assert decision.status == last.status
+    if decision.action == RESTART:
+        assert limit and fruitless <= limit and last.kind != STOPPED and not last.is_preempted
+    if decision.action == GIVE_UP:
+        assert fruitless == limit + 1 or fruitless > limit
+        assert all(start.reached <= max(earlier.reached for earlier in starts[:len(starts) - fruitless + 1])
+                   for start in starts[len(starts) - fruitless + 1:])
+
+
+@given(st.lists(st.builds(died, resumed=steps, committed=steps), max_size=12), st.integers(1, 5))
+def test_restarts_without_progress_end(starts, limit):
+    """Whatever came before, ``limit`` + 1 starts that reach nothing new end the job."""
+    stuck = [died(committed=-1, resumed=-1)] * (limit + 1)
+    assert decide(RestartPolicy(limit), [*starts, *stuck]).action == GIVE_UP

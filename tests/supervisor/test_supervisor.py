@@ -1,0 +1,261 @@
+"""supervisor/: ``mindresume run`` with real processes: ranks that die, hang, ignore signals, leave children behind."""
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from mindresume.coordination.rank_heartbeat import Heartbeat
+from mindresume.events.event_file import FOLDER
+from mindresume.supervisor import orphans
+from mindresume.supervisor.job import _status_in_message
+from mindresume.supervisor.members import Members
+
+LINGER = "time.sleep(3600)"                     # ends only by a signal
+# Rank 0 dies in the first start, after a checkpoint; the second start finishes.
+ONE_DEATH = f"""
+if start == 2:
+    beat.set(resumed=5)
+    beat.reach(6)
+    finish()
+if rank == 0:
+    beat.set(begun=5, written=5, committed=5)
+    beat.reach(7)
+    wait_for("ready_1")
+    os.kill(os.getpid(), signal.SIGKILL)
+beat.reach(7)
+mark("ready_1")
+{LINGER}
+"""
+
+
+def of(events, kind):
+    return [event for event in events if event["event"] == kind]
+
+
+def test_a_job_that_finishes_is_not_started_again(job):
+    status, events = job.run("beat.reach(1); finish()")
+    assert status == 0 and len(of(events, "job_started")) == 1 and not of(events, "rank_died")
+    assert events[-1] == {**events[-1], "event": "supervisor_ended", "status": 0, "starts": 1}
+
+
+def test_a_killed_rank_is_noticed_and_the_job_starts_again_at_once_after_progress(job):
+    status, events = job.run(ONE_DEATH)
+    died, = of(events, "rank_died")
+    assert status == 0 and (died["rank"], died["status"], died["phase"], died["step"]) == (0, -9, "training", 7)
+    first, second = of(events, "job_ended")
+    assert (first["status"], first["committed_step"], first["last_step"]) == (137, 5, 7) and "left_behind" in first
+    assert (second["status"], second["resumed_step"]) == (0, 5)
+    restart, = of(events, "job_restarted")
+    assert (restart["start"], restart["delay_seconds"], restart["fruitless_starts"]) == (2, 0, 0)
+
+
+def test_the_events_are_written_beside_those_of_the_ranks_and_nothing_else_is_left(job):
+    _, printed = job.run(ONE_DEATH)
+    file, = (job.folder / "output" / FOLDER).iterdir()
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    assert "-supervisor_0-" in file.name
+    assert [event["event"] for event in written] == [event["event"] for event in printed]
+    started = printed[0]["process_id"]
+    assert not [name for name in os.listdir("/dev/shm") if f"-{started}." in name and name.startswith("mindresume-supervisor")]
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(job):
+    status, events = job.run("""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+mark(f"ready_{rank}")
+if start == 2: finish()
+if rank == 1:
+    wait_for("ready_0")
+    sys.exit(7)
+time.sleep(3600)
+""", "--kill-after", "0.3")
+    died, = of(events, "rank_died")
+    assert status == 0 and (died["rank"], died["status"]) == (1, 7) and of(events, "job_ended")[0]["status"] == 7
+
+
+def test_a_child_that_has_left_its_session_is_ended_too(job):
+    """Two forks and setsid, with an empty environment: neither session nor environment nor parent show where it comes from."""
+    status, events = job.run("""
+if start == 2: finish()
+if rank == 1:
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.execve(sys.executable, [sys.executable, "-c", "open('daemon', 'w').close(); import time; time.sleep(3600)"], {})
+        os._exit(0)
+    wait_for("daemon")
+    sys.exit(5)
+time.sleep(3600)
+""", "--kill-after", "0.2")
+    assert status == 0 and of(events, "job_ended")[0]["status"] in (5, 1)      # 1: msrun has reaped it first
+
+
+def test_a_rank_that_ends_well_does_not_end_the_others(job):
+    job.start("""
+beat.reach(1)
+if rank == 0:
+    mark("first")
+    finish()
+wait_for("go")
+finish()
+""")
+    first = job.pid("first")
+    job.wait_until(lambda: first not in job.processes())
+    job.mark("go")
+    status, events = job.wait()
+    assert status == 0 and not of(events, "rank_died") and len(of(events, "job_started")) == 1
+
+
+def test_a_crash_loop_ends_with_a_page_that_says_what_each_start_died_of(job):
+    status, events = job.run("""
+if rank == 1:
+    wait_for(f"up_{start}")
+    print("Traceback (most recent call last):\\n  File \\"train.py\\"\\nValueError: bad thing %d" % start)
+    sys.exit(3)
+mark(f"up_{start}")
+time.sleep(3600)
+""", "--max-restarts", "1")
+    gave_up, = of(events, "gave_up")
+    assert status == 3 and gave_up["starts"] == 2 and gave_up["status"] == 3
+    page = "\n".join(gave_up["page"])
+    for fact in ("start 1", "start 2", "ValueError: bad thing 1", "ValueError: bad thing 2", "rank 1", "status 3"):
+        assert fact in page
+    assert [event["delay_seconds"] for event in of(events, "job_restarted")] == [1]
+
+
+@pytest.mark.parametrize("status", [2, 130])
+def test_a_wrong_setting_and_ctrl_c_are_not_started_again(job, status):
+    found, events = job.run(f"if rank == 0: sys.exit({status})\n{LINGER}")
+    assert found == status and len(of(events, "job_started")) == 1
+
+
+def test_a_command_that_cannot_start_its_ranks(job):
+    status, events = job.run("", "--max-restarts", "0", command=["bash", "-c", "exit 4"])
+    assert status == 4 and of(events, "job_ended")[0]["status"] == 4 and not of(events, "rank_died")
+
+
+@pytest.mark.parametrize("phase", ["beat.reach(3)", "beat.enter(hb.COMPILING)"])
+def test_a_hang_is_ended_after_the_stacks_are_written(job, phase):
+    status, events = job.run(f"""
+import faulthandler
+{phase}
+if start == 2: finish()
+file = open(beat.path.removesuffix(hb.SUFFIX) + hb.STACKS, "ab")
+faulthandler.register(signal.SIGRTMIN + 7, file, all_threads=True)
+beat.set(signal=signal.SIGRTMIN + 7)
+def waits_for_ever():
+    time.sleep(3600)
+waits_for_ever()
+""", "--hang-timeout", "1", "--start-timeout", "1")
+    hang, = of(events, "hang_detected")
+    assert status == 0 and of(events, "job_ended")[0]["status"] == 124
+    assert hang["ranks"] and len(hang["stacks"]) == 2
+    assert all("waits_for_ever" in Path(path).read_text() for path in hang["stacks"])
+
+
+def test_sigterm_reaches_the_ranks_which_save_and_no_start_follows(job):
+    job.start("""
+def leave(number, frame):
+    beat.set(outcome=2)
+    beat.enter(hb.ENDED)
+    mark(f"saved_{rank}")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+beat.reach(1)
+mark(f"up_{rank}")
+time.sleep(3600)
+""", "--leave", "60")
+    for rank in range(2):
+        job.pid(f"up_{rank}")
+    job.process.send_signal(signal.SIGTERM)
+    status, events = job.wait()
+    assert status == 143 and len(of(events, "job_started")) == 1
+    assert (job.folder / "saved_0").exists() and (job.folder / "saved_1").exists()
+
+
+def test_ranks_that_were_asked_to_stop_by_others_are_not_started_again(job):
+    status, events = job.run("beat.set(outcome=2); beat.enter(hb.ENDED); sys.exit(143)",
+                             command=None)
+    assert status in (1, 143) and len(of(events, "job_started")) == 1
+
+
+def test_a_second_signal_ends_a_job_that_does_not_leave(job):
+    job.start(f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nmark(f'up_{{rank}}')\n{LINGER}")
+    for rank in range(2):
+        job.pid(f"up_{rank}")
+    job.process.send_signal(signal.SIGINT)
+    job.process.send_signal(signal.SIGTERM)
+    status, _ = job.wait()
+    assert status == 130
+
+
+def test_processes_whose_supervisor_was_killed_are_ended_by_the_next_one(job):
+    program = f"""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.path.exists("second"): finish()
+mark(f"up_{{rank}}")
+{LINGER}
+"""
+    job.start(program)
+    ranks = [job.pid(f"up_{rank}") for rank in range(2)]
+    job.process.kill()
+    job.process.wait()
+    assert set(ranks) <= set(job.processes())
+    job.process.stdout.close()
+    job.mark("second")
+    status, events = job.start(program, "--leave", "0.2").wait()
+    ended, = of(events, "orphans_ended")
+    assert status == 0 and set(ranks) <= set(ended["process_ids"])
+
+
+def test_the_command_ends_with_its_supervisor(job):
+    job.start("", command=["bash", "-c", "echo $$ > mine; mv mine up; while :; do sleep 1; done"])
+    pid = job.pid("up")
+    job.process.kill()
+    job.process.wait()
+    job.wait_until(lambda: pid not in job.processes())
+
+
+def test_another_command_in_the_same_folder_is_no_orphan(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    keys = {orphans.job_key(command) for command in (["a"], ["a", "b"], ["ab"])}
+    monkeypatch.chdir("/")
+    assert len(keys | {orphans.job_key(["a"])}) == 4
+
+
+def test_a_writer_of_checkpoints_may_finish_its_save(job):
+    """It ignores SIGTERM, has lost its training, and ends by itself."""
+    status, events = job.run("""
+if start == 2:
+    assert os.path.exists("saved")
+    finish()
+if rank == 0:
+    writer = "import os, time\\nwhile not os.path.exists('go'): time.sleep(0.01)\\ntime.sleep(0.5)\\nopen('saved', 'w').close()"
+    subprocess.Popen([sys.executable, "-c", writer], start_new_session=True, env={**os.environ, "MSRUN_LAUNCHER_WRITER": "1"})
+    wait_for("up")
+    open("go", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+mark("up")
+time.sleep(3600)
+""")
+    assert status == 0 and of(events, "job_ended")[0]["status"] == 137
+
+
+def test_the_status_of_a_rank_that_msrun_has_reaped_is_in_its_message(tmp_path):
+    (tmp_path / "msrun_stderr.log").write_text("[ERROR] Worker process 17 exit with exception. Error code: -9.\n"
+                                               "Worker process 4 exit with exception. Error code: 2.\n")
+    assert [_status_in_message(str(tmp_path), pid) for pid in (17, 4, 5)] == [-9, 2, None]
+    assert _status_in_message(str(tmp_path / "absent"), 17) is None
+
+
+def test_a_rank_that_ended_before_it_was_seen_is_not_missed(tmp_path):
+    heartbeat = Heartbeat(2 ** 22 + 1, 5, rank=3)           # beyond the largest process number
+    members = Members()
+    members.refresh([heartbeat])
+    ended, = members.wait(60)
+    assert (ended.member.pid, ended.member.rank, ended.status) == (heartbeat.pid, 3, None)
+    members.refresh([heartbeat])
+    assert members.wait(0) == []

@@ -1,0 +1,32 @@
+"""scripts/msrun_launcher.sh with MSRUN_RESTARTS: the supervisor starts the script again, and its exit status is the job's."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHER = ROOT / "scripts" / "msrun_launcher.sh"
+
+
+def launch(folder, program, *arguments, **environment):
+    (folder / "train.py").write_text(program)
+    return subprocess.run(["bash", LAUNCHER, "train.py", "1", *arguments], cwd=folder, text=True, capture_output=True,
+                          timeout=120, env={**os.environ, "PYTHON": sys.executable, **environment})
+
+
+def test_a_job_is_started_again_until_it_finishes(tmp_path):
+    program = "import os, sys\nopen('starts', 'a').write('x')\nsys.exit(0 if os.path.getsize('starts') == 2 else 9)"
+    done = launch(tmp_path, program, MSRUN_RESTARTS="3")
+    assert done.returncode == 0 and (tmp_path / "starts").read_text() == "xx", done.stderr
+
+
+def test_the_status_of_a_job_that_is_given_up(tmp_path):
+    done = launch(tmp_path, "open('starts', 'a').write('x')\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+                  MSRUN_RESTARTS="1")
+    assert done.returncode == 137 and (tmp_path / "starts").read_text() == "xx", done.stderr
+
+
+def test_wrong_values_are_refused_once(tmp_path):
+    assert launch(tmp_path, "", MSRUN_RESTARTS="many").returncode == 2
+    done = launch(tmp_path, "open('starts', 'a')", "1", "2", "3", MSRUN_RESTARTS="2")      # six arguments are needed
+    assert done.returncode == 2 and not (tmp_path / "starts").exists()
