@@ -4,7 +4,9 @@ from __future__ import annotations
 import json as json_module
 import os
 import shutil
+import socket
 import sys
+import time
 from typing import Annotated
 
 import typer
@@ -42,6 +44,24 @@ def run(command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", he
         stuck: Annotated[float | None, typer.Option("--stuck", min=0, metavar="S", rich_help_panel=_END, show_default=False,
                                                     help="Seconds after SIGKILL until a process is named and left behind. "
                                                     "Default: MSRUN_STUCK, else 60.")] = None,
+        nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", rich_help_panel=_NODES,
+                                           help="Nodes of the job. Start this command on each of them.")] = 1,
+        node_rank: Annotated[int, typer.Option("--node-rank", min=0, metavar="K", rich_help_panel=_NODES,
+                                               help="Number of this node, from 0.")] = 0,
+        rendezvous: Annotated[str | None, typer.Option("--rendezvous", metavar="DIR", rich_help_panel=_NODES, show_default=False,
+                                                       help="A folder that all nodes see, of this job alone, for example "
+                                                       "CHECKPOINT_DIR/.mindresume/supervisor.")] = None,
+        node_timeout: Annotated[float, typer.Option("--node-timeout", min=1, metavar="S", rich_help_panel=_NODES,
+                                                    help="Seconds for which a node is waited for, at a start and while it is not "
+                                                    "heard of. NFS can show its files a minute late.")] = 600,
+        min_nodes: Annotated[int | None, typer.Option("--min-nodes", min=1, metavar="M", rich_help_panel=_NODES,
+                                                      show_default=False, help="Go on with as many nodes if others do not come "
+                                                      "back; needs placeholders in COMMAND. Default: all nodes.")] = None,
+        local_workers: Annotated[int, typer.Option("--local-workers", min=1, metavar="W", rich_help_panel=_NODES,
+                                                   help="Ranks of each node, for {workers}.")] = 8,
+        node_address: Annotated[str, typer.Option("--node-address", metavar="ADDRESS", rich_help_panel=_NODES,
+                                                  show_default=False, help="Address of this node, for {master_addr}. Default: "
+                                                  "that of its host name.")] = "",
         events: Annotated[str, typer.Option("--events", metavar="DIR", show_default=False,
                                             help="Folder for the event file. Default: the output folder of the training, as the "
                                             "ranks tell it.")] = "",
@@ -63,11 +83,19 @@ def run(command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", he
     at once if the job had made progress, else after 1, 2, 4 ... 60 seconds. A job that makes no progress is given up with a page
     that says what each start did and died of.
 
+    With several nodes, --rendezvous makes all of them start, end and restart together. COMMAND may contain {nodes}, {node_rank},
+    {workers} and {master_addr}: the numbers of the nodes that take part, which change with --min-nodes.
+
+    [bold]mindresume run --nodes 2 --node-rank 1 --rendezvous /shared/job7/supervisor -- bash scripts/msrun_launcher.sh
+    "run_mindformer.py ..." {workers} 8 {master_addr} 8118 {node_rank} output/msrun_log False 7200[/bold]
+
     It is not started again after status 0; status 2 (a wrong argument or setting); SIGTERM, which reaches the ranks, so that they
     save (status 143); Ctrl-C (130). Exit status: the job's, 128 + N if signal N ended it, 124 after a hang.
     """
+    from mindresume.storage.posix import PosixStorage
     from mindresume.supervisor.hang import HangLimits
     from mindresume.supervisor.job import JobSettings
+    from mindresume.supervisor.rendezvous import Rendezvous
     from mindresume.supervisor.restart_policy import RestartPolicy
     from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
     if command[:1] == ["--"]:
@@ -77,8 +105,26 @@ def run(command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", he
                           f"mindresume run -- bash scripts/msrun_launcher.sh ...")
     job = JobSettings(HangLimits(hang_timeout, start_timeout), kill_after, save_timeout,
                       _seconds(leave, 60.0, "MSRUN_LEAVE", "MSRUN_GRACE"), _seconds(stuck, 60.0, "MSRUN_STUCK"))
-    settings = SupervisorSettings(RestartPolicy(max_restarts), job, events, json)
-    sys.exit(Supervisor(command, settings, Emitter(_JsonLines() if json else _Lines())).run())
+    settings = SupervisorSettings(RestartPolicy(max_restarts), job, events, json, local_workers)
+    meeting = None
+    if nodes > 1:
+        if rendezvous is None:
+            raise ConfigError("--nodes: --rendezvous DIR is missing, a folder that all nodes see")
+        if min_nodes is not None and min_nodes < nodes and not any("{node_rank}" in word for word in command):
+            raise ConfigError("--min-nodes: the command must change with the nodes that take part; write {nodes} or {workers}, "
+                              "{node_rank} and {master_addr} into it")
+        meeting = Rendezvous(PosixStorage(), os.path.abspath(rendezvous), node_rank, nodes, min_nodes or nodes, node_timeout,
+                             node_address or _own_address(), time.monotonic)
+    sys.exit(Supervisor(command, settings, Emitter(_JsonLines() if json else _Lines()), meeting).run())
+
+
+def _own_address() -> str:
+    """Returns the address of this host by its name; the name if it has none."""
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return name
 
 
 def _seconds(given: float | None, default: float, *variables: str) -> float:

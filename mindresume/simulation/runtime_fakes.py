@@ -38,7 +38,7 @@ from mindresume.simulation.writer_process import WriterProcess
 from mindresume.storage import mounts
 
 _NOT_SIMULATED = ("mindresume.simulation.", "mindresume.fault_injection.", "mindresume.cli.")  # packages that see the real time
-_PACKAGES = ("storage", "coordination", "saving", "resume", "formats", "tensor_files", "events")  # what a cluster runs
+_PACKAGES = ("storage", "coordination", "saving", "resume", "formats", "tensor_files", "events", "supervisor")  # a cluster runs
 
 
 # ---- modules -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import time
@@ -79,7 +80,7 @@ class Job:
 
     Args:
         number: from 1.
-        folder: for heartbeats; it exists.
+        folder: for heartbeats; it exists, and is removed at the end.
         ignored: processes that belong to no start, or were left behind by an earlier one.
         evidence: returns the prefix of the paths of files with stacks; None if none can be written.
         to_stderr: the command prints to standard error alone.
@@ -211,6 +212,11 @@ class Job:
         return next((it.output for it in self.heartbeats.values() if it.output), "")
 
     @property
+    def is_preempted(self) -> bool:
+        """Returns whether the ranks were asked to stop, and have saved."""
+        return any(it.outcome == PREEMPTED for it in self.heartbeats.values())
+
+    @property
     def has_silent_ranks(self) -> bool:
         """Returns whether there are ranks, and none of them writes heartbeats."""
         return bool(self.members.alive(RANK)) and not self.heartbeats
@@ -226,12 +232,13 @@ class Job:
         beats = list(self.heartbeats.values())
         resumed, last, committed = (max((getattr(it, name) for it in beats), default=NONE)
                                     for name in ("resumed", "step", "committed"))
-        preempted = any(it.outcome == PREEMPTED for it in beats) and end.kind == EXITED
+        preempted = self.is_preempted and end.kind == EXITED
         outcome = StartOutcome(self.number, self._started, time.monotonic() - self._began, end.kind, end.status, end.cause,
                                end.rank, self.host, end.phase, preempted, resumed, last, committed, end.log)
         self.emit(JobEnded(self.number, end.status, end.cause, outcome.seconds, time.monotonic() - end.noticed, _known(resumed),
                            _known(last), _known(committed), left))
         self.members.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
         return outcome, left
 
     def _is_finishing(self, at_once: Callable[[], bool]) -> bool:

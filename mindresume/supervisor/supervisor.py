@@ -1,6 +1,8 @@
 """Supervises one node's part of a job over all its starts.
 
     orphans of a killed supervisor ─▶ (all nodes agree) ─▶ start ─▶ watch ─▶ end ─▶ decide ─▶ exit, or wait and start again
+
+With several nodes the leader decides; the others end their part, and wait for the next start or for the leader's end.
 """
 from __future__ import annotations
 
@@ -10,13 +12,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 import mindresume
 from mindresume.events import (
     GaveUp,
     JobRestarted,
+    NodesJoined,
     Notice,
     OrphansEnded,
     SupervisorEnded,
@@ -30,9 +33,13 @@ from mindresume.supervisor.failure_page import page
 from mindresume.supervisor.job import TICK, Job, JobEnd, JobSettings
 from mindresume.supervisor.job_end import EndTimes
 from mindresume.supervisor.process_table import all_processes, become_subreaper, descendants
+from mindresume.supervisor.rendezvous import Membership, PeerEnd, Rendezvous
 from mindresume.supervisor.restart_policy import (
     EXIT,
+    EXITED,
     GIVE_UP,
+    PEER,
+    RESTART,
     STOPPED,
     Decision,
     RestartPolicy,
@@ -46,26 +53,38 @@ _SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 @dataclass(frozen=True)
 class SupervisorSettings:
-    """Holds the options of ``mindresume run``. ``events``: folder for the event file; empty: the output folder of the training.
-    ``to_stderr``: the command prints to standard error alone."""
+    """Holds the options of ``mindresume run``.
+
+    Attributes:
+        events: folder for the event file; empty: the output folder of the training.
+        to_stderr: the command prints to standard error alone.
+        local_workers: ranks of one node, for the placeholder {workers}.
+    """
     policy: RestartPolicy = RestartPolicy()
     job: JobSettings = JobSettings()
     events: str = ""
     to_stderr: bool = False
+    local_workers: int = 8
 
 
 class Supervisor:
-    """Supervises one command. ``emit``: has the handlers that print; the event file is added."""
+    """Supervises one command.
 
-    def __init__(self, command: Sequence[str], settings: SupervisorSettings, emit: Emitter,
+    Args:
+        emit: has the handlers that print; the event file is added.
+        nodes: coordinates this node with the others; None: there is one node.
+    """
+
+    def __init__(self, command: Sequence[str], settings: SupervisorSettings, emit: Emitter, nodes: Rendezvous | None = None,
                  environment: Mapping[str, str] | None = None):
-        self.command, self.settings, self.emit = tuple(command), settings, emit
+        self.command, self.settings, self.emit, self.nodes = tuple(command), settings, emit, nodes
         self.environment = dict(os.environ if environment is None else environment)
         self.starts: list[StartOutcome] = []
-        self._recorder = EventRecorder(emit)
+        self._recorder = EventRecorder(emit, nodes.node if nodes else 0)
         self._signals: list[int] = []
         self._folder = ""
-        self._left: set[int] = set()
+        self._left: set[int] = set()                    # processes that did not end after SIGKILL
+        self._peer_end: PeerEnd | None = None           # why another node ends the running start
 
     def run(self) -> int:
         """Supervises until the end. Returns the exit status. Raises OSError if the command cannot be started at all."""
@@ -83,36 +102,97 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        self.emit(SupervisorStarted(socket.gethostname(), os.getpid(), mindresume.__version__, self.command))
+        node, nodes = (self.nodes.node, self.nodes.nodes) if self.nodes else (0, 1)
+        self.emit(SupervisorStarted(socket.gethostname(), os.getpid(), mindresume.__version__, self.command, node, nodes))
         if not become_subreaper():
             self.emit(warning("this system has no subreaper (prctl): processes whose parent dies cannot be found"))
         self._end_orphans()
         self._folder = orphans.make_folder()
-        decision = None
-        while decision is None or decision.action not in (EXIT, GIVE_UP):
-            if decision is not None and not self._wait(decision):
-                decision = Decision(EXIT, self._signal_status(), reason="stopped by a signal before the next start")
-                break
-            self.starts.append(self._one_start())
-            decision = decide(self.settings.policy, self.starts)
+        decision = self.supervise()
         if decision.action == GIVE_UP:
             self.emit(GaveUp(decision.status, decision.reason, len(self.starts), page(self.starts)))
         self.emit(SupervisorEnded(decision.status, decision.reason, len(self.starts)))
         return decision.status
 
-    def _one_start(self) -> StartOutcome:
-        number = len(self.starts) + 1
+    # ---- starts -------------------------------------------------------------------------------------------------------
+
+    def supervise(self) -> Decision:
+        """Starts the command again and again. Returns the last decision, which the other nodes know too."""
+        decision = self._supervise()
+        if self.nodes is not None:
+            self.nodes.leave(decision.status, decision.reason)
+        return decision
+
+    def _supervise(self) -> Decision:
+        while True:
+            members = self._agree()
+            if isinstance(members, Decision):
+                return members
+            outcome, peer = self._one_start(members)
+            self.starts.append(outcome)
+            if peer is not None and peer.leaves:
+                return Decision(EXIT, peer.status, reason=peer.reason)
+            if members is not None and not members.is_leader and outcome.kind != STOPPED:
+                continue                                    # the leader decides
+            decision = decide(self.settings.policy, self.starts)
+            if decision.action != RESTART:
+                return decision
+            if not self._wait(decision):
+                return self._stopped()
+
+    def _agree(self) -> Membership | Decision | None:
+        """Waits until the nodes start together. Returns who does, None if there is one node, or a decision to end."""
+        if self.nodes is None:
+            return None
+        began = time.monotonic()
+        while not self._signals:
+            found = self.nodes.agree()
+            if isinstance(found, Membership):
+                missing = tuple(sorted(set(range(self.nodes.nodes)) - set(found.nodes)))
+                self.emit(NodesJoined(found.generation, found.nodes, time.monotonic() - began, missing))
+                return found
+            if found is not None:
+                return Decision(GIVE_UP if self.starts and found.status else EXIT, found.status, reason=found.reason)
+            time.sleep(TICK)
+        return self._stopped()
+
+    def _one_start(self, members: Membership | None) -> tuple[StartOutcome, PeerEnd | None]:
+        """Runs the command once. Returns its outcome, and the end of another node's part if that ended it."""
+        job = self.make_job(fill_in(self.command, members, self.settings.local_workers), len(self.starts) + 1)
+        self._peer_end = None
+        job.start()
+        end = job.watch(self._observer(job))
+        peer = self._peer_end
+        if self.nodes is not None and peer is None:
+            peer = self._report_to_nodes(job, end)
+            if peer is not None and not peer.leaves:
+                end = _by_peer(peer)
+        outcome, left = job.end(end, self._is_hurried)
+        self._left |= set(left)
+        return outcome, peer
+
+    def make_job(self, command: Sequence[str], number: int) -> Job:
+        """Returns a start of the command. Raises OSError."""
         folder = os.path.join(self._folder, f"start_{number}")
         os.mkdir(folder)
         existing = {*descendants(os.getpid(), all_processes()), *self._left}
-        job = Job(self.command, number, folder, self.settings.job, self.emit,
-                  {**self.environment, **orphans.marks(self.command)}, existing, self._recorder.evidence, self.settings.to_stderr)
-        job.start()
-        end = job.watch(self._observer(job))
-        outcome, left = job.end(end, lambda: len(self._signals) > 1)
-        self._left |= set(left)
-        shutil.rmtree(folder, ignore_errors=True)
-        return outcome
+        return Job(command, number, folder, self.settings.job, self.emit, {**self.environment, **orphans.marks(self.command)},
+                   existing, self._recorder.evidence, self.settings.to_stderr)
+
+    def _report_to_nodes(self, job: Job, end: JobEnd) -> PeerEnd | None:
+        """Tells the other nodes how this part ends, before what is left of it is ended. Waits for them if it has finished.
+        Returns what they ended with, None if that does not matter."""
+        if end.kind == STOPPED:
+            self.nodes.leave(end.status, end.cause, end.kind)
+        elif end.kind != EXITED or end.status and not job.is_preempted:
+            self.nodes.fail(end.status, end.cause, end.kind)
+        else:
+            while not self._signals:
+                peer = self.nodes.finish()
+                if peer is not None:
+                    return replace(peer, status=peer.status or end.status) if peer.leaves else peer
+                time.sleep(TICK)
+        return None
 
     def _observer(self, job: Job) -> Callable[[], JobEnd | None]:
         """Returns a function that is called while a job runs, and returns why it is to end."""
@@ -126,11 +206,18 @@ class Supervisor:
                 told = True
                 self.emit(Notice("the ranks write no heartbeats, because mindresume is not installed in them: only their exits "
                                  "are watched"))
-            if not self._signals:
-                return None
-            number = self._signals[0]
-            return JobEnd(STOPPED, _SIGNALS[number], f"{signal.Signals(number).name} was received", True)
+            if self._signals:
+                number = self._signals[0]
+                return JobEnd(STOPPED, _SIGNALS[number], f"{signal.Signals(number).name} was received", True)
+            self._peer_end = self.nodes.check() if self.nodes is not None else None
+            return _by_peer(self._peer_end) if self._peer_end is not None else None
         return observe
+
+    def _is_hurried(self) -> bool:
+        """Returns whether everything is to be killed now. Called often while a job is ended."""
+        if self.nodes is not None:
+            self.nodes.states.publish_if_due()
+        return len(self._signals) > 1
 
     # ---- between two starts -----------------------------------------------------------------------------------------------
 
@@ -139,6 +226,7 @@ class Supervisor:
         self.emit(JobRestarted(len(self.starts) + 1, decision.delay, decision.reason, decision.fruitless))
         until = time.monotonic() + decision.delay
         while not self._signals and time.monotonic() < until:
+            self._is_hurried()
             time.sleep(min(TICK, max(0.0, until - time.monotonic())))
         return not self._signals
 
@@ -152,10 +240,28 @@ class Supervisor:
             if left:
                 self.emit(warning(f"processes {', '.join(map(str, left))} do not end after SIGKILL and are left behind"))
 
-    # ---- signals --------------------------------------------------------------------------------------------------------------
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
 
-    def _signal_status(self) -> int:
-        return _SIGNALS[self._signals[0]]
+    def _stopped(self) -> Decision:
+        return Decision(EXIT, _SIGNALS[self._signals[0]], reason="a signal came between two starts")
+
+
+def _by_peer(peer: PeerEnd) -> JobEnd:
+    """Returns the end of this node's part because of another node. Its kind is that of the other node's end, so that the leader
+    decides as if it had happened here."""
+    return JobEnd(peer.kind or PEER, peer.status, peer.reason, leave=peer.kind == STOPPED)
+
+
+def fill_in(command: Sequence[str], members: Membership | None, local_workers: int) -> tuple[str, ...]:
+    """Returns the command with the numbers of a start in place of {nodes}, {node_rank}, {workers} and {master_addr}."""
+    if members is None:
+        return tuple(command)
+    values = {"{nodes}": len(members.nodes), "{node_rank}": members.index, "{master_addr}": members.address,
+              "{workers}": local_workers * len(members.nodes)}
+    filled = []
+    for word in command:
+        for name, value in values.items():
+            word = word.replace(name, str(value))
+        filled.append(word)
+    return tuple(filled)

@@ -1,0 +1,211 @@
+"""Lets the supervisors of several nodes start and end together, generation by generation.
+
+    all nodes        READY(g) ─▶ the leader sees all of them: RUNNING(g + 1, members) ─▶ the members: RUNNING(g + 1)
+    one fails        FAILED(g + 1) ─▶ the others end their parts ─▶ READY(g + 1), once nothing of theirs is left
+    the leader       decides what follows: READY too, or LEFT(status), which all others return as well
+    all finish       FINISHED(g + 1) of all ─▶ the leader: LEFT(0)
+
+The leader is the lowest node that is alive. It counts a node as ready only if that node's state names the session of the leader:
+then it was written after the leader began, and is not left over from an earlier job. A node starts in a generation only if the
+leader's state names its own session. So nobody starts in a generation in which others do not count on it.
+
+A node that is not heard of for ``timeout`` seconds is gone: the part of the others ends. At the next start the leader waits as
+long for all nodes, then goes on with at least ``min_nodes``. A node that comes back later takes part in the next generation.
+"""
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mindresume.errors import ConfigError
+from mindresume.storage.interface import Storage
+from mindresume.supervisor.node_states import FAILED, FINISHED, LEFT, READY, RUNNING, NodeState, NodeStates, SeenState
+from mindresume.supervisor.restart_policy import PEER
+
+_BEATS = 10                     # states that a node publishes in the time after which it counts as gone
+_LONGEST_BEAT = 10.0            # seconds
+_LOOK = 1.0                     # seconds between two looks at the states of the others
+_PATIENCE = 3                   # times ``timeout`` for a node that is alive and not ready
+_ALIVE = 3                      # changes that prove that a session is alive: a late listing can show one of a dead one
+NODE_LOST = 1                   # exit status if a node does not come back
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Describes who takes part in a generation. ``index``: of this node among ``nodes``. ``address``: of the leader's host."""
+    generation: int
+    nodes: tuple[int, ...]
+    index: int
+    address: str
+    is_leader: bool
+
+
+@dataclass(frozen=True)
+class PeerEnd:
+    """Says that another node ends this part. ``leaves``: the job is over, and ``status`` is its exit status."""
+    status: int
+    reason: str
+    kind: str = PEER
+    leaves: bool = False
+
+
+class Rendezvous:
+    """Coordinates the supervisor of one node with the others. All methods return at once; call them again and again.
+
+    Args:
+        node: number of this node, from 0.
+        nodes: of the job.
+        min_nodes: with as many the job goes on.
+        timeout: seconds.
+        address: under which this host can be reached.
+        clock: monotonic.
+    """
+
+    def __init__(self, storage: Storage, folder: str, node: int, nodes: int, min_nodes: int, timeout: float, address: str,
+                 clock: Callable[[], float], session: str = ""):
+        if not 0 <= node < nodes:
+            raise ConfigError(f"--node-rank {node}: expected a number from 0 to {nodes - 1} (--nodes {nodes})")
+        if not 1 <= min_nodes <= nodes:
+            raise ConfigError(f"--min-nodes {min_nodes}: expected a number from 1 to {nodes} (--nodes {nodes})")
+        self.node, self.nodes, self.min_nodes, self.timeout, self.clock = node, nodes, min_nodes, timeout, clock
+        state = NodeState(node, session or secrets.token_hex(4), address=address)
+        self.states = NodeStates(storage, folder, state, min(_LONGEST_BEAT, timeout / _BEATS), clock)
+        self._waits_since: float | None = None
+        self._looked = -_LOOK
+
+    @property
+    def generation(self) -> int:
+        return self.states.mine.generation
+
+    # ---- start --------------------------------------------------------------------------------------------------------
+
+    def agree(self) -> Membership | PeerEnd | None:
+        """Returns who starts together now; None: not yet; PeerEnd: nothing is started any more. Looks twice in a second."""
+        now = self.clock()
+        if self._waits_since is None:
+            self._waits_since = now
+            self.states.set(state=READY, members={}, status=0, reason="", kind="")
+        elif now - self._looked < _LOOK / 2:
+            return None
+        self._looked = now
+        self.states.refresh()
+        self.states.set(seen={node: seen.state.session for node in self._others() if (seen := self.states.newest(node))})
+        if conflict := self._conflict():
+            return conflict
+        for node in self._others():
+            seen = self.states.newest(node)
+            if seen is None or not self._is_fresh(seen):
+                continue
+            state = seen.state
+            if state.state == LEFT and state.seen.get(self.node) == self.states.mine.session:
+                return PeerEnd(state.status, state.reason, leaves=True)
+            if self._admits(state):
+                return self._begin(state.generation, state.members, state.address)
+        return self._lead()
+
+    def _admits(self, state: NodeState) -> bool:
+        """Returns whether this node takes part in the running generation of another one."""
+        return (state.state == RUNNING and state.generation > self.generation
+                and state.members.get(self.node) == self.states.mine.session and min(state.members) == state.node)
+
+    def _lead(self) -> Membership | PeerEnd | None:
+        """Starts a generation if this node is the leader, and all nodes are ready or the others were waited for."""
+        ready = {self.node: self.states.mine, **{node: seen.state for node in self._others()
+                                                 if (seen := self.states.newest(node)) and self._is_ready(seen)}}
+        waited = self.clock() - self._waits_since
+        is_busy = any(seen.state.state != LEFT and self._is_fresh(seen) for node in self._others()
+                      if node not in ready and (seen := self.states.newest(node)))      # it still ends its part
+        if len(ready) < self.nodes and waited <= (_PATIENCE * self.timeout if is_busy else self.timeout):
+            return None
+        if len(ready) < self.min_nodes:
+            missing = [node for node in range(self.nodes) if node not in ready]
+            reason = (f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(map(str, missing))} did not come within "
+                      f"{self.timeout:.0f} s (--node-timeout)" + (f"; {self.states.error}" if self.states.error else ""))
+            self.leave(NODE_LOST, reason)
+            return PeerEnd(NODE_LOST, reason, leaves=True)
+        if min(ready) != self.node:
+            if waited > 2 * _PATIENCE * self.timeout:               # the leader waits for nodes that this one sees
+                reason = f"node {min(ready)} leads the job and does not start it"
+                self.leave(NODE_LOST, reason)
+                return PeerEnd(NODE_LOST, reason, leaves=True)
+            return None
+        generation = max(state.generation for state in ready.values()) + 1
+        return self._begin(generation, {node: state.session for node, state in sorted(ready.items())}, self.states.mine.address)
+
+    def _is_ready(self, seen: SeenState) -> bool:
+        return (seen.state.state == READY and self._is_fresh(seen)
+                and seen.state.seen.get(self.node) == self.states.mine.session)
+
+    def _begin(self, generation: int, members: dict[int, str], address: str) -> Membership:
+        self._waits_since = None
+        self.states.remove_old()
+        self.states.set(state=RUNNING, generation=generation, members=dict(members))
+        nodes = tuple(sorted(members))
+        return Membership(generation, nodes, nodes.index(self.node), address, nodes[0] == self.node)
+
+    # ---- while it runs ------------------------------------------------------------------------------------------------
+
+    def check(self) -> PeerEnd | None:
+        """Returns why this node's part is to end, because of another node; None: it goes on. Looks once in a second."""
+        now = self.clock()
+        if now - self._looked < _LOOK:
+            return None
+        self._looked = now
+        self.states.refresh()
+        if conflict := self._conflict():
+            return conflict
+        for node, session in self.states.mine.members.items():
+            seen = self.states.newest(node) if node != self.node else None
+            if seen is None:
+                continue
+            state = seen.state
+            if state.session != session:
+                return PeerEnd(NODE_LOST, f"the supervisor of node {node} was started anew")
+            if state.state == LEFT and state.generation >= self.generation:
+                return PeerEnd(state.status, f"node {node}: {state.reason}", state.kind or PEER, True)
+            if state.state == FAILED and state.generation == self.generation:
+                return PeerEnd(state.status, f"node {node}: {state.reason}", state.kind)
+            if state.state == READY and state.generation >= self.generation or state.generation > self.generation:
+                return PeerEnd(NODE_LOST, f"node {node} has ended its part")
+            if not self._is_fresh(seen) and state.state != FINISHED:
+                return PeerEnd(NODE_LOST, f"node {node} was not heard of for {self.timeout:.0f} s (--node-timeout)")
+        return None
+
+    def fail(self, status: int, reason: str, kind: str) -> None:
+        """Tells the others that this node's part has ended badly. Called before the part is ended."""
+        self.states.set(state=FAILED, status=status, reason=reason[:500], kind=kind)
+
+    def finish(self) -> PeerEnd | None:
+        """Tells the others that this node's part has finished. Returns None until all have, then PeerEnd with status 0; the end
+        of another node's part if it fails."""
+        self.states.set(state=FINISHED, status=0)
+        if end := self.check():
+            return end
+        members = self.states.mine.members
+        others = [seen.state for node in members if node != self.node and (seen := self.states.newest(node))]
+        if len(others) == len(members) - 1 and all(state.state == FINISHED and state.generation == self.generation
+                                                   for state in others):
+            return PeerEnd(0, "all nodes have finished", leaves=True)
+        return None
+
+    def leave(self, status: int, reason: str, kind: str = "") -> None:
+        """Tells the others that the job is over."""
+        self.states.set(state=LEFT, status=status, reason=reason[:500], kind=kind)
+
+    # ---- who ----------------------------------------------------------------------------------------------------------
+
+    def _others(self) -> list[int]:
+        return [node for node in range(self.nodes) if node != self.node]
+
+    def _is_fresh(self, seen: SeenState) -> bool:
+        return self.clock() - seen.since <= self.timeout
+
+    def _conflict(self) -> PeerEnd | None:
+        """Returns an end if another supervisor of this node is alive: of two, the one with the higher session ends."""
+        for (node, session), seen in self.states.seen.items():
+            if (node == self.node and session < self.states.mine.session and seen.advances >= _ALIVE and self._is_fresh(seen)
+                    and seen.state.state != LEFT):
+                return PeerEnd(NODE_LOST, f"another supervisor of node {node} is alive (session {session}); give each node its "
+                                          f"own --node-rank", leaves=True)
+        return None
