@@ -23,6 +23,12 @@
       max_failed_loads: 2           # a checkpoint after whose loading this many consecutive jobs died is tried last; 0: no limit
       preemption_check_interval: 5  # seconds, approximately, between the ranks' checks for SIGTERM or graceful exit; 0: off
       unified_checkpoint: 0         # 1: auto_trans_ckpt also writes the merged weights to output/unified_checkpoint
+      memory_tier:                  # saves into memory of the node, which a restart on the same nodes loads (docs/memory_tier.md)
+        every_steps: 0              # saves fall on absolute multiples of it; 0: off
+        dir: /dev/shm               # the tmpfs that they lie in
+        limit_gib: 0                # limit of its memory for each rank; 0: the rank's share of the free memory
+        keep_days: 7                # a later job removes what a dead job left here, if nothing was saved there for so long
+        write_after_error: 1        # a training that ends with an error first writes the newest of these saves to disk; 0: not
 
 ``MINDRESUME_ON_SAVE_ERROR`` and so on override the file. A setting that is a frozen dataclass is a section of its own below
 ``mindresume:``; ``MINDRESUME_SECTION_KEY`` overrides one of its keys.
@@ -45,6 +51,16 @@ _CHOICES = {"on_save_error": ("warn", "raise"), "verify": ("full", "quick"), "ke
 
 
 @dataclass(frozen=True)
+class MemoryTierSettings:
+    """Holds the settings of the tier in memory."""
+    every_steps: int = 0
+    dir: str = "/dev/shm"
+    limit_gib: float = 0.0
+    keep_days: float = 7.0
+    write_after_error: int = 1
+
+
+@dataclass(frozen=True)
 class Settings:
     """Holds the settings of a run; the docstring of this module describes each."""
     on_save_error: str = "warn"
@@ -64,6 +80,7 @@ class Settings:
     on_dataset_change: str = "warn"
     max_failed_loads: int = 2
     preemption_check_interval: float = 5.0
+    memory_tier: MemoryTierSettings = MemoryTierSettings()
 
     def allows(self, name: str) -> bool:
         """Returns whether a checkpoint may lack this parameter."""

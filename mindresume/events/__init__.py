@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from mindresume.errors import ConfigError
 
 INFO, WARNING, ERROR = "info", "warning", "error"
+DISK, MEMORY = "disk", "memory"
 FINISHED, PREEMPTED, NOTHING_TO_TRAIN, FAILED = "finished", "preempted", "nothing_to_train", "failed"
 
 _KINDS: dict[str, type[Event]] = {}
@@ -195,6 +196,7 @@ class CheckpointSelected(Event):
         checkpoint_dir: the directory it lies in.
         description: format, ranks and verification, for people.
         weights_only: counters and optimizer are not loaded.
+        source: DISK, or MEMORY: a tier in memory of the nodes; ``checkpoint_dir`` is then a folder of one node.
     """
     step: int | None
     epoch: int | None
@@ -202,6 +204,7 @@ class CheckpointSelected(Event):
     checkpoint_dir: str
     description: str
     weights_only: bool = False
+    source: str = "disk"
 
 
 @dataclass(frozen=True)
@@ -364,6 +367,25 @@ class SaveAbandoned(Event):
     step: int
     reason: str
     missing_ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TierSaved(Event):
+    """This rank's part of the step lies in memory of its node, recorded. ``stall_seconds``: time that the training waited for the
+    copy. ``background_seconds``: of the checksums."""
+    step: int
+    size_bytes: int
+    stall_seconds: float
+    background_seconds: float
+
+
+@dataclass(frozen=True)
+class TierRefused(Event):
+    """The tier in memory is not used: this save failed, or ``step`` is None and there is no tier in this run. The training goes
+    on. ``failures_in_total``: saves of this rank that failed."""
+    step: int | None
+    reason: str
+    failures_in_total: int = 0
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,14 @@ def _(event: ev.SaveAbandoned) -> str:
     return f"step {event.step} is not committed: {event.reason}"
 
 
+@_line(ev.TierRefused, ev.WARNING)
+def _(event: ev.TierRefused) -> str:
+    if event.step is None:
+        return f"no saves into memory of this node (memory_tier) in this run: {event.reason}"
+    return (f"step {event.step} was not saved into memory of this node (failure {event.failures_in_total}): {event.reason}; the "
+            f"training goes on, and saves on disk are not concerned")
+
+
 @_line(ev.CheckpointsRemoved)
 def _(event: ev.CheckpointsRemoved) -> str:
     if event.is_incomplete:

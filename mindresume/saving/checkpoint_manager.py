@@ -19,6 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -43,14 +44,16 @@ from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.rank_folder_naming import stem
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.crash_loop import PendingLoadAttempt
+from mindresume.saving.memory_tier.opening import keep_number, newest_run, open_tier
+from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.retention import Policy
 from mindresume.saving.save_outcomes import SaveOutcomes
 from mindresume.saving.save_request import SaveOptions, SaveRequest
 from mindresume.saving.save_schedule import SaveSchedule
 from mindresume.saving.save_session import Resumed, SaveSession, open_save_session
-from mindresume.saving.shard_writer import SaveTarget, clean_own_folder, mark_emergency, write_shard
-from mindresume.saving.sync_saver import Outcome, Saver, SyncSaver, save_job_for
+from mindresume.saving.shard_writer import SaveTarget, clean_own_folder, is_committed, mark_emergency, write_shard
+from mindresume.saving.sync_saver import Outcome, Save, Saver, SyncSaver, save_job_for
 from mindresume.saving.training_end import TrainingEnd
 from mindresume.saving.uploader import Uploader
 from mindresume.settings import Settings
@@ -86,7 +89,9 @@ class CheckpointManager:
         self.preemption: PreemptionHandler | None = None
         self._saver: Saver | None = None
         self._uploader: Uploader | None = None
-        self._skipped = 0
+        self._tier: MemoryTier | None = None
+        self._collected: Save | None = None             # for the disk at this step
+        self._skipped = self._begun_at = 0
         self._schedule = SaveSchedule(options, since)
 
     @property
@@ -105,8 +110,13 @@ class CheckpointManager:
              leases: dict[str, Lease] | None = None) -> SaveSession:
         """Acquires the directory. Arguments and errors: see ``open_save_session``."""
         options = self.options
+        in_memory = newest_run(self.storage, options.root, self.group) if self.settings.memory_tier.every_steps else ""
+
+        def number(storage: Storage, root: str) -> None:
+            number_runs(storage, root)
+            keep_number(storage, root, in_memory)
         self.session = open_save_session(self.storage, options.root, options.prefix, self.group, self.emit,
-                                         self.settings.heartbeat, options.iterations, shared_groups, origin, number_runs, leases)
+                                         self.settings.heartbeat, options.iterations, shared_groups, origin, number, leases)
         self.session.target = target = replace(self.session.target, samples_in_common=options.samples_in_common)
         prefix = options.prefix if options.iterations else stem(options.prefix, target.rank, self.session.suffix)
         self.emit(RunOpened(target.run, target.root, prefix, target.world_size))
@@ -120,10 +130,15 @@ class CheckpointManager:
             resumed: the checkpoint that it has loaded.
             remote: where checkpoints are uploaded to.
         """
-        share = share_of_rank(self.group) if self.options.async_save else UNKNOWN
+        tier = self.settings.memory_tier
+        share = share_of_rank(self.group) if self.options.async_save or tier.every_steps else UNKNOWN
+        self._begun_at = step
         self._schedule.begin(step)
         run_on_all(self.group, lambda: self._begin(share, resumed, remote),
                    Watchdog("cleaning up"))  # rank 0 for all that is there
+        self._tier = open_tier(self.session, self.group, tier, self.emit, share, self.settings.commit_timeout, resumed)
+        if self._tier is not None:
+            self._tier.begin(step)
         atexit.register(self.finish_after_error)  # if no hook sees the end of the training; runs before the end of the uploader
 
     def _begin(self, share: int, resumed: Resumed | None, remote: RemoteCheckpoints | None) -> None:
@@ -193,7 +208,11 @@ class CheckpointManager:
             self.session.reached(request.step)
         if self._uploader is not None:
             self.outcomes.handle_upload_errors(self._uploader.poll())
+        self._collected = None
         request.save(self, False)
+        if self._tier is not None:
+            self._tier.step_end(request, self._collected)
+        self._collected = None
         return self._stop_if_preempted(request)
 
     def _stop_if_preempted(self, request: SaveRequest) -> str:
@@ -233,7 +252,7 @@ class CheckpointManager:
         """Collects the state and gives it to the saver. Raises SaveError if one of the two fails."""
         started = time.monotonic()
         self.emit(SaveBegun(request.step))
-        save = request.collect()
+        save = self._collected = request.collect()
         name = iteration_name(save.step) if self.target.iterations else os.path.basename(save.shard.files[0].path)
         request.on_collected(save, name)
         self.outcomes.saved.add(save.step)
@@ -271,7 +290,10 @@ class CheckpointManager:
             saver, self._saver = self._saver, None
             closing()
             atexit.unregister(self.finish_after_error)
+            if self._tier is not None:
+                self._tier.stop()
             self.training_end.commit(saver)                 # its outcomes enqueue the last uploads
+            self._remove_tier(request.step)
         uploader, self._uploader = self._uploader, None
         if uploader is not None:
             self.training_end.upload(uploader)
@@ -279,6 +301,26 @@ class CheckpointManager:
             self.training_end.release(self.session)
         self._close_preemption()
         self.training_end.raise_errors()
+
+    def _remove_tier(self, step: int) -> None:
+        """Removes the tier in memory if the disk has the last step."""
+        tier, self._tier = self._tier, None
+        with suppress(OSError):
+            if tier is not None and is_committed(self.target, step):
+                tier.remove()
+
+    def _write_tier(self, saver: Saver) -> None:
+        """Writes the newest save in memory to disk, if that is older, after the training ended with an error. A save like any
+        other: it counts if all ranks get so far."""
+        if self._tier is None:
+            return
+        tier, self._tier = self._tier, None
+        tier.stop()
+        shard = tier.newest(max([self._begun_at, *self.outcomes.saved])) if self.settings.memory_tier.write_after_error else None
+        if shard is not None:
+            self.emit(warning(f"the training ended with an error; step {shard.state.step} is written to disk from memory"))
+            saver.save(Save(shard))
+            self.outcomes.saved.add(shard.state.step)
 
     def finish_after_error(self) -> None:
         """Finishes the save in progress after the training ended with an error. Rank 0 waits some seconds for records of other
@@ -288,6 +330,8 @@ class CheckpointManager:
         try:
             if saver is not None and saver.busy():
                 self.emit(warning("the training ended with an error; the save in flight is finished first"))
+            if saver is not None:
+                self._write_tier(saver)
             outcomes = saver.finish(self.settings.commit_timeout, _OTHERS) if saver is not None else []
             for outcome in outcomes:
                 self.outcomes.record(outcome)

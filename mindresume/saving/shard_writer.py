@@ -165,7 +165,7 @@ def write_shard(target: SaveTarget, shard: Shard, clock: Callable[[], float] = t
                             target.lineage, target.local_ranks)
             where = os.path.join(attempt, record_name(target.rank))
             try:
-                publish(target.storage, where, [record.encode(_details(shard, sums))], target.run)
+                publish(target.storage, where, [record.encode(details_of_shard(shard, sums))], target.run)
             except UnknownOutcomeError as error:
                 return _resolve_unconfirmed(target, step, error)
         except OSError:                     # no record names these files: they fill the disk and block a retry
@@ -268,7 +268,8 @@ def _check_space(target: SaveTarget, step: int, needed: int) -> None:
                           f"are untouched; free some space, or keep fewer (keep_checkpoint_max, mindresume prune)")
 
 
-def _details(shard: Shard, sums: Sequence[Checksums]) -> Details:
+def details_of_shard(shard: Shard, sums: Sequence[Checksums]) -> Details:
+    """Returns the details of a record. ``sums``: the checksums of each file of ``shard``."""
     rows = {}
     for index, file in enumerate(shard.files):
         for name, array in file.tensors.items():

@@ -1,0 +1,16 @@
+"""Saves often into memory of the node: a second checkpoint directory on a tmpfs, in the format of the first.
+
+    {dir}/mindresume-{uid}/{key}/       one tier: rank folders or hidden iteration folders with records, as on disk
+        owner.json                      which training it belongs to, and its processes on this node
+        slots/                          files that are being overwritten; never read
+    {checkpoint directory}/.mindresume/memory-tier      the token from which ``key`` follows
+
+    directory    where the tier of a checkpoint directory lies; whether it still belongs to it
+    mapped_file  one file of the tier, mapped for as long as the training runs
+    slots        which save is overwritten next, and why all ranks keep a common one
+    tier         saves: copy in the training thread, checksums and record in the background
+    leftovers    removes tiers of dead jobs
+
+A save is whole once the records of all ranks of its node exist; there is no manifest and no commit by one rank. The tier survives
+the death of processes. It does not survive the node, and is never called durable.
+"""

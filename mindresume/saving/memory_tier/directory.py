@@ -1,0 +1,192 @@
+"""Locates the tier in memory of a checkpoint directory, and tells whether a tier still belongs to it.
+
+    mark = read_mark(storage, root)             # None: no training here has a tier
+    find_tier(storage, root)                    # its folder on this node, if it belongs to ``root``
+
+A tier must not outlive its training: if the checkpoint directory was removed, replaced or restored from a copy, the saves in
+memory are of another training, whatever their step. So the directory holds a random token, and the owner file of the tier has
+the token and the inode of the directory. A copy at another path has another key.
+"""
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import xxhash
+
+from mindresume.coordination.lease import LeaseHolder, holder_of_this_process, is_alive
+from mindresume.errors import RecordError
+from mindresume.model.manifest import FOLDER, run_sequence
+from mindresume.model.training_state import is_count
+from mindresume.storage.atomic_publish import publish_json
+from mindresume.storage.interface import Storage
+from mindresume.storage.mounts import filesystem_type
+from mindresume.storage.operations import read_json
+
+MARK = "memory-tier"
+OWNER = "owner.json"
+SLOTS = "slots"
+_VERSION = 1
+_LIMIT = 1 << 20                # bytes of an owner file
+
+
+@dataclass(frozen=True)
+class TierMark:
+    """Content of the file in a checkpoint directory that says where its tier lies. ``dir``: the tmpfs."""
+    token: str
+    dir: str
+
+
+@dataclass(frozen=True)
+class TierOwner:
+    """Content of the owner file of a tier.
+
+    Attributes:
+        directory: real path of the checkpoint directory.
+        token: of its mark.
+        inode: of the checkpoint directory.
+        mount: mount point of the disk that holds it.
+        run: the run that saves into the tier, or did last.
+        machine: as in a lease.
+        processes: (pid, start in ticks) of the ranks on this node.
+    """
+    directory: str
+    token: str
+    inode: int
+    mount: str
+    run: str
+    machine: str
+    processes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def read(cls, storage: Storage, tier: str) -> TierOwner | None:
+        """Returns the owner of a tier; None if the file is missing or has another form."""
+        try:
+            value = read_json(storage, os.path.join(tier, OWNER), _LIMIT)
+            texts = [value[name] for name in ("directory", "token", "mount", "run", "machine")]
+            rows = tuple((pid, started) for pid, started in value["processes"])
+            run_sequence(value["run"])
+            if value["version"] != _VERSION or not all(isinstance(text, str) for text in texts) or not all(
+                    is_count(number) for row in rows for number in row) or not is_count(value["inode"]):
+                return None
+        except (OSError, ValueError, LookupError, TypeError, RecordError):
+            return None
+        return cls(value["directory"], value["token"], value["inode"], value["mount"], value["run"], value["machine"], rows)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": _VERSION, **asdict(self)}
+
+    @property
+    def is_alive(self) -> bool | None:
+        """Whether a rank of the owner runs on this node. None: it is in another container, whose processes are not visible."""
+        states = [is_alive(LeaseHolder("", self.run, "", self.machine, pid, started, 0.0)) for pid, started in self.processes]
+        return None if None in states else any(states)
+
+    @property
+    def directory_is_gone(self) -> bool:
+        """Whether the checkpoint directory does not exist any more. A disk that is not mounted now proves nothing."""
+        return os.path.ismount(self.mount) and not os.path.lexists(self.directory)
+
+
+def read_mark(storage: Storage, root: str) -> TierMark | None:
+    """Returns the mark of a checkpoint directory; None if it has none that can be read."""
+    try:
+        value = read_json(storage, os.path.join(root, FOLDER, MARK), _LIMIT)
+        token, folder = value["token"], value["dir"]
+        valid = isinstance(token, str) and isinstance(folder, str) and bool(token) and os.path.isabs(folder)
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return TierMark(token, folder) if valid else None
+
+
+def make_mark(storage: Storage, root: str, folder: str, tag: str) -> TierMark:
+    """Returns the mark of ``root`` for a tier in ``folder``, and publishes it if it is not there. Raises OSError."""
+    found = read_mark(storage, root)
+    if found is not None and found.dir == folder:
+        return found
+    mark = TierMark(secrets.token_hex(8), folder) if found is None else replace(found, dir=folder)
+    storage.make_folder(os.path.join(root, FOLDER))
+    publish_json(storage, os.path.join(root, FOLDER, MARK), asdict(mark), tag)
+    return mark
+
+
+def parent_of_tiers(folder: str) -> str:
+    """Returns the folder of all tiers of this user in the tmpfs ``folder``."""
+    return os.path.join(folder, f"mindresume-{os.getuid()}")
+
+
+def tier_path(mark: TierMark, root: str) -> str:
+    """Returns the folder of the tier of ``root`` on this node, whether it exists or not."""
+    key = xxhash.xxh3_64_hexdigest(f"{mark.token}\0{os.path.realpath(root)}".encode())
+    return os.path.join(parent_of_tiers(mark.dir), key)
+
+
+def inode_of(path: str) -> int:
+    """Returns the inode of a folder; 0 if there is none."""
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return 0
+
+
+def owner_of(root: str, mark: TierMark, run: str, processes: list[list[int]]) -> TierOwner:
+    """Returns the owner file of a training that saves to ``root``."""
+    directory = mount = os.path.realpath(root)
+    while not os.path.ismount(mount):
+        mount = os.path.dirname(mount)
+    return TierOwner(directory, mark.token, inode_of(directory), mount, run, holder_of_this_process("").machine,
+                     tuple((pid, started) for pid, started in processes))
+
+
+def this_process() -> list[int]:
+    """Returns [pid, start in ticks] of this process."""
+    holder = holder_of_this_process("")
+    return [holder.pid, holder.started]
+
+
+def find_tier(storage: Storage, root: str) -> tuple[str, str]:
+    """Returns (folder of the tier of ``root`` on this node, why it is not used). Both are empty if there is none."""
+    mark = read_mark(storage, root)
+    tier = tier_path(mark, root) if mark is not None else ""
+    if not tier or storage.status(tier) is None:
+        return "", ""
+    if (problem := foreign_folder(parent_of_tiers(mark.dir))):
+        return "", problem
+    owner = TierOwner.read(storage, tier)
+    if owner is None:
+        return "", f"{tier} has no owner file that can be read"
+    if (owner.token, owner.directory, owner.inode) != (mark.token, os.path.realpath(root), inode_of(root)):
+        return "", f"{tier} belongs to another checkpoint directory than {root} is now: it was replaced or restored from a copy"
+    return tier, ""
+
+
+def foreign_folder(path: str) -> str:
+    """Returns why a folder in a place that all users write to is not trusted; empty if it is of this user alone."""
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        return f"{path} is not a folder that only this user can write to"
+    return ""
+
+
+def make_tier(path: str) -> None:
+    """Creates the folder of a tier, for this user alone. Raises OSError, also if it would not lie in memory."""
+    parent = os.path.dirname(path)
+    folder = os.path.dirname(parent)
+    kind = filesystem_type(os.path.realpath(folder))
+    if not os.path.isdir(folder) or kind != "tmpfs":
+        raise OSError(errno.ENOTDIR, f"is no tmpfs but {kind or 'missing'}", folder)
+    os.makedirs(parent, mode=0o700, exist_ok=True)
+    if problem := foreign_folder(parent):
+        raise OSError(errno.EPERM, problem, parent)
+    os.makedirs(path, mode=0o700, exist_ok=True)
+
+
+def node_identity(path: str) -> str:
+    """Returns a text that is the same on all ranks that see the same folder, and on no other: boot, tmpfs, inode."""
+    found = os.stat(path)
+    machine = holder_of_this_process("").machine.partition("/")[0]
+    return f"{machine}/{found.st_dev}/{found.st_ino}"

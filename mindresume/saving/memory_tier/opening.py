@@ -1,0 +1,99 @@
+"""Opens the tier in memory of a training, on all ranks together."""
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from mindresume.coordination.collectives import Group, gather_results, run_on_all
+from mindresume.coordination.lease import next_run, record_run_number
+from mindresume.coordination.storage_topology import SharedGroups
+from mindresume.errors import CollectiveError
+from mindresume.events import Emit, Notice, TierRefused
+from mindresume.formats.records import find_attempts
+from mindresume.formatting import ranks_count
+from mindresume.model.manifest import FOLDER, run_sequence
+from mindresume.saving.memory_tier.directory import (
+    OWNER,
+    TierMark,
+    find_tier,
+    make_mark,
+    make_tier,
+    node_identity,
+    owner_of,
+    this_process,
+    tier_path,
+)
+from mindresume.saving.memory_tier.leftovers import remove_leftovers
+from mindresume.saving.memory_tier.tier import MemoryTier
+from mindresume.saving.save_session import Resumed, SaveSession
+from mindresume.settings import MemoryTierSettings
+from mindresume.storage.atomic_publish import publish_json
+from mindresume.storage.interface import Storage
+
+
+def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, emit: Emit, share: int, timeout: float,
+              resumed: Resumed | None = None) -> MemoryTier | None:
+    """Returns the tier of a training. Returns None if it is off, or not possible on some rank: then a TierRefused says why, and
+    the training goes on without.
+
+    Args:
+        share: bytes of host memory for this rank.
+        timeout: seconds that a step waits for the background work of the tier.
+        resumed: what the training has loaded, from this tier or from elsewhere.
+    """
+    storage, root, run = session.target.storage, session.target.root, session.target.run
+    if not settings.every_steps:
+        return None
+    try:
+        marks = gather_results(group, lambda: _mark(storage, root, settings, run) if session.is_leader else None)
+        mark = TierMark(*marks[session.shared_groups.leaders[group.rank]])
+        tier = tier_path(mark, root)
+
+        def make() -> list[Any]:
+            make_tier(tier)
+            return [node_identity(tier), *this_process()]
+        rows = gather_results(group, make)
+        nodes = groups_of([row[0] for row in rows])
+        if nodes.is_split and session.target.iterations:
+            raise CollectiveError("Checkpoint 2.0 loads regions of all ranks, and this job has several nodes")
+        ranks, is_leader = nodes.ranks(group.rank), nodes.is_leader(group.rank)
+        if is_leader:
+            owner = owner_of(root, mark, run, [rows[rank][1:] for rank in ranks])
+            run_on_all(group, lambda: publish_json(storage, os.path.join(tier, OWNER), owner.to_json(), run))
+            remove_leftovers(storage, tier, settings.keep_days, emit)
+        else:
+            run_on_all(group, lambda: None)
+    except CollectiveError as error:
+        emit(TierRefused(None, str(error)))
+        return None
+    target = replace(session.target, root=tier, local_ranks=ranks if nodes.is_split else ())
+    loaded = resumed.chosen if resumed is not None and resumed.root == tier else None
+    emit(Notice(f"every {settings.every_steps} steps are also saved into memory of this node, {tier}: {ranks_count(len(ranks))}, "
+                f"for a restart on the same nodes"))
+    return MemoryTier(target, group, settings, emit, share, loaded, is_leader, timeout)
+
+
+def _mark(storage: Storage, root: str, settings: MemoryTierSettings, run: str) -> list[str]:
+    mark = make_mark(storage, root, os.path.abspath(settings.dir), run)
+    return [mark.token, mark.dir]
+
+
+def groups_of(identities: list[str]) -> SharedGroups:
+    """Returns which ranks see the same tier. ``identities``: ``node_identity`` of each rank."""
+    return SharedGroups(tuple(map(identities.index, identities)))
+
+
+def newest_run(storage: Storage, root: str, group: Group) -> str:
+    """Returns the latest run that saved into the tier of ``root`` on any node; empty if there is none. A collective. A run that
+    saved into memory alone has left no number on disk, and the next run must have a larger one."""
+    def own() -> str:
+        tier = find_tier(storage, root)[0]
+        return max((row.run for row in find_attempts(storage, tier)), key=run_sequence, default="") if tier else ""
+    return max(filter(None, gather_results(group, own)), key=run_sequence, default="")
+
+
+def keep_number(storage: Storage, root: str, run: str) -> None:
+    """Makes sure that the next run in ``root`` gets a larger number than ``run``. Raises OSError."""
+    if run and run_sequence(run) >= run_sequence(next_run(storage.list(os.path.join(root, FOLDER)))):
+        record_run_number(storage, root, run)

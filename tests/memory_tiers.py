@@ -1,0 +1,54 @@
+"""Tiers in memory for the tests: a tmpfs folder that is removed again, and small trainings that save into it."""
+import os
+import shutil
+import tempfile
+
+import pytest
+from rank_folders import STORAGE, state_of, tensors_of
+
+from mindresume.formats.rank_folder_naming import FileName
+from mindresume.saving.memory_tier.directory import read_mark, tier_path
+from mindresume.saving.save_request import SaveRequest
+from mindresume.saving.shard_writer import iteration_shard, rank_shard
+from mindresume.saving.sync_saver import Save
+
+MEMORY = "/dev/shm"
+
+
+@pytest.fixture
+def memory():
+    """Returns a folder in memory."""
+    if not os.access(MEMORY, os.W_OK):
+        pytest.skip(f"{MEMORY} is not writable")
+    path = tempfile.mkdtemp(prefix="mindresume-test-", dir=MEMORY)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def tier_of(root):
+    """Returns the folder of the tier of a checkpoint directory."""
+    return tier_path(read_mark(STORAGE, str(root)), str(root))
+
+
+class StepRequest(SaveRequest):
+    """The state of one rank after ``step``. ``bad``: collecting fails."""
+
+    def __init__(self, target, step, fmt="safetensors", bad=False, collective=False):
+        super().__init__(step)
+        self.target, self.fmt, self.bad, self.collective, self.collected = target, fmt, bad, collective, 0
+
+    def collect(self):
+        self.collected += 1
+        if self.bad:
+            raise ValueError("cannot collect")
+        state, tensors = state_of(self.step), tensors_of(self.target.rank, self.step, self.target.world_size)
+        if self.target.iterations:
+            model = {name: array for name, array in tensors.items() if not name.startswith("adam")}
+            return Save(iteration_shard("net", self.target, state, model,
+                                        {name: array for name, array in tensors.items() if name not in model},
+                                        random={"python": f"of rank {self.target.rank}"}))
+        name = FileName("net", self.target.rank, 0, state.epoch, state.step_in_epoch, self.fmt)
+        return Save(rank_shard(name, state, tensors, random={"python": f"of rank {self.target.rank}"}))
+
+    def needs_collectives(self):
+        return self.collective

@@ -1,0 +1,221 @@
+"""A training with a tier: opening, its end, an end with an error, left-over tiers of dead jobs."""
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from manager_jobs import Job, committed, end_jobs, spoil
+from memory_tiers import tier_of
+from rank_folders import RUN, STORAGE, Ranks, save
+
+from mindresume.coordination.storage_topology import SharedGroups
+from mindresume.events import TierRefused, TierSaved
+from mindresume.formats.records import scan_records
+from mindresume.model.manifest import FOLDER, run_name
+from mindresume.saving.memory_tier.directory import (
+    OWNER,
+    TierMark,
+    TierOwner,
+    find_tier,
+    make_mark,
+    make_tier,
+    owner_of,
+    parent_of_tiers,
+    this_process,
+    tier_path,
+)
+from mindresume.saving.memory_tier.leftovers import remove_leftovers
+from mindresume.saving.memory_tier.opening import groups_of, keep_number, newest_run
+from mindresume.settings import MemoryTierSettings, Settings
+from mindresume.storage.atomic_publish import publish_json
+
+
+@pytest.fixture(autouse=True)
+def settled():
+    yield
+    end_jobs()
+
+
+def job_with_tier(root, memory, every=2, disk=100, **options):
+    settings = Settings(memory_tier=MemoryTierSettings(every, memory, **options.pop("tier", {})))
+    return Job(root, settings=settings, every=disk, leases=options.pop("leases", {}), **options)
+
+
+def held(root):
+    return [candidate.step for candidate in scan_records(STORAGE, tier_of(root))[0] if candidate.problem is None]
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+def test_a_training_saves_into_memory_more_often_than_to_disk(tmp_path, memory, iterations):
+    job = job_with_tier(tmp_path, memory, disk=5, iterations=iterations).steps(9)
+    job.manager._tier.stop()
+    assert committed(tmp_path) == [5] and held(tmp_path) == [8, 6]
+    assert [event.step for event in job.emitted(TierSaved)] == [2, 4, 6, 8]
+    assert job.collected.count(5) == 1 and find_tier(STORAGE, str(tmp_path)) == (tier_of(tmp_path), "")
+
+
+def test_the_end_of_a_training_frees_the_memory(tmp_path, memory):
+    job = job_with_tier(tmp_path, memory).steps(5).end()
+    assert committed(tmp_path) == [5] and not job.emitted(TierRefused)
+    assert not os.path.exists(tier_of(tmp_path)) and find_tier(STORAGE, str(tmp_path)) == ("", "")
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+@pytest.mark.parametrize("kind", [False, "thread"])
+def test_an_end_with_an_error_writes_what_memory_has_to_disk(tmp_path, memory, kind, iterations):
+    job = job_with_tier(tmp_path, memory, disk=5, async_save=kind, iterations=iterations).steps(9)
+    job.manager.finish_after_error()
+    assert committed(tmp_path) == [5, 8] and held(tmp_path) == [8, 6]
+
+
+def test_an_end_with_an_error_writes_nothing_if_the_disk_is_as_new_or_it_is_switched_off(tmp_path, memory):
+    job = job_with_tier(tmp_path / "a", memory, disk=4).steps(9)
+    job.manager.finish_after_error()
+    assert committed(tmp_path / "a") == [4, 8]
+    job = job_with_tier(tmp_path / "b", memory, disk=5, tier={"write_after_error": 0}).steps(9)
+    job.manager.finish_after_error()
+    assert committed(tmp_path / "b") == [5]
+
+
+def test_an_end_with_an_error_of_the_disk_keeps_the_memory(tmp_path, memory):
+    job = job_with_tier(tmp_path, memory).steps(5)
+    spoil(tmp_path)
+    with pytest.raises(Exception, match="was not saved"):
+        job.manager.settings = replace(job.manager.settings, on_save_error="raise")
+        job.manager.outcomes.settings = job.manager.settings
+        job.end()
+    assert held(tmp_path) == [4, 2]
+
+
+def test_without_a_tmpfs_one_line_says_so_and_the_training_goes_on(tmp_path, memory):
+    job = job_with_tier(tmp_path / "a", str(tmp_path)).steps(5).end()
+    refused, = job.emitted(TierRefused)
+    assert refused.step is None and str(tmp_path) in refused.reason and committed(tmp_path / "a") == [5]
+    job = job_with_tier(tmp_path / "b", os.path.join(memory, "missing")).steps(5).end()
+    assert len(job.emitted(TierRefused)) == 1 and committed(tmp_path / "b") == [5]
+
+
+def test_a_folder_of_another_user_is_not_used(tmp_path, memory):
+    os.mkdir(parent_of_tiers(memory))
+    os.chmod(parent_of_tiers(memory), 0o777)
+    assert job_with_tier(tmp_path, memory).emitted(TierRefused)[0].reason.count("only this user")
+
+
+def test_a_run_after_one_that_saved_into_memory_alone_has_a_larger_number(tmp_path, memory):
+    first = job_with_tier(tmp_path, memory, tier={"write_after_error": 0}).steps(5)
+    first.manager.finish_after_error()
+    first.manager.session.release()                                     # it leaves no number on disk
+    run = first.manager.target.run
+    assert run.startswith("0001") and newest_run(STORAGE, str(tmp_path), first.manager.group) == run
+    assert job_with_tier(tmp_path, memory).manager.target.run.startswith("0002")
+    before = os.listdir(tmp_path / FOLDER)
+    keep_number(STORAGE, str(tmp_path), run)                            # a larger number is there already
+    assert os.listdir(tmp_path / FOLDER) == before
+
+
+def test_a_replaced_or_restored_directory_has_no_tier(tmp_path, memory):
+    root = tmp_path / "checkpoint"
+    job_with_tier(root, memory).steps(5).manager._tier.stop()
+    tier = tier_of(root)
+    shutil.copytree(root, tmp_path / "copy")
+    assert find_tier(STORAGE, str(tmp_path / "copy")) == ("", "")                    # another key
+    root.rename(tmp_path / "aside")
+    shutil.copytree(tmp_path / "copy", root)
+    found, problem = find_tier(STORAGE, str(root))
+    assert found == "" and tier in problem
+    shutil.rmtree(root)
+    assert find_tier(STORAGE, str(root)) == ("", "")
+
+
+def test_ranks_that_see_one_tmpfs_are_a_node():
+    assert groups_of(["a", "a", "b", "a", "b"]) == SharedGroups((0, 0, 2, 0, 2))
+
+
+# ---- left-over tiers -------------------------------------------------------------------------------------------------
+
+DEAD = [[2**22 - 3, 1]]                 # a process that cannot exist with this start
+
+
+def leftover(memory, root, processes=(), steps=(10,), age_days=0.0):
+    """Makes a tier of a job that saves to ``root``. Returns it."""
+    os.makedirs(root, exist_ok=True)
+    mark = make_mark(STORAGE, str(root), memory, RUN)
+    tier = tier_path(mark, str(root))
+    make_tier(tier)
+    for step in steps:
+        save(Path(tier), step, world=1)
+    publish_json(STORAGE, os.path.join(tier, OWNER), owner_of(str(root), mark, RUN, list(processes or DEAD)).to_json(), RUN)
+    if age_days:
+        for folder, names, files in os.walk(tier):
+            for name in (*names, *files, ""):
+                os.utime(os.path.join(folder, name), (1e9, 1e9))
+    return tier
+
+
+def remaining(memory, keep_days=7.0):
+    """Starts a job with a tier of its own. Returns the other tiers that are left."""
+    mine = os.path.join(parent_of_tiers(memory), "mine")
+    os.makedirs(mine, mode=0o700)
+    publish_json(STORAGE, os.path.join(mine, OWNER), {}, RUN)
+    remove_leftovers(STORAGE, mine, keep_days)
+    return [os.path.join(parent_of_tiers(memory), name) for name in os.listdir(parent_of_tiers(memory)) if name != "mine"]
+
+
+def test_a_tier_that_may_be_the_newest_of_its_training_stays(tmp_path, memory):
+    tier = leftover(memory, tmp_path / "a")
+    save(tmp_path / "a", 5, world=1)
+    assert remaining(memory) == [tier]
+
+
+def test_a_tier_of_a_living_job_stays_whatever_its_age(tmp_path, memory):
+    tier = leftover(memory, tmp_path / "a", processes=[this_process()], age_days=1)
+    shutil.rmtree(tmp_path / "a")
+    assert remaining(memory) == [tier] and TierOwner.read(STORAGE, tier).is_alive
+
+
+def test_a_superseded_tier_is_removed(tmp_path, memory):
+    leftover(memory, tmp_path / "a")
+    save(tmp_path / "a", 20, world=1)
+    leftover(memory, tmp_path / "b")
+    save(tmp_path / "b", 5, world=1, run=run_name(2, "0000bbbb"))
+    assert remaining(memory) == []
+
+
+def test_a_tier_without_its_directory_is_removed_unless_the_disk_is_not_mounted(tmp_path, memory):
+    gone, unmounted = leftover(memory, tmp_path / "a"), leftover(memory, tmp_path / "b")
+    owner = replace(TierOwner.read(STORAGE, unmounted), mount=str(tmp_path))
+    publish_json(STORAGE, os.path.join(unmounted, OWNER), owner.to_json(), RUN)
+    shutil.rmtree(tmp_path / "a")
+    shutil.rmtree(tmp_path / "b")
+    assert remaining(memory) == [unmounted] and not os.path.exists(gone)
+
+
+def test_an_old_tier_is_removed(tmp_path, memory):
+    old, young = leftover(memory, tmp_path / "a", age_days=1), leftover(memory, tmp_path / "b")
+    assert remaining(memory) == [young] and not os.path.exists(old)
+
+
+def test_an_interrupted_removal_is_continued_and_a_starting_job_is_left_alone(tmp_path, memory):
+    parent = parent_of_tiers(memory)
+    os.makedirs(os.path.join(parent, "removed-12345678", "rank_0"), mode=0o700)
+    os.makedirs(os.path.join(parent, "starting"))
+    assert remaining(memory) == [os.path.join(parent, "starting")]
+
+
+def test_an_owner_file_of_another_form_is_none(tmp_path):
+    for text in ("", "[]", "{}", '{"version": 1}'):
+        (tmp_path / OWNER).write_text(text)
+        assert TierOwner.read(STORAGE, str(tmp_path)) is None
+    assert TierMark("a", "/dev/shm") == TierMark("a", "/dev/shm")
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+def test_all_ranks_or_none_have_a_tier(tmp_path, memory):
+    def work(group):
+        folder = memory if group.rank == 0 else str(tmp_path)
+        job = Job(tmp_path / "a", group=group, every=100, leases={},
+                  settings=Settings(heartbeat=0, memory_tier=MemoryTierSettings(2, folder)))
+        return job.manager._tier is None
+    assert Ranks(2).run(work) == [False, False]                 # the mark of rank 0 decides where it is

@@ -1,0 +1,296 @@
+"""Saves of one rank in memory, death after each operation included."""
+import os
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from memory_tiers import StepRequest
+from rank_folders import STORAGE, flip_bit, tensors_of
+
+from mindresume.coordination.collectives import SingleProcess
+from mindresume.coordination.read_locks import acquire_read_lock
+from mindresume.events import TierRefused, TierSaved
+from mindresume.formats.records import scan_records
+from mindresume.model.manifest import attempt_name, run_name
+from mindresume.resume.verifier import verify_rank
+from mindresume.saving.memory_tier.directory import SLOTS
+from mindresume.saving.memory_tier.mapped_file import MappedFile
+from mindresume.saving.memory_tier.tier import MemoryTier
+from mindresume.saving.shard_writer import SaveTarget
+from mindresume.settings import MemoryTierSettings
+from mindresume.storage.posix import PosixStorage
+
+RUN = run_name(1, "0000aaaa")
+
+
+class Training:
+    """Ranks 0 to ``world`` - 1 of one node, in one thread."""
+
+    def __init__(self, root, every=2, world=1, run=RUN, iterations=False, loaded=None, storage=STORAGE, fmt="safetensors",
+                 **options):
+        self.events, self.step, self.fmt = [], 0, fmt
+        settings = MemoryTierSettings(every, str(root), **{key: options.pop(key) for key in ("limit_gib",) if key in options})
+        self.tiers = [MemoryTier(SaveTarget(storage, str(root), run, rank, world, iterations, (), run), SingleProcess(), settings,
+                                 self.events.append, loaded=loaded, is_leader=rank == 0, **options) for rank in range(world)]
+
+    def steps(self, count, ranks=None):
+        for _ in range(count):
+            self.step += 1
+            for rank, tier in enumerate(self.tiers):
+                if ranks is None or rank in ranks:
+                    tier.step_end(StepRequest(tier.target, self.step, self.fmt))
+        return self
+
+    def stop(self):
+        for tier in self.tiers:
+            tier.stop()
+        return self
+
+    def saved(self):
+        return [event.step for event in self.events if isinstance(event, TierSaved)]
+
+    def refused(self):
+        return [event for event in self.events if isinstance(event, TierRefused)]
+
+
+def whole(root, ranks=1, storage=STORAGE):
+    """Returns the steps in a tier that are whole, newest first, after a check of every byte."""
+    found = []
+    for candidate in scan_records(storage, str(root))[0]:
+        if candidate.problem is None:
+            shards = [verify_rank(storage, str(root), candidate, rank) for rank in range(ranks)]
+            assert all(getattr(shard, "details", None) for shard in shards), shards
+            found.append(candidate.step)
+    return found
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+@pytest.mark.parametrize("every, held", [(1, [7, 6, 5]), (2, [6, 4]), (3, [6, 3])])
+def test_the_newest_saves_are_whole_and_their_files_are_used_again(memory, every, held, fmt, iterations):
+    job = Training(memory, every, world=2, fmt=fmt, iterations=iterations).steps(7).stop()
+    assert whole(memory, 2) == held and not job.refused()
+    inodes = {os.stat(os.path.join(folder, name)).st_ino for folder, _, names in os.walk(memory) for name in names
+              if name.endswith(fmt) or iterations and name.endswith("safetensors")}
+    for tier in job.tiers:
+        tier._is_off = False
+    job.steps(6).stop()
+    again = {os.stat(os.path.join(folder, name)).st_ino for folder, _, names in os.walk(memory) for name in names
+             if name.endswith(fmt) or iterations and name.endswith("safetensors")}
+    assert again == inodes and len(whole(memory, 2)) == len(held)
+
+
+def test_the_events_have_the_size_and_the_stop(memory):
+    job = Training(memory, 2).steps(4).stop()
+    assert job.saved() == [2, 4]
+    assert all(event.size_bytes > 200 and event.stall_seconds >= 0 and event.background_seconds >= 0 for event in job.events)
+
+
+class Killed(BaseException):
+    """No except clause of the product catches it."""
+
+
+class Mortal(PosixStorage):
+    """Counts the changes, and dies before change number ``at``."""
+    width = 1
+
+    def __init__(self):
+        self.count, self.at = 0, -1
+
+    def _change(self, name, *arguments):
+        if self.count == self.at:
+            raise Killed
+        self.count += 1
+        return getattr(PosixStorage, name)(self, *arguments)
+
+    def rename(self, old, new):
+        return self._change("rename", old, new)
+
+    def remove(self, path):
+        return self._change("remove", path)
+
+    def make_folder(self, path):
+        return self._change("make_folder", path)
+
+    def write(self, path, pieces, size=0):
+        return self._change("write", path, pieces, size)
+
+    def sync(self, folder):
+        return self._change("sync", folder)
+
+
+def mortal_job(memory, storage, **options):
+    """Returns a training that runs its background work at once, so that the order of operations is the same each time."""
+    job = Training(memory, storage=storage, make_file=lambda path, size: Torn(path, size, storage), **options)
+    for tier in job.tiers:
+        tier._start = lambda work: work()
+    return job
+
+
+class Torn(MappedFile):
+    """A file whose content changes in two operations."""
+
+    def __init__(self, path, size, storage):
+        self.storage = storage
+        super().__init__(path, size)
+
+    def resize(self, size):
+        if self.storage.count == self.storage.at:
+            raise Killed
+        self.storage.count += 1
+        super().resize(size)
+        self.data[:len(self.data) // 2] = 7
+        if self.storage.count == self.storage.at:
+            raise Killed
+        self.storage.count += 1
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+@pytest.mark.parametrize("every, steps", [(1, 6), (2, 8)])
+def test_death_before_each_operation_leaves_a_whole_save(memory, every, steps, iterations):
+    memory, storage, seen = Path(memory), Mortal(), set()
+    mortal_job(memory / "all", storage, every=every, iterations=iterations).steps(steps)
+    total = storage.count
+    assert total > 40
+    for at in range(total):
+        root, storage = memory / str(at), Mortal()
+        storage.at = at
+        job = mortal_job(root, storage, every=every, iterations=iterations)
+        with suppress(Killed):
+            job.steps(steps)
+        found = whole(root)
+        ended = job.step - 1                                    # in every step before, the work was done at once
+        due = [step for step in range(2, ended + 1) if step % every == 0]
+        if due:
+            assert found and max(found) >= due[-1] and found[0] in (due[-1], due[-1] + every), (at, found, due)
+        seen.add(tuple(found))
+        loaded = next((c for c in scan_records(STORAGE, str(root))[0] if c.problem is None), None)
+        resumed = Training(root, every, run=run_name(2, "0000bbbb"), iterations=iterations, loaded=loaded).steps(5).stop()
+        assert not resumed.refused() and len(whole(root)) == (3 if every == 1 else 2)
+        assert scan_records(STORAGE, str(root))[0][0].run == run_name(2, "0000bbbb")
+        assert not [name for name in os.listdir(root) if name.startswith("stale-")]
+        assert all(RUN not in name for name in os.listdir(root / SLOTS))
+    assert len(seen) > 3
+
+
+def test_a_save_that_one_rank_lacks_is_overwritten_and_the_older_one_stays(memory):
+    job = Training(memory, 2, world=2).steps(4)
+    job.steps(2, ranks=[0])                                     # rank 1 does not save step 6
+    assert whole(memory, 2) == [4]
+    job.tiers[1]._last_step = 6
+    job.steps(2).stop()
+    assert whole(memory, 2) == [8, 4]
+
+
+def test_the_loaded_save_stays_until_a_newer_one_is_common(memory):
+    Training(memory, 2).steps(4).stop()
+    loaded = scan_records(STORAGE, memory)[0][0]
+    path = os.path.join(memory, loaded.first.path)
+    with open(path, "rb") as file:
+        content = file.read()
+        job = Training(memory, 2, run=run_name(2, "0000bbbb"), loaded=loaded)
+        job.step = 4
+        job.tiers[0].begin(4)
+        job.steps(3)
+        job.tiers[0]._join(job.tiers[0]._work)
+        assert whole(memory) == [6, 4]                              # step 2 of the first run is gone
+        job.steps(5).stop()
+        assert whole(memory) == [12, 10] and not os.path.exists(path)
+        file.seek(0)
+        assert file.read() == content                               # whoever maps it still sees the same bytes
+
+
+def test_a_save_that_is_being_read_is_not_written_into(memory):
+    job = Training(memory, 2).steps(5)
+    job.tiers[0]._join(job.tiers[0]._work)
+    older = scan_records(STORAGE, memory)[0][1]
+    assert older.step == 2
+    lock = acquire_read_lock(STORAGE, memory, older.name, older.commit_dir)
+    with open(os.path.join(memory, older.first.path), "rb") as file:
+        content = file.read()
+        job.steps(1).stop()
+        file.seek(0)
+        assert file.read() == content and whole(memory) == [6, 4]
+    lock.release()
+
+
+def test_what_is_written_to_disk_after_an_error_has_the_bytes_of_the_save(memory):
+    for fmt in ("safetensors", "ckpt"):
+        job = Training(memory, 2, fmt=fmt).steps(7).stop()
+        assert job.tiers[0].newest(after=6) is None
+        shard = job.tiers[0].newest(after=3)
+        assert shard.state.step == 6
+        for name, array in tensors_of(0, 6, 1).items():
+            stored = shard.files[0].tensors[name]
+            assert stored.dtype == array.dtype and np.array_equal(stored, array)
+        assert shard.files[0].metadata == {} and shard.random == {"python": "of rank 0"}
+
+
+def test_there_is_no_tier_without_memory_for_it_on_all_ranks(memory):
+    for options in ({"share": 100}, {"limit_gib": 1e-7}):
+        job = Training(memory, 2, **options).steps(4).stop()
+        assert job.saved() == [] and len(job.refused()) == 1 and job.refused()[0].step is None
+        assert not os.path.exists(os.path.join(memory, SLOTS))
+
+
+def full(path, size):
+    raise OSError(28, "No space left on device", path)
+
+
+def test_a_full_tmpfs_costs_the_tier_and_not_the_training(memory):
+    job = Training(memory, 2, make_file=full).steps(20).stop()
+    refused, = job.refused()
+    assert job.saved() == [] and refused.step is None and "No space" in refused.reason
+
+
+def test_a_rank_that_saves_nothing_more_still_takes_part_in_a_collective_collect(memory):
+    job = Training(memory, 2)
+    tier = job.tiers[0]
+    for step in range(1, 12):
+        tier.step_end(StepRequest(tier.target, step, bad=step > 1, collective=True))
+    assert len(job.refused()) == 5
+    request = StepRequest(tier.target, 12, collective=True)
+    tier.step_end(request)
+    assert request.collected == 1 and tier._is_off
+    alone = StepRequest(tier.target, 14)
+    tier.step_end(alone)
+    assert alone.collected == 0
+
+
+def test_a_later_run_in_the_tier_stops_the_saves_of_an_earlier_one(memory):
+    first = Training(memory, 2).steps(3)
+    Training(memory, 2, run=run_name(2, "0000bbbb")).steps(3).stop()
+    first.steps(5).stop()
+    assert first.saved() == [2] and first.refused()
+    assert {candidate.run for candidate in scan_records(STORAGE, memory)[0]} == {run_name(2, "0000bbbb")}
+
+
+def test_a_flipped_bit_is_found(memory):
+    Training(memory, 2).steps(4).stop()
+    candidate = scan_records(STORAGE, memory)[0][0]
+    flip_bit(Path(memory, candidate.first.path))
+    assert "is not what was written" in verify_rank(STORAGE, memory, candidate, 0).reason
+
+
+def test_a_folder_that_somebody_removed_costs_one_save(memory):
+    job = Training(memory, 2).steps(5)
+    job.tiers[0]._join(job.tiers[0]._work)
+    for name in (attempt_name(2, RUN), attempt_name(4, RUN)):
+        for entry in os.listdir(os.path.join(memory, ".mindresume", name)):
+            os.remove(os.path.join(memory, ".mindresume", name, entry))
+    for name in os.listdir(os.path.join(memory, "rank_0")):
+        os.remove(os.path.join(memory, "rank_0", name))
+    assert whole(memory) == []
+    job.steps(5).stop()
+    assert whole(memory)[0] == 10
+
+
+def test_a_target_of_one_of_several_nodes_has_the_records_of_its_ranks(memory):
+    job = Training(memory, 2, world=2)
+    for tier in job.tiers:
+        tier.target = replace(tier.target, world_size=4, local_ranks=(0, 1))
+    job.steps(4).stop()
+    candidate = scan_records(STORAGE, memory)[0][0]
+    assert (candidate.step, candidate.world_size, candidate.local_ranks, candidate.problem) == (4, 4, (0, 1), None)
