@@ -2,15 +2,17 @@
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
-from rank_folders import STORAGE, state_of, tensors_of
+from rank_folders import RUN, STORAGE, state_of, tensors_of
 
 from mindresume.formats.rank_folder_naming import FileName
-from mindresume.saving.memory_tier.directory import read_mark, tier_path
+from mindresume.saving.memory_tier.directory import OWNER, make_mark, make_tier, owner_of, read_mark, tier_path
 from mindresume.saving.save_request import SaveRequest
 from mindresume.saving.shard_writer import iteration_shard, rank_shard
 from mindresume.saving.sync_saver import Save
+from mindresume.storage.atomic_publish import publish_json
 
 MEMORY = "/dev/shm"
 
@@ -52,3 +54,17 @@ class StepRequest(SaveRequest):
 
     def needs_collectives(self):
         return self.collective
+
+
+DEAD = [[2**22 - 3, 1]]                 # a process that cannot exist with this start
+
+
+def make_owned_tier(memory, root, run=RUN, processes=None):
+    """Makes the tier of a dead job that saved to ``root``, or of the one with ``processes``. Returns it."""
+    os.makedirs(root, exist_ok=True)
+    mark = make_mark(STORAGE, str(root), memory, run)
+    tier = Path(tier_path(mark, str(root)))
+    make_tier(str(tier))
+    owner = owner_of(str(root), mark, run, DEAD if processes is None else processes)
+    publish_json(STORAGE, str(tier / OWNER), owner.to_json(), run)
+    return tier

@@ -9,7 +9,7 @@ from mindresume.events import Resumed
 from mindresume.formatting import ranks_count
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.training_context import TrainingContext
-from mindresume.resume.resume_summary import random_state_row
+from mindresume.resume.resume_summary import random_state_row, source_rows
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.remote_run_number import number_runs
 from mindresume.saving.save_session import SaveSession
@@ -45,6 +45,6 @@ def restore_random(context: TrainingContext, step: int) -> None:
     restored = live.restore_random(details.random) if details and details.random else []
     saved_by, size, lost = context.plan.choice.chosen.world_size, context.group.size, context.plan.lost
     other = f"saved by {ranks_count(saved_by)}, this job has {size}" if saved_by != size else ""
-    rows = (*context.progress.summary, random_state_row(restored, other))
+    rows = (*context.progress.summary, random_state_row(restored, other), *source_rows(context.plan.selected))
     context.emit(Resumed(step, tuple(tuple(row) for row in rows), context.progress.load_seconds,
                          lost and lost.steps, lost and lost.seconds(time.time())))

@@ -22,6 +22,7 @@ class Choice:
         bytes_verified: every byte was verified; False: only sizes and headers.
         warnings: sentences on defects of the chosen checkpoint that do not prevent its use.
         consolidated: these are consolidated weights, which have no layout of their own.
+        directory: the checkpoint directory of the training, if ``root`` is its tier in memory; else empty.
     """
     chosen: Candidate | None
     refused: tuple[Refusal, ...]
@@ -32,6 +33,17 @@ class Choice:
     bytes_verified: bool = True
     warnings: tuple[str, ...] = ()
     consolidated: bool = False
+    directory: str = ""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the checkpoint lies in a tier in memory."""
+        return bool(self.directory)
+
+    @property
+    def checkpoint_dir(self) -> str:
+        """The checkpoint directory on disk."""
+        return self.directory or self.root
 
 
 def describe_candidate(candidate: Candidate, bytes_verified: bool = True) -> str:

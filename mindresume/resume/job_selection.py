@@ -22,6 +22,8 @@ from mindresume.coordination.storage_topology import SharedGroups, find_shared_g
 from mindresume.coordination.visibility import wait_until_visible
 from mindresume.errors import CollectiveError, LoadError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events import (
+    DISK,
+    MEMORY,
     CandidateRefused,
     CheckpointSelected,
     Emit,
@@ -38,6 +40,7 @@ from mindresume.resume.choice import Choice, describe_candidate
 from mindresume.resume.group_verification import drop_cached_files
 from mindresume.resume.health import unhealthy_files
 from mindresume.resume.lost_work import LostWork, find_lost_work
+from mindresume.resume.memory_selection import MemorySource
 from mindresume.resume.missing_ranks import StrategyOf, unknown_strategy
 from mindresume.resume.remote_selection import RemoteSource
 from mindresume.resume.selection import CheckpointSources, select_checkpoint
@@ -158,7 +161,9 @@ class CheckpointSelector:
         if shared_groups.is_split:
             self.emit(Notice(f"the nodes share no disk below {path}: the newest checkpoint that all nodes have is selected"))
         remote = RemoteSource(self.remote, self.saved_to) if self.remote is not None and request.resume else None
-        sources = CheckpointSources(self.strategy_of, self.select_consolidated, remote, shared_groups)
+        memory = MemorySource(self.saved_to, self.shared_groups, self.remote) \
+            if self.settings.memory_tier.every_steps and request.resume else None
+        sources = CheckpointSources(self.strategy_of, self.select_consolidated, remote, shared_groups, memory)
         return select_checkpoint(self.storage, path, self.group, self._policy(request, requested), sources, self.emit,
                                  ProgressReporter("checking", self.emit))
 
@@ -186,15 +191,16 @@ class CheckpointSelector:
         lost_work = None
         if resume and group.rank == 0:
             with suppress(OSError):
-                lost_work = find_lost_work(disk, choice.root, chosen)
+                lost_work = find_lost_work(disk, choice.checkpoint_dir, chosen)
         lock = lock_selected(disk, choice, group, self.shared_groups, self.emit)
         try:
             limit = self.settings.max_failed_loads
             attempt = LoadAttempt(disk, choice.root, chosen, os.path.realpath(request.output_dir), group.rank, limit) if (
                 resume and limit and request.output_dir is not None) else None
             self.emit(CheckpointSelected(chosen.step, chosen.epoch, chosen.run, choice.root,
-                                         describe_candidate(chosen, choice.bytes_verified),
-                                         weights_only=not resume))
+                                         describe_candidate(chosen, choice.bytes_verified)
+                                         + (", in memory of the nodes" if choice.in_memory else ""),
+                                         weights_only=not resume, source=MEMORY if choice.in_memory else DISK))
             self._report_kept(choice)
             if isinstance(self.storage, ReadCache):
                 self.storage.freeze()
@@ -212,7 +218,7 @@ class CheckpointSelector:
     def _report_kept(self, choice: Choice) -> None:
         """Emits how many bytes the load reads from memory, and how many from disk a second time."""
         storage = self.storage
-        if not isinstance(storage, ReadCache) or choice.chosen.origin == MINDFORMERS:
+        if not isinstance(storage, ReadCache) or choice.chosen.origin == MINDFORMERS or choice.in_memory:
             return                                          # without checksums, only headers were read
         read = sum(source.file.size or 0 for shard in choice.shards for source in shard.sources)
         if read or storage.size:

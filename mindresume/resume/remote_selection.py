@@ -56,15 +56,20 @@ def select_with_remote(pick: Callable[[], Choice], path: str, source: RemoteSour
         shared_groups: which ranks see the same folder, where nodes share no disk; else None.
     Raises: see ``RemoteSelection.select``.
     """
-    remote, saved_to = source.remote, source.saved_to()
+    remote, root = source.remote, job_directory(path, source.saved_to())
+    if root is None:
+        emit(Notice(f"checkpoints at {remote.url} are not considered: load_checkpoint is {path}, and this job saves elsewhere"))
+        return pick()
+    return RemoteSelection(storage, remote, root, group, policy, emit, shared_groups).select(pick)
+
+
+def job_directory(path: str, saved_to: Collection[str]) -> str | None:
+    """Returns the folder in ``saved_to``, in which the job saves, that ``path`` means; None if it means another one."""
     root = os.path.realpath(path)
     root = os.path.dirname(root) if folder_rank(os.path.basename(root)) is not None else root
     if root not in saved_to and os.path.join(root, CHECKPOINT) in saved_to:
         root = os.path.join(root, CHECKPOINT)           # the output folder was given, and nothing is in it yet
-    if root not in saved_to:
-        emit(Notice(f"checkpoints at {remote.url} are not considered: load_checkpoint is {path}, and this job saves elsewhere"))
-        return pick()
-    return RemoteSelection(storage, remote, root, group, policy, emit, shared_groups).select(pick)
+    return root if root in saved_to else None
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from mindresume.errors import ProgressError
 from mindresume.model.data_position import IGNORE_KEY, SKIP_KEY
 from mindresume.model.training_state import TrainingState
+from mindresume.resume.choice import Choice
 from mindresume.resume.progress import ResumeProgress, RunSettings, check_skip
 
 RESTORED, RECOMPUTED, ABSENT, CHANGED = "restored", "recomputed", "absent", "changed"
@@ -53,6 +54,13 @@ def random_state_row(restored: Sequence[str], ranks: str = "") -> SummaryRow:
     if restored:
         return SummaryRow("random state", RESTORED, ", ".join(restored))
     return SummaryRow("random state", ABSENT, f"{ranks or 'not in the checkpoint'}: the seeds of the configuration apply")
+
+
+def source_rows(selected: Choice | None) -> list[SummaryRow]:
+    """Returns a row for a checkpoint that does not lie on disk; none for one that does."""
+    if selected is None or not selected.in_memory:
+        return []
+    return [SummaryRow("checkpoint", RESTORED, f"from memory of the nodes, {selected.root}")]
 
 
 def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) -> list[str]:

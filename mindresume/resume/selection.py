@@ -7,6 +7,7 @@
     node-local storage      ``node_local_selection``: the newest that all nodes have
     consolidated weights    ``sources.select_consolidated``
     an object store         ``remote_selection``: newer checkpoints are fetched before the selection
+    a tier in memory        ``memory_selection``: a newer save that all ranks have precedes all of these
 """
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from mindresume.resume.candidates import find_candidates
 from mindresume.resume.choice import Choice
 from mindresume.resume.group_verification import drop_cached_files
 from mindresume.resume.listing import NODE_LOCAL, list_checkpoints
+from mindresume.resume.memory_selection import MemorySource, select_with_memory
 from mindresume.resume.missing_ranks import StrategyOf, unknown_strategy
 from mindresume.resume.node_local_selection import select_node_local
 from mindresume.resume.remote_selection import RemoteSource, select_with_remote
@@ -44,11 +46,13 @@ class CheckpointSources:
         select_consolidated: ``(storage, path) -> Choice`` of consolidated (merged) weights. None: they are not accepted.
         remote: the object store that may hold newer checkpoints.
         shared: which ranks see the same folder. None: all of them.
+        memory: the tiers in memory that may hold newer saves.
     """
     strategy_of: StrategyOf = unknown_strategy
     select_consolidated: Callable[[Storage, str], Choice] | None = None
     remote: RemoteSource | None = None
     shared: SharedGroups | None = None
+    memory: MemorySource | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
     Raises:
         MissingCheckpointError, NoUsableCheckpointError, ConfigError, CollectiveError: on all ranks, see ``select_shared``.
     """
-    sources, disk = sources or CheckpointSources(), uncached(storage)
+    sources, disk, asked = sources or CheckpointSources(), uncached(storage), policy
     split = sources.shared is not None and sources.shared.is_split
 
     def pick() -> Choice:
@@ -86,9 +90,14 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
     elif sources.select_consolidated is not None and run_on_rank0(group,
                                                                   lambda: selects_consolidated(disk, path, policy.any_layout)):
         return replace(sources.select_consolidated(storage, path), consolidated=True)
-    if sources.remote is None:
-        return pick()
-    return select_with_remote(pick, path, sources.remote, group, disk, policy, emit, sources.shared if split else None)
+
+    def pick_durable() -> Choice:
+        if sources.remote is None:
+            return pick()
+        return select_with_remote(pick, path, sources.remote, group, disk, policy, emit, sources.shared if split else None)
+    if sources.memory is None:
+        return pick_durable()
+    return select_with_memory(pick_durable, path, sources.memory, group, storage, asked, emit, split)
 
 
 def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sources: CheckpointSources | None = None,

@@ -34,13 +34,17 @@ _LEASES: dict[str, Lease] = {}          # {directory: lease} of this process, wh
 
 
 class Resumed(Protocol):
-    """A checkpoint from which a training resumes (a ``mindresume.resume.choice.Choice``), and its directory."""
+    """A checkpoint from which a training resumes (a ``mindresume.resume.choice.Choice``), the folder that it lies in, and the
+    checkpoint directory of its training, which differ for a tier in memory."""
 
     @property
     def chosen(self) -> Candidate | None: ...
 
     @property
     def root(self) -> str: ...
+
+    @property
+    def checkpoint_dir(self) -> str: ...
 
 
 @dataclass
@@ -167,7 +171,7 @@ def _lineage(root: str, run: str, origin: Resumed | None) -> str:
     """Returns the lineage of ``run``, the same on all ranks, as the choice is."""
     if origin is None:
         return continued(None, run, True)
-    return continued(origin.chosen, run, os.path.realpath(origin.root) == os.path.realpath(root))
+    return continued(origin.chosen, run, os.path.realpath(origin.checkpoint_dir) == os.path.realpath(root))
 
 
 def _shared_groups_of(storage: Storage, root: str, group: Group, iterations: bool,

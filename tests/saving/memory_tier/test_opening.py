@@ -2,11 +2,10 @@
 import os
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from manager_jobs import Job, committed, end_jobs, spoil
-from memory_tiers import tier_of
+from memory_tiers import make_owned_tier, tier_of
 from rank_folders import RUN, STORAGE, Ranks, save
 
 from mindresume.coordination.storage_topology import SharedGroups
@@ -18,12 +17,8 @@ from mindresume.saving.memory_tier.directory import (
     TierMark,
     TierOwner,
     find_tier,
-    make_mark,
-    make_tier,
-    owner_of,
     parent_of_tiers,
     this_process,
-    tier_path,
 )
 from mindresume.saving.memory_tier.leftovers import remove_leftovers
 from mindresume.saving.memory_tier.opening import groups_of, keep_number, newest_run
@@ -134,23 +129,16 @@ def test_ranks_that_see_one_tmpfs_are_a_node():
 
 # ---- left-over tiers -------------------------------------------------------------------------------------------------
 
-DEAD = [[2**22 - 3, 1]]                 # a process that cannot exist with this start
-
-
-def leftover(memory, root, processes=(), steps=(10,), age_days=0.0):
+def leftover(memory, root, processes=None, steps=(10,), age_days=0.0):
     """Makes a tier of a job that saves to ``root``. Returns it."""
-    os.makedirs(root, exist_ok=True)
-    mark = make_mark(STORAGE, str(root), memory, RUN)
-    tier = tier_path(mark, str(root))
-    make_tier(tier)
+    tier = make_owned_tier(memory, root, processes=processes)
     for step in steps:
-        save(Path(tier), step, world=1)
-    publish_json(STORAGE, os.path.join(tier, OWNER), owner_of(str(root), mark, RUN, list(processes or DEAD)).to_json(), RUN)
+        save(tier, step, world=1)
     if age_days:
         for folder, names, files in os.walk(tier):
             for name in (*names, *files, ""):
                 os.utime(os.path.join(folder, name), (1e9, 1e9))
-    return tier
+    return str(tier)
 
 
 def remaining(memory, keep_days=7.0):

@@ -177,6 +177,8 @@ def test_death_before_each_operation_leaves_a_whole_save(memory, every, steps, i
 
 def test_a_save_that_one_rank_lacks_is_overwritten_and_the_older_one_stays(memory):
     job = Training(memory, 2, world=2).steps(4)
+    for tier in job.tiers:
+        tier._join(tier._work)
     job.steps(2, ranks=[0])                                     # rank 1 does not save step 6
     assert whole(memory, 2) == [4]
     job.tiers[1]._last_step = 6

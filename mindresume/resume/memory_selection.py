@@ -1,0 +1,267 @@
+"""Selects a save in memory of the nodes, if all ranks have it whole and nothing newer lies on disk or in the object store.
+
+    choice = select_with_memory(pick, path, MemorySource(saved_to, groups), group, storage, policy, emit)
+
+    each rank    the tier of its node ─▶ whole saves that it could load ─▶ gather their names
+    rank 0       the newest checkpoint on disk and in the store, by names and records
+    all ranks    saves that all ranks have, newest first, as long as none elsewhere is newer ─▶ each rank verifies what it will
+    load else         ``pick``: the selection on disk; then saves in memory that are newer than what it could verify
+
+The order is that of the disk: by the number of the run, then by the step, without clocks. A save whose bytes are not those that
+were written is refused, and its record is removed, so no later start reads it again. """
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
+from mindresume.coordination.common_checkpoint import order_of
+from mindresume.coordination.storage_topology import SharedGroups
+from mindresume.errors import RemoteError, UnusableCheckpointError
+from mindresume.events import Emit, Notice, ignore
+from mindresume.formats import Candidate, Refusal
+from mindresume.formats.records import scan_records
+from mindresume.formatting import listed
+from mindresume.model.manifest import parse_attempt, record_name, run_sequence
+from mindresume.resume.candidates import find_candidates
+from mindresume.resume.choice import Choice
+from mindresume.resume.file_checks import check_files
+from mindresume.resume.group_verification import collect_warnings, drop_cached_files, verify_on_all_ranks
+from mindresume.resume.health import is_unhealthy
+from mindresume.resume.remote_selection import job_directory
+from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.saving.crash_loop import failed_loads_by_key, suspicion
+from mindresume.saving.memory_tier.directory import TierOwner, find_tier, node_identity
+from mindresume.saving.memory_tier.opening import groups_of
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.storage.interface import Storage
+from mindresume.storage.read_cache import uncached
+
+_MAX_OFFERS = 16                # names of saves that one rank sends to the others; a tier holds three of each run
+_IN_MEMORY = "in memory of the nodes"
+
+
+@dataclass(frozen=True)
+class MemorySource:
+    """The tiers in memory of a job.
+
+    Args:
+        saved_to: returns the real paths of the folders in which this job saves. Only a resume from one of them continues the
+            training that a tier is of.
+        shared_groups: gets the groups of ranks that share a tier, by its path.
+        remote: the object store that may hold newer checkpoints.
+        is_preview: one process looks for all ranks, and changes nothing.
+    """
+    saved_to: Callable[[], Collection[str]]
+    shared_groups: dict[str, SharedGroups] = field(default_factory=dict)
+    remote: RemoteCheckpoints | None = None
+    is_preview: bool = False
+
+
+def select_with_memory(pick: Callable[[], Choice], path: str, source: MemorySource, group: Group, storage: Storage,
+                       policy: SelectionPolicy, emit: Emit = ignore, is_split: bool = False) -> Choice:
+    """Returns the choice of ``pick``, or a newer save in memory.
+
+    Args:
+        pick: selects on disk (and in the object store).
+        is_split: the nodes share no disk.
+    Raises:
+        the errors of ``pick``, on all ranks, if no save in memory can be used either.
+    """
+    root = job_directory(path, source.saved_to())
+    if root is None or policy.requested is not None:
+        return pick()
+    return _MemorySelection(root, path, source, group, storage, policy, emit, is_split).select(pick)
+
+
+@dataclass
+class _MemorySelection:
+    """A selection among the saves in memory. All ranks use it in the same way. ``tier``: of this node; ``offers``: by name."""
+    root: str
+    path: str
+    source: MemorySource
+    group: Group
+    storage: Storage
+    policy: SelectionPolicy
+    emit: Emit
+    is_split: bool
+    tier: str = ""
+    offers: dict[str, Candidate] = field(default_factory=dict)
+    refused: list[Refusal] = field(default_factory=list)
+    suspected: list[str] = field(default_factory=list)
+    tried: set[str] = field(default_factory=set)
+
+    def select(self, pick: Callable[[], Choice]) -> Choice:
+        names = self._common()
+        elsewhere = self._elsewhere() if names else {}
+        if elsewhere.get("reason"):
+            self.emit(Notice(f"saves {_IN_MEMORY} are not considered: {elsewhere['reason']}"))
+            names = []
+        least = tuple(elsewhere.get("order") or (0, 0))
+        names = [name for name in names if self._is_allowed(name, elsewhere.get("run"))]
+        found = self._first_verified([name for name in names if order_of(name) >= least])
+        if found is not None:
+            return found
+        try:
+            choice = pick()
+        except UnusableCheckpointError:
+            found = self._first_verified([*(name for name in names if order_of(name) < least), *self.suspected])
+            if found is None:
+                self._emit_refused()
+                raise
+            return found
+        chosen = choice.chosen
+        if chosen is None:
+            found = self._first_verified([*names, *self.suspected])
+        elif chosen.order[:2] < least:                          # what is newer on disk cannot be used
+            found = self._first_verified([name for name in names if chosen.order[:2] < order_of(name) < least])
+        if found is not None:
+            return replace(found, refused=(*found.refused, *choice.refused))
+        newer = [row for row in self.refused if chosen is None or (row.step or 0) > (chosen.step or 0)]
+        return replace(choice, refused=(*newer, *choice.refused))
+
+    # ---- what there is ---------------------------------------------------------------------------------------------
+
+    def _common(self) -> list[str]:
+        """Returns the names of the saves that all ranks have whole, newest first."""
+        rows = gather_results(self.group, self._look, Watchdog("looking at the tier in memory"))
+        for text in dict.fromkeys(row["problem"] for row in rows if row["problem"]):
+            self.emit(Notice(f"saves {_IN_MEMORY} are not considered: {text}"))
+        seen = {name for row in rows for name in row["offers"]}
+        if not seen:
+            self.refused += [Refusal(**row) for row in rows[0]["refused"]]
+            return []
+        nodes = groups_of([row["node"] or f"rank {rank}" for rank, row in enumerate(rows)])
+        self.source.shared_groups[os.path.realpath(self.tier)] = nodes
+        common = []
+        for name in sorted(seen, key=order_of, reverse=True):
+            missing = [rank for rank, row in enumerate(rows) if name not in row["offers"]]
+            if not missing:
+                common.append(name)
+            elif not common:
+                self.refused.append(Refusal(parse_attempt(name)[0],
+                                            f"{_IN_MEMORY} rank {listed(missing)} does not have it whole"))
+        newest = order_of(common[0])[1] if common else 0
+        self.refused += [Refusal(**row) for row in rows[0]["refused"] if (row["step"] or 0) > newest]
+        return common
+
+    def _look(self) -> dict[str, Any]:
+        """Returns the saves of this node that this rank can use, and why it refuses others."""
+        storage = uncached(self.storage)
+        self.tier, problem = find_tier(storage, self.root)
+        refused = []
+        if self.tier:
+            for candidate in scan_records(storage, self.tier)[0][:_MAX_OFFERS]:
+                refusal = candidate.problem or self._why_not(candidate)
+                if refusal is None:
+                    self.offers[candidate.name] = candidate
+                elif candidate.files or not candidate.problem:
+                    refused.append(replace(refusal, reason=f"{_IN_MEMORY}: {refusal.reason}").to_json())
+        return {"node": node_identity(self.tier) if self.tier else "", "offers": list(self.offers), "refused": refused,
+                "problem": problem}
+
+    def _why_not(self, candidate: Candidate) -> Refusal | None:
+        """Returns why this rank cannot load a whole save of its node."""
+        size = self.group.size
+        if candidate.local_ranks and (self.source.is_preview or self.policy.any_layout):
+            return candidate.refuse(f"this node has rank {listed(candidate.local_ranks)} of {candidate.world_size}" + (
+                "; the job takes it if the other nodes have their parts" if self.source.is_preview else
+                ", and regions of tensors are read from all ranks"))
+        wanted = self.policy.world_size if self.policy.world_size is not None else candidate.world_size
+        if candidate.world_size != wanted:
+            return candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {wanted}")
+        if candidate.local_ranks and (candidate.world_size != size or self.group.rank not in candidate.files):
+            return candidate.refuse(f"this node has rank {listed(candidate.local_ranks)} of {candidate.world_size}, not rank "
+                                    f"{self.group.rank} of {size}")
+        return None
+
+    def _elsewhere(self) -> dict[str, Any]:
+        """Returns the order of the newest checkpoint on disk or in the object store, and its run; None: there is none.
+        ``reason``: why memory must not be used."""
+        if not self.is_split:
+            return run_on_rank0(self.group, self._newest, Watchdog("scanning the checkpoints"))
+        rows = gather_results(self.group, self._newest, Watchdog("scanning the checkpoints"))
+        return max(rows, key=lambda row: (bool(row["reason"]), row["order"] or [0, 0]))
+
+    def _newest(self) -> dict[str, Any]:
+        storage = uncached(self.storage)
+        try:
+            usable = [c for c in find_candidates(storage, self.path, None, self.policy.world_size)[0].candidates
+                      if c.problem is None]
+        except UnusableCheckpointError:                         # ``pick`` raises it again
+            usable = []
+        first = usable[0] if usable else None
+        if first is not None and any(candidate.order[:2] > first.order[:2] for candidate in usable):
+            return {"order": None, "run": None, "reason": f"the tracker of {self.root} was set back to step {first.step}"}
+        order, run = (list(first.order[:2]), first.run) if first is not None else (None, None)
+        if self.source.remote is not None:
+            with suppress(RemoteError):                         # as on disk: the newest on this machine is taken
+                for name in self.source.remote.scan().committed():
+                    if list(order_of(name)) > (order or [0, 0]):
+                        order, run = list(order_of(name)), parse_attempt(name)[1]
+        return {"order": order, "run": run, "reason": ""}
+
+    def _is_allowed(self, name: str, run: str | None) -> bool:
+        """Returns whether a save may be taken at all: all ranks get the same answer. ``run``: of the newest checkpoint
+        elsewhere."""
+        _, own = parse_attempt(name)
+        if run is not None and run != own and run_sequence(run) == run_sequence(own):
+            reason = f"run {run} of the same number has saved on disk, so it is not known which is newer"
+        else:
+            reason, is_suspected = run_on_rank0(self.group, lambda: self._problem(self.offers[name]))
+            self.suspected += [name] if is_suspected else []
+        if reason:
+            self.refused.append(self.offers[name].refuse(f"{_IN_MEMORY}: {reason}"))
+        return not reason
+
+    def _problem(self, candidate: Candidate) -> tuple[str, bool]:
+        """Returns, on rank 0, why a save is refused before its bytes are read, and whether it is better than none."""
+        storage, policy = uncached(self.storage), self.policy
+        if policy.unhealthy is not None and is_unhealthy(candidate, policy.unhealthy):
+            return "it was unhealthy when it was saved", False
+        failed = failed_loads_by_key(storage, self.tier).get(candidate.name, ())
+        if reason := suspicion(failed, policy.max_failed_loads):
+            return reason, True
+        refusal = None if candidate.local_ranks else check_files(storage, self.tier, candidate, policy.world_size)
+        return (refusal.reason, False) if refusal is not None else ("", False)
+
+    # ---- verification ----------------------------------------------------------------------------------------------
+
+    def _first_verified(self, names: list[str]) -> Choice | None:
+        """Returns the choice of the first of ``names`` that all ranks have verified."""
+        storage, group, policy = uncached(self.storage), self.group, self.policy
+        for name in names:
+            if name in self.tried:
+                continue
+            self.tried.add(name)
+            candidate = self.offers[name]
+            ranks = [group.rank] if candidate.local_ranks else policy.ranks_to_verify(group, candidate)
+            refusals, shards, missing = verify_on_all_ranks(storage, self.tier, candidate, ranks, group, None,
+                                                            policy.verifies_bytes)
+            if refusals:
+                self._distrust(candidate, refusals, ranks)
+                continue
+            drop_cached_files(self.storage)
+            return Choice(candidate, tuple(self.refused), (), False, shards, self.tier, policy.verifies_bytes,
+                          collect_warnings(storage, self.tier, candidate, missing, group), directory=self.root)
+        return None
+
+    def _distrust(self, candidate: Candidate, refusals: list[Refusal], ranks: Collection[int]) -> None:
+        """Refuses a save whose bytes are not those that were written, and removes the record of each damaged rank: a replica that
+        failed once is never tried again. A living owner may just overwrite the save; its records are left alone."""
+        self.refused.append(replace(refusals[0], reason=f"{_IN_MEMORY}: {refusals[0].reason}"))
+        owner = TierOwner.read(uncached(self.storage), self.tier)
+        if self.source.is_preview or owner is None or owner.is_alive:
+            return
+        for refusal in refusals:
+            if refusal.rank in ranks:
+                with suppress(OSError):
+                    uncached(self.storage).remove(os.path.join(candidate.records_dir or "", record_name(refusal.rank)))
+
+    def _emit_refused(self) -> None:
+        """Emits what was refused in memory: the error of the disk lists only checkpoints on disk."""
+        for row in self.refused:
+            self.emit(Notice(f"step {row.step}: {row.reason}"))

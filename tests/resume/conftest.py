@@ -1,0 +1,3 @@
+from memory_tiers import memory
+
+__all__ = ["memory"]

@@ -1,0 +1,325 @@
+"""The selection among saves in memory and on disk. Each node has its own part of the tmpfs."""
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from coordination.test_storage_topology import save_part
+from memory_tiers import make_owned_tier
+from rank_folders import RUN, STORAGE, Ranks, flip_bit, name_of, path_of, save, write_foreign, write_rank
+
+from mindresume.coordination.collectives import SingleProcess
+from mindresume.coordination.lease import lease_holders
+from mindresume.errors import NoUsableCheckpointError
+from mindresume.events import DISK, MEMORY, CandidateRefused, CheckpointSelected, FreshStart, Notice
+from mindresume.formats.records import scan_records
+from mindresume.model.manifest import FOLDER, record_name, run_name
+from mindresume.resume import memory_selection
+from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
+from mindresume.resume.memory_selection import MemorySource, select_with_memory
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.shared_selection import select_shared
+from mindresume.saving.crash_loop import FailedLoad, LoadAttempt
+from mindresume.saving.memory_tier.directory import this_process
+from mindresume.settings import MemoryTierSettings, Settings
+
+LATER = run_name(2, "0000bbbb")
+
+
+def choose(root, ranks=2, settings=None, events=None, saved_to=None, path=None, **request):
+    """Returns the choices of all ranks, which agree."""
+    settings = settings or Settings(memory_tier=MemoryTierSettings(every_steps=2))
+    events = [] if events is None else events
+
+    def work(group):
+        selector = CheckpointSelector(STORAGE, group, settings, events.append if group.rank == 0 else lambda event: None,
+                                      lambda storage, path: None, saved_to=lambda: {os.path.realpath(root)}
+                                      if saved_to is None else saved_to)
+        found = selector.select(SelectionRequest(str(path or root), output_dir="/output", **request))
+        if found.read_lock is not None:
+            found.read_lock.release()
+        return found
+    found = Ranks(ranks).run(work) if ranks > 1 else [work(SingleProcess())]
+    errors = [one for one in found if isinstance(one, Exception)]
+    if errors:
+        assert len(errors) == len(found), found
+        raise errors[0]
+    assert len({(one.choice.root, one.choice.chosen.name) if one.choice else None for one in found}) == 1
+    return found
+
+
+def taken(root, **how):
+    """Returns (step, whether it lies in memory); None: a fresh start."""
+    choice = choose(root, **how)[0].choice
+    return (choice.chosen.step, choice.in_memory) if choice is not None else None
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def tier(memory, root):
+    return make_owned_tier(memory, root)
+
+
+def test_the_newest_save_of_all_is_taken(root, tier):
+    save(root, 5, world=2)
+    save(tier, 10, world=2)
+    events = []
+    assert taken(root, events=events) == (10, True)
+    selected = next(event for event in events if isinstance(event, CheckpointSelected))
+    assert (selected.source, selected.checkpoint_dir, selected.run_id) == (MEMORY, str(tier), RUN)
+    save(root, 15, world=2)
+    events.clear()
+    assert taken(root, events=events) == (15, False)
+    assert [event.source for event in events if isinstance(event, CheckpointSelected)] == [DISK]
+
+
+def test_the_same_step_is_taken_from_memory(root, tier):
+    save(root, 10, world=2)
+    save(tier, 10, world=2)
+    assert taken(root) == (10, True)
+
+
+def test_memory_alone_is_enough_and_is_locked_while_it_is_read(root, tier):
+    save(tier, 10, world=2)
+    found = choose(root)
+    assert [shard.rank for one in found for shard in one.choice.shards] == [0, 1] and not found[0].uses_layouts
+    assert found[0].choice.checkpoint_dir == str(root) and found[0].choice.root == str(tier)
+    assert isinstance(found[0].load_attempt, LoadAttempt) and found[0].load_attempt.root == str(tier)
+    assert lease_holders(STORAGE, str(tier)) == []
+
+
+def test_the_path_may_be_the_output_folder(tmp_path, memory):
+    root = tmp_path / "output" / "checkpoint"
+    save(make_owned_tier(memory, root), 10, world=2)
+    assert taken(root, path=root.parent) == (10, True)
+
+
+def test_a_newer_run_on_disk_wins_over_an_older_run_in_memory(root, tier):
+    """Megatron-Bridge#5090: a newer root was missed."""
+    save(tier, 100, world=2)
+    save(root, 5, world=2, run=LATER)
+    assert taken(root) == (5, False)
+
+
+def test_a_newer_save_of_mindformers_wins(root, tier):
+    save(root, 5, world=2)
+    save(tier, 10, world=2)
+    write_foreign(root, 8, world=2, suffix=1)
+    assert taken(root) == (8, False)
+
+
+def test_another_run_of_the_same_number_on_disk_wins(root, tier):
+    save(tier, 100, world=2)
+    save(root, 5, world=2, run=run_name(1, "0000cccc"))
+    assert taken(root) == (5, False)
+
+
+def test_an_incomplete_save_is_not_taken_and_the_one_before_is(root, tier):
+    """maxtext#5260: an incomplete step was chosen."""
+    save(root, 5, world=2)
+    save(tier, 10, world=2)
+    write_rank(tier, 15, 1, 2)
+    events = []
+    assert taken(root, events=events) == (10, True)
+    refused, = [event for event in events if isinstance(event, CandidateRefused)]
+    assert refused.step == 15
+    shutil.rmtree(tier / FOLDER)
+    assert taken(root) == (5, False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_corrupt_replica_is_refused_once_and_never_tried_again(root, tier, rank):
+    """Megatron-LM#5281: a corrupt replica was trusted in 44 restarts."""
+    save(root, 5, world=2)
+    save(tier, 10, world=2)
+    save(tier, 12, world=2)
+    flip_bit(path_of(tier, 12, rank))
+    events = []
+    assert taken(root, events=events) == (10, True)
+    refused, = [event for event in events if isinstance(event, CandidateRefused)]
+    assert refused.step == 12 and f"rank {rank} is not what was written" in refused.reason
+    damaged = next(c for c in scan_records(STORAGE, str(tier))[0] if c.step == 12)
+    assert damaged.problem is not None and not os.path.exists(os.path.join(damaged.records_dir, record_name(rank)))
+    flip_bit(path_of(tier, 10, rank))
+    assert taken(root) == (5, False) and taken(root) == (5, False)
+
+
+def test_a_save_of_a_living_owner_is_refused_and_left_alone(memory, root):
+    tier = make_owned_tier(memory, root, processes=[this_process()])
+    save(root, 5, world=1)
+    save(tier, 10, world=1)
+    flip_bit(path_of(tier, 10, 0))
+    assert taken(root, ranks=1) == (5, False)
+    assert scan_records(STORAGE, str(tier))[0][0].problem is None
+
+
+def test_memory_is_taken_if_the_newer_checkpoint_on_disk_is_damaged(root, tier):
+    save(root, 5, world=2)
+    save(tier, 10, world=2)
+    save(root, 15, world=2)
+    flip_bit(path_of(root, 15, 1))
+    events = []
+    assert taken(root, events=events) == (10, True)
+    assert [event.step for event in events if isinstance(event, CandidateRefused)] == [15]
+    shutil.rmtree(root / "rank_0")
+    assert taken(root) == (10, True)
+
+
+def test_if_neither_can_be_used_the_error_is_that_of_the_disk(root, tier):
+    """Megatron-Bridge#4900: a silent start from step 0."""
+    save(root, 5, world=2)
+    save(tier, 10, world=2)
+    flip_bit(path_of(root, 5, 0))
+    flip_bit(path_of(tier, 10, 0))
+    events = []
+    with pytest.raises(NoUsableCheckpointError):
+        choose(root, events=events)
+    assert any("step 10" in event.text for event in events if isinstance(event, Notice))
+
+
+def test_a_fresh_start_without_any_checkpoint_on_disk_is_not_silent(root, tier):
+    save(tier, 10, world=2)
+    flip_bit(path_of(tier, 10, 0))
+    events = []
+    assert taken(root, events=events) is None
+    assert [event.step for event in events if isinstance(event, CandidateRefused)] == [10]
+    assert any(isinstance(event, FreshStart) for event in events)
+
+
+def test_without_the_node_the_disk_is_taken(root, tier):
+    save(root, 5, world=2)
+    save(tier, 10, world=2)
+    shutil.rmtree(tier)
+    assert taken(root) == (5, False)
+
+
+def test_a_requested_checkpoint_a_switched_off_tier_and_another_folder_do_not_ask_memory(root, tier):
+    save(root, 5, world=2)
+    save(tier, 10, world=2)
+    assert taken(root, requested=str(name_of(0, 5))) == (5, False)
+    assert taken(root, settings=Settings()) == (5, False)
+    assert taken(root, saved_to=frozenset()) == (5, False)
+    assert taken(root, resume=False) == (5, False)
+
+
+def test_another_number_of_ranks_reads_regions_of_memory_on_one_node(root, tier):
+    save(root, 5, world=2)
+    save(tier, 10, world=2)
+    found = choose(root, ranks=1, any_layout=True)[0]
+    assert found.uses_layouts and found.choice.in_memory and [shard.rank for shard in found.choice.shards] == [0, 1]
+    shutil.rmtree(root)
+    assert taken(root, ranks=2, any_layout=True) is None                # its mark is gone with the directory
+
+
+def test_without_layouts_another_number_of_ranks_takes_the_disk(root, tier):
+    save(root, 5, world=1)
+    save(tier, 10, world=2)
+    assert taken(root, ranks=1) == (5, False)
+
+
+def test_a_tracker_that_was_set_back_by_hand_decides(root, tier, monkeypatch):
+    save(root, 5, world=2)
+    save(tier, 20, world=2)
+    save(root, 10, world=2)
+    real = memory_selection.find_candidates
+
+    def set_back(*arguments):
+        found, is_explicit = real(*arguments)
+        return type(found)(found.root, tuple(reversed(found.candidates))), is_explicit
+    monkeypatch.setattr(memory_selection, "find_candidates", set_back)
+    assert taken(root) == (10, False)
+
+
+def test_a_save_after_which_jobs_die_is_taken_last(root, tier):
+    save(root, 5, world=2)
+    save(tier, 10, world=2)
+    chosen = scan_records(STORAGE, str(tier))[0][0]
+    for number in range(2):
+        attempt = LoadAttempt(STORAGE, str(tier), chosen, "/output", 0, 2)
+        attempt.run = run_name(number + 2, "0000bbbb")
+        attempt.begin()
+        attempt._stop_capturing()
+    assert taken(root) == (5, False)
+    shutil.rmtree(root / FOLDER / scan_records(STORAGE, str(root))[0][0].name)
+    shutil.rmtree(root / "rank_0")
+    shutil.rmtree(root / "rank_1")
+    assert taken(root) == (10, True)
+    assert FailedLoad(RUN).hosts == 1
+
+
+# ---- several nodes -----------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def nodes(memory, root, monkeypatch):
+    """Makes one disk for two nodes with ranks 0, 1 and 2, 3. Returns their tiers; those of a rank are found by its thread."""
+    tiers = {}
+    for node in ("a", "b"):
+        os.mkdir(os.path.join(memory, node))
+        root.mkdir(exist_ok=True)
+        tiers[node] = make_owned_tier(os.path.join(memory, node), root)
+    return tiers
+
+
+def choose_on_nodes(root, nodes, monkeypatch, **options):
+    from mindresume.simulation.cluster import current_process
+
+    def find(storage, where):
+        tier = nodes["a" if current_process().name in ("rank0", "rank1") else "b"]
+        return (str(tier), "") if tier.exists() else ("", "")
+    monkeypatch.setattr(memory_selection, "find_tier", find)
+    policy = SelectionPolicy(4, max_failed_loads=2, **options)
+    groups = {}
+    found = Ranks(4).run(lambda group: select_with_memory(
+        lambda: select_shared(STORAGE, str(root), group, SelectionPolicy(4)), str(root),
+        MemorySource(lambda: {os.path.realpath(root)}, groups), group, STORAGE, policy))
+    for error in found:
+        if isinstance(error, Exception):
+            raise error
+    steps = {(choice.chosen.step, choice.in_memory) for choice in found}
+    assert len(steps) == 1, steps
+    return steps.pop(), groups, found
+
+
+def both(nodes, *steps):
+    for step in steps:
+        save_part(nodes["a"], step, (0, 1), commit=False)
+        save_part(nodes["b"], step, (2, 3), commit=False)
+
+
+def test_a_step_counts_only_if_every_rank_has_it(root, nodes, monkeypatch):
+    save(root, 5, world=4)
+    both(nodes, 10)
+    save_part(nodes["a"], 12, (0, 1), commit=False)
+    step, groups, found = choose_on_nodes(root, nodes, monkeypatch)
+    assert step == (10, True) and [shard.rank for choice in found for shard in choice.shards] == [0, 1, 2, 3]
+    assert {groups[str(tier)].leaders for tier in nodes.values()} == {(0, 0, 2, 2)}
+    assert {choice.refused[0].step for choice in found} == {12}
+
+
+def test_the_loss_of_one_node_falls_back_to_the_disk(root, nodes, monkeypatch):
+    save(root, 5, world=4)
+    both(nodes, 10)
+    shutil.rmtree(nodes["b"])
+    assert choose_on_nodes(root, nodes, monkeypatch)[0] == (5, False)
+
+
+def test_damage_on_one_node_moves_all_to_the_save_before(root, nodes, monkeypatch):
+    save(root, 5, world=4)
+    both(nodes, 8, 10)
+    flip_bit(path_of(nodes["b"], 10, 3))
+    assert choose_on_nodes(root, nodes, monkeypatch)[0] == (8, True)
+    assert choose_on_nodes(root, nodes, monkeypatch)[0] == (8, True)
+
+
+def test_regions_are_not_read_from_several_nodes(root, nodes, monkeypatch):
+    save(root, 5, world=4)
+    both(nodes, 10)
+    assert choose_on_nodes(root, nodes, monkeypatch, any_layout=True, ranks_to_verify=every_rank)[0] == (5, False)
+
+
+def test_the_tiers_are_folders_of_their_nodes(nodes):
+    assert len({Path(tier).parent.parent.name for tier in nodes.values()}) == 2
