@@ -120,7 +120,7 @@ class _MemorySelection:
             found = self._first_verified([name for name in names if chosen.order[:2] < order_of(name) < least])
         if found is not None:
             return replace(found, refused=(*found.refused, *choice.refused))
-        newer = [row for row in self.refused if chosen is None or (row.step or 0) > (chosen.step or 0)]
+        newer = [row for row in self.refused if chosen is None or (row.step or 0) >= (chosen.step or 0)]
         return replace(choice, refused=(*newer, *choice.refused))
 
     # ---- what there is ---------------------------------------------------------------------------------------------

@@ -689,7 +689,7 @@ def test_lost_work_of_a_resume_emits_an_event_and_scalars(tmp_path, monkeypatch,
     own_context.emit.add(seen)
     own_context.progress.load_seconds = 2.5
     own_context.plan = training_context.ResumePlan(lost=LostWork(4, 100.0), choice=SimpleNamespace(
-        chosen=SimpleNamespace(world_size=1, run=None), shards=(), root="elsewhere"))
+        chosen=SimpleNamespace(world_size=1, run=None), shards=(), root="elsewhere", checkpoint_dir="elsewhere"))
     Job(build(tmp_path, done=10), 10)
     assert writer.rows["mindresume/steps-lost"] == {10: 4} and writer.rows["mindresume/load-seconds"] == {10: 2.5}
     [resumed] = [event for event in seen.events if isinstance(event, Resumed)]
