@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     )
     from mindresume.api.tensors import TensorInfo, TensorSlice
     from mindresume.errors import MindResumeError
+    from mindresume.report.advice import Advice, TierAdvice
+    from mindresume.report.advise import advise
     from mindresume.saving.retention import KeepAny, KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes
 
 __version__ = "0.1.0"
@@ -47,15 +49,17 @@ _MODULES = {                    # {module: names of the API that are imported fr
     "api.results": ("CheckpointInfo", "CheckpointVerification", "DirectoryUser", "Listing", "Problem", "VerificationReport"),
     "api.tensors": ("TensorInfo", "TensorSlice"),
     "errors": ("MindResumeError",),
+    "report.advice": ("Advice", "TierAdvice"),
+    "report.advise": ("advise",),
     "saving.retention": ("KeepAny", "KeepBest", "KeepEverySteps", "KeepLast", "KeepPerMinutes"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "Catalog", "Checkpoint", "CheckpointInfo", "CheckpointVerification", "Comparison", "ConversionResult", "DirectoryUser",
-    "Inspection", "KeepAny", "KeepBest", "KeepEverySteps", "KeepLast", "KeepPerMinutes", "Listing", "MindResumeError", "Problem",
-    "PruneResult", "Selection", "TensorDifference", "TensorInfo", "TensorSlice", "VerificationReport", "compare", "convert",
-    "export_hf", "inspect", "merge", "open", "prune"]
+    "Advice", "Catalog", "Checkpoint", "CheckpointInfo", "CheckpointVerification", "Comparison", "ConversionResult",
+    "DirectoryUser", "Inspection", "KeepAny", "KeepBest", "KeepEverySteps", "KeepLast", "KeepPerMinutes", "Listing",
+    "MindResumeError", "Problem", "PruneResult", "Selection", "TensorDifference", "TensorInfo", "TensorSlice", "TierAdvice",
+    "VerificationReport", "advise", "compare", "convert", "export_hf", "inspect", "merge", "open", "prune"]
 
 
 def __getattr__(name: str) -> Any:

@@ -40,3 +40,17 @@ def listed(items: Sequence[object], most: int = 8, separator: str = ", ") -> str
 def ranks_count(count: int) -> str:
     """Returns '1 rank' or '4 ranks'."""
     return f"{count} rank" + ("" if count == 1 else "s")
+
+
+def span_text(seconds: float) -> str:
+    """Returns '0.32 s', '47 s', '12 min 05 s', '3 h 20 min' or '2 d 4 h'."""
+    if seconds < 10:
+        return f"{max(seconds, 0):.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"

@@ -13,6 +13,7 @@ app = typer.Typer(
          "[bold]mindresume verify output/checkpoint[/bold]  reads every byte and names what is damaged\n\n"
          "[bold]mindresume report output[/bold]             one page: loss, failures, lost steps, goodput, timeline\n\n"
          "[bold]mindresume run -- COMMAND...[/bold]            starts a training, and again when a rank died or hangs\n\n"
+         "[bold]mindresume advise output[/bold]             how often to save, from the measured costs and failures\n\n"
          "[bold]mindresume prune output/checkpoint --keep-last 3[/bold]  removes older checkpoints; --dry-run only shows them\n\n"
          "[bold]mindresume drill --dir /shared[/bold]       tests on your file system that no crash loses a checkpoint\n\n"
          "[bold]mindresume convert output/checkpoint new --to dp=4[/bold]  cuts a checkpoint for another parallel strategy\n\n"
@@ -29,6 +30,7 @@ def main() -> None:
     import sys
 
     from mindresume.cli import (  # noqa: F401  each module registers its command
+        advise,
         convert,
         diff,
         drill,

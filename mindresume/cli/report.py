@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, locate, print_json, say
+from mindresume.cli.common import AsJson, print_json, say
 from mindresume.errors import ConfigError
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.posix import PosixStorage
@@ -32,11 +33,10 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
     msrun_log*/worker_*.log) below OUTPUT_DIR, and the records of the checkpoints. The page says what is missing. Only the page
     and the figure are written.
     """
-    from mindresume.report.builder import build_report, to_json
-    output, root = places(folder)
-    for more in logs or ():
-        if not os.path.isdir(more):
-            raise FileNotFoundError(f"--logs {more}: there is no such folder")
+    from mindresume.report.advise import advice_of
+    from mindresume.report.builder import build_report, folders_of, to_json
+    output, root = folders_of(folder)
+    check_folders(logs or ())
     target = Path(page) if page is not None else None if json else Path("report.html")
     if target is not None and target.suffix not in (".html", ".htm"):
         raise ConfigError(f"-o {page}: the page is an HTML file; give a name that ends in .html")
@@ -48,21 +48,19 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
     built = build_report(PosixStorage(), output, root, logs or ())
     files = write(built, target) if target is not None else []
     if json:
-        print_json({**to_json(built), "files": files})
+        advice = advice_of(built)
+        print_json({**to_json(built), "advice": advice.to_json() if advice else None, "files": files})
         return
     from mindresume.report.page import summary
     say(summary(built))
     say("\n".join(files))
 
 
-def places(folder: str) -> tuple[str, str]:
-    """Returns the output folder, and the checkpoint folder in it."""
-    root = locate(folder)
-    if os.path.abspath(root) == os.path.abspath(folder) and os.path.basename(os.path.abspath(root)) == "checkpoint":
-        return os.path.dirname(os.path.abspath(root)), root
-    inner = os.path.join(folder, "output")
-    output = inner if root.startswith(inner + os.sep) or root == folder and os.path.isdir(inner) else folder
-    return output, root if root != folder else os.path.join(output, "checkpoint")
+def check_folders(logs: Iterable[str]) -> None:
+    """Raises FileNotFoundError for a folder of ``--logs`` that does not exist."""
+    for folder in logs:
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"--logs {folder}: there is no such folder")
 
 
 def write(report: Report, target: Path) -> list[str]:

@@ -7,15 +7,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mindresume.api.sources import existing
 from mindresume.events import FAILED
+from mindresume.formats.location import locate
 from mindresume.report import accounting, event_log, log_discovery
 from mindresume.report.accounting import AttemptAccount, Seconds, accounts_of, total_of
 from mindresume.report.checkpoint_state import CheckpointState, read_checkpoint_state
 from mindresume.report.event_log import failures_in, find_event_logs, foreign_utc_offsets, read_events
 from mindresume.report.log_discovery import LogFile, find_logs
 from mindresume.report.log_parser import merged
+from mindresume.report.recoveries import Recovery, recoveries_of, totals_of
 from mindresume.report.runs import RunAttempt, attempts_of, with_losses, with_outcome
 from mindresume.storage.interface import Storage
+from mindresume.storage.posix import PosixStorage
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,30 @@ class Report:
         return accounting.steps_at_risk(self.accounts, self.disk.newest.step if self.disk.newest else None)
 
     @property
+    def recoveries(self) -> tuple[Recovery, ...]:
+        """What passed between each failure and the first new step."""
+        return recoveries_of(self.accounts)
+
+    @property
     def seconds(self) -> Seconds:
         """The seconds of all attempts."""
         return total_of(self.accounts)
+
+
+def folders_of(path: str) -> tuple[str, str]:
+    """Returns the output folder of the training that ``path`` means (its output folder, the folder above it, or its checkpoint
+    folder), and the checkpoint folder in it.
+
+    Raises:
+        FileNotFoundError: ``path`` does not exist.
+        MissingCheckpointError: Several folders below it hold checkpoints.
+    """
+    root = locate(PosixStorage(), existing(path))
+    if os.path.abspath(root) == os.path.abspath(path) and os.path.basename(os.path.abspath(root)) == "checkpoint":
+        return os.path.dirname(os.path.abspath(root)), root
+    inner = os.path.join(path, "output")
+    output = inner if root.startswith(inner + os.sep) or root == path and os.path.isdir(inner) else path
+    return output, root if root != path else os.path.join(output, "checkpoint")
 
 
 def build_report(storage: Storage, output: str, root: str, more: Sequence[str] = ()) -> Report:
@@ -181,6 +206,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "attempts": [_attempt(row) for row in report.accounts],
         "timeline": [{"attempt": row.attempt.number, "kind": span.kind, "begin": round(span.begin, 3), "end": round(span.end, 3)}
                      for row in report.accounts for span in row.timeline],
+        "recoveries": {"failures": [_recovery(row) for row in report.recoveries],
+                       "seconds": _rounded(totals_of(report.recoveries))},
         "checkpoints": [asdict(row) for row in report.disk.checkpoints],
         "notes": [*report.notes, *report.disk.notes],
     }
@@ -207,6 +234,15 @@ def _attempt(row: AttemptAccount) -> dict[str, Any]:
         "skipped_saves": attempt.skipped_saves if known else None,
         "refused": [asdict(refused) for refused in attempt.refused] if known else None,
     }
+
+
+def _recovery(row: Recovery) -> dict[str, Any]:
+    """Returns the JSON object of one recovery."""
+    return {"failed": row.failed, "resumed": row.resumed, "died": round(row.died, 3), "first_step": round(row.first_step, 3),
+            "restart_seconds": round(row.restart_seconds, 3), "steps_redone": row.steps_redone,
+            "seconds_redone": round(row.seconds_redone, 3),
+            "phases": [{"names": list(phase.names), "begin": round(phase.begin, 3), "end": round(phase.end, 3)}
+                       for phase in row.phases]}
 
 
 def _ends(attempt: RunAttempt) -> dict[str, float | None]:

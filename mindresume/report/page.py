@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from mindresume.events import FAILED
-from mindresume.formatting import shown, size_text
+from mindresume.formatting import shown, size_text, span_text
 from mindresume.report.accounting import AttemptAccount
+from mindresume.report.advice_text import sentence_of
+from mindresume.report.advise import advice_of
 from mindresume.report.builder import Report, looked_for
+from mindresume.report.recoveries import REDONE, totals_of
 from mindresume.report.runs import NORMAL, RUNNING, UNKNOWN, RunAttempt
 from mindresume.resume.listing import COMPLETE, NODE_LOCAL
 
@@ -20,6 +23,14 @@ REASON = 400                    # most characters of a reason
 HATCHED = "repeating-linear-gradient(-45deg,#fff 0 2px,#8b97a1 2px 3px)"
 COLOURS = {"productive": "#1f5f8b", "lost": "#f2a65a", "saving": "#4d5b66", "startup": "#aeb9c2", "shutdown": "#aeb9c2",
            "downtime": HATCHED, "idle": HATCHED, "unknown": "#e9edf0"}
+BAR = 24.0                      # rem of the longest recovery
+PHASES = {"notice": "#9c1f18", "end": "#c2554f", "start": "#8b97a1", "import": "#4d5b66", "join": "#7d6ca8", "select": "#1b7f5c",
+          "build": "#5f9ea0", "load": "#1f5f8b", "compile": "#b58900", "first step": "#7fb3d5", "redone": "#f2a65a"}
+MEANINGS = {"notice": "until somebody noticed the failure", "end": "until the last process of the attempt was gone",
+            "start": "until the process of rank 0 was started anew", "import": "imports of MindSpore and mindformers",
+            "join": "until the training began: the context, joining the job", "select": "selecting and verifying the checkpoint",
+            "build": "building the network and the data set", "load": "loading", "compile": "compiling the first step",
+            "first step": "the first step", "redone": "steps that the failed attempt had done after the checkpoint"}
 SPENT = (("productive", "Productive", "from the first to the last step, for steps that the training contains: the goodput"),
          ("lost", "Lost", "steps after the checkpoint from which the next attempt resumed"),
          ("saving", "Saving", "the training waited for a checkpoint; writing in the background is not counted"),
@@ -48,7 +59,8 @@ def html(report: Report, figure: str) -> str:
         figure=Markup(_with_text(report, figure)), rows=[_row(row) for row in rows], shown_rows=SHOWN,
         problems=_problems(report.attempts)[:SHOWN], spent=_spent(report), checkpoints=report.disk.checkpoints[:SHOWN],
         usable=(COMPLETE, NODE_LOCAL), notes=[*report.notes, *report.disk.notes], read=report.read[:SHOWN],
-        looked_for=looked_for(report))
+        looked_for=looked_for(report), advice=sentence_of(advice) if (advice := advice_of(report)) else "",
+        recoveries=_recoveries(report), phases=_phase_totals(report))
 
 
 def summary(report: Report) -> str:
@@ -144,21 +156,34 @@ def _spent(report: Report) -> list[dict[str, Any]]:
     return found
 
 
+def _recoveries(report: Report) -> list[dict[str, Any]]:
+    """Returns the rows of the recoveries: for each a bar of phases, all bars to one scale."""
+    rows = report.recoveries[-SHOWN:]
+    longest = max((row.restart_seconds + row.seconds_redone for row in rows), default=0.0) or 1.0
+    found = []
+    for row in rows:
+        parts = [(" + ".join(phase.names), phase.names[-1], phase.seconds) for phase in row.phases]
+        parts += [(REDONE, REDONE, row.seconds_redone)] if row.seconds_redone else []
+        found.append({"row": row, "lasted": row.restart_seconds, "parts": [
+            {"name": name, "seconds": seconds, "style": f"width:{BAR * seconds / longest:.2f}rem;background:{PHASES[last]}"}
+            for name, last, seconds in parts]})
+    return found
+
+
+def _phase_totals(report: Report) -> list[dict[str, Any]]:
+    """Returns the rows of the totals of the phases, in their order."""
+    totals = totals_of(report.recoveries)
+    whole = sum(totals.values())
+    order, found = list(PHASES), []
+    for name, seconds in totals.items():
+        last = name.split(" + ")[-1]                            # which names the moment that ends it
+        found.append((order.index(last), name, {
+            "name": name, "seconds": seconds, "share": _percent(seconds, whole), "meaning": MEANINGS[last],
+            "style": f"width:.9rem;background:{PHASES[last]}"}))
+    return [row for _, _, row in sorted(found, key=lambda item: item[:2])]
+
+
 # ---- words -----------------------------------------------------------------------------------------------------------
-
-def span_text(seconds: float) -> str:
-    """Returns '0.32 s', '47 s', '12 min 05 s', '3 h 20 min' or '2 d 4 h'."""
-    if seconds < 10:
-        return f"{max(seconds, 0):.2f} s" if seconds < 1 else f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
-
 
 def _words(outcome: str) -> str:
     return outcome.replace("_", " ")

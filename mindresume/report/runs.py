@@ -23,6 +23,7 @@ from mindresume.report import log_parser
 from mindresume.report.event_log import Failure, RecordedEvent
 from mindresume.report.log_parser import LogLine
 from mindresume.report.losses import Losses
+from mindresume.report.moments import Moments
 
 RUNNING, UNKNOWN = "running", "unknown"             # the other outcomes are those of TrainingEnded
 NORMAL = (FINISHED, PREEMPTED, NOTHING_TO_TRAIN)    # nothing is lost after these
@@ -95,6 +96,7 @@ class RunAttempt:
     refused: tuple[RefusedCheckpoint, ...] = ()
     has_true_loss: bool = True
     losses: Losses = field(default_factory=Losses)
+    moments: Moments = Moments()
 
 
 def attempts_of(event_logs: Iterable[Iterable[RecordedEvent]], lines: Iterable[LogLine], failures: Iterable[Failure] = ()

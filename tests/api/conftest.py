@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from formats.test_huggingface import GROUPED
 from rank_folders import STORAGE, state_of, target_of
+from report.test_advice import history
 from reshard.test_huggingface import document
 
 import mindresume
@@ -36,7 +37,8 @@ def small_model():
 
 @pytest.fixture
 def training(tmp_path, small_model):
-    """Returns the folder of a training: output/checkpoint, strategy/ and Qwen3/config.json."""
+    """Returns the folder of a training: output/checkpoint, strategy/ and Qwen3/config.json; and run/, another one's events and
+    logs."""
     arrays, layouts = small_model
     root = tmp_path / "output" / "checkpoint"
     for step in STEPS:
@@ -56,4 +58,5 @@ def training(tmp_path, small_model):
     (tmp_path / "Qwen3").mkdir()
     (tmp_path / "Qwen3" / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     assert read_strategy(str(FIXTURE / "strategy"), STORAGE).world_size == WORLD
+    history().write_all(tmp_path / "run")
     return tmp_path

@@ -55,11 +55,11 @@ def test_the_table_is_what_type_checkers_see():
     assert (PACKAGE / "py.typed").exists()
 
 
-def test_only_the_command_line_imports_the_api():
-    """The API is above all other packages but the command line."""
+def test_only_the_command_line_and_the_report_import_the_api():
+    """The API is above all other packages but the command line, and the report, whose advice is a result of the API."""
     found = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")
              if "mindresume.api" in path.read_text(encoding="utf-8")}
-    assert found == {"api", "cli", "__init__.py"}
+    assert found == {"api", "cli", "report", "__init__.py"}
 
 
 def test_choices_in_the_help_match_the_api():

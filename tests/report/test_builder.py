@@ -178,7 +178,7 @@ def test_the_document_is_json_without_odd_numbers(tmp_path):
     document = json.loads(text)
     assert document["attempts"][0]["loss"] == {"first": None, "last": None}
     assert set(document) == {"output", "root", "sources", "restarts", "failures", "goodput", "steps", "seconds", "attempts",
-                             "timeline", "checkpoints", "notes"}
+                             "timeline", "recoveries", "checkpoints", "notes"}
     assert document["attempts"][0]["saves"] is None                     # unknown without events
 
 

@@ -57,7 +57,8 @@ def test_a_row_for_each_attempt_and_each_checkpoint(tmp_path):
         ("1", "failed" + KILLED, "fresh start", "1 to 8", "3", "1"), ("2", "finished", "step 5", "6 to 10", "0", "1")]
     assert [row[0] for row in rows if row[-1] == "complete"] == ["10", "5"]
     assert ["2", "8", "the save never completed: no rank recorded what they wrote"] in rows
-    assert text.count("<caption>") == text.count("<table>") == 4
+    assert text.count("<caption>") == text.count("<table>") == 6
+    assert "How often to save" in text and ["1", "2", "30 s", "3 steps", ""] in rows
 
 
 def test_the_page_loads_nothing_and_runs_no_script(tmp_path):

@@ -1,0 +1,29 @@
+"""``mindresume advise``: its lines, its JSON, and what it refuses."""
+from report.test_advice import history
+from training_logs import Training
+
+COMMAND = "advise"
+
+
+def test_lines(call, tmp_path):
+    history().write_all(tmp_path / "output")
+    status, out, err = call(tmp_path / "output")
+    assert (status, err) == (0, "") and [line.split()[0] for line in out.splitlines()][:5] == [
+        "save", "failure", "now", "advised", "change"]
+    assert "save_checkpoint_steps" in out
+
+
+def test_json(read, tmp_path):
+    history().write_all(tmp_path / "output")
+    status, found = read(tmp_path / "output")
+    assert (status, found["failures"], found["tiers"][0]["steps_now"]) == (0, 2, 20)
+
+
+def test_too_little(call, tmp_path):
+    Training().start(0).steps(10, 1, 9).write_all(tmp_path / "output")
+    status, out, err = call(tmp_path / "output")
+    assert (status, out) == (2, "") and str(tmp_path / "output") in err
+
+
+def test_a_wrong_folder_of_logs(call, tmp_path):
+    assert call(tmp_path, "--logs", tmp_path / "gone")[0] == 2

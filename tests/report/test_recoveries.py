@@ -1,0 +1,50 @@
+"""Recoveries: phases between a failure and the first new step, with whatever moments are known."""
+import pytest
+from training_logs import RUNS, ZERO, Training, two_attempts
+
+from mindresume import events as ev
+from mindresume.report.accounting import accounts_of
+from mindresume.report.log_parser import Clock, parse
+from mindresume.report.moments import Moments
+from mindresume.report.recoveries import phases_of, recoveries_of, totals_of
+from mindresume.report.runs import attempts_of
+
+
+def accounts(training):
+    return accounts_of(attempts_of(training.recorded, [found for line in training.lines for found in parse(line, Clock())]))
+
+
+def shown(phases):
+    return [(" + ".join(phase.names), phase.begin - ZERO, phase.end - ZERO) for phase in phases]
+
+
+def test_without_moments_it_is_one_phase():
+    (found,) = recoveries_of(accounts(two_attempts()))
+    assert (found.failed, found.resumed, found.steps_redone, found.seconds_redone) == (1, 2, 3, 3.0)
+    assert found.restart_seconds == pytest.approx(50 - 19.5) and len(found.phases) == 1
+    assert found.phases[0].names[0] == "notice" and found.phases[0].names[-1] == "first step"
+    assert sum(totals_of([found]).values()) == pytest.approx(50 - 19.5 + 3)
+
+
+def test_moments_of_a_supervisor_divide_it():
+    rows = accounts(two_attempts())
+    (found,) = recoveries_of(rows, {2: Moments(noticed=ZERO + 21.5, ended=ZERO + 22.5, started=ZERO + 25)})
+    assert shown(found.phases)[:3] == [("notice", 19.5, 21.5), ("end", 21.5, 22.5), ("start", 22.5, 25)]
+    assert found.phases[-1].end == found.first_step and found.phases[-1].names[0] == "import"
+
+
+def test_phases_have_no_gaps_and_leave_out_what_is_out_of_order():
+    moments = Moments(noticed=90.0, started=110.0, imported=105.0, joined=120.0, loaded=130.0, stepped=140.0)
+    found = phases_of(100.0, moments, 140.0)
+    assert [(phase.names[-1], phase.begin, phase.end) for phase in found] == [
+        ("start", 100.0, 110.0), ("join", 110.0, 120.0), ("load", 120.0, 130.0), ("first step", 130.0, 140.0)]
+    assert found[0].names == ("notice", "end", "start") and found[1].names == ("import", "join")
+
+
+def test_a_start_that_fails_belongs_to_the_recovery_and_a_normal_end_ends_none():
+    training = Training().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 8).save(18.5, 5)
+    training.start(30).event(31, ev.TrainingEnded(ev.FAILED, "no such file"))
+    training.start(40).resume(41, 5, RUNS[0]).run(42, RUNS[1]).steps(50, 6, 9).over(56)
+    training.start(60).resume(61, 9, RUNS[1]).run(62, RUNS[2]).steps(70, 10, 12)
+    found = recoveries_of(accounts(training))
+    assert [(row.failed, row.resumed, row.first_step - ZERO) for row in found] == [(1, 3, 51)]
