@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         Problem,
         VerificationReport,
     )
+    from mindresume.api.scrubbing import ScrubbedCheckpoint, ScrubReport, scrub
     from mindresume.api.tensors import TensorInfo, TensorSlice
     from mindresume.errors import MindResumeError
     from mindresume.report.advice import Advice, TierAdvice
@@ -47,6 +48,7 @@ _MODULES = {                    # {module: names of the API that are imported fr
     "api.inspection": ("Inspection", "inspect"),
     "api.pruning": ("PruneResult", "prune"),
     "api.results": ("CheckpointInfo", "CheckpointVerification", "DirectoryUser", "Listing", "Problem", "VerificationReport"),
+    "api.scrubbing": ("ScrubReport", "ScrubbedCheckpoint", "scrub"),
     "api.tensors": ("TensorInfo", "TensorSlice"),
     "errors": ("MindResumeError",),
     "report.advice": ("Advice", "TierAdvice"),
@@ -58,8 +60,9 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [
     "Advice", "Catalog", "Checkpoint", "CheckpointInfo", "CheckpointVerification", "Comparison", "ConversionResult",
     "DirectoryUser", "Inspection", "KeepAny", "KeepBest", "KeepEverySteps", "KeepLast", "KeepPerMinutes", "Listing",
-    "MindResumeError", "Problem", "PruneResult", "Selection", "TensorDifference", "TensorInfo", "TensorSlice", "TierAdvice",
-    "VerificationReport", "advise", "compare", "convert", "export_hf", "inspect", "merge", "open", "prune"]
+    "MindResumeError", "Problem", "PruneResult", "ScrubReport", "ScrubbedCheckpoint", "Selection", "TensorDifference",
+    "TensorInfo", "TensorSlice", "TierAdvice", "VerificationReport", "advise", "compare", "convert", "export_hf", "inspect",
+    "merge", "open", "prune", "scrub"]
 
 
 def __getattr__(name: str) -> Any:

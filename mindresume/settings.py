@@ -29,6 +29,10 @@
         limit_gib: 0                # limit of its memory for each rank; 0: the rank's share of the free memory
         keep_days: 7                # a later job removes what a dead job left here, if nothing was saved there for so long
         write_after_error: 1        # a training that ends with an error first writes the newest of these saves to disk; 0: not
+      scrub:                        # re-reads kept checkpoints in the background (docs/scrub.md)
+        every_hours: 0              # a checkpoint is read again so many hours after its last scrub; 0: off
+        rate_mb: 50                 # MB/s at most, of one node at a time
+        repair: 1                   # damaged files are replaced by intact copies, from replicas or the bucket; 0: only told
 
 ``MINDRESUME_ON_SAVE_ERROR`` and so on override the file. A setting that is a frozen dataclass is a section of its own below
 ``mindresume:``; ``MINDRESUME_SECTION_KEY`` overrides one of its keys.
@@ -61,6 +65,14 @@ class MemoryTierSettings:
 
 
 @dataclass(frozen=True)
+class ScrubSettings:
+    """Holds the settings of the scrub in the background."""
+    every_hours: float = 0.0
+    rate_mb: float = 50.0
+    repair: int = 1
+
+
+@dataclass(frozen=True)
 class Settings:
     """Holds the settings of a run; the docstring of this module describes each."""
     on_save_error: str = "warn"
@@ -81,6 +93,7 @@ class Settings:
     max_failed_loads: int = 2
     preemption_check_interval: float = 5.0
     memory_tier: MemoryTierSettings = MemoryTierSettings()
+    scrub: ScrubSettings = ScrubSettings()
 
     def allows(self, name: str) -> bool:
         """Returns whether a checkpoint may lack this parameter."""

@@ -8,6 +8,7 @@ one.
     conversion.py   convert(), merge(), export_hf()
     comparison.py   compare()
     pruning.py      prune()
+    scrubbing.py    scrub()
     results.py      the results of the calls: frozen values with to_json()
     sources.py      opens a checkpoint that a caller names: a path, or a Checkpoint
     progress.py     Progress: receives the progress of long work

@@ -11,6 +11,7 @@ app = typer.Typer(
          "[bold]mindresume ls output/checkpoint[/bold]      every saved step, complete or not\n\n"
          "[bold]mindresume which output/checkpoint[/bold]   the checkpoint that a resume would take, and why nothing newer\n\n"
          "[bold]mindresume verify output/checkpoint[/bold]  reads every byte and names what is damaged\n\n"
+         "[bold]mindresume scrub output/checkpoint[/bold]   re-reads what is kept, names what rotted, and can repair it\n\n"
          "[bold]mindresume report output[/bold]             one page: loss, failures, lost steps, goodput, timeline\n\n"
          "[bold]mindresume run -- COMMAND...[/bold]            starts a training, and again when a rank died or hangs\n\n"
          "[bold]mindresume advise output[/bold]             how often to save, from the measured costs and failures\n\n"
@@ -42,6 +43,7 @@ def main() -> None:
         prune,
         report,
         run,
+        scrub,
         verify,
         which,
     )

@@ -30,7 +30,7 @@ from mindresume.storage.atomic_publish import TEMPORARY, publish
 from mindresume.storage.interface import Storage
 
 BEAT = 15.0                     # seconds between two heartbeats
-SAVING, LOADING, REMOVING = "saving", "loading", "removing"
+SAVING, LOADING, REMOVING, SCRUBBING = "saving", "loading", "removing", "scrubbing"
 READER = 0                     # run number of readers and removals: never later than any job
 _LATEST = 4e11                  # seconds: the year 14645; later ones cannot be printed
 PREFIX, SUFFIX = "claim-", ".json"
@@ -42,7 +42,7 @@ class LeaseHolder:
     """The process that has a lease.
 
     Attributes:
-        purpose: SAVING, LOADING or REMOVING.
+        purpose: SAVING, LOADING, REMOVING or SCRUBBING.
         machine: one boot of one kernel and one namespace of processes, in which ``pid`` is valid.
         started: start of the process in kernel ticks; distinguishes it from a later process with the same pid.
         since: seconds since 1970, for people.

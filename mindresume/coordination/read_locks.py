@@ -37,18 +37,19 @@ _LOOKS, _PAUSE = 20, 0.5        # checks of a reader while a removal is announce
 
 
 def acquire_read_lock(storage: Storage, root: str, attempt: str, commit_dir: str, beat: float = BEAT,
-                      sleep: Callable[[float], None] = time.sleep) -> Lease | None:
+                      sleep: Callable[[float], None] = time.sleep, purpose: str = LOADING) -> Lease | None:
     """Locks a checkpoint against removal.
 
     Args:
         attempt: the name of its folder of records.
         commit_dir: the folder whose rename un-commits it.
+        purpose: LOADING or SCRUBBING.
     Returns:
         The lock, with heartbeats; None if the checkpoint is gone: select again.
     Raises:
         OSError: the lock cannot be written.
     """
-    lease = _lease_without_number(storage, root, LOADING, (attempt,), beat)
+    lease = _lease_without_number(storage, root, purpose, (attempt,), beat)
     try:
         for _ in range(_LOOKS):
             if not _is_removal_announced(storage, root, attempt):

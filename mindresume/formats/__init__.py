@@ -74,6 +74,7 @@ class Candidate:
         listing_error: why its folder cannot be listed, also given in ``problem``. Its content is unknown, so it is never removed,
             and it prevents a fresh start.
         lineage: the run that began its training; empty if its records do not tell.
+        has_scrub_result: there is a file ``scrub.json`` beside its records (``scrub_result``).
     """
     step: int | None
     origin: str
@@ -98,6 +99,7 @@ class Candidate:
     manifest_problem: str = ""
     listing_error: str = ""
     lineage: str = ""
+    has_scrub_result: bool = False
 
     @property
     def name(self) -> str:

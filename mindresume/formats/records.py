@@ -25,6 +25,7 @@ from mindresume.model.manifest import (
     EMERGENCY,
     FOLDER,
     MANIFEST,
+    SCRUB_RESULT,
     Manifest,
     Record,
     attempt_name,
@@ -152,7 +153,7 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
         if stray is not None:
             candidate = replace(candidate, problem=candidate.refuse(
                 f"its records name {stray}, which does not belong to it", stray))
-        candidate = _relative_to_root(candidate, attempt)
+        candidate = replace(_relative_to_root(candidate, attempt), has_scrub_result=SCRUB_RESULT in attempt.content)
         candidates.append(candidate)
         known.update(file.path for file in candidate.all_files)
     return sorted(candidates, key=lambda c: c.order, reverse=True), known, notes

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
+from mindresume.formats.scrub_result import known_damage
 from mindresume.formats.weight_files import file_sizes
 from mindresume.formatting import listed
 from mindresume.model.file_record import FileRecord
@@ -18,8 +19,9 @@ def check_files(storage: Storage, root: str, candidate: Candidate, world_size: i
         world_size: ranks of the job that would resume. None: any number.
         files: False: existence and sizes are not checked, because each rank verifies its own files anyway.
     """
-    if candidate.problem is not None:
-        return candidate.problem
+    found = candidate.problem or known_damage(storage, root, candidate)
+    if found is not None:
+        return found
     if candidate.origin == MINDFORMERS:
         problem = _wrong_ranks(candidate, world_size)
     elif candidate.local_ranks:

@@ -15,6 +15,7 @@ from mindresume.coordination.collectives import Group, Watchdog, gather_results
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import Candidate, Refusal, Scan
 from mindresume.formats.rank_folder_naming import parse_name
+from mindresume.formats.scrub_result import known_damage
 from mindresume.formatting import listed
 from mindresume.resume.candidates import find_candidates
 from mindresume.resume.choice import Choice
@@ -90,7 +91,7 @@ def _scan_local(storage: Storage, path: str, group: Group, policy: SelectionPoli
         return _LocalCheckpoints(Scan(path, exists=False), True)
     own = _LocalCheckpoints(found, is_explicit)
     for candidate in found.candidates:
-        refusal = candidate.problem or _refuse_for_rank(candidate, group)
+        refusal = candidate.problem or known_damage(storage, found.root, candidate) or _refuse_for_rank(candidate, group)
         if candidate.records_dir is None:                       # the scan counted only the files of this node
             candidate = replace(candidate, world_size=group.size)
         if refusal is None and policy.unhealthy is not None and not is_explicit and is_unhealthy(candidate, policy.unhealthy):

@@ -23,7 +23,7 @@ def replica_files(storage: Storage, root: str, candidate: Candidate, rank: int) 
         wanted = {name: row for name, row in details_of(storage, candidate.records_dir or "", rank).tensors.items()
                   if row.file not in present}
         sources = []
-        for other in _likely_holders(wanted, rank, candidate):
+        for other in likely_holders(wanted, rank, candidate):
             if not wanted:
                 break
             theirs = details_of(storage, candidate.records_dir or "", other).tensors
@@ -42,7 +42,7 @@ def replica_files(storage: Storage, root: str, candidate: Candidate, rank: int) 
     return tuple(sources)
 
 
-def _likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: Candidate) -> list[int]:
+def likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: Candidate) -> list[int]:
     """Returns all other ranks that have files. Ranks that hold the same slices, by the layout of one sharded tensor, come first:
     reading a record takes some milliseconds, and there may be thousands of ranks."""
     others = [other for other in candidate.files if other != rank]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 
 from mindresume.errors import CorruptFileError, RecordError
@@ -85,9 +86,53 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
     return VerifiedShard(rank, (ShardSource(file),), scalars=scalars)
 
 
+def find_damaged_files(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None = None
+                       ) -> list[Refusal]:
+    """Returns a refusal for each damaged file of one rank of a checkpoint with records: ``verify_rank`` ends at the first one. If
+    the record itself is damaged, its file is the only one. A missing file is not damaged if replicas hold all of it."""
+    try:
+        checked = _checked_record(storage, candidate, rank)
+    except (RecordError, OSError) as error:
+        return [candidate.refuse(f"the record of rank {rank} cannot be used: {error}", _record_path(root, candidate, rank), rank)]
+    if isinstance(checked, Refusal):
+        return [replace(checked, file=_record_path(root, candidate, rank))]
+    found = []
+    for index, file in enumerate(candidate.files[rank]):
+        recorded = {name: row for name, row in checked[1].tensors.items() if row.file == index}
+        try:
+            result = _verify_file(storage, root, candidate, rank, file, recorded, progress, True)
+        except CorruptFileError as error:
+            result = candidate.refuse(f"rank {rank}: {error.reason}", file.path, rank, [error.tensor] if error.tensor else ())
+        except OSError as error:
+            result = candidate.refuse(f"rank {rank}: {error}", file.path, rank)
+        found += [result] if isinstance(result, Refusal) else []
+    return found
+
+
+def _record_path(root: str, candidate: Candidate, rank: int) -> str:
+    return os.path.relpath(os.path.join(candidate.records_dir or "", record_name(rank)), root)
+
+
 def _verify_recorded(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,
                      full: bool) -> VerifiedShard | Refusal:
     """Verifies a rank of a checkpoint with records: the record against the manifest, the files against the record."""
+    checked = _checked_record(storage, candidate, rank)
+    if isinstance(checked, Refusal):
+        return checked
+    record, details = checked
+    sources: list[ShardSource] = []
+    for index, file in enumerate(candidate.files[rank]):
+        recorded = {name: row for name, row in details.tensors.items() if row.file == index}
+        found = _verify_file(storage, root, candidate, rank, file, recorded, progress, full)
+        if isinstance(found, Refusal):
+            return found
+        sources += found
+    return VerifiedShard(rank, tuple(sources), record.state, details)
+
+
+def _checked_record(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record, Details] | Refusal:
+    """Returns a record and its details, or why it is not the one that was committed. Raises RecordError or OSError if it cannot
+    be read."""
     record, details, checksum = _read_record(storage, candidate, rank)
     files = candidate.files[rank]
     if (record.run, record.step, record.rank, record.world_size) != (candidate.run, candidate.step, rank, candidate.world_size):
@@ -98,14 +143,7 @@ def _verify_recorded(storage: Storage, root: str, candidate: Candidate, rank: in
                                 f"checksum", files[0].path, rank)
     if candidate.records and candidate.records[sorted(candidate.files).index(rank)] != checksum:
         return candidate.refuse(f"the record of rank {rank} is not the one that was committed", rank=rank)
-    sources: list[ShardSource] = []
-    for index, file in enumerate(files):
-        recorded = {name: row for name, row in details.tensors.items() if row.file == index}
-        found = _verify_file(storage, root, candidate, rank, file, recorded, progress, full)
-        if isinstance(found, Refusal):
-            return found
-        sources += found
-    return VerifiedShard(rank, tuple(sources), record.state, details)
+    return record, details
 
 
 def _verify_missing_rank(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,

@@ -18,6 +18,7 @@ from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import TRACKER, parse_iteration
 from mindresume.formats.iteration_scan import tracked
 from mindresume.formats.rank_folder_naming import META, folder_name
+from mindresume.formats.scrub_result import known_damage
 from mindresume.formats.weight_files import sizes_match
 from mindresume.saving.crash_loop import load_attempts
 from mindresume.saving.lineage import others
@@ -43,9 +44,10 @@ def not_counted(found: Sequence[Candidate], lineage: str | None) -> Reasons:
 
 
 def is_whole(storage: Storage, root: str, candidate: Candidate) -> bool:
-    """Returns whether it is committed and its files have the recorded sizes. Reads no contents."""
+    """Returns whether it is committed, its files have the recorded sizes, and no scrub found one of them damaged. Reads no
+    contents."""
     return candidate.committed and candidate.problem is None and sizes_match(
-        storage, root, [*candidate.all_files, *candidate.metadata_files])
+        storage, root, [*candidate.all_files, *candidate.metadata_files]) and known_damage(storage, root, candidate) is None
 
 
 def newest_whole(storage: Storage, root: str, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:

@@ -28,11 +28,14 @@ class Status:
         mtime: last modification, in seconds since 1970.
         is_folder: also for a link to a folder.
         is_link: the folder is a symbolic link.
+        changed: last change of the content, name or rights, in seconds since 1970; 0 if the storage does not tell. A file that
+            was replaced by another one of the same ``mtime`` has another value.
     """
     size: int
     mtime: float
     is_folder: bool
     is_link: bool = False
+    changed: float = 0.0
 
 
 class NewFile(Protocol):

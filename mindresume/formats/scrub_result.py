@@ -1,0 +1,145 @@
+"""Reads and writes the result of a scrub of one checkpoint: when all of it was read, and which files were damaged then.
+
+    .mindresume/step-0000000015-run-0001-1f3a9c04/scrub.json        beside the records; line 1 and 2 as in a record
+
+    known_damage(storage, root, candidate)      # the Refusal of a file that a scrub found damaged, without reading it; or None
+
+``known_damage`` is the one rule by which everything refuses such a checkpoint: the selection of a job, ``which``, ``ls``, the
+report (all through ``mindresume.resume.file_checks``) and retention (``mindresume.saving.protection``). The result is bound to
+the records of the checkpoint, and each damaged file to its size and times: a file that was replaced is read anew, and a result
+that cannot be read, or belongs to other records, says nothing.
+"""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import xxhash
+
+from mindresume.errors import RecordError
+from mindresume.formats import Candidate, Refusal
+from mindresume.model import record_codec as codec
+from mindresume.model.manifest import SCRUB_RESULT
+from mindresume.model.training_state import is_count, is_number
+from mindresume.storage.atomic_publish import publish
+from mindresume.storage.interface import Status, Storage
+
+KIND = "scrub"
+MAX_NAMED = 100                 # tensors and files that a result names; the rest is counted by the reading that repairs it
+MAX_TEXT = 1000                 # characters of a reason
+LIMIT = 16 << 20
+
+
+@dataclass(frozen=True)
+class DamagedFile:
+    """Describes a file that a scrub found damaged.
+
+    Attributes:
+        path: relative to the folder that contains ``.mindresume``.
+        rank: whose file it is.
+        size: in bytes, when it was read.
+        mtime: last change of its content, in seconds since 1970.
+        changed: last change of its content, name or rights, in seconds since 1970; 0: not known.
+        reason: what was expected and found.
+        tensors: names of the damaged tensors.
+    """
+    path: str
+    rank: int
+    size: int
+    mtime: float
+    changed: float
+    reason: str
+    tensors: tuple[str, ...] = ()
+
+    def is_unchanged(self, status: Status | None) -> bool:
+        """Returns whether the file with this status is the one that was read."""
+        return status is not None and (status.size, status.mtime, status.changed) == (self.size, self.mtime, self.changed)
+
+    @classmethod
+    def from_json(cls, value: Any) -> DamagedFile:
+        """Raises RecordError for a value that mindresume cannot have written."""
+        path, texts = value["path"], [value["reason"], *codec.expect_list(value["tensors"], "tensors")]
+        if not all(isinstance(text, str) for text in (path, *texts)) or ".." in path.split("/") or path.startswith("/"):
+            raise RecordError("scrub: path, reason and tensors are texts, and the path is relative")
+        rank, size, mtime, changed = (value[name] for name in ("rank", "size", "mtime", "changed"))
+        if not is_count(rank) or not is_count(size) or not is_number(mtime) or not is_number(changed):
+            raise RecordError("scrub: rank and size are counts, mtime and changed are times")
+        return cls(path, rank, size, mtime, changed, value["reason"], tuple(value["tensors"]))
+
+
+@dataclass(frozen=True)
+class ScrubResult:
+    """Holds the result for one checkpoint. ``read_at``: seconds since 1970. ``records``: fingerprint of its records."""
+    read_at: float
+    records: str
+    damaged: tuple[DamagedFile, ...] = ()
+
+    def encode(self) -> bytes:
+        """Returns the content of the file."""
+        return codec.encode_head({"version": codec.VERSION, "kind": KIND, **asdict(self)}, LIMIT)
+
+    @classmethod
+    def decode(cls, head: Mapping[str, Any]) -> ScrubResult:
+        """Raises RecordError if a field is missing or wrong."""
+        with codec.field_errors(KIND):
+            rows = tuple(map(DamagedFile.from_json, codec.expect_list(head["damaged"], "damaged")))
+            codec.expect_checksum(head["records"], KIND)
+            return cls(codec.expect_time(head["read_at"]), head["records"], rows)
+
+
+def fingerprint(candidate: Candidate) -> str:
+    """Returns a checksum of the checksums of all records, which identifies what was committed."""
+    return xxhash.xxh3_128_hexdigest(" ".join([candidate.name, *candidate.records]).encode())
+
+
+def can_be_scrubbed(candidate: Candidate) -> bool:
+    """Returns whether it is a complete checkpoint with records, whose bytes have checksums."""
+    return candidate.records_dir is not None and bool(candidate.records) and candidate.problem is None
+
+
+def read_result(storage: Storage, candidate: Candidate) -> ScrubResult | None:
+    """Returns the result beside the records of ``candidate``; None if there is none, it cannot be read, or it belongs to other
+    records."""
+    if not candidate.has_scrub_result or not can_be_scrubbed(candidate):
+        return None
+    with suppress(OSError, RecordError), storage.open(os.path.join(candidate.records_dir or "", SCRUB_RESULT)) as file:
+        found = ScrubResult.decode(codec.read_head(file, KIND, LIMIT)[0])
+        return found if found.records == fingerprint(candidate) else None
+    return None
+
+
+def known_damage(storage: Storage, root: str, candidate: Candidate) -> Refusal | None:
+    """Returns a refusal if a scrub found a file of the checkpoint damaged, and the file is still the same. It reads no
+    contents."""
+    found = read_result(storage, candidate)
+    for row in found.damaged if found else ():
+        path = os.path.join(candidate.iteration_dir, row.path)
+        status = None
+        with suppress(OSError):                 # then nothing is known, and whoever takes the checkpoint reads the file
+            status = storage.status(os.path.join(root, path))
+        if row.is_unchanged(status):
+            at = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.read_at))
+            more = f"; {len(found.damaged) - 1} more files are damaged" if len(found.damaged) > 1 else ""
+            return candidate.refuse(f"a scrub at {at} found it damaged: {row.reason}{more}; mindresume scrub --repair mends what "
+                                    f"has an intact copy", path, row.rank, row.tensors)
+    return None
+
+
+def publish_result(storage: Storage, root: str, candidate: Candidate, damage: Iterable[Refusal], read_at: float, tag: str
+                   ) -> None:
+    """Writes the result of a scrub. ``damage``: of files that exist; what is missing needs no reading to be found. Raises
+    OSError."""
+    rows: dict[str, DamagedFile] = {}
+    for refusal in damage:
+        status = storage.status(os.path.join(root, refusal.file or ""))
+        if refusal.file is None or status is None or status.is_folder:
+            continue
+        path = os.path.relpath(refusal.file, candidate.iteration_dir) if candidate.iteration_dir else refusal.file
+        rows[path] = DamagedFile(path, refusal.rank or 0, status.size, status.mtime, status.changed, refusal.reason[:MAX_TEXT],
+                                 refusal.tensors[:MAX_NAMED])
+    result = ScrubResult(read_at, fingerprint(candidate), tuple(rows.values())[:MAX_NAMED])
+    publish(storage, os.path.join(candidate.records_dir or "", SCRUB_RESULT), [result.encode()], tag)

@@ -1,0 +1,198 @@
+"""Scrubs a folder of checkpoints: reads every byte that is kept at a bounded rate, tells by file and tensor what rotted, and
+repairs what has an intact copy.
+
+    scrubber = Scrubber(storage, root, ScrubOptions(rate=50e6, repairs=True))
+    for found in scrubber.scrub(list_checkpoints): ...              # one CheckpointScrub for each step
+
+    read lock ("scrubbing") ─▶ records and files of all ranks against their checksums ─▶ a damaged file: read it once more
+    ─▶ repair (``repair``) ─▶ scrub.json beside the records (``formats.scrub_result``) ─▶ release
+
+The lock keeps retention from removing what is being read, and keeps a second scrub of the folder out: one at a time, on
+whatever node. Checkpoints without checksums (mindformers alone) and saves that are not complete are left out: nothing can be
+compared, or a running job is writing them. A checkpoint that is gone when its turn comes, or after its reading, is no damage.
+"""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from mindresume.coordination.lease import BEAT, SCRUBBING, Lease, LeaseHolder, is_alive, lease_holders, lease_path
+from mindresume.coordination.read_locks import acquire_read_lock
+from mindresume.formats import Candidate, Refusal
+from mindresume.formats.scrub_result import can_be_scrubbed, known_damage, publish_result, read_result
+from mindresume.resume.checkpoint_warnings import damaged_metadata_files
+from mindresume.resume.listing import CheckpointStatus
+from mindresume.resume.repair import repair
+from mindresume.resume.verifier import find_damaged_files
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.storage.interface import Storage
+from mindresume.storage.throttled_reads import ThrottledReads, TokenBucket
+
+INTACT, REPAIRED, DAMAGED, REMOVED, SKIPPED = "intact", "repaired", "damaged", "removed", "skipped"
+WATCHED = 3                     # heartbeats without which the scrub of another machine counts as dead
+
+
+@dataclass(frozen=True)
+class ScrubOptions:
+    """Says how to scrub.
+
+    Attributes:
+        rate: bytes a second; 0: no limit.
+        repairs: damaged files are replaced by intact copies.
+        bucket: the object store to which checkpoints were uploaded.
+        older_than: seconds; a checkpoint that a scrub has read since then is left out. 0: every one is read.
+        rereads_damage: a checkpoint in which a scrub found damage is read again, although its files are the same.
+        stopped: returns whether to stop now.
+    """
+    rate: float = 0.0
+    repairs: bool = False
+    bucket: RemoteCheckpoints | None = None
+    older_than: float = 0.0
+    rereads_damage: bool = True
+    stopped: Callable[[], bool] = bool
+
+
+@dataclass(frozen=True)
+class CheckpointScrub:
+    """Holds the result for one checkpoint.
+
+    Attributes:
+        state: INTACT, REPAIRED (all damage was), DAMAGED (some is left), REMOVED (by a job, meanwhile) or SKIPPED.
+        reason: why it was skipped; empty otherwise.
+        damaged: what is left, by file and tensor.
+        repaired: what was damaged or missing, and is as it was committed again.
+        notes: sentences on defects that do not prevent its use, and on repairs that failed.
+        bytes_read: read for it.
+        cached_bytes: an estimate of what the kernel answered from its cache, where it tells.
+    """
+    candidate: Candidate
+    state: str
+    reason: str = ""
+    damaged: tuple[Refusal, ...] = ()
+    repaired: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = ()
+    bytes_read: int = 0
+    cached_bytes: int = 0
+
+
+@dataclass
+class Scrubber:
+    """Scrubs the checkpoints of one folder, one after the other.
+
+    Args:
+        clock: seconds since 1970, for the results.
+        monotonic, wait: of the limit of the rate, and of waiting for locks.
+        progress: receives the bytes that are read.
+    """
+    storage: Storage
+    root: str
+    options: ScrubOptions = ScrubOptions()
+    clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+    wait: Callable[[float], object] = time.sleep
+    progress: Callable[[int], None] = field(default=lambda count: None)
+
+    def scrub(self, rows: Iterable[CheckpointStatus]) -> Iterator[CheckpointScrub]:
+        """Yields a result for each of ``rows`` in the order of the last scrub of each, those without one first.
+
+        Raises:
+            ReadStoppedError: ``options.stopped`` returned True. The checkpoint that was being read has no result.
+            OSError: a lock or a result cannot be written.
+        """
+        for row in sorted(rows, key=lambda row: self._read_at(row.candidate)):
+            yield self._scrub(row.candidate)
+
+    def due(self, candidate: Candidate) -> str:
+        """Returns why the checkpoint is not scrubbed now; empty if it is."""
+        if candidate.records_dir is None:
+            return "mindformers wrote no checksums"
+        if not can_be_scrubbed(candidate):
+            return "it is not complete"
+        if not self.options.rereads_damage and known_damage(self.storage, self.root, candidate) is not None:
+            return "a scrub found it damaged, and its files are the same"
+        if self.options.older_than and self._read_at(candidate) > self.clock() - self.options.older_than:
+            return "a scrub has read it recently"
+        return ""
+
+    def _read_at(self, candidate: Candidate) -> float:
+        """Returns when a scrub has read all of it; 0: never, or in the future: the clock was set back."""
+        found = read_result(self.storage, candidate)
+        return found.read_at if found is not None and found.read_at <= self.clock() else 0.0
+
+    def _scrub(self, candidate: Candidate) -> CheckpointScrub:
+        reason = self.due(candidate)
+        if reason:
+            return CheckpointScrub(candidate, SKIPPED, reason)
+        lock = acquire_read_lock(self.storage, self.root, candidate.name, candidate.commit_dir, sleep=self.wait,
+                                 purpose=SCRUBBING)
+        if lock is None:
+            return CheckpointScrub(candidate, REMOVED)
+        try:
+            other = other_scrub(self.storage, self.root, lock, self.wait)
+            if other is not None:
+                return CheckpointScrub(candidate, SKIPPED, f"process {other.pid} on host {other.host} is scrubbing this folder")
+            return self._read(candidate, lock)
+        finally:
+            lock.release()
+
+    def _read(self, candidate: Candidate, lock: Lease) -> CheckpointScrub:
+        storage = ThrottledReads(self.storage, TokenBucket(self.options.rate, self.monotonic, self.wait), self.options.stopped)
+        seen = [row for rank in candidate.files for row in self._damage(storage, candidate, rank)]
+        # A second reading tells rot from an error on the way, such as a bad cable or memory: only rot is recorded.
+        damage = [row for rank in dict.fromkeys(row.rank for row in seen) for row in self._damage(storage, candidate, rank)]
+        again = {row.file for row in damage}
+        notes = [f"{row.file} was not as written when it was read first, and is in a second reading: {row.reason}"
+                 for row in seen if row.file not in again]
+        missing = self._missing(candidate, again)
+        repaired: list[Refusal] = []
+        for row in (*damage, *missing) if self.options.repairs else ():
+            problem = repair(storage, self.root, candidate, row, lock.run, self.options.bucket)
+            repaired += [] if problem else [row]
+            notes += [problem] if problem else []
+        left = [row for row in damage if row not in repaired]
+        notes += [row.reason for row in missing if row not in repaired]
+        notes += [row.reason for row in damaged_metadata_files(storage, self.root, candidate)]
+        if self.storage.status(candidate.commit_dir) is None:           # removed by hand: locks do not prevent that
+            return CheckpointScrub(candidate, REMOVED, bytes_read=storage.read)
+        publish_result(self.storage, self.root, candidate, left, self.clock(), lock.run)
+        state = DAMAGED if left else REPAIRED if repaired else INTACT
+        return CheckpointScrub(candidate, state, "", tuple(left), tuple(repaired), tuple(notes), storage.read, storage.cached)
+
+    def _damage(self, storage: Storage, candidate: Candidate, rank: int) -> list[Refusal]:
+        return find_damaged_files(storage, self.root, candidate, rank, self.progress)
+
+    def _missing(self, candidate: Candidate, damaged: Collection[str | None]) -> list[Refusal]:
+        """Returns a refusal for each missing file whose tensors are all in replicas: a resume uses those."""
+        return [candidate.refuse(f"{file.path} is missing; other ranks hold every tensor of it", file.path, rank)
+                for rank, files in candidate.files.items() for file in files
+                if file.path not in damaged and self.storage.status(os.path.join(self.root, file.path)) is None]
+
+
+def other_scrub(storage: Storage, root: str, own: Lease, wait: Callable[[float], object]) -> LeaseHolder | None:
+    """Returns who else scrubs this folder; None if nobody does, and then this process is the one that does.
+
+    Of two that begin at the same moment the one with the smaller name goes on; one that has sent a heartbeat goes on in any case.
+    If both go on nevertheless, bytes are read twice, and no more: temporary files have the name of their lease. The lease of a
+    process that is gone is removed; on another machine it is watched for some heartbeats.
+    """
+    def others() -> list[LeaseHolder]:
+        return [holder for holder in lease_holders(storage, root) if holder.purpose == SCRUBBING and holder.run != own.run]
+    found = others()
+    gone = [holder for holder in found if is_alive(holder) is False]
+    remote = {holder.run: holder.beat for holder in found if is_alive(holder) is None}
+    if remote:
+        wait(WATCHED * max(holder.every or BEAT for holder in found))
+        found = others()
+        gone += [holder for holder in found if remote.get(holder.run) == holder.beat]
+    for holder in gone:
+        with suppress(OSError):
+            storage.remove(lease_path(root, holder.run))
+    runs = {holder.run for holder in gone}
+    for holder in found:
+        if holder.run not in runs and (holder.beat > 0 or holder.run < own.run):
+            return holder
+    own.beat()
+    return None

@@ -1,0 +1,479 @@
+"""The scrub: every flipped bit is found and no other, repairs are byte for byte, and nothing that happens meanwhile is damage."""
+import os
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import iteration_folders
+import numpy as np
+import pytest
+from rank_folders import RUN, STORAGE, flip_bit, folder_contents, path_of, save, state_of, target_of, tensors_of
+
+from mindresume.coordination import lease as leases
+from mindresume.coordination.lease import SCRUBBING, LeaseHolder, lease_holders
+from mindresume.coordination.read_locks import acquire_read_lock, read_locks
+from mindresume.errors import RemoteError
+from mindresume.formats.rank_folder_naming import FileName
+from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name, record_name
+from mindresume.resume import scrub as module
+from mindresume.resume.listing import COMPLETE, UNUSABLE, list_checkpoints
+from mindresume.resume.missing_ranks import unknown_strategy
+from mindresume.resume.scrub import DAMAGED, INTACT, REMOVED, REPAIRED, SKIPPED, Scrubber, ScrubOptions
+from mindresume.resume.selection import preview_selection
+from mindresume.resume.selection_policy import QUICK, SelectionPolicy, every_rank
+from mindresume.saving.committer import Committer
+from mindresume.saving.garbage_collector import carry_out, plan
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.saving.retention import KeepLast
+from mindresume.saving.shard_writer import clean_own_folder, rank_shard, write_shard
+from mindresume.storage.posix import PosixStorage
+from mindresume.storage.throttled_reads import ReadStoppedError
+from mindresume.tensor_files import read_header
+
+
+@pytest.fixture(autouse=True)
+def no_flush(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def rows_of(root, storage=STORAGE):
+    return list_checkpoints(storage, str(root), unknown_strategy)[1]
+
+
+def scrubbed(root, storage=STORAGE, progress=lambda count: None, rows=None, **options):
+    """Returns {step: result}."""
+    scrubber = Scrubber(storage, str(root), ScrubOptions(**options), wait=lambda seconds: None, progress=progress)
+    return {found.candidate.step: found for found in scrubber.scrub(rows_of(root, storage) if rows is None else rows)}
+
+
+def states(root, **options):
+    return {step: found.state for step, found in scrubbed(root, **options).items()}
+
+
+def chosen(root, verify="full"):
+    """Returns the step that a resume takes."""
+    policy = SelectionPolicy(4, ranks_to_verify=every_rank, verify=verify)
+    found = preview_selection(STORAGE, str(root), policy).choice.chosen
+    return found and found.step
+
+
+def result_path(root, step):
+    return Path(root) / FOLDER / attempt_name(step, RUN) / SCRUB_RESULT
+
+
+def flip_in(path, name):
+    """Flips a bit of one tensor."""
+    with path.open("rb") as file:
+        start, _ = read_header(file, str(path)).tensors[name].ranges[0]
+    flip_bit(path, start)
+
+
+def without_results(root):
+    return {path: content for path, content in folder_contents(root).items() if path.name != SCRUB_RESULT}
+
+
+# ---- finding ---------------------------------------------------------------------------------------------------------
+
+def test_200_flipped_bits_are_found_by_file_and_tensor_and_nothing_else(tmp_path):
+    draw, flips, steps = random.Random(20), {}, range(1, 61)
+    for step in steps:
+        save(tmp_path, step, replicas=4)
+    files = [(step, rank) for step in steps for rank in range(4)]
+    for step, rank in draw.sample(files, 200):
+        path = path_of(tmp_path, step, rank)
+        with path.open("rb") as file:
+            entries = read_header(file, str(path)).tensors
+        content = bytearray(path.read_bytes())
+        at = draw.randrange(len(content))
+        content[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        inside = [name for name, entry in entries.items() if any(start <= at < start + count for start, count in entry.ranges)]
+        flips[str(path.relative_to(tmp_path))] = tuple(inside)
+    found = scrubbed(tmp_path)
+    damaged = {refusal.file: refusal.tensors for row in found.values() for refusal in row.damaged}
+    assert set(damaged) == set(flips)
+    assert [file for file, tensors in flips.items() if tensors and damaged[file] != tensors] == []
+    for step, row in found.items():
+        assert row.state == (DAMAGED if any(row.damaged) else INTACT), step
+
+
+def test_all_damaged_files_of_a_rank_are_found(tmp_path):
+    iteration_folders.save(tmp_path, 5)
+    for kind in ("model", "opt"):
+        flip_bit(iteration_folders.weights_of(tmp_path, 5, 1, kind))
+    (found,) = scrubbed(tmp_path).values()
+    assert len(found.damaged) == 2 and found.state == DAMAGED
+    (row,) = rows_of(tmp_path)
+    assert row.state == UNUSABLE and "1 more file" in row.problem.reason and row.problem.file.startswith("iteration_")
+
+
+def test_a_damaged_record_is_found(tmp_path):
+    save(tmp_path, 5)
+    path = tmp_path / FOLDER / attempt_name(5, RUN) / record_name(2)
+    flip_bit(path)
+    (found,) = scrubbed(tmp_path).values()
+    assert [(row.rank, row.file) for row in found.damaged] == [(2, str(path.relative_to(tmp_path)))]
+    (row,) = rows_of(tmp_path)
+    assert row.problem.rank == 2
+
+
+def test_an_error_on_the_way_is_no_rot(tmp_path):
+    """A bit that flips in memory or in a cable is right in the second reading."""
+    save(tmp_path, 5)
+    path, flips = path_of(tmp_path, 5, 1), [1, 1]        # its header is read, then all of it
+
+    class Flaky(PosixStorage):
+        def open(self, name):
+            file = super().open(name)
+            if name == str(path) and flips:
+                flips.pop()
+                content = bytearray(file.read())
+                content[-3] ^= 1
+                import io
+                return io.BytesIO(bytes(content))
+            return file
+    (found,) = scrubbed(tmp_path, Flaky()).values()
+    assert not flips and (found.state, found.damaged) == (INTACT, ()) and str(path.name) in found.notes[0]
+
+
+def test_incomplete_saves_and_those_of_mindformers_are_left_out(tmp_path):
+    iteration_folders.save(tmp_path, 5)
+    iteration_folders.write_rank(tmp_path, 10, 0)               # rank 1 is still writing
+    assert states(tmp_path) == {5: INTACT, 10: SKIPPED}
+    other = tmp_path / "other"
+    iteration_folders.foreign(other)
+    assert set(states(other).values()) == {SKIPPED}
+
+
+# ---- what follows ----------------------------------------------------------------------------------------------------
+
+def test_damage_is_refused_without_a_new_reading(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step)
+    flip_bit(path_of(tmp_path, 10, 3))
+    assert chosen(tmp_path, QUICK) == 10                        # a quick check does not find it
+    assert states(tmp_path) == {5: INTACT, 10: DAMAGED}
+    assert [(row.candidate.step, row.state) for row in rows_of(tmp_path)] == [(10, UNUSABLE), (5, COMPLETE)]
+    assert chosen(tmp_path, QUICK) == chosen(tmp_path) == 5
+
+    class Unread(PosixStorage):
+        def open(self, name):
+            assert not name.endswith("1_10.safetensors"), "a weight file of step 10 is read"
+            return super().open(name)
+    assert scrubbed(tmp_path, Unread(), rereads_damage=False)[10].state == SKIPPED
+    assert list_checkpoints(Unread(), str(tmp_path), unknown_strategy)[1][0].problem.rank == 3
+
+
+def test_retention_does_not_count_on_a_damaged_checkpoint(tmp_path):
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    flip_bit(path_of(tmp_path, 15, 0))
+    scrubbed(tmp_path)
+    made = plan(STORAGE, str(tmp_path), KeepLast(1))
+    assert {c.step for c in made.kept} == {15, 10} and [c.step for c in made.to_delete] == [5]
+
+
+def test_it_begins_with_the_oldest_scrub_and_leaves_out_recent_ones(tmp_path):
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    now = [1e9]
+
+    def run(**options):
+        scrubber = Scrubber(STORAGE, str(tmp_path), ScrubOptions(**options), clock=lambda: now[0])
+        return [(found.candidate.step, found.state) for found in scrubber.scrub(rows_of(tmp_path))]
+    (row,) = [row for row in rows_of(tmp_path) if row.candidate.step == 10]
+    list(Scrubber(STORAGE, str(tmp_path), clock=lambda: now[0]).scrub([row]))
+    now[0] += 3600
+    assert run(older_than=7200) == [(15, INTACT), (5, INTACT), (10, SKIPPED)]
+    now[0] += 5400
+    assert [step for step, state in run(older_than=7200) if state == INTACT] == [10]
+    now[0] -= 1e6                                               # the clock was set back
+    assert [step for step, state in run(older_than=7200) if state == INTACT] == [15, 10, 5]
+
+
+# ---- repair ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_flipped_bits_are_repaired_byte_for_byte(tmp_path, fmt):
+    for step in range(1, 11):
+        save(tmp_path, step, fmt=fmt)
+    before, draw = folder_contents(tmp_path), random.Random(3)
+    for step in range(1, 11):
+        path = path_of(tmp_path, step, draw.randrange(4), fmt=fmt)
+        flip_bit(path, draw.randrange(path.stat().st_size))
+    found = scrubbed(tmp_path, repairs=True)
+    assert {row.state for row in found.values()} == {REPAIRED} and without_results(tmp_path) == before
+    assert all(not row.damaged and len(row.repaired) == 1 for row in found.values())
+    assert set(states(tmp_path).values()) == {INTACT} and chosen(tmp_path) == 10
+
+
+def test_lost_and_truncated_files_are_repaired(tmp_path):
+    save(tmp_path, 5)
+    before = folder_contents(tmp_path)
+    path_of(tmp_path, 5, 0).unlink()
+    path_of(tmp_path, 5, 1).write_bytes(b"")
+    found = scrubbed(tmp_path, repairs=True)[5]
+    assert found.state == REPAIRED and len(found.repaired) == 2 and without_results(tmp_path) == before
+
+
+def test_damage_in_different_tensors_of_both_copies_is_repaired(tmp_path):
+    save(tmp_path, 5)
+    before = folder_contents(tmp_path)
+    for rank, name in ((0, "layer.bias"), (2, "embedding.weight")):
+        flip_in(path_of(tmp_path, 5, rank), name)
+    assert states(tmp_path, repairs=True) == {5: REPAIRED} and without_results(tmp_path) == before
+
+
+def test_what_has_no_copy_is_refused_and_stays(tmp_path):
+    save(tmp_path, 5)
+    for rank in (0, 2):
+        flip_in(path_of(tmp_path, 5, rank), "layer.bias")       # of both replicas
+    before = folder_contents(tmp_path)
+    found = scrubbed(tmp_path, repairs=True)[5]
+    assert found.state == DAMAGED and [row.rank for row in found.damaged] == [0, 2] and found.repaired == ()
+    assert without_results(tmp_path) == before and any("no other rank" in note for note in found.notes)
+    assert rows_of(tmp_path)[0].state == UNUSABLE
+
+
+def test_a_replica_with_another_content_is_never_taken(tmp_path):
+    """Names and shapes are those of a copy; only the recorded checksums tell that it is none."""
+    save(tmp_path, 5, replicas=4)
+    flip_in(path_of(tmp_path, 5, 1), "layer.bias")
+    content = path_of(tmp_path, 5, 1).read_bytes()
+    assert states(tmp_path, repairs=True) == {5: DAMAGED} and path_of(tmp_path, 5, 1).read_bytes() == content
+
+
+def test_a_large_tensor_in_several_pieces(tmp_path):
+    array = np.arange(3 << 20, dtype=np.float32)
+    for rank in range(2):
+        tensors = {**tensors_of(0, 5), "big": array}
+        name = FileName("net", rank, 0, state_of(5).epoch, state_of(5).step_in_epoch, "ckpt")
+        write_shard(target_of(tmp_path, rank, 2), rank_shard(name, state_of(5), tensors, metadata={}))
+    Committer(target_of(tmp_path, 0, 2)).saved(5)
+    path = path_of(tmp_path, 5, 1, fmt="ckpt")
+    before = path.read_bytes()
+    flip_bit(path, len(before) // 2)
+    found = scrubbed(tmp_path, repairs=True)[5]
+    assert found.repaired[0].tensors == ("big",) and path.read_bytes() == before
+
+
+class Bucket:
+    """An object store of a copy of the folder."""
+
+    def __init__(self, root, step, copy):
+        self.name, self.copy = attempt_name(step, RUN), shutil.copytree(root, copy)
+        self.remote = RemoteCheckpoints(self, "s3://bucket/checkpoint")
+
+    def _path(self, url):
+        return self.copy / url.removeprefix(f"s3://bucket/checkpoint/{self.name}/")
+
+    def read(self, url):
+        try:
+            return self._path(url).read_bytes()
+        except OSError as error:
+            raise RemoteError(str(error)) from error
+
+    def download(self, url, path):
+        Path(path).write_bytes(self.read(url))
+
+
+def test_the_bucket_repairs_weights_without_replicas_and_records(tmp_path):
+    root = tmp_path / "checkpoint"
+    save(root, 5, replicas=4)
+    bucket, before = Bucket(root, 5, tmp_path / "bucket"), folder_contents(root)
+    flip_in(path_of(root, 5, 1), "layer.bias")
+    flip_bit(root / FOLDER / attempt_name(5, RUN) / record_name(3))
+    assert states(root, repairs=True, bucket=bucket.remote) == {5: REPAIRED} and without_results(root) == before
+    flip_in(path_of(root, 5, 1), "layer.bias")
+    flip_bit(path_of(bucket.copy, 5, 1))
+    found = scrubbed(root, repairs=True, bucket=bucket.remote)[5]
+    assert found.state == DAMAGED and any("other bytes" in note for note in found.notes)
+    path_of(bucket.copy, 5, 1).unlink()
+    assert states(root, repairs=True, bucket=bucket.remote) == {5: DAMAGED}
+    assert [path for path in root.rglob("*.mindresume-tmp")] == []
+
+
+def test_an_iteration_is_repaired_from_the_bucket(tmp_path):
+    root = tmp_path / "checkpoint"
+    iteration_folders.save(root, 5)
+    base = iteration_folders.folder_of(root, 5)
+    bucket, before = Bucket(base, 5, tmp_path / "bucket"), folder_contents(root)
+    flip_bit(iteration_folders.weights_of(root, 5, 1, "opt"))
+    assert states(root, repairs=True, bucket=bucket.remote) == {5: REPAIRED} and without_results(root) == before
+
+
+class DiedError(BaseException):
+    """The process died."""
+
+
+class Dying(PosixStorage):
+    """Performs so many changes, and the last of them half; then the process is dead."""
+
+    def __init__(self, changes):
+        self.left = changes
+
+    def _change(self):
+        if self.left == 0:
+            raise DiedError
+        self.left -= 1
+
+    def write(self, path, pieces, size=0):
+        try:
+            self._change()
+        except DiedError:
+            Path(path).write_bytes(b"".join(pieces)[:7])        # nothing removes it
+            raise
+        return super().write(path, pieces, size)
+
+
+for name in ("rename", "sync", "remove", "make_folder"):
+    def change(self, *arguments, _name=name):
+        self._change()
+        return getattr(PosixStorage, _name)(self, *arguments)
+    setattr(Dying, name, change)
+
+
+def test_a_death_at_any_operation_leaves_the_old_file_or_the_repaired_one(tmp_path):
+    whole = tmp_path / "whole"
+    save(whole, 5)
+    good = path_of(whole, 5, 1).read_bytes()
+    for changes in range(100):
+        root = shutil.copytree(whole, tmp_path / str(changes))
+        path = path_of(root, 5, 1)
+        flip_bit(path)
+        bad = path.read_bytes()
+        try:
+            finished = scrubbed(root, Dying(changes), repairs=True)[5].state == REPAIRED
+        except DiedError:
+            finished = False
+        assert path.read_bytes() in (good, bad)
+        others = {name.relative_to(root): content for name, content in without_results(root).items()
+                  if "claim-" not in name.name and not name.name.endswith("-tmp") and name != path}
+        assert others == {name.relative_to(whole): content for name, content in folder_contents(whole).items()
+                          if name != path_of(whole, 5, 1)}
+        for holder in lease_holders(STORAGE, str(root)):                # of this process, which is alive after all
+            leases.Lease(STORAGE, str(root), replace(holder, pid=2**22 + 1)).publish()
+        assert states(root, repairs=True)[5] in (REPAIRED, INTACT) and path.read_bytes() == good
+        assert lease_holders(STORAGE, str(root)) == []
+        clean_own_folder(replace(target_of(root, 1, 4), run="0009-0000aaaa"))       # the next job
+        assert [name for name in (root / "rank_1").iterdir() if name.name.endswith("-tmp")] == []
+        if finished:
+            break
+    assert finished and changes > 5
+
+
+# ---- meanwhile -------------------------------------------------------------------------------------------------------
+
+def test_retention_removes_nothing_that_is_being_read(tmp_path):
+    for step in (5, 10):
+        save(tmp_path, step)
+    seen = []
+
+    def remove(count):
+        if not seen:
+            made = plan(STORAGE, str(tmp_path), KeepLast(1), read_locks(STORAGE, str(tmp_path)))
+            seen.append([c.step for c in made.read_locked])
+            carry_out(STORAGE, str(tmp_path), made, lambda: read_locks(STORAGE, str(tmp_path)))
+    (old,) = [row for row in rows_of(tmp_path) if row.candidate.step == 5]
+    assert scrubbed(tmp_path, progress=remove, rows=[old])[5].state == INTACT and seen == [[5]]
+    assert [row.candidate.step for row in rows_of(tmp_path)] == [10, 5]
+    assert read_locks(STORAGE, str(tmp_path)) == {}
+    carry_out(STORAGE, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(1)))
+    assert [row.candidate.step for row in rows_of(tmp_path)] == [10]        # and no result is left over
+    assert scrubbed(tmp_path, rows=[old])[5].state == REMOVED
+
+
+def test_a_removal_by_hand_is_no_damage(tmp_path):
+    save(tmp_path, 5)
+    rows = rows_of(tmp_path)
+
+    def remove(count):
+        for name in ("rank_0", "rank_1", "rank_2", "rank_3"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        shutil.rmtree(tmp_path / FOLDER / attempt_name(5, RUN), ignore_errors=True)
+    assert scrubbed(tmp_path, progress=remove, rows=rows)[5].state == REMOVED and rows_of(tmp_path) == ()
+
+
+def test_a_stop_leaves_no_result_and_no_lock(tmp_path):
+    save(tmp_path, 5)
+    flip_bit(path_of(tmp_path, 5, 1))
+    before = folder_contents(tmp_path)
+    for count in (1, 5, 20):
+        left = [count]
+
+        def stopped(left=left):
+            left[0] -= 1
+            return left[0] < 0
+        with pytest.raises(ReadStoppedError):
+            scrubbed(tmp_path, stopped=stopped, repairs=True)
+        assert folder_contents(tmp_path) == before
+
+
+def test_a_full_disk_is_an_error_of_the_scrub_and_no_damage(tmp_path, monkeypatch):
+    save(tmp_path, 5)
+    flip_bit(path_of(tmp_path, 5, 1))
+    bad = path_of(tmp_path, 5, 1).read_bytes()
+
+    class Full(PosixStorage):
+        def write(self, path, pieces, size=0):
+            if path.endswith("1_5.safetensors.mindresume-tmp") or "net_rank" in path:
+                raise OSError(28, "No space left on device", path)
+            return super().write(path, pieces, size)
+    found = scrubbed(tmp_path, Full(), repairs=True)[5]
+    assert found.state == DAMAGED and any("No space left" in note for note in found.notes)
+    assert path_of(tmp_path, 5, 1).read_bytes() == bad
+
+
+# ---- one at a time ---------------------------------------------------------------------------------------------------
+
+def other_lock(root, step, **fields):
+    """Publishes the lock of another scrub; returns its path."""
+    holder = leases.holder_of_this_process(SCRUBBING, holds=(attempt_name(step, RUN),))
+    holder = replace(holder, run="0000-00000000", **fields)
+    lock = leases.Lease(STORAGE, str(root), holder)
+    lock.publish()
+    return Path(leases.lease_path(str(root), holder.run))
+
+
+def test_a_second_scrub_leaves_the_folder_to_the_first(tmp_path):
+    save(tmp_path, 5)
+    path = other_lock(tmp_path, 5, beat=1)
+    found = scrubbed(tmp_path)[5]
+    assert found.state == SKIPPED and str(os.getpid()) in found.reason and not result_path(tmp_path, 5).exists()
+    assert [holder.purpose for holder in lease_holders(STORAGE, str(tmp_path))] == [SCRUBBING]
+    path.unlink()
+    assert states(tmp_path) == {5: INTACT}
+
+
+def test_the_lock_of_a_dead_scrub_is_removed(tmp_path):
+    save(tmp_path, 5)
+    path = other_lock(tmp_path, 5, pid=2**22 + 1)
+    assert states(tmp_path) == {5: INTACT} and not path.exists()
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_the_scrub_of_another_machine_is_watched(tmp_path, is_alive):
+    save(tmp_path, 5)
+    path = other_lock(tmp_path, 5, machine="another", beat=4)
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if is_alive:
+            holder = LeaseHolder.read(STORAGE, str(path))
+            leases.Lease(STORAGE, str(tmp_path), replace(holder, beat=holder.beat + 1)).publish()
+    found = list(Scrubber(STORAGE, str(tmp_path), wait=wait).scrub(rows_of(tmp_path)))
+    assert waits == [3 * 15.0] and [row.state for row in found] == [SKIPPED if is_alive else INTACT]
+    assert path.exists() == is_alive
+
+
+def test_of_two_that_begin_together_one_goes_on(tmp_path):
+    save(tmp_path, 5)
+    candidate = rows_of(tmp_path)[0].candidate
+    locks = [acquire_read_lock(STORAGE, str(tmp_path), candidate.name, candidate.commit_dir, purpose=SCRUBBING) for _ in range(2)]
+    first, second = sorted(locks, key=lambda lock: lock.run)
+    assert module.other_scrub(STORAGE, str(tmp_path), second, pytest.fail).run == first.run
+    assert module.other_scrub(STORAGE, str(tmp_path), first, pytest.fail) is None
+    for lock in locks:
+        lock.release()
