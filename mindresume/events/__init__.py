@@ -412,6 +412,24 @@ class RemovalPostponed(Event):
     step: int | None = None
 
 
+@dataclass(frozen=True)
+class CheckpointScrubbed(Event):
+    """The scrub in the background has read a checkpoint again.
+
+    Attributes:
+        state: "intact", "repaired", "damaged" (it is refused from now on) or "removed".
+        size_bytes: read from the disk.
+        files: those that were damaged or missing, relative to the checkpoint directory.
+        reason: what is damaged, and why it was not repaired; empty if nothing is.
+    """
+    step: int
+    state: str
+    size_bytes: int
+    seconds: float
+    files: tuple[str, ...] = ()
+    reason: str = ""
+
+
 # ---- object store ----------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)

@@ -207,6 +207,14 @@ def _(event: ev.CheckpointsRemoved) -> str:
     return f"removed {_steps(event.steps)} from {event.where}" + (f": kept {event.kept}" if event.kept else "")
 
 
+@_line(ev.CheckpointScrubbed, lambda event: ev.INFO if event.state in ("intact", "removed") else ev.WARNING)
+def _(event: ev.CheckpointScrubbed) -> str:
+    text = {"intact": "every byte is as it was written", "removed": "it was removed meanwhile",
+            "repaired": f"{', '.join(event.files)} had rotted, and is repaired",
+            "damaged": f"{event.reason}; it is refused from now on"}.get(event.state, event.state)
+    return f"scrubbed step {event.step}, {size_text(event.size_bytes)} in {event.seconds:.1f} s: {text}"
+
+
 @_line(ev.RemovalPostponed)
 def _(event: ev.RemovalPostponed) -> str:
     return f"{event.path} is not removed now: {event.reason}"

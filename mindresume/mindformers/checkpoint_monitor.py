@@ -113,6 +113,7 @@ class CheckpointMonitor(BuiltIn):
             return super().end(run_context)
         if self._checkpoints is not None:
             heartbeat.enter(ENDING)
+            self._context.resources.stop_scrub()
             self._checkpoints.end(_MonitorRequest(self, run_context.original_args()), self._close)
         return None
 

@@ -9,6 +9,7 @@ from mindresume.events import Resumed
 from mindresume.formatting import ranks_count
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.training_context import TrainingContext
+from mindresume.resume.background_scrub import BackgroundScrub
 from mindresume.resume.resume_summary import random_state_row, source_rows
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.remote_run_number import number_runs
@@ -35,8 +36,18 @@ def begin_saving(manager: CheckpointManager, context: TrainingContext, step: int
     manager.begin(step, plan.choice if plan.resumes else None, context.resources.remote)
     context.monitor = monitor
     manager.count_hosts()
+    start_scrub(manager, context)
     if plan.resumes:
         restore_random(context, step)
+
+
+def start_scrub(manager: CheckpointManager, context: TrainingContext) -> None:
+    """Starts the scrub in the background, on the first rank of each host, if it is configured."""
+    if context.settings.scrub.every_hours and manager.is_first_on_host:
+        scrub = BackgroundScrub(manager.storage, manager.target.root, context.settings.scrub, context.emit,
+                                context.resources.remote)
+        context.emit.add(scrub)
+        context.resources.scrub = scrub.start()
 
 
 def restore_random(context: TrainingContext, step: int) -> None:

@@ -35,6 +35,7 @@ from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.tensorboard import MindFormersLog, TensorBoard
 from mindresume.model.data_position import DataPosition
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
+from mindresume.resume.background_scrub import BackgroundScrub
 from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import own_shard
 from mindresume.resume.lost_work import LostWork
@@ -178,6 +179,7 @@ class Resources:
         read_lock: prevents the removal of the selected checkpoint until all ranks have read it.
         pending_load: the load attempt, until the first step after the load is done.
         remote: checkpoints in the object store that this run uploads to; None: no uploads.
+        scrub: re-reads checkpoints in the background, until the training ends; None: it is off, or another rank does it.
     """
     group: Group = field(default_factory=SingleProcess)
     emit: Emitter = field(default_factory=lambda: Emitter(MindFormersLog(), TensorBoard()))
@@ -186,6 +188,12 @@ class Resources:
     read_lock: Lease | None = None
     pending_load: PendingLoadAttempt = field(default_factory=PendingLoadAttempt)
     remote: RemoteCheckpoints | None = None
+    scrub: BackgroundScrub | None = None
+
+    def stop_scrub(self) -> None:
+        """Ends the scrub in the background. Idempotent."""
+        if self.scrub is not None:
+            self.scrub.stop()
 
     def drop_verified_bytes(self) -> None:
         """Frees the verified bytes that were kept in memory for the load."""
@@ -278,6 +286,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
         end.callback(lambda: emit(ended))
         end.callback(_settle_monitor, context)
         end.callback(context.resources.release)
+        end.callback(context.resources.stop_scrub)
         set_current(context)
         try:
             emit(TrainingStarted(socket.gethostname(), os.getpid(), group.size, mindresume.__version__,

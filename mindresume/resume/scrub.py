@@ -62,6 +62,7 @@ class CheckpointScrub:
     Attributes:
         state: INTACT, REPAIRED (all damage was), DAMAGED (some is left), REMOVED (by a job, meanwhile) or SKIPPED.
         reason: why it was skipped; empty otherwise.
+        is_elsewhere: it was skipped because another process scrubs the folder.
         damaged: what is left, by file and tensor.
         repaired: what was damaged or missing, and is as it was committed again.
         notes: sentences on defects that do not prevent its use, and on repairs that failed.
@@ -76,6 +77,7 @@ class CheckpointScrub:
     notes: tuple[str, ...] = ()
     bytes_read: int = 0
     cached_bytes: int = 0
+    is_elsewhere: bool = False
 
 
 @dataclass
@@ -133,7 +135,8 @@ class Scrubber:
         try:
             other = other_scrub(self.storage, self.root, lock, self.wait)
             if other is not None:
-                return CheckpointScrub(candidate, SKIPPED, f"process {other.pid} on host {other.host} is scrubbing this folder")
+                return CheckpointScrub(candidate, SKIPPED, f"process {other.pid} on host {other.host} is scrubbing this folder",
+                                       is_elsewhere=True)
             return self._read(candidate, lock)
         finally:
             lock.release()

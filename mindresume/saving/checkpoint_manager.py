@@ -92,6 +92,7 @@ class CheckpointManager:
         self._tier: MemoryTier | None = None
         self._collected: Save | None = None             # for the disk at this step
         self._skipped = self._begun_at = 0
+        self.is_first_on_host = False                   # known after count_hosts
         self._schedule = SaveSchedule(options, since)
 
     @property
@@ -171,8 +172,9 @@ class CheckpointManager:
         return uploader
 
     def count_hosts(self) -> None:
-        """Counts the hosts of the job, on all ranks together, for the load attempt."""
-        hosts = len(set(gather_results(self.group, socket.gethostname)))
+        """Counts the hosts of the job, on all ranks together, for the load attempt; and finds the first rank of each host."""
+        names = gather_results(self.group, socket.gethostname)
+        hosts, self.is_first_on_host = len(set(names)), names.index(names[self.group.rank]) == self.group.rank
         load_attempt = self.pending.attempt
         if load_attempt is not None:
             load_attempt.run, load_attempt.hosts = self.target.run, hosts

@@ -46,7 +46,8 @@ def test_every_key_is_on_the_page():
     results = [mindresume.Listing, mindresume.CheckpointInfo, mindresume.Problem, mindresume.Selection, ComparedCheckpoint,
                mindresume.VerificationReport, mindresume.CheckpointVerification, mindresume.Inspection, mindresume.TensorInfo,
                mindresume.TensorSlice, mindresume.ConversionResult, mindresume.Comparison, mindresume.TensorDifference,
-               mindresume.PruneResult, PrunedCheckpoint, mindresume.Advice, mindresume.TierAdvice]
+               mindresume.PruneResult, PrunedCheckpoint, mindresume.Advice, mindresume.TierAdvice,
+               mindresume.ScrubReport, mindresume.ScrubbedCheckpoint]
     for result in results:
         keys = set(re.findall(r"`(\w+)`", rows[result.__name__]))
         assert {field.name for field in fields(result)} <= keys, result

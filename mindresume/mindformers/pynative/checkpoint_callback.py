@@ -76,6 +76,7 @@ class RunSaver:
     def end(self, state: Any, objects: dict[str, Any]) -> None:
         """Saves the last step, and waits until everything is committed."""
         heartbeat.enter(ENDING)
+        self._run.context.resources.stop_scrub()
         self.manager.end(_StepRequest(self, state, objects), self._close)
 
     def finish_after_error(self) -> None:
