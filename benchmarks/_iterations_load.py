@@ -2,7 +2,8 @@
 
     python _iterations_load.py built-in|ours RANK MIB
 
-One JSON line per task on standard input, {"root", "first", "prove", "plain"}, one in answer: {"seconds", "anonymous": peak MiB
+One JSON line per task on standard input, {"root", "first", "prove", "plain"}. It answers "ready", waits for a line, loads, and
+answers with one JSON line: {"seconds", "anonymous": peak MiB
 above that before, "read": bytes, "parameters": bytes of this rank}. ``first``: what arrived is compared, and with the built-in,
 which maps its files, the pages that it touched are counted; that takes time. ``prove``: ours also proves its share of the
 files, as a resume does when it chooses; "proof" are the seconds of that alone. ``plain`` (ours): nothing but reading.
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
 import _iterations_job as job
@@ -146,11 +147,12 @@ def main() -> None:
     network, optimizer = job.cells_of(spec, tensors, rank, values=False)
     work = Ours(optimizer, strategies, rank) if kind == "ours" else BuiltIn(network, optimizer)
     with builtin.as_rank(rank, RANKS, spec), strategies.patched(rank):
-        for line in sys.stdin:
-            print(json.dumps(one(work, json.loads(line), tensors, optimizer, rank)), file=answers, flush=True)
+        for line in iter(sys.stdin.readline, ""):
+            print(json.dumps(one(work, json.loads(line), tensors, optimizer, rank, answers)), file=answers, flush=True)
 
 
-def one(work: Ours | BuiltIn, task: dict[str, Any], tensors: job.Model, optimizer: Any, rank: int) -> dict[str, Any]:
+def one(work: Ours | BuiltIn, task: dict[str, Any], tensors: job.Model, optimizer: Any, rank: int,
+        answers: TextIO) -> dict[str, Any]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     proof = 0.0
@@ -158,6 +160,8 @@ def one(work: Ours | BuiltIn, task: dict[str, Any], tensors: job.Model, optimize
         started = time.perf_counter()
         work.prove(task["root"])
         proof = time.perf_counter() - started
+    print("ready", file=answers, flush=True)    # no rank collects garbage, or proves, while another one loads
+    sys.stdin.readline()
     before = characters_read()
     if task["first"] and isinstance(work, BuiltIn):
         with mapped_counted() as mapped:
