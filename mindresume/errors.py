@@ -83,6 +83,10 @@ class CollectiveError(MindResumeError):
     """A collective operation failed: the ranks could not agree, or one of them reported an error."""
 
 
+class ProcessLostError(CollectiveError):
+    """A process of this launch did not come, ended, or does not answer."""
+
+
 class ProgressError(MindResumeError, ValueError):
     """A step count cannot be converted exactly, for example to another global batch size."""
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 
 from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import Problem, Result, problem_of
+from mindresume.api.shared_conversion import run_shared, total_traffic
 from mindresume.api.sources import CheckpointLike, opened
+from mindresume.coordination.collectives import Group, SingleProcess, run_on_rank0
 from mindresume.errors import ConfigError, EngineError
 from mindresume.events.log_lines import texts_into
 from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE
@@ -24,7 +26,7 @@ from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_from_c
 from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.file_record import FORMATS
-from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated, to_iteration, to_ranks
+from mindresume.reshard.conversion_plan import ConversionPlan, ranks_in_group, to_consolidated, to_iteration, to_ranks
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import BUFFERS, Traffic
 from mindresume.reshard.engines import ENGINES, engine_for, tile_for, writer
@@ -40,6 +42,8 @@ from mindresume.storage.posix import PosixStorage
 SAME, ITERATION = "same", "iteration"
 TARGET_FORMATS = (*FORMATS, ITERATION)
 MAX_SHARD_BYTES = 5 << 30           # the default of transformers' save_pretrained
+
+ALONE = SingleProcess()
 
 Path = str | os.PathLike[str]
 
@@ -94,7 +98,7 @@ class ConversionResult(Result):
 
 def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None = None, strategy: Path | None = None,
             format: str | None = None, engine: str = "auto", workers: int = 2, memory_limit_bytes: int | None = None,
-            dry_run: bool = False, progress: Progress = SILENT) -> ConversionResult:
+            dry_run: bool = False, progress: Progress = SILENT, group: Group = ALONE) -> ConversionResult:
     """Cuts a checkpoint for another parallel strategy, converts it to another format, or both. Tensors are copied bit for bit.
 
     Args:
@@ -113,6 +117,7 @@ def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None
         memory_limit_bytes: Most memory for buffers of the direct engine; None: 12 MiB per worker.
         dry_run: Whether to write nothing, and only return what would be done.
         progress: Receives the numbers of bytes to write, and of bytes written.
+        group: The processes that share the work; all make the same call. One commits; all return the same result.
 
     Returns:
         A ConversionResult. If the target is already this conversion, nothing is done.
@@ -124,6 +129,7 @@ def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None
         OutOfSpaceError: The disk has too little space for ``dst``.
         SaveError: ``dst`` could not be written, or the same conversion is running.
         EngineError: MindSpore's engine was requested, and failed.
+        CollectiveError: In a group of several processes, on all of them, if one fails or is lost.
         MindResumeError: As for ``Checkpoint.tensors``.
     """
     with opened(src, step, strategy, hold=not dry_run) as source:
@@ -131,13 +137,15 @@ def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None
         if format not in TARGET_FORMATS:
             raise ConfigError(f"format is {format!r}; choose one of {', '.join(TARGET_FORMATS)}")
         target = _target(os.fspath(to), source)
-        job = to_iteration(source, target) if format == ITERATION else to_ranks(source, target, format)
-        return _run(job, dst, source.weights.format, engine, workers, memory_limit_bytes, dry_run, progress)
+        each = ranks_in_group(target, group.size) if group.size > 1 else None
+        job = to_iteration(source, target, each) if format == ITERATION else to_ranks(source, target, format, each)
+        return _run(job, dst, source.weights.format, engine, workers, memory_limit_bytes, dry_run, progress, group)
 
 
 def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: Path | None = None, hf_index: bool = False,
           drop: Sequence[str] = (), part_size_bytes: int = PART_BYTES, engine: str = "auto", workers: int = 2,
-          memory_limit_bytes: int | None = None, dry_run: bool = False, progress: Progress = SILENT) -> ConversionResult:
+          memory_limit_bytes: int | None = None, dry_run: bool = False, progress: Progress = SILENT, group: Group = ALONE
+          ) -> ConversionResult:
     """Merges the slices of all ranks into consolidated weights, as MindSpore's ``unified_safetensors`` does.
 
     Args:
@@ -154,6 +162,7 @@ def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: 
         memory_limit_bytes: As for ``convert``.
         dry_run: As for ``convert``.
         progress: As for ``convert``.
+        group: As for ``convert``.
 
     Returns:
         A ConversionResult.
@@ -163,13 +172,13 @@ def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: 
     """
     with opened(src, step, strategy, hold=not dry_run) as source:
         job = to_consolidated(source, HUGGINGFACE if hf_index else MINDSPORE, part_size_bytes, tuple(drop))
-        return _run(job, dst, source.weights.format, engine, workers, memory_limit_bytes, dry_run, progress)
+        return _run(job, dst, source.weights.format, engine, workers, memory_limit_bytes, dry_run, progress, group)
 
 
 def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP, max_shard_size_bytes: int = MAX_SHARD_BYTES,
               contiguous_attention: bool = False, contiguous_mlp: bool = False, step: int | None = None,
               strategy: Path | None = None, workers: int = 2, memory_limit_bytes: int | None = None, dry_run: bool = False,
-              progress: Progress = SILENT) -> ConversionResult:
+              progress: Progress = SILENT, group: Group = ALONE) -> ConversionResult:
     """Writes the weights of a checkpoint as a Hugging Face folder: Qwen3, Qwen3-MoE, DeepSeek-V3, TeleChat3.
 
     Names, shapes and order become those of Hugging Face: q_proj, k_proj and v_proj instead of linear_qkv, and so on. Counters and
@@ -190,6 +199,7 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
         memory_limit_bytes: Most memory for buffers; None: about 56 MiB per worker.
         dry_run: As for ``convert``.
         progress: As for ``convert``.
+        group: As for ``convert``.
 
     Returns:
         A ConversionResult with ``model_type``.
@@ -210,18 +220,19 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
         notes, traffic = [*source.notes], Traffic()
         conversion = Export(storage, job, os.fspath(dst), texts_into(notes), config=document)
         planned = _planned(job, os.fspath(dst), "direct", (BUFFERS + COMPOSED_MEMORY) * workers * tile, dry_run,
-                           conversion.finished(), model.kind)
+                           _finished(conversion, group), model.kind)
         if dry_run or planned.finished:
             return replace(planned, notes=tuple(notes))
 
         def check() -> None:
-            check_replicas(source.weights, read=True)
-            verify_composed(job, traffic)
+            if group.rank == 0:
+                check_replicas(source.weights, read=True)
+            verify_composed(job, traffic, group.rank, group.size)
 
-        def write() -> None:
-            conversion.write(writer("direct", conversion, workers, tile, traffic, texts_into(notes)))
-        seconds = _carry_out(conversion, check, write, traffic, progress)
-        return _done(planned, traffic, seconds, notes)
+        def write(numbers: Sequence[int] | None) -> None:
+            conversion.write(writer("direct", conversion, workers, tile, traffic, texts_into(notes)), numbers)
+        seconds = _carry_out(conversion, check, write, traffic, progress, group)
+        return _done(planned, traffic, seconds, notes, group)
 
 
 def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
@@ -237,43 +248,60 @@ def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
 
 
 def _run(job: ConversionPlan, target: Path, source_format: str, engine: str, workers: int, memory_limit_bytes: int | None,
-         dry_run: bool, progress: Progress) -> ConversionResult:
+         dry_run: bool, progress: Progress, group: Group) -> ConversionResult:
     """Runs a conversion, unless it is a dry run or the target exists already."""
     if engine not in ENGINES:
         raise ConfigError(f"engine is {engine!r}; choose one of {', '.join(ENGINES)}")
+    if group.size > 1 and engine == "mindspore":
+        raise ConfigError(f"engine is mindspore, which does not share its work among the {group.size} processes of this launch; "
+                          f"leave it away, or start one process")
     notes, traffic = [*job.source.notes], Traffic()
     conversion = Conversion(PosixStorage(), job, os.fspath(target), texts_into(notes))
-    tile, chosen = tile_for(memory_limit_bytes, workers), engine_for(engine, source_format)
-    planned = _planned(job, os.fspath(target), chosen, BUFFERS * workers * tile, dry_run, conversion.finished())
+    tile, chosen = tile_for(memory_limit_bytes, workers), engine_for(engine, source_format) if group.size == 1 else "direct"
+    planned = _planned(job, os.fspath(target), chosen, BUFFERS * workers * tile, dry_run,
+                       _finished(conversion, group))
     if dry_run or planned.finished:
         return replace(planned, notes=tuple(notes))
 
-    def write() -> None:
+    def check() -> None:
+        if group.rank == 0:
+            check_replicas(job.source.weights, read=True)
+
+    def write(numbers: Sequence[int] | None) -> None:
         nonlocal planned
-        check_replicas(job.source.weights, read=True)
         try:
-            conversion.write(writer(chosen, conversion, workers, tile, traffic, texts_into(notes)))
+            conversion.write(writer(chosen, conversion, workers, tile, traffic, texts_into(notes)), numbers)
         except EngineError as error:
             if engine != "auto":
                 raise
             notes.append(f"MindSpore's engine cannot convert this, so the direct engine did: {error}")
             planned = replace(planned, engine="direct")
-            conversion.write(writer("direct", conversion, workers, tile, traffic, texts_into(notes)))
-    seconds = _carry_out(conversion, lambda: None, write, traffic, progress)
-    return _done(planned, traffic, seconds, notes)
+            conversion.write(writer("direct", conversion, workers, tile, traffic, texts_into(notes)), numbers)
+    seconds = _carry_out(conversion, check, write, traffic, progress, group)
+    return _done(planned, traffic, seconds, notes, group)
 
 
-def _carry_out(conversion: Conversion, check: Callable[[], None], write: Callable[[], None], traffic: Traffic, progress: Progress
-               ) -> float:
-    """Prepares, checks, writes and commits; a failure leaves nothing behind. Returns the seconds that it took."""
+def _finished(conversion: Conversion, group: Group) -> bool:
+    """Returns whether the target exists, as process 0 sees it."""
+    return conversion.finished() if group.size == 1 else run_on_rank0(group, conversion.finished)
+
+
+def _carry_out(conversion: Conversion, check: Callable[[], None], write: Callable[[Sequence[int] | None], None], traffic: Traffic,
+               progress: Progress, group: Group) -> float:
+    """Prepares, checks, writes and commits; a failure of one process alone leaves nothing behind. Returns the seconds that it
+    took."""
     started = time.monotonic()
+    numbers = None if group.size == 1 else range(group.rank, len(conversion.plan.groups), group.size)
 
     def work() -> None:
         check()
-        progress.expect(_bytes_to_write(conversion.plan))
+        progress.expect(_bytes_to_write(conversion.plan, numbers))
         traffic.progress = progress.advance            # counts what is written, not what ``check`` reads
-        write()
-    conversion.run(work)
+        write(numbers)
+    if group.size == 1:
+        conversion.run(work)
+    else:
+        run_shared(conversion, work, traffic, group)
     return round(time.monotonic() - started, 3)
 
 
@@ -292,11 +320,15 @@ def _planned(job: ConversionPlan, target: str, engine: str, memory_bytes: int, d
         refused=tuple(problem_of(source.folder or "", refusal) for refusal in source.refused))
 
 
-def _bytes_to_write(job: ConversionPlan) -> int:
+def _bytes_to_write(job: ConversionPlan, groups: Sequence[int] | None = None) -> int:
+    """Returns the bytes of tensors in the files of these groups, by default of all."""
     tensors = job.source.weights.tensors
-    return sum(sum(count for rows in file.plan_file(tensors).tensors.values() for _, _, count in rows) for file in job.files)
+    files = job.files if groups is None else [job.files[i] for number in groups for i in job.groups[number]]
+    return sum(sum(count for rows in file.plan_file(tensors).tensors.values() for _, _, count in rows) for file in files)
 
 
-def _done(planned: ConversionResult, traffic: Traffic, seconds: float, notes: Sequence[str]) -> ConversionResult:
+def _done(planned: ConversionResult, traffic: Traffic, seconds: float, notes: Sequence[str], group: Group) -> ConversionResult:
+    if group.size > 1:
+        traffic = total_traffic(traffic, group)
     return replace(planned, finished=True, bytes_read=traffic.read, bytes_written=traffic.written,
                    bytes_verified=traffic.verified, seconds=seconds, notes=tuple(notes))

@@ -8,6 +8,7 @@ import typer
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, progress_bar
 from mindresume.cli.conversions import DryRun, Dst, Engine, From, Memory, Src, Step, Workers, memory_of, show
+from mindresume.cli.launch import TIMEOUT, Timeout, launched_group
 
 CHOICES = ("safetensors", "ckpt", "iteration")
 
@@ -21,8 +22,8 @@ def convert(src: Src, dst: Dst,
             fmt: Annotated[str | None, typer.Option("--format", metavar="|".join(CHOICES), help="safetensors and ckpt: rank "
                                                     "folders (Checkpoint 1.0) with such files; iteration: an iteration folder "
                                                     "(Checkpoint 2.0, always safetensors). Default: as SRC.")] = None,
-            engine: Engine = "auto", workers: Workers = 2, memory: Memory = None, dry_run: DryRun = False, json: AsJson = False
-            ) -> None:
+            engine: Engine = "auto", workers: Workers = 2, memory: Memory = None, dry_run: DryRun = False,
+            timeout: Timeout = TIMEOUT, json: AsJson = False) -> None:
     """Cuts a checkpoint for another parallel strategy, converts it to another format, or both.
 
     [bold]mindresume convert output/checkpoint new --to dp=4,opt=all[/bold]
@@ -35,7 +36,9 @@ def convert(src: Src, dst: Dst,
     model does otherwise, give strategy files. Tensors are copied bit for bit. The result has its own records and layouts.
     """
     from mindresume.api import conversion
-    with progress_bar("converting", json or dry_run) as progress:
+    with launched_group(dst, "convert", timeout, dry_run) as group, \
+            progress_bar("converting", json or dry_run or group.rank > 0) as progress:
         result = conversion.convert(src, dst, to=to, step=step, strategy=strategy, format=fmt, engine=engine, workers=workers,
-                                    memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress)
-    show(result, json)
+                                    memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress, group=group)
+    if group.rank == 0:
+        show(result, json)

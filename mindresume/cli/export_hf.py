@@ -8,6 +8,7 @@ import typer
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, progress_bar
 from mindresume.cli.conversions import DryRun, Dst, From, Memory, Src, Step, Workers, bytes_of, memory_of, show
+from mindresume.cli.launch import TIMEOUT, Timeout, launched_group
 from mindresume.errors import ConfigError
 
 DTYPES = ("bfloat16", "float32", "keep")
@@ -28,7 +29,7 @@ def export_hf(src: Src, dst: Dst,
               contiguous_mlp: Annotated[bool, typer.Option("--contiguous-mlp", help=_CONTIGUOUS_HELP.format(
                   "use_interleaved_weight_layout_mlp: False"))] = False,
               strategy: From = None, step: Step = None, workers: Workers = 2, memory: Memory = None, dry_run: DryRun = False,
-              json: AsJson = False) -> None:
+              timeout: Timeout = TIMEOUT, json: AsJson = False) -> None:
     """Writes the weights of a checkpoint as a Hugging Face folder for transformers: Qwen3, Qwen3-MoE, DeepSeek-V3, TeleChat3.
 
     [bold]mindresume export-hf output/checkpoint hf --config Qwen3-8B/config.json --dtype bfloat16[/bold]
@@ -40,9 +41,11 @@ def export_hf(src: Src, dst: Dst,
         raise ConfigError("--config is missing: give the config.json of the Hugging Face model (or a folder with it), such as "
                           "that of the initial weights. It has the numbers of heads, layers and experts; a checkpoint has not")
     from mindresume.api import conversion
-    with progress_bar("exporting", json or dry_run) as progress:
+    with launched_group(dst, "export-hf", timeout, dry_run) as group, \
+            progress_bar("exporting", json or dry_run or group.rank > 0) as progress:
         result = conversion.export_hf(
             src, dst, config=config, dtype=dtype, max_shard_size_bytes=bytes_of(part, "--max-shard-size"),
             contiguous_attention=contiguous_attention, contiguous_mlp=contiguous_mlp, step=step, strategy=strategy,
-            workers=workers, memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress)
-    show(result, json)
+            workers=workers, memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress, group=group)
+    if group.rank == 0:
+        show(result, json)

@@ -8,6 +8,7 @@ import typer
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, progress_bar
 from mindresume.cli.conversions import DryRun, Dst, Engine, From, Memory, Src, Step, Workers, bytes_of, memory_of, show
+from mindresume.cli.launch import TIMEOUT, Timeout, launched_group
 
 
 @app.command()
@@ -18,8 +19,8 @@ def merge(src: Src, dst: Dst, strategy: From = None, step: Step = None,
           drop: Annotated[list[str] | None, typer.Option("--drop", metavar="PATTERN", help="Leave out these tensors, such as "
                                                          "\"adam_*\"; may be given several times.")] = None,
           part: Annotated[str, typer.Option("--part-size", metavar="SIZE", help="Most bytes in one file.")] = "3GiB",
-          engine: Engine = "auto", workers: Workers = 2, memory: Memory = None, dry_run: DryRun = False, json: AsJson = False
-          ) -> None:
+          engine: Engine = "auto", workers: Workers = 2, memory: Memory = None, dry_run: DryRun = False,
+          timeout: Timeout = TIMEOUT, json: AsJson = False) -> None:
     """Merges the slices of all ranks into consolidated weights, as MindSpore's unified_safetensors does.
 
     [bold]mindresume merge output/checkpoint merged[/bold]                       to resume from it, or to convert it again
@@ -30,8 +31,10 @@ def merge(src: Src, dst: Dst, strategy: From = None, step: Step = None,
     with load_checkpoint: DST, resume_training: True, auto_trans_ckpt: True.
     """
     from mindresume.api import conversion
-    with progress_bar("converting", json or dry_run) as progress:
+    with launched_group(dst, "merge", timeout, dry_run) as group, \
+            progress_bar("converting", json or dry_run or group.rank > 0) as progress:
         result = conversion.merge(src, dst, step=step, strategy=strategy, hf_index=hf, drop=drop or (),
                                   part_size_bytes=bytes_of(part, "--part-size"), engine=engine, workers=workers,
-                                  memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress)
-    show(result, json)
+                                  memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress, group=group)
+    if group.rank == 0:
+        show(result, json)

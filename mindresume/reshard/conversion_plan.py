@@ -91,9 +91,9 @@ def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, ranks_
     return ConversionPlan(source, tuple(files), groups, fingerprint, shards, strategy=strategy)
 
 
-def to_iteration(source: OpenCheckpoint, strategy: Strategy | None) -> ConversionPlan:
-    """Plans an iteration folder of Checkpoint 2.0 with its tracker. ``strategy`` None: of one rank. Raises ConfigError for
-    weights without a step, and the errors of ``rank_files``."""
+def to_iteration(source: OpenCheckpoint, strategy: Strategy | None, ranks_per_group: int | None = None) -> ConversionPlan:
+    """Plans an iteration folder of Checkpoint 2.0 with its tracker. ``strategy`` None: of one rank; ``ranks_per_group``: as for
+    ``to_ranks``. Raises ConfigError for weights without a step, and the errors of ``rank_files``."""
     if source.state is None:
         raise ConfigError(f"{source.what}: nothing there says which step it is; an iteration folder is named after one")
     fingerprint = _fingerprint(source, ["iteration", _content(strategy)])
@@ -104,10 +104,19 @@ def to_iteration(source: OpenCheckpoint, strategy: Strategy | None) -> Conversio
     metadata = {**METADATA, "remove_redundancy": "False", **label(run, source.state.step)}
     files = iteration_files(source.weights, strategy, lambda kind, rank, count: f"{iteration_dir}/" + str(
         WeightFile(prefix_of(source), kind, rank, count)), metadata)
-    size = 2 * (strategy.stage_size if strategy else 1)
-    groups = tuple(tuple(range(first, first + size)) for first in range(0, len(files), size))
+    size = 2 * (ranks_per_group or (strategy.stage_size if strategy else 1))
+    groups = tuple(tuple(range(first, min(first + size, len(files)))) for first in range(0, len(files), size))
     shards = tuple((number, number + 1) for number in range(0, len(files), 2))
     return ConversionPlan(source, tuple(files), groups, fingerprint, shards, iteration_dir, strategy)
+
+
+def ranks_in_group(strategy: Strategy | None, processes: int) -> int:
+    """Returns how many ranks' files a group holds, so that ``processes`` have about as much to write; at most those of a pipeline
+    stage, whose ranks need the same bytes."""
+    if strategy is None:
+        return 1
+    each = -(-strategy.world_size // processes)
+    return -(-each // -(-each // strategy.stage_size))
 
 
 def _content(strategy: Strategy | None) -> Any:

@@ -6,6 +6,7 @@
 
 The name of the work folder identifies everything that determines the bytes. So the same conversion, started again after a kill,
 continues with the missing groups, and a finished conversion is not repeated. An error or Ctrl-C removes the work folder.
+Several processes may share the groups: one prepares and commits, the others ``join`` and write.
 """
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.atomic_publish import TEMPORARY, publish, publish_json
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import remove_tree
-from mindresume.tensor_files.checksum import Checksums
+from mindresume.tensor_files.checksum import Checksums, file_checksum
 
 LOCK = ".lock"                      # suffix of the name of the work folder
 _SPARE = 1 << 20                    # bytes for records, manifest and index
@@ -185,9 +186,10 @@ class Conversion:
         return found
 
     def write(self, writer: Writer, numbers: Sequence[int] | None = None) -> None:
-        """Writes those of the groups ``numbers`` (default: all) that are not finished. Raises any error of ``writer``."""
+        """Writes those of the groups ``numbers`` (default: all) that are not finished, or whose files are not what was written.
+        Raises any error of ``writer``."""
         for number in range(len(self.plan.groups)) if numbers is None else numbers:
-            if self.done(number) is not None:
+            if self._is_intact(number):
                 self.emit(Notice(f"part {number + 1} of {len(self.plan.groups)} is there already"))
                 continue
             files = [replace(self.plan.files[i], path=os.path.join(self.work, self.plan.files[i].path))
@@ -205,6 +207,18 @@ class Conversion:
                 {"version": 1, "kind": "group", "files": [[self.plan.files[i].path, s.size, s.file, s.tensors] for i, s in
                                                           zip(self.plan.groups[number], found, strict=True)]}, LIMIT)],
                     self.plan.run)
+
+    def _is_intact(self, number: int) -> bool:
+        """Returns whether a group is finished, after reading its files: a process that was cut off from the others can still have
+        written into them."""
+        found = self.done(number)
+        for i, sums in zip(self.plan.groups[number], found or (), strict=False):
+            with self.storage.open(os.path.join(self.work, self.plan.files[i].path)) as file:
+                if file_checksum(file) != (sums.file, sums.size):
+                    self.emit(warning(f"{self.plan.files[i].path} of an earlier start is not what was written; it is written "
+                                      f"again"))
+                    return False
+        return found is not None
 
     def _mark(self, number: int) -> str:
         return os.path.join(self.work, "done", f"{number}.json")
@@ -272,6 +286,10 @@ class Conversion:
         if self.plan.strategy is None:
             return {}
         return self.plan.strategy.of_rank(rank)
+
+    def keep(self) -> None:
+        """Leaves the work folder to the next start of the same conversion, and releases the lock."""
+        self._release()
 
     def abandon(self) -> None:
         """Removes the work folder if this object made it, and the lock. Raises nothing."""

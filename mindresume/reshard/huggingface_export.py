@@ -103,14 +103,14 @@ def _is_known(name: str, tensor: Tensor, known: Mapping[str, Rule]) -> bool:
     return tensor.is_counter or is_no_weight(name)
 
 
-def verify_composed(plan: ConversionPlan, traffic: Traffic | None = None) -> None:
+def verify_composed(plan: ConversionPlan, traffic: Traffic | None = None, part: int = 0, parts: int = 1) -> None:
     """Compares the recorded checksums of the tensors that an export reads in parts, because the export itself cannot compare
-    them. Raises CorruptFileError if one differs."""
+    them. Raises CorruptFileError if one differs. ``part``: which of ``parts`` shares of the tensors."""
     view = plan.source.weights
     inner = view.inner
     recorded = [name for name in view.composed_sources() if any(
         inner.locate(name, cut).checksum for cut in inner.tensors[name].cuts(whole(inner.tensors[name].shape)))]
-    check_tensors(inner, recorded, traffic=traffic)
+    check_tensors(inner, recorded[part::parts], traffic=traffic)
 
 
 @dataclass

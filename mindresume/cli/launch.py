@@ -1,0 +1,50 @@
+"""Joins the processes of a launch (msrun, mpirun, srun) that run one command together."""
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from mindresume.coordination.collectives import Group
+
+Timeout = Annotated[float, typer.Option("--timeout", min=1.0, metavar="SECONDS", help="Under msrun, mpirun or srun, which start "
+                                        "several processes that share the work: an error, if one of them gives no sign for so "
+                                        "long.")]
+TIMEOUT = 1800.0
+
+
+@contextmanager
+def launched_group(path: str, command: str, timeout: float, alone: bool = False) -> Iterator[Group]:
+    """Yields the processes of this launch once all of them have come; without a launcher this process alone. They meet in a
+    hidden folder beside ``path``. The scheduler process of msrun ends here, with status 0.
+
+    Args:
+        alone: process 0 works alone, and the others end with status 0.
+    Raises:
+        ConfigError, ProcessLostError: As ``launched_process`` and ``file_group``.
+    """
+    from mindresume.coordination.collectives import SingleProcess
+    from mindresume.coordination.launched_process import is_scheduler, launched_process
+    if is_scheduler(os.environ):
+        sys.exit(0)
+    process = launched_process(os.environ)
+    if process is not None and alone and process.rank:
+        sys.exit(0)
+    if process is None or alone:
+        yield SingleProcess()
+        return
+    from mindresume.cli.common import say
+    from mindresume.coordination.file_group import file_group
+    from mindresume.events.log_lines import line_of
+    from mindresume.storage.atomic_publish import TEMPORARY
+    from mindresume.storage.posix import PosixStorage
+    folder, name = os.path.split(os.path.realpath(path))
+    meeting = os.path.join(folder, f".{name}.{command}{TEMPORARY}")
+    with file_group(PosixStorage(), meeting, process, sys.argv[1:], timeout,
+                    lambda event: say(line_of(event)[1], error=True)) as group:
+        yield group
