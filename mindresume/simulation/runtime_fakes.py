@@ -210,16 +210,20 @@ def _product_modules() -> list[types.ModuleType]:
             and (name + ".").startswith("mindresume.") and not (name + ".").startswith(_NOT_SIMULATED)]
 
 
+def _fakes() -> dict[Any, Any]:
+    """Returns {function or class of the product or of Python: its fake}."""
+    return {**_FUNCTIONS, lease.holder_of_this_process: _holder_of_this_process, lease.is_alive: _is_alive,
+            host_memory.levels: _memory_levels, mounts.is_local: _is_local,
+            crash_loop.LoadAttempt._capture_signals: _capture_signals, Staging: _Staging}
+
+
 class _Patches:
     """Every name, default and field of the product's modules that is replaced, with both values."""
 
     def __init__(self, modules: list[types.ModuleType]) -> None:
         self.rows: list[tuple[Any, str, Any, Any]] = []         # (holder, name, real value, fake)
         self.modules = {module.__name__ for module in modules}
-        self._functions = {**_FUNCTIONS, lease.holder_of_this_process: _holder_of_this_process, lease.is_alive: _is_alive,
-                           host_memory.levels: _memory_levels,
-                           mounts.is_local: _is_local, crash_loop.LoadAttempt._capture_signals: _capture_signals,
-                           Staging: _Staging}
+        self._functions = _fakes()
         self._known: set[int] = set()
         self._classes: list[type] = []
         self._defined: list[types.FunctionType] = []
@@ -240,7 +244,7 @@ class _Patches:
         """Returns whether a new search would find the same: nothing was changed since, by a test for instance. The search takes
         longer than many a simulation."""
         values = self._current_values(modules)
-        return len(values) == len(self._values) and all(map(operator.is_, values, self._values))
+        return self._functions == _fakes() and len(values) == len(self._values) and all(map(operator.is_, values, self._values))
 
     def _current_values(self, modules: list[types.ModuleType]) -> list[Any]:
         """Returns everything that the search looks at."""

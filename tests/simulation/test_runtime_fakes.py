@@ -604,3 +604,13 @@ def test_no_memory_and_no_file_of_a_killed_process_is_left_open():
         cluster.process(host, "kills", lambda: (current_cluster().scheduler.sleep(1.0), cluster.kill(killed)))
         cluster.scheduler.run()
     assert open_files() == before
+
+
+def test_a_fake_that_a_test_changes_is_used(monkeypatch):
+    real = host_memory.levels
+    with runtime_fakes.patched_product():
+        assert host_memory.levels is runtime_fakes._memory_levels
+    monkeypatch.setattr(runtime_fakes, "_memory_levels", lambda root="/": [])
+    with runtime_fakes.patched_product():
+        assert host_memory.levels is runtime_fakes._memory_levels
+    assert host_memory.levels is real
