@@ -21,14 +21,14 @@ from mindresume.simulation.scenarios import FORMATS, Scenario, Simulation
 from mindresume.simulation.schedule import ERRORS
 from mindresume.supervisor.job import JobEnd
 from mindresume.supervisor.rendezvous import Rendezvous
-from mindresume.supervisor.restart_policy import DIED, EXITED, StartOutcome
+from mindresume.supervisor.restart_policy import DIED, EXITED, RestartPolicy, StartOutcome
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
 FOLDER = "/out/supervisor"
 TIMEOUT = 240.0                 # --node-timeout: a state is listed up to 65 s late, and others see the answer as late
 NODES, FEWEST = 3, 2
 TRAINING = 5.0                  # seconds of training after which a start has finished
-LIMIT = 3600.0                  # simulated seconds after which every supervisor must have ended
+LIMIT, LIMIT_AFTER_DEATHS = 900.0, 3600.0           # simulated seconds after which every supervisor must have ended
 _KINDS = (*ERRORS, "kill", "kill host", "slow", "pause", "clock")
 
 
@@ -45,18 +45,40 @@ class _Part:
 
 @dataclass
 class Jobs:
-    """Holds what all nodes do, for the invariants. ``failures``: (node, seconds of training) of the failures to come. ``ends``:
-    {node: exit statuses of its supervisors}."""
+    """Holds what all nodes do, for the invariants.
+
+    Attributes:
+        failures: (node, seconds of training) of the failures to come.
+        parts: what runs, by node.
+        wrong: violations.
+        ends: {node: exit statuses of its supervisors}.
+        broken: generations that have lost ranks.
+        lost: (node, generation) of the parts whose supervisor was killed.
+        status: of the job, if no fault is injected.
+    """
     failures: list[tuple[int, float]]
     parts: dict[int, _Part] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     ends: dict[int, list[int]] = field(default_factory=dict)
-    started: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    broken: set[int] = field(default_factory=set)
+    lost: set[tuple[int, int]] = field(default_factory=set)
+    status: int = 0
+
+    def bury(self) -> None:
+        """Removes the parts whose supervisor is dead. Their ranks died with it, and their generation trains no more."""
+        for other in [other for other in self.parts.values() if other.process.dead]:
+            self.broken.add(other.generation)
+            self.lost.add((other.node, other.generation))
+            del self.parts[other.node]
 
     def start(self, part: _Part, fewest: int) -> None:
         """Notes the start of a part. All parts that run must be of one generation with the same members."""
-        for other in [other for other in self.parts.values() if other.process.dead]:
-            del self.parts[other.node]                          # its ranks died with it
+        self.bury()
+        others = [other for other in self.parts.values() if other.generation == part.generation]
+        if others and (part.node, part.generation) in self.lost:
+            self.wrong.append(f"node {part.node} starts in generation {part.generation}, in which its ranks were lost")
+        if not self.parts:                                      # generations are counted anew if no supervisor is left
+            self.broken.discard(part.generation)
         for other in self.parts.values():
             if (other.generation, other.members) != (part.generation, part.members) and fewest == NODES:
                 self.wrong.append(f"node {part.node} starts generation {part.generation} of {part.members} while node "
@@ -64,12 +86,13 @@ class Jobs:
         if part.node not in part.members or len(part.members) < fewest:
             self.wrong.append(f"node {part.node} starts with the members {part.members}")
         self.parts[part.node] = part
-        self.started[part.generation] = part.members
 
     def all_train(self, part: _Part) -> bool:
         """Returns whether all members run the generation of ``part``, or have finished it."""
+        self.bury()
         found = [self.parts.get(node) for node in part.members]
-        return all(other is not None and not other.process.dead and other.generation == part.generation for other in found)
+        return part.generation not in self.broken and all(
+            other is not None and other.generation == part.generation for other in found)
 
 
 _jobs: WeakKeyDictionary[Simulation, Jobs] = WeakKeyDictionary()
@@ -96,6 +119,8 @@ class _SimulatedJob:
             if not jobs.all_train(part):
                 continue                                        # hangs in a collective
             part.trained += 0.5
+            while jobs.failures and jobs.failures[0][0] not in part.members:
+                jobs.failures.pop(0)
             if jobs.failures and jobs.failures[0][0] == part.node and part.trained >= jobs.failures[0][1]:
                 jobs.failures.pop(0)
                 return JobEnd(DIED, 137, "rank 0 was killed", noticed=0.0)
@@ -114,7 +139,8 @@ class _SimulatedJob:
 
 class _SimulatedSupervisor(Supervisor):
     def __init__(self, jobs: Jobs, nodes: Rendezvous, fewest: int, chance: random.Random):
-        super().__init__(("train",), SupervisorSettings(), Emitter(), nodes, {})
+        policy = RestartPolicy(0) if jobs.status else RestartPolicy()       # 0: the first failure ends the job on all nodes
+        super().__init__(("train",), SupervisorSettings(policy), Emitter(), nodes, {})
         self.jobs, self.fewest, self.chance = jobs, fewest, chance
 
     def make_job(self, command: Sequence[str], number: int) -> _SimulatedJob:
@@ -126,7 +152,7 @@ def _supervised(fewest: int) -> Callable[[Simulation], None]:
     def workload(sim: Simulation) -> None:
         chance = random.Random(sim.schedule.seed)
         failures = [(chance.randrange(NODES), chance.choice((0.5, 2.0, 4.0))) for _ in range(chance.randrange(3))]
-        jobs = _jobs[sim] = Jobs(failures)
+        jobs = _jobs[sim] = Jobs(failures, status=137 if failures and chance.random() < 0.3 else 0)
         later = [chance.choice((0.0, 0.0, 3.0, 40.0)) for _ in range(NODES)]
 
         def supervise(node: int) -> None:
@@ -154,12 +180,13 @@ def _check(sim: Simulation) -> list[Finding]:
     """Checks the promises: together or not at all, one end for all, and an end in time."""
     jobs = _jobs[sim]
     found = [Finding(WRONG, text) for text in jobs.wrong]
-    if sim.cluster.scheduler.now > LIMIT:
+    delays = any(row.fault.kind in ("pause", "slow", "kill", "kill host") for row in sim.cluster.injected)
+    if sim.cluster.scheduler.now > (LIMIT_AFTER_DEATHS if delays else LIMIT):
         found.append(Finding(STUCK, f"the supervisors ended after {sim.cluster.scheduler.now:.0f} s"))
     statuses = {status for ends in jobs.ends.values() for status in ends}
-    if not sim.cluster.injected and (statuses != {0} or len(jobs.ends) != NODES):
+    if not sim.cluster.injected and (statuses != {jobs.status} or len(jobs.ends) != NODES):
         found.append(Finding(STUCK, f"without a fault the supervisors ended with {jobs.ends}"))
-    if not any(row.fault.kind in ("pause", "slow", "kill", "kill host") for row in sim.cluster.injected) and len(statuses) > 1:
+    if not delays and len(statuses) > 1:
         found.append(Finding(WRONG, f"the supervisors ended with different statuses: {jobs.ends}"))
     return found
 

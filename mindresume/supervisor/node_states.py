@@ -105,6 +105,11 @@ class NodeStates:
         self._sequence, self._published, self._is_new = 0, 0.0, True
         self._names: list[str] = []
 
+    @property
+    def is_published(self) -> bool:
+        """Returns whether the others can see the current state."""
+        return not self._is_new
+
     def set(self, **changes: object) -> None:
         """Changes this supervisor's state. It is published at once, or at the next ``refresh``."""
         changed = replace(self.mine, **changes)

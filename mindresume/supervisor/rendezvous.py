@@ -85,7 +85,7 @@ class Rendezvous:
         now = self.clock()
         if self._waits_since is None:
             self._waits_since = now
-            self.states.set(state=READY, members={}, status=0, reason="", kind="")
+            self.states.set(state=READY, members={})        # with the end of its part: others may not have seen FAILED
         elif now - self._looked < _LOOK / 2:
             return None
         self._looked = now
@@ -140,14 +140,21 @@ class Rendezvous:
     def _begin(self, generation: int, members: dict[int, str], address: str) -> Membership:
         self._waits_since = None
         self.states.remove_old()
-        self.states.set(state=RUNNING, generation=generation, members=dict(members))
+        self.states.set(state=RUNNING, generation=generation, members=dict(members), status=0, reason="", kind="")
         nodes = tuple(sorted(members))
         return Membership(generation, nodes, nodes.index(self.node), address, nodes[0] == self.node)
 
     # ---- while it runs ------------------------------------------------------------------------------------------------
 
     def check(self) -> PeerEnd | None:
-        """Returns why this node's part is to end, because of another node; None: it goes on. Looks once in a second."""
+        """Returns why this node's part is to end, because of another node; None: it goes on. Looks once in a second. The end is
+        part of this node's state from then on, so that it reaches all nodes, in whatever order they see the states."""
+        end = self._check()
+        if end is not None:
+            self.states.set(status=end.status, reason=end.reason[:500], kind=end.kind)
+        return end
+
+    def _check(self) -> PeerEnd | None:
         now = self.clock()
         if now - self._looked < _LOOK:
             return None
@@ -163,9 +170,9 @@ class Rendezvous:
             if state.session != session:
                 return PeerEnd(NODE_LOST, f"the supervisor of node {node} was started anew")
             if state.state == LEFT and state.generation >= self.generation:
-                return PeerEnd(state.status, f"node {node}: {state.reason}", state.kind or PEER, True)
-            if state.state == FAILED and state.generation == self.generation:
-                return PeerEnd(state.status, f"node {node}: {state.reason}", state.kind)
+                return PeerEnd(state.status, _from_node(state), state.kind or PEER, True)
+            if state.state in (FAILED, READY) and state.generation == self.generation and state.kind:
+                return PeerEnd(state.status, _from_node(state), state.kind)
             if state.state == READY and state.generation >= self.generation or state.generation > self.generation:
                 return PeerEnd(NODE_LOST, f"node {node} has ended its part")
             if not self._is_fresh(seen) and state.state != FINISHED:
@@ -209,3 +216,8 @@ class Rendezvous:
                 return PeerEnd(NODE_LOST, f"another supervisor of node {node} is alive (session {session}); give each node its "
                                           f"own --node-rank", leaves=True)
         return None
+
+
+def _from_node(state: NodeState) -> str:
+    """Returns the reason in a state, with the node from which it comes."""
+    return state.reason if state.reason.startswith("node ") else f"node {state.node}: {state.reason}"

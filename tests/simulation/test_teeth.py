@@ -45,6 +45,7 @@ from mindresume.simulation.runtime_fakes import patched_product
 from mindresume.simulation.schedule import Fault, Schedule, random_schedule
 from mindresume.simulation.search import SCENARIOS, SHARE, Counts, Failure, KnownStates, count_operations, replay, run
 from mindresume.storage import atomic_publish
+from mindresume.supervisor import rendezvous, supervisor
 
 Patch = pytest.MonkeyPatch
 
@@ -286,6 +287,33 @@ MUTANTS = [
     mutant("the last step is saved again by one rank alone", [
         Edit(training_end.TrainingEnd, "save_last", "request.collect if", "(lambda: None) if")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=226, within=25, draws=each("EIO")),
+
+    # ---- supervisors ---------------------------------------------------------------------------------------------------
+    mutant("a node starts in a generation that counts on its dead supervisor", [
+        Edit(rendezvous.Rendezvous, "_admits", "state.members.get(self.node) == self.states.mine.session",
+             "self.node in state.members"),
+        Edit(rendezvous.Rendezvous, "_check", "if state.session != session:", "if False:")],
+        ("supervisors", "safetensors", ""), f"{STUCK} {WRONG}", deaths=False, first=150, within=10, draws=each("kill")),
+    mutant("a node that is not heard of is not missed", [
+        Edit(rendezvous.Rendezvous, "_check", "if not self._is_fresh(seen) and state.state != FINISHED:", "if False:")],
+        ("fewer nodes", "safetensors", ""), STUCK, deaths=False, first=105, within=10, draws=each("kill host")),
+    mutant("the leader does not say that the job is over", [
+        Edit(supervisor.Supervisor, "supervise", "self.nodes.leave(decision.status, decision.reason)", "return decision")],
+        ("supervisors", "safetensors", ""), f"{STUCK} {WRONG}", deaths=False, within=40, draws=undisturbed()),
+    mutant("another node's end is noticed only while its last state says so", [
+        Edit(rendezvous.Rendezvous, "_check",
+             "if state.state == READY and state.generation >= self.generation or state.generation > self.generation:",
+             "if False:"),
+        Edit(rendezvous.Rendezvous, "_check", "if state.state in (FAILED, READY) and", "if state.state == FAILED and")],
+        ("supervisors", "safetensors", ""), f"{STUCK} {WRONG}", deaths=False, within=40, draws=undisturbed(30.0)),
+    mutant("a node that is ready does not say why its part has ended", [
+        Edit(rendezvous.Rendezvous, "agree", "self.states.set(state=READY, members={})",
+             "self.states.set(state=READY, members={}, status=0, reason='', kind='')")],
+        ("supervisors", "safetensors", ""), f"{STUCK} {WRONG}", deaths=False, within=60, draws=undisturbed(30.0)),
+    mutant("a node is ready before its processes have ended", [
+        Edit(supervisor.Supervisor, "_one_start", "outcome, left = job.end(end, self._is_hurried)",
+             "self.nodes.states.set(state='ready'); outcome, left = job.end(end, self._is_hurried)")],
+        ("supervisors", "safetensors", ""), WRONG, deaths=False, within=40, draws=undisturbed()),
 ]
 
 

@@ -55,6 +55,7 @@ class Supervised:
     """Runs ``mindresume run`` in a folder of its own."""
 
     def __init__(self, folder):
+        folder.mkdir(exist_ok=True)
         self.folder, self.process = folder, None
         (folder / "msrun.py").write_text(FAKE_MSRUN)
 
@@ -118,7 +119,18 @@ class Supervised:
 
 
 @pytest.fixture
-def job(tmp_path):
-    made = Supervised(tmp_path)
-    yield made
-    made.close()
+def supervised():
+    """Returns a function that makes a Supervised in a folder."""
+    made = []
+
+    def make(folder):
+        made.append(Supervised(folder))
+        return made[-1]
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def job(tmp_path, supervised):
+    return supervised(tmp_path)
