@@ -1,10 +1,12 @@
 """``mindresume run`` around the real Trainer in four processes: a rank is killed, the job ends and starts again by itself."""
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -21,8 +23,15 @@ def supervised(run: Run, *options: str) -> Run:
                      prefix=(sys.executable, "-m", "mindresume", "run", *options, "--"), PYTHONPATH=str(ROOT))
 
 
+def train_until(run: Run, step: int) -> None:
+    """Waits until the first start has committed a checkpoint and finished ``step``."""
+    while not committed_steps(run):
+        assert run.process.poll() is None, run.launcher_log()
+        time.sleep(0.02)
+    run.wait_for_step(step)
+
+
 def supervisor_events(run: Run, kind: str) -> list[dict]:
-    import json
     found = []
     for path in sorted((run.folder / "output" / "mindresume_events").glob("*-supervisor_*.jsonl")):
         found += [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -40,10 +49,7 @@ def assert_uninterrupted(run: Run, whole: Run) -> None:
 
 def test_a_killed_rank_of_four_is_noticed_ended_and_resumed(whole_four, tmp_path, capsys):
     run = supervised(run_beside(whole_four, tmp_path / "run", copied=False))
-    while not committed_steps(run):
-        assert run.process.poll() is None, run.launcher_log()
-        time.sleep(0.02)
-    run.wait_for_step(8)
+    train_until(run, 8)
     pid, killed = run.worker(2), time.time()
     os.kill(pid, signal.SIGKILL)
     run.wait_for_success(LIMIT)
@@ -63,3 +69,28 @@ def test_a_killed_rank_of_four_is_noticed_ended_and_resumed(whole_four, tmp_path
             print(f"  start {event['start']}: spawn {event['spawn_seconds']:.1f} s, " + ", ".join(
                 f"{phase} {seconds:.1f} s" for phase, seconds in zip(event["phases"], event["seconds"], strict=True)))
     assert [event["step"] for event in events(run, "training_ended")][-1:] == [LAST]
+
+
+def test_ranks_that_hang_are_ended_after_their_stacks_are_written_and_resume(whole_four, tmp_path):
+    """One rank is suspended, so the others wait for it in a collective. It cannot write its own stacks."""
+    run = supervised(run_beside(whole_four, tmp_path / "run", copied=False), "--hang-timeout", "5")
+    train_until(run, 8)
+    os.kill(run.worker(1), signal.SIGSTOP)
+    run.wait_for_success(LIMIT)
+    assert_no_process_left(run)
+    assert_uninterrupted(run, whole_four)
+    hang, = supervisor_events(run, "hang_detected")
+    assert 1 in hang["ranks"] and hang["phase"] in ("training", "saving") and len(hang["stacks"]) >= 3
+    assert any("Thread" in Path(path).read_text(encoding="utf-8") for path in hang["stacks"])
+    assert [event["status"] for event in supervisor_events(run, "job_ended")] == [124, 0]
+
+
+def test_sigterm_to_the_supervisor_saves_and_stops(whole_four, tmp_path):
+    run = supervised(run_beside(whole_four, tmp_path / "run", copied=False))
+    train_until(run, 8)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(LIMIT) == 143
+    assert_no_process_left(run)
+    ended, = events(run, "training_ended")
+    assert ended["outcome"] == "preempted" and committed_steps(run)[-1] == ended["step"]
+    assert len(supervisor_events(run, "job_started")) == 1
