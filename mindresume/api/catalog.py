@@ -38,9 +38,11 @@ from mindresume.api.sources import existing
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import MissingCheckpointError
+from mindresume.events import DISK, MEMORY
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan, missing_ranks_text, steps_text
 from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.location import locate
+from mindresume.formats.records import scan_records
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume import listing
@@ -48,9 +50,11 @@ from mindresume.resume.candidates import find_candidates, world_size_notes
 from mindresume.resume.choice import describe_candidate
 from mindresume.resume.folder_verification import verify_checkpoints
 from mindresume.resume.listing import CheckpointStatus
+from mindresume.resume.memory_selection import MemorySource
 from mindresume.resume.selection import CheckpointSources, preview_selection
 from mindresume.resume.selection_policy import FULL, QUICK, SelectionPolicy, every_rank
 from mindresume.resume.verified_shard import read_size
+from mindresume.saving.memory_tier.directory import find_tier
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
@@ -71,6 +75,8 @@ class Selection(Result):
         local: Where nodes share no disk and none is chosen: the newest checkpoint of which this node has its part. The job takes
             the newest step that all nodes have.
         error: Why a resume would stop with an error, as sentences; empty if it would not.
+        source: Where the chosen one lies: "disk", or "memory": a job whose setting ``memory_tier`` is on takes it from memory of
+            this node.
     """
     root: str
     chosen: Checkpoint | None
@@ -81,6 +87,7 @@ class Selection(Result):
     description: str = ""
     local: CheckpointInfo | None = None
     error: str = ""
+    source: str = DISK
 
 
 def open(path: str | os.PathLike[str], *, world_size: int | None = None, strategy: str | os.PathLike[str] | None = None,
@@ -142,7 +149,9 @@ class Catalog:
         """
         found, rows = self._list(self._locate())
         users = tuple(DirectoryUser(holder, is_alive(holder)) for holder in known_lease_holders(self._storage, found.root))
-        return Listing(found.root, tuple(info_of(self._storage, found.root, row) for row in rows), self._notes(found), users)
+        tier, in_memory = self._memory(found.root)
+        return Listing(found.root, tuple(info_of(self._storage, found.root, row) for row in rows), self._notes(found), users,
+                       tuple(info_of(self._storage, tier, row) for row in in_memory))
 
     def steps(self) -> tuple[int, ...]:
         """Returns the steps that a resume could take, as far as names, records and sizes show, ascending."""
@@ -206,7 +215,8 @@ class Catalog:
                                  max_failed_loads=Settings.load().max_failed_loads)
         strategy_of = strategy_lookup(self._storage)
         sources = CheckpointSources(strategy_of, lambda storage, path: consolidated_checkpoint.choose_consolidated(
-            storage, path, SingleProcess(), verify, resume=True)[0])
+            storage, path, SingleProcess(), verify, resume=True)[0], memory=MemorySource(
+                lambda: {os.path.realpath(self._locate().path)}, is_preview=True))
         preview = preview_selection(self._storage, self.path, policy, sources, progress)
         choice, root, local = preview.choice, preview.choice.root, None
         chosen = CheckpointStatus(choice.chosen, None, choice.warnings) if choice.chosen else None
@@ -218,7 +228,7 @@ class Catalog:
             root, self._checkpoint(self._locate(), root, chosen) if chosen else None,
             tuple(problem_of(root, refusal) for refusal in choice.refused), choice.notes, choice.is_fresh_start,
             choice.bytes_verified, describe_candidate(choice.chosen, choice.bytes_verified) if choice.chosen else "", local,
-            preview.error)
+            preview.error, MEMORY if choice.in_memory else DISK)
 
     # ---- verification ------------------------------------------------------------------------------------------------
 
@@ -255,11 +265,15 @@ class Catalog:
             verdicts = [consolidated_checkpoint.verify(self._storage, location.path, counted) for _ in wanted]
         else:
             verdicts = verify_checkpoints(self._storage, found.root, wanted, again, counted)
+        tier, in_memory = self._memory(found.root)
+        held = verify_checkpoints(self._storage, tier, [row for row in in_memory if step is None or row.candidate.step == step],
+                                  lambda: self._memory(found.root)[1], counted)
         removed = {row.candidate.step for row in wanted} - {candidate.step for candidate, _ in verdicts} - {None}
         return VerificationReport(
             found.root, any(bad for candidate, bad in verdicts if candidate.maybe_completed),
             tuple(_verification(found.root, candidate, bad) for candidate, bad in verdicts), tuple(sorted(removed)), read[0],
-            round(time.monotonic() - started, 3), self._notes(found))
+            round(time.monotonic() - started, 3), self._notes(found),
+            tuple(_verification(tier, candidate, bad) for candidate, bad in held))
 
     # ---- release -----------------------------------------------------------------------------------------------------
 
@@ -288,6 +302,13 @@ class Catalog:
         if found.fresh_start_refusal:
             raise MissingCheckpointError(found.fresh_start_refusal)
         return found, rows
+
+    def _memory(self, root: str) -> tuple[str, tuple[CheckpointStatus, ...]]:
+        """Returns the tier in memory of ``root`` on this node, empty if there is none, and a row for each of its saves."""
+        tier, _ = find_tier(self._storage, root)
+        found = Scan(tier, tuple(scan_records(self._storage, tier)[0]) if tier else ())
+        return tier, tuple(listing.status_of_candidate(self._storage, found, candidate, strategy_lookup(self._storage))
+                           for candidate in found.candidates)
 
     def _rows(self, location: _Location, step: int | None = None) -> Iterator[tuple[Scan, CheckpointStatus]]:
         """Yields the rows of ``_list``, or those of ``step``; files are examined one candidate after the other."""

@@ -154,11 +154,13 @@ class Listing(Result):
         checkpoints: In the order in which a resume tries them, newest first.
         notes: What was assumed or ignored, as sentences.
         in_use_by: The processes that save there, or read.
+        memory: Saves of this training in memory of this node, newest first. They are lost with the node.
     """
     root: str
     checkpoints: tuple[CheckpointInfo, ...]
     notes: tuple[str, ...] = ()
     in_use_by: tuple[DirectoryUser, ...] = ()
+    memory: tuple[CheckpointInfo, ...] = ()
 
     def __iter__(self) -> Iterator[CheckpointInfo]:
         return iter(self.checkpoints)
@@ -206,6 +208,7 @@ class VerificationReport(Result):
         bytes_read: Number of bytes read.
         seconds: Duration.
         notes: What was assumed or ignored, as sentences.
+        memory: Saves of this training in memory of this node, newest first. ``damaged`` does not refer to them.
     """
     root: str
     damaged: bool
@@ -214,6 +217,7 @@ class VerificationReport(Result):
     bytes_read: int
     seconds: float
     notes: tuple[str, ...] = ()
+    memory: tuple[CheckpointVerification, ...] = ()
 
     @property
     def problems(self) -> tuple[Problem, ...]:

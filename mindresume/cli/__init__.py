@@ -36,6 +36,7 @@ def main() -> None:
         diff,
         drill,
         export_hf,
+        flush,
         inspect,
         ls,
         merge,

@@ -31,6 +31,8 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     else:
         for found in report.checkpoints:
             _print(found)
+        for found in report.memory:
+            _print(found, "memory (this node), ")
         rate = report.bytes_read / report.seconds if report.seconds else 0
         say(f"{size_text(report.bytes_read)} read in {report.seconds:.1f} s ({size_text(rate)}/s)" if report.checkpoints else
             f"{report.root}: no checkpoints")
@@ -41,7 +43,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     sys.exit(NOTHING if not report.checkpoints else 1 if report.damaged else 0)
 
 
-def _print(found: CheckpointVerification) -> None:
+def _print(found: CheckpointVerification, where: str = "") -> None:
     from mindresume.formatting import listed, ranks_count
     text = {"incomplete": "the save never completed; nothing is lost with it", "damaged": "DAMAGED",
             "unverifiable": "headers and sizes are right; mindformers wrote no checksums",
@@ -49,6 +51,6 @@ def _print(found: CheckpointVerification) -> None:
             f"every byte of rank {listed(found.local_ranks)} of {found.world_size}, which are on this node, is as it was written"
             }[found.state]
     text = "; ".join([text, *(() if found.problems else found.notes)])
-    say(f"step {step_text(found.step)} ({origin_text(found.origin, found.run_id)}): {text}")
+    say(f"{where}step {step_text(found.step)} ({origin_text(found.origin, found.run_id)}): {text}")
     for problem in found.problems:
         say(f"    {problem.reason}" + (f"\n      {problem.file}" if problem.file else ""))

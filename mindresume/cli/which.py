@@ -50,6 +50,9 @@ def _print(found: Selection) -> None:
         for warning in chosen.warnings:
             say(f"warning  {warning}")
         say(f"chosen   step {chosen.step}, epoch {chosen.epoch}: {found.description}")
+        if found.source == "memory":
+            say(f"memory   it lies in memory of this node, {found.root}, and is lost with it; a job without memory_tier takes "
+                f"the disk. mindresume flush writes it to disk")
     elif found.fresh:
         there = "no save was ever complete in" if os.path.exists(found.root) else "there is no"
         say(f"chosen   none: {there} {found.root}; a resume starts afresh")

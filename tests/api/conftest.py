@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from formats.test_huggingface import GROUPED
+from memory_tiers import memory  # noqa: F401  a fixture
 from rank_folders import STORAGE, state_of, target_of
 from report.test_advice import history
 from reshard.test_huggingface import document

@@ -237,7 +237,8 @@ def test_verify_names_files_and_tensors(tmp_path):
     assert [(problem.file, problem.tensors) for problem in report.problems] == [
         (paths[0], ("layer.bias",)), (paths[1], ("embedding.weight",))]
     assert report.bytes_read >= sum(path_of(tmp_path, step, rank).stat().st_size for step in (5, 10) for rank in range(4))
-    assert set(plain(report)) == {"root", "damaged", "checkpoints", "removed_steps", "bytes_read", "seconds", "notes"}
+    assert set(plain(report)) == {"root", "damaged", "checkpoints", "removed_steps", "bytes_read", "seconds", "notes",
+                                  "memory"}
     assert not mindresume.open(tmp_path).verify(step=5).damaged
     with pytest.raises(MissingCheckpointError):
         mindresume.open(tmp_path).verify(step=6)

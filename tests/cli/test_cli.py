@@ -81,7 +81,8 @@ def test_which_gives_the_reason_for_refusing_a_newer_one(saved, read):
     path = cut(saved, 15, 2)
     status, found = read("which", saved)
     assert (status, facts(found["chosen"])) == (0, (10, 1, "safetensors", [], paths(saved, 10), []))
-    assert set(found) == {"root", "chosen", "refused", "notes", "fresh", "verified", "description", "local", "error"}
+    assert set(found) == {"root", "chosen", "refused", "notes", "fresh", "verified", "description", "local", "error",
+                          "source"}
     refusal, = found["refused"]
     assert set(refusal) == {"step", "reason", "file", "rank", "tensors"}
     assert (refusal["step"], refusal["file"], refusal["rank"]) == (15, path, 2)
@@ -364,7 +365,8 @@ def test_ls_prints_a_table_by_default(saved, call):
 
 def test_ls_of_an_empty_folder(tmp_path, call, read):
     assert call("ls", tmp_path) == (0, f"{tmp_path}: no checkpoints\n", "")
-    assert read("ls", tmp_path) == (0, {"root": str(tmp_path), "checkpoints": [], "notes": [], "in_use_by": []})
+    assert read("ls", tmp_path) == (0, {"root": str(tmp_path), "checkpoints": [], "notes": [], "in_use_by": [],
+                                        "memory": []})
 
 
 # ---- errors and imports ----------------------------------------------------------------------------------------------

@@ -1,0 +1,130 @@
+"""The tier in memory with the real Trainer: SIGKILL of all ranks, loss of the node, a flipped bit, an error in the training."""
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+from mindresume.formats.records import scan_records
+from mindresume.saving.memory_tier.directory import read_mark, tier_path
+from mindresume.storage.posix import PosixStorage
+from st.run_attempts import (
+    LIMIT,
+    assert_resumed,
+    committed_steps,
+    events,
+    failure,
+    refused_steps,
+    resume_summary,
+    run_beside,
+    selected_step,
+    use_program,
+)
+from st.training_run import FORMAT_2, Run
+
+pytestmark = pytest.mark.timeout(1200)
+STORAGE = PosixStorage()
+EVERY = 3
+
+
+@pytest.fixture
+def memory():
+    """Returns a folder in memory."""
+    path = tempfile.mkdtemp(prefix="mindresume-st-", dir="/dev/shm")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def settings(memory: str, every: int = EVERY) -> dict[str, str]:
+    return {"MINDRESUME_MEMORY_TIER_EVERY_STEPS": str(every), "MINDRESUME_MEMORY_TIER_DIR": memory}
+
+
+def tier_of(run: Run) -> str:
+    return tier_path(read_mark(STORAGE, str(run.checkpoints)), str(run.checkpoints))
+
+
+def in_memory(run: Run) -> list:
+    """Returns the saves in memory that are whole, newest first."""
+    return [candidate for candidate in scan_records(STORAGE, tier_of(run))[0] if candidate.problem is None]
+
+
+def sources(run: Run) -> list[str]:
+    """Returns where each rank of the last attempt resumed from."""
+    return [row["source"] for rank in range(run.workers) for row in events(run, "checkpoint_selected", rank)]
+
+
+def killed(run: Run, command: str, memory: str, step: int = 19, every: int = EVERY) -> Run:
+    """Starts ``run`` and kills all of its ranks after ``step``."""
+    run.start(command, **settings(memory, every)).wait_for_step(step)
+    run.kill()
+    return run
+
+
+@pytest.mark.parametrize("command", ["", FORMAT_2, "--callbacks.1.async_save thread"])
+def test_one_process_resumes_from_memory(whole_single, tmp_path, memory, command):
+    run = killed(run_beside(whole_single, tmp_path / "run", copied=False), command, memory)
+    newest, disk = in_memory(run)[0].step, max(committed_steps(run))
+    assert newest >= 18 and newest % EVERY == 0 and disk <= newest
+    run.start(command, **settings(memory)).wait_for_success(LIMIT)
+    assert_resumed(run, whole_single, max(newest, disk))
+    assert sources(run) == ["memory"] and resume_summary(run)["checkpoint"][0] == "restored"
+    assert not os.path.exists(tier_of(run))                             # the last step is on disk
+    assert events(run, "tier_saved") and not events(run, "tier_refused")
+
+
+@pytest.mark.parametrize("command", ["", FORMAT_2])
+def test_four_processes_resume_from_memory_at_every_step(whole_four, tmp_path, memory, command):
+    run = killed(run_beside(whole_four, tmp_path / "run", copied=False), command, memory, every=1)
+    newest = in_memory(run)[0].step
+    assert newest >= 17
+    run.start(command, **settings(memory, 1)).wait_for_success(LIMIT)
+    assert_resumed(run, whole_four, newest)
+    assert sources(run) == ["memory"] * 4
+
+
+def test_without_the_node_the_disk_is_taken(whole_single, tmp_path, memory):
+    run = killed(run_beside(whole_single, tmp_path / "run", copied=False), "", memory)
+    disk = max(committed_steps(run))
+    shutil.rmtree(tier_of(run))
+    run.start("", **settings(memory)).wait_for_success(LIMIT)
+    assert_resumed(run, whole_single, disk)
+    assert sources(run) == ["disk"]
+
+
+def test_a_flipped_bit_is_refused(whole_single, tmp_path, memory):
+    run = killed(run_beside(whole_single, tmp_path / "run", copied=False), "", memory)
+    disk, saves = max(committed_steps(run)), in_memory(run)
+    for save in saves:
+        path = os.path.join(tier_of(run), save.first.path)
+        with open(path, "r+b") as file:
+            file.seek(-1000, 2)
+            byte = file.read(1)
+            file.seek(-1000, 2)
+            file.write(bytes([byte[0] ^ 4]))
+    run.start("", **settings(memory)).wait_for_success(LIMIT)
+    assert selected_step(run) == disk and sources(run) == ["disk"]
+    assert refused_steps(run) == [save.step for save in saves if save.step >= disk]
+    assert_resumed(run, whole_single, disk)
+
+
+def test_an_error_writes_what_memory_has_to_disk(whole_single, tmp_path, memory):
+    run = use_program(run_beside(whole_single, tmp_path / "run", copied=False), "fail_in_step.py")
+    run.start("", **settings(memory), FAIL_IN_STEP="20").wait(LIMIT)
+    assert "FAIL_IN_STEP" in failure(run)
+    assert committed_steps(run) == [5, 10, 15, 18] and run.which()["chosen"]["step"] == 18
+
+
+def test_the_command_line_shows_and_writes_what_memory_has(whole_single, tmp_path, memory):
+    run = killed(run_beside(whole_single, tmp_path / "run", copied=False), "", memory)
+    newest = in_memory(run)[0].step
+    found = run.which()
+    assert (found["chosen"]["step"], found["source"]) == (newest, "memory")
+    assert "memory (this node)" in run.mindresume("ls", str(run.checkpoints)).stdout
+    assert run.mindresume("flush", str(run.checkpoints)).returncode == 0
+    shutil.rmtree(tier_of(run))
+    found = run.which()
+    assert (found["chosen"]["step"], found["source"]) == (newest, "disk")
+    run.start("", **settings(memory)).wait_for_success(LIMIT)
+    assert_resumed(run, whole_single, newest)

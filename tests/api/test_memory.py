@@ -1,0 +1,100 @@
+"""What memory of this node has: in the catalog, on the command line, and written to disk."""
+import json
+import shutil
+
+import pytest
+from memory_tiers import make_owned_tier
+from rank_folders import RUN, STORAGE, flip_bit, path_of, save
+from saving.memory_tier.test_tier import Training
+
+import mindresume
+from mindresume.api.memory import flush
+from mindresume.coordination.collectives import SingleProcess
+from mindresume.errors import LeaseHeldError, SaveError
+from mindresume.formats.records import scan_records
+from mindresume.model.manifest import run_name
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.shared_selection import select_shared
+from mindresume.saving.memory_tier.directory import this_process
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def tier(memory, root):
+    return make_owned_tier(memory, root)
+
+
+def test_the_catalog_shows_and_selects_what_memory_has(root, tier):
+    save(root, 5, world=2)
+    Training(tier, 2, world=2).steps(9).stop()
+    catalog = mindresume.open(root)
+    assert [row.step for row in catalog.list()] == [5] and [row.step for row in catalog.list().memory] == [8, 6]
+    assert all(row.usable and row.state == "complete" for row in catalog.list().memory)
+    found = catalog.select()
+    assert (found.chosen.info.step, found.source, found.root) == (8, "memory", str(tier))
+    assert json.loads(json.dumps(found.to_json()))["source"] == "memory"
+    report = catalog.verify()
+    assert [row.step for row in report.checkpoints] == [5] and [row.state for row in report.memory] == ["verified"] * 2
+    flip_bit(tier / scan_records(STORAGE, str(tier))[0][0].first.path)
+    assert [row.state for row in catalog.verify().memory] == ["damaged", "verified"] and not catalog.verify().damaged
+    found = catalog.select()
+    assert (found.chosen.info.step, found.source) == (6, "memory") and found.refused[0].step == 8
+    assert scan_records(STORAGE, str(tier))[0][0].problem is None       # nothing is changed by a look
+    shutil.rmtree(tier)
+    assert (catalog.select().chosen.info.step, catalog.select().source, catalog.list().memory) == (5, "disk", ())
+
+
+def chosen(root):
+    choice = select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+    return choice.chosen.step, choice.chosen.committed, choice.bytes_verified
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+def test_the_newest_save_in_memory_is_written_to_disk(root, tier, iterations):
+    if not iterations:
+        save(root, 5, world=2)
+    Training(tier, 2, world=2, iterations=iterations).steps(9).stop()
+    result = flush(root)
+    assert (result.step, result.committed) == (8, True) and result.size_bytes > 1000
+    assert chosen(root) == (8, True, True)
+    if not iterations:
+        assert path_of(root, 8, 1).exists()
+    again = flush(root)
+    assert again.step is None and again.up_to_date
+    shutil.rmtree(tier)
+    assert flush(root).step is None and not flush(root).up_to_date
+
+
+def test_a_damaged_save_is_not_written_and_the_one_before_is(root, tier):
+    Training(tier, 2, world=2).steps(9).stop()
+    flip_bit(tier / scan_records(STORAGE, str(tier))[0][0].first.path)
+    assert flush(root).step == 6 and chosen(root)[0] == 6
+
+
+def test_a_newer_run_on_disk_is_left_alone(root, tier):
+    Training(tier, 2, world=1).steps(9).stop()
+    save(root, 5, world=1, run=run_name(2, "0000bbbb"))
+    assert flush(root).up_to_date and chosen(root)[0] == 5
+
+
+def test_an_interrupted_write_is_continued_and_other_files_are_not_overwritten(root, tier):
+    Training(tier, 2, world=2).steps(9).stop()
+    save(root, 5, world=2)
+    copied = path_of(root, 8, 0)
+    shutil.copy(tier / "rank_0" / f"{RUN}.{copied.name}", copied)
+    path_of(root, 8, 1).write_bytes(b"something else")
+    with pytest.raises(SaveError, match="never overwritten"):
+        flush(root)
+    path_of(root, 8, 1).unlink()
+    assert flush(root).committed and chosen(root)[0] == 8
+
+
+def test_a_running_job_saves_by_itself(memory, root):
+    tier = make_owned_tier(memory, root, processes=[this_process()])
+    Training(tier, 2).steps(9).stop()
+    with pytest.raises(LeaseHeldError):
+        flush(root)
