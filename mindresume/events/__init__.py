@@ -113,12 +113,16 @@ class TrainingStarted(Event):
         world_size: ranks of the job.
         version: of mindresume.
         utc_offset_seconds: of the local time in this process's log, east of UTC.
+        process_started: when the kernel started this process, in seconds since 1970.
+        imported: when its imports of MindSpore and mindformers were done, in seconds since 1970.
     """
     host: str
     process_id: int
     world_size: int
     version: str
     utc_offset_seconds: int | None = None
+    process_started: float | None = None
+    imported: float | None = None
 
 
 @dataclass(frozen=True)
@@ -237,12 +241,13 @@ class FreshStart(Event):
 @dataclass(frozen=True)
 class WeightsLoaded(Event):
     """One rank has loaded its tensors. ``read_bytes``: read from files; ``size_bytes``: of the tensors; ``source``: for
-    people."""
+    people; ``seconds``: since the network was built, or since the load began."""
     rank: int
     tensors: int
     size_bytes: int
     read_bytes: int | None = None
     source: str = ""
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -281,6 +286,17 @@ class Resumed(Event):
     load_seconds: float | None = None
     lost_steps: int | None = None
     lost_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class NetworkCompiled(Event):
+    """The first step after a load is compiled, and is about to be computed."""
+
+
+@dataclass(frozen=True)
+class FirstStepDone(Event):
+    """The first step of this process is done; in sink mode the first sink. ``step``: its number."""
+    step: int
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------

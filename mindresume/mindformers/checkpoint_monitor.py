@@ -18,6 +18,7 @@ from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume.coordination.rank_heartbeat import COMPILING, ENDING, FIRST_STEP
 from mindresume.errors import SaveError
+from mindresume.events import NetworkCompiled
 from mindresume.formats.rank_folder_naming import stem
 from mindresume.mindformers import adapter, heartbeat, run_start, training_context, upstream, upstream_check
 from mindresume.mindformers.monitor_arguments import checked_arguments
@@ -100,8 +101,10 @@ class CheckpointMonitor(BuiltIn):
         return super(BuiltIn, self).on_train_step_begin(run_context)        # skips the built-in, which polls its own writer here
 
     def _begin_first_step(self) -> None:
+        """The first step after a load is compiled, and begins."""
         heartbeat.enter(FIRST_STEP)
         self._checkpoints.begin_load_attempt()
+        self._context.emit(NetworkCompiled())
 
     def on_train_end(self, run_context: Any) -> None:
         if not self._ours:

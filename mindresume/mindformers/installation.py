@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from mindresume.events import warning
-from mindresume.mindformers import adapter, heartbeat, patches, training_context, upstream_check
+from mindresume.mindformers import adapter, heartbeat, patches, process_times, training_context, upstream_check
 from mindresume.mindformers.modelarts import require_moxing
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER, Kind, Profile, Symbol
 from mindresume.mindformers.wrapping import when_imported
@@ -39,6 +39,7 @@ def install() -> None:
             replace(symbol, patches.WRAPPERS[symbol.name])
     if profile.pynative:
         when_imported(PYNATIVE_TRAINER, partial(install_pynative, profile))
+    process_times.mark_imported()
 
 
 def install_pynative(profile: Profile) -> None:

@@ -188,7 +188,7 @@ def restore_parameters(network: Any, arrays: dict[str, np.ndarray], deduplicated
     left = [name for name in adapter.load_into(network, arrays, deduplicated) if not may_miss(name)]
     if left:
         raise LoadError(f"{len(left)} parameters of the network got no value, for example {left[0]}")
-    context.emit(WeightsLoaded(context.group.rank, count, size, read_bytes, source))
+    context.emit(WeightsLoaded(context.group.rank, count, size, read_bytes, source, context.progress.timed_seconds()))
 
 
 def read_shard(storage: Storage, root: str, shard: VerifiedShard, reporter: ProgressReporter | None = None

@@ -30,7 +30,7 @@ from mindresume.errors import ConfigError, TrainingCompleteError
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, TrainingEnded, TrainingStarted
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import EventFile
-from mindresume.mindformers import adapter, heartbeat, modelarts
+from mindresume.mindformers import adapter, heartbeat, modelarts, process_times
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.tensorboard import MindFormersLog, TensorBoard
 from mindresume.model.data_position import DataPosition
@@ -133,6 +133,7 @@ class RunProgress:
         dataset_size: steps of one pass over the data; None: unknown.
         sink_size: steps of a sink; None: no sink mode.
         load_seconds: time of selecting, verifying and loading.
+        timed_since: when the latest part of that time began (``time.monotonic``); None: it has not begun.
         step: the last finished step; None: none yet.
         stop_reason: why the training stopped early, after its last step was saved; empty: it did not.
         metrics: newest value of each reported metric.
@@ -145,6 +146,7 @@ class RunProgress:
     dataset_size: int | None = None
     sink_size: int | None = None
     load_seconds: float = 0.0
+    timed_since: float | None = None
     step: int | None = None
     stop_reason: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -160,11 +162,15 @@ class RunProgress:
     @contextmanager
     def timed_load(self) -> Iterator[None]:
         """Adds the time of its block to ``load_seconds``."""
-        started = time.monotonic()
+        started = self.timed_since = time.monotonic()
         try:
             yield
         finally:
             self.load_seconds += time.monotonic() - started
+
+    def timed_seconds(self) -> float | None:
+        """Returns the seconds since the latest part of ``load_seconds`` began; None: it has not begun."""
+        return None if self.timed_since is None else time.monotonic() - self.timed_since
 
 
 @dataclass
@@ -290,7 +296,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
         set_current(context)
         try:
             emit(TrainingStarted(socket.gethostname(), os.getpid(), group.size, mindresume.__version__,
-                                 time.localtime().tm_gmtoff))
+                                 time.localtime().tm_gmtoff, process_times.process_started(), process_times.imported()))
             context.settings = Settings.load(config.get("mindresume"))
             context.resources.remote = modelarts.remote_of(config, emit)
             context.requests = preemption.requests(config)

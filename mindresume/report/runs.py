@@ -69,7 +69,8 @@ class RunAttempt:
     from the beginning. ``is_inferred``: it follows from the first loss. ``resumed_run_id``: the run that saved it.
     ``checkpoint``: its description. ``base_step``: the step after which this attempt counts, which differs after a change of the
     batch size. ``step_scale``: steps of this attempt per step of the run that saved. ``first_step``, ``last_step``: steps done in
-    this attempt; None: none. ``has_true_loss``: False if the last rank has the true loss (pipeline stages).
+    this attempt; None: none. ``has_true_loss``: False if the last rank has the true loss (pipeline stages). ``moments``: of its
+    start, as far as they were recorded.
     """
     number: int
     started: float
@@ -219,6 +220,7 @@ class _AttemptBuilder:
         self.committed_for_others: list[tuple[str, int]] = []
         self.refused: list[RefusedCheckpoint] = []
         self.curve = _Curve()
+        self.moments = Moments()
 
     # ---- the log
 
@@ -252,22 +254,35 @@ class _AttemptBuilder:
         self.is_begun = self.is_begun or not isinstance(event, ev.Notice)
         if isinstance(event, ev.TrainingStarted):
             self.world_size = event.world_size
+            self._see(started=event.process_started, imported=event.imported, joined=at)
         elif isinstance(event, ev.RunOpened):
             self.run_id, self.world_size = event.run_id, event.world_size
         elif isinstance(event, (ev.CheckpointSelected, ev.FreshStart)):
             self.choice = event
+            self._see(selected=at)
         elif isinstance(event, ev.CandidateRefused):
             self.refused.append(RefusedCheckpoint(event.step, event.reason + (f" ({event.file})" if event.file else "")))
         elif isinstance(event, ev.ProgressRestored):
             self.progress = event
         elif isinstance(event, ev.Resumed):
             self.load_seconds = event.load_seconds
+        elif isinstance(event, ev.WeightsLoaded):
+            self._see(loading=None if event.seconds is None else at - event.seconds, loaded=at)
+        elif isinstance(event, ev.NetworkCompiled):
+            self._see(compiled=at)
+        elif isinstance(event, ev.FirstStepDone):
+            self._see(stepped=at)
         elif isinstance(event, ev.PreemptionRequested):
             self.is_preempted = True
         elif isinstance(event, ev.TrainingEnded):
             self._take_end(at, event)
         else:
             self._take_save(at, event)
+
+    def _see(self, **moments: float | None) -> None:
+        """Keeps the first of each moment of the start."""
+        known = {name: at for name, at in moments.items() if at is not None and getattr(self.moments, name) is None}
+        self.moments = replace(self.moments, **known)
 
     def _take_end(self, at: float, event: ev.TrainingEnded) -> None:
         self.end = event
@@ -319,7 +334,7 @@ class _AttemptBuilder:
             self.world_size, isinstance(choice, ev.FreshStart), resumed, is_inferred, selected.run_id if selected else None,
             _description(selected) if selected else "", base, scale, base + 1 if last_step is not None else None, last_step,
             self.load_seconds, tuple(self.saves[step] for step in sorted(self.saves)), self.skipped_saves, tuple(self.refused),
-            not self.is_pipeline, losses)
+            not self.is_pipeline, losses, self.moments)
 
     def _outcome(self, is_last: bool) -> tuple[str, str]:
         if self.failure is not None:

@@ -31,6 +31,7 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import (
     Emit,
+    FirstStepDone,
     Notice,
     PreemptionRequested,
     RunOpened,
@@ -92,6 +93,7 @@ class CheckpointManager:
         self._tier: MemoryTier | None = None
         self._collected: Save | None = None             # for the disk at this step
         self._skipped = self._begun_at = 0
+        self._stepped = False
         self.is_first_on_host = False                   # known after count_hosts
         self._schedule = SaveSchedule(options, since)
 
@@ -204,6 +206,9 @@ class CheckpointManager:
     def step_end(self, request: SaveRequest) -> str:
         """Saves the step if it is due. Returns why the training is to stop after this step, which is saved then; empty: go on."""
         self.pending.end()
+        if not self._stepped:
+            self._stepped = True
+            self.emit(FirstStepDone(request.step))
         if self._saver is not None:
             self.outcomes.handle(self._saver.poll())
         if self.session is not None:

@@ -11,7 +11,7 @@ from mindresume.formatting import shown
 DOCUMENT = Path(__file__).parents[2] / "docs" / "events.md"
 BEGIN, END = "<!-- examples: made by tests/events/examples.py -->", "<!-- end of examples -->"
 EXAMPLES = (
-    ev.TrainingStarted("node-0", 4711, 8, "0.1.0", 3600),
+    ev.TrainingStarted("node-0", 4711, 8, "0.1.0", 3600, 1795324920.0, 1795324941.5),
     ev.RunOpened("3-5f0c21aa", "/data/output/checkpoint", "qwen3_rank_0-3", 8),
     ev.LeaseWatched("/data/output/checkpoint/.mindresume/claim-2-5f0c21aa.json", "2-5f0c21aa", "node-7", 45.0),
     ev.StaleLeaseRemoved("2-5f0c21aa", "node-7", 4242),
@@ -24,10 +24,12 @@ EXAMPLES = (
     ev.VisibilityWaited(65.0, ("rank 1 sees /data/output/checkpoint/.mindresume/step-0000000500-run-0002-5f0c21aa",)),
     ev.VerifiedBytesKept(4 << 30, 1 << 30, 4 << 30),
     ev.FreshStart("/data/output/checkpoint", "holds no checkpoint that was ever complete", "are initialised at random"),
-    ev.WeightsLoaded(0, 311, 5 << 30, 5 << 30, "step 400"),
+    ev.WeightsLoaded(0, 311, 5 << 30, 5 << 30, "step 400", 11.2),
     ev.ProgressRestored(200, 1, 400, 0.5, 64, 1024.0),
     ev.Resumed(200, (("step", "recomputed", "400 * 32 / 64 = 200"), ("random state", "restored", "mindspore, numpy")),
                12.5, 37, 420.0),
+    ev.NetworkCompiled(),
+    ev.FirstStepDone(401),
     ev.SaveBegun(500),
     ev.SaveStaged(500, "qwen3_rank_0-3-500_1.safetensors", 0.412),
     ev.SaveNotStaged(500, "it needs 5120 MiB of staging memory; the budget (mindresume.staging_gib) is 4096 MiB"),

@@ -10,6 +10,7 @@ identity, if both arrange the elements within the tensors equally.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -179,7 +180,7 @@ def load_tensors(run: TrainingRun, plan: ResumePlan) -> None:
         CollectiveError: On all ranks, if one fails.
     """
     heartbeat.enter(LOADING)
-    context, trainer, resume = run.context, run.trainer, plan.request.resume
+    context, trainer, resume, started = run.context, run.trainer, plan.request.resume, time.monotonic()
     model = parameters.model_parameters(trainer.model)
     wanted = {**model, **(parameters.optimizer_parameters(trainer.optimizer, model) if resume else {})}
     shapes = parameters.shapes_of(wanted)
@@ -198,7 +199,7 @@ def load_tensors(run: TrainingRun, plan: ResumePlan) -> None:
     count, size = len(arrays), sum(array.nbytes for array in arrays.values())
     parameters.restore(trainer.model, trainer.optimizer if resume else None, arrays)
     parameters.refresh_masters(trainer.optimizer, arrays)
-    context.emit(WeightsLoaded(context.group.rank, count, size, traffic.read, source.what))
+    context.emit(WeightsLoaded(context.group.rank, count, size, traffic.read, source.what, time.monotonic() - started))
 
 
 def _regions(run: TrainingRun, weights: CheckpointView, shapes: Mapping[str, Any], layouts: parameters.Layouts,
