@@ -32,7 +32,7 @@ def test_moments_of_a_supervisor_divide_it():
     rows = accounts(two_attempts())
     (found,) = recoveries_of(rows, {2: Moments(noticed=ZERO + 21.5, ended=ZERO + 22.5, started=ZERO + 25)})
     assert shown(found.phases)[:3] == [("notice", 19.5, 21.5), ("end", 21.5, 22.5), ("start", 22.5, 25)]
-    assert found.phases[-1].end == found.first_step and found.phases[-1].names[0] == "import"
+    assert found.phases[-1].end == found.first_step and found.phases[3].names == ("import", "join")
 
 
 def test_phases_have_no_gaps_and_leave_out_what_is_out_of_order():
