@@ -55,13 +55,13 @@ def test_a_start_that_fails_belongs_to_the_recovery_and_a_normal_end_ends_none()
 def test_the_moments_of_a_start_come_from_its_events():
     training = Training().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 8).save(18.5, 5)
     training.start(40)
-    training.recorded[-1][0] = RecordedEvent(ZERO + 40, ev.TrainingStarted("a", 1, 1, "x", None, ZERO + 20.0, ZERO + 35.0))
+    training.recorded[-1][0] = RecordedEvent(ZERO + 40.5, ev.TrainingStarted("a", 1, 1, "x", None, ZERO + 20.0, ZERO + 35.0))
     training.resume(42, 5, RUNS[0]).event(46, ev.WeightsLoaded(0, 3, 10, 10, "step 5", 2.5)).run(47, RUNS[1])
     training.event(49, ev.NetworkCompiled()).event(50, ev.FirstStepDone(6)).steps(49, 6, 9).over(60)
     (found,) = recoveries_of(accounts(training))
     died = found.died - ZERO
     assert shown(found.phases) == [
-        ("notice + end + start", died, 20.0), ("import", 20.0, 35.0), ("join", 35.0, 40.0), ("select", 40.0, 42.0),
+        ("notice + end + start", died, 20.0), ("import", 20.0, 35.0), ("join", 35.0, 40.5), ("select", 40.5, 42.0),
         ("build", 42.0, 43.5), ("load", 43.5, 46.0), ("compile", 46.0, 49.0), ("first step", 49.0, 50.0)]
     assert list(totals_of([found]))[-1] == "redone" and found.first_step == ZERO + 50
 
