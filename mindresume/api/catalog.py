@@ -35,7 +35,7 @@ from mindresume.api.results import (
     problem_of,
 )
 from mindresume.api.sources import existing
-from mindresume.coordination.collectives import SingleProcess
+from mindresume.coordination.collectives import Group, SingleProcess, Watchdog, gather_results, run_on_rank0
 from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import MissingCheckpointError
 from mindresume.events import DISK, MEMORY
@@ -48,7 +48,7 @@ from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume import listing
 from mindresume.resume.candidates import find_candidates, world_size_notes
 from mindresume.resume.choice import describe_candidate
-from mindresume.resume.folder_verification import verify_checkpoints
+from mindresume.resume.folder_verification import read_shared, verify_checkpoints
 from mindresume.resume.listing import CheckpointStatus
 from mindresume.resume.memory_selection import MemorySource
 from mindresume.resume.selection import CheckpointSources, preview_selection
@@ -58,6 +58,8 @@ from mindresume.saving.memory_tier.directory import find_tier
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
+
+_ALONE = SingleProcess()
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ class Catalog:
 
     # ---- verification ------------------------------------------------------------------------------------------------
 
-    def verify(self, step: int | None = None, *, progress: Progress = SILENT) -> VerificationReport:
+    def verify(self, step: int | None = None, *, progress: Progress = SILENT, group: Group = _ALONE) -> VerificationReport:
         """Reads every byte, and names the damaged files and tensors.
 
         What mindformers wrote has no checksums: its headers, sizes and counters are checked. What a job removes meanwhile is no
@@ -241,19 +243,28 @@ class Catalog:
         Args:
             step: Only this step; None: all.
             progress: Receives the numbers of bytes to read, and of bytes read.
+            group: The processes that share the files; all make the same call, and all return the same report.
 
         Returns:
             A VerificationReport; ``damaged`` is the answer.
 
         Raises:
             MissingCheckpointError: There is no such step.
+            CollectiveError: In a group of several processes, on all of them, if one fails or is lost.
         """
+        if group.size == 1:
+            return self._verify(step, progress, group)
+        own = self._verify(step, progress, group)
+        return VerificationReport.from_json(run_on_rank0(group, own.to_json))
+
+    def _verify(self, step: int | None, progress: Progress, group: Group) -> VerificationReport:
         started, read, location = time.monotonic(), [0], self._locate()
         found, rows = self._list(location)
         wanted = [row for row in rows if step is None or row.candidate.step == step]
         if step is not None and not wanted:
             raise self._missing_step(step, found)
-        progress.expect(sum(read_size(row.candidate, [*row.candidate.files]) for row in wanted if row.candidate.maybe_completed))
+        progress.expect(sum(read_size(row.candidate, [*row.candidate.files]) for row in wanted if row.candidate.maybe_completed)
+                        // group.size)
 
         def counted(count: int) -> None:
             read[0] += count
@@ -261,13 +272,17 @@ class Catalog:
 
         def again() -> Iterator[CheckpointStatus]:
             return (row for row in self._list(location)[1] if step is None or row.candidate.step == step)
+        timeout = getattr(group, "timeout", Watchdog.stall_timeout)
         if location.is_consolidated:
-            verdicts = [consolidated_checkpoint.verify(self._storage, location.path, counted) for _ in wanted]
+            verdicts = [consolidated_checkpoint.verify(self._storage, location.path, counted, group, timeout) for _ in wanted]
         else:
-            verdicts = verify_checkpoints(self._storage, found.root, wanted, again, counted)
+            known = read_shared(self._storage, found.root, wanted, counted, group, timeout) if group.size > 1 else None
+            verdicts = verify_checkpoints(self._storage, found.root, wanted, again, counted, known) if group.rank == 0 else []
         tier, in_memory = self._memory(found.root)
-        held = verify_checkpoints(self._storage, tier, [row for row in in_memory if step is None or row.candidate.step == step],
-                                  lambda: self._memory(found.root)[1], counted)
+        asked = [row for row in in_memory if step is None or row.candidate.step == step] if group.rank == 0 else []
+        held = verify_checkpoints(self._storage, tier, asked, lambda: self._memory(found.root)[1], counted)
+        if group.size > 1:
+            read[0] = sum(gather_results(group, lambda: read[0]))
         removed = {row.candidate.step for row in wanted} - {candidate.step for candidate, _ in verdicts} - {None}
         return VerificationReport(
             found.root, any(bad for candidate, bad in verdicts if candidate.maybe_completed),

@@ -219,6 +219,16 @@ class VerificationReport(Result):
     notes: tuple[str, ...] = ()
     memory: tuple[CheckpointVerification, ...] = ()
 
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> VerificationReport:
+        """Returns the report of which ``value`` is the ``to_json()``."""
+        def row(found: Mapping[str, Any]) -> CheckpointVerification:
+            problems = tuple(Problem(**{**bad, "tensors": tuple(bad["tensors"])}) for bad in found["problems"])
+            lists = {name: tuple(found[name]) for name in ("missing_ranks", "local_ranks", "notes")}
+            return CheckpointVerification(**{**found, **lists, "problems": problems})
+        return cls(**{**value, "checkpoints": tuple(map(row, value["checkpoints"])),
+                      "removed_steps": tuple(value["removed_steps"]), "notes": tuple(value["notes"])})
+
     @property
     def problems(self) -> tuple[Problem, ...]:
         """What is damaged or missing in all checkpoints."""

@@ -8,6 +8,7 @@ import typer
 
 from mindresume.cli import app
 from mindresume.cli.common import NOTHING, AsJson, Folder, WorldSize, origin_text, print_json, progress_bar, say, step_text
+from mindresume.cli.launch import TIMEOUT, Timeout, launched_group
 from mindresume.formatting import size_text
 
 if TYPE_CHECKING:
@@ -16,17 +17,20 @@ if TYPE_CHECKING:
 
 @app.command()
 def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
-           step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.")] = None) -> None:
+           step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.")] = None,
+           timeout: Timeout = TIMEOUT) -> None:
     """Reads every byte of every checkpoint and names the damaged file and tensor.
 
     What mindformers wrote has no checksums: its headers, sizes and counters are checked, and the output says so. What a job
-    removes while it is read is no damage.
+    removes while it is read is no damage. Under msrun, mpirun or srun, the processes share the files.
     Exit status: 0 everything is as written, 1 something is damaged or missing, 3 there is no checkpoint.
     """
     from mindresume.api import catalog
-    with progress_bar("verifying", json) as progress:
-        report = catalog.open(folder, world_size=world_size).verify(step, progress=progress)
-    if json:
+    with launched_group(folder, "verify", timeout) as group, progress_bar("verifying", json or group.rank > 0) as progress:
+        report = catalog.open(folder, world_size=world_size).verify(step, progress=progress, group=group)
+    if group.rank:
+        pass                                            # process 0 prints; all end with the same status
+    elif json:
         print_json(report.to_json())
     else:
         for found in report.checkpoints:

@@ -92,9 +92,11 @@ class FileGroup:
     def _open_session(self) -> None:
         prefix = f"{self.process.job or 'launch'}-session-"
         for name in self.storage.list(self.folder):             # of an earlier launch whose processes died
-            if name.startswith(prefix):
-                with suppress(OSError):
+            with suppress(OSError):
+                if name.startswith(prefix):
                     remove_tree(self.storage, os.path.join(self.folder, name))
+                elif name.startswith(f".{os.path.basename(self._pointer)}."):
+                    self.storage.remove(os.path.join(self.folder, name))
         self._session = os.path.join(self.folder, prefix + self._nonce)
         self.storage.make_folder(self._session)
         self._publish(_JOINED + "0", self._own_row())
@@ -108,21 +110,24 @@ class FileGroup:
 
     def _join_session(self) -> None:
         tried: set[str] = set()
+        names: list[str] = []
 
         def missing() -> Collection[int]:
             session = self._named_session()
-            if session not in tried and session:
+            names[:] = self.storage.list(session) if session else []
+            if names and session not in tried and not {_GONE + "0", f"{_JOINED}{self.rank}"} & set(names):
                 self._session = session
-                if f"{_JOINED}{self.rank}" not in self.storage.list(session):
-                    with suppress(OSError):             # process 0 of a later launch has just removed it
-                        self._publish(f"{_JOINED}{self.rank}", self._own_row())
-                        tried.add(session)
-            if self._session in tried and _START in self.storage.list(self._session):
-                nonces = self._read(_START)
-                if nonces and nonces.get(str(self.rank)) == self._nonce:
+                with suppress(OSError):                 # process 0 of a later launch has just removed it
+                    self._publish(f"{_JOINED}{self.rank}", self._own_row())
+                    tried.add(session)
+            elif session and session in tried:
+                if _START in names and (self._read(_START) or {}).get(str(self.rank)) == self._nonce:
                     return ()
+                if _GONE + "0" in names:                # it came after this process had joined
+                    raise ProcessLostError(f"process 0 of {self.size} has ended: {(self._read(_GONE + '0') or {}).get('error')}")
             return (0,)
-        self._wait(missing, "to begin: it must run, and see this folder")
+        # process 0 waits for the others, each time for ``timeout``: it knows who does not come
+        self._wait(missing, "to begin: it must run, and see this folder", lambda: tuple(names), 1.25 * self.timeout)
         self._collect(_JOINED, "to come")
 
     def _named_session(self) -> str:
@@ -200,14 +205,17 @@ class FileGroup:
                 return f"{self._name(rank)} died without a message: it was killed (out of memory?)"
         return ""
 
-    def _wait(self, missing: Callable[[], Collection[int]], what: str) -> None:
+    def _wait(self, missing: Callable[[], Collection[int]], what: str, sign: Callable[[], object] = lambda: None,
+              timeout: float | None = None) -> None:
+        """Waits until ``missing`` returns no process. Raises ProcessLostError after ``timeout`` seconds in which neither these
+        processes nor ``sign`` change."""
         pause, before, since, noted = _FIRST_PAUSE, None, self.clock(), self.clock()
         while left := missing():
             now = self.clock()
-            if left != before:
-                before, since = left, now
+            if (left, sign()) != before:
+                before, since = (left, sign()), now
             text = f"{listed([self._name(rank) for rank in left], 3)} {what}"
-            if now - since > self.timeout:
+            if now - since > (timeout or self.timeout):
                 raise ProcessLostError(f"waited {now - since:.0f} s for {text} ({self.folder}). "
                                        + (f"The environment has {self.process.source}: are there that many processes? "
                                           if self.process.source else "") + "The same command, started again, continues")
@@ -248,8 +256,8 @@ class FileGroup:
         with suppress(OSError):
             while self.clock() < end:
                 names = self.storage.list(self._session)
-                if all(f"{_GONE}{rank}" in names or rank in self._holders and is_alive(self._holders[rank]) is False
-                       for rank in range(self.size)):
+                if all(f"{_GONE}{rank}" in names or f"{_JOINED}{rank}" not in names
+                       or rank in self._holders and is_alive(self._holders[rank]) is False for rank in range(self.size)):
                     break
                 self.pause(_LONGEST_PAUSE / 10)
             remove_tree(self.storage, self._session)

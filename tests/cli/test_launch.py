@@ -1,0 +1,74 @@
+"""The commands as processes of a launch: process 0 prints the whole result, and all end with the same status."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rank_folders import flip_bit
+from reshard.plans import MODEL, Plan, random_tensors, recorded
+
+LAUNCHER = ("MS_", "RANK_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
+
+
+def launch(size, *arguments, ranks=None, **variables):
+    """Returns [(status, stdout, stderr)] of the processes ``ranks`` (default: all) of a launch of ``size``."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+    processes = [subprocess.Popen([sys.executable, "-m", "mindresume", *map(str, arguments)], text=True, stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE, env={**clean, "RANK_ID": str(rank), "MS_WORKER_NUM": str(size),
+                                                               **variables}) for rank in ranks or range(size)]
+    found = [process.communicate(timeout=100) for process in processes]
+    return [(process.returncode, *texts) for process, texts in zip(processes, found, strict=True)]
+
+
+@pytest.fixture
+def source(tmp_path):
+    return recorded(tmp_path / "checkpoint", Plan.parse("tp4"), random_tensors(MODEL)), tmp_path / "checkpoint"
+
+
+def test_verify_prints_once_what_all_found(source, tmp_path):
+    candidate, root = source
+    found = launch(3, "verify", root, "--json")
+    assert [status for status, _, _ in found] == [0] * 3
+    report = json.loads(found[0][1])
+    assert report["bytes_read"] >= sum(file.size for file in candidate.all_files) and [out for _, out, _ in found[1:]] == ["", ""]
+    damaged = [str(root / candidate.files[rank][0].path) for rank in (1, 3)]
+    for path in damaged:
+        flip_bit(root / path, -1)
+    found = launch(3, "verify", root, "--json")
+    assert [status for status, _, _ in found] == [1] * 3
+    assert [problem["file"] for problem in json.loads(found[0][1])["checkpoints"][0]["problems"]] == damaged
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_the_files_of_merged_weights_are_shared_too(source, tmp_path):
+    _, root = source
+    found = launch(2, "merge", root, tmp_path / "merged", "--part-size", "2000")
+    assert [status for status, _, _ in found] == [0, 0] and found[0][1] and not found[1][1]
+    one, = launch(1, "verify", tmp_path / "merged", "--json")
+    flip_bit(tmp_path / "merged" / "part1.safetensors", -1)
+    flip_bit(tmp_path / "merged" / "part2.safetensors", -1)
+    expected, = launch(1, "verify", tmp_path / "merged", "--json")
+    found = launch(3, "verify", tmp_path / "merged", "--json")
+    assert (one[0], expected[0], [status for status, _, _ in found]) == (0, 1, [1] * 3)
+    assert json.loads(found[0][1])["checkpoints"] == json.loads(expected[1])["checkpoints"]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "merged"]
+
+
+def test_a_process_that_does_not_come_is_an_error(source, tmp_path):
+    _, root = source
+    found = launch(3, "convert", root, tmp_path / "new", "--to", "tp=2", "--timeout", "4", ranks=(0, 2))
+    assert [status for status, _, _ in found] == [2, 2]
+    assert "process 1 of 3" in found[0][2] and "MS_WORKER_NUM=3" in found[0][2]
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_what_process_0_alone_does(source, tmp_path):
+    _, root = source
+    found = launch(2, "convert", root, tmp_path / "new", "--to", "tp=2", "--dry-run")
+    assert [status for status, _, _ in found] == [0, 0] and "dry run" in found[0][1] and not found[1][1]
+    scheduler, = launch(2, "convert", root, tmp_path / "new", "--to", "tp=2", ranks=(0,), MS_ROLE="MS_SCHED")
+    assert scheduler == (0, "", "")
+    refused = launch(2, "convert", root, tmp_path / "new", "--to", "tp=2", "--engine", "mindspore")
+    assert [status for status, _, _ in refused] == [2, 2]
+    assert os.listdir(tmp_path) == ["checkpoint"]
