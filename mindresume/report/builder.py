@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mindresume.api.sources import existing
@@ -13,11 +13,13 @@ from mindresume.formats.location import locate
 from mindresume.report import accounting, event_log, log_discovery
 from mindresume.report.accounting import AttemptAccount, Seconds, accounts_of, total_of
 from mindresume.report.checkpoint_state import CheckpointState, read_checkpoint_state
-from mindresume.report.event_log import failures_in, find_event_logs, foreign_utc_offsets, read_events
+from mindresume.report.event_log import failures_in, find_event_logs, find_supervisor_logs, foreign_utc_offsets, read_events
 from mindresume.report.log_discovery import LogFile, find_logs
 from mindresume.report.log_parser import merged
+from mindresume.report.moments import Moments
 from mindresume.report.recoveries import Recovery, recoveries_of, totals_of
 from mindresume.report.runs import RunAttempt, attempts_of, with_losses, with_outcome
+from mindresume.report.supervisor_log import of_first_node, supervisor_moments
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 
@@ -25,7 +27,8 @@ from mindresume.storage.posix import PosixStorage
 @dataclass(frozen=True)
 class Report:
     """Holds the report of one training. ``read``: the logs and event files that were used. ``rank``: the rank of the log; None:
-    there is no log. ``loss_rank``: the rank of the loss, if it is another one. ``notes``: what a reader must know."""
+    there is no log. ``loss_rank``: the rank of the loss, if it is another one. ``notes``: what a reader must know.
+    ``supervised``: moments that a supervisor recorded, by the number of the attempt that it started."""
     output: str
     folders: tuple[str, ...]
     read: tuple[str, ...]
@@ -34,6 +37,7 @@ class Report:
     accounts: tuple[AttemptAccount, ...]
     disk: CheckpointState
     notes: tuple[str, ...]
+    supervised: Mapping[int, Moments] = field(default_factory=dict)
 
     @property
     def attempts(self) -> tuple[RunAttempt, ...]:
@@ -76,7 +80,7 @@ class Report:
     @property
     def recoveries(self) -> tuple[Recovery, ...]:
         """What passed between each failure and the first new step."""
-        return recoveries_of(self.accounts)
+        return recoveries_of(self.accounts, self.supervised)
 
     @property
     def seconds(self) -> Seconds:
@@ -119,9 +123,12 @@ def build_report(storage: Storage, output: str, root: str, more: Sequence[str] =
     attempts, others = _with_true_losses(attempts, found, rank, utc_offset)
     if attempts:
         attempts = (*attempts[:-1], with_outcome(attempts[-1], disk.leases if disk.exists else None))
-    read = [piece for log in found if log in own or log.rank in others for piece in log.pieces] + [log.path for log in recorded]
+    supervisors = of_first_node(find_supervisor_logs(folders))
+    supervised = supervisor_moments((row for log in supervisors for row in read_events(log)), attempts)
+    read = [piece for log in found if log in own or log.rank in others for piece in log.pieces]
+    read += [log.path for log in (*recorded, *supervisors)]
     return Report(output, folders, tuple(read), rank, max(others, default=None), accounts_of(attempts), disk,
-                  (*_notes(attempts, rank, others), *_time_notes(utc_offsets)))
+                  (*_notes(attempts, rank, others), *_time_notes(utc_offsets)), supervised)
 
 
 def _with_true_losses(attempts: tuple[RunAttempt, ...], found: Iterable[LogFile], rank: int | None, utc_offset: int | None

@@ -2,6 +2,7 @@
 
     {output}/mindresume_events/20261123T052200.250-rank_0-4711.jsonl      one for each start of the training
     {output}/mindresume_events/20261123T060102.125-rank_3-4714.jsonl      one for each failed rank
+    {output}/mindresume_events/20261123T052100.000-supervisor_0-4700.jsonl      one for each supervisor of a node
 
 The content of a file is not trusted. A line is skipped if it is torn, too long, no JSON, of a later version, or has numbers out
 of range. Memory per line and per file is bounded.
@@ -28,6 +29,7 @@ LATEST = 4e11                   # seconds since 1970, the year 14645: later time
 COUNTABLE = 1 << 60             # steps and bytes; larger numbers overflow in numpy
 LOOKED_FOR = f"{FOLDER}/*.jsonl"
 _NAME = re.compile(r"\d{8}T\d{6}(?:\.\d{3})?-rank_(\d{1,9})-\d{1,18}\.jsonl")
+_SUPERVISOR = re.compile(_NAME.pattern.replace("rank_", "supervisor_"))
 _BEGIN = b'{"time": '
 
 
@@ -56,11 +58,21 @@ class Failure(NamedTuple):
 
 def find_event_logs(folders: Iterable[str]) -> tuple[EventLog, ...]:
     """Returns the event files in each of ``folders`` (output folders, or folders of event files), in order of their start."""
+    return _found(folders, _NAME)
+
+
+def find_supervisor_logs(folders: Iterable[str]) -> tuple[EventLog, ...]:
+    """Returns the event files of supervisors in each of ``folders``, in order of their start; their ``rank`` is the number of the
+    node."""
+    return _found(folders, _SUPERVISOR)
+
+
+def _found(folders: Iterable[str], pattern: re.Pattern[str]) -> tuple[EventLog, ...]:
     found: dict[str, EventLog] = {}
     for folder in folders:
         for place in (folder, os.path.join(folder, FOLDER)):
             for name in _names(place):
-                if match := _NAME.fullmatch(name):
+                if match := pattern.fullmatch(name):
                     path = os.path.join(place, name)
                     found.setdefault(os.path.realpath(path), EventLog(path, int(match[1])))
     return tuple(sorted(found.values(), key=lambda log: (os.path.basename(log.path), log.path)))

@@ -10,7 +10,7 @@ checkpoint, until the training is where it was.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from mindresume.report.accounting import AttemptAccount
 from mindresume.report.moments import Moments
@@ -73,6 +73,8 @@ def recoveries_of(accounts: Sequence[AttemptAccount], moments: Mapping[int, Mome
             continue
         later = accounts[until]
         known = _joined(later.attempt.moments, (moments or {}).get(later.attempt.number))
+        first = (moments or {}).get(accounts[index + 1].attempt.number, Moments())          # the start after the failure itself
+        known = replace(known, noticed=first.noticed, ended=first.ended)
         died, end = row.attempt.ended, _first_step(later, known)
         if end is not None and end >= died:
             found.append(Recovery(row.attempt.number, later.attempt.number, died, end, phases_of(died, known, end),

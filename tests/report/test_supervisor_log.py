@@ -1,0 +1,55 @@
+"""report/supervisor_log.py: what a supervisor records divides the recoveries of the report."""
+import pytest
+from rank_folders import STORAGE
+from training_logs import RUNS, ZERO, Training
+
+from mindresume import events as ev
+from mindresume.events.event_file import SupervisorEventFile
+from mindresume.report.builder import build_report, to_json
+from mindresume.report.event_log import EventLog, RecordedEvent
+from mindresume.report.moments import Moments
+from mindresume.report.page import html
+from mindresume.report.runs import attempts_of
+from mindresume.report.supervisor_log import of_first_node, supervisor_moments
+
+# Attempt 1 trains from 0 to 20, attempt 2 ends before its first step, attempt 3 trains from 60 on.
+TRAINING = Training().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 8).save(18.5, 5)
+TRAINING.start(30).event(31, ev.TrainingEnded(ev.FAILED, "no such file"))
+TRAINING.start(60).resume(61, 5, RUNS[0]).run(62, RUNS[1]).steps(70, 6, 9)
+EVENTS = [RecordedEvent(ZERO + at, event) for at, event in (
+    (-5.0, ev.SupervisorStarted("node-0", 1, "0.1.0", ("train",))),
+    (-4.0, ev.JobStarted(1, 2)),
+    (21.0, ev.RankDied(1, "node-0", 5, 3, -9, "training", 8)),
+    (22.5, ev.JobEnded(1, 137, "rank 3 was killed by SIGKILL", 26.5, 1.5, None, 8, 5)),
+    (25.0, ev.JobStarted(2, 9)),
+    (33.0, ev.JobEnded(2, 1, "the command ended with status 1", 8.0, 0.5)),
+    (50.0, ev.JobStarted(3, 10)),
+    (55.0, ev.JobEnded(3, 1, "no rank has begun", 5.0, 0.25)),
+    (57.0, ev.JobStarted(4, 11)))]
+
+
+def test_each_start_belongs_to_the_attempt_that_it_began():
+    found = supervisor_moments(EVENTS, attempts_of(TRAINING.recorded, []))
+    assert {number: (row.noticed and row.noticed - ZERO, row.ended and row.ended - ZERO, row.started - ZERO)
+            for number, row in found.items()} == {1: (None, None, -4), 2: (21, 22.5, 25), 3: (54.75, 55, 57)}
+    assert supervisor_moments(EVENTS, ()) == {} and supervisor_moments((), attempts_of(TRAINING.recorded, [])) == {}
+    assert all(row == Moments(row.noticed, row.ended, row.started) for row in found.values())
+
+
+def test_one_node_speaks_for_all():
+    logs = [EventLog("b", 1), EventLog("a", 0), EventLog("c", 0)]
+    assert [log.path for log in of_first_node(logs)] == ["a", "c"] and of_first_node([]) == []
+
+
+def test_the_report_shows_when_a_failure_was_noticed(tmp_path):
+    TRAINING.write_all(tmp_path)
+    file = SupervisorEventFile(str(tmp_path), 0)
+    for at, event in EVENTS:
+        file.handle(event, at)
+    file.close()
+    report = build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"))
+    (found,) = report.recoveries
+    assert [phase.names for phase in found.phases][:3] == [("notice",), ("end",), ("start",)]
+    assert [phase.end - ZERO for phase in found.phases][:3] == pytest.approx([21, 22.5, 57])     # the start between fails, too
+    assert to_json(report)["recoveries"]["seconds"]["end"] == 1.5 and html(report, "")
+    assert sum("supervisor" in path for path in report.read) == 1
