@@ -33,13 +33,14 @@ def each(row: str, *cases: str, soak: Sequence[str] = (), absent: str = "") -> p
         soak: those that only --soak runs.
         absent: why all other releases do not have this.
     """
-    named = [*cases, *soak]
-    lacking = [release for release in RELEASES if release not in "".join(named)] if absent else []
+    named, missing = [*cases, *soak], []
+    for several in dict.fromkeys("".join(name.partition("-")[1:]) for name in named if absent):
+        missing += [release + several for release in RELEASES if release not in "".join(named)]
     found = []
-    for name in [*named, *lacking]:
+    for name in [*named, *missing]:
         release, _, several = name.partition("-")
         workers = int(several or 1)
-        reason = absent if name in lacking else why_not(release, workers)
+        reason = absent if name in missing else why_not(release, workers)
         found.append(pytest.param(release, workers, id=f"{release}-{workers}", marks=[
             pytest.mark.cell("PyNative", row + (", two processes" if workers > 1 else ""), release),
             *([pytest.mark.skipif(True, reason=reason)] if reason else []), *([pytest.mark.soak] if name in soak else [])]))

@@ -137,7 +137,7 @@ def test_a_batch_size_that_grows(whole, build, release, workers):
 
 
 @pytest.mark.soak
-@each("data balance between two processes (balance_enabled)", "2.1.0-2", absent="balance_enabled: since mindformers 2.1.0")
+@each("data balance between the ranks (balance_enabled)", "2.1.0-2", absent="balance_enabled: since mindformers 2.1.0")
 def test_samples_that_are_balanced_between_the_ranks(shared, build, release, workers):
     """mindformers gives each rank samples that cost the same, and finds its position by itself. The network ignores the ends of
     the documents, because the CPU has no flash attention."""
