@@ -24,14 +24,16 @@ SUFFIX, STACKS = ".heartbeat", ".stacks"        # of the files of one process
 NONE = -1                                       # a number that is not known yet
 
 # A rank enters the phases in this order; TRAINING, SAVING and COMPILING more than once.
-STARTING, JOINING, SELECTING, BUILDING, COMPILING, LOADING, FIRST_STEP, TRAINING, SAVING, ENDING, ENDED = PHASES = (
-    "starting", "joining", "selecting", "building", "compiling", "loading", "first step", "training", "saving", "ending", "ended")
+# INFERENCE is an evaluation or a prediction without training.
+STARTING, JOINING, SELECTING, BUILDING, COMPILING, LOADING, FIRST_STEP, TRAINING, SAVING, INFERENCE, ENDING, ENDED = PHASES = (
+    "starting", "joining", "selecting", "building", "compiling", "loading", "first step", "training", "saving", "inference",
+    "ending", "ended")
 OUTCOMES = ("", "finished", "preempted", "nothing_to_train", "failed")
 
 _SIZE, _TEXT = 4096, 1024                       # bytes of the file; where the text begins
 _VERSION = 0x6D72_6862_0001                     # the first field; 0 while the file is being made
 _COUNTS = ("version", "pid", "ticks", "rank", "world_size", "phase", "step", "resumed", "begun", "written", "committed",
-           "outcome", "signal")
+           "outcome", "signal", "namespace")
 _AT = {name: index for index, name in enumerate(_COUNTS)}
 _PROGRESSED, _CHANGED, _SECONDS, _ENTERED = 32, 33, 40, 60
 
@@ -52,6 +54,7 @@ class Heartbeat:
         written: the newest step that this rank has written; NONE: none.
         committed: the newest step that is complete on all ranks, as rank 0 knows; NONE: none, or another rank.
         outcome: how the training ended, one of OUTCOMES; empty: not yet.
+        namespace: of the numbers of processes (a container can have its own); 0: not known.
         signal: makes the process write the stacks of its threads into a file; 0: none.
         progressed: when the phase or the step last changed, ``time.monotonic``.
         changed: when the phase last changed, ``time.monotonic``.
@@ -71,6 +74,7 @@ class Heartbeat:
     committed: int = NONE
     outcome: str = ""
     signal: int = 0
+    namespace: int = 0
     progressed: float = 0.0
     changed: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -94,7 +98,7 @@ class RankHeartbeat:
         self._counts, self._times = memoryview(self._map).cast("q"), memoryview(self._map).cast("d")
         for name in _COUNTS[1:]:
             self._counts[_AT[name]] = 0 if name in ("phase", "outcome", "signal") else NONE
-        self.set(pid=os.getpid(), ticks=start_ticks(os.getpid()) or 0)
+        self.set(pid=os.getpid(), ticks=start_ticks(os.getpid()) or 0, namespace=process_namespace())
         self._times[_PROGRESSED] = self._times[_CHANGED] = clock()
         self._times[_ENTERED] = wall()
         self._counts[0] = _VERSION
@@ -142,6 +146,14 @@ def start_ticks(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return None
+
+
+def process_namespace() -> int:
+    """Returns the namespace in which the numbers of processes hold that this process sees; 0: not known."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def read_heartbeat(path: str) -> Heartbeat | None:

@@ -24,7 +24,7 @@ import mindresume
 from mindresume.coordination import preemption
 from mindresume.coordination.collectives import Group, SingleProcess
 from mindresume.coordination.lease import Lease
-from mindresume.coordination.rank_heartbeat import ENDING
+from mindresume.coordination.rank_heartbeat import ENDING, INFERENCE
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import ConfigError, TrainingCompleteError
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, TrainingEnded, TrainingStarted
@@ -325,6 +325,7 @@ def _ended(progress: RunProgress, error: BaseException | None = None) -> Trainin
 def inference(task: str, config: Any) -> Iterator[TrainingContext]:
     """Opens the context of an evaluation or a prediction, which loads only weights and saves nothing."""
     before = current()
+    heartbeat.enter(INFERENCE)
     context = set_current(TrainingContext(Settings.load(config.get("mindresume")), task, Resources(group_of_job())))
     try:
         yield context

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindresume.coordination.rank_heartbeat import ENDED, ENDING, PHASES, SAVING, TRAINING, Heartbeat
+from mindresume.coordination.rank_heartbeat import ENDED, ENDING, INFERENCE, PHASES, SAVING, TRAINING, Heartbeat
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def find_hang(heartbeats: Sequence[Heartbeat], started: float, now: float, limit
     those of ``time.monotonic``."""
     stuck: list[tuple[float, Heartbeat, str]] = []
     for heartbeat in heartbeats:
-        if heartbeat.phase == ENDED:
+        if heartbeat.phase in (INFERENCE, ENDED):
             continue
         if heartbeat.phase in (TRAINING, SAVING):
             since, limit, name = heartbeat.progressed, limits.step, "--hang-timeout"

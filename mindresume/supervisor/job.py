@@ -99,6 +99,7 @@ class Job:
         self._began = self._started = 0.0
         self._unknown: tuple[float, Ended] | None = None    # a rank whose end is not understood yet, and since when
         self._is_measured = False
+        self._namespace = rank_heartbeat.process_namespace()
 
     # ---- start --------------------------------------------------------------------------------------------------------
 
@@ -127,7 +128,8 @@ class Job:
 
     def _refresh(self, now: bool = True) -> None:
         for heartbeat in read_heartbeats(self.folder):
-            self.heartbeats[heartbeat.pid] = heartbeat
+            if heartbeat.namespace == self._namespace:          # else its process has another number here
+                self.heartbeats[heartbeat.pid] = heartbeat
         self.members.refresh(self.heartbeats.values(), now)
 
     def _taken(self, ended: Ended) -> JobEnd | None:

@@ -29,6 +29,7 @@ def heartbeat(tmp_path, clock):
 
 def test_a_new_heartbeat_names_this_process_and_nothing_else(heartbeat):
     found = read_heartbeat(heartbeat.path)
+    assert found.namespace == hb.process_namespace() > 0
     assert (found.pid, found.ticks, found.phase) == (os.getpid(), hb.start_ticks(os.getpid()), hb.STARTING)
     assert {found.rank, found.step, found.resumed, found.begun, found.written, found.committed} == {hb.NONE}
     assert (found.outcome, found.output, found.has_trained) == ("", "", False)

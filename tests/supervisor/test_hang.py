@@ -16,6 +16,7 @@ def rank(number, phase=hb.TRAINING, step=5, progressed=0.0, changed=0.0):
     (rank(0), 100, None), (rank(0), 101, "--hang-timeout"), (rank(0, hb.SAVING), 101, "--hang-timeout"),
     (rank(0, progressed=50), 150, None), (rank(0, hb.COMPILING, -1), 999, None),
     (rank(0, hb.COMPILING, -1, progressed=990), 1001, "--start-timeout"), (rank(0, hb.ENDED), 10**6, None),
+    (rank(0, hb.INFERENCE), 10**6, None),
     (rank(0, hb.ENDING, changed=500), 1400, None), (rank(0, hb.ENDING, changed=500), 1501, "--start-timeout")])
 def test_limits(heartbeat, now, limit):
     found = find_hang([heartbeat], 0.0, now, LIMITS)
