@@ -30,3 +30,10 @@ def test_wrong_values_are_refused_once(tmp_path):
     assert launch(tmp_path, "", MSRUN_RESTARTS="many").returncode == 2
     done = launch(tmp_path, "open('starts', 'a')", "1", "2", "3", MSRUN_RESTARTS="2")      # six arguments are needed
     assert done.returncode == 2 and not (tmp_path / "starts").exists()
+
+
+def test_the_error_of_a_job_of_one_worker_is_found_in_its_log(tmp_path):
+    done = launch(tmp_path, "import os\nfrom mindresume.coordination.rank_heartbeat import RankHeartbeat\n"
+                            "beat = RankHeartbeat.create(os.environ['MINDRESUME_SUPERVISOR_DIR'], 0)\n"
+                            "import time\ntime.sleep(0.5)\nraise ValueError('the loss is gone')", MSRUN_RESTARTS="0")
+    assert done.returncode == 1 and "ValueError: the loss is gone" in done.stderr

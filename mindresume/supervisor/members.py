@@ -113,7 +113,10 @@ class Members:
             heartbeat, member = ranks.get((process.pid, process.ticks)), self._members.get(process.pid)
             if heartbeat is not None and member is not None and (member.role, member.rank) != (RANK, heartbeat.rank):
                 rank = heartbeat.rank if heartbeat.rank >= 0 else member.rank
-                self._members[process.pid] = self._with_log(replace(member, role=RANK, rank=rank))
+                self._members[process.pid] = replace(member, role=RANK, rank=rank)
+        for pid, member in self._members.items():               # now that all are known: one can read what another prints
+            if member.role == RANK and not member.log and began - member.seen < _SETTLED:
+                self._members[pid] = replace(member, log=log_of(pid, self._members))
         self._missed += [heartbeat for key, heartbeat in ranks.items() if key not in self._ended and (
             key[0] not in self._table or self._table[key[0]].ticks != key[1])]
         least, most = SCAN_SECONDS
@@ -148,12 +151,7 @@ class Members:
                 self._members[pid].role == RANK for pid in self.above([process.pid])):
             number = environment.get("RANK_ID", "")
             role, rank = RANK, int(number) if number.isdigit() else None
-        return self._with_log(replace(member, role=role, rank=rank))
-
-    def _with_log(self, member: Member) -> Member:
-        if member.role != RANK or member.log:
-            return member
-        return replace(member, log=log_of(member.pid, self._members))
+        return replace(member, role=role, rank=rank)
 
     def log_file(self, member: Member) -> str:
         """Returns the log of a rank. One that ended before it was first seen has a log beside those of other ranks, if theirs are

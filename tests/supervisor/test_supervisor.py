@@ -259,3 +259,39 @@ def test_a_rank_that_ended_before_it_was_seen_is_not_missed(tmp_path):
     assert (ended.member.pid, ended.member.rank, ended.status) == (heartbeat.pid, 3, None)
     members.refresh([heartbeat])
     assert members.wait(0) == []
+
+
+SAVES = """
+beat.reach(4)
+if start == 2: finish()
+beat.set(begun=5)
+beat.enter(hb.SAVING)
+if rank == 0:
+    {written}
+    wait_for("saving_1")
+    os.kill(os.getpid(), signal.SIGKILL)
+def save(number, frame):
+    mark("asked_1")
+    wait_for("allowed")
+    mark("saved_1")
+    beat.set(written=5)
+    beat.reach(5)
+    time.sleep(3600)
+signal.signal(signal.SIGTERM, save)
+mark("saving_1")
+time.sleep(3600)
+"""
+
+
+def test_a_rank_may_finish_a_save_that_the_dead_rank_had_finished(job):
+    job.start(SAVES.format(written="beat.set(written=5); beat.reach(5)"), "--kill-after", "0.1", "--save-timeout", "100")
+    rank = job.pid("asked_1")
+    assert rank in job.processes()
+    job.mark("allowed")
+    status, _ = job.wait()
+    assert status == 0 and (job.folder / "saved_1").exists()
+
+
+def test_a_save_in_which_a_rank_died_is_not_waited_for(job):
+    status, events = job.run(SAVES.format(written="pass"), "--kill-after", "0.1", "--save-timeout", "3600")
+    assert status == 0 and not (job.folder / "saved_1").exists()

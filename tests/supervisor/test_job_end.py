@@ -1,0 +1,97 @@
+"""supervisor/job_end.py: what ends in which order, and what is left behind."""
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from mindresume.supervisor import job_end
+from mindresume.supervisor.job_end import EndTimes, end_job
+from mindresume.supervisor.members import Ended, Member
+from mindresume.supervisor.process_table import OTHER, RANK, SCHEDULER, WRITER, Process
+
+
+class FakeMembers:
+    """Stands in for Members. ``tree``: {process: (role, parent, signals that end it)}."""
+
+    def __init__(self, tree):
+        self.tree = {pid: (Member(Process(pid, parent, pid, "S", 1), role), parent, ends) for pid, (role, parent, ends)
+                     in tree.items()}
+        self.sent, self.stopped, self._ended = [], set(), []
+
+    def alive(self, *roles):
+        return [member for member, _, _ in self.tree.values() if not roles or member.role in roles]
+
+    def above(self, pids):
+        found = set()
+        for pid in pids:
+            while pid in self.tree and self.tree[pid][1] in self.tree:
+                pid = self.tree[pid][1]
+                found.add(pid)
+        return found
+
+    def below(self, pid):
+        return {other for other, (_, parent, _) in self.tree.items() if parent == pid}
+
+    def wait(self, seconds):
+        ended, self._ended = self._ended, []
+        return ended
+
+    def send(self, pid, number):
+        self.sent.append((pid, number))
+        if pid in self.tree and number in self.tree[pid][2]:
+            self._ended.append(Ended(self.tree.pop(pid)[0], -number))
+
+    def order(self, number):
+        return list(dict.fromkeys(pid for pid, sent in self.sent if sent == number))
+
+
+TERM, KILL, STOP, CONT = signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
+BOTH = (TERM, KILL)
+
+
+@pytest.fixture
+def end(monkeypatch):
+    """Returns a function that ends a tree in simulated time: each call of ``wait`` takes 0.05 s."""
+    now = [0.0]
+    monkeypatch.setattr(job_end, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def run(members, times=EndTimes(1.0, 20.0, 60.0), is_saving=lambda member: False, at_once=lambda: False):    # noqa: B008
+        monkeypatch.setattr(job_end, "send", members.send)
+
+        def refresh():
+            now[0] += 0.05
+        ended, left = end_job(members, times, refresh, is_saving, at_once)
+        return [one.member.pid for one in ended], left, now[0]
+    return run
+
+
+def test_launchers_are_stopped_first_and_the_scheduler_outlives_the_ranks(end):
+    members = FakeMembers({1: (OTHER, 0, BOTH), 2: (OTHER, 1, BOTH), 3: (SCHEDULER, 2, BOTH), 4: (RANK, 2, BOTH),
+                           5: (RANK, 2, (KILL,)), 6: (OTHER, 4, BOTH), 7: (OTHER, 1, (KILL,))})
+    ended, left, spent = end(members)
+    assert set(members.sent[:2]) == {(1, STOP), (2, STOP)} and left == () and sorted(ended) == [1, 2, 3, 4, 5, 6, 7]
+    terminated = members.order(TERM)
+    assert set(terminated[:3]) == {4, 5, 6} and set(terminated[3:]) == {1, 2, 3, 7}
+    assert members.order(CONT) and members.order(KILL) == [5, 7] and 1 < spent < 3
+
+
+def test_without_ranks_every_process_gets_sigterm_at_once(end):
+    members = FakeMembers({1: (OTHER, 0, BOTH), 2: (OTHER, 1, BOTH)})
+    assert end(members)[1] == () and members.order(TERM) == [1, 2] and not members.order(STOP)
+
+
+def test_a_rank_that_saves_and_a_writer_have_more_time(end):
+    members = FakeMembers({4: (RANK, 0, (KILL,)), 5: (RANK, 0, (KILL,)), 8: (WRITER, 0, (KILL,))})
+    _, _, spent = end(members, is_saving=lambda member: member.pid == 5)
+    assert members.order(KILL) == [4, 5, 8] and 40 < spent < 43 and 8 not in members.order(TERM)
+
+
+def test_a_second_signal_kills_everything_at_once(end):
+    members = FakeMembers({4: (RANK, 0, (KILL,)), 8: (WRITER, 0, (KILL,))})
+    assert end(members, at_once=lambda: True)[2] < 1
+
+
+def test_a_process_that_does_not_end_after_sigkill_is_left_behind(end):
+    members = FakeMembers({4: (RANK, 0, ()), 5: (RANK, 0, BOTH)})
+    ended, left, spent = end(members)
+    assert (ended, left) == ([5], (4,)) and 60 < spent < 65
