@@ -22,7 +22,7 @@ _HANG, _END, _NODES = "When is it a hang", "How a job is ended", "Several nodes"
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False})
-def run(command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to start: msrun, "
+def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What to start: msrun, "
                                                      "scripts/msrun_launcher.sh or any other command, with its arguments.")],
         max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, metavar="N", help="Restarts in a row without progress "
                                                   "before the job is given up. A start makes progress if it leaves a later "
@@ -49,8 +49,7 @@ def run(command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", he
         node_rank: Annotated[int, typer.Option("--node-rank", min=0, metavar="K", rich_help_panel=_NODES,
                                                help="Number of this node, from 0.")] = 0,
         rendezvous: Annotated[str | None, typer.Option("--rendezvous", metavar="DIR", rich_help_panel=_NODES, show_default=False,
-                                                       help="A folder that all nodes see, of this job alone, for example "
-                                                       "CHECKPOINT_DIR/.mindresume/supervisor.")] = None,
+                                                       help="A folder that all nodes see, of this job alone.")] = None,
         node_timeout: Annotated[float, typer.Option("--node-timeout", min=1, metavar="S", rich_help_panel=_NODES,
                                                     help="Seconds for which a node is waited for, at a start and while it is not "
                                                     "heard of. NFS can show its files a minute late.")] = 600,
