@@ -74,7 +74,7 @@ class _JobEnd:
             send(pid, signal.SIGCONT)
         self._asked |= launchers
         self._end(lambda: self._alive(RANK, OTHER, SCHEDULER), _CLEANUP, _CLEANUP)
-        self._end(lambda: self._alive(WRITER), self.times.save, self.times.save)
+        self._end(lambda: self._alive(WRITER), self.times.grace, self.times.save)
         self._end(self._alive, 0.0, 0.0)            # whatever came meanwhile
         return self.ended, tuple(sorted(self.left))
 
@@ -90,7 +90,8 @@ class _JobEnd:
                 if member.pid not in self._asked and member.role != WRITER:
                     self._asked.add(member.pid)
                     send(member.pid, signal.SIGTERM)
-                patience = save if member.role == WRITER or member.role == RANK and self._is_saving(member) else grace
+                is_saving = member.role == WRITER or member.role == RANK and self._is_saving(member)
+                patience = max(grace, save) if is_saving else grace
                 if now - began >= patience or self._at_once():
                     send(member.pid, signal.SIGKILL)
                     if now - self._killed.setdefault(member.pid, now) > self.times.stuck:

@@ -86,6 +86,12 @@ def test_a_rank_that_saves_and_a_writer_have_more_time(end):
     assert members.order(KILL) == [4, 5, 8] and 40 < spent < 43 and 8 not in members.order(TERM)
 
 
+def test_after_a_signal_a_rank_that_saves_has_no_less_time_than_the_others(end):
+    members = FakeMembers({4: (RANK, 0, (KILL,)), 5: (RANK, 0, (KILL,))})
+    _, _, spent = end(members, EndTimes(60.0, 20.0, 60.0), is_saving=lambda member: member.pid == 5)
+    assert members.order(KILL) == [4, 5] and 60 < spent < 62
+
+
 def test_a_second_signal_kills_everything_at_once(end):
     members = FakeMembers({4: (RANK, 0, (KILL,)), 8: (WRITER, 0, (KILL,))})
     assert end(members, at_once=lambda: True)[2] < 1
