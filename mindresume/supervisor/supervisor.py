@@ -41,6 +41,7 @@ from mindresume.supervisor.restart_policy import (
     PEER,
     RESTART,
     STOPPED,
+    WRONG_USE,
     Decision,
     RestartPolicy,
     StartOutcome,
@@ -88,7 +89,7 @@ class Supervisor:
         self._peer_end: PeerEnd | None = None           # why another node ends the running start
 
     def run(self) -> int:
-        """Supervises until the end. Returns the exit status. Raises OSError if the command cannot be started at all."""
+        """Supervises until the end. Returns the exit status. Raises OSError if there is no place for heartbeats."""
         before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)        # closing the terminal does not end the job
         self.emit.add(self._recorder)
@@ -119,7 +120,10 @@ class Supervisor:
 
     def supervise(self) -> Decision:
         """Starts the command again and again. Returns the last decision, which the other nodes know too."""
-        decision = self._supervise()
+        try:
+            decision = self._supervise()
+        except OSError as error:                        # the others must not wait for this node
+            decision = Decision(EXIT, WRONG_USE, reason=f"the command cannot be started: {error}")
         if self.nodes is not None:
             self.nodes.leave(decision.status, decision.reason)
             until = time.monotonic() + _LEAVING

@@ -295,3 +295,11 @@ def test_a_rank_may_finish_a_save_that_the_dead_rank_had_finished(job):
 def test_a_save_in_which_a_rank_died_is_not_waited_for(job):
     status, events = job.run(SAVES.format(written="pass"), "--kill-after", "0.1", "--save-timeout", "3600")
     assert status == 0 and not (job.folder / "saved_1").exists()
+
+
+def test_a_command_that_cannot_be_executed(job):
+    program = job.folder / "program"
+    program.write_text("no program")
+    program.chmod(0o755)
+    status, events = job.run("", command=[str(program)])
+    assert status == 2 and not of(events, "job_started") and str(program) in events[-1]["reason"]
