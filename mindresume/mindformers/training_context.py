@@ -25,9 +25,9 @@ from mindresume.coordination import preemption
 from mindresume.coordination.collectives import Group, SingleProcess
 from mindresume.coordination.lease import Lease
 from mindresume.coordination.rank_heartbeat import ENDING, INFERENCE
-from mindresume.coordination.storage_topology import SharedGroups
+from mindresume.coordination.storage_topology import SharedGroups, single_group
 from mindresume.errors import ConfigError, TrainingCompleteError
-from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, TrainingEnded, TrainingStarted
+from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, Notice, TrainingEnded, TrainingStarted
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import EventFile
 from mindresume.mindformers import adapter, heartbeat, modelarts, process_times
@@ -39,6 +39,7 @@ from mindresume.resume.background_scrub import BackgroundScrub
 from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import own_shard
 from mindresume.resume.lost_work import LostWork
+from mindresume.resume.memory_flush import write_selected
 from mindresume.resume.progress import ResumeProgress
 from mindresume.resume.resume_summary import SummaryRow
 from mindresume.resume.verified_shard import VerifiedShard
@@ -47,7 +48,7 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
-from mindresume.storage.read_cache import ReadCache
+from mindresume.storage.read_cache import ReadCache, uncached
 
 TRAIN, EVALUATE, PREDICT = "train", "evaluate", "predict"
 
@@ -303,12 +304,23 @@ def training(config: Any) -> Iterator[TrainingContext]:
             yield context
             ended = _ended(context.progress)
         except TrainingCompleteError as error:
+            _keep_last_step(context)
             ended = TrainingEnded(NOTHING_TO_TRAIN, str(error))
         except BaseException as error:
             heartbeat.enter(ENDING)
             context.resources.pending_load.end(error)
             ended = _ended(context.progress, error)
             raise
+
+
+def _keep_last_step(context: TrainingContext) -> None:
+    """Writes the last step to disk, on all ranks together, if it lies in memory: nothing is trained, so nothing saves it."""
+    choice, resources = context.plan.selected, context.resources
+    if choice is None or not choice.in_memory:
+        return
+    context.emit(Notice(f"step {choice.chosen.step} is written to disk from memory: the training is complete with it"))
+    shared = resources.topology.get(os.path.realpath(choice.root), single_group(context.group.size))
+    write_selected(uncached(resources.storage), choice, context.group, shared)
 
 
 def _ended(progress: RunProgress, error: BaseException | None = None) -> TrainingEnded:

@@ -91,7 +91,7 @@ class CheckpointManager:
         self._saver: Saver | None = None
         self._uploader: Uploader | None = None
         self._tier: MemoryTier | None = None
-        self._collected: Save | None = None             # for the disk at this step
+        self._collected: Save | Exception | None = None     # for the disk at this step
         self._skipped = self._begun_at = 0
         self._stepped = False
         self.is_first_on_host = False                   # known after count_hosts
@@ -259,7 +259,11 @@ class CheckpointManager:
         """Collects the state and gives it to the saver. Raises SaveError if one of the two fails."""
         started = time.monotonic()
         self.emit(SaveBegun(request.step))
-        save = self._collected = request.collect()
+        try:
+            save = self._collected = request.collect()
+        except Exception as error:
+            self._collected = error
+            raise
         name = iteration_name(save.step) if self.target.iterations else os.path.basename(save.shard.files[0].path)
         request.on_collected(save, name)
         self.outcomes.saved.add(save.step)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import iteration_folders
 import numpy as np
 import pytest
+from memory_tiers import make_owned_tier, memory  # noqa: F401  a fixture
 from rank_folders import RUN, STORAGE, flip_bit, path_of, save, state_of, target_of, write_foreign
 
 pytest.importorskip("mindformers.tools")
@@ -34,11 +35,13 @@ from mindresume.errors import (  # noqa: E402
 )
 from mindresume.formats.iteration_scan import tracked
 from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats.records import scan_records
 from mindresume.mindformers import adapter, job_start, load_iteration, patches, state_restorer, training_context, upstream  # noqa: E402
 from mindresume.mindformers.network_state import snapshot  # noqa: E402
 from mindresume.mindformers.upstream import Kind  # noqa: E402
 from mindresume.model.manifest import FOLDER  # noqa: E402
 from mindresume.resume import job_selection, resume_summary, selection  # noqa: E402
+from mindresume.resume.choice import Choice  # noqa: E402
 from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
 from mindresume.resume.shared_selection import select_shared  # noqa: E402
 from mindresume.saving.committer import Committer  # noqa: E402
@@ -396,6 +399,19 @@ def test_a_complete_training_ends_quietly_and_other_errors_do_not():
     with pytest.raises(ValueError, match="something else"):
         patches._wrap_train(broken)(FakeTrainer())
     assert training_context.current().task == ""
+
+
+def test_a_training_that_is_complete_with_a_save_in_memory_writes_it_to_disk(tmp_path, memory):      # noqa: F811
+    tier = make_owned_tier(memory, tmp_path / "checkpoint")
+    save(tier, 40, world=1)
+    (chosen,) = scan_records(STORAGE, str(tier))[0]
+
+    def done(self):
+        choice = Choice(chosen, (), (), False, (), str(tier), directory=str(tmp_path / "checkpoint"))
+        training_context.current().plan = training_context.ResumePlan(choice=choice, selected=choice)
+        raise TrainingCompleteError("the training is complete: step 40")
+    assert patches._wrap_train(done)(FakeTrainer()) is None
+    assert [(c.step, c.committed) for c in scan_records(STORAGE, str(tmp_path / "checkpoint"))[0]] == [(40, True)]
 
 
 def test_settings_come_from_the_yaml_section():

@@ -98,9 +98,9 @@ class MemoryTier:
         """Sets the step after which the training begins."""
         self._last_step = step
 
-    def step_end(self, request: SaveRequest, save: Save | None = None) -> None:
-        """Saves the step if it is due. ``save``: what was collected for a save to disk at the same step. Raises only the error
-        of a collective."""
+    def step_end(self, request: SaveRequest, save: Save | Exception | None = None) -> None:
+        """Saves the step if it is due. ``save``: what was collected for a save to disk at the same step, or why it could not be:
+        a second attempt could be a collective that the other ranks do not join. Raises only the error of a collective."""
         step, before = request.step, self._last_step
         self._last_step, after_save, self._saved_at_last_end = step, self._saved_at_last_end, False
         self._join(self._work)                      # see slots.py: no rank begins a step before this work is done
@@ -115,9 +115,9 @@ class MemoryTier:
         if self._is_off and not request.needs_collectives():
             return
         try:
-            save = save or request.collect()        # all ranks, also those that do not save any more
+            found = _collected(request, save)       # all ranks, also those that do not save any more
             if not self._is_off:
-                self._save(save.shard)
+                self._save(found.shard)
         except (SaveError, OSError, ValueError, MemoryError) as error:
             self._failed(step, str(error))
 
@@ -156,6 +156,7 @@ class MemoryTier:
             for number, mapped in enumerate(slot.files):
                 if is_read or storage.status(mapped.path) is None:
                     storage.remove(mapped.path)
+                    mapped.close()
                     slot.files[number] = self._make_file(self._slot_path(), mapped.size)
                 elif os.path.dirname(mapped.path) != os.path.join(target.root, SLOTS):
                     free = self._slot_path()
@@ -199,11 +200,11 @@ class MemoryTier:
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
-    def _reserve(self, request: SaveRequest, save: Save | None, jump: int) -> None:
+    def _reserve(self, request: SaveRequest, save: Save | Exception | None, jump: int) -> None:
         """Decides with all ranks whether there is memory for the slots, and reserves it in the background."""
         problem, sizes, count = "", [], slots_needed(self.settings.every_steps, jump)
         try:
-            shard = (save or request.collect()).shard
+            shard = _collected(request, save).shard
             sizes = [plan_file(file.format, _specs(file), {**file.metadata, **label(self.target.run, shard.state.step)}).size
                      for file in shard.files]
             problem = self._why_not(count * sum(sizes))
@@ -323,7 +324,12 @@ class MemoryTier:
         return None if found is None else _stored(found)
 
     def remove(self) -> None:
-        """Removes the tier, on the first rank of the node: the disk has the last step. Raises no error."""
+        """Releases the memory, and removes the tier on the first rank of the node: the disk has the last step. Raises no
+        error."""
+        for slot in self._slots:
+            for mapped in slot.files:
+                mapped.close()
+        self._slots.clear()
         with suppress(OSError):
             if self.is_leader:
                 remove_tree(self.target.storage, self.target.root)
@@ -362,6 +368,12 @@ class MemoryTier:
         self._failed_in_a_row += 1
         self._is_off = self._is_off or self._failed_in_a_row >= _FAILURES
         self.emit(TierRefused(step, reason, self._failures))
+
+
+def _collected(request: SaveRequest, save: Save | Exception | None) -> Save:
+    if isinstance(save, Exception):
+        raise SaveError(str(save))
+    return save or request.collect()
 
 
 def path_in_tier(path: str, run: str) -> str:

@@ -1,0 +1,72 @@
+"""A save in memory is copied to disk on all ranks together."""
+import shutil
+
+import pytest
+from coordination.test_storage_topology import save_part
+from memory_tiers import make_owned_tier
+from rank_folders import STORAGE, Ranks, flip_bit, path_of, save
+from saving.memory_tier.test_tier import Training
+
+from mindresume.coordination.collectives import SingleProcess
+from mindresume.coordination.storage_topology import SharedGroups, single_group
+from mindresume.errors import CollectiveError
+from mindresume.formats.records import scan_records
+from mindresume.resume.choice import Choice
+from mindresume.resume.memory_flush import commit_written, write_selected, write_to_disk
+from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.shared_selection import select_shared
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def tier(memory, root):
+    return make_owned_tier(memory, root)
+
+
+def selected(root, tier):
+    return Choice(scan_records(STORAGE, str(tier))[0][0], (), (), False, (), str(tier), directory=str(root))
+
+
+def chosen(root):
+    choice = select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+    return choice.chosen.step, choice.chosen.committed
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+def test_all_ranks_write_the_selected_save(root, tier, iterations):
+    Training(tier, 2, world=2, iterations=iterations).steps(5).stop()
+    Ranks(2).run(lambda group: write_selected(STORAGE, selected(root, tier), group, single_group(2)))
+    assert chosen(root) == (4, True)
+
+
+def test_several_nodes_write_their_parts(root, tmp_path):
+    save_part(tmp_path / "a", 10, (0, 1), commit=False)
+    save_part(tmp_path / "b", 10, (2, 3), commit=False)
+    Ranks(4).run(lambda group: write_selected(STORAGE, selected(root, tmp_path / ("a" if group.rank < 2 else "b")), group,
+                                              SharedGroups((0, 0, 2, 2))))
+    assert chosen(root) == (10, True)
+    shutil.rmtree(root)
+    part = scan_records(STORAGE, str(tmp_path / "a"))[0][0]
+    write_to_disk(STORAGE, str(root), str(tmp_path / "a"), part)
+    assert not commit_written(STORAGE, str(root), part)                 # the other part is missing
+
+
+def test_a_committed_checkpoint_is_left_as_it_is(root, tier):
+    save(root, 10, world=2)
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    save(tier, 10, world=2)
+    write_to_disk(STORAGE, str(root), str(tier), selected(root, tier).chosen)
+    assert {path: path.read_bytes() for path in before} == before and chosen(root) == (10, True)
+
+
+def test_bytes_that_changed_meanwhile_are_not_kept(root, tier):
+    save(tier, 10, world=2)
+    choice = selected(root, tier)
+    flip_bit(path_of(tier, 10, 1))
+    errors = Ranks(2).run(lambda group: write_selected(STORAGE, choice, group, single_group(2)))
+    assert all(isinstance(error, CollectiveError) for error in errors)
+    assert not path_of(root, 10, 1).exists() and not any(c.committed for c in scan_records(STORAGE, str(root))[0])
