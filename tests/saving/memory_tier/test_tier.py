@@ -296,3 +296,29 @@ def test_a_target_of_one_of_several_nodes_has_the_records_of_its_ranks(memory):
     job.steps(4).stop()
     candidate = scan_records(STORAGE, memory)[0][0]
     assert (candidate.step, candidate.world_size, candidate.local_ranks, candidate.problem) == (4, 4, (0, 1), None)
+
+
+def test_a_step_ends_only_when_earlier_background_work_is_done(memory):
+    job = Training(memory, 2).steps(1)
+    tier, order, threads = job.tiers[0], [], []
+    tier._join(tier._reserving)
+
+    class Slow:
+        def __init__(self, work):
+            self.work = work
+            threads.append(self)
+
+        def join(self, timeout):
+            if self.work is not None:
+                order.append("background")
+                self.work()
+                self.work = None
+
+        def is_alive(self):
+            return False
+    tier._start = Slow
+    for _ in range(3):
+        job.steps(1)
+        order.append(job.step)
+    assert order == [2, "background", 3, 4] and job.saved() == [2]
+    threads[-1].join(0)
