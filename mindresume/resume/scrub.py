@@ -92,9 +92,9 @@ class Scrubber:
     storage: Storage
     root: str
     options: ScrubOptions = ScrubOptions()
-    clock: Callable[[], float] = time.time
-    monotonic: Callable[[], float] = time.monotonic
-    wait: Callable[[float], object] = time.sleep
+    clock: Callable[[], float] = field(default=lambda: time.time())             # looked up at each call: see simulation
+    monotonic: Callable[[], float] = field(default=lambda: time.monotonic())
+    wait: Callable[[float], object] = field(default=lambda seconds: time.sleep(seconds))
     progress: Callable[[int], None] = field(default=lambda count: None)
 
     def scrub(self, rows: Iterable[CheckpointStatus]) -> Iterator[CheckpointScrub]:

@@ -14,7 +14,7 @@
     scenarios.py             which jobs run, on which disks; one run of a scenario (``Simulation``)
     leftover_scenarios.py    scenarios that start with the remains of earlier runs
     environment_scenarios.py quotas, memory limits, copied folders, and commands that run beside a job
-    concurrent_commands.py   those commands: convert, verify
+    concurrent_commands.py   those commands: convert, verify, scrub
     bucket_scenarios.py      jobs with an object store; bucket_fault_scenarios.py: unreadable objects, unhealthy checkpoints
     oracle.py                the invariants that the disks must satisfy after a run; bucket_oracle.py: those of a bucket
     search.py                random and systematic search for a failing schedule, and shrinking

@@ -1,6 +1,6 @@
-"""Commands that a user runs beside a job: converts the newest checkpoint into another folder, or verifies all checkpoints.
+"""Commands that a user runs beside a job: converts the newest checkpoint into another folder, verifies all, or scrubs all.
 
-The code of ``mindresume convert`` and ``mindresume verify`` runs, without what these print.
+The code of ``mindresume convert``, ``verify`` and ``scrub`` runs, without what these print.
 """
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from mindresume.resume.choice import Choice
 from mindresume.resume.folder_verification import verify_checkpoints
 from mindresume.resume.listing import list_checkpoints
 from mindresume.resume.missing_ranks import unknown_strategy
+from mindresume.resume.scrub import Scrubber, ScrubOptions
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.simulation.cluster import Cluster, current_cluster, current_process
@@ -105,6 +106,19 @@ def verify(sim: Simulation) -> None:
                                                      lambda: list_checkpoints(storage, training.root, unknown_strategy)[1]):
                 if bad and candidate.maybe_completed and not _is_affected(sim):
                     sim.history.wrong.append(f"verify reports step {candidate.step} as damaged: {bad[0].reason}")
+
+
+def scrub(sim: Simulation) -> None:
+    """Scrubs all checkpoints ``REPEATS`` times, as ``mindresume scrub --repair`` does. Nothing is ever damaged here."""
+    storage, training, sleep = _Slow(sim.cluster, current_process()), sim.training, current_cluster().scheduler.sleep
+    for pause in _pauses(sim):
+        sleep(pause)
+        with _errors_recorded(sim, "scrub"):
+            found, rows = list_checkpoints(storage, training.root, unknown_strategy)
+            for result in Scrubber(storage, found.root, ScrubOptions(repairs=True), wait=sleep).scrub(rows):
+                if (result.damaged or result.repaired) and not _is_affected(sim):
+                    row = (*result.damaged, *result.repaired)[0]
+                    sim.history.wrong.append(f"scrub takes step {result.candidate.step} for damaged: {row.reason}")
 
 
 def _pauses(sim: Simulation) -> list[float]:

@@ -69,6 +69,12 @@ def _with_verifier(sim: Simulation) -> None:
     sim.cluster.process(sim.cluster.host("user"), "verify", lambda: concurrent_commands.verify(sim))
 
 
+def _with_scrub(sim: Simulation) -> None:
+    """A user scrubs and repairs all checkpoints beside a job that keeps one."""
+    sim.job(sim.training).start()
+    sim.cluster.process(sim.cluster.host("user"), "scrub", lambda: concurrent_commands.scrub(sim))
+
+
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 def _copied(sim: Simulation) -> None:
@@ -164,6 +170,8 @@ SCENARIOS.update({scenario.name: scenario for scenario in (
     Scenario("conversion of files", "the same for a job of one rank", _with_converter, Training(ranks=1, steps=8, keep=1),
              Training(ranks=1, steps=2), oracle=concurrent_commands.check_conversions, check_run=_check_success),
     Scenario("verify", "all checkpoints are verified beside a job that keeps one", _with_verifier,
+             Training(steps=8, keep=1), check_run=_check_success),
+    Scenario("scrub", "all checkpoints are scrubbed and repaired beside a job that keeps one", _with_scrub,
              Training(steps=8, keep=1), check_run=_check_success),
 )})
 

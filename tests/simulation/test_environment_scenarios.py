@@ -3,12 +3,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from simulation.test_teeth import Edit, mutate
 
 from mindresume.coordination import lease, lease_acquisition
 from mindresume.errors import LeaseHeldError, UnusableCheckpointError
 from mindresume.events import SaveNotStaged
 from mindresume.reshard import open_checkpoint
-from mindresume.resume import remote_selection, shared_selection
+from mindresume.resume import remote_selection, scrub, shared_selection
 from mindresume.resume.choice import Choice
 from mindresume.resume.remote_selection import RemoteSelection
 from mindresume.saving import remote_checkpoints
@@ -33,8 +34,8 @@ from mindresume.simulation.schedule import (
 )
 from mindresume.simulation.search import SCENARIOS, Counts, KnownStates, count_operations, run
 
-NAMES = ("quota", "memory", "launcher", "copied", "snapshot", "conversion", "conversion of files", "verify", "bucket unreadable",
-         "bucket health")
+NAMES = ("quota", "memory", "launcher", "copied", "snapshot", "conversion", "conversion of files", "verify", "scrub",
+         "bucket unreadable", "bucket health")
 RARE = {QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE}
 
 
@@ -247,6 +248,20 @@ def test_an_incomplete_target_is_found(monkeypatch):
 def test_a_verify_that_lists_only_once_is_found(monkeypatch):
     monkeypatch.setattr("mindresume.resume.folder_verification._MAX_LISTINGS", 0)
     assert "wrong" in found("verify", 30)
+
+
+def test_a_scrub_that_locks_nothing_and_does_not_look_again_is_found(monkeypatch):
+    """Each of the two alone is enough: with the lock nothing is removed, and without it a look at the end tells."""
+    class Unlocked:
+        run = "0000-00000000"
+
+        def release(self):
+            pass
+    monkeypatch.setattr(scrub, "acquire_read_lock", lambda *_, **__: Unlocked())
+    monkeypatch.setattr(scrub, "other_scrub", lambda *_: None)
+    assert "wrong" not in found("scrub", 10)
+    mutate(monkeypatch, [Edit(scrub.Scrubber, "_read", "self.storage.status(candidate.commit_dir) is None", "False")])
+    assert "wrong" in found("scrub", 30)
 
 
 def test_a_fresh_start_beside_an_unreadable_bucket_is_found(monkeypatch):
