@@ -30,7 +30,7 @@
         keep_days: 7                # a later job removes what a dead job left here, if nothing was saved there for so long
         write_after_error: 1        # a training that ends with an error first writes the newest of these saves to disk; 0: not
       scrub:                        # re-reads kept checkpoints in the background (docs/scrub.md)
-        every_hours: 0              # a checkpoint is read again so many hours after its last scrub; 0: off
+        every_hours: 0              # a checkpoint is read so many hours after its save, or its last scrub; 0: off
         rate_mb: 50                 # MB/s at most, of one node at a time
         repair: 1                   # damaged files are replaced by intact copies, from replicas or the bucket; 0: only told
 

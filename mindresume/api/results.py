@@ -132,8 +132,8 @@ class DirectoryUser(Result):
     """Describes a process that saves into the folder, or reads one of its checkpoints.
 
     Attributes:
-        holder: The process: ``purpose`` ("saving", "loading"), ``run``, ``host``, ``pid``, ``world_size``, ``since`` (seconds
-            since 1970), ``holds`` (names of what it reads), ``step`` (the last one known), ``every`` (seconds between
+        holder: The process: ``purpose`` ("saving", "loading", "scrubbing"), ``run``, ``host``, ``pid``, ``world_size``, ``since``
+            (seconds since 1970), ``holds`` (names of what it reads), ``step`` (the last one known), ``every`` (seconds between
             heartbeats).
         alive: Whether the process runs; None if it is on another machine, where only its heartbeat shows that.
     """

@@ -85,7 +85,7 @@ def scrub(path: str | os.PathLike[str], *, rate_mb: float = 0.0, repair: bool = 
             ``remote``. The copy is a new file that is proven before it takes the name of the damaged one.
         remote: ``remote_save_url`` of the training; only with ``repair``.
         step: Only this step.
-        older_than_hours: Leaves out what a scrub has read since then.
+        older_than_hours: Leaves out what was saved, or read by a scrub, since then.
         progress: Receives the numbers of bytes to read, and of bytes read.
 
     Returns:

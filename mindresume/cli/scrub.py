@@ -23,8 +23,8 @@ def scrub(folder: Folder, json: AsJson = False,
           remote: Annotated[str | None, typer.Option("--remote", metavar="URL", help="remote_save_url of the training: repair "
                                                      "from there, too.")] = None,
           step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.")] = None,
-          older_than: Annotated[float, typer.Option("--older-than", min=0, metavar="HOURS", help="Leave out what a scrub has "
-                                                    "read in the last HOURS.")] = 0.0) -> None:
+          older_than: Annotated[float, typer.Option("--older-than", min=0, metavar="HOURS", help="Leave out what was saved, or "
+                                                    "read by a scrub, in the last HOURS.")] = 0.0) -> None:
     """Re-reads every kept checkpoint from the disk, names what rotted by file and tensor, and can repair it.
 
     What stays damaged is recorded beside the checkpoint: resumes, `which`, `ls` and the report refuse it from then on without a

@@ -29,7 +29,7 @@ from mindresume.resume.repair import repair
 from mindresume.resume.verifier import find_damaged_files
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Storage
-from mindresume.storage.throttled_reads import ThrottledReads, TokenBucket
+from mindresume.storage.throttled_reads import ReadStoppedError, ThrottledReads, TokenBucket
 
 INTACT, REPAIRED, DAMAGED, REMOVED, SKIPPED = "intact", "repaired", "damaged", "removed", "skipped"
 WATCHED = 3                     # heartbeats without which the scrub of another machine counts as dead
@@ -43,7 +43,7 @@ class ScrubOptions:
         rate: bytes a second; 0: no limit.
         repairs: damaged files are replaced by intact copies.
         bucket: the object store to which checkpoints were uploaded.
-        older_than: seconds; a checkpoint that a scrub has read since then is left out. 0: every one is read.
+        older_than: seconds; a checkpoint that was saved, or read by a scrub, since then is left out. 0: every one is read.
         rereads_damage: a checkpoint in which a scrub found damage is read again, although its files are the same.
         stopped: returns whether to stop now.
     """
@@ -115,9 +115,14 @@ class Scrubber:
             return "it is not complete"
         if not self.options.rereads_damage and known_damage(self.storage, self.root, candidate) is not None:
             return "a scrub found it damaged, and its files are the same"
-        if self.options.older_than and self._read_at(candidate) > self.clock() - self.options.older_than:
-            return "a scrub has read it recently"
+        if self.options.older_than and self._known_at(candidate) > self.clock() - self.options.older_than:
+            return "it was saved, or read by a scrub, recently"
         return ""
+
+    def _known_at(self, candidate: Candidate) -> float:
+        """Returns when all of it was known to be right: when a scrub has read it, else when it was saved."""
+        saved = candidate.saved_at or 0.0
+        return max(self._read_at(candidate), saved if saved <= self.clock() else 0.0)
 
     def _read_at(self, candidate: Candidate) -> float:
         """Returns when a scrub has read all of it; 0: never, or in the future: the clock was set back."""
@@ -128,18 +133,24 @@ class Scrubber:
         reason = self.due(candidate)
         if reason:
             return CheckpointScrub(candidate, SKIPPED, reason)
-        lock = acquire_read_lock(self.storage, self.root, candidate.name, candidate.commit_dir, sleep=self.wait,
+        lock = acquire_read_lock(self.storage, self.root, candidate.name, candidate.commit_dir, sleep=self._pause,
                                  purpose=SCRUBBING)
         if lock is None:
             return CheckpointScrub(candidate, REMOVED)
         try:
-            other = other_scrub(self.storage, self.root, lock, self.wait)
+            other = other_scrub(self.storage, self.root, lock, self._pause)
             if other is not None:
                 return CheckpointScrub(candidate, SKIPPED, f"process {other.pid} on host {other.host} is scrubbing this folder",
                                        is_elsewhere=True)
             return self._read(candidate, lock)
         finally:
             lock.release()
+
+    def _pause(self, seconds: float) -> None:
+        """Waits. Raises ReadStoppedError if the scrub is to stop: ``wait`` has then returned too early for any conclusion."""
+        self.wait(seconds)
+        if self.options.stopped():
+            raise ReadStoppedError
 
     def _read(self, candidate: Candidate, lock: Lease) -> CheckpointScrub:
         storage = ThrottledReads(self.storage, TokenBucket(self.options.rate, self.monotonic, self.wait), self.options.stopped)

@@ -477,3 +477,20 @@ def test_of_two_that_begin_together_one_goes_on(tmp_path):
     assert module.other_scrub(STORAGE, str(tmp_path), first, pytest.fail) is None
     for lock in locks:
         lock.release()
+
+
+def test_a_stop_while_another_machine_is_watched_removes_nothing(tmp_path):
+    save(tmp_path, 5)
+    path, stop = other_lock(tmp_path, 5, machine="another", beat=4), []
+    scrubber = Scrubber(STORAGE, str(tmp_path), ScrubOptions(stopped=lambda: bool(stop)), wait=stop.append)
+    with pytest.raises(ReadStoppedError):
+        list(scrubber.scrub(rows_of(tmp_path)))
+    assert path.exists() and [holder.beat for holder in lease_holders(STORAGE, str(tmp_path))] == [4]
+
+
+def test_a_new_checkpoint_is_left_out_until_it_is_old(tmp_path):
+    save(tmp_path, 5)                                           # at 1005 s
+    for now, state in ((2000.0, SKIPPED), (9000.0, INTACT), (9100.0, SKIPPED)):
+        (found,) = Scrubber(STORAGE, str(tmp_path), ScrubOptions(older_than=3600), clock=lambda now=now: now).scrub(
+            rows_of(tmp_path))
+        assert found.state == state
