@@ -4,8 +4,8 @@
     emit.add(scrub);  scrub.start();  scrub.stop()
 
 A thread of idle priority reads what was neither saved nor scrubbed for ``every_hours``, at ``rate_mb``. While this rank saves, it
-waits. Of several nodes that see one directory one scrubs at a time, by the lock of each checkpoint; where nodes share no disk each
-scrubs its own. The thread takes part in no collective, and no error of it reaches the training: it is a warning in the log.
+waits. Of several nodes that see one directory one scrubs at a time, by the lock of each checkpoint; where nodes share no disk
+each scrubs its own. The thread takes part in no collective, and no error of it reaches the training: it is a warning in the log.
 """
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from rank_folders import STORAGE, Ranks
 
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import (
+    FirstStepDone,
     PreemptionRequested,
     RunOpened,
     SaveBegun,
@@ -59,7 +60,8 @@ def test_a_release_that_knows_consumed_samples_finds_them(tmp_path, known):
 @pytest.mark.parametrize("iterations", [False, True])
 def test_the_events_of_a_run_describe_each_step(tmp_path, iterations):
     job = Job(tmp_path, iterations=iterations).steps(5)
-    opened, begun, committed, written = job.events
+    opened, first, begun, committed, written = job.events
+    assert first == FirstStepDone(1)
     assert opened == RunOpened(job.manager.target.run, str(tmp_path), "net" if iterations else "net_rank_0", 1)
     assert begun == SaveBegun(5)
     assert (committed.step, committed.ranks, committed.run_id) == (5, 1, None) and isinstance(committed, SaveCommitted)
@@ -69,8 +71,8 @@ def test_the_events_of_a_run_describe_each_step(tmp_path, iterations):
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_a_save_in_the_background_is_staged_before_it_is_written(tmp_path, kind):
     job = Job(tmp_path, async_save=kind).steps(5).end()
-    assert [event.kind for event in job.events][:3] == ["run_opened", "save_begun", "save_staged"]
-    assert {event.kind for event in job.events[3:]} == {"save_written", "save_committed"}         # both by the writer
+    assert [event.kind for event in job.events][:4] == ["run_opened", "first_step_done", "save_begun", "save_staged"]
+    assert {event.kind for event in job.events[4:]} == {"save_written", "save_committed"}         # both by the writer
     (staged,), (written,) = job.emitted(SaveStaged), job.emitted(SaveWritten)
     assert (staged.step, staged.name) == (5, "net_rank_0-1_5.safetensors") and staged.stall_seconds == written.stall_seconds
 
