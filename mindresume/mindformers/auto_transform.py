@@ -27,6 +27,7 @@ from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.formatting import ranks_count
 from mindresume.mindformers import adapter, upstream, upstream_check
+from mindresume.mindformers.balanced_load import BalancedLoad
 from mindresume.mindformers.load_progress import load_traffic, waiting_for
 from mindresume.mindformers.network_state import layouts as network_layouts
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
@@ -134,8 +135,11 @@ def read_arrays(config: Any, network: Any, context: TrainingContext, storage: St
         folder = transform_files(config, context, storage, source)
         emit(Notice(f"transformed to {folder}; it can be loaded later without auto_trans_ckpt"))
         return select_shared(storage, folder, group, SelectionPolicy(group.size, verify=context.settings.verify))
-    traffic, until_read = load_traffic(bytes_of(source.weights, regions), emit)
-    arrays = run_on_all(group, partial(read_regions, source.weights, regions, traffic=traffic), until_read)
+    shared = BalancedLoad(layouts, context, bool(config.get("balanced_load")))
+    mine = shared.mine(regions, {name: source.weights.tensors[name].dtype for name in regions})
+    traffic, until_read = load_traffic(bytes_of(source.weights, mine), emit)
+    arrays = run_on_all(group, partial(read_regions, source.weights, mine, traffic=traffic), until_read)
+    shared.receive(arrays, traffic.read)
     return arrays, traffic.read, source.what
 
 

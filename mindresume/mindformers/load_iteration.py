@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mindresume.coordination.collectives import gather_results, run_on_all, run_on_rank0
+from mindresume.coordination.collectives import run_on_all, run_on_rank0
 from mindresume.errors import ConfigError
 from mindresume.events import Notice, warning
 from mindresume.formats.consolidated import is_consolidated
@@ -28,15 +28,11 @@ from mindresume.formats.iteration_naming import COMMON
 from mindresume.formatting import listed
 from mindresume.mindformers import adapter, arrangement, selection, state_restorer, upstream, upstream_check
 from mindresume.mindformers.auto_transform import OPENING
+from mindresume.mindformers.balanced_load import BalancedLoad
 from mindresume.mindformers.load_progress import load_traffic
 from mindresume.mindformers.network_state import job_layouts
-from mindresume.mindformers.process_group import TensorBroadcaster
 from mindresume.mindformers.training_context import LoadRequest, ResumePlan, TrainingContext
 from mindresume.model.training_state import is_transient, may_be_absent
-from mindresume.reshard.broadcast_load import Exchange, exchange_pieces
-from mindresume.reshard.broadcast_load import plan_reads as plan_broadcasts
-from mindresume.reshard.checkpoint_view import CheckpointView
-from mindresume.reshard.geometry import Region
 from mindresume.reshard.huggingface import CONFIG, read_network
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.region_load import WORKERS, bytes_of, read_regions, resume_regions
@@ -200,12 +196,14 @@ def load_pretrained(train: Any, network: Any, folder: str, context: TrainingCont
     wanted = {name: row for name, row in adapter.parameters_to_load(train).items() if name in names and not is_transient(name)}
     layouts = job_layouts(train, {name: shape for name, (shape, _) in wanted.items()}, context.group.size,
                           lambda text: emit(warning(text)))
+    shared = BalancedLoad(layouts, context, context.plan.request.balanced)
     traffic, watchdog = load_traffic(
         sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in wanted.values()), emit)
     arrays = run_on_all(context.group, lambda: read_network(
         PosixStorage(), folder, wanted, layouts, context.group.rank, network=core.get_gpt_transformer_config(),
         tied=core.config.tie_word_embeddings, converters=template.weight_converters if template else (), traffic=traffic,
-        kind=core.config.model_type, note=lambda text: emit(Notice(text))), watchdog)
+        kind=core.config.model_type, note=lambda text: emit(Notice(text)), share=shared.mine), watchdog)
+    shared.receive(arrays, traffic.read)
     loaded = set(arrays)
     state_restorer.restore_parameters(train, arrays, False, context, lambda name: name not in loaded, traffic.read, folder)
 
@@ -220,28 +218,12 @@ def _arrays(network: Any, source: OpenCheckpoint, shapes: Mapping[str, tuple[tup
     initialised = [name for name in shapes if name not in regions and not may_be_absent(name)]
     if initialised and group.rank == 0:
         emit(warning(f"not in {source.what}, so they keep their initial values: {listed(initialised)}"))
-    mine, exchanges = _shared(source.weights, regions, layouts, context) if request.balanced else (regions, [])
+    shared = BalancedLoad(layouts, context, request.balanced)
+    mine = shared.mine(regions, {name: source.weights.tensors[name].dtype for name in regions})
     traffic, watchdog = load_traffic(bytes_of(source.weights, mine), emit)
     arrays = run_on_all(group, partial(read_regions, source.weights, mine, max(WORKERS, request.workers), traffic), watchdog)
-    if exchanges:
-        broadcaster = TensorBroadcaster()
-        dtypes = {name: source.weights.tensors[name].dtype for name in regions}
-        received = exchange_pieces(arrays, exchanges, regions, dtypes, group.rank, broadcaster)
-        broadcaster.close()
-        emit(Notice(f"balanced load of rank {group.rank}: {traffic.read / 2**20:.1f} MiB read, {received / 2**20:.1f} MiB from "
-                    f"other ranks"))
+    shared.receive(arrays, traffic.read)
     return arrays, traffic.read
-
-
-def _shared(weights: CheckpointView, regions: Mapping[str, Region], layouts: Mapping[str, Any], context: TrainingContext
-            ) -> tuple[Mapping[str, Region], list[Exchange]]:
-    """Returns, for a balanced load, what this rank reads, and what the ranks broadcast to each other."""
-    mine, exchanges = plan_broadcasts(regions, layouts, {name: DTYPES[weights.tensors[name].dtype].itemsize for name in regions},
-                           context.group.rank)
-    if not any(gather_results(context.group, lambda: bool(exchanges))):
-        context.emit(Notice("load_balanced (balanced_load) has no effect: no two ranks of this job hold the same part of a "
-                            "tensor"))
-    return mine, exchanges
 
 
 def _optional(context: TrainingContext, of_step: Collection[str]) -> Callable[[str], bool]:

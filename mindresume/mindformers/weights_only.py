@@ -27,6 +27,7 @@ from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.mindformers import adapter, arrangement, load_iteration, selection, state_restorer
 from mindresume.mindformers.auto_transform import OPENING
+from mindresume.mindformers.balanced_load import BalancedLoad
 from mindresume.mindformers.load_progress import load_traffic, waiting_for
 from mindresume.mindformers.network_state import check_fit, job_layouts
 from mindresume.mindformers.training_context import PREDICT, TRAIN, LoadRequest, TrainingContext
@@ -81,7 +82,8 @@ def select(config: Any, task: str, context: TrainingContext, storage: Storage) -
     choice, chosen = plan.choice, plan.choice.chosen
     shown = path if os.path.isfile(path) else os.path.join(choice.root,
                                                            chosen.iteration_dir) if chosen.iteration_dir else choice.root
-    context.plan = replace(plan, request=LoadRequest(shown, resume=False, trains=task == TRAIN, converts=converts))
+    context.plan = replace(plan, request=LoadRequest(shown, resume=False, trains=task == TRAIN, converts=converts,
+                                                     balanced=bool(config.get("balanced_load"))))
     config.load_checkpoint, config.resume_training, config.load_ckpt_format = shown, False, chosen.format
     if config.get("checkpoint"):
         config.checkpoint.load_path = shown
@@ -137,11 +139,14 @@ def _load(config: Any, cell: Any, network: Any, source: OpenCheckpoint, context:
     stored = {origin.get(name, name): (shape, _read_as(tensors, origin.get(name, name), dtype))
               for name, (shape, dtype) in wanted.items()}
     backwards = {other: name for name, other in origin.items()}
-    regions = run_on_all(group, lambda: wanted_regions(
-        source.weights, stored, {origin.get(name, name): row for name, row in layouts.items()}, group.rank,
-        lambda name: optional(backwards.get(name, name)), allow=True))
-    traffic, until_read = load_traffic(bytes_of(source.weights, regions), emit)
-    arrays = run_on_all(group, partial(read_regions, source.weights, regions, traffic=traffic), until_read)
+    layouts = {origin.get(name, name): row for name, row in layouts.items()}
+    regions = run_on_all(group, lambda: wanted_regions(source.weights, stored, layouts, group.rank,
+                                                       lambda name: optional(backwards.get(name, name)), allow=True))
+    shared = BalancedLoad(layouts, context, context.plan.request.balanced)
+    mine = shared.mine(regions, {name: tensors[name].dtype for name in regions})
+    traffic, until_read = load_traffic(bytes_of(source.weights, mine), emit)
+    arrays = run_on_all(group, partial(read_regions, source.weights, mine, traffic=traffic), until_read)
+    shared.receive(arrays, traffic.read)
     by_parameter = {backwards.get(name, name): array for name, array in arrays.items()}
     del arrays
     run_on_all(group, lambda: _convert(by_parameter, wanted, emit))

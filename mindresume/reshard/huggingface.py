@@ -140,10 +140,14 @@ def _prediction_layer(model: Model) -> str:
     return f"model.layers.{model.layers}."
 
 
+Share = Callable[[Mapping[str, Region], Mapping[str, str]], Mapping[str, Region]]
+
+
 def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple[int, ...], str]],
                  layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int, network: Any = None,
                  tied: bool | None = None, converters: Iterable[Any] = (), traffic: Traffic | None = None,
-                 kind: str | None = None, note: Callable[[str], None] = lambda text: None) -> dict[str, np.ndarray]:
+                 kind: str | None = None, note: Callable[[str], None] = lambda text: None,
+                 share: Share = lambda regions, dtypes: regions) -> dict[str, np.ndarray]:
     """Reads the weights of one rank's network from a Hugging Face folder. Returns {parameter: its slice, in its dtype}. A network
     without next-token prediction takes the other layers of a model that has it.
 
@@ -154,6 +158,7 @@ def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple
         converters: ``weight_converters`` of the network's template, which must agree with the rules; empty: it has no template.
         kind: ``model_type`` of the network; None: unknown.
         note: receives a sentence about layers of the folder that the network does not have.
+        share: returns which regions this rank reads, by all that it needs and their dtypes; the others are left out.
     Raises:
         ConfigError, LoadError, CorruptFileError, OSError: As ``view_of_folder``; ConfigError also if ``network`` has other
             dimensions.
@@ -176,6 +181,7 @@ def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple
     check_contiguous_order(model, {name: layout for name, (layout, _) in layouts.items()})
     weights = _of_folder(storage, folder, model, wanted, left_out)
     regions, traffic = wanted_regions(weights, wanted, layouts, rank, is_no_weight), traffic or Traffic()
+    regions = share(regions, {name: weights.tensors[name].dtype for name in regions})
     transposed = {name: region for name, region in regions.items()
                   if any(block.transposed for block in weights.tensors[name].rule.blocks)}
     found = read_regions(weights, {name: region for name, region in regions.items() if name not in transposed}, traffic=traffic)
