@@ -82,7 +82,7 @@ def chain(kind, whole, data, device, graphs, tmp_path_factory) -> tuple[Run, lis
     copy_checkpoints(whole, run, 5)
     for plan in PLANS[kind]:
         saved = merged(saved_shards(run, plan.takes))
-        start_layout(run, plan.layout, KINDS[kind].columns, "--auto_trans_ckpt True",
+        start_layout(run, plan.layout, KINDS[kind].columns, "--auto_trans_ckpt True --balanced_load True",
                      **{"CPU_CLUSTER_KILL": f"all@{plan.killed}"} if plan.killed else {})
         status = run.wait(ATTEMPT_LIMIT)
         assert (status == 0) == (plan.killed is None), f"exit status {status}:\n" + run.log()[-4000:]

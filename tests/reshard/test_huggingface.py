@@ -17,6 +17,7 @@ from mindresume.formats.huggingface import CONTIGUOUS, HEAD
 from mindresume.formats.huggingface_rules import inverse_rules, rules
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import range_reader, region_load
+from mindresume.reshard.broadcast_load import plan_reads
 from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Traffic
@@ -145,6 +146,26 @@ def test_each_rank_reads_its_slices(tmp_path, model, layout):
         vectors = sum(array.nbytes for array in whole_.values() if array.ndim == 1)
         matrices = sum(array.nbytes for array in whole_.values() if array.ndim == 2)
         assert read == matrices * layout.copies + vectors * layout.stage_size
+
+
+def test_regions_that_other_ranks_read_are_left_out(tmp_path):
+    """A balanced load: together the ranks read every byte of the folder once."""
+    tensors, layout = random(GROUPED), TensorLayout((2, 2), (0, -1))
+    folder, arguments, read, pieces = folder_of(tmp_path / "hf", GROUPED, tensors), network_of(GROUPED, layout), 0, []
+    sizes = {name: 4 for name in rules(GROUPED)}
+    for rank in range(4):
+        wanted, layouts, _ = arguments(rank, "float32")
+        layouts = {name: layouts.get(name, (TensorLayout((2, 2), (-1,)), shape)) for name, (shape, _) in wanted.items()}
+        traffic = Traffic()
+
+        def share(regions, dtypes, layouts=layouts, rank=rank):
+            assert set(dtypes.values()) == {"float32"}
+            return plan_reads(regions, layouts, sizes, rank)[0]
+        found = read_network(STORAGE, folder, wanted, layouts, rank, traffic=traffic, share=share)
+        read += traffic.read
+        pieces += [(name, held(*layouts[name][:1], rank, layouts[name][1])) for name in found]
+    assert len(pieces) == len(set(pieces))
+    assert read == sum(array.nbytes for array in assemble(rules(GROUPED), tensors).values())
 
 
 # ---- dtypes ----------------------------------------------------------------------------------------------------------
