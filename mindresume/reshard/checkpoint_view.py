@@ -6,14 +6,15 @@
         location = weights.locate("embedding.weight", cut)              # rank, file, byte ranges, checksum of that piece
 
 Only headers and records are read here. A piece is read from the first of its ranks whose file holds it, so redundancy removal and
-missing files do no harm while one copy is left.
+missing files do no harm while one copy is left. A rank whose verified file is still in the memory of this process comes first.
 """
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from mindresume.formatting import listed
 from mindresume.model.layout import TensorLayout, is_scalar
 from mindresume.reshard.geometry import Cut, Region, cuts, shape_of
 from mindresume.storage.interface import Storage
+from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import Header, TensorEntry, read_header
 from mindresume.tensor_files.header import DTYPES
 
@@ -89,6 +91,7 @@ class CheckpointView:
     world_size: int = 1
     headers: dict[str, Header | None] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _kept: dict[tuple[str, Region, int], list[int]] = field(default_factory=dict)   # {piece: ranks whose files are in memory}
 
     @property
     def format(self) -> str:
@@ -99,14 +102,13 @@ class CheckpointView:
         """Returns where a piece lies; with ``first`` in the pipeline stage that begins with this rank, instead of the first that
         holds the tensor. CorruptFileError if the file holds another dtype or shape; LoadError if no holder has the piece."""
         tensor = self.tensors[name]
-        asked = []
-        for holder in cut.holders:
-            rank = (tensor.first if first is None else first) + holder
+        asked: dict[int, None] = {}
+        for rank in self._ranks_of(name, cut, tensor.first if first is None else first):
             path = self.path_of(rank, name)
             header = self.header(path) if path is not None else None
             entry = header.tensors.get(name) if header else None
             if entry is None:
-                asked.append(rank)
+                asked[rank] = None
                 continue
             expected = shape_of(cut.piece)
             if entry.dtype != tensor.dtype or entry.shape != expected:
@@ -115,7 +117,19 @@ class CheckpointView:
                                              f"that of these weights, or the file is of another job", tensor=name)
             return PieceLocation(rank, path, entry, self.checksum(rank, name))
         raise LoadError(f"{self.name}: {name} {cut.piece} of {tensor.shape} is nowhere: it should be in the file of rank "
-                        f"{listed(asked)}, which {'has' if len(asked) == 1 else 'have'} no such tensor or no file")
+                        f"{listed([*asked])}, which {'has' if len(asked) == 1 else 'have'} no such tensor or no file")
+
+    def _ranks_of(self, name: str, cut: Cut, start: int) -> Iterable[int]:
+        """Returns the ranks that hold a piece, in the stage that begins with rank ``start``. Copies are alike, so those whose
+        files are in memory (``ReadCache``) come first: no byte is read from disk again."""
+        ranks = (start + holder for holder in cut.holders)
+        if not isinstance(self.storage, ReadCache) or len(cut.holders) < 2:
+            return ranks
+        key = name, cut.piece, start
+        if key not in self._kept:
+            self._kept[key] = [rank for rank in ranks
+                               if (path := self.path_of(rank, name)) is not None and self.storage.keeps(path)]
+        return itertools.chain(self._kept[key], (start + holder for holder in cut.holders))
 
     def entries(self, rank: int) -> dict[str, TensorEntry] | None:
         """Returns all tensors in the files of a rank; None if no file of it is there."""

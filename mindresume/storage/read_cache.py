@@ -49,6 +49,11 @@ class ReadCache:
         with self._lock:
             return sum(size for _, size in self._kept.values())
 
+    def keeps(self, path: str) -> bool:
+        """Returns whether the file is kept, so that reading it costs no access to the disk."""
+        with self._lock:
+            return path in self._kept
+
     def open(self, path: str) -> BinaryIO:
         with self._lock:
             if path in self._kept:

@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from rank_folders import RUN, STORAGE, state_of
+from rank_folders import RUN, STORAGE, flip_bit, state_of
 from reshard.plans import MODEL, STEP, Plan, random_tensors
 
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
@@ -13,13 +13,17 @@ from mindresume.formats.iteration_naming import METADATA, iteration_name
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER
 from mindresume.reshard import iteration_view
-from mindresume.reshard.geometry import whole
+from mindresume.reshard.geometry import held, slices_of, whole
+from mindresume.reshard.iteration_view import view_of_iteration
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
 from mindresume.reshard.strategy_store import own_strategy
+from mindresume.resume.verified_shard import VerifiedShard
+from mindresume.resume.verifier import verify_rank
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_assignment import shares
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard
+from mindresume.storage.read_cache import ReadCache
 
 TENSORS = random_tensors(MODEL)
 NAME = iteration_name(STEP)
@@ -136,3 +140,24 @@ def test_a_tensor_without_a_known_layout_is_refused_by_name(tmp_path):
     iterated(tmp_path, "tp2", skip=("embedding.weight",))
     with pytest.raises(StrategyError, match=r"embedding.weight \("):
         open_checkpoint(STORAGE, str(tmp_path), STEP)
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2tp2", "dp2tp2opt2", "dp4opt2"])
+def test_a_load_in_the_same_layout_reads_the_disk_once(tmp_path, plan):
+    """Each rank has verified its own files, which are in memory: it takes replicas from there too, not from the first rank's."""
+    root = iterated(tmp_path, plan).parent
+    candidate, layouts = scan(STORAGE, str(root)).candidates[0], Plan.parse(plan)
+    caches = [ReadCache(STORAGE, 1 << 30) for _ in range(layouts.world_size)]
+    for rank, cache in enumerate(caches):
+        assert isinstance(verify_rank(cache, str(root), candidate, rank), VerifiedShard)
+        cache.freeze()
+    for file in candidate.all_files:
+        if file.path.endswith(".safetensors"):
+            flip_bit(root / file.path, -1)                          # whoever reads the disk again finds damage
+    for rank, cache in enumerate(caches):
+        weights = view_of_iteration(cache, str(root), candidate)
+        regions = {name: held(layout, rank % layout.stage_size, TENSORS[name].shape)
+                   for name, layout in layouts.layouts(rank).items()}
+        found = read_regions(weights, regions)
+        assert all(found[name].tobytes() == TENSORS[name][slices_of(region)].tobytes() for name, region in regions.items())
+        cache.clear()
