@@ -25,6 +25,7 @@ from mindresume.simulation.schedule import (
 from mindresume.simulation.scheduler import Killed, Scheduler, Task
 
 SHARED = "shared"
+SHM = "/dev/shm/"               # paths below it lie in memory of the host
 EPOCH = 1_700_000_000.0         # start of every schedule, in seconds since 1970
 
 
@@ -42,9 +43,14 @@ class Host:
     def __init__(self, cluster: Cluster, name: str, disk: Disk, offset: float = 0.0):
         self.cluster, self.name, self.disk, self.offset = cluster, name, disk, offset
         self.memory = 1 << 40                           # memory limit of its container in bytes
+        self.shm = Disk(local=True)                     # files in its memory
         self.operations = 0                             # number of operations of its processes
         self._listing_cache: dict[str, tuple[float, list[str]]] = {}
         self._negative_cache: dict[str, float] = {}     # name -> when a lookup did not find it
+
+    def disk_of(self, path: str) -> Disk:
+        """Returns what ``path`` lies on: the disk, or memory of this host."""
+        return self.shm if path.startswith(SHM) else self.disk
 
     def names(self, disk: Disk, folder: str) -> list[str]:
         """Returns the names in ``folder`` as this host lists it: from its cache while that is valid."""
@@ -272,11 +278,14 @@ class Cluster:
             for other in self.processes:
                 if other.host is process.host:
                     self.kill(other)
+            process.host.shm = Disk(local=True)
         elif kind in ("kill all", "power"):
             for other in self.processes:
                 self.kill(other)
             if kind == "power":
                 lose_power(self.disks, fault.amount)
+                for host in self.hosts:
+                    host.shm = Disk(local=True)
         elif kind == "slow":
             self.scheduler.block(fault.amount, "waits for the disk")
         elif kind == "pause":

@@ -153,6 +153,10 @@ class _SaveRequest(SaveRequest):
         self.manager.group.gather(b"")
         return Save(self.collect_local())
 
+    def needs_collectives(self) -> bool:
+        """Returns whether ``collect`` is a collective also for a rank that saves nothing into memory any more."""
+        return self.training.settings.memory_tier.every_steps > 0
+
     def collect_local(self) -> Shard:
         session, training = self.manager.session, self.training
         saved = (session.target.run, self.step)

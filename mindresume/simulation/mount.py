@@ -101,7 +101,7 @@ class Mount:
 
     def make_folder(self, path: str) -> None:
         missing = []
-        while path not in ("", "/") and not isinstance(self.host.disk.find(path), Folder):
+        while path not in ("", "/") and not isinstance(self.host.disk_of(path).find(path), Folder):
             missing.append(path)
             path = os.path.dirname(path)
         if not missing:
@@ -116,7 +116,7 @@ class Mount:
     # ---- one operation ---------------------------------------------------------------------------------------------
 
     def _do(self, name: str, path: str, act: Callable[[Disk], Any], also: str = "", fails: bool = True) -> Any:
-        disk = self.host.disk
+        disk = self.host.disk_of(path)
         code, after = self.cluster.operate(self.process, name, path, also)
         disk.now = self.cluster.server_time()
         if code and not after and fails:
@@ -137,7 +137,7 @@ class _NewFile(NewFile):
 
     def write_at(self, position: int, data: memoryview) -> None:
         self._put(position, data[:len(data) // 2])
-        self.mount.host.disk.fill(self.file, bytes(self._content), False, self.path)
+        self.mount.host.disk_of(self.path).fill(self.file, bytes(self._content), False, self.path)
         self._put(position, data)
 
     def _put(self, position: int, data: memoryview) -> None:

@@ -34,6 +34,7 @@ from mindresume.resume.missing_ranks import unknown_strategy
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.crash_loop import load_attempts
+from mindresume.saving.memory_tier.directory import MARK
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Job, Training, newest_acknowledged, save_order, wrong_content
@@ -309,4 +310,5 @@ def _leftovers(storage: Mount, training: Training, newest: Saved, chosen: Saved 
     """Returns the leftover files. ``chosen``: where nodes share no disk, this checkpoint and newer ones may stay."""
     return leftovers(storage, training.root, training.format, newest,
                      lambda saved: chosen is not None and save_order(saved) >= save_order(chosen),
-                     lambda name: training.node_local and name == COMMON)
+                     lambda name: training.node_local and name == COMMON or training.settings.memory_tier.every_steps > 0
+                     and name == MARK)

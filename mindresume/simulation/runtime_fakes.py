@@ -31,6 +31,7 @@ from typing import Any
 from mindresume.coordination import host_memory, lease
 from mindresume.saving import background_writer, crash_loop, shard_writer
 from mindresume.saving.staging import Staging
+from mindresume.simulation import memory_disk
 from mindresume.simulation.cluster import Cluster, active_clusters, current_cluster, current_process
 from mindresume.simulation.scheduler import Killed
 from mindresume.simulation.threads import Condition, Event, Lock, RLock, SimpleQueue, Thread
@@ -214,7 +215,7 @@ def _fakes() -> dict[Any, Any]:
     """Returns {function or class of the product or of Python: its fake}."""
     return {**_FUNCTIONS, lease.holder_of_this_process: _holder_of_this_process, lease.is_alive: _is_alive,
             host_memory.levels: _memory_levels, mounts.is_local: _is_local,
-            crash_loop.LoadAttempt._capture_signals: _capture_signals, Staging: _Staging}
+            crash_loop.LoadAttempt._capture_signals: _capture_signals, Staging: _Staging, **memory_disk.FAKES}
 
 
 class _Patches:

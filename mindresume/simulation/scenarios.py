@@ -24,9 +24,11 @@ from mindresume.saving.garbage_collector import carry_out, plan
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.sync_saver import Outcome, Save, SyncSaver, save_job_for
+from mindresume.settings import MemoryTierSettings
 from mindresume.simulation.bucket import BUCKET, Bucket
 from mindresume.simulation.cluster import (
     SHARED,
+    SHM,
     Cluster,
     Host,
     InjectedFault,
@@ -37,13 +39,15 @@ from mindresume.simulation.cluster import (
 )
 from mindresume.simulation.communicator import ExchangeError
 from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import History, Job, Training, make_shard
+from mindresume.simulation.jobs import History, Job, Training, make_shard, save_order
+from mindresume.simulation.memory_disk import common_saves
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.oracle import STUCK, Finding, check_disks, check_pointers
+from mindresume.simulation.oracle import LOST, STUCK, Finding, check_disks, check_pointers
 from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.schedule import KINDS, Schedule
 from mindresume.simulation.scheduler import TICK, Deadlock, Killed, OperationLimit
 
+TIER = replace(Training().settings, memory_tier=MemoryTierSettings(1, SHM.rstrip("/")))
 FORMATS = ("safetensors", "ckpt", ITERATION)
 WAYS = ("", "thread", "process")            # ways of saving: synchronous, in a thread, in a process
 RUN = "0002-1111aaaa"
@@ -277,6 +281,26 @@ def _twice(sim: Simulation) -> None:
     sim.cluster.process(sim.cluster.host("platform"), "platform", work)
 
 
+def _in_memory(sim: Simulation) -> None:
+    """A platform restarts the same command on the same hosts, which keep what lies in their memory."""
+    hosts = [sim.cluster.host("", node) for node in range(sim.training.hosts)]
+    restarted(sim, lambda attempt: sim.job(sim.training, hosts=hosts))
+
+
+def _check_memory(sim: Simulation) -> list[Finding]:
+    """A job takes nothing older than what all ranks of an earlier one had in memory, unless a host or an operation failed."""
+    if any(row.fault.kind not in ("kill", "kill all", "slow", "pause", "term", "term all") for row in sim.cluster.injected):
+        return []
+    found, required = [], None
+    for job in sim.jobs:
+        run = next((process.own.target.run for process in job.ranks if process.own is not None and process.own.session), None)
+        chosen = sim.history.chosen.get(run, required)
+        if required is not None and (chosen is None or save_order(chosen) < save_order(required)):
+            found.append(Finding(LOST, f"{job.name} takes {chosen}, though all ranks had {required} in memory"))
+        required = max([*([required] if required else []), *common_saves(job)], key=save_order, default=None)
+    return found
+
+
 def _rare_beats(sim: Simulation) -> None:
     """A job has a longer heartbeat interval than a second one that is started beside it."""
     sim.job(replace(sim.training, settings=replace(sim.training.settings, heartbeat=60.0))).start()
@@ -385,6 +409,10 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("afresh", "a new training in the folder of another one", _afresh, Training(steps=4, keep=1, fresh=True)),
     Scenario("lost ranks", "after a rank has died, the others save what they have", _one_job,
              Training(steps=6, keep=2, rescue=True)),
+    Scenario("tier", "a job with a tier in memory is restarted on its host", _in_memory,
+             Training(steps=10, every=6, keep=2, settings=TIER), check_run=_check_memory),
+    Scenario("tier of two hosts", "a job with tiers in memory of two hosts is restarted on them", _in_memory,
+             Training(hosts=2, steps=10, every=6, keep=2, settings=TIER), formats=FORMATS[:2], check_run=_check_memory),
     Scenario("a reader", "one process prunes and another one reads", _readers, Training(steps=8, pruned_by_others=True),
              Training(steps=8), ways=("",)),
     Scenario("readers", "one process prunes and another one reads beside a job", _with_reader,

@@ -23,7 +23,7 @@ import pytest
 from mindresume.coordination import lease, lease_acquisition, preemption, read_locks
 from mindresume.formats import iteration_scan, records
 from mindresume.model import manifest
-from mindresume.resume import group_verification, job_selection, remote_selection
+from mindresume.resume import group_verification, job_selection, memory_selection, remote_selection
 from mindresume.saving import (
     background_writer,
     checkpoint_manager,
@@ -40,6 +40,7 @@ from mindresume.saving import (
     training_end,
     uploader,
 )
+from mindresume.saving.memory_tier import slots
 from mindresume.simulation.oracle import LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
 from mindresume.simulation.runtime_fakes import patched_product
 from mindresume.simulation.schedule import Fault, Schedule, random_schedule
@@ -314,6 +315,17 @@ MUTANTS = [
         Edit(supervisor.Supervisor, "_one_start", "outcome, left = job.end(end, self._is_hurried)",
              "self.nodes.states.set(state='ready'); outcome, left = job.end(end, self._is_hurried)")],
         ("supervisors", "safetensors", ""), WRONG, deaths=False, within=40, draws=undisturbed()),
+
+    # ---- the tier in memory ----------------------------------------------------------------------------------------------
+    mutant("memory: the newest save is overwritten", [
+        Edit(slots, "step_to_overwrite", "held[-1] if is_whole(common) else common", "held[0]")],
+        ("tier", "safetensors", ""), LOST, deaths=False, first=346, within=10, draws=each("kill")),
+    mutant("memory: a save that all ranks have is not found", [
+        Edit(memory_selection._MemorySelection, "_common", "if not missing:", "if missing:")],
+        ("tier", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=346, within=10, draws=each("kill")),
+    mutant("memory: a newer checkpoint on disk is missed", [
+        Edit(memory_selection._MemorySelection, "select", 'least = tuple(elsewhere.get("order") or (0, 0))', "least = (0, 0)")],
+        ("tier", "safetensors", ""), LOST, deaths=False, first=244, within=10, draws=each("kill")),
 ]
 
 
