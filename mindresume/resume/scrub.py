@@ -120,8 +120,11 @@ class Scrubber:
         return ""
 
     def _known_at(self, candidate: Candidate) -> float:
-        """Returns when all of it was known to be right: when a scrub has read it, else when it was saved."""
-        saved = candidate.saved_at or 0.0
+        """Returns when all of it was known to be right: when a scrub has read it, else when it was saved. 0: what was damaged was
+        replaced since, and nobody has read it."""
+        found, saved = read_result(self.storage, candidate), candidate.saved_at or 0.0
+        if found is not None and found.damaged:
+            return 0.0
         return max(self._read_at(candidate), saved if saved <= self.clock() else 0.0)
 
     def _read_at(self, candidate: Candidate) -> float:

@@ -494,3 +494,15 @@ def test_a_new_checkpoint_is_left_out_until_it_is_old(tmp_path):
         (found,) = Scrubber(STORAGE, str(tmp_path), ScrubOptions(older_than=3600), clock=lambda now=now: now).scrub(
             rows_of(tmp_path))
         assert found.state == state
+
+
+def test_a_replaced_file_is_read_soon(tmp_path):
+    save(tmp_path, 5)
+    path = path_of(tmp_path, 5, 0)
+    good = path.read_bytes()
+    flip_bit(path)
+    options = {"older_than": 1e6, "rereads_damage": False}
+    assert states(tmp_path) == {5: DAMAGED} and states(tmp_path, **options) == {5: SKIPPED}
+    path.with_name("new").write_bytes(good)
+    os.replace(path.with_name("new"), path)
+    assert states(tmp_path, **options) == {5: INTACT} and states(tmp_path, **options) == {5: SKIPPED}
