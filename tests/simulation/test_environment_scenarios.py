@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from simulation.test_teeth import Edit, mutate
 
-from mindresume.coordination import lease, lease_acquisition
+from mindresume.coordination import lease, lease_acquisition, read_locks
 from mindresume.errors import LeaseHeldError, UnusableCheckpointError
 from mindresume.events import SaveNotStaged
 from mindresume.reshard import open_checkpoint
@@ -261,6 +261,13 @@ def test_a_scrub_that_locks_nothing_and_does_not_look_again_is_found(monkeypatch
     monkeypatch.setattr(scrub, "other_scrub", lambda *_: None)
     assert "wrong" not in found("scrub", 10)
     mutate(monkeypatch, [Edit(scrub.Scrubber, "_read", "self.storage.status(candidate.commit_dir) is None", "False")])
+    assert "wrong" in found("scrub", 30)
+
+
+def test_a_retention_that_passes_over_the_locks_of_scrubs_is_found(monkeypatch):
+    mutate(monkeypatch, [
+        Edit(read_locks.ReadLocks, "__call__", "holder.purpose != REMOVING", 'holder.purpose == "loading"'),
+        Edit(scrub.Scrubber, "_read", "self.storage.status(candidate.commit_dir) is None", "False")])
     assert "wrong" in found("scrub", 30)
 
 
