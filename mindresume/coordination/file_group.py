@@ -90,23 +90,30 @@ class FileGroup:
         return os.path.join(self.folder, f"{self.process.job or 'launch'}.json")
 
     def _open_session(self) -> None:
-        prefix = f"{self.process.job or 'launch'}-session-"
-        for name in self.storage.list(self.folder):             # of an earlier launch whose processes died
-            with suppress(OSError):
-                if name.startswith(prefix):
-                    remove_tree(self.storage, os.path.join(self.folder, name))
-                elif name.startswith(f".{os.path.basename(self._pointer)}."):
-                    self.storage.remove(os.path.join(self.folder, name))
-        self._session = os.path.join(self.folder, prefix + self._nonce)
+        self._remove_sessions()                                 # of an earlier launch whose processes died
+        self._session = os.path.join(self.folder, self._prefix + self._nonce)
         self.storage.make_folder(self._session)
         self._publish(_JOINED + "0", self._own_row())
-        publish(self.storage, self._pointer, [json.dumps({"session": prefix + self._nonce}).encode()], self._nonce)
+        publish(self.storage, self._pointer, [json.dumps({"session": self._prefix + self._nonce}).encode()], self._nonce)
         rows = {rank: row for rank, row in self._collect(_JOINED, "to come").items() if isinstance(row, dict)}
         for rank, row in rows.items():
             if row["arguments"] != self.arguments:
                 raise ProcessLostError(f"{self._name(rank)} was started with other arguments: {' '.join(row['arguments'])}; "
                                        f"process 0 with {' '.join(self.arguments)}")
         self._publish(_START, {rank: row["nonce"] for rank, row in rows.items()})
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.process.job or 'launch'}-session-"
+
+    def _remove_sessions(self) -> None:
+        """Removes all sessions of this job, and half-written files."""
+        for name in self.storage.list(self.folder):
+            with suppress(OSError):                             # a process of an earlier launch is still writing there
+                if name.startswith(self._prefix):
+                    remove_tree(self.storage, os.path.join(self.folder, name))
+                elif name.startswith(f".{os.path.basename(self._pointer)}."):
+                    self.storage.remove(os.path.join(self.folder, name))
 
     def _join_session(self) -> None:
         tried: set[str] = set()
@@ -115,11 +122,14 @@ class FileGroup:
         def missing() -> Collection[int]:
             session = self._named_session()
             names[:] = self.storage.list(session) if session else []
-            if names and session not in tried and not {_GONE + "0", f"{_JOINED}{self.rank}"} & set(names):
+            if names and session not in tried and _GONE + "0" not in names:
                 self._session = session
                 with suppress(OSError):                 # process 0 of a later launch has just removed it
-                    self._publish(f"{_JOINED}{self.rank}", self._own_row())
-                    tried.add(session)
+                    row = self._read(f"{_JOINED}{self.rank}")
+                    if row is None:
+                        self._publish(f"{_JOINED}{self.rank}", self._own_row())
+                    if row is None or row["nonce"] == self._nonce:          # else of an earlier launch
+                        tried.add(session)
             elif session and session in tried:
                 if _START in names and (self._read(_START) or {}).get(str(self.rank)) == self._nonce:
                     return ()
@@ -161,7 +171,8 @@ class FileGroup:
         for name in self.storage.list(self._session):           # all have read them: they have published this round
             number, _, rank = name.partition("-")
             if number.isdecimal() and int(number) < self._round and rank == str(self.rank):
-                self.storage.remove(os.path.join(self._session, name))
+                with suppress(OSError):
+                    self.storage.remove(os.path.join(self._session, name))
         return [found[rank] for rank in range(self.size)]
 
     def _collect(self, prefix: str, what: str, ranks: Collection[int] | None = None) -> dict[int, Any]:
@@ -260,8 +271,10 @@ class FileGroup:
                        or rank in self._holders and is_alive(self._holders[rank]) is False for rank in range(self.size)):
                     break
                 self.pause(_LONGEST_PAUSE / 10)
-            remove_tree(self.storage, self._session)
             if self._named_session() == self._session:
+                self._remove_sessions()
                 self.storage.remove(self._pointer)
+            else:                                               # a later launch has begun
+                remove_tree(self.storage, self._session)
         with suppress(OSError):                                 # another launch is using it
             self.storage.remove(self.folder)
