@@ -78,7 +78,8 @@ def lock(at):
             results.append("has it")
     thread = at.threading.Thread(target=waits, daemon=True)
     thread.start()
-    at.time.sleep(0.03)
+    while len(results) < 6:                                 # it has waited in vain
+        at.time.sleep(0.01)
     one.release()
     thread.join(5.0)
     return [*results, one.locked(), attempt(one.release)]
