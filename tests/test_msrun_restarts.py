@@ -32,8 +32,24 @@ def test_wrong_values_are_refused_once(tmp_path):
     assert done.returncode == 2 and not (tmp_path / "starts").exists()
 
 
+# Fails once the supervisor has seen it: it then has a descriptor of this process, and reads the table at least once more.
+FAILS_WHEN_SEEN = """
+import os, pathlib, time
+from mindresume.coordination.rank_heartbeat import RankHeartbeat
+beat = RankHeartbeat.create(os.environ["MINDRESUME_SUPERVISOR_DIR"], 0)
+mine, descriptors = f"Pid:\\t{os.getpid()}\\n", pathlib.Path("/proc", os.environ["MINDRESUME_SUPERVISOR"].split(".")[0], "fdinfo")
+def seen():
+    try:
+        return any(mine in path.read_text() for path in descriptors.iterdir())
+    except OSError:
+        return False
+while not seen():
+    time.sleep(0.01)
+time.sleep(1)
+raise ValueError("the loss is gone")
+"""
+
+
 def test_the_error_of_a_job_of_one_worker_is_found_in_its_log(tmp_path):
-    done = launch(tmp_path, "import os\nfrom mindresume.coordination.rank_heartbeat import RankHeartbeat\n"
-                            "beat = RankHeartbeat.create(os.environ['MINDRESUME_SUPERVISOR_DIR'], 0)\n"
-                            "import time\ntime.sleep(0.5)\nraise ValueError('the loss is gone')", MSRUN_RESTARTS="0")
+    done = launch(tmp_path, FAILS_WHEN_SEEN, MSRUN_RESTARTS="0")
     assert done.returncode == 1 and "ValueError: the loss is gone" in done.stderr

@@ -120,7 +120,7 @@ class Members:
         self._missed += [heartbeat for key, heartbeat in ranks.items() if key not in self._ended and (
             key[0] not in self._table or self._table[key[0]].ticks != key[1])]
         least, most = SCAN_SECONDS
-        if all(began - member.seen >= _SETTLED for member in self._members.values()):
+        if self._members and all(began - member.seen >= _SETTLED for member in self._members.values()):
             least = most                                        # ends are noticed without it
         self._next_scan = time.monotonic() + min(most, max(least, (time.process_time() - spent) / _SCAN_SHARE))
 
