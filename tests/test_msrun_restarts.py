@@ -45,7 +45,7 @@ def seen():
         return False
 while not seen():
     time.sleep(0.01)
-time.sleep(1)
+time.sleep(3)
 raise ValueError("the loss is gone")
 """
 

@@ -30,7 +30,8 @@ from mindresume.supervisor.process_table import (
     read_process,
 )
 
-SCAN_SECONDS = (0.2, 2.0)           # least and greatest number of seconds between two readings of the process table
+_SCAN_SECONDS = 0.2, 0.5            # least and greatest number of seconds between two readings of the process table
+_SETTLED_SCAN_SECONDS = 2.0         # the same while no process is young: ends are noticed without it
 _SCAN_SHARE = 0.05                  # of a core may be spent with reading it, within these bounds
 _SETTLED = 10.0                     # seconds after which the role of a process does not change by an exec any more
 _WRITER_MARK = "MSRUN_LAUNCHER_WRITER"          # environment of a process that writes checkpoints (saving.background_writer)
@@ -119,10 +120,11 @@ class Members:
                 self._members[pid] = replace(member, log=log_of(pid, self._members))
         self._missed += [heartbeat for key, heartbeat in ranks.items() if key not in self._ended and (
             key[0] not in self._table or self._table[key[0]].ticks != key[1])]
-        least, most = SCAN_SECONDS
+        least, most = _SCAN_SECONDS
+        pause = min(most, max(least, (time.process_time() - spent) / _SCAN_SHARE))
         if self._members and all(began - member.seen >= _SETTLED for member in self._members.values()):
-            least = most                                        # ends are noticed without it
-        self._next_scan = time.monotonic() + min(most, max(least, (time.process_time() - spent) / _SCAN_SHARE))
+            pause = _SETTLED_SCAN_SECONDS
+        self._next_scan = time.monotonic() + pause
 
     def _enter(self, process: Process, now: float) -> None:
         """Begins to track a process, unless it has ended already and another one has its number."""
