@@ -27,7 +27,8 @@ from mindresume.storage.atomic_publish import publish_json
 
 
 @pytest.fixture(autouse=True)
-def settled():
+def settled(memory):
+    """Ends the jobs before their memory is removed, or their background work would make its folders again."""
     yield
     end_jobs()
 
