@@ -259,6 +259,7 @@ def test_a_rank_that_saves_nothing_more_still_takes_part_in_a_collective_collect
     alone = StepRequest(tier.target, 14)
     tier.step_end(alone)
     assert alone.collected == 0
+    job.stop()
 
 
 def test_a_later_run_in_the_tier_stops_the_saves_of_an_earlier_one(memory):
