@@ -48,7 +48,23 @@ class MappedFile:
         return current_process().host.disk_of(self.path)
 
 
+def _is_simulated() -> bool:
+    """Returns whether this process works on simulated disks. Tests run ranks as processes of a cluster on the real disk."""
+    return bool(current_process().host.disk.root.entries)
+
+
+_REAL_FILE, _REAL_MAKE, _REAL_FOREIGN = mapped_file.MappedFile, directory.make_tier, directory.foreign_folder
+_REAL_IDENTITY, _REAL_INODE = directory.node_identity, directory.inode_of
+
+
+def _make_file(path: str, size: int) -> Any:
+    return (MappedFile if _is_simulated() else _REAL_FILE)(path, size)
+
+
 def _make_tier(path: str) -> None:
+    if not _is_simulated():
+        _REAL_MAKE(path)
+        return
     disk, folder = current_process().host.disk_of(path), ""
     for name in filter(None, path.split("/")):
         folder += f"/{name}"
@@ -57,19 +73,21 @@ def _make_tier(path: str) -> None:
 
 
 def _foreign_folder(path: str) -> str:
-    return ""
+    return "" if _is_simulated() else _REAL_FOREIGN(path)
 
 
 def _node_identity(path: str) -> str:
-    return current_process().host.name
+    return current_process().host.name if _is_simulated() else _REAL_IDENTITY(path)
 
 
 def _inode_of(path: str) -> int:
+    if not _is_simulated():
+        return _REAL_INODE(path)
     return int(current_process().host.disk_of(path).find(path) is not None)
 
 
-FAKES = {mapped_file.MappedFile: MappedFile, directory.make_tier: _make_tier, directory.foreign_folder: _foreign_folder,
-         directory.node_identity: _node_identity, directory.inode_of: _inode_of}
+FAKES = {_REAL_FILE: _make_file, _REAL_MAKE: _make_tier, _REAL_FOREIGN: _foreign_folder, _REAL_IDENTITY: _node_identity,
+         _REAL_INODE: _inode_of}
 
 
 def common_saves(job: Any) -> list[tuple[str, int]]:
