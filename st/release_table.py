@@ -74,7 +74,8 @@ def _cell(row: Row | None, notes: list[str]) -> str:
     if row["outcome"] in ("passed", "not run"):
         return row["outcome"]
     reason = " ".join(row["reason"].split())[:300].replace("|", "\\|")
-    note = f"{row['outcome']}: {reason or 'no reason was recorded'} (`{row['test'].rpartition('::')[2]}`)"
+    test = f" (`{row['test'].rpartition('::')[2]}`)" if row["outcome"] == "failed" else ""
+    note = f"{row['outcome']}: {reason.removeprefix('Skipped: ') or 'no reason was recorded'}{test}"
     if note not in notes:
         notes.append(note)
     return f"**{row['outcome']}** ({notes.index(note) + 1})"
