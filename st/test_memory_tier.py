@@ -74,14 +74,14 @@ def test_one_process_resumes_from_memory(whole_single, tmp_path, memory, command
     assert events(run, "tier_saved") and not events(run, "tier_refused")
 
 
-@pytest.mark.parametrize("command", ["", FORMAT_2])
-def test_four_processes_resume_from_memory_at_every_step(whole_four, tmp_path, memory, command):
-    run = killed(run_beside(whole_four, tmp_path / "run", copied=False), command, memory, every=1)
+@pytest.mark.parametrize("command", [pytest.param("", marks=pytest.mark.soak), FORMAT_2])
+def test_several_processes_resume_from_memory_at_every_step(whole_several, tmp_path, memory, command):
+    run = killed(run_beside(whole_several, tmp_path / "run", copied=False), command, memory, every=1)
     newest = in_memory(run)[0].step
     assert newest >= 17
     run.start(command, **settings(memory, 1)).wait_for_success(LIMIT)
-    assert_resumed(run, whole_four, newest)
-    assert sources(run) == ["memory"] * 4
+    assert_resumed(run, whole_several, newest)
+    assert sources(run) == ["memory"] * run.workers
 
 
 def test_without_the_node_the_disk_is_taken(whole_single, tmp_path, memory):

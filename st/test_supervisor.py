@@ -1,4 +1,4 @@
-"""``mindresume run`` around the real Trainer in four processes: a rank is killed, the job ends and starts again by itself."""
+"""``mindresume run`` around the real Trainer in several processes: a rank is killed, the job ends and starts again by itself."""
 from __future__ import annotations
 
 import json
@@ -71,22 +71,22 @@ def test_a_killed_rank_of_four_is_noticed_ended_and_resumed(whole_four, tmp_path
     assert [event["step"] for event in events(run, "training_ended")][-1:] == [LAST]
 
 
-def test_ranks_that_hang_are_ended_after_their_stacks_are_written_and_resume(whole_four, tmp_path):
+def test_ranks_that_hang_are_ended_after_their_stacks_are_written_and_resume(whole_several, tmp_path):
     """One rank is suspended, so the others wait for it in a collective. It cannot write its own stacks."""
-    run = supervised(run_beside(whole_four, tmp_path / "run", copied=False), "--hang-timeout", "5")
+    run = supervised(run_beside(whole_several, tmp_path / "run", copied=False), "--hang-timeout", "15")
     train_until(run, 8)
     os.kill(run.worker(1), signal.SIGSTOP)
     run.wait_for_success(LIMIT)
     assert_no_process_left(run)
-    assert_uninterrupted(run, whole_four)
+    assert_uninterrupted(run, whole_several)
     hang, = supervisor_events(run, "hang_detected")
-    assert 1 in hang["ranks"] and hang["phase"] in ("training", "saving") and len(hang["stacks"]) >= 3
+    assert 1 in hang["ranks"] and hang["phase"] in ("training", "saving") and len(hang["stacks"]) >= run.workers - 1
     assert any("Thread" in Path(path).read_text(encoding="utf-8") for path in hang["stacks"])
     assert [event["status"] for event in supervisor_events(run, "job_ended")] == [124, 0]
 
 
-def test_sigterm_to_the_supervisor_saves_and_stops(whole_four, tmp_path):
-    run = supervised(run_beside(whole_four, tmp_path / "run", copied=False))
+def test_sigterm_to_the_supervisor_saves_and_stops(whole_several, tmp_path):
+    run = supervised(run_beside(whole_several, tmp_path / "run", copied=False))
     train_until(run, 8)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(LIMIT) == 143
