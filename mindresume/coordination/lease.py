@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
+from mindresume.coordination.process_identity import start_ticks
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.formats.iteration_naming import parse_iteration
 from mindresume.model.manifest import FOLDER, attempts, run_name, run_sequence, strip_trash
@@ -98,7 +99,7 @@ class LeaseHolder:
 
 def holder_of_this_process(purpose: str, world_size: int = 1, holds: Iterable[str] = ()) -> LeaseHolder:
     """Returns a holder that describes this process. Its ``run`` is empty: ``acquire`` chooses it."""
-    return LeaseHolder(purpose, "", socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or 0, time.time(),
+    return LeaseHolder(purpose, "", socket.gethostname(), _machine(), os.getpid(), start_ticks(os.getpid()) or 0, time.time(),
                        world_size, tuple(holds))
 
 
@@ -111,21 +112,11 @@ def _machine() -> str:
         return ""
 
 
-def _started(pid: int) -> int | None:
-    """Returns the start of a process in ticks since boot; None if it does not exist or is a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
 def is_alive(holder: LeaseHolder) -> bool | None:
     """Returns whether the process of a holder runs. None: it is on another machine, so only its heartbeats can tell."""
     if not holder.machine or holder.machine != _machine():
         return None
-    return _started(holder.pid) == holder.started
+    return start_ticks(holder.pid) == holder.started
 
 
 # ---- the folder ----------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mindresume.coordination.process_identity import process_namespace, start_ticks
+
 VARIABLE = "MINDRESUME_SUPERVISOR_DIR"          # environment: the folder for heartbeats; absent: there is no supervisor
 SUFFIX, STACKS = ".heartbeat", ".stacks"        # of the files of one process
 NONE = -1                                       # a number that is not known yet
@@ -138,22 +140,6 @@ class RankHeartbeat:
         text = os.fsencode(os.path.abspath(folder))
         if len(text) < _SIZE - _TEXT:
             self._map[_TEXT:_TEXT + len(text) + 1] = text + b"\0"
-
-
-def start_ticks(pid: int) -> int | None:
-    """Returns when a process was started, in clock ticks since boot; None: there is no such process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return None
-
-
-def process_namespace() -> int:
-    """Returns the namespace in which the numbers of processes hold that this process sees; 0: not known."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
 
 
 def read_heartbeat(path: str) -> Heartbeat | None:

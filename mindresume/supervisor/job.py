@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindresume.coordination import rank_heartbeat
+from mindresume.coordination.process_identity import process_namespace
 from mindresume.coordination.rank_heartbeat import ENDED, ENDING, NONE, SAVING, Heartbeat, read_heartbeats
 from mindresume.events import PREEMPTED, Emit, HangDetected, JobEnded, JobStarted, RankDied, StartupMeasured
 from mindresume.events.log_lines import end_text
@@ -99,7 +100,7 @@ class Job:
         self._began = self._started = 0.0
         self._unknown: tuple[float, Ended] | None = None    # a rank whose end is not understood yet, and since when
         self._is_measured = False
-        self._namespace = rank_heartbeat.process_namespace()
+        self._namespace = process_namespace()
 
     # ---- start --------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 
-from mindresume.coordination.rank_heartbeat import start_ticks
+from mindresume.coordination.process_identity import start_ticks
 from mindresume.supervisor.job_end import EndTimes
 from mindresume.supervisor.process_table import Process, all_processes, environment_of, read_process, send
 

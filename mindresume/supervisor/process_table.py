@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindresume.coordination.process_identity import stat_fields
+
 PROC = Path("/proc")
 _SET_PDEATHSIG, _SET_SUBREAPER = 1, 36          # of prctl
 RANK, SCHEDULER, WRITER, OTHER = "rank", "scheduler", "writer", "other"
@@ -45,10 +47,10 @@ class Process:
 
 def read_process(pid: int) -> Process | None:
     """Returns a process, or None if there is none with this number."""
+    fields = stat_fields(pid) or ()
     try:
-        fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         return Process(pid, int(fields[1]), int(fields[3]), fields[0].decode(), int(fields[19]), int(fields[49]))
-    except (OSError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return None
 
 

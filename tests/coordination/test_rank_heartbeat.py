@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from mindresume.coordination import rank_heartbeat as hb
+from mindresume.coordination.process_identity import process_namespace, start_ticks
 from mindresume.coordination.rank_heartbeat import RankHeartbeat, read_heartbeat, read_heartbeats
 
 
@@ -29,8 +30,8 @@ def heartbeat(tmp_path, clock):
 
 def test_a_new_heartbeat_names_this_process_and_nothing_else(heartbeat):
     found = read_heartbeat(heartbeat.path)
-    assert found.namespace == hb.process_namespace() > 0
-    assert (found.pid, found.ticks, found.phase) == (os.getpid(), hb.start_ticks(os.getpid()), hb.STARTING)
+    assert found.namespace == process_namespace() > 0
+    assert (found.pid, found.ticks, found.phase) == (os.getpid(), start_ticks(os.getpid()), hb.STARTING)
     assert {found.rank, found.step, found.resumed, found.begun, found.written, found.committed} == {hb.NONE}
     assert (found.outcome, found.output, found.has_trained) == ("", "", False)
 
