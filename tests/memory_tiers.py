@@ -68,3 +68,15 @@ def make_owned_tier(memory, root, run=RUN, processes=None):
     owner = owner_of(str(root), mark, run, DEAD if processes is None else processes)
     publish_json(STORAGE, str(tier / OWNER), owner.to_json(), run)
     return tier
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Returns the checkpoint directory of a training with a tier; it does not exist yet."""
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def tier(memory, root):
+    """Returns the tier of a dead job that saved to ``root``."""
+    return make_owned_tier(memory, root)

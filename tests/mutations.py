@@ -1,6 +1,7 @@
 """Damage of every kind that a folder of checkpoints, a file in it, a log or an argument can have, drawn from a seed."""
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -42,12 +43,17 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
     return [path] * bool(path) + [found for key, inner in rows for found in places(inner, (*path, key))]
 
 
+def strange(draw: random.Random) -> Any:
+    """Draws a value. It is a copy, or a list drawn twice would get into itself."""
+    return copy.deepcopy(draw.choice(STRANGE))
+
+
 def altered(value: Any, draw: random.Random) -> Any:
     """Draws a document with another value, one less or one more, in one to three places."""
     for _ in range(draw.randint(1, 3)):
         found = places(value)
         if not found:
-            return draw.choice(STRANGE)
+            return strange(draw)
         *path, key = draw.choice(found)
         target = value
         for step in path:
@@ -56,11 +62,11 @@ def altered(value: Any, draw: random.Random) -> Any:
         if how == "delete":
             del target[key]
         elif how == "add" and isinstance(target, list):
-            target.insert(key, draw.choice(STRANGE))
+            target.insert(key, strange(draw))
         elif how == "add":
-            target[draw.choice([text for text in TEXTS if not text.startswith("@")])] = draw.choice(STRANGE)
+            target[draw.choice([text for text in TEXTS if not text.startswith("@")])] = strange(draw)
         else:
-            target[key] = [target[key]] if how == "wrap" else draw.choice(STRANGE)
+            target[key] = [target[key]] if how == "wrap" else strange(draw)
     return value
 
 

@@ -206,6 +206,9 @@ def worker_of(port, code):
 def test_the_scheduler_sees_workers_of_its_own_job_only():
     with worker_of("17001", SLEEP) as worker:
         try:
+            deadline = time.monotonic() + 300
+            while not runner.workers_alive("17001") and time.monotonic() < deadline:
+                time.sleep(.02)             # a process has no environment for a moment after it was started
             assert runner.workers_alive("17001")
             assert not runner.workers_alive("17002")
         finally:

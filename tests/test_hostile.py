@@ -2,6 +2,7 @@
 
 Refused by name, nothing read or removed elsewhere, in bounded time; and the older good checkpoint is taken.
 """
+import copy
 import io
 import json
 import os
@@ -753,8 +754,8 @@ def mutation(draw):
     moves = draw(st.lists(st.tuples(st.integers(0, 10**6), hows, strange), min_size=1, max_size=3))
 
     def change(document):
-        for where, how, value in moves:
-            found = places(document)
+        for where, how, drawn in moves:
+            value, found = copy.deepcopy(drawn), places(document)       # a list drawn twice would get into itself
             if not found:
                 return
             *path, key = found[where % len(found)]

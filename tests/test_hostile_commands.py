@@ -32,7 +32,6 @@ from mindresume.events.event_file import FOLDER
 from mindresume.formats.strategy import write_strategy
 from mindresume.tensor_files import encode
 
-pytestmark = pytest.mark.usefixtures("no_flush")
 SECONDS = os.environ.get("MINDRESUME_HOSTILE_SECONDS")                  # of CPU
 SEED = os.environ.get("MINDRESUME_HOSTILE_SEED")
 HANGS = 600                     # seconds after which a command is taken to hang: none needs a twentieth of it

@@ -1,12 +1,11 @@
 """A training folder as docs/api.md shows it: steps 100 to 500 of a small Qwen3 on 4 ranks (dp=2, tp=2), and its config.json."""
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from formats.test_huggingface import GROUPED
-from memory_tiers import memory  # noqa: F401  a fixture
+from memory_tiers import memory, root, tier  # noqa: F401  fixtures
 from rank_folders import STORAGE, state_of, target_of
 from report.test_advice import history
 from reshard.test_huggingface import document
@@ -23,11 +22,6 @@ CONFIG = {**document(GROUPED), "vocab_size": 128, "hidden_size": 32, "intermedia
 WORLD, STEPS = 4, (100, 200, 300, 400, 500)
 
 
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 @pytest.fixture(scope="session")
 def small_model():
     """({name: array}, {name: layout}) of weights, optimizer and counters that mindformers saved."""
@@ -41,7 +35,7 @@ def training(tmp_path, small_model):
     """Returns the folder of a training: output/checkpoint, strategy/ and Qwen3/config.json; and run/, another one's events and
     logs."""
     arrays, layouts = small_model
-    root = tmp_path / "output" / "checkpoint"
+    directory = tmp_path / "output" / "checkpoint"
     for step in STEPS:
         state = replace(state_of(step), metrics=(("loss", 5.0 - step / 200),))
         for rank in range(WORLD):
@@ -51,9 +45,9 @@ def training(tmp_path, small_model):
             known = {name: (layout, arrays[name].shape) for name, layout in layouts.items()}
             name = FileName("qwen3", rank, 0, state.epoch, state.step_in_epoch, "safetensors")
             metadata = {"format": "ms", "remove_redundancy": "False"}
-            write_shard(target_of(root, rank, WORLD), rank_shard(name, state, held, known, metadata=metadata),
+            write_shard(target_of(directory, rank, WORLD), rank_shard(name, state, held, known, metadata=metadata),
                         clock=lambda step=step: 1.7e9 + step)
-        committer = Committer(target_of(root, 0, WORLD))
+        committer = Committer(target_of(directory, 0, WORLD))
         committer.saved(step)
         assert not committer.pending
     (tmp_path / "Qwen3").mkdir()

@@ -18,16 +18,6 @@ from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.memory_tier.directory import this_process
 
 
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "checkpoint"
-
-
-@pytest.fixture
-def tier(memory, root):
-    return make_owned_tier(memory, root)
-
-
 def test_the_catalog_shows_and_selects_what_memory_has(root, tier):
     save(root, 5, world=2)
     Training(tier, 2, world=2).steps(9).stop()

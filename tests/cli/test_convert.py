@@ -49,7 +49,6 @@ FEW = random_tensors(LITTLE)
 
 
 COMMAND = "convert"
-pytestmark = pytest.mark.usefixtures("no_flush")
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 
 COMMAND = "convert"
-pytestmark = pytest.mark.usefixtures("no_flush")
 TENSORS = random_tensors(MODEL)
 NAME = iteration_name(STEP)
 

@@ -19,7 +19,6 @@ PLAN = Plan.parse("dp2tp2pp2opt2", SOLID)
 
 
 COMMAND = "merge"
-pytestmark = pytest.mark.usefixtures("no_flush")
 
 
 @pytest.fixture

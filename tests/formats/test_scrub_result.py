@@ -86,9 +86,15 @@ def test_a_torn_or_altered_result_says_nothing(root):
     whole = path.read_bytes()
     for change in [flip, cut] * 40:
         content = change(whole, draw)
-        if content != whole:
+        if content.rstrip(b"\n") != whole.rstrip(b"\n"):            # the last line may lack its line break
             path.write_bytes(content)
             assert read_result(STORAGE, candidate_of(root)) is None and damage_of(root) is None
+
+
+def test_a_result_without_its_last_line_break_is_whole(root):
+    path = mark(root)
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    assert damage_of(root).rank == RANK
 
 
 @pytest.mark.parametrize("change", [

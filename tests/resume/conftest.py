@@ -1,3 +1,3 @@
-from memory_tiers import memory
+from memory_tiers import memory, root, tier
 
-__all__ = ["memory"]
+__all__ = ["memory", "root", "tier"]

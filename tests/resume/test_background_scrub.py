@@ -14,11 +14,6 @@ from mindresume.storage.posix import PosixStorage
 LONG = 60.0                     # seconds; nothing waits so long unless it hangs
 
 
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 class Events:
     """Collects events; ``wait`` returns once there are so many of a kind."""
 

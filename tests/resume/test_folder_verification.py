@@ -1,5 +1,4 @@
 """Every byte compared with what was written, also while a job completes and removes checkpoints."""
-import os
 import shutil
 
 import pytest
@@ -14,11 +13,6 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out, plan
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget
-
-
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def looked(root):

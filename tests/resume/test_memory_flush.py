@@ -3,7 +3,6 @@ import shutil
 
 import pytest
 from coordination.test_storage_topology import save_part
-from memory_tiers import make_owned_tier
 from rank_folders import STORAGE, Ranks, flip_bit, path_of, save
 from saving.memory_tier.test_tier import Training
 
@@ -15,16 +14,6 @@ from mindresume.resume.choice import Choice
 from mindresume.resume.memory_flush import commit_written, write_selected, write_to_disk
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "checkpoint"
-
-
-@pytest.fixture
-def tier(memory, root):
-    return make_owned_tier(memory, root)
 
 
 def selected(root, tier):

@@ -54,16 +54,6 @@ def taken(root, **how):
     return (choice.chosen.step, choice.in_memory) if choice is not None else None
 
 
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "checkpoint"
-
-
-@pytest.fixture
-def tier(memory, root):
-    return make_owned_tier(memory, root)
-
-
 def test_the_newest_save_of_all_is_taken(root, tier):
     save(root, 5, world=2)
     save(tier, 10, world=2)

@@ -32,11 +32,6 @@ from mindresume.storage.throttled_reads import ReadStoppedError
 from mindresume.tensor_files import read_header
 
 
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 def rows_of(root, storage=STORAGE):
     return list_checkpoints(storage, str(root), unknown_strategy)[1]
 

@@ -136,12 +136,6 @@ def kinds(world, kind):
     return [event for event in world.events if isinstance(event, kind)]
 
 
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    """Skips flushes: no test here simulates a power loss."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 @pytest.fixture(params=sorted(FORMATS))
 def world(request, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
