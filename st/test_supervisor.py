@@ -1,26 +1,19 @@
 """``mindresume run`` around the real Trainer in several processes: a rank is killed, the job ends and starts again by itself."""
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from st.run_attempts import LIMIT, assert_no_process_left, committed_steps, events, run_beside
-from st.training_run import ROOT, Run
+from st.supervised_run import supervised, supervisor_events
+from st.training_run import Run
 
 pytestmark = pytest.mark.timeout(1500)
 LAST = 40
-
-
-def supervised(run: Run, *options: str) -> Run:
-    """Starts the run under the supervisor. Its processes are descendants of the supervisor, as they were of the launcher."""
-    return run.start("--load_checkpoint ./output/checkpoint --resume_training True",
-                     prefix=(sys.executable, "-m", "mindresume", "run", *options, "--"), PYTHONPATH=str(ROOT))
 
 
 def train_until(run: Run, step: int) -> None:
@@ -29,13 +22,6 @@ def train_until(run: Run, step: int) -> None:
         assert run.process.poll() is None, run.launcher_log()
         time.sleep(0.02)
     run.wait_for_step(step)
-
-
-def supervisor_events(run: Run, kind: str) -> list[dict]:
-    found = []
-    for path in sorted((run.folder / "output" / "mindresume_events").glob("*-supervisor_*.jsonl")):
-        found += [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [event for event in found if event["event"] == kind]
 
 
 def assert_uninterrupted(run: Run, whole: Run) -> None:
