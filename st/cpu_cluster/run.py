@@ -15,7 +15,7 @@ nodes do that share no disk.
 
 msrun starts the same command line once more as the scheduler of the job. That process does not run the program: it
 joins the communication and waits. It ends soon after the last worker of the job, so a worker that fails before the
-cluster is complete does not leave msrun waiting until its time-out.
+cluster is complete does not leave msrun waiting until its time-out: after ``CPU_CLUSTER_AFTER_LAST`` seconds (3).
 """
 import ctypes
 import os
@@ -122,7 +122,7 @@ def main() -> None:
     # The own folder must not be searched: its modules (kernels, launch, ...) would hide others of these names.
     sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != HERE] + [ROOT]
     if os.environ.get("MS_ROLE") == "MS_SCHED" and on_cpu():
-        sys.exit(join_as_scheduler())
+        sys.exit(join_as_scheduler(after_last=float(os.environ.get("CPU_CLUSTER_AFTER_LAST", "3"))))
     if os.environ.get("MS_WORKER_NUM") and on_cpu():
         os.environ.setdefault("OMP_NUM_THREADS", "1")       # several processes share the cores; the losses are the same
     if sys.argv[1] != "-m" and not os.path.isfile(sys.argv[1]):
