@@ -9,6 +9,7 @@ from typing import Any
 
 from mindresume.api.sources import existing
 from mindresume.events import FAILED
+from mindresume.events.recovery_phases import Moments
 from mindresume.formats.location import locate
 from mindresume.report import accounting, event_log, log_discovery
 from mindresume.report.accounting import AttemptAccount, Seconds, accounts_of, total_of
@@ -16,7 +17,6 @@ from mindresume.report.checkpoint_state import CheckpointState, read_checkpoint_
 from mindresume.report.event_log import failures_in, find_event_logs, find_supervisor_logs, foreign_utc_offsets, read_events
 from mindresume.report.log_discovery import LogFile, find_logs
 from mindresume.report.log_parser import merged
-from mindresume.report.moments import Moments
 from mindresume.report.recoveries import Recovery, recoveries_of, totals_of
 from mindresume.report.runs import RunAttempt, attempts_of, with_losses, with_outcome
 from mindresume.report.supervisor_log import of_first_node, supervisor_moments

@@ -1,37 +1,17 @@
-"""Finds the recoveries of a training: what passed between the end of an attempt that failed and the first new step, in phases.
-
-    failed attempt |-notice-|-end-|-start-|-import-|-join-|-select-|-build-|-load-|-compile-|-first step-| redone
-                 died    noticed ended started imported joined selected loading loaded compiled      stepped
-
-Each moment ends one phase. A moment that nothing recorded leaves its phase together with the next one: without a supervisor,
-"notice", "end" and "start" are one phase. After these come the *redone* steps: those that the failed attempt had done after the
-checkpoint, until the training is where it was.
+"""Finds the recoveries of a training: what passed between the end of an attempt that failed and the first new step, in phases
+(``events.recovery_phases``). After these come the *redone* steps: those that the failed attempt had done after the checkpoint,
+until the training is where it was.
 """
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from mindresume.events.recovery_phases import Moments, Phase, phases_of
 from mindresume.report.accounting import AttemptAccount
-from mindresume.report.moments import Moments
 from mindresume.report.runs import NORMAL
 
-PHASES = {"noticed": "notice", "ended": "end", "started": "start", "imported": "import", "joined": "join", "selected": "select",
-          "loading": "build", "loaded": "load", "compiled": "compile", "stepped": "first step"}      # ended by each moment
 REDONE = "redone"
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Describes a part of a recovery. ``names``: of the phases in it, several where nothing recorded the moments between them.
-    ``begin``, ``end``: seconds since 1970."""
-    names: tuple[str, ...]
-    begin: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.begin
 
 
 @dataclass(frozen=True)
@@ -82,28 +62,12 @@ def recoveries_of(accounts: Sequence[AttemptAccount], moments: Mapping[int, Mome
     return tuple(found)
 
 
-def phases_of(died: float, moments: Moments, first_step: float) -> tuple[Phase, ...]:
-    """Returns the phases between ``died`` and ``first_step`` (seconds since 1970). Moments that are out of order, by clocks of
-    different hosts, are left out."""
-    rows: list[Phase] = []
-    names: list[str] = []
-    at = died
-    for name, phase in PHASES.items():
-        names.append(phase)
-        moment = first_step if name == "stepped" else getattr(moments, name)
-        if moment is not None and at <= moment <= first_step:
-            rows.append(Phase(tuple(names), at, moment))
-            at, names = moment, []
-    return tuple(row for row in rows if row.end > row.begin)
-
-
 def totals_of(recoveries: Sequence[Recovery]) -> dict[str, float]:
     """Returns {phases, joined with " + ": seconds} over all recoveries, and the redone steps."""
     found: dict[str, float] = {}
     for recovery in recoveries:
         for phase in recovery.phases:
-            name = " + ".join(phase.names)
-            found[name] = found.get(name, 0.0) + phase.seconds
+            found[phase.name] = found.get(phase.name, 0.0) + phase.seconds
     redone = sum(recovery.seconds_redone for recovery in recoveries)
     return {**found, **({REDONE: redone} if redone else {})}
 

@@ -19,11 +19,11 @@ import numpy as np
 
 from mindresume import events as ev
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
+from mindresume.events.recovery_phases import Moments
 from mindresume.report import log_parser
 from mindresume.report.event_log import Failure, RecordedEvent
 from mindresume.report.log_parser import LogLine
 from mindresume.report.losses import Losses
-from mindresume.report.moments import Moments
 
 RUNNING, UNKNOWN = "running", "unknown"             # the other outcomes are those of TrainingEnded
 NORMAL = (FINISHED, PREEMPTED, NOTHING_TO_TRAIN)    # nothing is lost after these

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mindresume.events import JobEnded, JobStarted
+from mindresume.events.recovery_phases import Moments
 from mindresume.report.event_log import EventLog, RecordedEvent
-from mindresume.report.moments import Moments
 from mindresume.report.runs import RunAttempt
 
 

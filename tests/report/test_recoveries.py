@@ -3,11 +3,11 @@ import pytest
 from training_logs import RUNS, ZERO, Training, two_attempts
 
 from mindresume import events as ev
+from mindresume.events.recovery_phases import Moments
 from mindresume.report.accounting import accounts_of
 from mindresume.report.event_log import RecordedEvent
 from mindresume.report.log_parser import Clock, parse
-from mindresume.report.moments import Moments
-from mindresume.report.recoveries import phases_of, recoveries_of, totals_of
+from mindresume.report.recoveries import recoveries_of, totals_of
 from mindresume.report.runs import attempts_of
 
 
@@ -33,14 +33,6 @@ def test_moments_of_a_supervisor_divide_it():
     (found,) = recoveries_of(rows, {2: Moments(noticed=ZERO + 21.5, ended=ZERO + 22.5, started=ZERO + 25)})
     assert shown(found.phases)[:3] == [("notice", 19.5, 21.5), ("end", 21.5, 22.5), ("start", 22.5, 25)]
     assert found.phases[-1].end == found.first_step and found.phases[3].names == ("import", "join")
-
-
-def test_phases_have_no_gaps_and_leave_out_what_is_out_of_order():
-    moments = Moments(noticed=90.0, started=110.0, imported=105.0, joined=120.0, loaded=130.0, stepped=140.0)
-    found = phases_of(100.0, moments, 140.0)
-    assert [(phase.names[-1], phase.begin, phase.end) for phase in found] == [
-        ("start", 100.0, 110.0), ("join", 110.0, 120.0), ("load", 120.0, 130.0), ("first step", 130.0, 140.0)]
-    assert found[0].names == ("notice", "end", "start") and found[1].names == ("import", "join")
 
 
 def test_a_start_that_fails_belongs_to_the_recovery_and_a_normal_end_ends_none():

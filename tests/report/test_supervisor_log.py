@@ -5,9 +5,9 @@ from training_logs import RUNS, ZERO, Training
 
 from mindresume import events as ev
 from mindresume.events.event_file import SupervisorEventFile
+from mindresume.events.recovery_phases import Moments
 from mindresume.report.builder import build_report, to_json
 from mindresume.report.event_log import EventLog, RecordedEvent
-from mindresume.report.moments import Moments
 from mindresume.report.page import html
 from mindresume.report.runs import attempts_of
 from mindresume.report.supervisor_log import of_first_node, supervisor_moments
