@@ -48,9 +48,6 @@ def run_graph(launch: Launch) -> None:
     for note in apply(config, launch):
         say(note)
     set_output_path(config.output_dir)
-    if launch.mindresume:
-        from mindresume.mindformers import heartbeat
-        heartbeat.enter(heartbeat.JOINING)
     build_context(config)
     trainer = Trainer(config)
     if config.run_mode in PREDICT_MODES:

@@ -52,7 +52,7 @@ def test_a_killed_rank_of_four_is_noticed_ended_and_resumed(whole_four, tmp_path
         print(f"\nafter SIGKILL: noticed {died['time'] - killed:.2f} s, all gone {first['time'] - killed:.2f} s, started again "
               f"{began[1] - killed:.2f} s, trains {measured[-1]['time'] - killed:.1f} s; parts of the starts:")
         for event in measured:
-            print(f"  start {event['start']}: spawn {event['spawn_seconds']:.1f} s, " + ", ".join(
+            print(f"  start {event['start']}: " + ", ".join(
                 f"{phase} {seconds:.1f} s" for phase, seconds in zip(event["phases"], event["seconds"], strict=True)))
     assert [event["step"] for event in events(run, "training_ended")][-1:] == [LAST]
 

@@ -526,16 +526,15 @@ class StartupMeasured(Event):
     """Every rank of this node has finished its first step. Describes the rank that needed longest.
 
     Attributes:
-        phases: names of its phases in order: starting (imports), joining, selecting, building, compiling, loading, first step.
+        phases: those from the start of the command to the end of the first step, in order: ``recovery_phases.PHASES`` from
+            "start" on, joined with " + " where the moment between them is not known.
         seconds: time in each of them.
-        spawn_seconds: from the start of the command to the first phase.
         resumed_step: the step that it continues after; None: from the beginning.
     """
     start: int
     rank: int
     phases: tuple[str, ...]
     seconds: tuple[float, ...]
-    spawn_seconds: float
     resumed_step: int | None = None
 
 

@@ -270,8 +270,8 @@ def _(event: ev.OrphansEnded) -> str:
 @_line(ev.StartupMeasured)
 def _(event: ev.StartupMeasured) -> str:
     after = "" if event.resumed_step is None else f" after step {event.resumed_step}"
-    parts = [("spawn", event.spawn_seconds), *zip(event.phases, event.seconds, strict=True)]
-    return (f"start {event.start} trains{after}, {sum(seconds for _, seconds in parts):.1f} s after the command was started: "
+    parts = zip(event.phases, event.seconds, strict=True)
+    return (f"start {event.start} trains{after}, {sum(event.seconds):.1f} s after the command was started: "
             + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts if seconds >= 0.05) + f" (rank {event.rank})")
 
 

@@ -12,13 +12,7 @@ from contextlib import suppress
 
 from mindresume import events as ev
 from mindresume.coordination import rank_heartbeat
-from mindresume.coordination.rank_heartbeat import (  # noqa: F401  JOINING: for run_mindformer.py
-    JOINING,
-    OUTCOMES,
-    STACKS,
-    SUFFIX,
-    RankHeartbeat,
-)
+from mindresume.coordination.rank_heartbeat import OUTCOMES, STACKS, SUFFIX, RankHeartbeat
 from mindresume.events import Event
 
 _STACKS_SIGNAL = signal.SIGRTMIN + 7        # frameworks and launchers use the named ones

@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from mindresume.coordination.rank_heartbeat import JOINING
 from mindresume.events import warning
 from mindresume.mindformers import adapter, heartbeat, patches, process_times, training_context, upstream_check
 from mindresume.mindformers.modelarts import require_moxing
@@ -39,7 +40,9 @@ def install() -> None:
             replace(symbol, patches.WRAPPERS[symbol.name])
     if profile.pynative:
         when_imported(PYNATIVE_TRAINER, partial(install_pynative, profile))
-    process_times.mark_imported()
+    if process_times.imported() is None:
+        process_times.mark_imported()
+        heartbeat.enter(JOINING)
 
 
 def install_pynative(profile: Profile) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import os
 import time
 
-from mindresume.coordination.process_identity import start_ticks
+from mindresume.coordination.process_identity import start_ticks, start_time
 
 _imported: list[float] = []
 
@@ -12,15 +12,7 @@ _imported: list[float] = []
 def process_started() -> float | None:
     """Returns when the kernel started this process, in seconds since 1970, to about a hundredth of a second; None where it does
     not tell."""
-    ticks = start_ticks(os.getpid())
-    try:
-        with open("/proc/uptime") as file:
-            up = float(file.read().split()[0])
-    except (OSError, ValueError, IndexError):
-        return None
-    if ticks is None:
-        return None
-    return time.time() - max(up - ticks / os.sysconf("SC_CLK_TCK"), 0.0)
+    return start_time(start_ticks(os.getpid()) or 0)
 
 
 def mark_imported() -> None:

@@ -32,11 +32,10 @@ from mindresume.supervisor.log_excerpt import excerpt
 from mindresume.supervisor.members import Ended, Member, Members
 from mindresume.supervisor.process_table import RANK, SCHEDULER, WRITER, end_with_parent, shell_status
 from mindresume.supervisor.restart_policy import DIED, EXITED, HANG_STATUS, HUNG, PEER, STOPPED, TERMINATED, StartOutcome
+from mindresume.supervisor.startup import startup_phases
 
 TICK = 0.2                              # seconds between two looks; the end of a process is noticed at once
 _UNKNOWN_END = 3.0                      # seconds for the launcher to say how a rank ended whose status is not known
-_STARTUP = (rank_heartbeat.STARTING, rank_heartbeat.JOINING, rank_heartbeat.SELECTING, rank_heartbeat.BUILDING,
-            rank_heartbeat.COMPILING, rank_heartbeat.LOADING, rank_heartbeat.FIRST_STEP)
 
 
 @dataclass(frozen=True)
@@ -204,10 +203,9 @@ class Job:
             return
         self._is_measured = True
         slowest = max(ranks, key=lambda it: it.entered[rank_heartbeat.TRAINING])
-        phases = tuple(phase for phase in _STARTUP if phase in slowest.seconds)
-        spawned = max(slowest.entered[rank_heartbeat.STARTING] - self._started, 0.0)
-        self.emit(StartupMeasured(self.number, max(slowest.rank, 0), phases, tuple(slowest.seconds[it] for it in phases), spawned,
-                                  _known(slowest.resumed)))
+        phases = startup_phases(slowest, self._started)
+        self.emit(StartupMeasured(self.number, max(slowest.rank, 0), tuple(phase.name for phase in phases),
+                                  tuple(phase.seconds for phase in phases), _known(slowest.resumed)))
 
     @property
     def output(self) -> str:

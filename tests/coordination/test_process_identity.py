@@ -2,8 +2,9 @@
 import os
 import subprocess
 import sys
+import time
 
-from mindresume.coordination.process_identity import process_namespace, start_ticks, stat_fields
+from mindresume.coordination.process_identity import process_namespace, start_ticks, start_time, stat_fields
 
 
 def test_a_process_that_has_ended_is_no_longer_there_although_nobody_has_reaped_it():
@@ -18,3 +19,7 @@ def test_a_process_that_has_ended_is_no_longer_there_although_nobody_has_reaped_
 
 def test_the_namespace_is_that_of_the_kernel():
     assert f"pid:[{process_namespace()}]" == os.readlink("/proc/self/ns/pid")
+
+
+def test_ticks_since_boot_as_a_time():
+    assert 0 < start_time(start_ticks(os.getpid())) <= time.time() + 0.1 and start_time(0) is None
