@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 from mindresume.errors import ConfigError
 
-# (variables of the rank, the first that is set; variable of the number of processes; variables that identify the launch; a
-# variable that must be set too). A batch script of SLURM has SLURM_PROCID and SLURM_NTASKS as well, but only srun starts all of
-# its tasks.
+# (variables of the rank, the first that is set; variable of the number of processes; variables that identify the launch).
+# SLURM_NTASKS is that of the allocation: a batch script and the shell of salloc have it too, beside SLURM_PROCID=0, though only
+# one process runs there. SLURM_STEP_NUM_TASKS is what srun started: absent in a batch script, 1 in the shell of salloc, which may
+# be a step. SLURM_STEP_ID identifies no launch of mpiexec: its processes on the first node may have that of the shell, or none.
 _LAUNCHERS = (
-    (("MS_NODE_ID", "RANK_ID"), "MS_WORKER_NUM", ("MS_SCHED_HOST", "MS_SCHED_PORT"), ""),
-    (("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_SIZE", ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"), ""),
-    (("PMI_RANK",), "PMI_SIZE", ("PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID"), ""),
-    (("SLURM_PROCID",), "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID"), "SLURM_STEP_ID"),
+    (("MS_NODE_ID", "RANK_ID"), "MS_WORKER_NUM", ("MS_SCHED_HOST", "MS_SCHED_PORT")),
+    (("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_SIZE", ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE")),
+    (("PMI_RANK",), "PMI_SIZE", ("PMI_JOBID", "SLURM_JOB_ID")),
+    (("SLURM_PROCID",), "SLURM_STEP_NUM_TASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
 )
 
 
@@ -46,11 +47,17 @@ def launched_process(environment: Mapping[str, str]) -> LaunchedProcess | None:
     """Returns this process's place in its launch; None if no launcher started it, or this process alone.
 
     Raises:
-        ConfigError: The variables of a launcher are no numbers, or the rank is not below the number of processes.
+        ConfigError: The variables of a launcher are no numbers, or the rank is not below the number of processes; msrun on
+            several nodes was not told which node this is.
     """
-    for ranks, count, ids, required in _LAUNCHERS:
+    workers = environment.get("MS_WORKER_NUM", "1")
+    if environment.get("MS_ROLE") == "MS_WORKER" and not environment.get("MS_NODE_ID") and workers != "1":
+        # RANK_ID is absent or that of the scheduler: MindSpore would assign ranks when the training begins
+        raise ConfigError(f"msrun started {workers} processes on several nodes and gave this one no rank (no MS_NODE_ID): "
+                          f"give --node_rank to msrun on each node")
+    for ranks, count, ids in _LAUNCHERS:
         name = next((name for name in ranks if environment.get(name)), "")
-        if not name or not environment.get(count) or required and not environment.get(required):
+        if not name or not environment.get(count):
             continue
         source = f"{name}={environment[name]} and {count}={environment[count]}"
         try:
