@@ -36,9 +36,10 @@ def convert(src: Src, dst: Dst,
     model does otherwise, give strategy files. Tensors are copied bit for bit. The result has its own records and layouts.
     """
     from mindresume.api import conversion
-    with launched_group(dst, "convert", timeout, dry_run) as group, \
-            progress_bar("converting", json or dry_run or group.rank > 0) as progress:
-        result = conversion.convert(src, dst, to=to, step=step, strategy=strategy, format=fmt, engine=engine, workers=workers,
-                                    memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress, group=group)
-    if group.rank == 0:
-        show(result, json)
+    with launched_group(dst, "convert", timeout, dry_run) as group:
+        with progress_bar("converting", json or dry_run or group.rank > 0) as progress:
+            result = conversion.convert(
+                src, dst, to=to, step=step, strategy=strategy, format=fmt, engine=engine, workers=workers,
+                memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress, group=group)
+        if group.rank == 0:
+            show(result, json)

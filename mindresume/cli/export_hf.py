@@ -41,11 +41,11 @@ def export_hf(src: Src, dst: Dst,
         raise ConfigError("--config is missing: give the config.json of the Hugging Face model (or a folder with it), such as "
                           "that of the initial weights. It has the numbers of heads, layers and experts; a checkpoint has not")
     from mindresume.api import conversion
-    with launched_group(dst, "export-hf", timeout, dry_run) as group, \
-            progress_bar("exporting", json or dry_run or group.rank > 0) as progress:
-        result = conversion.export_hf(
-            src, dst, config=config, dtype=dtype, max_shard_size_bytes=bytes_of(part, "--max-shard-size"),
-            contiguous_attention=contiguous_attention, contiguous_mlp=contiguous_mlp, step=step, strategy=strategy,
-            workers=workers, memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress, group=group)
-    if group.rank == 0:
-        show(result, json)
+    with launched_group(dst, "export-hf", timeout, dry_run) as group:
+        with progress_bar("exporting", json or dry_run or group.rank > 0) as progress:
+            result = conversion.export_hf(
+                src, dst, config=config, dtype=dtype, max_shard_size_bytes=bytes_of(part, "--max-shard-size"),
+                contiguous_attention=contiguous_attention, contiguous_mlp=contiguous_mlp, step=step, strategy=strategy,
+                workers=workers, memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress, group=group)
+        if group.rank == 0:
+            show(result, json)

@@ -23,6 +23,8 @@ def launched_group(path: str, command: str, timeout: float, alone: bool = False)
     """Yields the processes of this launch once all of them have come; without a launcher this process alone. They meet in a
     hidden folder beside ``path``. The scheduler process of msrun ends here, with status 0.
 
+    Process 0 prints the result inside the block: the others end after it.
+
     Args:
         alone: process 0 works alone, and the others end with status 0.
     Raises:
@@ -48,3 +50,4 @@ def launched_group(path: str, command: str, timeout: float, alone: bool = False)
     with file_group(PosixStorage(), meeting, process, sys.argv[1:], timeout,
                     lambda event: say(line_of(event)[1], error=True)) as group:
         yield group
+        sys.stdout.flush()          # before the others may end: a launcher kills all when one ends with an error

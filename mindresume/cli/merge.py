@@ -31,10 +31,10 @@ def merge(src: Src, dst: Dst, strategy: From = None, step: Step = None,
     with load_checkpoint: DST, resume_training: True, auto_trans_ckpt: True.
     """
     from mindresume.api import conversion
-    with launched_group(dst, "merge", timeout, dry_run) as group, \
-            progress_bar("converting", json or dry_run or group.rank > 0) as progress:
-        result = conversion.merge(src, dst, step=step, strategy=strategy, hf_index=hf, drop=drop or (),
-                                  part_size_bytes=bytes_of(part, "--part-size"), engine=engine, workers=workers,
-                                  memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress, group=group)
-    if group.rank == 0:
-        show(result, json)
+    with launched_group(dst, "merge", timeout, dry_run) as group:
+        with progress_bar("converting", json or dry_run or group.rank > 0) as progress:
+            result = conversion.merge(src, dst, step=step, strategy=strategy, hf_index=hf, drop=drop or (),
+                                      part_size_bytes=bytes_of(part, "--part-size"), engine=engine, workers=workers,
+                                      memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress, group=group)
+        if group.rank == 0:
+            show(result, json)

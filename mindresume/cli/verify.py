@@ -12,7 +12,7 @@ from mindresume.cli.launch import TIMEOUT, Timeout, launched_group
 from mindresume.formatting import size_text
 
 if TYPE_CHECKING:
-    from mindresume.api.results import CheckpointVerification
+    from mindresume.api.results import CheckpointVerification, VerificationReport
 
 
 @app.command()
@@ -26,25 +26,30 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     Exit status: 0 everything is as written, 1 something is damaged or missing, 3 there is no checkpoint.
     """
     from mindresume.api import catalog
-    with launched_group(folder, "verify", timeout) as group, progress_bar("verifying", json or group.rank > 0) as progress:
-        report = catalog.open(folder, world_size=world_size).verify(step, progress=progress, group=group)
-    if group.rank:
-        pass                                            # process 0 prints; all end with the same status
-    elif json:
-        print_json(report.to_json())
-    else:
-        for found in report.checkpoints:
-            _print(found)
-        for found in report.memory:
-            _print(found, "memory (this node), ")
-        rate = report.bytes_read / report.seconds if report.seconds else 0
-        say(f"{size_text(report.bytes_read)} read in {report.seconds:.1f} s ({size_text(rate)}/s)" if report.checkpoints else
-            f"{report.root}: no checkpoints")
-        if report.removed_steps:
-            say(f"step {', '.join(map(str, report.removed_steps))}: was removed while it was read")
-        for note in report.notes:
-            say(note)
+    with launched_group(folder, "verify", timeout) as group:
+        with progress_bar("verifying", json or group.rank > 0) as progress:
+            report = catalog.open(folder, world_size=world_size).verify(step, progress=progress, group=group)
+        if group.rank:
+            pass                                        # process 0 prints; all end with the same status
+        elif json:
+            print_json(report.to_json())
+        else:
+            _show(report)
     sys.exit(NOTHING if not report.checkpoints else 1 if report.damaged else 0)
+
+
+def _show(report: VerificationReport) -> None:
+    for found in report.checkpoints:
+        _print(found)
+    for found in report.memory:
+        _print(found, "memory (this node), ")
+    rate = report.bytes_read / report.seconds if report.seconds else 0
+    say(f"{size_text(report.bytes_read)} read in {report.seconds:.1f} s ({size_text(rate)}/s)" if report.checkpoints else
+        f"{report.root}: no checkpoints")
+    if report.removed_steps:
+        say(f"step {', '.join(map(str, report.removed_steps))}: was removed while it was read")
+    for note in report.notes:
+        say(note)
 
 
 def _print(found: CheckpointVerification, where: str = "") -> None:

@@ -34,7 +34,7 @@ NOTE_EVERY = 30.0                           # seconds between two notices of wha
 FAREWELL = 120.0                            # seconds that process 0 waits for the others to leave, before it removes the session
 FAREWELL_AFTER_ERROR = 10.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5   # seconds between two looks at the folder; doubled each time
-_START, _JOINED, _GONE = "start", "joined-", "gone-"
+_START, _JOINED, _GONE, _SESSION = "start", "joined-", "gone-", "-session-"
 
 
 @contextmanager
@@ -59,6 +59,10 @@ def file_group(storage: Storage, folder: str, process: LaunchedProcess, argument
         group.leave(error)
         raise
     group.leave(None)
+
+
+def _holder_of(row: dict[str, Any]) -> LeaseHolder:
+    return LeaseHolder("processes", "", row["host"], row["machine"], row["pid"], row["started"], 0.0)
 
 
 class FileGroup:
@@ -91,6 +95,7 @@ class FileGroup:
 
     def _open_session(self) -> None:
         self._remove_sessions()                                 # of an earlier launch whose processes died
+        self._remove_dead_launches()
         self._session = os.path.join(self.folder, self._prefix + self._nonce)
         self.storage.make_folder(self._session)
         self._publish(_JOINED + "0", self._own_row())
@@ -104,7 +109,7 @@ class FileGroup:
 
     @property
     def _prefix(self) -> str:
-        return f"{self.process.job or 'launch'}-session-"
+        return f"{self.process.job or 'launch'}{_SESSION}"
 
     def _remove_sessions(self) -> None:
         """Removes all sessions of this job, and half-written files."""
@@ -114,6 +119,18 @@ class FileGroup:
                     remove_tree(self.storage, os.path.join(self.folder, name))
                 elif name.startswith(f".{os.path.basename(self._pointer)}."):
                     self.storage.remove(os.path.join(self.folder, name))
+
+    def _remove_dead_launches(self) -> None:
+        """Removes sessions with other job ids whose process 0 ran on this machine and is dead."""
+        for name in self.storage.list(self.folder):
+            job, found, _ = name.rpartition(_SESSION)
+            session, pointer = os.path.join(self.folder, name), os.path.join(self.folder, f"{job}.json")
+            if found and not name.startswith(self._prefix):
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    if is_alive(_holder_of(self._read(os.path.join(session, _JOINED + "0")))) is False:
+                        if self._named_session(pointer) == session:
+                            self.storage.remove(pointer)
+                        remove_tree(self.storage, session)
 
     def _join_session(self) -> None:
         tried: set[str] = set()
@@ -140,10 +157,10 @@ class FileGroup:
         self._wait(missing, "to begin: it must run, and see this folder", lambda: tuple(names), 1.25 * self.timeout)
         self._collect(_JOINED, "to come")
 
-    def _named_session(self) -> str:
-        """Returns the session that process 0 names; empty if there is none."""
+    def _named_session(self, pointer: str = "") -> str:
+        """Returns the session that process 0 names, or that of another job; empty if there is none."""
         try:
-            with self.storage.open(self._pointer) as file:
+            with self.storage.open(pointer or self._pointer) as file:
                 return os.path.join(self.folder, os.path.basename(json.loads(file.read(1 << 16))["session"]))
         except (OSError, ValueError, KeyError, TypeError):
             return ""
@@ -187,8 +204,7 @@ class FileGroup:
                     if message is not None:
                         found[rank] = message
                         if prefix == _JOINED:
-                            self._holders[rank] = LeaseHolder("processes", "", message["host"], message["machine"],
-                                                              message["pid"], message["started"], 0.0)
+                            self._holders[rank] = _holder_of(message)
             return names, [rank for rank in wanted if rank not in found]
 
         def missing() -> Collection[int]:
@@ -261,9 +277,13 @@ class FileGroup:
             return
         with suppress(OSError):
             self._publish(f"{_GONE}{self.rank}", {"error": f"{type(error).__name__}: {error}" if error is not None else ""})
-        if self.rank or error is not None and not isinstance(error, Exception):
+        if error is not None and not isinstance(error, Exception):
             return                                              # stopped by a signal: the next launch removes the files
         end = self.clock() + (FAREWELL if error is None else FAREWELL_AFTER_ERROR)
+        if self.rank:
+            if not isinstance(error, ProcessLostError):
+                self._let_process_0_end(end)
+            return
         with suppress(OSError):
             while self.clock() < end:
                 names = self.storage.list(self._session)
@@ -278,3 +298,12 @@ class FileGroup:
                 remove_tree(self.storage, self._session)
         with suppress(OSError):                                 # another launch is using it
             self.storage.remove(self.folder)
+
+    def _let_process_0_end(self, end: float) -> None:
+        """Waits until process 0 has removed the session, which it does last. Launchers kill all processes as soon as one ends
+        with an error: process 0 could neither print what was found nor remove what was begun."""
+        with suppress(OSError):
+            while self.clock() < end and (self.storage.list(self._session) or self._named_session() == self._session):
+                if 0 not in self._holders or is_alive(self._holders[0]) is False:
+                    return
+                self.pause(_LONGEST_PAUSE / 10)

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -89,6 +90,35 @@ def test_an_error_of_one_process_reaches_all_at_once(tmp_path):
     assert not (tmp_path / "meeting").exists()
 
 
+@pytest.mark.parametrize("error", [None, ValueError("damaged")])
+def test_process_0_ends_first(tmp_path, error):
+    """A launcher kills all processes as soon as one has ended with an error; process 0 prints the result, and removes files."""
+    folder, ended = tmp_path / "meeting", []
+
+    def one(rank):
+        with suppress(CollectiveError), \
+                file_group(PosixStorage(), str(folder), LaunchedProcess(rank, 3), ("same",), LONG, clock=lambda: 0.0) as group:
+            try:
+                gather_results(group, lambda: fail(error))
+            finally:
+                if rank == 0:
+                    while not {"gone-1", "gone-2"} <= set(os.listdir(group._session)):
+                        time.sleep(0.001)
+                    ended.append("printed")
+        ended.append((rank, PosixStorage().list(str(folder))))
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ended[0] == "printed" and sorted(ended[1:]) == [(0, []), (1, []), (2, [])]
+
+
+def fail(error):
+    if error is not None:
+        raise error
+
+
 def test_an_error_within_a_collective_leaves_nothing_behind(tmp_path):
     def fail(group):
         return gather_results(group, lambda: 1 // (group.rank - 1))
@@ -142,6 +172,13 @@ def killed_launch(folder, job=""):
 def test_files_of_an_earlier_launch_do_no_harm(tmp_path, job):
     killed_launch(tmp_path / "meeting", job)
     assert run(tmp_path / "meeting", exchange, job=job) == dict.fromkeys(range(3), EXCHANGED)
+    assert not (tmp_path / "meeting").exists()
+
+
+def test_files_of_a_dead_launch_with_another_job_id_are_removed(tmp_path):
+    """Each srun and mpirun has a new one."""
+    killed_launch(tmp_path / "meeting", "4711-0")
+    assert run(tmp_path / "meeting", exchange, job="4711-1") == dict.fromkeys(range(3), EXCHANGED)
     assert not (tmp_path / "meeting").exists()
 
 
