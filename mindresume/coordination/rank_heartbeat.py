@@ -95,8 +95,12 @@ class RankHeartbeat:
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time):
         self.path, self._clock, self._wall, self._phase = path, clock, wall, 0
         with open(path, "xb+") as file:
-            file.truncate(_SIZE)
-            self._map = mmap.mmap(file.fileno(), _SIZE)
+            try:            # a write to a page that a full tmpfs cannot provide would kill the process (SIGBUS)
+                os.posix_fallocate(file.fileno(), 0, _SIZE)
+                self._map = mmap.mmap(file.fileno(), _SIZE)
+            except OSError:
+                os.remove(path)
+                raise
         self._counts, self._times = memoryview(self._map).cast("q"), memoryview(self._map).cast("d")
         for name in _COUNTS[1:]:
             self._counts[_AT[name]] = 0 if name in ("phase", "outcome", "signal") else NONE

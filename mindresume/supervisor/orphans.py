@@ -5,6 +5,7 @@ ends the job. What is still there when the same command is supervised again is f
 """
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -12,8 +13,9 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from mindresume.coordination.process_identity import start_ticks
+from mindresume.coordination.process_identity import process_namespace, start_ticks
 from mindresume.supervisor.job_end import EndTimes
 from mindresume.supervisor.process_table import Process, all_processes, environment_of, read_process, send
 
@@ -21,6 +23,7 @@ MARK = "MINDRESUME_SUPERVISOR"          # environment of every process of a job:
 JOB_MARK, WRITER_MARK = "MSRUN_LAUNCHER_JOB", "MSRUN_LAUNCHER_WRITER"      # see scripts/msrun_launcher.sh and background_writer
 _MEMORY, _PREFIX = "/dev/shm", "mindresume-supervisor"
 _POLL = 0.05
+_ATTEMPTS = 5                           # to make a folder and lock it; a file system without locks gets one without
 
 
 def job_key(command: Sequence[str]) -> str:
@@ -30,17 +33,18 @@ def job_key(command: Sequence[str]) -> str:
 
 def marks(command: Sequence[str]) -> dict[str, str]:
     """Returns the variables for the environment of the command."""
-    me = _identity()
-    return {MARK: f"{me}.{job_key(command)}", JOB_MARK: me}
+    me = f"{os.getpid()}.{start_ticks(os.getpid())}"
+    return {MARK: f"{me}.{process_namespace()}.{job_key(command)}", JOB_MARK: me}
 
 
 def find_orphans(command: Sequence[str]) -> list[Process]:
-    """Returns the processes of this command whose supervisor is gone."""
-    key, found = job_key(command), []
+    """Returns the processes of this command whose supervisor is gone. A host sees the processes of its containers, but their
+    supervisors have other numbers there, so that those are never orphans of the host."""
+    suffix, found = f".{process_namespace()}.{job_key(command)}", []
     for process in all_processes().values():
-        pid, _, rest = environment_of(process.pid).get(MARK, "").partition(".")
-        ticks, _, its_key = rest.partition(".")
-        if its_key == key and pid.isdigit() and ticks.isdigit() and start_ticks(int(pid)) != int(ticks):
+        mark = environment_of(process.pid).get(MARK, "")
+        pid, _, ticks = mark.removesuffix(suffix).partition(".")
+        if mark.endswith(suffix) and pid.isdigit() and ticks.isdigit() and start_ticks(int(pid)) != int(ticks):
             found.append(process)
     return found
 
@@ -72,17 +76,44 @@ def _is_there(process: Process) -> bool:
 
 def make_folder() -> str:
     """Makes the folder of this supervisor, in memory if possible, and removes those of supervisors that are gone. Raises
-    OSError."""
+    OSError.
+
+    A supervisor locks its folder until it ends: containers can share the memory, and then the number of a process does not tell
+    whether it runs.
+    """
     base = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
     mine = f"{_PREFIX}-{os.getuid()}-"
     for name in os.listdir(base):
-        pid, _, ticks = name.removeprefix(mine).partition(".")
-        if name.startswith(mine) and pid.isdigit() and ticks.isdigit() and start_ticks(int(pid)) != int(ticks):
-            shutil.rmtree(os.path.join(base, name), ignore_errors=True)
-    folder = os.path.join(base, mine + _identity())
-    os.mkdir(folder, 0o700)
+        if name.startswith(mine):
+            _remove_unlocked(os.path.join(base, name))
+    for _ in range(_ATTEMPTS):
+        folder = tempfile.mkdtemp(prefix=f"{mine}{os.getpid()}.", dir=base)
+        lock = _locked(folder)
+        if lock is not None:
+            _locks.append(lock)
+            if os.path.isdir(folder):           # else another supervisor has removed it before it was locked
+                break
     return folder
 
 
-def _identity() -> str:
-    return f"{os.getpid()}.{start_ticks(os.getpid())}"
+_locks: list[int] = []          # descriptors of this process's folders, open until it ends
+
+
+def _remove_unlocked(folder: str) -> None:
+    lock = _locked(folder)
+    if lock is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked(folder: str) -> int | None:
+    """Returns a descriptor that locks ``folder``; None if another process has locked it, or it cannot be opened."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            raise
+        return handle
+    return None

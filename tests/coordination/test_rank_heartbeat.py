@@ -1,4 +1,5 @@
 """coordination/rank_heartbeat.py: what a rank writes is what the supervisor reads, and a broken file is no heartbeat."""
+import errno
 import os
 import subprocess
 import sys
@@ -34,6 +35,16 @@ def test_a_new_heartbeat_names_this_process_and_nothing_else(heartbeat):
     assert (found.pid, found.ticks, found.phase) == (os.getpid(), start_ticks(os.getpid()), hb.STARTING)
     assert {found.rank, found.step, found.resumed, found.begun, found.written, found.committed} == {hb.NONE}
     assert (found.outcome, found.output, found.has_trained) == ("", "", False)
+
+
+def test_a_full_tmpfs_is_an_error_and_kills_no_rank(tmp_path, monkeypatch):
+    """A page that is only mapped would be a SIGBUS at the first write."""
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        RankHeartbeat.create(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_phases_steps_and_their_times(heartbeat, clock):

@@ -1,0 +1,65 @@
+"""supervisor/orphans.py: what a killed supervisor left behind is found, and nothing of a living one in another container."""
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from mindresume.coordination.process_identity import process_namespace
+from mindresume.supervisor import orphans
+
+COMMAND = ["msrun", "train.py"]
+GONE = f"{2**22 - 3}.1"                 # a process that cannot exist with this start
+
+
+@contextmanager
+def process_with(mark):
+    """Runs a process with a mark in its environment. Yields its number."""
+    program = "print('up', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          env={**os.environ, orphans.MARK: mark}) as process:
+        process.stdout.readline()
+        yield process.pid
+        process.stdin.close()
+
+
+@pytest.mark.parametrize(("supervisor", "namespace", "is_orphan"), [
+    (GONE, process_namespace(), True),
+    (GONE, process_namespace() + 1, False),             # of a container: its supervisor has another number here
+    ("own", process_namespace(), False),
+    ("x.y", process_namespace(), False)])
+def test_a_process_is_an_orphan_if_its_supervisor_of_the_same_namespace_is_gone(supervisor, namespace, is_orphan):
+    if supervisor == "own":
+        supervisor = orphans.marks(COMMAND)[orphans.JOB_MARK]
+    with process_with(f"{supervisor}.{namespace}.{orphans.job_key(COMMAND)}") as pid:
+        assert (pid in {process.pid for process in orphans.find_orphans(COMMAND)}) == is_orphan
+        assert pid not in {process.pid for process in orphans.find_orphans(["another"])}
+
+
+def test_the_mark_of_this_process_is_the_one_that_is_looked_for(monkeypatch):
+    mark = orphans.marks(COMMAND)[orphans.MARK]
+    with process_with(mark) as pid:
+        assert pid not in {process.pid for process in orphans.find_orphans(COMMAND)}
+        monkeypatch.setattr(orphans, "start_ticks", lambda pid: None)                   # it is gone
+        assert pid in {process.pid for process in orphans.find_orphans(COMMAND)}
+
+
+def test_folders_of_supervisors_that_are_gone_are_removed_and_those_of_living_ones_stay(monkeypatch, tmp_path):
+    """Containers that share the memory do not see the processes of each other: a lock tells that a supervisor runs."""
+    monkeypatch.setattr(orphans, "_MEMORY", str(tmp_path))
+    monkeypatch.setattr(orphans, "_locks", [])
+    first = orphans.make_folder()
+    os.mkdir(os.path.join(first, "start_1"))
+    gone = tmp_path / os.path.basename(first).replace(str(os.getpid()), "1")
+    gone.mkdir()
+    (tmp_path / "another").mkdir()
+    (tmp_path / f"mindresume-supervisor-{os.getuid()}-link").symlink_to(tmp_path / "another")
+    second = orphans.make_folder()
+    assert os.path.isdir(os.path.join(first, "start_1")) and second != first and not gone.exists()
+    assert (tmp_path / "another").is_dir()
+    os.close(orphans._locks[0])                         # the first supervisor is killed
+    os.close(orphans._locks[1])
+    assert sorted(os.listdir(tmp_path)) != [] and orphans.make_folder() not in (first, second)
+    assert not os.path.exists(first) and not os.path.exists(second)
+    os.close(orphans._locks[2])
