@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindresume.events import Event
+from mindresume.simulation.bit_rot import Rot, rot
 from mindresume.simulation.disk import Disk, File, Folder
 from mindresume.simulation.schedule import (
     ERRORS,
@@ -18,6 +19,8 @@ from mindresume.simulation.schedule import (
     OUTAGE,
     QUOTA,
     QUOTA_OF_HOST,
+    ROT,
+    ROT_IN_MEMORY,
     UNREADABLE,
     Fault,
     Schedule,
@@ -117,10 +120,13 @@ class Process:
         self.tokens = 0                                 # number of tokens that it has drawn
         self.own: Any = None                            # data of the program
         self.on_death: list[Callable[[Process], None]] = []
+        self.on_event: list[Callable[[Event], None]] = []
 
     def emit(self, event: Event) -> None:
         """Records ``event`` with the current simulated time."""
         self.events.append((self.cluster.scheduler.now, event))
+        for handle in self.on_event:
+            handle(event)
 
     def __repr__(self) -> str:
         return self.name
@@ -164,6 +170,7 @@ class Cluster:
         self.trace = Trace()
         self.at = 0                                     # number of the current operation; higher ones may have ended before it
         self.injected: list[InjectedFault] = []
+        self.rots: list[Rot] = []                       # what has rotted, in this order
         self.shared_pid_namespace = False               # every host can see whether any process is alive
         self.observe: Callable[[Process, str, str], None] | None = None
         self.cleanups: list[Callable[[], None]] = []    # called when no process runs any more
@@ -311,6 +318,10 @@ class Cluster:
         elif kind == UNREADABLE:
             for disk in self.disks.values():
                 disk.make_unreadable(fault.amount)
+        elif kind == ROT:
+            self.rots += rot(list(self.disks.values()), fault.amount)
+        elif kind == ROT_IN_MEMORY:
+            self.rots += rot([process.host.shm], fault.amount)
         if process.dead:
             raise Killed
         return 0, False

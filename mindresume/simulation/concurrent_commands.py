@@ -29,9 +29,10 @@ from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.simulation.cluster import Cluster, current_cluster, current_process
 from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import History, Training, wrong_content
+from mindresume.simulation.jobs import History, Training
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.oracle import WRONG, Finding, check_disks, run_alone
+from mindresume.simulation.saved_content import wrong_content
 from mindresume.simulation.scenarios import Simulation
 
 TARGETS = "/converted"

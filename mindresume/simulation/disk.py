@@ -22,12 +22,14 @@ UNLIMITED = 1 << 60
 
 
 class File:
-    """``whole``: all bytes were flushed. Unflushed content may be lost or torn."""
-    __slots__ = ("data", "mtime", "whole", "moved", "_key")
+    """``whole``: all bytes were flushed. Unflushed content may be lost or torn. ``written``: its bytes before they rotted; None:
+    they did not."""
+    __slots__ = ("data", "mtime", "whole", "moved", "written", "_key")
 
     def __init__(self, data: bytes, mtime: float, whole: bool):
         self.data, self.mtime, self.whole = data, mtime, whole
         self.moved: Change | None = None            # the last change of its name
+        self.written: bytes | None = None
         self._key: int | None = None
 
     @property
@@ -35,6 +37,13 @@ class File:
         if self._key is None:
             self._key = xxhash.xxh3_64_intdigest(self.data)
         return self._key
+
+    def rot(self, position: int, bit: int) -> None:
+        """Flips one bit. Neither the size nor a time changes."""
+        written, data = self.data if self.written is None else self.written, bytearray(self.data)
+        data[position] ^= 1 << bit
+        self.data, self._key = bytes(data), None
+        self.written = written if written != self.data else None
 
 
 class Change:
@@ -86,6 +95,7 @@ class Disk:
         self.room, self.local = room, local
         self.now = 0.0                              # seconds since 1970, by the clock of the server
         self.changed = 0                            # number of visible changes
+        self.rots = 0                               # number of times that a bit rotted
         self._changes = 0
 
     # ---- reading ---------------------------------------------------------------------------------------------------
@@ -147,7 +157,8 @@ class Disk:
             if node is None:
                 return "-"
             if isinstance(node, File):
-                return f"{'' if name.endswith(unread) else node.key}{'' if node.whole or not power else '?'}"
+                return (f"{'' if name.endswith(unread) else node.key}{'' if node.whole or not power else '?'}"
+                        f"{'' if node.written is None else '~'}")
             if id(node) not in seen:
                 seen[id(node)] = len(seen)
                 stack.append(node)              # also a folder that is invisible now: it may reappear
@@ -186,7 +197,7 @@ class Disk:
         if len(data) - len(file.data) > self.room:
             fail(errno.ENOSPC, path)
         self.room -= len(data) - len(file.data)
-        file.data, file.whole, file.mtime, file._key = data, whole, self.now, None
+        file.data, file.whole, file.mtime, file.written, file._key = data, whole, self.now, None, None
         self.changed += 1
 
     def rename(self, old: str, new: str) -> None:
@@ -311,7 +322,7 @@ class Disk:
                 if isinstance(node, Folder):
                     stack.append(node)
                 elif not node.whole:
-                    node.data, node.whole, node._key = torn(node.data), True, None
+                    node.data, node.whole, node.written, node._key = torn(node.data), True, None, None
         self.room += used - sum(len(file.data) for _, file in self.walk())
         self.changed += 1
 
@@ -346,7 +357,7 @@ class Disk:
     def copy(self) -> Disk:
         """Returns a copy with the same names and contents, durable and not, that shares no mutable state."""
         made = Disk(self.room, self.local)
-        made.now, made.changed, made._changes = self.now, self.changed, self._changes
+        made.now, made.changed, made.rots, made._changes = self.now, self.changed, self.rots, self._changes
         nodes: dict[int, Node] = {}
         changes: dict[Change, Change] = {}
         done = Change(0)
@@ -358,7 +369,7 @@ class Disk:
             if id(node) not in nodes:
                 if isinstance(node, File):
                     twin = File(node.data, node.mtime, node.whole)
-                    twin._key = node._key
+                    twin.written, twin._key = node.written, node._key
                     nodes[id(node)] = twin
                     twin.moved = change_of(node.moved)
                 else:

@@ -9,17 +9,14 @@ A rank selects and loads a checkpoint, acquires the folder, trains (each step is
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
-import numpy as np
-import xxhash
-
 from mindresume.coordination.collectives import Group, gather_results
-from mindresume.errors import LeaseHeldError, MindResumeError
-from mindresume.fault_injection.tiny_checkpoints import ITERATION, Saved, build_shard, differing_tensors, read_sources
+from mindresume.errors import LeaseHeldError
+from mindresume.fault_injection.tiny_checkpoints import ITERATION, Saved
 from mindresume.model.manifest import run_sequence
-from mindresume.model.training_state import TrainingState
+from mindresume.resume.background_scrub import BackgroundScrub
 from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.saving.checkpoint_manager import CheckpointManager
@@ -31,15 +28,17 @@ from mindresume.saving.save_request import SaveOptions, SaveRequest
 from mindresume.saving.shard_writer import SaveTarget, Shard
 from mindresume.saving.sync_saver import Outcome, Save
 from mindresume.settings import Settings
+from mindresume.simulation.bit_rot import rotted_saves
 from mindresume.simulation.bucket import PodStore
 from mindresume.simulation.cluster import Cluster, Host, Process, current_cluster, current_process
 from mindresume.simulation.communicator import LIMIT, Communicator, ExchangeError
 from mindresume.simulation.mount import Mount
+from mindresume.simulation.saved_content import make_shard, wrong_content
 from mindresume.simulation.schedule import ERRORS
 from mindresume.simulation.scheduler import Killed
 from mindresume.simulation.threads import Event
 
-PER_EPOCH = 100
+FIRST_SCRUB, NEXT_SCRUB = 0.5, 1.5                      # seconds before the first scrub in a training, and between two
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,7 @@ class Training:
         fresh: start without a checkpoint.
         allow_reshard: the number of ranks may differ from that of the checkpoint.
         node_local: the hosts share no disk.
+        replicated: all ranks hold the same weights, as data parallelism does; optimizer states differ.
         rescue: when ranks are lost, the others save what they have (MindIO TTP).
         url: where checkpoints are uploaded to; empty for nowhere.
     """
@@ -70,6 +70,7 @@ class Training:
     output: str = "/out"
     url: str = ""
     node_local: bool = False
+    replicated: bool = False
     rescue: bool = False
     settings: Settings = Settings(commit_timeout=20.0, preemption_check_interval=3.0)
     patience: float = 5.0                   # seconds from the first death of a rank to SIGTERM for the others
@@ -127,22 +128,6 @@ def newest_acknowledged(history: History) -> Saved | None:
     return max(history.complete(), key=save_order, default=None)
 
 
-@lru_cache(maxsize=4096)
-def tensors(run: str, step: int, rank: int) -> dict[str, np.ndarray]:
-    """Returns the tensors of a rank. Weights differ by rank, step and run, so that a wrong file is never taken for the right one.
-    """
-    key = xxhash.xxh3_128_digest(f"{run} {step} {rank}".encode())
-    weight = np.frombuffer(key, np.float32).reshape(2, 2)
-    return {"embedding.weight": weight, "adam_m.embedding.weight": weight[::-1].copy(),
-            "step_num": np.array(step, np.int64), "global_step": np.array([step], np.int32)}
-
-
-def make_shard(target: SaveTarget, step: int, fmt: str, suffix: int, health: int | None = None) -> Shard:
-    """Returns the files that a rank saves at ``step``."""
-    state = TrainingState(step, PER_EPOCH, step, 8, health=health)
-    return build_shard("sim", target, state, tensors(target.run, step, target.rank), fmt, suffix)
-
-
 class _SaveRequest(SaveRequest):
     def __init__(self, step: int, manager: CheckpointManager, training: Training, history: History):
         super().__init__(step)
@@ -163,7 +148,7 @@ class _SaveRequest(SaveRequest):
         self.history.began.add(saved)
         self.history.failed.pop((saved, session.target.rank), None)     # a repeated save replaces a failed one
         health = (1 if self.step in training.unhealthy else 0) if training.health_monitored else None
-        return make_shard(session.target, self.step, training.format, session.suffix, health)
+        return make_shard(session.target, self.step, training.format, session.suffix, health, training.replicated)
 
 
 class _RemoteCheckpoints(RemoteCheckpoints):
@@ -255,7 +240,7 @@ def _run_rank(job: Job, rank: int) -> None:
 def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
     """Trains as one rank. ``opened``: receives the run id as soon as there is one."""
     training, history = job.training, job.history
-    process, required = current_process(), newest_acknowledged(job.history)
+    process, known = current_process(), _Known(job)
     group = job.communicator.member(rank, process)
     storage = Mount(job.cluster, process)
     choice, load_attempt, hold = None, None, None
@@ -269,7 +254,7 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
         choice, load_attempt, hold = found.choice, found.load_attempt, found.read_lock
         if choice is None and history.uploaded:
             history.wrong.append(f"{job.name} starts fresh, though {max(history.uploaded, key=save_order)} is at the url")
-    start = _loaded(job, choice, storage, rank) if choice is not None else 0
+    start = _loaded(job, choice, storage, rank, known) if choice is not None else 0
     options = SaveOptions(training.root, "sim", training.every, async_save=training.async_save,
                           iterations=training.format == ITERATION)
     manager = _Manager(storage, group, training.settings, options, KeepLast(training.keep) if training.keep else KEEP_ALL,
@@ -280,13 +265,14 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
     history.opened.setdefault(manager.target.run, current_cluster().scheduler.now)
     history.sizes[manager.target.run] = training.ranks
     if rank == 0 and not training.fresh:
-        _check_choice(job, choice, required)
+        _check_choice(job, choice, known)
     if rank == 0:
         history.chosen[manager.target.run] = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
     if hold is not None:
         hold.release()
     manager.begin(start, choice, remote)
     manager.count_hosts()
+    scrub = _start_scrub(manager, process)
     manager.handle_preemption()
     step, left = start, ""
     history.started_runs.add(manager.target.run)
@@ -304,6 +290,8 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
         left = manager.step_end(_SaveRequest(step, manager, training, history))
         if left:
             break
+    if scrub is not None:
+        scrub.stop()
     manager.end(_SaveRequest(step, manager, training, history))
     if left:
         gather_results(group, lambda: None)     # as mindresume.mindformers.patches: the first rank to end would end the others
@@ -321,10 +309,27 @@ def _no_consolidated_weights(storage: Any, path: str) -> Choice:
     raise AssertionError(f"{path} was selected as consolidated weights")
 
 
-def _check_choice(job: Job, choice: Choice | None, required: Saved | None) -> None:
-    """Records a violation if the job resumes from something older than ``required``, the newest acknowledged save at its start.
-    After an I/O error, or if jobs have died after loading it, a checkpoint may be skipped."""
-    refused = choice.refused if choice is not None else ()
+class _Known:
+    """What was acknowledged when a rank started, and what had rotted by then."""
+
+    def __init__(self, job: Job):
+        self.cluster, self.acknowledged = job.cluster, job.history.complete()
+        self._rotted, self._rots = rotted_saves(job.cluster.disks.values()), len(job.cluster.rots)
+
+    def rotted_since(self) -> set[str]:
+        """Returns the paths of files that have rotted since the start. Their bytes may have been verified before."""
+        return {row.path for row in self.cluster.rots[self._rots:]}
+
+    def required(self) -> Saved | None:
+        """Returns the newest save that was acknowledged at the start and has been intact ever since."""
+        rotted = self._rotted | rotted_saves(self.cluster.disks.values(), self.rotted_since())
+        return max((saved for saved in self.acknowledged if saved not in rotted), key=save_order, default=None)
+
+
+def _check_choice(job: Job, choice: Choice | None, known: _Known) -> None:
+    """Records a violation if the job resumes from something older than what is required. After an I/O error, or if jobs have died
+    after loading it, a checkpoint may be skipped."""
+    refused, required = choice.refused if choice is not None else (), known.required()
     if required is None or job.is_affected(tuple(ERRORS)) or any("suspected" in row.reason for row in refused):
         return
     chosen = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
@@ -338,30 +343,25 @@ def _train(group: Group, seconds: float) -> None:
     group.gather(b"")
 
 
-def _loaded(job: Job, choice: Choice, storage: Mount, rank: int) -> int:
-    """Reads the selected checkpoint as this rank, records what is wrong with it, and returns its step."""
+def _start_scrub(manager: CheckpointManager, process: Process) -> BackgroundScrub | None:
+    """Starts the scrub in the background as ``mindresume.mindformers.run_start`` does."""
+    settings = manager.settings.scrub
+    if not settings.every_hours or not manager.is_first_on_host:
+        return None
+    scrub = BackgroundScrub(manager.storage, manager.target.root, settings, process.emit, first=FIRST_SCRUB, poll=NEXT_SCRUB)
+    process.on_event.append(lambda event: scrub.handle(event, 0.0))
+    return scrub.start()
+
+
+def _loaded(job: Job, choice: Choice, storage: Mount, rank: int, known: _Known) -> int:
+    """Reads the selected checkpoint as this rank, records what is wrong with it, and returns its step. What rots after it was
+    verified and before it is read here is not seen: the trainer loads the verified bytes if the budget of the cache allows it."""
     chosen = choice.chosen
     saved = (chosen.run or "", chosen.step or 0)
     proven = [proof.rank for proof in choice.shards] if job.training.allow_reshard else [rank]
-    for text in wrong_content(storage, choice, proven):
+    paths = {f"{choice.root}/{source.file.path}" for proof in choice.shards for source in proof.sources}
+    if not paths.isdisjoint(known.rotted_since()):
+        return saved[1]
+    for text in wrong_content(storage, choice, proven, job.training.replicated):
         job.history.wrong.append(text)
     return saved[1]
-
-
-def wrong_content(storage: Any, choice: Choice, ranks: list[int]) -> list[str]:
-    """Returns which tensors of the selected checkpoint are not, bit for bit, what was saved. Raises OSError if it cannot be read
-    now."""
-    chosen, found = choice.chosen, []
-    shards = {proof.rank: proof for proof in choice.shards}
-    for rank in ranks:
-        if rank not in shards:
-            found.append(f"step {chosen.step} of {chosen.run}: rank {rank} proved nothing")
-            continue
-        try:
-            read = read_sources(storage.open, choice.root, shards[rank].sources)
-        except MindResumeError as error:
-            found.append(f"step {chosen.step} of {chosen.run} was selected and cannot be read by rank {rank}: {error}")
-            continue
-        found += [f"{name} of rank {rank} is not what was saved in step {chosen.step} of {chosen.run}"
-                  for name in differing_tensors(tensors(chosen.run or "", chosen.step or 0, rank), read)]
-    return found

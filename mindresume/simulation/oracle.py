@@ -37,9 +37,10 @@ from mindresume.saving.crash_loop import load_attempts
 from mindresume.saving.memory_tier.directory import MARK
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import History, Job, Training, newest_acknowledged, save_order, wrong_content
+from mindresume.simulation.jobs import History, Job, Training, newest_acknowledged, save_order
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.runtime_fakes import use_cluster
+from mindresume.simulation.saved_content import wrong_content
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.scheduler import Deadlock, OperationLimit
 from mindresume.storage.operations import read_json

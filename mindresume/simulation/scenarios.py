@@ -39,11 +39,12 @@ from mindresume.simulation.cluster import (
 )
 from mindresume.simulation.communicator import ExchangeError
 from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import History, Job, Training, make_shard, save_order
+from mindresume.simulation.jobs import History, Job, Training, save_order
 from mindresume.simulation.memory_disk import common_saves
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.oracle import LOST, STUCK, Finding, check_disks, check_pointers
 from mindresume.simulation.runtime_fakes import use_cluster
+from mindresume.simulation.saved_content import make_shard, wrong_content
 from mindresume.simulation.schedule import KINDS, Schedule
 from mindresume.simulation.scheduler import TICK, Deadlock, Killed, OperationLimit
 
@@ -354,7 +355,6 @@ def _read(sim: Simulation, pause: float = 0.8) -> None:
     from mindresume.coordination.collectives import SingleProcess
     from mindresume.resume.selection_policy import SelectionPolicy, every_rank
     from mindresume.resume.shared_selection import select_shared
-    from mindresume.simulation.jobs import wrong_content
     storage, training = Mount(sim.cluster, current_process()), sim.training
     for number in range(6):
         current_cluster().scheduler.sleep(pause)

@@ -42,13 +42,16 @@ EXPLAINED = {
     "quota of the host": "the quota of this host is exhausted for some operations; others can write",
     "memory": "the memory limit of the host becomes AMOUNT bytes",
     "kill launcher": "the launcher of the job is killed, but not its ranks",
-    "unreadable": "one object in the bucket becomes unreadable"}
+    "unreadable": "one object in the bucket becomes unreadable",
+    "rot": "one bit of a file of a checkpoint flips on a disk or in a bucket; no size and no time changes",
+    "rot in memory": "one bit of a file of a save in memory of the host flips"}
 _PICKS = 24                     # picks are drawn for the first moments at which a task blocks
 _TICKS = (TICK, TICK, TICK, 0.05, 0.25)
 OUTAGE = "outage"               # every call to the object store fails
 QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE = "quota", "quota of the host", "memory", "kill launcher", "unreadable"
+ROT, ROT_IN_MEMORY = "rot", "rot in memory"
 _AMOUNTS = {OUTAGE: (3, 30, 300), QUOTA: (20, 200, 2000), QUOTA_OF_HOST: (20, 200, 2000), MEMORY: (0, 100, 1 << 40),
-            UNREADABLE: range(1000)}                        # of the faults of few scenarios
+            UNREADABLE: range(1000), ROT: range(1000), ROT_IN_MEMORY: range(1000)}      # of the faults of few scenarios
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Fault:
         at: number of the operation, counted over all processes from 1.
         kind: one of ``EXPLAINED``.
         amount: seconds of a slow operation, a pause or a clock jump; operations for which a full disk, quota or outage lasts;
-            what is left by a power loss (0: flushed data only; else a seed); bytes of memory; the number of an unreadable object.
+            what is left by a power loss (0: flushed data only; else a seed); bytes of memory; the number of an unreadable object;
+            the seed that draws the bit that rots.
     """
     at: int
     kind: str

@@ -8,9 +8,9 @@ from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.sync_saver import Save
 from mindresume.simulation.cluster import SHARED, Cluster, current_cluster, current_process
 from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import make_shard
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.runtime_fakes import use_cluster
+from mindresume.simulation.saved_content import make_shard
 from mindresume.simulation.schedule import Fault, Schedule
 from mindresume.simulation.writer_process import WriterProcess
 
