@@ -10,13 +10,13 @@ from mindresume.api.sources import existing
 from mindresume.coordination.lease import SAVING, is_alive, lease_holders
 from mindresume.errors import LeaseHeldError
 from mindresume.formats import Refusal
-from mindresume.formats.location import locate
+from mindresume.formats.location import JOB_FOLDERS, locate
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.resume.memory_flush import commit_written, write_to_disk
 from mindresume.resume.verified_shard import read_size
 from mindresume.resume.verifier import verify_rank
-from mindresume.saving.memory_tier.directory import TierOwner, find_tier
+from mindresume.saving.memory_tier.directory import TierOwner, find_tier, read_mark
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 
@@ -54,7 +54,7 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage:
         FileNotFoundError: ``path`` does not exist.
     """
     storage = storage or PosixStorage()
-    root = os.path.realpath(locate(storage, existing(path)))
+    root = os.path.realpath(_root_of(storage, existing(path)))
     tier, problem = find_tier(storage, root)
     if not tier:
         return FlushResult(root, reason=problem or "there is no save of it in memory of this node")
@@ -80,3 +80,9 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage:
             return FlushResult(root, candidate.step, size, commit_written(storage, root, candidate))
         reasons.append(str(refused))
     return FlushResult(root, reason="; ".join(reasons) or "no save in memory of this node is whole")
+
+
+def _root_of(storage: Storage, path: str) -> str:
+    """Returns the checkpoint directory that ``path`` means, also if only memory has a save of it."""
+    found = [locate(storage, path), *(os.path.join(path, inner) for inner in JOB_FOLDERS)]
+    return next((root for root in found if read_mark(storage, root) is not None), found[0])

@@ -7,14 +7,15 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from mindresume.cli import app
 from mindresume.cli.common import say
-from mindresume.errors import ConfigError
-from mindresume.events import Event
+from mindresume.errors import ConfigError, MindResumeError
+from mindresume.events import Event, Notice, warning
 from mindresume.events.emitter import Emitter
 from mindresume.events.log_lines import PREFIX, line_of
 
@@ -89,7 +90,10 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
     "run_mindformer.py ..." {workers} 8 {master_addr} 8118 {node_rank} output/msrun_log False 7200[/bold]
 
     It is not started again after status 0; status 2 (a wrong argument or setting); SIGTERM, which reaches the ranks, so that they
-    save (status 143); Ctrl-C (130). Exit status: the job's, 128 + N if signal N ended it, 124 after a hang.
+    save (status 143); Ctrl-C (130). If a job that failed or was stopped is not started again, and memory of this node has a newer
+    save than the disk (memory_tier), that is written to disk.
+
+    Exit status: the job's, 128 + N if signal N ended it, 124 after a hang.
     """
     from mindresume.storage.posix import PosixStorage
     from mindresume.supervisor.hang import HangLimits
@@ -114,7 +118,29 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
                               "{node_rank} and {master_addr} into it")
         meeting = Rendezvous(PosixStorage(), os.path.abspath(rendezvous), node_rank, nodes, min_nodes or nodes, node_timeout,
                              node_address or _own_address(), time.monotonic)
-    sys.exit(Supervisor(command, settings, Emitter(_JsonLines() if json else _Lines()), meeting).run())
+    sys.exit(Supervisor(command, settings, Emitter(_JsonLines() if json else _Lines()), meeting, rescue=_write_memory).run())
+
+
+def _write_memory(output: str, is_hurried: Callable[[], bool]) -> Event | None:
+    """Writes what is newer in memory of this node to disk: it is not known whether a start on this node follows."""
+    from mindresume.api import memory
+
+    class Progress:
+        def expect(self, count: int) -> None:
+            self.total = count
+
+        def advance(self, count: int) -> None:
+            if is_hurried():
+                raise InterruptedError("stopped by a second signal")
+    try:
+        found = memory.flush(output, progress=Progress())
+    except (MindResumeError, OSError) as error:
+        return None if isinstance(error, FileNotFoundError) else warning(
+            f"what memory of this node has was not written to disk: {error}; mindresume flush {output} does it")
+    if found.step is None:
+        return None
+    return Notice(f"step {found.step} was in memory only and is on disk now" + (
+        "" if found.committed else "; it counts once the other nodes have written their parts"))
 
 
 def _own_address() -> str:

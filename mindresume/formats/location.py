@@ -28,7 +28,7 @@ from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 
 CHECKPOINT = "checkpoint"                                   # where a job saves, in its output folder
-_FIRST = (CHECKPOINT, os.path.join("output", CHECKPOINT))   # preferred over other folders: here a job saves
+JOB_FOLDERS = (CHECKPOINT, os.path.join("output", CHECKPOINT))   # preferred over other folders: here a job saves
 _DEPTH, _WIDTH, _MOST = 3, 256, 2048                        # search limits: levels, names per folder, names in total
 # Entries of an output folder that a job makes before it saves, and weights for inference, which no training resumes from.
 _OF_A_JOB = re.compile(r"log|msrun_log|strategy(_[0-9a-f]{8})?|merged_strategy|resume_record|checkpoint_network|"
@@ -58,7 +58,7 @@ def below(storage: Storage, path: str) -> str:
     others."""
     if _is_checkpoint(storage, path):
         return ""
-    for inner in _FIRST:
+    for inner in JOB_FOLDERS:
         if _has_checkpoint(storage, os.path.join(path, inner)):
             return os.path.join(path, inner)
     found = []

@@ -17,6 +17,7 @@ from types import FrameType
 
 import mindresume
 from mindresume.events import (
+    Event,
     GaveUp,
     JobRestarted,
     NodesJoined,
@@ -69,17 +70,23 @@ class SupervisorSettings:
     local_workers: int = 8
 
 
+Rescue = Callable[[str, Callable[[], bool]], Event | None]
+
+
 class Supervisor:
     """Supervises one command.
 
     Args:
         emit: has the handlers that print; the event file is added.
         nodes: coordinates this node with the others; None: there is one node.
+        rescue: is called after the last start if the job has failed, with the output folder of the training and a function that
+            returns whether to stop at once. Returns what it did.
     """
 
     def __init__(self, command: Sequence[str], settings: SupervisorSettings, emit: Emitter, nodes: Rendezvous | None = None,
-                 environment: Mapping[str, str] | None = None):
+                 environment: Mapping[str, str] | None = None, rescue: Rescue | None = None):
         self.command, self.settings, self.emit, self.nodes = tuple(command), settings, emit, nodes
+        self.rescue, self._output = rescue, ""
         self.environment = dict(os.environ if environment is None else environment)
         self.starts: list[StartOutcome] = []
         self._recorder = EventRecorder(emit, nodes.node if nodes else 0)
@@ -111,6 +118,10 @@ class Supervisor:
         self._end_orphans()
         self._folder = orphans.make_folder()
         decision = self.supervise()
+        if decision.status and self._output and self.rescue is not None:
+            done = self.rescue(self._output, lambda: len(self._signals) > 1)
+            if done is not None:
+                self.emit(done)
         if decision.action == GIVE_UP:
             self.emit(GaveUp(decision.status, decision.reason, len(self.starts), page(self.starts)))
         self.emit(SupervisorEnded(decision.status, decision.reason, len(self.starts)))
@@ -177,6 +188,7 @@ class Supervisor:
             if peer is not None and not peer.leaves:
                 end = _by_peer(peer)
         outcome, left = job.end(end, self._is_hurried)
+        self._output = job.output or self._output
         self._left |= set(left)
         return outcome, peer
 

@@ -3,6 +3,7 @@ import json
 import sys
 
 import pytest
+from memory_tiers import memory  # noqa: F401  a fixture
 from rank_folders import folder_contents
 
 from mindresume import cli

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from memory_tiers import memory  # noqa: F401  a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120                             # seconds after which a test fails instead of waiting for ever

@@ -5,9 +5,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from memory_tiers import make_owned_tier
+from rank_folders import STORAGE, save
 
 from mindresume.coordination.rank_heartbeat import Heartbeat
 from mindresume.events.event_file import FOLDER
+from mindresume.formats.scan import scan
 from mindresume.supervisor import orphans
 from mindresume.supervisor.job import _status_in_message
 from mindresume.supervisor.members import Members
@@ -303,3 +306,19 @@ def test_a_command_that_cannot_be_executed(job):
     program.chmod(0o755)
     status, events = job.run("", command=[str(program)])
     assert status == 2 and not of(events, "job_started") and str(program) in events[-1]["reason"]
+
+
+def test_what_only_memory_has_is_written_to_disk_when_the_job_is_given_up(job, memory):
+    root = job.folder / "output" / "checkpoint"
+    save(make_owned_tier(memory, root), 9, world=2)
+    status, events = job.run("sys.exit(3)", "--max-restarts", "0")
+    assert status == 3 and [found.step for found in scan(STORAGE, str(root)).candidates if found.committed] == [9]
+    kinds = [event["event"] for event in events]
+    assert kinds.index("job_ended") < kinds.index("notice") < kinds.index("supervisor_ended")
+
+
+def test_a_job_that_ended_well_writes_nothing(job, memory):
+    root = job.folder / "output" / "checkpoint"
+    save(make_owned_tier(memory, root), 9, world=2)
+    status, events = job.run("finish()")
+    assert status == 0 and not of(events, "notice") and not scan(STORAGE, str(root)).candidates
