@@ -65,7 +65,7 @@ def make_owned_tier(memory, root, run=RUN, processes=None):
     mark = make_mark(STORAGE, str(root), memory, run)
     tier = Path(tier_path(mark, str(root)))
     make_tier(str(tier))
-    owner = owner_of(str(root), mark, run, DEAD if processes is None else processes)
+    owner = owner_of(STORAGE, str(root), mark, run, DEAD if processes is None else processes)
     publish_json(STORAGE, str(tier / OWNER), owner.to_json(), run)
     return tier
 

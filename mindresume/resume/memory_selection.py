@@ -12,9 +12,9 @@ were written is refused, and its record is removed, so no later start reads it a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
@@ -22,10 +22,11 @@ from mindresume.coordination.common_checkpoint import order_of
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import RemoteError, UnusableCheckpointError
 from mindresume.events import Emit, Notice, ignore
-from mindresume.formats import Candidate, Refusal
+from mindresume.formats import OURS, Candidate, Refusal
+from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.records import scan_records
 from mindresume.formatting import listed
-from mindresume.model.manifest import parse_attempt, record_name, run_sequence
+from mindresume.model.manifest import FOLDER, parse_attempt, record_name, run_sequence
 from mindresume.resume.candidates import find_candidates
 from mindresume.resume.choice import Choice
 from mindresume.resume.file_checks import check_files
@@ -33,8 +34,9 @@ from mindresume.resume.group_verification import collect_warnings, drop_cached_f
 from mindresume.resume.health import is_unhealthy
 from mindresume.resume.remote_selection import job_directory
 from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.saving.crash_loop import failed_loads_by_key, suspicion
+from mindresume.saving.crash_loop import failed_loads_by_key, key_of, suspicion
 from mindresume.saving.memory_tier.directory import TierOwner, find_tier, node_identity
+from mindresume.saving.memory_tier.disk_note import DiskNote
 from mindresume.saving.memory_tier.opening import groups_of
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Storage
@@ -93,6 +95,7 @@ class _MemorySelection:
     refused: list[Refusal] = field(default_factory=list)
     suspected: list[str] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
+    note: DiskNote | None = None
 
     def select(self, pick: Callable[[], Choice]) -> Choice:
         names = self._common()
@@ -130,6 +133,8 @@ class _MemorySelection:
         rows = gather_results(self.group, self._look, Watchdog("looking at the tier in memory"))
         for text in dict.fromkeys(row["problem"] for row in rows if row["problem"]):
             self.emit(Notice(f"saves {_IN_MEMORY} are not considered: {text}"))
+        notes = [note for row in rows if (note := DiskNote.from_json(row["note"])) is not None]
+        self.note = max(notes, key=lambda note: note.order, default=None)
         seen = {name for row in rows for name in row["offers"]}
         if not seen:
             self.refused += [Refusal(**row) for row in rows[0]["refused"]]
@@ -152,7 +157,7 @@ class _MemorySelection:
         """Returns the saves of this node that this rank can use, and why it refuses others."""
         storage = uncached(self.storage)
         self.tier, problem = find_tier(storage, self.root)
-        refused = []
+        refused, note = [], None
         if self.tier:
             for candidate in scan_records(storage, self.tier)[0][:_MAX_OFFERS]:
                 refusal = candidate.problem or self._why_not(candidate)
@@ -160,8 +165,9 @@ class _MemorySelection:
                     self.offers[candidate.name] = candidate
                 elif candidate.files or not candidate.problem:
                     refused.append(replace(refusal, reason=f"{_IN_MEMORY}: {refusal.reason}").to_json())
+            note = DiskNote.read(storage, self.tier)
         return {"node": node_identity(self.tier) if self.tier else "", "offers": list(self.offers), "refused": refused,
-                "problem": problem}
+                "problem": problem, "note": asdict(note) if note is not None else None}
 
     def _why_not(self, candidate: Candidate) -> Refusal | None:
         """Returns why this rank cannot load a whole save of its node."""
@@ -187,22 +193,45 @@ class _MemorySelection:
         return max(rows, key=lambda row: (bool(row["reason"]), row["order"] or [0, 0]))
 
     def _newest(self) -> dict[str, Any]:
-        storage = uncached(self.storage)
+        storage, note = uncached(self.storage), self.note
         try:
-            usable = [c for c in find_candidates(storage, self.path, None, self.policy.world_size)[0].candidates
-                      if c.problem is None]
+            found = find_candidates(storage, self.path, None, self.policy.world_size)[0].candidates
         except UnusableCheckpointError:                         # ``pick`` raises it again
-            usable = []
+            found = ()
+        usable = [candidate for candidate in found if candidate.problem is None]
         first = usable[0] if usable else None
         if first is not None and any(candidate.order[:2] > first.order[:2] for candidate in usable):
-            return {"order": None, "run": None, "reason": f"the tracker of {self.root} was set back to step {first.step}"}
+            return _unwanted(f"the tracker of {self.root} was set back to step {first.step}")
+        if first is not None and first.origin != OURS and first.order[0] < 1 and (note is None or note.key != key_of(first)):
+            return _unwanted(f"step {first.step} on disk was saved without mindresume, so it is not known which is newer")
         order, run = (list(first.order[:2]), first.run) if first is not None else (None, None)
+        is_known = True
         if self.source.remote is not None:
-            with suppress(RemoteError):                         # as on disk: the newest on this machine is taken
+            try:                                                # as on disk: the newest on this machine is taken
                 for name in self.source.remote.scan().committed():
                     if list(order_of(name)) > (order or [0, 0]):
                         order, run = list(order_of(name)), parse_attempt(name)[1]
+            except RemoteError:
+                is_known = False
+        if note is not None and is_known and not self._has(note, found, order):
+            return _unwanted(f"{note.key}, which their training had on disk, is gone, and nothing newer is there: somebody has "
+                             f"removed it to go back. mindresume flush {self.root} writes the newest in memory to disk")
         return {"order": order, "run": run, "reason": ""}
+
+    def _has(self, note: DiskNote, found: Sequence[Candidate], order: list[int] | None) -> bool:
+        """Returns whether the disk or the object store has the noted checkpoint, or a newer one. ``order``: of the newest that
+        can be used."""
+        storage, is_ours = uncached(self.storage), parse_attempt(note.key) is not None
+        least = order_of(note.key) if is_ours else (run_sequence(note.run), 0)
+        if order is not None and tuple(order) > least or any(c.maybe_completed and c.order[:2] > least for c in found):
+            return True
+        own = next((candidate for candidate in found if key_of(candidate) == note.key), None)
+        if own is None:                         # a listing can be late
+            places = [os.path.join(folder, FOLDER, note.key) for folder in ("", iteration_name(least[1]))] if is_ours else []
+            return order == list(least) or any(storage.status(os.path.join(self.root, place)) is not None for place in places)
+        # Its weights may be gone, with its records left in their hidden folder.
+        return bool(own.listing_error) or not own.all_files or any(
+            storage.status(os.path.join(self.root, file.path)) is not None for file in own.all_files)
 
     def _is_allowed(self, name: str, run: str | None) -> bool:
         """Returns whether a save may be taken at all: all ranks get the same answer. ``run``: of the newest checkpoint
@@ -265,3 +294,8 @@ class _MemorySelection:
         """Emits what was refused in memory: the error of the disk lists only checkpoints on disk."""
         for row in self.refused:
             self.emit(Notice(f"step {row.step}: {row.reason}"))
+
+
+def _unwanted(reason: str) -> dict[str, Any]:
+    """Returns what ``_newest`` returns if memory must not be used."""
+    return {"order": None, "run": None, "reason": reason}

@@ -31,11 +31,13 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import (
     Emit,
+    Event,
     FirstStepDone,
     Notice,
     PreemptionRequested,
     RunOpened,
     SaveBegun,
+    SaveCommitted,
     SaveSkipped,
     SaveStaged,
     ignore,
@@ -158,12 +160,18 @@ class CheckpointManager:
         """Returns the saver, after the commit of what earlier runs completed. ``policy``: on the leader, else None. ``share``:
         bytes of host memory for a copy."""
         settings, kind = self.settings, self.options.async_save
-        work = save_job_for(self.target, policy, self.emit)
+        work = save_job_for(self.target, policy, self._emit_of_saver)
         work.begin()
         if not kind:
             return SyncSaver(work)
         return AsyncSaver(self.target, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
-                          settings.commit_timeout, self.emit, share)
+                          settings.commit_timeout, self._emit_of_saver, share)
+
+    def _emit_of_saver(self, event: Event) -> None:
+        """Receives the events of the saver, in any thread."""
+        if isinstance(event, SaveCommitted) and event.run_id is None and self._tier is not None:
+            self._tier.notes.committed(event.step)
+        self.emit(event)
 
     def _start_uploader(self, remote: RemoteCheckpoints) -> Uploader:
         """Starts uploads. Nodes that share no disk upload only checkpoints that all of them have, if they exchange states."""

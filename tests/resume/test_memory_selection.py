@@ -13,14 +13,15 @@ from mindresume.coordination.lease import lease_holders
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.events import DISK, MEMORY, CandidateRefused, CheckpointSelected, FreshStart, Notice
 from mindresume.formats.records import scan_records
-from mindresume.model.manifest import FOLDER, record_name, run_name
+from mindresume.model.manifest import FOLDER, attempt_name, record_name, run_name
 from mindresume.resume import memory_selection
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.memory_selection import MemorySource, select_with_memory
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
-from mindresume.saving.crash_loop import FailedLoad, LoadAttempt
+from mindresume.saving.crash_loop import FailedLoad, LoadAttempt, key_of
 from mindresume.saving.memory_tier.directory import this_process
+from mindresume.saving.memory_tier.disk_note import NOTE, DiskNote
 from mindresume.settings import MemoryTierSettings, Settings
 
 LATER = run_name(2, "0000bbbb")
@@ -100,6 +101,77 @@ def test_a_newer_save_of_mindformers_wins(root, tier):
     save(tier, 10, world=2)
     write_foreign(root, 8, world=2, suffix=1)
     assert taken(root) == (8, False)
+
+
+def remove_weights(root, step):
+    for rank in range(2):
+        os.remove(path_of(root, step, rank))
+
+
+def remove_all_of(root, step):
+    remove_weights(root, step)
+    shutil.rmtree(root / FOLDER / attempt_name(step, RUN))
+
+
+def remove_what_is_seen(root, step):
+    for path in root.iterdir():
+        if path.name != FOLDER:
+            shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(("remove", "left"), [(remove_weights, (5, False)), (remove_all_of, (5, False)),
+                                              (remove_what_is_seen, NoUsableCheckpointError)])
+def test_memory_does_not_bring_back_what_a_person_has_removed_to_go_back(root, tier, remove, left):
+    save(root, 5, world=2)
+    save(root, 10, world=2)
+    save(tier, 12, world=2)
+    DiskNote(attempt_name(10, RUN), RUN, 10).write(STORAGE, str(tier))
+    assert taken(root) == (12, True)
+    remove(root, 10)
+    events = []
+    if isinstance(left, tuple):
+        assert taken(root, events=events) == left
+    else:
+        with pytest.raises(left):
+            taken(root, events=events)
+    assert any(isinstance(event, Notice) and attempt_name(10, RUN) in event.text and "flush" in event.text for event in events)
+
+
+def test_what_retention_removed_after_a_newer_save_was_not_removed_by_a_person(root, tier):
+    save(tier, 20, world=2)
+    DiskNote(attempt_name(10, RUN), RUN, 10).write(STORAGE, str(tier))
+    save(root, 15, world=2)
+    assert taken(root) == (20, True)
+    flip_bit(path_of(root, 15, 0))
+    assert taken(root) == (20, True)
+
+
+def test_a_noted_checkpoint_that_cannot_be_used_is_still_there(root, tier):
+    save(root, 5, world=2)
+    save(root, 10, world=2)
+    save(tier, 12, world=2)
+    DiskNote(attempt_name(10, RUN), RUN, 10).write(STORAGE, str(tier))
+    os.remove(path_of(root, 10, 0))
+    assert taken(root) == (12, True)
+
+
+def test_a_checkpoint_without_records_is_not_known_to_be_older_unless_the_training_has_loaded_it(root, tier):
+    save(tier, 12, world=2)
+    write_foreign(root, 500, world=2)
+    assert taken(root) == (500, False)
+    chosen = choose(root)[0].choice.chosen
+    DiskNote(key_of(chosen), RUN).write(STORAGE, str(tier))
+    assert taken(root) == (12, True)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"[" * 100_000, b'{"key": 1, "run": 2, "step": 3}',
+                                     b'{"key": "x", "run": "0001-0000aaaa", "step": 1e999}',
+                                     b'{"key": "", "run": "x", "step": 1}'])
+def test_a_note_of_another_form_says_nothing(root, tier, content):
+    save(root, 5, world=2)
+    save(tier, 12, world=2)
+    (tier / NOTE).write_bytes(content)
+    assert taken(root) == (12, True)
 
 
 def test_another_run_of_the_same_number_on_disk_wins(root, tier):

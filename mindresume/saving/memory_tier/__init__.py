@@ -2,10 +2,12 @@
 
     {dir}/mindresume-{uid}/{key}/       one tier: rank folders or hidden iteration folders with records, as on disk
         owner.json                      which training it belongs to, and its processes on this node
+        on-disk.json                    the newest checkpoint that its training is known to have on disk
         slots/                          files that are being overwritten; never read
     {checkpoint directory}/.mindresume/memory-tier      the token from which ``key`` follows
 
     directory    where the tier of a checkpoint directory lies; whether it still belongs to it
+    disk_note    what its training has on disk, so that nothing is brought back that a person has removed
     mapped_file  one file of the tier, mapped for as long as the training runs
     slots        which save is overwritten next, and why all ranks keep a common one
     tier         saves: copy in the training thread, checksums and record in the background

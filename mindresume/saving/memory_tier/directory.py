@@ -5,7 +5,11 @@
 
 A tier must not outlive its training: if the checkpoint directory was removed, replaced or restored from a copy, the saves in
 memory are of another training, whatever their step. So the directory holds a random token, and the owner file of the tier has
-the token and the inode of the directory. A copy at another path has another key.
+the token, the inode of the directory, and the time of the last change of the file with the token: a directory that is restored
+in the place of another one often gets the same inode, and that time cannot be copied. A copy at another path has another key.
+
+Nor must it bring back what a person has removed to go back: a note in the tier names the newest checkpoint that its training is
+known to have on disk (``disk_note``).
 """
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ import xxhash
 from mindresume.coordination.lease import LeaseHolder, holder_of_this_process, is_alive
 from mindresume.errors import RecordError
 from mindresume.model.manifest import FOLDER, run_sequence
-from mindresume.model.training_state import is_count
+from mindresume.model.training_state import is_count, is_number
 from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
 from mindresume.storage.mounts import filesystem_type
@@ -49,6 +53,7 @@ class TierOwner:
         directory: real path of the checkpoint directory.
         token: of its mark.
         inode: of the checkpoint directory.
+        marked: time of the last change of the file with the token; 0: not known.
         mount: mount point of the disk that holds it.
         run: the run that saves into the tier, or did last.
         machine: as in a lease.
@@ -61,6 +66,7 @@ class TierOwner:
     run: str
     machine: str
     processes: tuple[tuple[int, int], ...]
+    marked: float = 0.0
 
     @classmethod
     def read(cls, storage: Storage, tier: str) -> TierOwner | None:
@@ -70,12 +76,15 @@ class TierOwner:
             texts = [value[name] for name in ("directory", "token", "mount", "run", "machine")]
             rows = tuple((pid, started) for pid, started in value["processes"])
             run_sequence(value["run"])
+            marked = value.get("marked", 0.0)
+            counts = [value["inode"], *(number for row in rows for number in row)]
             if value["version"] != _VERSION or not all(isinstance(text, str) for text in texts) or not all(
-                    is_count(number) for row in rows for number in row) or not is_count(value["inode"]):
+                    map(is_count, counts)) or not is_number(marked):
                 return None
-        except (OSError, ValueError, LookupError, TypeError, RecordError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecordError):
             return None
-        return cls(value["directory"], value["token"], value["inode"], value["mount"], value["run"], value["machine"], rows)
+        return cls(value["directory"], value["token"], value["inode"], value["mount"], value["run"], value["machine"], rows,
+                   float(marked))
 
     def to_json(self) -> dict[str, Any]:
         return {"version": _VERSION, **asdict(self)}
@@ -133,13 +142,19 @@ def inode_of(path: str) -> int:
         return 0
 
 
-def owner_of(root: str, mark: TierMark, run: str, processes: list[list[int]]) -> TierOwner:
-    """Returns the owner file of a training that saves to ``root``."""
+def marked_at(storage: Storage, root: str) -> float:
+    """Returns the time of the last change of the mark of ``root``; 0 if it is not known."""
+    found = storage.status(os.path.join(root, FOLDER, MARK))
+    return found.changed if found is not None else 0.0
+
+
+def owner_of(storage: Storage, root: str, mark: TierMark, run: str, processes: list[list[int]]) -> TierOwner:
+    """Returns the owner file of a training that saves to ``root``. Raises OSError."""
     directory = mount = os.path.realpath(root)
     while not os.path.ismount(mount):
         mount = os.path.dirname(mount)
     return TierOwner(directory, mark.token, inode_of(directory), mount, run, holder_of_this_process("").machine,
-                     tuple((pid, started) for pid, started in processes))
+                     tuple((pid, started) for pid, started in processes), marked_at(storage, root))
 
 
 def this_process() -> list[int]:
@@ -152,14 +167,17 @@ def find_tier(storage: Storage, root: str) -> tuple[str, str]:
     """Returns (folder of the tier of ``root`` on this node, why it is not used). Both are empty if there is none."""
     mark = read_mark(storage, root)
     tier = tier_path(mark, root) if mark is not None else ""
-    if not tier or storage.status(tier) is None:
+    if not tier or storage.status(os.path.dirname(tier)) is None:
         return "", ""
-    if (problem := foreign_folder(parent_of_tiers(mark.dir))):
+    if (problem := foreign_folder(parent_of_tiers(mark.dir))):          # before a look into it: another user's may be closed
         return "", problem
+    if storage.status(tier) is None:
+        return "", ""
     owner = TierOwner.read(storage, tier)
     if owner is None:
         return "", f"{tier} has no owner file that can be read"
-    if (owner.token, owner.directory, owner.inode) != (mark.token, os.path.realpath(root), inode_of(root)):
+    if (owner.token, owner.directory, owner.inode) != (mark.token, os.path.realpath(root), inode_of(root)) or (
+            owner.marked and owner.marked != marked_at(storage, root)):
         return "", f"{tier} belongs to another checkpoint directory than {root} is now: it was replaced or restored from a copy"
     return tier, ""
 

@@ -13,6 +13,7 @@ from mindresume.events import Emit, Notice, TierRefused
 from mindresume.formats.records import find_attempts
 from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FOLDER, run_sequence
+from mindresume.saving.crash_loop import key_of
 from mindresume.saving.memory_tier.directory import (
     OWNER,
     TierMark,
@@ -59,8 +60,10 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
             raise CollectiveError("Checkpoint 2.0 loads regions of all ranks, and this job has several nodes")
         ranks, is_leader = nodes.ranks(group.rank), nodes.is_leader(group.rank)
         if is_leader:
-            owner = owner_of(root, mark, run, [rows[rank][1:] for rank in ranks])
-            run_on_all(group, lambda: publish_json(storage, os.path.join(tier, OWNER), owner.to_json(), run))
+            def publish_owner() -> None:
+                owner = owner_of(storage, root, mark, run, [rows[rank][1:] for rank in ranks])
+                publish_json(storage, os.path.join(tier, OWNER), owner.to_json(), run)
+            run_on_all(group, publish_owner)
             remove_leftovers(storage, tier, settings.keep_days, emit)
         else:
             run_on_all(group, lambda: None)
@@ -68,10 +71,12 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
         emit(TierRefused(None, str(error)))
         return None
     target = replace(session.target, root=tier, local_ranks=ranks if nodes.is_split else ())
-    loaded = resumed.chosen if resumed is not None and resumed.root == tier else None
+    chosen, origin = (resumed.chosen, resumed.root) if resumed is not None else (None, "")
+    loaded = chosen if origin == tier else None
+    on_disk = key_of(chosen) if chosen is not None and os.path.realpath(origin) == os.path.realpath(root) else ""
     emit(Notice(f"every {settings.every_steps} steps are also saved into memory of this node, {tier}: {ranks_count(len(ranks))}, "
                 f"for a restart on the same nodes"))
-    return MemoryTier(target, group, settings, emit, share, loaded, is_leader, timeout)
+    return MemoryTier(target, group, settings, emit, share, loaded, is_leader, timeout, on_disk)
 
 
 def _mark(storage: Storage, root: str, settings: MemoryTierSettings, run: str) -> list[str]:

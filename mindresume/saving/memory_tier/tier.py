@@ -35,6 +35,7 @@ from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import FOLDER, Record, attempt_name, parse_attempt, record_name, record_rank
 from mindresume.model.training_state import crosses_multiple
 from mindresume.saving.memory_tier.directory import SLOTS
+from mindresume.saving.memory_tier.disk_note import DiskNotes
 from mindresume.saving.memory_tier.mapped_file import MappedFile
 from mindresume.saving.memory_tier.slots import common_step, slots_needed, step_to_overwrite
 from mindresume.saving.save_request import SaveRequest
@@ -71,14 +72,16 @@ class MemoryTier:
         loaded: the save in this tier that the training has loaded. It stays until a newer one is common to all ranks.
         is_leader: this rank removes what earlier runs left.
         timeout: seconds that the training waits for the background.
+        on_disk: key of the checkpoint in the checkpoint directory that the training has loaded; empty: none.
     """
 
     def __init__(self, target: SaveTarget, group: Group, settings: MemoryTierSettings, emit: Emit,
                  share: int = host_memory.UNKNOWN, loaded: Candidate | None = None, is_leader: bool = True,
-                 timeout: float = 600.0, make_file: Callable[[str, int], MappedFile] = MappedFile,
+                 timeout: float = 600.0, on_disk: str = "", make_file: Callable[[str, int], MappedFile] = MappedFile,
                  clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep):
         self.target, self.group, self.settings, self.emit, self.share = target, group, settings, emit, share
         self.loaded, self.is_leader, self.timeout = loaded, is_leader, timeout
+        self.notes = DiskNotes(target.storage, target.root, target.run, on_disk)
         self._make_file, self._clock, self._sleep = make_file, clock, sleep
         self._read_locks = ReadLocks(target.storage, target.root)
         self._slots: list[_Slot] = []
@@ -218,6 +221,8 @@ class MemoryTier:
             return
         self._count = count
         stale = self._set_aside() if self.is_leader else ""
+        if self.is_leader and self.loaded is None:
+            self.notes.loaded()
         self._reserving = self._start(lambda: self._make_slots(sizes, stale))
 
     def _why_not(self, needed: int) -> str:

@@ -11,8 +11,9 @@ from rank_folders import RUN, STORAGE, Ranks, save
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.events import TierRefused, TierSaved
 from mindresume.formats.records import scan_records
-from mindresume.model.manifest import FOLDER, run_name
+from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.saving.memory_tier.directory import (
+    MARK,
     OWNER,
     TierMark,
     TierOwner,
@@ -20,11 +21,13 @@ from mindresume.saving.memory_tier.directory import (
     parent_of_tiers,
     this_process,
 )
+from mindresume.saving.memory_tier.disk_note import DiskNote, DiskNotes
 from mindresume.saving.memory_tier.leftovers import remove_leftovers
 from mindresume.saving.memory_tier.opening import groups_of, keep_number, newest_run
 from mindresume.settings import MemoryTierSettings, Settings
 from mindresume.storage.atomic_publish import publish_json
 
+RUN2 = run_name(2, "0000bbbb")
 
 @pytest.fixture(autouse=True)
 def settled(memory):
@@ -122,6 +125,40 @@ def test_a_replaced_or_restored_directory_has_no_tier(tmp_path, memory):
     assert found == "" and tier in problem
     shutil.rmtree(root)
     assert find_tier(STORAGE, str(root)) == ("", "")
+
+
+def test_a_directory_that_is_restored_in_its_place_has_no_tier(tmp_path, memory):
+    """It often gets the same inode."""
+    root = tmp_path / "checkpoint"
+    job_with_tier(root, memory).steps(5).manager._tier.stop()
+    (root / FOLDER / MARK).write_bytes((root / FOLDER / MARK).read_bytes())         # as after a copy: the content is the same
+    found, problem = find_tier(STORAGE, str(root))
+    assert found == "" and tier_of(root) in problem
+
+
+@pytest.mark.parametrize("iterations", [False, True])
+def test_the_tier_notes_what_is_committed_on_disk(tmp_path, memory, iterations):
+    job = job_with_tier(tmp_path, memory, disk=4, iterations=iterations).steps(3)
+    run = job.manager.target.run
+    assert DiskNote.read(STORAGE, tier_of(tmp_path)) is None
+    job.steps(6)
+    assert committed(tmp_path) == [4, 8]
+    assert DiskNote.read(STORAGE, tier_of(tmp_path)) == DiskNote(attempt_name(8, run), run, 8)
+
+
+def test_the_tier_notes_what_was_loaded_once_older_saves_are_set_aside(tmp_path, memory):
+    root = tmp_path / "checkpoint"
+    tier = make_owned_tier(memory, root)
+    DiskNote(attempt_name(20, RUN), RUN, 20).write(STORAGE, str(tier))
+    notes = DiskNotes(STORAGE, str(tier), RUN2, attempt_name(10, RUN))
+    assert DiskNote.read(STORAGE, str(tier)).step == 20
+    notes.loaded()
+    assert DiskNote.read(STORAGE, str(tier)) == DiskNote(attempt_name(10, RUN), RUN2)
+    notes.committed(30)
+    notes.loaded()
+    assert DiskNote.read(STORAGE, str(tier)) == DiskNote(attempt_name(30, RUN2), RUN2, 30)
+    DiskNotes(STORAGE, str(tier), RUN2).loaded()                                    # a fresh start
+    assert DiskNote.read(STORAGE, str(tier)) is None
 
 
 def test_ranks_that_see_one_tmpfs_are_a_node():
