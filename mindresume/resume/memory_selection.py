@@ -155,19 +155,27 @@ class _MemorySelection:
 
     def _look(self) -> dict[str, Any]:
         """Returns the saves of this node that this rank can use, and why it refuses others."""
+        refused: list[dict[str, Any]] = []
+        try:
+            self.tier, problem = find_tier(uncached(self.storage), self.root)
+            note = self._look_into_tier(refused) if self.tier else None
+            node = node_identity(self.tier) if self.tier else ""
+        except OSError as error:                # no error of the tier keeps a job from its checkpoints on disk
+            self.offers.clear()
+            self.tier, problem, note, node, refused = "", f"the tier in memory cannot be read: {error}", None, "", []
+        return {"node": node, "offers": list(self.offers), "refused": refused, "problem": problem,
+                "note": asdict(note) if note is not None else None}
+
+    def _look_into_tier(self, refused: list[dict[str, Any]]) -> DiskNote | None:
+        """Fills ``offers`` and ``refused``. Returns the note. Raises OSError."""
         storage = uncached(self.storage)
-        self.tier, problem = find_tier(storage, self.root)
-        refused, note = [], None
-        if self.tier:
-            for candidate in scan_records(storage, self.tier)[0][:_MAX_OFFERS]:
-                refusal = candidate.problem or self._why_not(candidate)
-                if refusal is None:
-                    self.offers[candidate.name] = candidate
-                elif candidate.files or not candidate.problem:
-                    refused.append(replace(refusal, reason=f"{_IN_MEMORY}: {refusal.reason}").to_json())
-            note = DiskNote.read(storage, self.tier)
-        return {"node": node_identity(self.tier) if self.tier else "", "offers": list(self.offers), "refused": refused,
-                "problem": problem, "note": asdict(note) if note is not None else None}
+        for candidate in scan_records(storage, self.tier)[0][:_MAX_OFFERS]:
+            refusal = candidate.problem or self._why_not(candidate)
+            if refusal is None:
+                self.offers[candidate.name] = candidate
+            elif candidate.files or not candidate.problem:
+                refused.append(replace(refusal, reason=f"{_IN_MEMORY}: {refusal.reason}").to_json())
+        return DiskNote.read(storage, self.tier)
 
     def _why_not(self, candidate: Candidate) -> Refusal | None:
         """Returns why this rank cannot load a whole save of its node."""

@@ -1,4 +1,5 @@
 """The selection among saves in memory and on disk. Each node has its own part of the tmpfs."""
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -172,6 +173,18 @@ def test_a_note_of_another_form_says_nothing(root, tier, content):
     save(tier, 12, world=2)
     (tier / NOTE).write_bytes(content)
     assert taken(root) == (12, True)
+
+
+def test_an_error_of_the_tier_does_not_keep_a_job_from_the_disk(root, tier, monkeypatch):
+    save(root, 5, world=2)
+    save(tier, 12, world=2)
+
+    def broken(storage, path):
+        raise OSError(errno.EIO, "is broken", path)
+    monkeypatch.setattr(memory_selection, "scan_records", broken)
+    events = []
+    assert taken(root, events=events) == (5, False)
+    assert any(isinstance(event, Notice) and "is broken" in event.text for event in events)
 
 
 def test_another_run_of_the_same_number_on_disk_wins(root, tier):

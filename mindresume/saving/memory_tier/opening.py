@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -93,8 +94,10 @@ def newest_run(storage: Storage, root: str, group: Group) -> str:
     """Returns the latest run that saved into the tier of ``root`` on any node; empty if there is none. A collective. A run that
     saved into memory alone has left no number on disk, and the next run must have a larger one."""
     def own() -> str:
-        tier = find_tier(storage, root)[0]
-        return max((row.run for row in find_attempts(storage, tier)), key=run_sequence, default="") if tier else ""
+        with suppress(OSError):                     # a tier that cannot be read is not used by any start
+            tier = find_tier(storage, root)[0]
+            return max((row.run for row in find_attempts(storage, tier)), key=run_sequence, default="") if tier else ""
+        return ""
     return max(filter(None, gather_results(group, own)), key=run_sequence, default="")
 
 

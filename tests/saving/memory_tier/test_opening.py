@@ -1,4 +1,5 @@
 """A training with a tier: opening, its end, an end with an error, left-over tiers of dead jobs."""
+import errno
 import os
 import shutil
 from dataclasses import replace
@@ -8,6 +9,7 @@ from manager_jobs import Job, committed, end_jobs, spoil
 from memory_tiers import make_owned_tier, tier_of
 from rank_folders import RUN, STORAGE, Ranks, save
 
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.events import TierRefused, TierSaved
 from mindresume.formats.records import scan_records
@@ -26,6 +28,7 @@ from mindresume.saving.memory_tier.leftovers import remove_leftovers
 from mindresume.saving.memory_tier.opening import groups_of, keep_number, newest_run
 from mindresume.settings import MemoryTierSettings, Settings
 from mindresume.storage.atomic_publish import publish_json
+from mindresume.storage.posix import PosixStorage
 
 RUN2 = run_name(2, "0000bbbb")
 
@@ -101,6 +104,18 @@ def test_a_folder_of_another_user_is_not_used(tmp_path, memory):
     assert job_with_tier(tmp_path, memory).emitted(TierRefused)[0].reason.count("only this user")
 
 
+def test_the_closed_folder_of_another_user_is_not_looked_into(tmp_path, memory):
+    class Closed(PosixStorage):
+        def status(self, path):
+            if path.startswith(parent_of_tiers(memory) + "/"):
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return super().status(path)
+    make_owned_tier(memory, tmp_path)
+    os.chmod(parent_of_tiers(memory), 0o777)                            # stands for another owner
+    found, problem = find_tier(Closed(), str(tmp_path))
+    assert found == "" and "only this user" in problem
+
+
 def test_a_run_after_one_that_saved_into_memory_alone_has_a_larger_number(tmp_path, memory):
     first = job_with_tier(tmp_path, memory, tier={"write_after_error": 0}).steps(5)
     first.manager.finish_after_error()
@@ -111,6 +126,16 @@ def test_a_run_after_one_that_saved_into_memory_alone_has_a_larger_number(tmp_pa
     before = os.listdir(tmp_path / FOLDER)
     keep_number(STORAGE, str(tmp_path), run)                            # a larger number is there already
     assert os.listdir(tmp_path / FOLDER) == before
+
+
+def test_a_tier_that_cannot_be_read_keeps_no_training_from_saving(tmp_path, memory):
+    class Broken(PosixStorage):
+        def list(self, folder):
+            if folder.startswith(memory):
+                raise OSError(errno.EIO, "is broken", folder)
+            return super().list(folder)
+    make_owned_tier(memory, tmp_path)
+    assert newest_run(Broken(), str(tmp_path), SingleProcess()) == ""
 
 
 def test_a_replaced_or_restored_directory_has_no_tier(tmp_path, memory):
