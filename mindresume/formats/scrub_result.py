@@ -129,13 +129,17 @@ def known_damage(storage: Storage, root: str, candidate: Candidate) -> Refusal |
     return None
 
 
-def publish_result(storage: Storage, root: str, candidate: Candidate, damage: Iterable[Refusal], read_at: float, tag: str
-                   ) -> None:
-    """Writes the result of a scrub. ``damage``: of files that exist; what is missing needs no reading to be found. Raises
-    OSError."""
+def publish_result(storage: Storage, candidate: Candidate, damage: Iterable[Refusal], before: Mapping[str, Status | None],
+                   read_at: float, tag: str) -> None:
+    """Writes the result of a scrub. Raises OSError.
+
+    Args:
+        damage: of files that exist; what is missing needs no reading to be found.
+        before: status of each of these files before the reading that found it damaged.
+    """
     rows: dict[str, DamagedFile] = {}
     for refusal in damage:
-        status = storage.status(os.path.join(root, refusal.file or ""))
+        status = before.get(refusal.file or "")
         if refusal.file is None or status is None or status.is_folder:
             continue
         path = os.path.relpath(refusal.file, candidate.iteration_dir) if candidate.iteration_dir else refusal.file

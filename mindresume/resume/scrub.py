@@ -158,7 +158,9 @@ class Scrubber:
     def _read(self, candidate: Candidate, lock: Lease) -> CheckpointScrub:
         storage = ThrottledReads(self.storage, TokenBucket(self.options.rate, self.monotonic, self.wait), self.options.stopped)
         seen = [row for rank in candidate.files for row in self._damage(storage, candidate, rank)]
-        # A second reading tells rot from an error on the way, such as a bad cable or memory: only rot is recorded.
+        # A second reading tells rot from an error on the way, such as a bad cable or memory: only rot is recorded. What a person
+        # replaces after it has another status than before it, and is not refused.
+        before = {row.file: self.storage.status(os.path.join(self.root, row.file)) for row in seen if row.file is not None}
         damage = [row for rank in dict.fromkeys(row.rank for row in seen) for row in self._damage(storage, candidate, rank)]
         again = {row.file for row in damage}
         notes = [f"{row.file} was not as written when it was read first, and is in a second reading: {row.reason}"
@@ -174,7 +176,7 @@ class Scrubber:
         notes += [row.reason for row in damaged_metadata_files(storage, self.root, candidate)]
         if self.storage.status(candidate.commit_dir) is None:           # removed by hand: locks do not prevent that
             return CheckpointScrub(candidate, REMOVED, bytes_read=storage.read)
-        publish_result(self.storage, self.root, candidate, left, self.clock(), lock.run)
+        publish_result(self.storage, candidate, left, before, self.clock(), lock.run)
         state = DAMAGED if left else REPAIRED if repaired else INTACT
         return CheckpointScrub(candidate, state, "", tuple(left), tuple(repaired), tuple(notes), storage.read, storage.cached)
 

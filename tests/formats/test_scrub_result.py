@@ -24,11 +24,16 @@ def candidate_of(root):
     return scan_records(STORAGE, str(root))[0][0]
 
 
+def publish_damage(root, refusals):
+    before = {row.file: STORAGE.status(str(root / row.file)) for row in refusals}
+    publish_result(STORAGE, candidate_of(root), refusals, before, 1e9, RUN)
+
+
 def mark(root, tensors=("layer.bias",)):
     """Publishes that the file of RANK is damaged."""
     candidate = candidate_of(root)
     file = candidate.files[RANK][0].path
-    publish_result(STORAGE, str(root), candidate, [candidate.refuse("it rotted", file, RANK, tensors)], 1e9, RUN)
+    publish_damage(root, [candidate.refuse("it rotted", file, RANK, tensors)])
     return root / FOLDER / attempt_name(STEP, RUN) / SCRUB_RESULT
 
 
@@ -67,7 +72,7 @@ def test_a_missing_file_is_no_damage(root):
 
 def test_an_intact_checkpoint_has_a_time_only(root):
     candidate = candidate_of(root)
-    publish_result(STORAGE, str(root), candidate, [], 1e9, RUN)
+    publish_damage(root, [])
     assert damage_of(root) is None and read_result(STORAGE, candidate_of(root)).read_at == 1e9
     assert read_result(STORAGE, candidate) is None          # the candidate was scanned before
 
@@ -122,7 +127,7 @@ def test_damage_is_listed_and_bounded(root):
     candidate = candidate_of(root)
     refusals = [candidate.refuse("x" * 5000, file.path, rank, [f"tensor {number}" for number in range(500)])
                 for rank, files in candidate.files.items() for file in files]
-    publish_result(STORAGE, str(root), candidate, refusals, 1e9, RUN)
+    publish_damage(root, refusals)
     found = read_result(STORAGE, candidate_of(root))
     assert len(found.damaged) == 4 and all(len(row.reason) == 1000 and len(row.tensors) == 100 for row in found.damaged)
     assert "3 more files" in damage_of(root).reason

@@ -15,6 +15,7 @@ from mindresume.coordination.lease import SCRUBBING, LeaseHolder, lease_holders
 from mindresume.coordination.read_locks import acquire_read_lock, read_locks
 from mindresume.errors import RemoteError
 from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats.scrub_result import known_damage
 from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name, record_name
 from mindresume.resume import scrub as module
 from mindresume.resume.listing import COMPLETE, UNUSABLE, list_checkpoints
@@ -489,6 +490,27 @@ def test_a_new_checkpoint_is_left_out_until_it_is_old(tmp_path):
         (found,) = Scrubber(STORAGE, str(tmp_path), ScrubOptions(older_than=3600), clock=lambda now=now: now).scrub(
             rows_of(tmp_path))
         assert found.state == state
+
+
+def test_a_file_that_is_replaced_while_others_are_read_is_not_refused(tmp_path):
+    """A scrub of a large checkpoint takes hours; the backup that a person brings back meanwhile is not what it found damaged."""
+    save(tmp_path, 5)
+    first, last = path_of(tmp_path, 5, 0), path_of(tmp_path, 5, 3)
+    shutil.copy2(first, tmp_path / "backup")
+    for path in (first, last):
+        flip_bit(path)
+    opened = []
+
+    class Replacing(PosixStorage):
+        def open(self, name):
+            opened.append(name)
+            if name == str(last) and str(first) in opened[opened.index(name):] and (tmp_path / "backup").exists():
+                os.replace(tmp_path / "backup", first)
+            return super().open(name)
+    rows = scrubbed(tmp_path, Replacing())[5].damaged
+    assert not (tmp_path / "backup").exists() and {row.rank for row in rows} == {0, 3}
+    refusal = known_damage(STORAGE, str(tmp_path), rows_of(tmp_path)[0].candidate)
+    assert refusal.rank == 3
 
 
 def test_a_replaced_file_is_read_soon(tmp_path):
