@@ -152,7 +152,7 @@ class MemoryTier:
         """Makes the files of a slot writable: nothing refers to their content any more. Gives each its new size."""
         storage, target = self.target.storage, self.target
         if slot.step is not None:
-            step, slot.step, slot.recorded = slot.step, None, False
+            step, slot.recorded = slot.step, False
             storage.remove(os.path.join(target.attempt(step), record_name(target.rank)))
             # A reader publishes its lock and then looks for the record: one of the two sees the other. Its files are left to it.
             is_read = attempt_name(step, target.run) in self._read_locks()
@@ -166,6 +166,7 @@ class MemoryTier:
                     storage.rename(mapped.path, free)
                     mapped.path = free
             self._remove_empty(step)
+            slot.step = None                        # last: after an error the next save begins here again
         for mapped, size in zip(slot.files, sizes, strict=True):
             mapped.resize(size)
 

@@ -1,4 +1,5 @@
 """Saves of one rank in memory, death after each operation included."""
+import errno
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -173,6 +174,48 @@ def test_death_before_each_operation_leaves_a_whole_save(memory, every, steps, i
         assert not [name for name in os.listdir(root) if name.startswith("stale-")]
         assert all(RUN not in name for name in os.listdir(root / SLOTS))
     assert len(seen) > 3
+
+
+class Failing(Mortal):
+    """Reports an error for change number ``at``, before or after its effect."""
+
+    def __init__(self, at, after):
+        super().__init__()
+        self.at, self.after = at, after
+
+    def _change(self, name, *arguments):
+        self.count += 1
+        fails = self.count == self.at + 1
+        if fails and not self.after:
+            raise OSError(errno.EIO, "failed", *arguments[:1])
+        result = getattr(PosixStorage, name)(self, *arguments)
+        if fails:
+            raise OSError(errno.EIO, "failed", *arguments[:1])
+        return result
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_error_of_any_operation_leaves_no_record_of_overwritten_files(memory, after):
+    """The process may die between the copy and the background work, too."""
+    def run(root, storage):
+        job, work = Training(root, storage=storage), []
+        job.tiers[0]._start = work.append                   # returns None: nothing to wait for
+        begun = 0
+        for step in range(1, 11):
+            begun = storage.count if step == 6 else begun
+            job.steps(1)
+            if step in (6, 8, 10):
+                whole(root)                                 # what has all of its records is as it was written
+            while work:
+                work.pop()()
+            if step == 6:
+                ended = storage.count
+        return job, range(begun, ended)
+    _, operations = run(os.path.join(memory, "all"), Failing(-1, after))
+    assert len(operations) >= 10
+    for at in operations:                                   # those of the first save that overwrites another
+        job, _ = run(os.path.join(memory, str(at)), Failing(at, after))
+        assert len(job.refused()) <= 1 and whole(os.path.join(memory, str(at))) == [10, 8], at
 
 
 def test_a_save_that_one_rank_lacks_is_overwritten_and_the_older_one_stays(memory):
