@@ -34,6 +34,7 @@ from mindresume.resume.progress import (
 from mindresume.resume.resume_summary import resume_warnings, summary_rows
 from mindresume.resume.verified_shard import VerifiedShard
 from mindresume.storage.interface import Storage
+from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import read_header, read_tensor
 from mindresume.tensor_files.checksum import array_checksum
 
@@ -210,7 +211,9 @@ def read_shard(storage: Storage, root: str, shard: VerifiedShard, reporter: Prog
             for name in source.names or header.tensors:
                 if header.tensors[name].dtype == "str":
                     continue
-                arrays[name] = read_tensor(file, header.tensors[name])
+                entry = header.tensors[name]
+                kept = storage.take_part(path, entry) if isinstance(storage, ReadCache) else None
+                arrays[name] = read_tensor(file, entry) if kept is None else kept
                 row = shard.details.tensors.get(name) if shard.details else None
                 if row is not None and array_checksum(arrays[name]) != row.checksum:
                     raise LoadError(f"{path}: {name} changed after it was checked; start the job again")

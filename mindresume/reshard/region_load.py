@@ -5,11 +5,9 @@
 """
 from __future__ import annotations
 
-import mmap
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import numpy as np
 
@@ -19,15 +17,14 @@ from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
 from mindresume.reshard.direct_engine import TILE, SourceChecksums, Traffic
 from mindresume.reshard.geometry import Region, blocks, elements, held, shape_of, view, whole
-from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
+from mindresume.reshard.range_reader import ComposedCut, OpenFiles, bits_dtype, gather
 from mindresume.reshard.target_files import model_names
 from mindresume.settings import allow_text
+from mindresume.storage.read_cache import ReadCache
+from mindresume.tensor_files.arenas import new_memory
 from mindresume.tensor_files.header import DTYPES
 
 WORKERS = 4                 # threads: reading mostly waits
-ARENA = 64 << 20            # bytes of new memory that arrays share: it is released when the last of them is
-_SMALL = 4 << 20            # bytes: less is not worth a mapping of its own
-_ALIGNED = 64               # bytes: a line of the CPU's cache
 
 
 def wanted_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int, ...], str]],
@@ -94,7 +91,8 @@ def bytes_of(weights: CheckpointView, regions: Mapping[str, Region]) -> int:
 
 def read_regions(weights: CheckpointView, regions: Mapping[str, Region], workers: int = WORKERS, traffic: Traffic | None = None
                  ) -> dict[str, np.ndarray]:
-    """Returns {name: array} of the regions. Pieces that are read as a whole are compared with their recorded checksums.
+    """Returns {name: array} of the regions. Pieces that are read as a whole are compared with their recorded checksums. Tensors
+    that the selection has kept (``ReadCache.take_part``) are taken without a copy.
 
     Raises:
         CorruptFileError, LoadError, OSError.
@@ -105,11 +103,27 @@ def read_regions(weights: CheckpointView, regions: Mapping[str, Region], workers
     def read(files: OpenFiles, name: str, region: Region) -> tuple[np.ndarray, int]:
         dtype = bits_dtype(weights.tensors[name].dtype)
         out, staging, sources = new.pop(name).view(dtype).reshape(shape_of(region)), room.buffer, SourceChecksums()
+        if (found := _take_kept(weights, name, region)) is not None:
+            place, kept = found
+            sources.hash(name, place, 0, memoryview(kept.reshape(-1).view(np.uint8)))
+            return kept, sources.verified
         for block in blocks(out.shape, max(TILE // dtype.itemsize, 1)):
             part = tuple((low + start, low + stop) for (start, stop), (low, _) in zip(block, region, strict=True))
             _gather_and_hash(weights, files, name, part, view(out, block), staging, sources)
         return out.view(DTYPES[weights.tensors[name].dtype]), sources.verified
     return _each(weights, regions, read, workers, traffic or Traffic())
+
+
+def _take_kept(weights: CheckpointView, name: str, region: Region) -> tuple[PieceLocation, np.ndarray] | None:
+    """Returns a region that is one whole piece, if its file was read and kept when it was verified; else None."""
+    if not isinstance(weights.storage, ReadCache):
+        return None
+    cuts = weights.tensors[name].cuts(region)
+    if len(cuts) != 1 or isinstance(cuts[0], ComposedCut) or not cuts[0].piece == cuts[0].part == region:
+        return None
+    place = weights.locate(name, cuts[0])
+    kept = weights.storage.take_part(place.path, place.entry)
+    return None if kept is None else (place, kept)
 
 
 def check_tensors(weights: CheckpointView, names: Iterable[str], workers: int = WORKERS, traffic: Traffic | None = None) -> None:
@@ -126,40 +140,6 @@ def check_tensors(weights: CheckpointView, names: Iterable[str], workers: int = 
             _gather_and_hash(weights, files, name, block, out, staging, sources)
         return buffer[:0], sources.verified
     _each(weights, {name: whole(weights.tensors[name].shape) for name in names}, read, workers, traffic or Traffic())
-
-
-def new_memory(sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Returns {name: uninitialised bytes}. Arrays that follow each other lie in one arena of huge pages: in arrays of their own,
-    the first touch of their last pages, 4 KiB each, costs a fifth of the read. Raises MemoryError."""
-    return {name: array for chunk in _arenas(sizes) for name, array in chunk.items()}
-
-
-def _arenas(sizes: Mapping[str, int]) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the arrays of one arena after the other."""
-    chunk: dict[str, range] = {}
-    used = 0
-    for name, size in sizes.items():
-        if chunk and used + size > ARENA:
-            yield _arena(chunk, used)
-            chunk, used = {}, 0
-        chunk[name] = range(used, used + size)
-        used += size + -size % _ALIGNED
-    if chunk:
-        yield _arena(chunk, used)
-
-
-def _arena(chunk: Mapping[str, range], size: int) -> dict[str, np.ndarray]:
-    if size < _SMALL:
-        memory = np.empty(size, np.uint8)
-    else:
-        try:
-            mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"no memory for {size} bytes of tensors: {error}") from error
-        with suppress(OSError):                 # a kernel without huge pages
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        memory = np.frombuffer(mapped, np.uint8)
-    return {name: memory[part.start:part.stop] for name, part in chunk.items()}
 
 
 class ThreadBuffer(threading.local):

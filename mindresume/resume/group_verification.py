@@ -27,14 +27,15 @@ def drop_cached_files(storage: Storage) -> None:
 
 
 def verify_on_all_ranks(storage: Storage, root: str, candidate: Candidate, ranks: Sequence[int], group: Group,
-                        progress: OnBytesRead | None, verifies_bytes: bool, strategy_of: StrategyOf = unknown_strategy
-                        ) -> tuple[list[Refusal], tuple[VerifiedShard, ...], list[tuple[int, str]]]:
+                        progress: OnBytesRead | None, verifies_bytes: bool, strategy_of: StrategyOf = unknown_strategy,
+                        keep: ReadCache | None = None) -> tuple[list[Refusal], tuple[VerifiedShard, ...], list[tuple[int, str]]]:
     """Verifies ``candidate`` on all ranks of the job together.
 
     Args:
         ranks: ranks of the checkpoint whose files this process verifies.
         progress: receives the bytes that are read.
         verifies_bytes: every byte is read; False: only records, sizes and headers.
+        keep: as for ``verify_rank``.
     Returns:
         The refusals of all ranks, the same on all; the files that this process verified; and (rank, path) of each missing file
         whose tensors are read from replicas, the same on all.
@@ -50,7 +51,7 @@ def verify_on_all_ranks(storage: Storage, root: str, candidate: Candidate, ranks
     def check() -> Any:
         for rank in ranks:
             strategy = strategy_of(root, candidate) if candidate.missing_ranks and candidate.records_dir is None else None
-            result = verify_rank(storage, root, candidate, rank, counted, verifies_bytes, strategy, metadata)
+            result = verify_rank(storage, root, candidate, rank, counted, verifies_bytes, strategy, metadata, keep)
             if isinstance(result, Refusal):
                 return {"refusal": result.to_json()}
             shards.append(result)

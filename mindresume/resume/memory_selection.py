@@ -40,7 +40,7 @@ from mindresume.saving.memory_tier.disk_note import DiskNote
 from mindresume.saving.memory_tier.opening import groups_of
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Storage
-from mindresume.storage.read_cache import uncached
+from mindresume.storage.read_cache import ReadCache, uncached
 
 _MAX_OFFERS = 16                # names of saves that one rank sends to the others; a tier holds three of each run
 _IN_MEMORY = "in memory of the nodes"
@@ -276,12 +276,15 @@ class _MemorySelection:
             self.tried.add(name)
             candidate = self.offers[name]
             ranks = [group.rank] if candidate.local_ranks else policy.ranks_to_verify(group, candidate)
+            drop_cached_files(self.storage)
+            # The load needs this memory anyway. In another layout it reads other regions than this process has verified.
+            keep = self.storage if isinstance(self.storage, ReadCache) and candidate.world_size == group.size else None
             refusals, shards, missing = verify_on_all_ranks(storage, self.tier, candidate, ranks, group, None,
-                                                            policy.verifies_bytes)
+                                                            policy.verifies_bytes, keep=keep)
             if refusals:
+                drop_cached_files(self.storage)
                 self._distrust(candidate, refusals, ranks)
                 continue
-            drop_cached_files(self.storage)
             return Choice(candidate, tuple(self.refused), (), False, shards, self.tier, policy.verifies_bytes,
                           collect_warnings(storage, self.tier, candidate, missing, group), directory=self.root)
         return None

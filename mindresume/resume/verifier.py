@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from typing import BinaryIO
+
+import numpy as np
 
 from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats import OURS, Candidate, Refusal
@@ -26,15 +30,17 @@ from mindresume.resume.missing_ranks import details_by_strategy, differing_repli
 from mindresume.resume.replica_files import replica_files
 from mindresume.resume.verified_shard import ShardSource, VerifiedShard
 from mindresume.storage.interface import Storage
-from mindresume.tensor_files import Header
+from mindresume.storage.read_cache import ReadCache
+from mindresume.tensor_files import Header, TensorEntry
 from mindresume.tensor_files.checksum import damaged_tensors, file_checksum, tensor_checksum
+from mindresume.tensor_files.whole_file import read_whole
 
 OnBytesRead = Callable[[int], None]       # bytes read since the last call
 
 
 def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None = None,
-                full: bool = True, strategy: Strategy | None = None, metadata: MetadataVerifier | None = None
-                ) -> VerifiedShard | Refusal:
+                full: bool = True, strategy: Strategy | None = None, metadata: MetadataVerifier | None = None,
+                keep: ReadCache | None = None) -> VerifiedShard | Refusal:
     """Reads and verifies everything that ``rank`` will load from this candidate.
 
     Args:
@@ -42,6 +48,7 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
         full: False: only the record, the headers and the sizes are verified.
         strategy: of the job that saved, where mindformers wrote no files for some ranks.
         metadata: verifier of the metadata of this candidate, shared by all ranks that this process verifies.
+        keep: keeps the verified tensors of a checkpoint with records, as far as its budget allows, for a load that takes them.
     Returns:
         The verified files, or why the candidate cannot be used.
     """
@@ -53,7 +60,7 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
     file = files[0]
     try:
         if candidate.origin == OURS and candidate.records_dir:
-            return _verify_recorded(storage, root, candidate, rank, progress, full)
+            return _verify_recorded(storage, root, candidate, rank, progress, full, keep)
         headers = [header_of(storage, root, file) for file in files]
         if candidate.iteration_dir:                                  # the scan has read its counters from common.json
             for file, header in zip(files, headers, strict=True):
@@ -114,7 +121,7 @@ def _record_path(root: str, candidate: Candidate, rank: int) -> str:
 
 
 def _verify_recorded(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,
-                     full: bool) -> VerifiedShard | Refusal:
+                     full: bool, keep: ReadCache | None) -> VerifiedShard | Refusal:
     """Verifies a rank of a checkpoint with records: the record against the manifest, the files against the record."""
     checked = _checked_record(storage, candidate, rank)
     if isinstance(checked, Refusal):
@@ -123,7 +130,7 @@ def _verify_recorded(storage: Storage, root: str, candidate: Candidate, rank: in
     sources: list[ShardSource] = []
     for index, file in enumerate(candidate.files[rank]):
         recorded = {name: row for name, row in details.tensors.items() if row.file == index}
-        found = _verify_file(storage, root, candidate, rank, file, recorded, progress, full)
+        found = _verify_file(storage, root, candidate, rank, file, recorded, progress, full, keep)
         if isinstance(found, Refusal):
             return found
         sources += found
@@ -173,7 +180,7 @@ def _verify_missing_rank(storage: Storage, root: str, candidate: Candidate, rank
 
 
 def _verify_file(storage: Storage, root: str, candidate: Candidate, rank: int, file: FileRecord,
-                 recorded: Mapping[str, TensorRecord], progress: OnBytesRead | None, full: bool
+                 recorded: Mapping[str, TensorRecord], progress: OnBytesRead | None, full: bool, keep: ReadCache | None = None
                 ) -> tuple[ShardSource, ...] | Refusal:
     """Verifies one file of a rank; if it is missing, the replicas of all its tensors on other ranks."""
     path = os.path.join(root, file.path)
@@ -194,14 +201,27 @@ def _verify_file(storage: Storage, root: str, candidate: Candidate, rank: int, f
     if not full:
         return (ShardSource(file),)
     with storage.open(path) as opened:
-        checksum, _ = file_checksum(opened, progress)
+        checksum, tensors = _read(opened, header, progress, keep)
         if checksum == file.checksum:
+            if keep is not None and tensors:
+                keep.keep_parts(path, tensors, header.size)
             return (ShardSource(file),)
+        del tensors
         wrong = damaged_tensors(opened, path, {name: row.checksum for name, row in recorded.items()})
     damaged = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") if wrong else \
         "no tensor, but the header or its padding"
     return candidate.refuse(f"the file of rank {rank} is not what was written; damaged: {damaged} (checksum {checksum}, "
                             f"recorded {file.checksum})", file.path, rank, wrong)
+
+
+def _read(opened: BinaryIO, header: Header, progress: OnBytesRead | None, keep: ReadCache | None
+          ) -> tuple[str, dict[TensorEntry, np.ndarray]]:
+    """Returns the checksum of a file, and its tensors if there is room for them in ``keep``."""
+    if keep is not None and header.size <= keep.left:
+        with suppress(MemoryError):
+            tensors, checksum = read_whole(opened, header, progress)
+            return checksum, tensors
+    return file_checksum(opened, progress)[0], {}
 
 
 def _mismatch(candidate: Candidate, tensors: Mapping[str, TensorRecord], header: Header) -> str:

@@ -9,6 +9,9 @@
 A file is kept if one handle read it from the first byte to the last, and the byte budget and the limit of open files allow it. It
 lies in an anonymous file of the kernel (``memfd_create``): any code that reads files can read it, and its memory counts as memory
 of this process.
+
+A caller that has read the parts of a file into arrays can keep these instead (``keep_parts``); a load takes each of them once
+(``take_part``), without a copy.
 """
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ import os
 import resource
 import sys
 import threading
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -39,6 +43,8 @@ class ReadCache:
         self._lock = threading.Lock()
         self._reserved = 0                          # bytes, including files that are still being read
         self._kept: dict[str, tuple[int, int]] = {}             # path: (handle, size)
+        self._parts: dict[str, dict[Hashable, Any]] = {}        # by path
+        self._size_of_parts = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -50,9 +56,27 @@ class ReadCache:
             return sum(size for _, size in self._kept.values())
 
     def keeps(self, path: str) -> bool:
-        """Returns whether the file is kept, so that reading it costs no access to the disk."""
+        """Returns whether the file or its parts are kept, so that reading it costs no access to the disk."""
         with self._lock:
-            return path in self._kept
+            return path in self._kept or path in self._parts
+
+    @property
+    def left(self) -> int:
+        """Returns the number of bytes that can still be kept."""
+        with self._lock:
+            return self.budget - self._reserved
+
+    def keep_parts(self, path: str, parts: Mapping[Hashable, Any], size: int) -> None:
+        """Keeps what was read of a file. ``size``: of all parts, in bytes; the caller has compared it with ``left``."""
+        with self._lock:
+            self._reserved += size
+            self._size_of_parts += size
+            self._parts.setdefault(path, {}).update(parts)
+
+    def take_part(self, path: str, key: Hashable) -> Any | None:
+        """Returns a kept part and forgets it: the caller may change it. None if it is not kept (any more)."""
+        with self._lock:
+            return self._parts.get(path, {}).pop(key, None)
 
     def open(self, path: str) -> BinaryIO:
         with self._lock:
@@ -67,11 +91,13 @@ class ReadCache:
             self.budget = 0
 
     def clear(self) -> None:
-        """Releases the memory and drops all kept files. Truncates them before closing: a process that was forked meanwhile,
-        such as a data set worker, has them open too and would keep the memory."""
+        """Releases the memory and drops all kept files and parts. Truncates files before closing them: a process that was forked
+        meanwhile, such as a data set worker, has them open too and would keep the memory."""
         with self._lock:
             kept, self._kept = self._kept, {}
-            self._reserved -= sum(size for _, size in kept.values())
+            self._parts.clear()
+            self._reserved -= sum(size for _, size in kept.values()) + self._size_of_parts
+            self._size_of_parts = 0
             self._handles -= len(kept)
         for handle, _ in kept.values():
             with suppress(OSError):

@@ -142,14 +142,16 @@ def test_a_tensor_without_a_known_layout_is_refused_by_name(tmp_path):
         open_checkpoint(STORAGE, str(tmp_path), STEP)
 
 
+@pytest.mark.parametrize("keeps_tensors", [False, True])
 @pytest.mark.parametrize("plan", ["dp2", "dp2tp2", "dp2tp2opt2", "dp4opt2"])
-def test_a_load_in_the_same_layout_reads_the_disk_once(tmp_path, plan):
+def test_a_load_in_the_same_layout_reads_the_disk_once(tmp_path, plan, keeps_tensors):
     """Each rank has verified its own files, which are in memory: it takes replicas from there too, not from the first rank's."""
     root = iterated(tmp_path, plan).parent
     candidate, layouts = scan(STORAGE, str(root)).candidates[0], Plan.parse(plan)
     caches = [ReadCache(STORAGE, 1 << 30) for _ in range(layouts.world_size)]
     for rank, cache in enumerate(caches):
-        assert isinstance(verify_rank(cache, str(root), candidate, rank), VerifiedShard)
+        storage, keep = (STORAGE, cache) if keeps_tensors else (cache, None)
+        assert isinstance(verify_rank(storage, str(root), candidate, rank, keep=keep), VerifiedShard)
         cache.freeze()
     for file in candidate.all_files:
         if file.path.endswith(".safetensors"):

@@ -316,19 +316,3 @@ def test_a_tensor_larger_than_a_tile(tmp_path, monkeypatch):
     weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(put(tmp_path / "w.safetensors", tensors))))
     found = read_regions(weights, {"w": ((3, 61), (5, 1019))})
     assert found["w"].tobytes() == tensors["w"][3:61, 5:1019].tobytes()
-
-
-# ---- memory of the arrays --------------------------------------------------------------------------------------------
-
-def test_arrays_that_follow_each_other_share_arenas(monkeypatch):
-    monkeypatch.setattr(region_load, "ARENA", 10_000)
-    monkeypatch.setattr(region_load, "_SMALL", 9_000)
-    found = region_load.new_memory({"a": 4_000, "b": 4_001, "empty": 0, "large": 50_000, "c": 9_990, "d": 1})
-    assert {name: array.nbytes for name, array in found.items()} == {
-        "a": 4_000, "b": 4_001, "empty": 0, "large": 50_000, "c": 9_990, "d": 1}
-    for number, array in enumerate(found.values()):
-        assert array.flags.writeable and array.ctypes.data % 16 == 0
-        array[:] = number
-    assert all((array == number).all() for number, array in enumerate(found.values()))       # they do not overlap
-    assert np.shares_memory(found["a"].base, found["b"].base)
-    assert not np.shares_memory(found["b"].base, found["large"].base)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from coordination.test_storage_topology import save_part
 from memory_tiers import make_owned_tier
-from rank_folders import RUN, STORAGE, Ranks, flip_bit, name_of, path_of, save, write_foreign, write_rank
+from rank_folders import RUN, STORAGE, Ranks, flip_bit, name_of, path_of, save, tensors_in, write_foreign, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import lease_holders
-from mindresume.errors import NoUsableCheckpointError
+from mindresume.errors import LoadError, NoUsableCheckpointError
 from mindresume.events import DISK, MEMORY, CandidateRefused, CheckpointSelected, FreshStart, Notice
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, record_name, run_name
@@ -24,19 +24,21 @@ from mindresume.saving.crash_loop import FailedLoad, LoadAttempt, key_of
 from mindresume.saving.memory_tier.directory import this_process
 from mindresume.saving.memory_tier.disk_note import NOTE, DiskNote
 from mindresume.settings import MemoryTierSettings, Settings
+from mindresume.storage.read_cache import ReadCache
+from mindresume.tensor_files import read_header
 
 LATER = run_name(2, "0000bbbb")
 
 
-def choose(root, ranks=2, settings=None, events=None, saved_to=None, path=None, **request):
-    """Returns the choices of all ranks, which agree."""
+def choose(root, ranks=2, settings=None, events=None, saved_to=None, path=None, storages=None, **request):
+    """Returns the choices of all ranks, which agree. ``storages``: of the ranks."""
     settings = settings or Settings(memory_tier=MemoryTierSettings(every_steps=2))
     events = [] if events is None else events
 
     def work(group):
-        selector = CheckpointSelector(STORAGE, group, settings, events.append if group.rank == 0 else lambda event: None,
-                                      lambda storage, path: None, saved_to=lambda: {os.path.realpath(root)}
-                                      if saved_to is None else saved_to)
+        selector = CheckpointSelector(storages[group.rank] if storages else STORAGE, group, settings,
+                                      events.append if group.rank == 0 else lambda event: None, lambda storage, path: None,
+                                      saved_to=lambda: {os.path.realpath(root)} if saved_to is None else saved_to)
         found = selector.select(SelectionRequest(str(path or root), output_dir="/output", **request))
         if found.read_lock is not None:
             found.read_lock.release()
@@ -82,6 +84,45 @@ def test_memory_alone_is_enough_and_is_locked_while_it_is_read(root, tier):
     assert found[0].choice.checkpoint_dir == str(root) and found[0].choice.root == str(tier)
     assert isinstance(found[0].load_attempt, LoadAttempt) and found[0].load_attempt.root == str(tier)
     assert lease_holders(STORAGE, str(tier)) == []
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 10])
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+def test_exactly_what_was_verified_is_loaded(root, tier, budget, fmt):
+    from mindresume.mindformers.state_restorer import read_shard
+    save(tier, 5, world=2, fmt=fmt)
+    save(tier, 10, world=2, fmt=fmt)
+    save(tier, 15, world=2, fmt=fmt)
+    flip_bit(path_of(tier, 15, 0, fmt=fmt))
+    expected = [tensors_in(path_of(tier, 10, rank, fmt=fmt)) for rank in range(2)]
+    storages = [ReadCache(STORAGE, budget) for _ in range(2)]
+    found = choose(root, storages=storages)
+    for rank in range(2):
+        assert found[rank].choice.chosen.step == 10
+        path = path_of(tier, 10, rank, fmt=fmt)
+        with open(path, "rb") as file:
+            entry = read_header(file, str(path)).tensors["embedding.weight"]
+        flip_bit(path, entry.ranges[0][0])
+        shard, = found[rank].choice.shards
+        if budget == 10:                                                # it is read again, and that it changed is seen
+            with pytest.raises(LoadError, match="changed after it was checked"):
+                read_shard(storages[rank], str(tier), shard)
+            continue
+        arrays, _ = read_shard(storages[rank], str(tier), shard)
+        assert {name: array.tobytes() for name, array in arrays.items()} == {
+            name: array.tobytes() for name, array in expected[rank].items() if array.dtype.kind != "U"}
+        with pytest.raises(LoadError, match="changed after it was checked"):        # an array is given away once
+            read_shard(storages[rank], str(tier), shard)
+
+
+def test_what_was_refused_in_memory_is_not_kept(root, tier):
+    save(root, 5, world=2)
+    save(tier, 10, world=2)
+    flip_bit(path_of(tier, 10, 1))
+    storages = [ReadCache(STORAGE, 1 << 20) for _ in range(2)]
+    found = choose(root, storages=storages)
+    assert (found[0].choice.chosen.step, found[0].choice.in_memory) == (5, False)
+    assert [storage.keeps(str(path_of(tier, 10, rank))) for rank, storage in enumerate(storages)] == [False, False]
 
 
 def test_the_path_may_be_the_output_folder(tmp_path, memory):

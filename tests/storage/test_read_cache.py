@@ -140,3 +140,18 @@ def test_other_operations_are_passed_to_the_inner_storage(tmp_path, path):
     assert storage.width == PosixStorage.width
     with pytest.raises(FileNotFoundError):
         storage.open(str(tmp_path / "none"))
+
+
+def test_parts_are_given_away_once(path):
+    storage, parts = ReadCache(PosixStorage(), 100), {("a", 1): [1], ("b", 2): [2]}
+    assert storage.left == 100 and not storage.keeps(path)
+    storage.keep_parts(path, parts, 60)
+    assert storage.left == 40 and storage.keeps(path) and storage.size == 0
+    assert storage.take_part(path, ("a", 1)) is parts["a", 1] and storage.take_part(path, ("a", 1)) is None
+    assert storage.take_part("other", ("b", 2)) is None
+    storage.freeze()
+    assert storage.left < 0 and storage.take_part(path, ("b", 2)) == [2]
+    storage = ReadCache(PosixStorage(), 100)
+    storage.keep_parts(path, parts, 60)
+    storage.clear()
+    assert storage.left == 100 and not storage.keeps(path) and storage.take_part(path, ("a", 1)) is None
