@@ -1,6 +1,7 @@
 """The tier in memory: how long a save stops the training, and how fast a start loads it.
 
     python benchmarks/memory_tier.py [--mib 512] [--rounds 7] [--dir FOLDER] [--json FILE]
+    python benchmarks/memory_tier.py --steps [--ranks 1] [--rounds 20] [--seconds 3]
 
 copy          one copy of the same bytes into memory that was touched before: the lower limit of a stop; target 1.2
 stop          mindresume.saving.memory_tier of the same bytes: until the training goes on
@@ -9,6 +10,8 @@ fresh copy    one copy into new memory: the lower limit of a load; target 1.5
 memory        verify and load from the tier;   disk: from a file that the page cache does not hold; target 0.25 of it
 
 Half of the bytes are float32, half bfloat16. Everything is measured once a round, in changing order.
+
+--steps: how much longer a step of the quickstart's training takes if each step is saved in memory; target 10 % (_tier_steps.py)
 """
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import _measure as measure
+import _tier_steps
 import numpy as np
 
 from mindresume.coordination.collectives import SingleProcess
@@ -46,10 +50,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dir", default=None)
     parser.add_argument("--json", default=None)
+    parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2, 4))
+    parser.add_argument("--seconds", type=float, default=3.0)
     options = parser.parse_args()
     folder, memory = (tempfile.mkdtemp(prefix="bench-tier-", dir=where) for where in (options.dir, MEMORY))
     try:
-        Bench(folder, memory, options.mib).run(options.rounds, options.json)
+        if options.steps:
+            found = _tier_steps.measure_steps(folder, memory, options.ranks, options.rounds, options.seconds)
+            measure.finish(f"Step time of the quickstart with a tier in memory, {options.ranks} ranks, {options.rounds} rounds",
+                           folder, found, _tier_steps.text(found), options.json)
+        else:
+            Bench(folder, memory, options.mib).run(options.rounds, options.json)
     finally:
         shutil.rmtree(folder)
         shutil.rmtree(memory)

@@ -76,8 +76,12 @@ class OpenFiles:
                     raise CorruptFileError(path, f"the file ends at byte {position}, {len(out)} bytes are expected from there: "
                                                  f"truncated since its header was read")
                 position, out = position + found, out[found:]
+        self.count(count)
+
+    def count(self, size: int) -> None:
+        """Counts bytes of these files that were read elsewhere."""
         with self._lock:
-            self.bytes_read += count
+            self.bytes_read += size
 
     @contextmanager
     def _lease(self, path: str) -> Iterator[BinaryIO]:

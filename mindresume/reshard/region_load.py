@@ -106,6 +106,7 @@ def read_regions(weights: CheckpointView, regions: Mapping[str, Region], workers
         if (found := _take_kept(weights, name, region)) is not None:
             place, kept = found
             sources.hash(name, place, 0, memoryview(kept.reshape(-1).view(np.uint8)))
+            files.count(kept.nbytes)
             return kept, sources.verified
         for block in blocks(out.shape, max(TILE // dtype.itemsize, 1)):
             part = tuple((low + start, low + stop) for (start, stop), (low, _) in zip(block, region, strict=True))
