@@ -77,9 +77,9 @@ class _Conversion(Conversion):
 def convert(sim: Simulation) -> None:
     """Converts the newest checkpoint ``REPEATS`` times, as ``mindresume convert`` does, each time into another folder."""
     storage, training = _Files(sim.cluster, current_process()), sim.training
-    for number, pause in enumerate(_pauses(sim)):
+    for number, pause in enumerate(pauses(sim)):
         current_cluster().scheduler.sleep(pause)
-        with _errors_recorded(sim, "conversion"), open_and_hold(storage, training.root, emit=current_process().emit) as source:
+        with errors_recorded(sim, "conversion"), open_and_hold(storage, training.root, emit=current_process().emit) as source:
             _carry_out(storage, source, f"{TARGETS}/{number}", training)
 
 
@@ -99,46 +99,46 @@ def _carry_out(storage: _Files, source: OpenCheckpoint, target: str, training: T
 def verify(sim: Simulation) -> None:
     """Verifies all checkpoints ``REPEATS`` times, as ``mindresume verify`` does. Nothing is ever damaged here."""
     storage, training = _Slow(sim.cluster, current_process()), sim.training
-    for pause in _pauses(sim):
+    for pause in pauses(sim):
         current_cluster().scheduler.sleep(pause)
-        with _errors_recorded(sim, "verify"):
+        with errors_recorded(sim, "verify"):
             found, rows = list_checkpoints(storage, training.root, unknown_strategy)
             for candidate, bad in verify_checkpoints(storage, found.root, rows,
                                                      lambda: list_checkpoints(storage, training.root, unknown_strategy)[1]):
-                if bad and candidate.maybe_completed and not _is_affected(sim):
+                if bad and candidate.maybe_completed and not is_affected(sim):
                     sim.history.wrong.append(f"verify reports step {candidate.step} as damaged: {bad[0].reason}")
 
 
 def scrub(sim: Simulation) -> None:
     """Scrubs all checkpoints ``REPEATS`` times, as ``mindresume scrub --repair`` does. Nothing is ever damaged here."""
     storage, training, sleep = _Slow(sim.cluster, current_process()), sim.training, current_cluster().scheduler.sleep
-    for pause in _pauses(sim):
+    for pause in pauses(sim):
         sleep(pause)
-        with _errors_recorded(sim, "scrub"):
+        with errors_recorded(sim, "scrub"):
             found, rows = list_checkpoints(storage, training.root, unknown_strategy)
             for result in Scrubber(storage, found.root, ScrubOptions(repairs=True), wait=sleep).scrub(rows):
-                if (result.damaged or result.repaired) and not _is_affected(sim):
+                if (result.damaged or result.repaired) and not is_affected(sim):
                     row = (*result.damaged, *result.repaired)[0]
                     sim.history.wrong.append(f"scrub takes step {result.candidate.step} for damaged: {row.reason}")
 
 
-def _pauses(sim: Simulation) -> list[float]:
+def pauses(sim: Simulation) -> list[float]:
     rng = random.Random(sim.schedule.seed)
     return [rng.uniform(*PAUSES) for _ in range(REPEATS)]
 
 
 @contextmanager
-def _errors_recorded(sim: Simulation, what: str) -> Iterator[None]:
+def errors_recorded(sim: Simulation, what: str) -> Iterator[None]:
     """Records an error inside the block as a violation, unless a fault affected this process."""
     try:
         yield
     except (MindResumeError, OSError) as error:
         current_process().emit(warning(f"{what}: {type(error).__name__}: {error}"))
-        if not _is_affected(sim):
+        if not is_affected(sim):
             sim.history.wrong.append(f"{what} beside a job, without a fault: {type(error).__name__}: {error}")
 
 
-def _is_affected(sim: Simulation) -> bool:
+def is_affected(sim: Simulation) -> bool:
     return bool(sim.cluster.lag) or any(row.process == current_process().name or row.fault.kind in BEYOND_THE_PROCESS
                                         for row in sim.cluster.injected)
 

@@ -15,12 +15,12 @@ inspects the result. The kind of a finding names the broken promise:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.common_checkpoint import COMMON
-from mindresume.errors import MindResumeError
+from mindresume.errors import MindResumeError, NoUsableCheckpointError
 from mindresume.fault_injection.tiny_checkpoints import ITERATION, Saved, leftovers
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import TRACKER, iteration_name
@@ -35,6 +35,8 @@ from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.crash_loop import load_attempts
 from mindresume.saving.memory_tier.directory import MARK
+from mindresume.settings import ScrubSettings
+from mindresume.simulation.bit_rot import rotted_files, rotted_saves
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Job, Training, newest_acknowledged, save_order
@@ -45,7 +47,7 @@ from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.scheduler import Deadlock, OperationLimit
 from mindresume.storage.operations import read_json
 
-UNKNOWN = "?"
+UNKNOWN, UNUSABLE = "?", "nothing can be used"
 WRONG, LOST, STUCK, LEFTOVER, MISREPORTED, INCONSISTENT = "wrong", "lost", "stuck", "leftover", "misreported", "inconsistent"
 
 
@@ -60,13 +62,17 @@ class Finding:
 
 def check_disks(disks: Mapping[str, Disk], history: History, training: Training, restart: bool = True) -> list[Finding]:
     """Returns the violations. Changes ``disks``: the restarted job saves there. ``restart`` False: inspects only."""
+    rotted = rotted_saves(disks.values())
+    if rotted:                                              # no resume has to take these; what else is acknowledged must be taken
+        history = history.copy()
+        history.reported = {saved: ranks for saved, ranks in history.reported.items() if saved not in rotted}
     required = newest_acknowledged(history)
     findings = [Finding(WRONG, text) for text in history.wrong]
     findings += [Finding(LOST, text) for text in history.stale_choices]
     findings += [Finding(STUCK, text) for text in history.lease_losses]
     selected: Saved | None | str = UNKNOWN
     if not training.node_local:
-        selected, more = _inspect(disks, history, training)
+        selected, more = _inspect(disks, history, training, rotted)
         findings += more
     else:
         findings += _inspect_node_local(disks, history, training)
@@ -75,6 +81,8 @@ def check_disks(disks: Mapping[str, Disk], history: History, training: Training,
     findings += stale_choices
     if not restart and not training.node_local:
         return findings
+    if selected == UNUSABLE:
+        return findings + _check_refusal(disks, training)
     last = max((step for _, step in history.began), default=0)
     findings += restart_and_check(disks, training, None if stale_choices else required, selected, last, not training.fresh
                       and not stale_choices)
@@ -99,11 +107,20 @@ def run_alone(disks: Mapping[str, Disk], work: Callable[[Cluster], None], node: 
     return cluster
 
 
-def _inspect(disks: Mapping[str, Disk], history: History, training: Training
-             ) -> tuple[Saved | None, list[Finding]]:
-    """Returns what a resume would take according to ``which``, and the violations that a user can see."""
+def _check_refusal(disks: Mapping[str, Disk], training: Training) -> list[Finding]:
+    """Checks that the same command ends with an error on all ranks if every checkpoint has rotted: it must not start afresh."""
+    job = _run_again(disks, replace(training, fresh=False))[0]
+    return [Finding(WRONG, f"the next run: {process.name} ended with {process.exit}, {type(process.error).__name__}, though no "
+                           f"checkpoint can be used")
+            for process in job.ranks if not isinstance(process.error, NoUsableCheckpointError)]
+
+
+def _inspect(disks: Mapping[str, Disk], history: History, training: Training, rotted: Collection[Saved]
+             ) -> tuple[Saved | None | str, list[Finding]]:
+    """Returns what a resume would take according to ``which``, and the violations that a user can see. ``rotted``: saves whose
+    damage ``ls``, which reads no contents, need not know."""
     findings: list[Finding] = []
-    selections: list[Saved | None] = []
+    selections: list[Saved | None | str] = []
 
     def work(cluster: Cluster) -> None:
         storage = Mount(cluster, cluster.processes[0])
@@ -114,22 +131,29 @@ def _inspect(disks: Mapping[str, Disk], history: History, training: Training
             choice = select_shared(storage, training.root, SingleProcess(), policy)
             rows = list_checkpoints(storage, training.root, unknown_strategy, ranks)[1]
         except (MindResumeError, OSError) as error:
-            findings.append(Finding(STUCK, f"which, ls: {type(error).__name__}: {error}"))
+            if isinstance(error, NoUsableCheckpointError) and rotted and newest_acknowledged(history) is None:
+                selections.append(UNUSABLE)
+            else:
+                findings.append(Finding(STUCK, f"which, ls: {type(error).__name__}: {error}"))
             return
         chosen = choice.chosen
         selections.append((chosen.run or "", chosen.step or 0) if chosen is not None else None)
         if chosen is not None:
-            findings.extend(Finding(WRONG, text) for text in wrong_content(storage, choice, list(range(chosen.world_size))))
+            findings.extend(Finding(WRONG, text) for text in wrong_content(storage, choice, list(range(chosen.world_size)),
+                                                                           training.replicated))
+            known = rotted_files(disks.values())
             if chosen.run:                              # mindformers alone reads the metadata files
                 findings.extend(Finding(WRONG, refusal.reason)
-                                for refusal in damaged_metadata_files(storage, training.root, chosen))
-            rows = [row for row in rows if row.state == COMPLETE and not (training.health_monitored and row.candidate.health)]
+                                for refusal in damaged_metadata_files(storage, training.root, chosen)
+                                if f"{training.root}/{refusal.file}" not in known)
+            rows = [row for row in rows if row.state == COMPLETE and not (training.health_monitored and row.candidate.health)
+                    and ((saved := (row.candidate.run, row.candidate.step)) == selections[0] or saved not in rotted)]
             first = next(iter(rows), None)
             if first is None or (first.candidate.run, first.candidate.step) != selections[0]:
                 findings.append(Finding(INCONSISTENT, f"which says {selections[0]}, ls {first and first.candidate.name}"))
         candidates = scan_records(storage, training.root)[0]
         findings.extend(_check_failed_saves(candidates, history))
-        findings.extend(_check_retention(candidates, history, training) if not training.pruned_by_others else ())
+        findings.extend(_check_retention(candidates, history, training, rotted) if not training.pruned_by_others else ())
         findings.extend(_check_load_attempts(storage, history, training))
         findings.extend(_check_pointers(storage, training))
     cluster = run_alone(disks, work)
@@ -161,11 +185,12 @@ def _check_failed_saves(candidates: Sequence[Candidate], history: History) -> It
                 yield Finding(MISREPORTED, f"rank {rank} was told that {saved} failed, and it is committed: {text}")
 
 
-def _check_retention(candidates: Sequence[Candidate], history: History, training: Training) -> Iterator[Finding]:
+def _check_retention(candidates: Sequence[Candidate], history: History, training: Training, rotted: Collection[Saved]
+                     ) -> Iterator[Finding]:
     """Checks that as many committed checkpoints stay as are to be kept. A save of all ranks whose records rank 0 did not see in
-    time is given up after a later commit, and does not count."""
+    time is given up after a later commit, and does not count. One whose manifest has rotted counts."""
     there = {(c.run, c.step) for c in candidates}
-    committed = [c for c in candidates if c.committed and (c.run, c.step) not in history.protected]
+    committed = [c for c in candidates if (c.committed or (c.run, c.step) in rotted) and (c.run, c.step) not in history.protected]
     gone = [saved for saved in history.complete() if saved not in there]
     if gone and len(committed) < training.keep:
         yield Finding(LOST, f"{max(gone, key=save_order)} was removed, though {training.keep} must be kept and only "
@@ -225,24 +250,15 @@ def restart_and_check(disks: Mapping[str, Disk], training: Training, required: S
                       last: int, tidy: bool) -> list[Finding]:
     """Runs the same command once more, without faults, keeping one checkpoint."""
     findings: list[Finding] = []
-    history = History()
-    cluster = Cluster(Schedule(), disks)
-    cluster._pids, cluster._tokens = 10_000, 500_000            # tokens that no process of the schedule has drawn
-    cluster.scheduler.now = 2 * 3600.0                          # garbage that is removed by age is old enough
-    cluster.shared_pid_namespace = True                         # the read lock of a dead reader on another host lasts for minutes
     # Where nodes share no disk, ``which`` does not show where the restart resumes.
     start = last if selected == UNKNOWN else selected[1] if selected is not None else 0
     again = replace(training, steps=(start // training.every + 1) * training.every, keep=1, fresh=False, async_save=False,
-                    rescue=False, unhealthy=())
-    with use_cluster(cluster):
-        hosts = [cluster.host(f"again{number}", number) for number in range(training.hosts)]
-        job = Job(cluster, history, again, hosts, "again")
-        launcher = job.start()
-        try:
-            cluster.scheduler.run()
-        except (Deadlock, OperationLimit) as error:
-            return [Finding(STUCK, f"the next run: {type(error).__name__}: {error}")]
-    for process in (*job.ranks, launcher):
+                    rescue=False, unhealthy=(), settings=replace(training.settings, scrub=ScrubSettings()))
+    job, stuck = _run_again(disks, again)
+    history = job.history
+    if stuck is not None:
+        return [Finding(STUCK, f"the next run: {type(stuck).__name__}: {stuck}")]
+    for process in (*job.ranks, job.launcher):
         if process.exit or process.error is not None:
             findings.append(Finding(STUCK, f"the next run: {process.name} ended with {process.exit}: "
                                            f"{type(process.error).__name__}: {process.error}"))
@@ -259,6 +275,23 @@ def restart_and_check(disks: Mapping[str, Disk], training: Training, required: S
         else:
             findings += _check_leftovers(disks, again, newest)
     return findings
+
+
+def _run_again(disks: Mapping[str, Disk], training: Training) -> tuple[Job, BaseException | None]:
+    """Runs a job of ``training`` on ``disks`` without faults. Returns it, and why it did not end."""
+    cluster = Cluster(Schedule(), disks)
+    cluster._pids, cluster._tokens = 10_000, 500_000            # tokens that no process of the schedule has drawn
+    cluster.scheduler.now = 2 * 3600.0                          # garbage that is removed by age is old enough
+    cluster.shared_pid_namespace = True                         # the read lock of a dead reader on another host lasts for minutes
+    with use_cluster(cluster):
+        hosts = [cluster.host(f"again{number}", number) for number in range(training.hosts)]
+        job = Job(cluster, History(), training, hosts, "again")
+        job.start()
+        try:
+            cluster.scheduler.run()
+        except (Deadlock, OperationLimit) as error:
+            return job, error
+    return job, None
 
 
 def _check_choice(required: Saved | None, chosen: Saved | None | str, who: str) -> list[Finding]:
@@ -279,7 +312,8 @@ def _check_leftovers(disks: Mapping[str, Disk], training: Training, newest: Save
         if chosen is None or (chosen.run, chosen.step) != newest:
             findings.append(Finding(LOST, f"after the next run: {chosen and chosen.name} is taken, not {newest}"))
             return
-        findings.extend(Finding(WRONG, text) for text in wrong_content(storage, choice, list(range(training.ranks))))
+        findings.extend(Finding(WRONG, text) for text in wrong_content(storage, choice, list(range(training.ranks)),
+                                                                       training.replicated))
         left = _leftovers(storage, training, newest)
         if left:
             findings.append(Finding(LEFTOVER, ", ".join(left)))

@@ -29,6 +29,7 @@ from functools import cache
 from typing import Any
 
 from mindresume.coordination import host_memory, lease
+from mindresume.resume import background_scrub
 from mindresume.saving import background_writer, crash_loop, shard_writer
 from mindresume.saving.staging import Staging
 from mindresume.simulation import memory_disk
@@ -179,6 +180,10 @@ def _capture_signals(load_attempt: Any) -> None:
     """Does nothing: the signal file would be one of the real disk."""
 
 
+def _keep_priority() -> None:
+    """Does nothing: it would be the priority of a real thread."""
+
+
 class _Staging(Staging):
     """A staging buffer whose memory is freed when the cluster ends, since a killed process does not free it. A process that takes
     more than its host has left is killed, as by the kernel."""
@@ -215,7 +220,8 @@ def _fakes() -> dict[Any, Any]:
     """Returns {function or class of the product or of Python: its fake}."""
     return {**_FUNCTIONS, lease.holder_of_this_process: _holder_of_this_process, lease.is_alive: _is_alive,
             host_memory.levels: _memory_levels, mounts.is_local: _is_local,
-            crash_loop.LoadAttempt._capture_signals: _capture_signals, Staging: _Staging, **memory_disk.FAKES}
+            crash_loop.LoadAttempt._capture_signals: _capture_signals, Staging: _Staging,
+            background_scrub.lower_priority: _keep_priority, **memory_disk.FAKES}
 
 
 class _Patches:

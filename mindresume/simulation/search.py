@@ -22,11 +22,11 @@ from mindresume.simulation.cluster import lose_power
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History
 from mindresume.simulation.oracle import Finding
+from mindresume.simulation.rot_scenarios import SCENARIOS
 from mindresume.simulation.runtime_fakes import patched_product
 from mindresume.simulation.scenarios import FORMATS, WAYS, Scenario, Simulation
 from mindresume.simulation.schedule import Fault, Schedule, random_schedule
 from mindresume.simulation.scheduler import Task
-from mindresume.simulation.supervisor_scenarios import SCENARIOS
 from mindresume.storage.atomic_publish import TEMPORARY
 
 SHARE = 4                       # the command is restarted on one of so many states

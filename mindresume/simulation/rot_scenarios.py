@@ -1,0 +1,129 @@
+"""Scenarios in which kept checkpoints rot (``bit_rot``): on disk, beside a scrub that repairs, and in memory of the hosts.
+
+Some files have rotted before the job starts, as the seed says; the fault ``schedule.ROT`` lets others rot at any operation.
+"""
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from mindresume.coordination.lease import Lease
+from mindresume.errors import NoUsableCheckpointError
+from mindresume.formats import Candidate
+from mindresume.resume.listing import list_checkpoints
+from mindresume.resume.missing_ranks import unknown_strategy
+from mindresume.resume.scrub import REMOVED, CheckpointScrub, Scrubber, ScrubOptions
+from mindresume.settings import ScrubSettings
+from mindresume.simulation.bit_rot import rot, rotted_files
+from mindresume.simulation.cluster import SHARED, current_cluster, current_process
+from mindresume.simulation.concurrent_commands import errors_recorded, is_affected, pauses
+from mindresume.simulation.jobs import Training
+from mindresume.simulation.mount import Mount
+from mindresume.simulation.oracle import STUCK, Finding
+from mindresume.simulation.scenarios import Scenario, Simulation, restarted
+from mindresume.simulation.schedule import KINDS, ROT
+from mindresume.simulation.supervisor_scenarios import SCENARIOS
+
+EARLIER = (0, 1, 1, 2)          # number of files that have rotted before the job starts
+STARTS = 3                      # number of times that the scrub is started if it is killed
+_KINDS = (*KINDS, *(ROT,) * 12)
+_IN_TRAINING = replace(Training().settings, scrub=ScrubSettings(every_hours=0.0001))
+
+
+class _ObservedScrubber(Scrubber):
+    """Compares what the scrub of a checkpoint says with what has rotted."""
+    sim: Simulation
+
+    def _read(self, candidate: Candidate, lock: Lease) -> CheckpointScrub:
+        disk, wrong = self.sim.cluster.disks[SHARED], self.sim.history.wrong
+        paths = [f"{self.root}/{file.path}" for file in (*candidate.all_files, *candidate.metadata_files)]
+        before = {path: file for path, file in rotted_files([disk]).items()
+                  if path in paths or path.startswith(f"{candidate.records_dir}/")}
+        found = super()._read(candidate, lock)
+        if found.state == REMOVED or is_affected(self.sim):
+            return found
+        repaired = {f"{self.root}/{row.file}" for row in found.repaired}
+        named = repaired | {f"{self.root}/{row.file}" for row in found.damaged}
+        text = " ".join(found.notes)
+        for path, file in before.items():
+            if disk.find(path) is file and file.written is not None and path not in named \
+                    and path.removeprefix(f"{self.root}/") not in text:
+                wrong.append(f"a scrub of {candidate.name} read all of it and did not find that {path} has rotted")
+            if path in repaired and self._rots_of(path) == 1 and getattr(disk.find(path), "data", b"") != file.written:
+                wrong.append(f"{path} was repaired and is not as it was written")
+        wrong += [f"a scrub took {path} for damaged, which has never rotted" for path in named if not self._rots_of(path)]
+        return found
+
+    def _rots_of(self, path: str) -> int:
+        return sum(row.path == path for row in self.sim.cluster.rots)
+
+
+def _scrub(sim: Simulation) -> None:
+    """Scrubs all checkpoints some times, as ``mindresume scrub`` does, the first time without repairs if the seed says so."""
+    storage, sleep = Mount(sim.cluster, current_process()), current_cluster().scheduler.sleep
+    for number, pause in enumerate(pauses(sim)):
+        sleep(pause)
+        repairs = bool(number or sim.schedule.seed % 3)
+        with errors_recorded(sim, "scrub"):
+            found, rows = list_checkpoints(storage, sim.training.root, unknown_strategy)
+            scrubber = _ObservedScrubber(storage, found.root, ScrubOptions(repairs=repairs), wait=sleep)
+            scrubber.sim = sim
+            for _ in scrubber.scrub(rows):
+                pass
+
+
+def _rotten(workload: Callable[[Simulation], None]) -> Callable[[Simulation], None]:
+    """Returns ``workload``, before which some files have rotted."""
+    def act(sim: Simulation) -> None:
+        rng = random.Random(sim.schedule.seed)
+        for _ in range(rng.choice(EARLIER)):
+            sim.cluster.rots += rot(list(sim.cluster.disks.values()), rng.randrange(1000))
+        workload(sim)
+    return act
+
+
+def _beside(sim: Simulation) -> None:
+    """A platform restarts the job after every error, and a user the scrub beside it."""
+    restarted(sim, lambda attempt: sim.job(sim.training))
+
+    def user() -> None:
+        host = sim.cluster.host("user")
+        for number in range(STARTS):
+            process = sim.cluster.process(host, f"scrub{number}", lambda: _scrub(sim))
+            while not process.dead:
+                current_cluster().scheduler.sleep(1.0)
+            if process.exit == 0:
+                return
+    sim.cluster.process(sim.cluster.host("desk"), "user", user)
+
+
+def _in_training(sim: Simulation) -> None:
+    """A platform restarts a job that scrubs in the background."""
+    restarted(sim, lambda attempt: sim.job(sim.training))
+
+
+def _check(sim: Simulation) -> list[Finding]:
+    """Checks that all processes end well if only files rot. A job whose checkpoints have all rotted ends with an error."""
+    if sim.stuck or any(row.fault.kind != ROT for row in sim.cluster.injected):
+        return []
+    return list(_failed_processes(sim))
+
+
+def _failed_processes(sim: Simulation) -> Iterator[Finding]:
+    for process in sim.cluster.processes:
+        if process.error is not None and not process.name.endswith(".writer") and not (
+                sim.cluster.rots and isinstance(process.error, NoUsableCheckpointError)):
+            yield Finding(STUCK, f"{process.name} ended with {process.exit}: {type(process.error).__name__}: {process.error}")
+
+
+_REPLICAS = Training(hosts=2, steps=8, keep=2, replicated=True)
+_PAST = replace(_REPLICAS, steps=6, keep=0)
+SCENARIOS.update({scenario.name: scenario for scenario in (
+    Scenario("rot and scrub", "checkpoints rot, and are scrubbed and repaired beside a job on two hosts", _rotten(_beside),
+             _REPLICAS, _PAST, kinds=_KINDS, check_run=_check),
+    Scenario("rot in training", "checkpoints rot, and a job on two hosts scrubs and repairs them in the background",
+             _rotten(_in_training), replace(_REPLICAS, settings=_IN_TRAINING), _PAST, kinds=_KINDS, check_run=_check),
+)})
+
+__all__ = ["SCENARIOS"]
