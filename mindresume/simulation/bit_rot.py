@@ -20,6 +20,7 @@ from mindresume.model.manifest import FOLDER, MANIFEST, parse_attempt, read_reco
 from mindresume.simulation.disk import Disk, File
 
 _WEIGHTS = (".safetensors", ".ckpt")
+_WEIGHTS_RATIO = 0.7            # of the files that rot, so many hold weights
 _TAIL = 64                      # bytes at the end of a file, which is where the tensors of a small safetensors file are
 
 
@@ -38,7 +39,9 @@ def rot(disks: Iterable[Disk], seed: int) -> list[Rot]:
              if file.whole and file.data and is_of_checkpoint(path)]
     if not found:
         return []
-    chosen, back = rng.choice(found), rng.random() < 0.5
+    weights = [row for row in found if row.path.endswith(_WEIGHTS)]
+    chosen = rng.choice(weights if weights and rng.random() < _WEIGHTS_RATIO else found)
+    back = rng.random() < 0.5
     size = len(chosen.file.data)
     chosen.file.rot(size - 1 - rng.randrange(min(size, _TAIL)) if back else rng.randrange(size), rng.randrange(8))
     chosen.disk.rots += 1
@@ -68,8 +71,17 @@ def rotted_saves(disks: Iterable[Disk], earlier: Collection[str] = ()) -> set[tu
     return {saved for disk in disks for saved, paths in _files_of_saves(disk) if not rotted.isdisjoint(paths)}
 
 
+def unreadable_saves(disks: Iterable[Disk]) -> set[str]:
+    """Returns the paths of all files of saves with a record that has rotted. Nothing tells what such a save is, so it is kept."""
+    disks = list(disks)
+    rotted = rotted_files(disks)
+    rows = [row for disk in disks if rotted for row in _files_of_saves(disk)]
+    saves = {saved for saved, paths in rows if paths[0] in rotted}
+    return {path for saved, paths in rows if saved in saves for path in paths}
+
+
 def _files_of_saves(disk: Disk) -> Iterator[tuple[tuple[str, int], list[str]]]:
-    """Yields, for each record, its save and the paths of its files, as the record named them when it was written."""
+    """Yields, for each record, its save and the paths of its files, its own first."""
     for path, file in disk.walk():
         folder, name = os.path.split(path)
         attempt = parse_attempt(os.path.basename(folder))

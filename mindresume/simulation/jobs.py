@@ -53,7 +53,7 @@ class Training:
         fresh: start without a checkpoint.
         allow_reshard: the number of ranks may differ from that of the checkpoint.
         node_local: the hosts share no disk.
-        replicated: all ranks hold the same weights, as data parallelism does; optimizer states differ.
+        replicated: all ranks hold the same tensors, as data parallelism does.
         rescue: when ranks are lost, the others save what they have (MindIO TTP).
         url: where checkpoints are uploaded to; empty for nowhere.
     """

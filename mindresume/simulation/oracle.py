@@ -36,7 +36,7 @@ from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.crash_loop import load_attempts
 from mindresume.saving.memory_tier.directory import MARK
 from mindresume.settings import ScrubSettings
-from mindresume.simulation.bit_rot import rotted_files, rotted_saves
+from mindresume.simulation.bit_rot import rotted_files, rotted_saves, unreadable_saves
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Job, Training, newest_acknowledged, save_order
@@ -254,6 +254,7 @@ def restart_and_check(disks: Mapping[str, Disk], training: Training, required: S
     start = last if selected == UNKNOWN else selected[1] if selected is not None else 0
     again = replace(training, steps=(start // training.every + 1) * training.every, keep=1, fresh=False, async_save=False,
                     rescue=False, unhealthy=(), settings=replace(training.settings, scrub=ScrubSettings()))
+    unreadable = unreadable_saves(disks.values())
     job, stuck = _run_again(disks, again)
     history = job.history
     if stuck is not None:
@@ -273,7 +274,7 @@ def restart_and_check(disks: Mapping[str, Disk], training: Training, required: S
         if training.node_local:
             findings += _check_node_leftovers(disks, again, newest, chosen)
         else:
-            findings += _check_leftovers(disks, again, newest)
+            findings += _check_leftovers(disks, again, newest, unreadable)
     return findings
 
 
@@ -300,8 +301,9 @@ def _check_choice(required: Saved | None, chosen: Saved | None | str, who: str) 
     return [Finding(LOST, f"{who} takes {chosen}, though all ranks were told that {required} is saved")]
 
 
-def _check_leftovers(disks: Mapping[str, Disk], training: Training, newest: Saved) -> list[Finding]:
-    """Checks that after the restart its last step is there and nothing else."""
+def _check_leftovers(disks: Mapping[str, Disk], training: Training, newest: Saved, unreadable: Collection[str] = ()
+                     ) -> list[Finding]:
+    """Checks that after the restart its last step is there and nothing else but ``unreadable``."""
     findings: list[Finding] = []
 
     def work(cluster: Cluster) -> None:
@@ -314,7 +316,8 @@ def _check_leftovers(disks: Mapping[str, Disk], training: Training, newest: Save
             return
         findings.extend(Finding(WRONG, text) for text in wrong_content(storage, choice, list(range(training.ranks)),
                                                                        training.replicated))
-        left = _leftovers(storage, training, newest)
+        left = [name for name in _leftovers(storage, training, newest)
+                if not any(f"{path}/".startswith(f"{training.root}/{name}/") for path in unreadable)]
         if left:
             findings.append(Finding(LEFTOVER, ", ".join(left)))
     cluster = run_alone(disks, work)

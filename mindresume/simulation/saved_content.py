@@ -19,10 +19,10 @@ PER_EPOCH = 100
 @lru_cache(maxsize=4096)
 def tensors(run: str, step: int, rank: int, replicated: bool = False) -> dict[str, np.ndarray]:
     """Returns the tensors of a rank. Weights differ by rank, step and run, so that a wrong file is never taken for the right one.
-    ``replicated``: all ranks have the weights of rank 0.
+    ``replicated``: all ranks have those of rank 0.
     """
     if replicated and rank:
-        return {**tensors(run, step, rank), "embedding.weight": tensors(run, step, 0)["embedding.weight"]}
+        return tensors(run, step, 0)
     key = xxhash.xxh3_128_digest(f"{run} {step} {rank}".encode())
     weight = np.frombuffer(key, np.float32).reshape(2, 2)
     return {"embedding.weight": weight, "adam_m.embedding.weight": weight[::-1].copy(),
