@@ -5,12 +5,13 @@ Some files have rotted before the job starts, as the seed says; the fault ``sche
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from mindresume.coordination.lease import Lease
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.formats import Candidate
+from mindresume.model.manifest import MANIFEST
 from mindresume.resume.listing import list_checkpoints
 from mindresume.resume.missing_ranks import unknown_strategy
 from mindresume.resume.scrub import REMOVED, CheckpointScrub, Scrubber, ScrubOptions
@@ -32,8 +33,10 @@ _IN_TRAINING = replace(Training().settings, scrub=ScrubSettings(every_hours=0.00
 
 
 class _ObservedScrubber(Scrubber):
-    """Compares what the scrub of a checkpoint says with what has rotted."""
+    """Compares what the scrub of a checkpoint says with what has rotted. ``listed``: what had rotted when the checkpoints were
+    listed, which is when manifests are read."""
     sim: Simulation
+    listed: Collection[str]
 
     def _read(self, candidate: Candidate, lock: Lease) -> CheckpointScrub:
         disk, wrong = self.sim.cluster.disks[SHARED], self.sim.history.wrong
@@ -47,8 +50,12 @@ class _ObservedScrubber(Scrubber):
         named = repaired | {f"{self.root}/{row.file}" for row in found.damaged}
         text = " ".join(found.notes)
         for path, file in before.items():
-            if disk.find(path) is file and file.written is not None and path not in named \
-                    and path.removeprefix(f"{self.root}/") not in text:
+            called = path.removeprefix(f"{self.root}/")
+            if path.endswith(f"/{MANIFEST}"):
+                if path not in self.listed:
+                    continue
+                called = f"{MANIFEST} of step {candidate.step}"
+            if disk.find(path) is file and file.written is not None and path not in named and called not in text:
                 wrong.append(f"a scrub of {candidate.name} read all of it and did not find that {path} has rotted")
             if path in repaired and self._rots_of(path) == 1 and getattr(disk.find(path), "data", b"") != file.written:
                 wrong.append(f"{path} was repaired and is not as it was written")
@@ -66,9 +73,10 @@ def _scrub(sim: Simulation) -> None:
         sleep(pause)
         repairs = bool(number or sim.schedule.seed % 3)
         with errors_recorded(sim, "scrub"):
+            listed = set(rotted_files(sim.cluster.disks.values()))
             found, rows = list_checkpoints(storage, sim.training.root, unknown_strategy)
             scrubber = _ObservedScrubber(storage, found.root, ScrubOptions(repairs=repairs), wait=sleep)
-            scrubber.sim = sim
+            scrubber.sim, scrubber.listed = sim, listed
             for _ in scrubber.scrub(rows):
                 pass
 

@@ -57,6 +57,7 @@ LONGEST_EXCHANGE = 10.0         # seconds; ranks wait up to 20 s for records
 LATER = (0.0, 0.0, 2.5)         # seconds between the starts of two jobs
 A_COMMIT = 200                  # operations of a commit and the removal after it
 SHORT_WORK = 2 * A_COMMIT        # rank 0 commits several steps at once if their records are listed late
+SCRUBS = 600                    # operations of scrubs in the training meanwhile
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ class Simulation:
         found += [Finding(STUCK, f"{job.name}: {job.communicator.mismatch}") for job in self.jobs if job.communicator.mismatch]
         found += [Finding(STUCK, f"{process.name}: {type(process.error).__name__}: {process.error}")
                   for process in self.cluster.processes if not _may_end_with(process.error)]
-        limit = LONGEST_EXCHANGE + SHORT_WORK * self.schedule.tick
+        work = SHORT_WORK + (SCRUBS if self.training.settings.scrub.every_hours else 0)
+        limit = LONGEST_EXCHANGE + work * self.schedule.tick
         if not any(injected.fault.kind in ("slow", "pause") for injected in self.cluster.injected):
             found += [Finding(STUCK, f"{job.name}: a rank waited in a collective for {job.communicator.longest_wait:.0f} s while "
                                      f"others did file operations")
