@@ -11,12 +11,13 @@ from __future__ import annotations
 import io
 import os
 import random
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from mindresume.errors import RecordError
 from mindresume.formats.iteration_naming import COMMON, METADATA
 from mindresume.model.manifest import FOLDER, MANIFEST, parse_attempt, read_record, record_rank
+from mindresume.saving.memory_tier.directory import SLOTS
 from mindresume.simulation.disk import Disk, File
 
 _WEIGHTS = (".safetensors", ".ckpt")
@@ -25,10 +26,11 @@ _TAIL = 64                      # bytes at the end of a file, which is where the
 
 
 class Rot(NamedTuple):
-    """A file that has rotted."""
+    """A file that has rotted. ``saves``: (run, step) of the saves that it was of."""
     disk: Disk
     path: str
     file: File
+    saves: tuple[tuple[str, int], ...] = ()
 
 
 def rot(disks: Iterable[Disk], seed: int) -> list[Rot]:
@@ -46,14 +48,15 @@ def rot(disks: Iterable[Disk], seed: int) -> list[Rot]:
     chosen.file.rot(size - 1 - rng.randrange(min(size, _TAIL)) if back else rng.randrange(size), rng.randrange(8))
     chosen.disk.rots += 1
     chosen.disk.changed += 1
-    return [chosen]
+    return [chosen._replace(saves=tuple({saved for saved, paths in _files_of_saves(chosen.disk) if chosen.path in paths}))]
 
 
 def is_of_checkpoint(path: str) -> bool:
     """Returns whether ``path`` names a file of a save: no temporary file, tracker, lease or result."""
-    name = os.path.basename(path)
-    return not name.startswith(".") and (name.endswith(_WEIGHTS) or name in (MANIFEST, COMMON, METADATA)
-                                         or record_rank(name) is not None)
+    folder, name = os.path.split(path)
+    if name.startswith(".") or os.path.basename(folder) == SLOTS:
+        return False
+    return name.endswith(_WEIGHTS) or name in (MANIFEST, COMMON, METADATA) or record_rank(name) is not None
 
 
 def rotted_files(disks: Iterable[Disk]) -> dict[str, File]:
@@ -61,11 +64,10 @@ def rotted_files(disks: Iterable[Disk]) -> dict[str, File]:
     return {path: file for disk in disks if disk.rots for path, file in disk.walk() if file.written is not None}
 
 
-def rotted_saves(disks: Iterable[Disk], earlier: Collection[str] = ()) -> set[tuple[str, int]]:
-    """Returns (run, step) of the saves with a file that has rotted. ``earlier``: paths that had rotted before, and may be
-    repaired now."""
+def rotted_saves(disks: Iterable[Disk]) -> set[tuple[str, int]]:
+    """Returns (run, step) of the saves with a file that has rotted."""
     disks = list(disks)
-    rotted = {*earlier, *rotted_files(disks)}
+    rotted = set(rotted_files(disks))
     if not rotted:
         return set()
     return {saved for disk in disks for saved, paths in _files_of_saves(disk) if not rotted.isdisjoint(paths)}

@@ -34,6 +34,7 @@ from mindresume.simulation.mount import Mount
 from mindresume.simulation.oracle import WRONG, Finding, check_disks, run_alone
 from mindresume.simulation.saved_content import wrong_content
 from mindresume.simulation.scenarios import Simulation
+from mindresume.simulation.schedule import SILENT
 
 TARGETS = "/converted"
 REPEATS = 3                     # number of conversions or verifications
@@ -140,7 +141,7 @@ def errors_recorded(sim: Simulation, what: str) -> Iterator[None]:
 
 def is_affected(sim: Simulation) -> bool:
     return bool(sim.cluster.lag) or any(row.process == current_process().name or row.fault.kind in BEYOND_THE_PROCESS
-                                        for row in sim.cluster.injected)
+                                        for row in sim.cluster.injected if row.fault.kind not in SILENT)
 
 
 # ---- invariants of the disks -------------------------------------------------------------------------------------------

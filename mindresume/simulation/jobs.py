@@ -34,11 +34,11 @@ from mindresume.simulation.cluster import Cluster, Host, Process, current_cluste
 from mindresume.simulation.communicator import LIMIT, Communicator, ExchangeError
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.saved_content import make_shard, wrong_content
-from mindresume.simulation.schedule import ERRORS
+from mindresume.simulation.schedule import ERRORS, SILENT
 from mindresume.simulation.scheduler import Killed
 from mindresume.simulation.threads import Event
 
-FIRST_SCRUB, NEXT_SCRUB = 0.5, 1.5                      # seconds before the first scrub in a training, and between two
+FIRST_SCRUB, NEXT_SCRUB = 0.5, 2.5                      # seconds before the first scrub in a training, and between two
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Job:
     def is_affected(self, kinds: tuple[str, ...]) -> bool:
         """Returns whether a fault hit one of its processes, or a fault of ``kinds`` or one for all processes hit the cluster."""
         return any(row.process.startswith(f"{self.name}.") or row.fault.kind in (*kinds, "kill all", "term all", "power")
-                   for row in self.cluster.injected)
+                   for row in self.cluster.injected if row.fault.kind not in SILENT)
 
     @property
     def over(self) -> bool:
@@ -322,7 +322,7 @@ class _Known:
 
     def required(self) -> Saved | None:
         """Returns the newest save that was acknowledged at the start and has been intact ever since."""
-        rotted = self._rotted | rotted_saves(self.cluster.disks.values(), self.rotted_since())
+        rotted = self._rotted.union(*(row.saves for row in self.cluster.rots[self._rots:]))
         return max((saved for saved in self.acknowledged if saved not in rotted), key=save_order, default=None)
 
 

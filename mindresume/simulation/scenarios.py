@@ -45,7 +45,7 @@ from mindresume.simulation.mount import Mount
 from mindresume.simulation.oracle import LOST, STUCK, Finding, check_disks, check_pointers
 from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.saved_content import make_shard, wrong_content
-from mindresume.simulation.schedule import KINDS, Schedule
+from mindresume.simulation.schedule import KINDS, ROT_IN_MEMORY, Schedule
 from mindresume.simulation.scheduler import TICK, Deadlock, Killed, OperationLimit
 
 TIER = replace(Training().settings, memory_tier=MemoryTierSettings(1, SHM.rstrip("/")))
@@ -290,15 +290,18 @@ def _in_memory(sim: Simulation) -> None:
     restarted(sim, lambda attempt: sim.job(sim.training, hosts=hosts))
 
 
-def _check_memory(sim: Simulation) -> list[Finding]:
-    """A job takes nothing older than what all ranks of an earlier one had in memory, unless a host or an operation failed."""
-    if any(row.fault.kind not in ("kill", "kill all", "slow", "pause", "term", "term all") for row in sim.cluster.injected):
+def check_memory(sim: Simulation) -> list[Finding]:
+    """A job takes nothing older than what all ranks of an earlier one had in memory, unless a host or an operation failed, or it
+    has rotted."""
+    if any(row.fault.kind not in ("kill", "kill all", "slow", "pause", "term", "term all", ROT_IN_MEMORY)
+           for row in sim.cluster.injected):
         return []
+    rotted = {saved for row in sim.cluster.rots for saved in row.saves}
     found, required = [], None
     for job in sim.jobs:
         run = next((process.own.target.run for process in job.ranks if process.own is not None and process.own.session), None)
         chosen = sim.history.chosen.get(run, required)
-        if required is not None and (chosen is None or save_order(chosen) < save_order(required)):
+        if required is not None and required not in rotted and (chosen is None or save_order(chosen) < save_order(required)):
             found.append(Finding(LOST, f"{job.name} takes {chosen}, though all ranks had {required} in memory"))
         required = max([*([required] if required else []), *common_saves(job)], key=save_order, default=None)
     return found
@@ -412,9 +415,9 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in (
     Scenario("lost ranks", "after a rank has died, the others save what they have", _one_job,
              Training(steps=6, keep=2, rescue=True)),
     Scenario("tier", "a job with a tier in memory is restarted on its host", _in_memory,
-             Training(steps=10, every=6, keep=2, settings=TIER), check_run=_check_memory),
+             Training(steps=10, every=6, keep=2, settings=TIER), check_run=check_memory),
     Scenario("tier of two hosts", "a job with tiers in memory of two hosts is restarted on them", _in_memory,
-             Training(hosts=2, steps=10, every=6, keep=2, settings=TIER), formats=FORMATS[:2], check_run=_check_memory),
+             Training(hosts=2, steps=10, every=6, keep=2, settings=TIER), formats=FORMATS[:2], check_run=check_memory),
     Scenario("a reader", "one process prunes and another one reads", _readers, Training(steps=8, pruned_by_others=True),
              Training(steps=8), ways=("",)),
     Scenario("readers", "one process prunes and another one reads beside a job", _with_reader,

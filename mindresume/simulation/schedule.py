@@ -49,7 +49,7 @@ _PICKS = 24                     # picks are drawn for the first moments at which
 _TICKS = (TICK, TICK, TICK, 0.05, 0.25)
 OUTAGE = "outage"               # every call to the object store fails
 QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE = "quota", "quota of the host", "memory", "kill launcher", "unreadable"
-ROT, ROT_IN_MEMORY = "rot", "rot in memory"
+ROT, ROT_IN_MEMORY = SILENT = "rot", "rot in memory"
 _AMOUNTS = {OUTAGE: (3, 30, 300), QUOTA: (20, 200, 2000), QUOTA_OF_HOST: (20, 200, 2000), MEMORY: (0, 100, 1 << 40),
             UNREADABLE: range(1000), ROT: range(1000), ROT_IN_MEMORY: range(1000)}      # of the faults of few scenarios
 
