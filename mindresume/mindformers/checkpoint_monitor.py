@@ -168,7 +168,7 @@ class CheckpointMonitor(BuiltIn):
         options = SaveOptions(self._root(), self.origin_prefix, asked["save_checkpoint_steps"], asked["save_checkpoint_seconds"],
                               asked["async_save"], self._iterations, self._directory)
         self._checkpoints = manager = CheckpointManager(self.storage, resources.group, context.settings, options, policy,
-                                                        context.emit, resources.pending_load, self._since)
+                                                        context.emit, resources.pending_load, self._since, heartbeat.writing)
         home = run_start.open_directory(manager, context)
         if not self._iterations:
             self._prefix = stem(self.origin_prefix, resources.group.rank, home.suffix)

@@ -53,6 +53,12 @@ def step(number: int) -> None:
         heartbeat.reach(number)
 
 
+def writing(number: int) -> None:
+    """Records the step that a thread in the background begins to write; 0: it has ended. Called by any thread."""
+    for heartbeat in _own:
+        heartbeat.set(writing=number)
+
+
 class FromEvents:
     """Handles the events of a training: sets phases and numbers of the heartbeat. ``output``: output folder of the training."""
 
@@ -79,9 +85,13 @@ def _handle(heartbeat: RankHeartbeat, event: Event) -> None:
         heartbeat.set(resumed=event.step)
     elif isinstance(event, ev.SaveBegun):
         heartbeat.set(begun=event.step)
-        heartbeat.enter(rank_heartbeat.SAVING)
-    elif isinstance(event, ev.SaveWritten):
-        heartbeat.set(written=event.step)
+        if heartbeat.phase != rank_heartbeat.ENDING:        # the last save belongs to the end, as what follows it
+            heartbeat.enter(rank_heartbeat.SAVING)
+    elif isinstance(event, (ev.SaveStaged, ev.SaveWritten, ev.SaveFailed)):
+        if isinstance(event, ev.SaveWritten):
+            heartbeat.set(written=event.step)
+        if heartbeat.phase == rank_heartbeat.SAVING:        # the training thread has done its part
+            heartbeat.enter(rank_heartbeat.TRAINING)
     elif isinstance(event, ev.SaveCommitted) and event.run_id is None:
         heartbeat.set(committed=event.step)
     elif isinstance(event, ev.TrainingEnded):

@@ -48,13 +48,15 @@ class AsyncSaver:
         timeout: seconds for which a save waits for the previous one.
         share: bytes that this rank may take of the memory of its host or container.
         available: returns the bytes that are left now.
+        on_write: called with the step that a thread begins to write, and with 0 once it has ended: by that thread, because the
+            training's can wait in a collective for a rank that has died. Not called for a process.
     """
 
     def __init__(self, target: SaveTarget, policy: Policy | None, kind: str = "thread", budget: int = 0, timeout: float = 600.0,
                  emit: Emit = ignore, share: int = host_memory.UNKNOWN,
-                 available: Callable[[], int] = host_memory.left):
+                 available: Callable[[], int] = host_memory.left, on_write: Callable[[int], None] = lambda step: None):
         self.target, self.policy, self.kind, self.budget, self.timeout, self.emit = target, policy, kind, budget, timeout, emit
-        self.share = share
+        self.share, self.on_write = share, on_write
         self.counts = SaveCounts()
         self._available = available
         self._staging = Staging(shared=kind == "process")
@@ -88,7 +90,7 @@ class AsyncSaver:
             except (OSError, MemoryError) as error:
                 reason = f"no staging memory: {error}"
         if reason is None:
-            self._send(("save", staged), save.step)
+            self._send(("save", staged, *self._announce(save.step)), save.step)
         else:
             self.counts.foreground += 1
             self.emit(SaveNotStaged(save.step, reason))
@@ -163,6 +165,13 @@ class AsyncSaver:
         return next((f"it needs {needed / 2**20:.0f} MiB of staging memory; {what} {limit / 2**20:.0f} MiB"
                      for wanted, limit, what in limits if wanted > limit), None)
 
+    def _announce(self, step: int) -> tuple[Callable[[], None], ...]:
+        """Announces what a thread is going to write. Returns what the thread calls at the end of it."""
+        if self.kind != "thread":
+            return ()
+        self.on_write(step)
+        return (lambda: self.on_write(0),)
+
     # ---- the writer's side -----------------------------------------------------------------------------------------
 
     def _send(self, message: tuple[Any, ...], step: int | None) -> None:
@@ -207,6 +216,8 @@ class AsyncSaver:
 
     def _handle_writer_death(self, reason: str) -> None:
         self._writer, self._polling = None, False
+        if self.kind == "thread":
+            self.on_write(0)
         if self.policy is not None and self._last_saved is not None:        # once: not again if the next writer dies too
             self._uncommitted, self._last_saved = self._last_saved, None
             self.emit(WriterDied(self.kind, reason, self._uncommitted.step))

@@ -1,7 +1,8 @@
 """Runs the writer of a background save: a thread, or a process of its own, that handles the messages of one ``AsyncSaver``.
 
     writer = WRITERS["process"](target, policy, staging, timeout)
-    writer.send(("save", staged))               # or ("commit", outcome), ("recommit", outcome), ("poll",), ("finish", seconds)
+    writer.send(("save", staged))               # or ("commit", outcome), ("recommit", outcome), ("poll",), ("finish", seconds);
+                                                # for a thread ("save", staged, call): it calls ``call()`` once that is written
     writer.receive(timeout)                     # ("outcome", outcome), ("event", event), ("lease_lost", error), ("done", step)
     writer.close()                              # no message follows
 
@@ -48,7 +49,11 @@ def serve(target: SaveTarget, policy: Policy | None, staging: Staging, receive: 
         try:
             if kind == "save":
                 step = values[0].save.step
-                outcome = job.write(staging.unpack(values[0]))
+                try:
+                    outcome = job.write(staging.unpack(values[0]))
+                finally:
+                    for is_written in values[1:]:
+                        is_written()
                 send(("outcome", outcome))
                 job.commit(outcome)
             elif kind == "commit":

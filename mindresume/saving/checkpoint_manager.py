@@ -74,6 +74,7 @@ class CheckpointManager:
         emit: receives the events.
         pending: the load attempt of the checkpoint that was loaded.
         since: time (``time.monotonic``) from which ``every_seconds`` counts; None: now.
+        on_write: receives what a thread in the background writes, see ``AsyncSaver``.
 
     Raises (``step_end``, ``end`` and ``save``):
         SaveError: a save failed and ``on_save_error`` is ``raise``, or ``max_failed_saves`` failed in a row.
@@ -82,10 +83,11 @@ class CheckpointManager:
     """
 
     def __init__(self, storage: Storage, group: Group, settings: Settings, options: SaveOptions, policy: Policy,
-                 emit: Emit = ignore, pending: PendingLoadAttempt | None = None, since: float | None = None):
+                 emit: Emit = ignore, pending: PendingLoadAttempt | None = None, since: float | None = None,
+                 on_write: Callable[[int], None] = lambda step: None):
         self.storage, self.group, self.settings, self.options, self.policy, self.emit = (
             storage, group, settings, options, policy, emit)
-        self.pending = pending or PendingLoadAttempt()
+        self.pending, self.on_write = pending or PendingLoadAttempt(), on_write
         self.outcomes = SaveOutcomes(settings, emit, self._record_outcome)
         self.training_end = TrainingEnd(group, self.outcomes, settings.commit_timeout)
         self.session: SaveSession | None = None
@@ -165,7 +167,7 @@ class CheckpointManager:
         if not kind:
             return SyncSaver(work)
         return AsyncSaver(self.target, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
-                          settings.commit_timeout, self._emit_of_saver, share)
+                          settings.commit_timeout, self._emit_of_saver, share, on_write=self.on_write)
 
     def _emit_of_saver(self, event: Event) -> None:
         """Receives the events of the saver, in any thread."""

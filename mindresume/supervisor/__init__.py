@@ -2,7 +2,7 @@
 
     supervisor.Supervisor ─▶ job.Job: start ─▶ watch ─▶ end          one start of the command
     job          process_table: all descendants of this process, their exit statuses      hang: heartbeats without progress
-    end          job_end: SIGTERM, deadlines, SIGKILL; processes that write checkpoints may finish
+    end          job_end: SIGTERM, deadlines, SIGKILL; open_saves: who may finish a save before
     decision     restart_policy: a pure function of the starts so far ─▶ exit, restart after a delay, or give up with failure_page
     nodes        rendezvous: the supervisors of several nodes start and end one generation together, through files
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mindresume.coordination import rank_heartbeat
 from mindresume.coordination.process_identity import process_namespace
-from mindresume.coordination.rank_heartbeat import ENDED, ENDING, NONE, SAVING, Heartbeat, read_heartbeats
+from mindresume.coordination.rank_heartbeat import ENDED, NONE, Heartbeat, read_heartbeats
 from mindresume.events import PREEMPTED, Emit, HangDetected, JobEnded, JobStarted, RankDied, StartupMeasured
 from mindresume.events.log_lines import end_text
 from mindresume.supervisor import stacks
@@ -30,8 +30,9 @@ from mindresume.supervisor.hang import HangLimits, find_hang
 from mindresume.supervisor.job_end import EndTimes, end_job
 from mindresume.supervisor.log_excerpt import excerpt
 from mindresume.supervisor.members import Ended, Member, Members
+from mindresume.supervisor.open_saves import first_lost_step, may_finish
 from mindresume.supervisor.process_table import RANK, SCHEDULER, WRITER, end_with_parent, shell_status
-from mindresume.supervisor.restart_policy import DIED, EXITED, HANG_STATUS, HUNG, PEER, STOPPED, TERMINATED, StartOutcome
+from mindresume.supervisor.restart_policy import DIED, EXITED, HANG_STATUS, HUNG, TERMINATED, StartOutcome
 from mindresume.supervisor.startup import startup_phases
 
 TICK = 0.2                              # seconds between two looks; the end of a process is noticed at once
@@ -62,7 +63,6 @@ class JobEnd:
         phase: of that rank.
         noticed: ``time.monotonic``.
         log: the last lines of that rank's log that look like its error.
-        unsaved: the step of a save that can never be complete, because that rank died in it.
     """
     kind: str
     status: int
@@ -72,7 +72,6 @@ class JobEnd:
     phase: str = ""
     noticed: float = field(default_factory=time.monotonic)
     log: tuple[str, ...] = ()
-    unsaved: int = NONE
 
 
 class Job:
@@ -168,8 +167,7 @@ class Job:
         self.emit(RankDied(self.number, self.host, member.pid, member.rank, ended.status, phase, _known(step), log))
         who = _name(member.rank)
         status = 1 if ended.status is None else shell_status(ended.status)
-        unsaved = heartbeat.begun if heartbeat and heartbeat.begun > heartbeat.written else NONE
-        return JobEnd(DIED, status, f"{who} {end_text(ended.status)}", False, member.rank, phase, noticed, log, unsaved)
+        return JobEnd(DIED, status, f"{who} {end_text(ended.status)}", False, member.rank, phase, noticed, log)
 
     def _over(self) -> JobEnd | None:
         """Returns the end of the job if the command and all ranks have ended, or a rank has ended and nobody says how."""
@@ -253,13 +251,12 @@ class Job:
     def _end_all(self, end: JobEnd, at_once: Callable[[], bool]) -> tuple[int, ...]:
         """Ends all processes of this start. Returns those that do not end even after SIGKILL."""
         settings = self.settings
-        times = EndTimes(settings.leave if end.leave else settings.kill_after, settings.save, settings.stuck)
+        times = EndTimes(settings.leave if end.leave else settings.kill_after, settings.save, settings.stuck, not end.leave)
 
         def is_saving(member: Member) -> bool:
-            beat = self.heartbeats.get(member.pid)
-            if beat is None or end.kind not in (DIED, PEER, STOPPED):
-                return False
-            return beat.phase == ENDING or beat.phase == SAVING and beat.begun != end.unsaved
+            beat, alive = self.heartbeats.get(member.pid), {other.pid for other in self.members.alive(RANK)}
+            lost = first_lost_step(other for pid, other in self.heartbeats.items() if pid not in alive)
+            return beat is not None and may_finish(beat, lost, end.kind)
         _, left = end_job(self.members, times, self._refresh, is_saving, at_once)
         self._refresh()
         return left

@@ -1,7 +1,8 @@
 """Ends every process of a job, with deadlines.
 
     1. The processes that started the ranks (msrun, the launcher) are stopped: msrun would kill all ranks as soon as one ends.
-    2. SIGTERM to the ranks and what they have started; SIGKILL after ``grace`` seconds, ``save`` seconds for a rank that saves.
+    2. SIGTERM to the ranks and what they have started; SIGKILL ``grace`` seconds later. A rank that saves has ``save`` seconds
+       before that, because SIGTERM ends a process at once that does not handle it.
     3. SIGTERM to the scheduler, which the ranks need until they end, and to all others; those of 1 go on, so that scripts clean
        up. SIGKILL after ``_CLEANUP`` seconds.
     4. Processes that write checkpoints may finish: ``save`` seconds.
@@ -27,10 +28,11 @@ _POLL = 0.05
 @dataclass(frozen=True)
 class EndTimes:
     """Holds seconds. ``grace``: between SIGTERM and SIGKILL. ``save``: for a rank or a process that is saving. ``stuck``: after
-    SIGKILL."""
+    SIGKILL. ``save_first``: a rank that saves gets SIGTERM after its save; else at once, because the signal makes it save."""
     grace: float
     save: float
     stuck: float = 60.0
+    save_first: bool = True
 
 
 def end_job(members: Members, times: EndTimes, refresh: Callable[[], None], is_saving: Callable[[Member], bool],
@@ -53,7 +55,7 @@ class _JobEnd:
         self.members, self.times, self._refresh, self._is_saving, self._at_once = members, times, refresh, is_saving, at_once
         self.ended: list[Ended] = []
         self.left: set[int] = set()
-        self._asked: set[int] = set()               # have received SIGTERM
+        self._asked: dict[int, float] = {}          # {process: when it received SIGTERM}
         self._killed: dict[int, float] = {}         # {process: when it received SIGKILL first}
 
     def run(self) -> tuple[list[Ended], tuple[int, ...]]:
@@ -72,7 +74,7 @@ class _JobEnd:
         for pid in launchers:
             send(pid, signal.SIGTERM)
             send(pid, signal.SIGCONT)
-        self._asked |= launchers
+        self._asked.update(dict.fromkeys(launchers, time.monotonic()))
         self._end(lambda: self._alive(RANK, OTHER, SCHEDULER), _CLEANUP, _CLEANUP)
         self._end(lambda: self._alive(WRITER), self.times.grace, self.times.save)
         self._end(self._alive, 0.0, 0.0)            # whatever came meanwhile
@@ -85,16 +87,24 @@ class _JobEnd:
         """Ends the members that ``alive`` returns, until it returns none."""
         began = time.monotonic()
         while left := alive():
-            now = time.monotonic()
+            now, saving = time.monotonic(), self._saving(left)
             for member in left:
-                if member.pid not in self._asked and member.role != WRITER:
-                    self._asked.add(member.pid)
+                is_saving = member.pid in saving
+                is_over = now - began >= (max(grace, save) if is_saving else grace)
+                if member.pid not in self._asked and member.role != WRITER and (
+                        is_over or not (is_saving and self.times.save_first)):
+                    self._asked[member.pid] = now
                     send(member.pid, signal.SIGTERM)
-                is_saving = member.role == WRITER or member.role == RANK and self._is_saving(member)
-                patience = max(grace, save) if is_saving else grace
-                if now - began >= patience or self._at_once():
+                if not is_saving:                               # it can have been asked late, after its save
+                    is_over = now - max(began, self._asked.get(member.pid, began)) >= grace
+                if is_over or self._at_once():
                     send(member.pid, signal.SIGKILL)
                     if now - self._killed.setdefault(member.pid, now) > self.times.stuck:
                         self.left.add(member.pid)
             self.ended += self.members.wait(_POLL)
             self._refresh()
+
+    def _saving(self, left: list[Member]) -> set[int]:
+        """Returns the processes that may finish a save: writers, ranks, and what these ranks have started."""
+        ranks = [member.pid for member in left if member.role == RANK and self._is_saving(member)]
+        return {member.pid for member in left if member.role == WRITER}.union(ranks, *map(self.members.below, ranks))

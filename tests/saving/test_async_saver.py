@@ -1,6 +1,7 @@
 """Saving behind the training, in a thread and in a process: nothing torn, nothing silent, no memory beyond one buffer."""
 import os
 import signal
+import threading
 import time
 
 import ml_dtypes
@@ -20,7 +21,7 @@ from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.saving.staging import Staging
-from mindresume.saving.sync_saver import ExtraWeights, Outcome, Save
+from mindresume.saving.sync_saver import ExtraWeights, Outcome, Save, SaveJob
 from mindresume.simulation.cluster import Cluster, current_cluster, current_process
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.runtime_fakes import use_cluster
@@ -236,6 +237,56 @@ class KillableWriter:
 
     def end(self):
         return "killed"
+
+
+class Written:
+    """Receives what a saver writes in the background."""
+
+    def __init__(self):
+        self.steps, self.over = [], threading.Event()
+
+    def __call__(self, step):
+        self.steps.append(step)
+        if not step:
+            self.over.set()
+
+
+def test_a_thread_tells_that_it_has_written_although_the_training_does_not_ask(tmp_path):
+    written = Written()
+    saver = saver_in(tmp_path, "thread", on_write=written)
+    saver.save(Save(shard(5)))
+    assert written.over.wait(PATIENCE) and written.steps == [5, 0]
+    saver.finish(PATIENCE)
+    assert steps(tmp_path) == [5]
+
+
+def test_a_thread_tells_the_end_of_a_save_that_failed(tmp_path, monkeypatch):
+    written = Written()
+    saver = saver_in(tmp_path, "thread", on_write=written)
+    monkeypatch.setattr(SaveJob, "write", lambda job, save: 1 / 0)
+    saver.save(Save(shard(5)))
+    assert written.over.wait(PATIENCE) and written.steps == [5, 0]
+    assert [outcome.saved for outcome in saver.finish(PATIENCE)] == [False]
+
+
+def test_the_death_of_a_writing_thread_is_the_end_of_its_save(tmp_path, monkeypatch):
+    monkeypatch.setitem(background_writer.WRITERS, "thread", KillableWriter)
+    monkeypatch.setattr(KillableWriter, "silent", True)
+    written = Written()
+    saver = saver_in(tmp_path, "thread", on_write=written)
+    saver.save(Save(shard(5)))
+    assert written.steps == [5]
+    saver._writer.running = False
+    saver.poll()
+    assert written.steps == [5, 0]
+
+
+def test_what_a_process_writes_is_no_work_of_this_one(tmp_path):
+    written = Written()
+    saver = saver_in(tmp_path, "process", on_write=written)
+    saver.save(Save(shard(5)))
+    saver.finish(PATIENCE)
+    assert written.steps == []
 
 
 @pytest.mark.parametrize("budget", [0, 1])              # 1: written in the training, committed by the writer

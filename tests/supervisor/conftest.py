@@ -63,19 +63,19 @@ class Supervised:
     def start(self, program, *options, ranks=2, command=None, **environment):
         """Starts ``program``, text of Python, on ``ranks`` ranks; or ``command``."""
         (self.folder / "rank.py").write_text(PREAMBLE + program)
-        errors = open(self.folder / "stderr", "w")          # noqa: SIM115  the command keeps it
+        out, errors = (open(self.folder / name, "w") for name in ("stdout", "stderr"))      # noqa: SIM115  the command keeps them
         command = command or [sys.executable, "msrun.py", str(ranks), "rank.py"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "mindresume", "run", "--json", *options, "--", *command], cwd=self.folder, text=True,
-            stdout=subprocess.PIPE, stderr=errors,
+            stdout=out, stderr=errors,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
         return self
 
     def wait(self):
         """Returns (exit status, events); nothing of the job is left."""
-        out, _ = self.process.communicate(timeout=LIMIT)
+        self.process.wait(timeout=LIMIT)
         self.wait_until(lambda: not self.processes())
-        return self.process.returncode, [json.loads(line) for line in out.splitlines()]
+        return self.process.returncode, self.events()
 
     def run(self, program, *options, **more):
         return self.start(program, *options, **more).wait()
@@ -93,6 +93,11 @@ class Supervised:
         while not condition():
             assert time.monotonic() < deadline, f"in vain; processes: {self.processes()}, {self.errors()}"
             time.sleep(0.02)
+
+    def events(self):
+        """Returns the events so far."""
+        lines = (self.folder / "stdout").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def errors(self):
         return (self.folder / "stderr").read_text()
@@ -116,7 +121,6 @@ class Supervised:
                 continue
         if self.process:
             self.process.wait()
-            self.process.stdout.close()
 
 
 @pytest.fixture

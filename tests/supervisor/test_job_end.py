@@ -86,6 +86,24 @@ def test_a_rank_that_saves_and_a_writer_have_more_time(end):
     assert members.order(KILL) == [4, 5, 8] and 40 < spent < 43 and 8 not in members.order(TERM)
 
 
+def test_a_rank_that_saves_gets_sigterm_after_its_save(end):
+    """It may not handle the signal. What it has started is let alone as long."""
+    members = FakeMembers({4: (RANK, 0, BOTH), 5: (RANK, 0, (KILL,)), 6: (OTHER, 5, BOTH)})
+    calls = []
+
+    def is_saving(member):
+        calls.append(member.pid)
+        return member.pid == 5 and len(calls) < 60
+    _, _, spent = end(members, is_saving=is_saving)
+    assert members.order(TERM) == [4, 5, 6]
+    assert members.order(KILL) == [5] and 3 < spent < 5
+
+
+def test_after_a_signal_a_rank_that_saves_is_asked_at_once(end):
+    members = FakeMembers({4: (RANK, 0, BOTH), 5: (RANK, 0, BOTH)})
+    assert end(members, EndTimes(60.0, 20.0, 60.0, save_first=False), is_saving=lambda member: True)[2] < 1
+
+
 def test_after_a_signal_a_rank_that_saves_has_no_less_time_than_the_others(end):
     members = FakeMembers({4: (RANK, 0, (KILL,)), 5: (RANK, 0, (KILL,))})
     _, _, spent = end(members, EndTimes(60.0, 20.0, 60.0), is_saving=lambda member: member.pid == 5)

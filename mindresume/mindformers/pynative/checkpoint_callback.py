@@ -53,7 +53,7 @@ class RunSaver:
                               samples_in_common=hasattr(run.trainer.state, "consumed_samples"))
         self._run = run
         self.manager = CheckpointManager(PosixStorage(), context.group, settings, options, policy, context.emit,
-                                         context.resources.pending_load, self._since)
+                                         context.resources.pending_load, self._since, heartbeat.writing)
         run_start.open_directory(self.manager, context)
         shapes = {name: shape for name, (shape, _) in parameters.shapes_of(self._parameters(model, optimizer)).items()}
         self._layouts = parameters.layouts_of(model, self._optimizer(optimizer), shapes, context.group.size,

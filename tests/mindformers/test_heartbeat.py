@@ -1,0 +1,43 @@
+"""mindformers/heartbeat.py: which phase and which numbers a rank has after the events of its training."""
+import pytest
+
+from mindresume import events as ev
+from mindresume.coordination.rank_heartbeat import ENDING, SAVING, TRAINING, RankHeartbeat, read_heartbeat
+from mindresume.mindformers import heartbeat
+
+
+@pytest.fixture
+def seen(tmp_path, monkeypatch):
+    """Returns a function that handles events and returns the heartbeat as a supervisor sees it."""
+    own = RankHeartbeat(str(tmp_path / "process_1.heartbeat"))
+    monkeypatch.setattr(heartbeat, "_own", [own])
+    handler = heartbeat.FromEvents(0, str(tmp_path))
+
+    def handle(*events):
+        for event in events:
+            handler.handle(event, 0.0)
+        return read_heartbeat(own.path)
+    return handle
+
+
+@pytest.mark.parametrize("end", [ev.SaveStaged(10, "name", 0.1), ev.SaveWritten(10, 1, 0.1), ev.SaveFailed(10, "no space", 1)])
+def test_the_phase_saving_lasts_as_long_as_the_training_thread_saves(seen, end):
+    """The end of a step can be a collective, in which a rank that has saved waits for one that has died."""
+    heartbeat.step(9)
+    assert seen(ev.SaveBegun(10)).phase == SAVING
+    assert seen(end).phase == TRAINING
+
+
+def test_the_last_save_belongs_to_the_end_of_the_training(seen):
+    """Its uploads have no limit as short as that of a step."""
+    heartbeat.enter(ENDING)
+    assert seen(ev.SaveBegun(10)).phase == ENDING
+    found = seen(ev.SaveWritten(10, 1, 0.1))
+    assert (found.phase, found.begun, found.written) == (ENDING, 10, 10)
+
+
+def test_what_a_thread_writes(seen):
+    heartbeat.writing(10)
+    assert seen().writing == 10
+    heartbeat.writing(0)
+    assert seen().writing == 0
