@@ -22,7 +22,7 @@ from mindresume.coordination.collectives import Group, SingleProcess, run_on_ran
 from mindresume.errors import ConfigError, EngineError
 from mindresume.events.log_lines import texts_into
 from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE
-from mindresume.formats.huggingface import CONTIGUOUS, INTERLEAVED, model_from_config
+from mindresume.formats.huggingface import model_from_config
 from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.file_record import FORMATS
@@ -31,7 +31,7 @@ from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import BUFFERS, Traffic
 from mindresume.reshard.engines import ENGINES, engine_for, tile_for, writer
 from mindresume.reshard.huggingface import read_config
-from mindresume.reshard.huggingface_export import KEEP, Export, to_huggingface, verify_composed
+from mindresume.reshard.huggingface_export import KEEP, Export, orders_in, to_huggingface, verify_composed
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.range_reader import COMPOSED_MEMORY
 from mindresume.reshard.replica_check import check_replicas
@@ -176,7 +176,7 @@ def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: 
 
 
 def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP, max_shard_size_bytes: int = MAX_SHARD_BYTES,
-              contiguous_attention: bool = False, contiguous_mlp: bool = False, step: int | None = None,
+              contiguous_attention: bool | None = None, contiguous_mlp: bool | None = None, step: int | None = None,
               strategy: Path | None = None, workers: int = 2, memory_limit_bytes: int | None = None, dry_run: bool = False,
               progress: Progress = SILENT, group: Group = ALONE) -> ConversionResult:
     """Writes the weights of a checkpoint as a Hugging Face folder: Qwen3, Qwen3-MoE, DeepSeek-V3, TeleChat3.
@@ -191,8 +191,9 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
             into ``dst``, with the dtype of the new weights.
         dtype: "bfloat16", "float32" or "keep". float32 is rounded to bfloat16 to the nearest, ties to even.
         max_shard_size_bytes: Most bytes of tensors in one file.
-        contiguous_attention: Whether the model was trained with ``use_contiguous_weight_layout_attention: True``.
-        contiguous_mlp: Whether the model was trained with ``use_interleaved_weight_layout_mlp: False``.
+        contiguous_attention: Whether the model was trained with ``use_contiguous_weight_layout_attention: True``. None: as the
+            checkpoint records it; False if it does not.
+        contiguous_mlp: Whether the model was trained with ``use_interleaved_weight_layout_mlp: False``. None: as above.
         step: As for ``convert``.
         strategy: As for ``convert``.
         workers: Threads.
@@ -206,16 +207,16 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
 
     Raises:
         LoadError: A tensor that the model needs is missing or has another shape, or no rule applies to a tensor.
-        ConfigError: ``config`` is missing, or its model has no rules.
+        ConfigError: ``config`` is missing, or its model has no rules; or the checkpoint records another order.
         MindResumeError: As for ``convert``.
     """
     storage = PosixStorage()
     document, path = read_config(storage, os.fspath(config))
-    attention, mlp = (CONTIGUOUS if given else INTERLEAVED for given in (contiguous_attention, contiguous_mlp))
-    model = model_from_config(document, path, attention, mlp)
+    model_from_config(document, path)               # refuses it before the checkpoint is opened
     limit = None if memory_limit_bytes is None else memory_limit_bytes * BUFFERS // (BUFFERS + COMPOSED_MEMORY)
     tile = tile_for(limit, workers)
     with opened(src, step, strategy, hold=not dry_run) as source:
+        model = model_from_config(document, path, *orders_in(source, contiguous_attention, contiguous_mlp))
         job = to_huggingface(source, model, dtype, max_shard_size_bytes, document)
         notes, traffic = [*source.notes], Traffic()
         conversion = Export(storage, job, os.fspath(dst), texts_into(notes), config=document)

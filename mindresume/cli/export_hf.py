@@ -12,7 +12,7 @@ from mindresume.cli.launch import TIMEOUT, Timeout, launched_group
 from mindresume.errors import ConfigError
 
 DTYPES = ("bfloat16", "float32", "keep")
-_CONTIGUOUS_HELP = "The model was trained with {}."
+_CONTIGUOUS_HELP = "The model was trained with {}. Only needed if the checkpoint does not record it: mindformers' own."
 
 
 @app.command("export-hf")
@@ -45,7 +45,8 @@ def export_hf(src: Src, dst: Dst,
         with progress_bar("exporting", json or dry_run or group.rank > 0) as progress:
             result = conversion.export_hf(
                 src, dst, config=config, dtype=dtype, max_shard_size_bytes=bytes_of(part, "--max-shard-size"),
-                contiguous_attention=contiguous_attention, contiguous_mlp=contiguous_mlp, step=step, strategy=strategy,
-                workers=workers, memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress, group=group)
+                contiguous_attention=contiguous_attention or None, contiguous_mlp=contiguous_mlp or None, step=step,
+                strategy=strategy, workers=workers, memory_limit_bytes=memory_of(memory), dry_run=dry_run, progress=progress,
+                group=group)
         if group.rank == 0:
             show(result, json)

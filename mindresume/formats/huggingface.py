@@ -26,6 +26,7 @@ CONFIG = "config.json"
 DENSE, EXPERTS = "qwen3", "qwen3_moe"                   # model_type
 INTERLEAVED, CONTIGUOUS = "interleaved", "contiguous"
 ORDERS = (INTERLEAVED, CONTIGUOUS)
+ATTENTION_KEY, MLP_KEY = "use_contiguous_weight_layout_attention", "use_interleaved_weight_layout_mlp"       # of mindformers
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 HF_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FC1, QKV = "linear_fc1", "linear_qkv"

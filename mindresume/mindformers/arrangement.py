@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindresume.errors import ConfigError
+from mindresume.formats.huggingface import ATTENTION_KEY as ATTENTION
+from mindresume.formats.huggingface import MLP_KEY as MLP
 from mindresume.mindformers import adapter
 from mindresume.mindformers.training_context import ResumePlan
 
-ATTENTION, MLP = "use_contiguous_weight_layout_attention", "use_interleaved_weight_layout_mlp"
 DEFAULTS = {ATTENTION: False, MLP: True}
 
 

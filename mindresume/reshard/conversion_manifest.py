@@ -26,11 +26,13 @@ class ConversionManifest:
         what: describes the source.
         files: with sizes and checksums; paths relative to the folder.
         tensors: {name: checksum}, for consolidated weights only.
+        arrangement: as in ``TrainingState``, for consolidated weights.
     """
     fingerprint: str
     what: str
     files: tuple[FileRecord, ...]
     tensors: Mapping[str, str]
+    arrangement: tuple[tuple[str, bool], ...] = ()
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ConversionManifest:
@@ -42,7 +44,10 @@ class ConversionManifest:
             raise RecordError(f"conversion: tensors is {tensors!r}"[:200] + ", expected a checksum of each")
         for name, checksum in tensors.items():
             expect_checksum(checksum, f"conversion: tensor {name}")
-        return cls(value["fingerprint"], value["what"], tuple(map(_file, rows)), tensors)
+        arrangement = value.get("arrangement", {})
+        if not isinstance(arrangement, dict) or not all(isinstance(flag, bool) for flag in arrangement.values()):
+            raise RecordError(f"conversion: arrangement is {arrangement!r}"[:200] + ", expected true or false for each key")
+        return cls(value["fingerprint"], value["what"], tuple(map(_file, rows)), tensors, tuple(arrangement.items()))
 
 
 def _file(row: Any) -> FileRecord:

@@ -242,6 +242,8 @@ class Conversion:
                  "files": rows}
         if not self.plan.shards:
             value["tensors"] = {name: checksum for found in sums.values() for name, checksum in found.tensors.items()}
+            if self.plan.source.arrangement:
+                value["arrangement"] = self.plan.source.arrangement
         publish(self.storage, os.path.join(self.work, CONVERSION), [encode_head(value, LIMIT)], self.plan.run)
         remove_tree(self.storage, os.path.join(self.work, "done"))
         if self.storage.status(self.scratch) is not None:

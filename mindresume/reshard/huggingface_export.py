@@ -15,7 +15,17 @@ import xxhash
 
 from mindresume.errors import ConfigError, LoadError
 from mindresume.formats.consolidated import HUGGINGFACE
-from mindresume.formats.huggingface import CONFIG, HEAD, QUANTIZATION, Model, check_contiguous_order
+from mindresume.formats.huggingface import (
+    ATTENTION_KEY,
+    CONFIG,
+    CONTIGUOUS,
+    HEAD,
+    INTERLEAVED,
+    MLP_KEY,
+    QUANTIZATION,
+    Model,
+    check_contiguous_order,
+)
 from mindresume.formats.huggingface_rules import Rule, copies, inverse_rules, rules
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated
@@ -31,6 +41,23 @@ from mindresume.storage.atomic_publish import publish_json
 KEEP = "keep"                                       # the stored dtype
 DTYPES = ("bfloat16", "float32", KEEP)              # what an export can write
 _PREDICTION = "mtp.layers."
+
+
+def orders_in(source: OpenCheckpoint, contiguous_attention: bool | None, contiguous_mlp: bool | None) -> tuple[str, str]:
+    """Returns the orders of linear_qkv and of linear_fc1: as the checkpoint records them, else as given, else mindformers'
+    defaults. Latent attention has no linear_qkv, and records none.
+
+    Raises:
+        ConfigError: The checkpoint records another order than the given one.
+    """
+    recorded, found = source.arrangement, []
+    for key, given, when in ((ATTENTION_KEY, contiguous_attention, True), (MLP_KEY, contiguous_mlp, False)):
+        known = recorded[key] is when if key in recorded else None
+        if known is not None and given is not None and given is not known:
+            raise ConfigError(f"{source.what}: the model was trained with {key}: {recorded[key]}, as the checkpoint records, and "
+                              f"the export was asked to read the order of {key}: {when is given}. Leave the order out")
+        found.append(CONTIGUOUS if (known if given is None else given) else INTERLEAVED)
+    return found[0], found[1]
 
 
 def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes: int, config: Mapping[str, Any] | None = None
@@ -60,7 +87,8 @@ def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes:
     back |= {name: back[other] for name, other in copies(model).items()}
     view = translated(inner, back, {} if dtype == KEEP else {name: "float32" if rule.float32 else dtype
                                                               for name, rule in back.items()})
-    plan = to_consolidated(replace(source, weights=view), HUGGINGFACE, part_bytes)
+    state = replace(source.state, arrangement=()) if source.state is not None else None      # of tensors that it has no more
+    plan = to_consolidated(replace(source, weights=view, state=state, made=None), HUGGINGFACE, part_bytes)
     wanted = json.dumps([plan.fingerprint, repr(replace(model, source=CONFIG)), config], sort_keys=True)
     files = tuple(replace(file, metadata={"format": "pt"}) for file in plan.files)   # transformers refuses any other
     return replace(plan, files=files, fingerprint=xxhash.xxh3_128_hexdigest(wanted.encode()),

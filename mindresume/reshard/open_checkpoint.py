@@ -73,6 +73,11 @@ class OpenCheckpoint:
     made: ConversionManifest | None = None
 
     @property
+    def arrangement(self) -> dict[str, bool]:
+        """How the network that wrote the checkpoint orders the elements within its tensors; empty if unknown."""
+        return dict(self.state.arrangement if self.state is not None else self.made.arrangement if self.made is not None else ())
+
+    @property
     def is_iteration(self) -> bool:
         """Whether it is an iteration folder of Checkpoint 2.0, whose counters are in ``common.json``."""
         return self.candidate is not None and bool(self.candidate.iteration_dir)
@@ -250,6 +255,7 @@ def open_consolidated(storage: Storage, path: str, step: int | None = None) -> O
         if found.kind != FILE:
             check_names(made, found.root, found.tensors)
         weights = replace(weights, checksum=lambda rank, name: made.tensors.get(name))
+        state = replace(state, arrangement=made.arrangement) if state is not None else None
     return OpenCheckpoint(weights, state, None, [file_identity(storage, p) for p in paths],
                   f"{path}, consolidated weights{'' if state is None else f' of step {state.step}'}",
                   None if found.kind == FILE else found.root, notes=found.notes, made=made)

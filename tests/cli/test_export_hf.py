@@ -1,13 +1,18 @@
 """``mindresume export-hf``: the folder that it writes, its output, and its refusals."""
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from formats.test_huggingface import GROUPED, assemble
+from reshard.plans import Plan, Spec, recorded
 from reshard.test_huggingface import complete, document, everything, put
 
+import mindresume
+from mindresume.errors import ConfigError
+from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
 from mindresume.formats.huggingface_rules import rules, shapes
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.storage.posix import PosixStorage
@@ -101,6 +106,36 @@ def test_contiguous_orders(call, config, tmp_path):
     qkv, fc1 = (given[f"decoder.layers.0.{name}.weight"] for name in ("self_attention.linear_qkv", "mlp.linear_fc1"))
     np.testing.assert_array_equal(found["model.layers.0.self_attn.k_proj.weight"], qkv[48:72])
     np.testing.assert_array_equal(found["model.layers.0.mlp.up_proj.weight"], fc1[12:])
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_the_orders_are_those_that_the_checkpoint_records(call, config, tmp_path, merged):
+    given = assemble(rules(GROUPED), {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in
+                                      shapes(rules(GROUPED)).items()})
+    (config / "config.json").write_text(json.dumps(document(GROUPED)), encoding="utf-8")
+    one, source = Plan(model=tuple((name, Spec(array.shape, None, "first")) for name, array in given.items())), {}
+    for name, contiguous in (("contiguous", True), ("default", False)):
+        source[name] = tmp_path / name
+        recorded(source[name], one, given, arrangement={ATTENTION_KEY: contiguous, MLP_KEY: not contiguous})
+        if merged:
+            source[name] = tmp_path / f"merged {name}"
+            mindresume.merge(tmp_path / name, source[name])
+
+    def exported(name, *flags):
+        assert call(source[name], tmp_path / "hf", "--config", config, *flags)[0] == 0
+        found = everything(open_checkpoint(PosixStorage(), str(tmp_path / "hf")).weights)
+        shutil.rmtree(tmp_path / "hf")
+        return (found["model.layers.0.self_attn.k_proj.weight"].tobytes() == qkv[48:72].tobytes(),
+                found["model.layers.0.mlp.up_proj.weight"].tobytes() == fc1[12:].tobytes())
+    qkv, fc1 = (given[f"decoder.layers.0.{name}.weight"] for name in ("self_attention.linear_qkv", "mlp.linear_fc1"))
+    assert exported("contiguous") == exported("contiguous", "--contiguous-attention") == (True, True)
+    assert exported("default") == (False, False)
+    for flag, key in (("--contiguous-attention", ATTENTION_KEY), ("--contiguous-mlp", MLP_KEY)):
+        status, out, err = call(source["default"], tmp_path / "hf", "--config", config, flag)
+        assert status == 2 and not out and key in err and not (tmp_path / "hf").exists()
+    for given_order in ({"contiguous_attention": False}, {"contiguous_mlp": False}):
+        with pytest.raises(ConfigError, match="as the checkpoint records"):
+            mindresume.export_hf(source["contiguous"], tmp_path / "hf", config=config, **given_order)
 
 
 def test_damage_leaves_nothing(call, config, tmp_path):

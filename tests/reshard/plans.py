@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -213,14 +213,16 @@ def foreign(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors", 
 
 def recorded(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors", dedup: bool = False, layouts: bool = True,
              extra: Tensors = COUNTERS, unnamed: Collection[str] = (),
-             others: Mapping[int, Tensors] = MappingProxyType({})) -> Candidate:
+             others: Mapping[int, Tensors] = MappingProxyType({}), arrangement: Mapping[str, bool] = MappingProxyType({})
+             ) -> Candidate:
     """Writes a checkpoint as our store does. ``layouts`` False: as a data-parallel job, which has no strategy; ``unnamed``:
     without layouts of these. ``others``: tensors of single ranks."""
     shapes = {name: array.shape for name, array in tensors.items()}
     for rank in range(plan.world_size):
         known = {name: (layout, shapes[name]) for name, layout in plan.layouts(rank).items() if layouts and name not in unnamed}
         held = shard_file(plan, others.get(rank, tensors), rank, dedup, extra)
-        shard = rank_shard(name_of(rank, STEP, 0, fmt), state_of(STEP), held, known,
+        state = replace(state_of(STEP), arrangement=tuple(arrangement.items()))
+        shard = rank_shard(name_of(rank, STEP, 0, fmt), state, held, known,
                            metadata={"format": "ms", "remove_redundancy": str(dedup)})
         write_shard(target_of(root, rank, plan.world_size), shard, clock=lambda: 1000.0)
     committer = Committer(target_of(root, 0, plan.world_size, RUN))
