@@ -85,9 +85,10 @@ class Training(Log):
     def fresh(self, at: float) -> Training:
         return self.event(at, ev.FreshStart("./output/checkpoint", "does not exist", "are initialised at random"))
 
-    def resume(self, at: float, step: int, run: str | None, after: int | None = None, scale: float = 1.0) -> Training:
+    def resume(self, at: float, step: int, run: str | None, after: int | None = None, scale: float = 1.0, source: str = "disk"
+               ) -> Training:
         """``after``: the step after which it counts on, if that is another one."""
-        self.event(at, ev.CheckpointSelected(step, 1, run, "./output/checkpoint", "1 rank, every byte verified"))
+        self.event(at, ev.CheckpointSelected(step, 1, run, "./output/checkpoint", "1 rank, every byte verified", source=source))
         return self.event(at, ev.ProgressRestored(step if after is None else after, 0, step, scale))
 
     def run(self, at: float, run: str) -> Training:
@@ -128,3 +129,34 @@ def two_attempts() -> Training:
     training.start(40).event(41, ev.CandidateRefused(8, "the save never completed: no rank recorded what they wrote"))
     training.resume(41, 5, RUNS[0]).run(42, RUNS[1]).loss(50, 6, 5.94, 8).steps(50, 7, 10).save(54.5, 10)
     return training.over(55)
+
+
+def history(attempts: int = 3, background: bool = True, every: int = 20, steps: int = 110, start: float = 30, down: float = 40,
+            finished: bool = False, memory: int = 0, sources: str = "") -> Training:
+    """Returns a training whose attempts each do ``steps`` steps of 2 s and fail 10 steps after a save; a save stops it for
+    0.5 s. It starts in ``start`` seconds, ``down`` seconds after a failure. ``memory``: steps between two saves in memory, which
+    stop it for 0.1 s; ``sources``: a letter for each attempt but the first: m, it resumes from memory; d, from the disk."""
+    training, at, step, copied = Training(), 0.0, 0, 0
+    for number in range(attempts):
+        training.start(at)
+        source = "memory" if number and sources[number - 1:number] == "m" else "disk"
+        step = copied if source == "memory" else step
+        training.fresh(at + 1) if not number else training.resume(at + 1, step, RUNS[number - 1], source=source)
+        training.run(at + 2, RUNS[number])
+        now, base = at + start, step
+        for done in range(base + 1, base + steps + 1):
+            now += 2
+            training.loss(now, done, 4.0, 2.0)
+            if memory and done % memory == 0:
+                now, copied = now + 0.1, done
+                training.event(now, ev.TierSaved(done, 13_000_000, 0.1, 0.3))
+            if done % every == 0:
+                now, step = now + 0.5, done
+                training.event(now - 0.5, ev.SaveBegun(done))
+                if background:
+                    training.event(now, ev.SaveStaged(done, "x", 0.5))
+                training.event(now + (5 if background else 0), ev.SaveWritten(done, 13, 5.5 if background else 0.5, 0.5))
+        if finished and number == attempts - 1:
+            training.over(now + 1)
+        at = now + down
+    return training

@@ -2,7 +2,8 @@
 
     log_discovery.py, event_log.py ─▶ logs and event files     log_parser.py ─▶ lines of mindformers     runs.py ─▶ run attempts
     losses.py the measured loss curve, thinned for drawing     accounting.py steps, seconds and goodput
-    failure_rate.py, save_interval.py the mathematics of an advice     advice.py measures and advises     advise.py for a folder
+    failure_rate.py, save_interval.py the mathematics of an advice     measurement.py ─▶ advice.py ─▶ advice_text.py
+    advise.py an advice for a folder
     recoveries.py the phases of each recovery
     checkpoint_state.py the checkpoints on disk     chart.py, page.py the page     builder.py builds the report
 

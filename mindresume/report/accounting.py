@@ -134,6 +134,11 @@ def _account(attempt: RunAttempt, limit: float, next_start: float | None) -> Att
         stalled = min(max(save.stall_seconds, 0.0), seconds[kind])
         seconds[kind] -= stalled
         saving += stalled
+    for save in attempt.memory_saves:
+        kind = "unknown" if "unknown" in seconds else "lost" if save.step > limit else "productive"
+        stalled = min(max(save.stall_seconds, 0.0), seconds[kind])
+        seconds[kind] -= stalled
+        saving += stalled
     return AttemptAccount(attempt, min(limit, attempt.last_step or 0), done, lost, Seconds(**seconds, saving=saving),
                           tuple(span for span in spans if span.end > span.begin))
 

@@ -1,67 +1,30 @@
-"""Advises how often a training should save, from what its event files and logs have measured.
+"""Advises how often a training should save to each tier, from what its event files and logs have measured.
 
     advice = mindresume.advise("output")
     advice.failures, advice.tiers[0].steps_now, advice.tiers[0].steps_advised, advice.change
 
-    accounts of the attempts ─▶ measure: stall and write of the saves, steps, failures, restarts ─▶ Measured
-    Measured ─▶ advice_from: failure_rate, save_interval ─▶ Advice
+    measurement: Measured ─▶ advice_from: failure_rate, save_interval ─▶ Advice
 
-Stalls, writes and restarts are medians, so that one save on a busy disk, or a restart that waited for a person, does not decide.
 Every number of the future assumes that the training goes on as it did: the same size of the job, the same disk, the same rate of
 failures.
 """
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from mindresume.api.results import Result
-from mindresume.errors import MindResumeError
-from mindresume.events import FAILED
-from mindresume.report.accounting import AttemptAccount
-from mindresume.report.failure_rate import FailureRate
-from mindresume.report.recoveries import recoveries_of
-from mindresume.report.save_interval import Tier, best_interval, goodput, shares
+from mindresume.events import DISK, MEMORY
+from mindresume.report.failure_rate import FailureRate, PartRate
+from mindresume.report.measurement import Measured, TierCosts
+from mindresume.report.save_interval import Tier, best_interval, goodput
 
 SHARE = 0.9                     # probability of the ranges
 BOUND = 0.95                    # probability of the bound without a failure
-RECENT = 50                     # newest saves that count: the disk and the settings of today
 ENOUGH = 0.05                   # an interval that loses less than this more than the best one is as good
-DISK = "disk"
-
-
-class TooLittleMeasuredError(MindResumeError):
-    """The event files and logs of a training do not tell what an advice needs."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Holds what an advice is computed from.
-
-    Attributes:
-        step_seconds: of an ordinary step.
-        tiers: where saves go to, with what they cost.
-        saves: number of saves that were measured.
-        is_background: the disk is written while the training continues.
-        load_seconds: of selecting, verifying and loading; None: not measured.
-        restarts: number of restarts that were measured; 0: the restart of a tier is only the time of a start.
-        rate: failures after a first step, and the time of training in which they happened.
-        failed_starts: starts that failed before their first step; they lengthen restarts, and count there.
-        steps_now: {name of a tier: steps between two saves in the latest attempt that tells}.
-    """
-    step_seconds: float
-    tiers: tuple[Tier, ...]
-    saves: int
-    is_background: bool
-    load_seconds: float | None
-    restarts: int
-    rate: FailureRate
-    failed_starts: int
-    steps_now: dict[str, int]
+KEYS = {DISK: ("save_checkpoint_steps", "the CheckpointMonitor of callbacks"),
+        MEMORY: ("every_steps", "memory_tier of mindresume")}
 
 
 @dataclass(frozen=True)
@@ -69,10 +32,18 @@ class TierAdvice(Result):
     """Advises how often to save to one tier.
 
     Attributes:
-        name: "disk".
+        name: "memory" or "disk".
+        saves: Number of saves that were measured; 0: the costs are assumed.
         stall_seconds: The training waits so long for a save (median).
-        write_seconds: A save in the background takes so long until it is durable (median); 0 if the training waits for it.
+        write_seconds: A save in the background takes so long until it counts (median); 0 if the training waits for it.
+        restarts: Number of restarts from this tier that were measured; 0: ``restart_seconds`` is that of another tier, or of a
+            start.
         restart_seconds: From the end of a failed attempt to the first new step (median).
+        load_seconds: Median time of selecting, verifying and loading; None if it was not measured.
+        failures: Number of failures that this tier served; those that do not tell are not counted.
+        seconds_between_failures: Expected time of training between two failures that this tier serves; None without a failure.
+        seconds_between_failures_low: With 90 % probability at least this; without a failure, with 95 %.
+        seconds_between_failures_high: With 90 % probability at most this; None without a failure.
         steps_now: Steps between two saves in the latest attempt; None if it has too few saves to tell.
         seconds_now: The same in seconds of training.
         steps_advised: Steps between two saves that lose the least time; None without a failure.
@@ -82,9 +53,16 @@ class TierAdvice(Result):
         is_limited_by_write: The write in the background takes longer than the best interval by failures; the write decides.
     """
     name: str
+    saves: int
     stall_seconds: float
     write_seconds: float
+    restarts: int
     restart_seconds: float
+    load_seconds: float | None
+    failures: int
+    seconds_between_failures: float | None
+    seconds_between_failures_low: float
+    seconds_between_failures_high: float | None
     steps_now: int | None
     seconds_now: float | None
     steps_advised: int | None
@@ -96,34 +74,31 @@ class TierAdvice(Result):
 
 @dataclass(frozen=True)
 class Advice(Result):
-    """Holds an advice on the interval between saves.
+    """Holds an advice on the intervals between saves.
 
     Attributes:
         output: The output folder of the training.
         step_seconds: Duration of an ordinary step (median).
-        saves: Number of saves that were measured.
         is_background: Whether the disk is written while the training continues.
-        load_seconds: Median time of selecting, verifying and loading; None if it was not measured.
-        restarts: Number of restarts that were measured; 0: ``restart_seconds`` is only the time of a start.
         failures: Number of failures after a first step.
         training_seconds: Time of training in which they happened.
         seconds_between_failures: Expected time of training between two failures; None without a failure.
         seconds_between_failures_low: With 90 % probability at least this; without a failure, with 95 %.
         seconds_between_failures_high: With 90 % probability at most this; None without a failure.
-        tiers: One TierAdvice for each place that saves go to.
+        tiers: One TierAdvice for each place that saves go to: memory, if the training has that tier, then the disk.
         goodput_now: Expected share of the time that makes progress with the present intervals, 0 to 1; None if it is not known.
         goodput_advised: The same with the advised intervals; None without a failure.
         goodput_advised_low: With 90 % probability at least this.
         goodput_advised_high: With 90 % probability at most this.
-        change: What to change in the YAML file, as a sentence.
+        tiers_with_memory: What ``tiers`` would be with a tier in memory; empty if there is one, or without a failure.
+        goodput_with_memory: The expected goodput with their intervals.
+        assumed: What ``tiers_with_memory`` assumes, as sentences.
+        change: What to change in the YAML file, as sentences.
         notes: What limits the advice, as sentences.
     """
     output: str
     step_seconds: float
-    saves: int
     is_background: bool
-    load_seconds: float | None
-    restarts: int
     failures: int
     training_seconds: float
     seconds_between_failures: float | None
@@ -134,92 +109,65 @@ class Advice(Result):
     goodput_advised: float | None
     goodput_advised_low: float | None
     goodput_advised_high: float | None
+    tiers_with_memory: tuple[TierAdvice, ...]
+    goodput_with_memory: float | None
+    assumed: tuple[str, ...]
     change: str
     notes: tuple[str, ...]
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------
+Parts = Mapping[str, tuple[TierCosts, FailureRate | PartRate]]
 
-def measure(rows: Sequence[AttemptAccount], where: str) -> Measured:
-    """Returns what the attempts of a training tell. ``where``: its output folder, for messages. Raises
-    TooLittleMeasuredError."""
-    if not rows:
-        raise TooLittleMeasuredError(f"{where}: no logs and no event files of a training were found (mindresume_events/*.jsonl "
-                                     f"and log*/rank_*/info.log*); give the output folder, and other folders with --logs")
-    step = next((row.attempt.losses.typical for row in reversed(rows) if len(row.attempt.losses)), 0.0)
-    if step <= 0:
-        raise TooLittleMeasuredError(f"{where}: the logs hold no time of a step, so the costs of a failure are unknown; give the "
-                                     f"folder of mindformers' logs (log*/rank_*/info.log*) with --logs")
-    saves = [save for row in rows for save in row.attempt.saves if save.write_seconds is not None][-RECENT:]
-    if not saves:
-        raise TooLittleMeasuredError(f"{where}: no event file tells how long a save took; an advice needs at least one save of a "
-                                     f"training with mindresume")
-    background = saves[-1].is_background
-    saves = [save for save in saves if save.is_background == background]
-    trained = [row for row in rows if _trained_seconds(row) > 0]
-    rate = FailureRate(sum(row.attempt.outcome == FAILED for row in trained), math.fsum(map(_trained_seconds, trained)))
-    if rate.seconds <= 0:
-        raise TooLittleMeasuredError(f"{where}: no attempt has two logged steps, so the time of training is unknown")
-    found = recoveries_of(rows)
-    restart = [max(recovery.restart_seconds - step, 0.0) for recovery in found] or [
-        row.seconds.startup for row in trained if not row.attempt.is_cut][-1:] or [0.0]
-    loads = [row.attempt.load_seconds for row in rows if row.attempt.load_seconds is not None]
-    disk = Tier(DISK, statistics.median(save.stall_seconds for save in saves),
-                statistics.median(save.write_seconds for save in saves) if background else 0.0, statistics.median(restart))
-    now = _steps_between_saves(rows)
-    return Measured(step, (disk,), len(saves), background, statistics.median(loads) if loads else None, len(found), rate,
-                    sum(row.attempt.outcome == FAILED and row.attempt.last_step is None for row in rows),
-                    {} if now is None else {DISK: now})
-
-
-def _trained_seconds(row: AttemptAccount) -> float:
-    """Returns the seconds from the begin of the first step to the last one."""
-    return math.fsum(span.end - span.begin for span in row.timeline if span.kind in ("productive", "lost"))
-
-
-def _steps_between_saves(rows: Sequence[AttemptAccount]) -> int | None:
-    """Returns the usual number of steps between two saves of the latest attempt with two; None if no attempt has two. The save at
-    the end of a training is not counted, which falls on any step."""
-    for row in reversed(rows):
-        steps = [save.step for save in row.attempt.saves if save.is_staged]
-        apart = np.diff(steps)
-        if len(apart):
-            return int(np.median(apart[:-1] if len(apart) > 1 else apart)) or None
-    return None
-
-
-# ---- computing -------------------------------------------------------------------------------------------------------
 
 def advice_from(measured: Measured, output: str = "") -> Advice:
     """Returns the advice that follows from ``measured``."""
-    rate, step, tiers = measured.rate, measured.step_seconds, measured.tiers
-    low, high = rate.range(SHARE)                           # without a failure: 0 and an upper bound
-    bound = rate.upper(BOUND)
-    expected = rate.per_second
-    rows = tuple(_tier_advice(tier, share, measured, (low, high) if expected else (0.0, bound))
-                 for tier, share in shares(tiers).items())
-    by_name = {row.name: row for row in rows}
-    now = {tier: by_name[tier.name].seconds_now for tier in tiers}
-    best = {tier: by_name[tier.name].seconds_advised for tier in tiers}
-    ready = None not in best.values()
+    rate, step = measured.rate, measured.step_seconds
+    expected, (low, high) = rate.per_second, _range(rate)
+    parts = _parts(measured, measured.memory)
+    rows = tuple(_tier_advice(costs, part, step) for costs, part in parts.values())
+    other = tuple(_tier_advice(costs, part, step) for costs, part in _parts(measured, measured.possible).values()
+                  ) if measured.possible and expected else ()
+    now, best = [row.seconds_now for row in rows], [row.seconds_advised for row in rows]
+    tiers = [costs.tier for costs, _ in parts.values()]
+    more = [measured.possible.tier, measured.disk.tier] if other else []
     return Advice(
-        output, step, measured.saves, measured.is_background, measured.load_seconds, measured.restarts, rate.failures,
-        rate.seconds, 1 / expected if expected else None, 1 / (high if expected else bound), 1 / low if expected else None, rows,
-        goodput(now, expected) if expected and None not in now.values() else None,
-        goodput(best, expected) if ready else None, goodput(best, high) if ready else None, goodput(best, low) if ready else None,
-        _change(measured, rows), tuple(_notes(measured, rows)))
+        output, step, measured.is_background, rate.failures, rate.seconds, 1 / expected if expected else None, 1 / high,
+        1 / low if expected else None, rows, _goodput(tiers, now, expected), _goodput(tiers, best, expected),
+        _goodput(tiers, best, high), _goodput(tiers, best, low), other,
+        _goodput(more, [row.seconds_advised for row in other], expected) if other else None, measured.assumed if other else (),
+        _change(rows, parts), tuple(_notes(measured, rows)))
 
 
-def _tier_advice(tier: Tier, share: float, measured: Measured, rates: tuple[float, float]) -> TierAdvice:
-    step, now, expected = measured.step_seconds, measured.steps_now.get(tier.name), measured.rate.per_second
-    low, high = (best_interval(tier, rate, share) for rate in reversed(rates))
-    best = best_interval(tier, expected, share) if expected else None
+def _parts(measured: Measured, memory: TierCosts | None) -> Parts:
+    """Returns {name of a tier: (its costs, the rate of the failures that it serves)}, with or without ``memory``."""
+    if memory is None:
+        return {DISK: (measured.disk, measured.rate)}
+    return {MEMORY: (memory, measured.rate_of_memory), DISK: (measured.disk, measured.rate_of_disk)}
+
+
+def _range(rate: FailureRate | PartRate) -> tuple[float, float]:
+    """Returns the least and the highest probable rate; without a failure 0 and a bound."""
+    return rate.range(SHARE) if rate.per_second else (0.0, rate.upper(BOUND))
+
+
+def _goodput(tiers: Sequence[Tier], seconds: Sequence[float | None], rate: float | None) -> float | None:
+    """Returns the goodput with these seconds between two saves to each tier; None if one is not known, or no rate."""
+    if rate is None or None in seconds:
+        return None
+    return goodput(dict(zip(tiers, seconds, strict=True)), rate)
+
+
+def _tier_advice(costs: TierCosts, rate: FailureRate | PartRate, step: float) -> TierAdvice:
+    tier, now, expected, (least, most) = costs.tier, costs.steps_now, rate.per_second, _range(rate)
+    low, high = best_interval(tier, most), best_interval(tier, least)
+    best = best_interval(tier, expected) if expected else None
     steps = None if best is None else steps_of(best, step, tier.write_seconds)
-    limited = tier.write_seconds > 0 and (best or low) <= tier.write_seconds
     return TierAdvice(
-        tier.name, tier.stall_seconds, tier.write_seconds, tier.restart_seconds, now, now and now * step, steps,
-        steps and steps * step, steps_of(low, step, tier.write_seconds),
-        steps_of(high, step, tier.write_seconds) if expected and math.isfinite(high) else None, limited)
+        tier.name, costs.saves, tier.stall_seconds, tier.write_seconds, costs.restarts, tier.restart_seconds, costs.load_seconds,
+        rate.own if isinstance(rate, PartRate) else rate.failures, 1 / expected if expected else None, 1 / most,
+        1 / least if expected else None, now, now and now * step, steps, steps and steps * step,
+        steps_of(low, step, tier.write_seconds), steps_of(high, step, tier.write_seconds) if expected else None,
+        tier.write_seconds > 0 and (best or low) <= tier.write_seconds)
 
 
 def steps_of(seconds: float, step_seconds: float, at_least: float = 0.0) -> int:
@@ -233,14 +181,25 @@ def steps_of(seconds: float, step_seconds: float, at_least: float = 0.0) -> int:
 
 def loss_of(tier: Tier, interval: float, rate: float) -> float:
     """Returns the share of the time that saves and repeated steps cost with this interval. The restarts themselves cost the same
-    with any."""
-    return 1 / max(goodput({tier: interval}, rate), 1e-12) - 1 - rate * tier.restart_seconds
+    with any. ``rate``: of the failures that the tier serves."""
+    alone = Tier(tier.name, tier.stall_seconds, tier.write_seconds, tier.restart_seconds)
+    return 1 / max(goodput({alone: interval}, rate), 1e-12) - 1 - rate * tier.restart_seconds
 
 
-def _change(measured: Measured, rows: Sequence[TierAdvice]) -> str:
-    row = next(row for row in rows if row.name == DISK)
-    tier = next(tier for tier in measured.tiers if tier.name == DISK)
-    share, key = shares(measured.tiers)[tier], "save_checkpoint_steps"
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+def _change(rows: Sequence[TierAdvice], parts: Parts) -> str:
+    """Returns what to change, as one sentence for each tier; the same for all is said once."""
+    said = [_change_of(row, *parts[row.name]) for row in rows]
+    if all(text.startswith("Nothing") for text in said):
+        keys = ", ".join(f"{KEYS[row.name][0]}: {row.steps_now}" for row in rows)
+        costs = "costs" if len(rows) == 1 else "cost"
+        return f"Nothing to change: {keys} {costs} less than {ENOUGH:.0%} more than the best interval{'s' * (len(rows) > 1)}."
+    return " ".join(said)
+
+
+def _change_of(row: TierAdvice, costs: TierCosts, rate: FailureRate | PartRate) -> str:
+    key, place = KEYS[row.name]
     if row.steps_advised is None:
         if row.steps_now is not None and row.steps_now < row.steps_low:
             return (f"No failure was seen. {key}: {row.steps_now} saves more often than the measured time calls for: "
@@ -248,31 +207,42 @@ def _change(measured: Measured, rows: Sequence[TierAdvice]) -> str:
         return (f"No failure was seen, so there is nothing to change: {key} may be {row.steps_low} or more"
                 + (f" (it is {row.steps_now})." if row.steps_now else "."))
     if row.steps_now is not None:
-        own = measured.rate.per_second * share
-        now, best = (loss_of(tier, seconds, own) for seconds in (row.seconds_now, row.seconds_advised))
+        now, best = (loss_of(costs.tier, seconds, rate.per_second) for seconds in (row.seconds_now, row.seconds_advised))
         if now <= best * (1 + ENOUGH):
-            return f"Nothing to change: {key}: {row.steps_now} costs less than {ENOUGH:.0%} more than the best interval."
-    return (f"Set {key}: {row.steps_advised} in the CheckpointMonitor of callbacks"
-            + (f"; it is {row.steps_now}." if row.steps_now else "."))
+            return f"Nothing to change for {key}: {row.steps_now}."
+    return f"Set {key}: {row.steps_advised} in {place}" + (f"; it is {row.steps_now}." if row.steps_now else ".")
 
 
 def _notes(measured: Measured, rows: Sequence[TierAdvice]) -> Iterable[str]:
-    failures = measured.rate.failures
+    failures, known = measured.rate.failures, measured.intact + measured.lost
     if not failures:
         yield ("No failure after a first step was recorded: this is a bound, no estimate. A short training without a failure "
                "says little about a long one.")
     elif failures < 5:
         yield (f"{failures} failure{'' if failures == 1 else 's'}: the ranges are wide. An interval half or twice the best one "
                f"costs about a quarter more than it.")
-    if not measured.restarts:
+    if measured.memory is not None and failures:
+        if not known:
+            yield "No failure tells yet whether the memory of the nodes survives: it is taken to survive half of them."
+        elif not measured.lost:
+            yield (f"No failure has needed the disk yet ({known} could): half a failure is counted, so its range is wide. The "
+                   f"loss of a node costs all steps since the last save to disk.")
+        elif not measured.intact:
+            yield (f"The memory of the nodes has not survived a failure yet ({known} tell): half a failure is counted, so its "
+                   f"range is wide.")
+        memory, disk = rows
+        if memory.steps_advised >= disk.steps_advised:
+            yield "The tier in memory is worth nothing here: saves to disk are as good as often."
+    if not any(row.restarts for row in rows):
         yield "No restart was recorded: the time of a start is taken for it. It does not change the interval."
     if measured.failed_starts:
         yield f"{measured.failed_starts} starts failed before their first step; their time counts to the restarts."
-    if any(row.is_limited_by_write for row in rows):
+    if rows[-1].is_limited_by_write:
         yield ("The write in the background takes longer than the best interval by failures, and the next save waits for it: a "
                "faster disk, or remove_redundancy: True, would allow a shorter interval.")
     if not measured.is_background:
         yield ("The training waits for the whole write. With async_save: True it waits for one copy in memory; save so for a "
                "while, then ask again: the best interval becomes shorter, and less is lost.")
-    if DISK not in measured.steps_now:
-        yield "No attempt has two saves, so the present interval is unknown."
+    for row in rows:
+        if row.steps_now is None:
+            yield f"No attempt has two saves{' in memory' * (row.name == MEMORY)}, so the present interval is unknown."

@@ -1,8 +1,9 @@
-"""Words an advice for people: the lines of ``mindresume advise``, and the sentence of the report."""
+"""Words an advice for people: the lines of ``mindresume advise``, and the sentences of the report."""
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from mindresume.events import MEMORY
 from mindresume.formatting import span_text
 from mindresume.report.advice import Advice, TierAdvice
 
@@ -12,24 +13,45 @@ def lines_of(advice: Advice) -> Iterable[tuple[str, str]]:
     for tier in advice.tiers:
         yield "save", _costs(advice, tier)
     yield "failure", failures_text(advice)
+    if len(advice.tiers) > 1 and advice.failures:
+        yield "served", "; ".join(map(_served, advice.tiers))
+    known = [tier for tier in advice.tiers if tier.steps_now is not None]
+    if known:
+        yield "now", "; ".join(_interval(advice, tier, tier.steps_now, tier.seconds_now) for tier in known) + (
+            f": goodput {percent(advice.goodput_now)} expected" if advice.goodput_now is not None else "")
     for tier in advice.tiers:
-        if tier.steps_now is not None:
-            yield "now", (f"{_interval(tier.steps_now, tier.seconds_now)}"
-                          + (f": goodput {_percent(advice.goodput_now)} expected" if advice.goodput_now is not None else ""))
         yield "advised", _advised(advice, tier)
+    if advice.goodput_advised is not None:
+        yield "goodput", (f"{percent(advice.goodput_advised)} expected as advised (90 %: {percent(advice.goodput_advised_low)} "
+                          f"to {percent(advice.goodput_advised_high)})")
     yield "change", advice.change
+    if (text := memory_text(advice)) is not None:
+        yield "memory", text
     for note in advice.notes:
         yield "note", note
 
 
 def sentence_of(advice: Advice) -> str:
-    """Returns the advice in one sentence, with what it is computed from."""
-    tier = advice.tiers[-1]
-    expected = "" if advice.goodput_advised is None else f" Expected goodput {_percent(advice.goodput_advised)}"
+    """Returns the advice in a few sentences, with what it is computed from."""
+    stops = ", ".join(f"{span_text(tier.stall_seconds)}{' in memory' * (tier.name == MEMORY)}" for tier in advice.tiers)
+    several = "s" * (len(advice.tiers) > 1)
+    expected = "" if advice.goodput_advised is None else f" Expected goodput {percent(advice.goodput_advised)}"
     if expected and advice.goodput_now is not None:
-        expected += f", {_percent(advice.goodput_now)} with the present interval"
-    return f"{advice.change} ({failures_text(advice)}; a save stops the training for {span_text(tier.stall_seconds)}.)" + (
+        expected += f", {percent(advice.goodput_now)} with the present interval{several}"
+    return f"{advice.change} ({failures_text(advice)}; a save stops the training for {stops}.)" + (
         expected + "." if expected else "")
+
+
+def memory_text(advice: Advice) -> str | None:
+    """Returns what a tier in memory would bring; None if the training has one, or nothing is known."""
+    if advice.goodput_with_memory is None:
+        return None
+    memory, disk = advice.tiers_with_memory
+    what = "A tier in memory would bring nothing."
+    if advice.goodput_with_memory > advice.goodput_advised:
+        what = (f"With a tier in memory, memory_tier: {{every_steps: {memory.steps_advised}}}, and save_checkpoint_steps: "
+                f"{disk.steps_advised}: goodput {percent(advice.goodput_with_memory)} expected.")
+    return " ".join([what, *(["Assumed:"] if advice.assumed else []), *advice.assumed])
 
 
 def failures_text(advice: Advice) -> str:
@@ -42,29 +64,36 @@ def failures_text(advice: Advice) -> str:
             f"{span_text(advice.seconds_between_failures_high)})")
 
 
+def percent(share: float) -> str:
+    """Returns '94.6 %'; near 100 % with more digits, so that what is lost has two."""
+    digits = 1 if share < 0.99 else 2 if share < 0.999 else 3
+    return f"{share * 100:.{digits}f} %"
+
+
 def _costs(advice: Advice, tier: TierAdvice) -> str:
-    write = f"; it is written in the background in {span_text(tier.write_seconds)}" if tier.write_seconds else ""
-    load = "" if advice.load_seconds is None else f", {span_text(advice.load_seconds)} of it select and load the checkpoint"
-    start = "a restart" if advice.restarts else "a start"
-    return (f"to {tier.name}: the training stops for {span_text(tier.stall_seconds)} ({advice.saves} measured){write}; a step "
+    write = "" if not tier.write_seconds else (
+        f"; its checksums take {span_text(tier.write_seconds)} in the background" if tier.name == MEMORY else
+        f"; it is written in the background in {span_text(tier.write_seconds)}")
+    load = "" if tier.load_seconds is None else f", {span_text(tier.load_seconds)} of it select and load the checkpoint"
+    any_start = "a restart" if any(row.restarts for row in advice.tiers) else "a start"
+    start = f"a restart from {tier.name}" if tier.restarts and len(advice.tiers) > 1 else any_start
+    return (f"to {tier.name}: the training stops for {span_text(tier.stall_seconds)} ({tier.saves} measured){write}; a step "
             f"takes {span_text(advice.step_seconds)}; {start} takes {span_text(tier.restart_seconds)}{load}")
+
+
+def _served(tier: TierAdvice) -> str:
+    return (f"{tier.name}: {tier.failures} resume{'' if tier.failures == 1 else 's'}, one in "
+            f"{span_text(tier.seconds_between_failures)} (90 %: {span_text(tier.seconds_between_failures_low)} to "
+            f"{span_text(tier.seconds_between_failures_high)})")
 
 
 def _advised(advice: Advice, tier: TierAdvice) -> str:
     if tier.steps_advised is None:
-        return f"{_interval(tier.steps_low, tier.steps_low * advice.step_seconds)} or less often"
-    found = (f"{_interval(tier.steps_advised, tier.seconds_advised)}: goodput {_percent(advice.goodput_advised)} expected (90 %: "
-             f"{_percent(advice.goodput_advised_low)} to {_percent(advice.goodput_advised_high)})")
-    if tier.steps_high is None:
-        return found
+        return f"{_interval(advice, tier, tier.steps_low, tier.steps_low * advice.step_seconds)} or less often"
+    found = _interval(advice, tier, tier.steps_advised, tier.seconds_advised)
     return f"{found}; the best is with 90 % between {tier.steps_low} and {tier.steps_high} steps"
 
 
-def _interval(steps: int, seconds: float | None) -> str:
-    return f"a save every {steps} step{'' if steps == 1 else 's'}" + (f" ({span_text(seconds)})" if seconds else "")
-
-
-def _percent(share: float) -> str:
-    """Returns '94.6 %'; near 100 % with more digits, so that what is lost has two."""
-    digits = 1 if share < 0.99 else 2 if share < 0.999 else 3
-    return f"{share * 100:.{digits}f} %"
+def _interval(advice: Advice, tier: TierAdvice, steps: int, seconds: float | None) -> str:
+    where = f" to {tier.name}" if len(advice.tiers) > 1 else ""
+    return f"a save{where} every {steps} step{'' if steps == 1 else 's'}" + (f" ({span_text(seconds)})" if seconds else "")

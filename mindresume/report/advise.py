@@ -4,8 +4,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from mindresume.report.advice import Advice, TooLittleMeasuredError, advice_from, measure
+from mindresume.report.advice import Advice, advice_from
 from mindresume.report.builder import Report, build_report, folders_of
+from mindresume.report.measurement import TooLittleMeasuredError, measure
 from mindresume.storage.posix import PosixStorage
 
 

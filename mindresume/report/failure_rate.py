@@ -4,8 +4,11 @@
     rate.per_second, rate.range(0.9)            # 4.05e-05, (1.25e-05, 8.14e-05)
     FailureRate(0, 86400.0).upper(0.95)         # 3.47e-05: a bound; one failure an eight hours is the most that fits
 
+    PartRate(FailureRate(10, 86400.0), own=7, other=2)      # the rate of one of two kinds; one failure does not tell its kind
+
 Failures are taken as a Poisson process. With Jeffreys' prior the rate after k failures in T seconds has the distribution
-Gamma(k + 1/2, T). Without a failure there is no estimate, only an upper bound.
+Gamma(k + 1/2, T). Without a failure there is no estimate, only an upper bound. With Jeffreys' prior the share of one kind, after
+``own`` failures of this kind and ``other`` ones, has the distribution Beta(own + 1/2, other + 1/2).
 """
 from __future__ import annotations
 
@@ -35,6 +38,40 @@ class FailureRate:
         """Returns the rate with which so few failures, or fewer, have the probability ``1 - share``. It has no prior, so that
         without a failure it is a bound by the measurement alone."""
         return gamma_quantile(self.failures + 1.0, share) / self.seconds
+
+
+@dataclass(frozen=True)
+class PartRate:
+    """Holds the rate of the failures of one of two kinds. ``whole``: the rate of both. ``own``, ``other``: failures whose kind is
+    known, of this kind and of the other one."""
+    whole: FailureRate
+    own: int
+    other: int
+
+    @property
+    def share(self) -> float:
+        """The expected share of this kind; a half if nothing is known."""
+        return (self.own + 0.5) / (self.own + self.other + 1)
+
+    @property
+    def per_second(self) -> float | None:
+        """The expected rate; None without a failure of any kind."""
+        whole = self.whole.per_second
+        return None if whole is None else whole * self.share
+
+    def range(self, share: float) -> tuple[float, float]:
+        """Returns the rates between which the true one lies with the probability ``share``. The product of rate and share is
+        taken as a gamma distribution with the same mean and variance; it is nearly one if the kind of all failures is known."""
+        if not self.whole.failures:
+            return self.whole.range(share)
+        rate, own, other = self.whole.failures + 0.5, self.own + 0.5, self.other + 0.5
+        shape = 1 / ((1 + 1 / rate) * (1 + other / (own * (own + other + 1))) - 1)
+        tail = (1 - share) / 2
+        return tuple(gamma_quantile(shape, part) * self.per_second / shape for part in (tail, 1 - tail))
+
+    def upper(self, share: float) -> float:
+        """Returns the bound of the rate without a failure: all of them can be of this kind."""
+        return self.whole.upper(share)
 
 
 def gamma_quantile(shape: float, probability: float) -> float:

@@ -21,6 +21,7 @@ class Recovery:
     Attributes:
         failed: number of the attempt that failed.
         resumed: number of the attempt that did the first new step; attempts between them failed before theirs.
+        source: where its checkpoint lay, "disk" or "memory"; empty: not known, or it began without one.
         died: the last record of the failed attempt, in seconds since 1970.
         first_step: when the first new step was done, as far as is known; ``phases`` end there.
         phases: in order, without gaps.
@@ -29,6 +30,7 @@ class Recovery:
     """
     failed: int
     resumed: int
+    source: str
     died: float
     first_step: float
     phases: tuple[Phase, ...]
@@ -57,8 +59,8 @@ def recoveries_of(accounts: Sequence[AttemptAccount], moments: Mapping[int, Mome
         known = replace(known, noticed=first.noticed, ended=first.ended)
         died, end = row.attempt.ended, _first_step(later, known)
         if end is not None and end >= died:
-            found.append(Recovery(row.attempt.number, later.attempt.number, died, end, phases_of(died, known, end),
-                                  row.steps_lost, row.seconds.lost))
+            found.append(Recovery(row.attempt.number, later.attempt.number, later.attempt.resumed_source, died, end,
+                                  phases_of(died, known, end), row.steps_lost, row.seconds.lost))
     return tuple(found)
 
 

@@ -51,6 +51,16 @@ class Save:
 
 
 @dataclass(frozen=True)
+class MemorySave:
+    """Describes one save into the tier in memory. ``stall_seconds``: the training waited so long for the copy.
+    ``background_seconds``: of its checksums. ``size_bytes``: of rank 0."""
+    step: int
+    stall_seconds: float
+    background_seconds: float
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class RefusedCheckpoint:
     """Describes a checkpoint that an attempt refused."""
     step: int | None
@@ -67,7 +77,8 @@ class RunAttempt:
     or UNKNOWN; FAILED also if another start follows and no end was recorded. ``reason``: of the outcome. ``failed_rank``: the
     rank that failed first, None: unknown. ``resumed_from``: step of the checkpoint, in the count of the run that saved it; None:
     from the beginning. ``is_inferred``: it follows from the first loss. ``resumed_run_id``: the run that saved it.
-    ``checkpoint``: its description. ``base_step``: the step after which this attempt counts, which differs after a change of the
+    ``resumed_source``: where it lay, "disk" or "memory"; empty: nothing was selected. ``checkpoint``: its description.
+    ``base_step``: the step after which this attempt counts, which differs after a change of the
     batch size. ``step_scale``: steps of this attempt per step of the run that saved. ``first_step``, ``last_step``: steps done in
     this attempt; None: none. ``has_true_loss``: False if the last rank has the true loss (pipeline stages). ``moments``: of its
     start, as far as they were recorded.
@@ -98,6 +109,8 @@ class RunAttempt:
     has_true_loss: bool = True
     losses: Losses = field(default_factory=Losses)
     moments: Moments = Moments()
+    resumed_source: str = ""
+    memory_saves: tuple[MemorySave, ...] = ()
 
 
 def attempts_of(event_logs: Iterable[Iterable[RecordedEvent]], lines: Iterable[LogLine], failures: Iterable[Failure] = ()
@@ -217,6 +230,7 @@ class _AttemptBuilder:
         self.is_over = self.is_preempted = self.is_pipeline = False
         self.reached = self.skipped_saves = 0
         self.saves: dict[int, Save] = {}
+        self.memory_saves: list[MemorySave] = []
         self.committed_for_others: list[tuple[str, int]] = []
         self.refused: list[RefusedCheckpoint] = []
         self.curve = _Curve()
@@ -297,6 +311,9 @@ class _AttemptBuilder:
         elif isinstance(event, ev.SaveSkipped):
             self.skipped_saves += 1
             self.reached = max(self.reached, event.step)
+        elif isinstance(event, ev.TierSaved):
+            self.memory_saves.append(MemorySave(event.step, event.stall_seconds, event.background_seconds, event.size_bytes))
+            self.reached = max(self.reached, event.step)
         elif isinstance(event, (ev.SaveBegun, ev.SaveStaged, ev.SaveWritten, ev.SaveCommitted, ev.SaveFailed, ev.SaveAbandoned)
                         ) and event.step is not None:
             self.saves[event.step] = _updated(self.saves.get(event.step, Save(event.step, at)), at, event)
@@ -334,7 +351,7 @@ class _AttemptBuilder:
             self.world_size, isinstance(choice, ev.FreshStart), resumed, is_inferred, selected.run_id if selected else None,
             _description(selected) if selected else "", base, scale, base + 1 if last_step is not None else None, last_step,
             self.load_seconds, tuple(self.saves[step] for step in sorted(self.saves)), self.skipped_saves, tuple(self.refused),
-            not self.is_pipeline, losses, self.moments)
+            not self.is_pipeline, losses, self.moments, selected.source if selected else "", tuple(self.memory_saves))
 
     def _outcome(self, is_last: bool) -> tuple[str, str]:
         if self.failure is not None:

@@ -7,8 +7,8 @@ import pytest
 from formats.test_huggingface import GROUPED
 from memory_tiers import memory, root, tier  # noqa: F401  fixtures
 from rank_folders import STORAGE, state_of, target_of
-from report.test_advice import history
 from reshard.test_huggingface import document
+from training_logs import history
 
 import mindresume
 from mindresume.formats.rank_folder_naming import FileName

@@ -1,6 +1,5 @@
 """``mindresume advise``: its lines, its JSON, and what it refuses."""
-from report.test_advice import history
-from training_logs import Training
+from training_logs import Training, history
 
 COMMAND = "advise"
 
@@ -9,7 +8,7 @@ def test_lines(call, tmp_path):
     history().write_all(tmp_path / "output")
     status, out, err = call(tmp_path / "output")
     assert (status, err) == (0, "") and [line.split()[0] for line in out.splitlines()][:5] == [
-        "save", "failure", "now", "advised", "change"]
+        "save", "failure", "now", "advised", "goodput"]
     assert "save_checkpoint_steps" in out
 
 

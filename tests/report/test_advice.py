@@ -1,84 +1,31 @@
-"""The advice on the interval between saves: what is measured, what is refused, and what it says with few failures."""
+"""The advice on the intervals between saves: what it says of each tier, also with few failures."""
 import math
+from dataclasses import replace
 
 import pytest
-from training_logs import RUNS, Training
+from training_logs import history
 
 import mindresume
-from mindresume import events as ev
-from mindresume.report.accounting import accounts_of
-from mindresume.report.advice import DISK, Measured, TooLittleMeasuredError, advice_from, measure, steps_of
+from mindresume.events import DISK, MEMORY
+from mindresume.report.advice import advice_from, steps_of
 from mindresume.report.advice_text import failures_text, lines_of, sentence_of
 from mindresume.report.failure_rate import FailureRate
-from mindresume.report.log_parser import Clock, parse
-from mindresume.report.runs import attempts_of
+from mindresume.report.measurement import Measured, TierCosts
 from mindresume.report.save_interval import Tier
 
-
-def accounts(training):
-    return accounts_of(attempts_of(training.recorded, [found for line in training.lines for found in parse(line, Clock())]))
+DISK_TIER = Tier(DISK, 0.5, 20.0, 100.0)
 
 
-def history(attempts=3, background=True, every=20, steps=110, start=30, down=40, finished=False):
-    """Returns a training whose attempts each do ``steps`` steps of 2 s and fail 10 steps after a save; a save stops it for
-    0.5 s. It starts in ``start`` seconds, ``down`` seconds after a failure."""
-    training, at, step = Training(), 0.0, 0
-    for number in range(attempts):
-        training.start(at)
-        training.fresh(at + 1) if not number else training.resume(at + 1, step, RUNS[number - 1])
-        training.run(at + 2, RUNS[number])
-        now, base = at + start, step
-        for done in range(base + 1, base + steps + 1):
-            now += 2
-            training.loss(now, done, 4.0, 2.0)
-            if done % every == 0:
-                now, step = now + 0.5, done
-                training.event(now - 0.5, ev.SaveBegun(done))
-                if background:
-                    training.event(now, ev.SaveStaged(done, "x", 0.5))
-                training.event(now + (5 if background else 0), ev.SaveWritten(done, 13, 5.5 if background else 0.5, 0.5))
-        if finished and number == attempts - 1:
-            training.over(now + 1)
-        at = now + down
-    return training
+def measured(failures=10, now=100, tier=DISK_TIER, **more):
+    return Measured(2.0, TierCosts(tier, 9, failures, 5.0, now), **{"is_background": True,
+                                                                    "rate": FailureRate(failures, 86400.0), **more})
 
 
-def measured(failures=10, **more):
-    given = dict(step_seconds=2.0, tiers=(Tier(DISK, 0.5, 20.0, 100.0),), saves=9, is_background=True, load_seconds=5.0,
-                 restarts=failures, rate=FailureRate(failures, 86400.0), failed_starts=0, steps_now={DISK: 100})
-    return Measured(**{**given, **more})
-
-
-def test_what_a_training_measured():
-    found = measure(accounts(history()), "output")
-    assert (found.step_seconds, found.saves, found.is_background, found.restarts) == (2.0, 15, True, 2)
-    # the last loss of a failed attempt, 40 s, then 30 s to the begin of the first step
-    assert found.tiers == (Tier(DISK, 0.5, 5.5, pytest.approx(70.0)),)
-    # the last attempt is not known to have failed
-    assert found.rate == FailureRate(2, pytest.approx(3 * (110 * 2 + 5 * 0.5))) and found.steps_now == {DISK: 20}
-
-
-def test_a_save_that_the_training_waits_for_has_no_write_beside_its_stall():
-    found = measure(accounts(history(background=False)), "output")
-    assert found.tiers[0].write_seconds == 0.0 and found.tiers[0].stall_seconds == 0.5
-    assert any("async_save" in note for note in advice_from(found).notes)
-
-
-def test_a_start_that_fails_lengthens_the_restart_and_is_no_failure_of_the_training():
-    training = history(attempts=1)
-    training.start(300).event(301, ev.TrainingEnded(ev.FAILED, "no such file"))
-    training.start(400).resume(401, 100, RUNS[0]).run(402, RUNS[1]).steps(430, 101, 140, 2.0).save(520, 140)
-    found = measure(accounts(training), "output")
-    assert (found.rate.failures, found.failed_starts, found.restarts) == (1, 1, 1)
-    assert found.tiers[0].restart_seconds > 400 - 300
-
-
-@pytest.mark.parametrize("training, word", [
-    (Training(), "event files"), (Training().start(0).fresh(1).run(2, RUNS[0]), "time of a step"),
-    (Training().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 9), "at least one save")], ids=["nothing", "no step", "no save"])
-def test_too_little_is_refused(training, word):
-    with pytest.raises(TooLittleMeasuredError, match=word):
-        measure(accounts(training), "the/folder")
+def with_memory(intact, lost, failures=None, every=10, **more):
+    """The same with a tier in memory, after so many failures that left it intact or did not."""
+    found = measured(intact + lost if failures is None else failures, intact=intact, lost=lost, **more)
+    tier = Tier(MEMORY, 0.1, 0.3, 30.0, found.rate_of_memory.share)
+    return replace(found, memory=TierCosts(tier, 50, intact, 1.0, every))
 
 
 def test_the_advice():
@@ -94,12 +41,12 @@ def test_the_advice():
 def test_what_is_nearly_best_is_not_changed():
     best = advice_from(measured()).tiers[0].steps_advised
     for now in (best, round(best * 1.1)):
-        found = advice_from(measured(steps_now={DISK: now}))
+        found = advice_from(measured(now=now))
         assert "Nothing to change" in found.change and found.goodput_now == pytest.approx(found.goodput_advised, abs=1e-3)
 
 
 def test_the_write_bounds_the_interval():
-    found = advice_from(measured(tiers=(Tier(DISK, 0.5, 1001.0, 100.0),)))
+    found = advice_from(measured(tier=Tier(DISK, 0.5, 1001.0, 100.0)))
     assert found.tiers[0].steps_advised == 510 and found.tiers[0].is_limited_by_write       # 501 steps, rounded up
     assert any("faster disk" in note for note in found.notes)
 
@@ -110,20 +57,75 @@ def test_without_a_failure_there_is_a_bound_and_no_goodput():
     assert (tier.steps_advised, tier.steps_high, found.goodput_now, found.goodput_advised) == (None,) * 4
     assert found.seconds_between_failures is None and found.seconds_between_failures_low == pytest.approx(86400 / 3, rel=0.01)
     assert tier.steps_low == pytest.approx(math.sqrt(2 * 0.5 * 28800) / 2, rel=0.1) and "nothing to change" in found.change
-    frequent = advice_from(measured(failures=0, steps_now={DISK: 10}))
+    frequent = advice_from(measured(failures=0, now=10))
     assert f"{frequent.tiers[0].steps_low}" in frequent.change and "Keep 10" in frequent.change
 
 
 def test_two_tiers_are_advised_apart():
-    memory = Tier("memory", 0.1, 0.0, 30.0, 0.8)
-    found = advice_from(measured(tiers=(Tier(DISK, 0.5, 20.0, 100.0), memory), steps_now={DISK: 100, "memory": 10}))
-    by_name = {tier.name: tier for tier in found.tiers}
-    assert by_name["memory"].steps_advised < by_name[DISK].steps_advised and found.goodput_advised > found.goodput_now
+    found = advice_from(with_memory(8, 2, now=400))
+    memory, disk = found.tiers
+    assert (memory.name, memory.failures, disk.name, disk.failures) == (MEMORY, 8, DISK, 2)
+    assert memory.steps_advised < disk.steps_advised and found.goodput_advised > found.goodput_now
     assert found.goodput_advised > advice_from(measured()).goodput_advised
+    for tier, failures in ((memory, 8.5), (disk, 2.5)):
+        assert tier.seconds_between_failures == pytest.approx(86400 / failures * 11 / 10.5)
+        assert tier.seconds_advised == pytest.approx(math.sqrt(2 * tier.stall_seconds * tier.seconds_between_failures), rel=0.1)
+        assert tier.steps_low < tier.steps_advised < tier.steps_high
+        assert tier.seconds_between_failures_low < tier.seconds_between_failures < tier.seconds_between_failures_high
+    assert f"every_steps: {memory.steps_advised}" in found.change and f"_steps: {disk.steps_advised}" in found.change
+    assert found.goodput_with_memory is None and found.tiers_with_memory == ()
+
+
+def test_a_tier_that_served_no_failure_has_half_a_failure_and_a_wide_range():
+    for found, quiet in ((advice_from(with_memory(10, 0)), 1), (advice_from(with_memory(0, 10)), 0)):
+        tier, other = found.tiers[quiet], found.tiers[1 - quiet]
+        assert tier.failures == 0 and tier.seconds_between_failures == pytest.approx(86400 / 0.5 * 11 / 10.5)
+        assert tier.steps_high / tier.steps_low > 10 > 3 > other.steps_high / other.steps_low
+        assert any("half a failure" in note for note in found.notes)
+
+
+def test_memory_that_never_survives_is_worth_nothing():
+    found = advice_from(with_memory(0, 200))
+    assert found.tiers[0].steps_advised >= found.tiers[1].steps_advised
+    assert any("worth nothing" in note for note in found.notes)
+
+
+def test_failures_that_do_not_tell_count_for_the_rate_alone():
+    found = advice_from(with_memory(3, 1, failures=40))
+    rates = [1 / tier.seconds_between_failures for tier in found.tiers]
+    assert sum(rates) == pytest.approx(1 / found.seconds_between_failures) and rates[0] / sum(rates) == pytest.approx(3.5 / 5)
+
+
+def test_without_a_failure_each_tier_has_the_bound_of_all():
+    found = advice_from(with_memory(0, 0))
+    assert [tier.steps_advised for tier in found.tiers] == [None, None]
+    assert {tier.seconds_between_failures_low for tier in found.tiers} == {found.seconds_between_failures_low}
+
+
+def test_what_a_tier_would_bring():
+    possible = TierCosts(Tier(MEMORY, 0.1, 0.1, 100.0, 0.5), 0)
+    found = advice_from(measured(possible=possible, assumed=("A.", "B.")))
+    assert [tier.name for tier in found.tiers_with_memory] == [MEMORY, DISK] and found.assumed == ("A.", "B.")
+    assert found.goodput_with_memory > found.goodput_advised and found.tiers_with_memory[0].saves == 0
+    assert found.tiers_with_memory[1].steps_advised > found.tiers[0].steps_advised
+    text = dict(lines_of(found))["memory"]
+    assert f"every_steps: {found.tiers_with_memory[0].steps_advised}" in text and text.endswith("A. B.")
+    slow = replace(possible, tier=replace(possible.tier, stall_seconds=50.0))
+    assert "nothing" in dict(lines_of(advice_from(measured(possible=slow))))["memory"]
+    assert advice_from(measured(failures=0, possible=possible)).tiers_with_memory == ()
+
+
+def test_two_tiers_that_are_nearly_best_are_not_changed():
+    found = advice_from(with_memory(8, 2))
+    memory, disk = (tier.steps_advised for tier in found.tiers)
+    same = advice_from(with_memory(8, 2, every=memory, now=disk))
+    assert same.change.startswith("Nothing to change") and f"every_steps: {memory}" in same.change
+    half = advice_from(with_memory(8, 2, every=memory, now=4 * disk))
+    assert f"every_steps: {memory}" in half.change and f"Set save_checkpoint_steps: {disk}" in half.change
 
 
 def test_an_unknown_interval_is_said():
-    found = advice_from(measured(steps_now={}))
+    found = advice_from(measured(now=None))
     assert found.goodput_now is None and found.tiers[0].steps_now is None and any("unknown" in note for note in found.notes)
 
 
@@ -137,8 +139,18 @@ def test_intervals_have_two_digits(seconds, least, steps):
 def test_the_lines_for_people(failures):
     found = advice_from(measured(failures=failures))
     names = [name for name, _ in lines_of(found)]
-    assert names[:5] == ["save", "failure", "now", "advised", "change"] and set(names[5:]) <= {"note"}
+    goodput = ["goodput"] if failures else []
+    assert [name for name in names if name != "note"] == ["save", "failure", "now", "advised", *goodput, "change"]
     assert found.change in sentence_of(found) and failures_text(found) in sentence_of(found)
+
+
+@pytest.mark.parametrize("intact, lost", [(0, 0), (1, 0), (8, 2)])
+def test_the_lines_of_two_tiers(intact, lost):
+    found = advice_from(with_memory(intact, lost))
+    names = [name for name, _ in lines_of(found) if name != "note"]
+    assert names == ["save", "save", "failure", *(["served"] if intact else []), "now", "advised", "advised",
+                     *(["goodput"] if intact else []), "change"]
+    assert found.change in sentence_of(found)
 
 
 def test_the_api_reads_a_folder(tmp_path):
@@ -149,8 +161,3 @@ def test_the_api_reads_a_folder(tmp_path):
     assert found.to_json()["tiers"][0]["name"] == "disk"
     with pytest.raises(FileNotFoundError):
         mindresume.advise(tmp_path / "gone")
-
-
-def test_a_training_that_finished_has_no_more_failures():
-    found = measure(accounts(history(finished=True)), "output")
-    assert found.rate.failures == 2

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindresume.report.failure_rate import FailureRate, gamma_cdf, gamma_quantile
+from mindresume.report.failure_rate import FailureRate, PartRate, gamma_cdf, gamma_quantile
 
 
 @pytest.mark.parametrize("degrees, probability, quantile", [
@@ -36,3 +36,28 @@ def test_without_a_failure_there_is_a_bound_and_no_number():
     rate = FailureRate(0, 1000.0)
     assert rate.per_second is None and rate.upper(0.95) == pytest.approx(-math.log(0.05) / 1000)
     assert rate.range(0.95) == (0.0, rate.upper(0.95))
+
+
+def test_the_rates_of_both_kinds_make_the_whole():
+    whole = FailureRate(12, 1000.0)
+    parts = PartRate(whole, 7, 3), PartRate(whole, 3, 7)
+    assert sum(part.per_second for part in parts) == pytest.approx(whole.per_second)
+    assert parts[0].per_second == pytest.approx(whole.per_second * 7.5 / 11)
+    for part in parts:
+        low, high = part.range(0.9)
+        assert low < part.per_second < high
+        assert high / low > whole.range(0.9)[1] / whole.range(0.9)[0]
+
+
+@pytest.mark.parametrize("own, other", [(8, 2), (40, 0), (3, 100)])
+def test_the_range_of_a_kind_is_nearly_that_of_its_own_count(own, other):
+    ours = PartRate(FailureRate(own + other, 1000.0), own, other).range(0.9)
+    alone = [gamma_quantile(own + 0.5, part) / 1000 for part in (0.05, 0.95)]
+    assert ours == pytest.approx(alone, rel=0.3)
+
+
+def test_without_a_failure_all_can_be_of_one_kind():
+    whole = FailureRate(0, 1000.0)
+    part = PartRate(whole, 0, 0)
+    assert part.per_second is None and part.range(0.9) == whole.range(0.9) and part.upper(0.95) == whole.upper(0.95)
+    assert PartRate(FailureRate(5, 1000.0), 0, 0).share == 0.5
