@@ -51,8 +51,13 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
         advice = advice_of(built)
         print_json({**to_json(built), "advice": advice.to_json() if advice else None, "files": files})
         return
-    from mindresume.report.page import summary
+    from mindresume.report.advice_text import sentence_of
+    from mindresume.report.page import recovery_summary, summary
     say(summary(built))
+    if recovered := recovery_summary(built):
+        say(recovered)
+    if advice := advice_of(built):
+        say(f"how often to save: {sentence_of(advice)}")
     say("\n".join(files))
 
 

@@ -33,13 +33,34 @@ def lines_of(advice: Advice) -> Iterable[tuple[str, str]]:
 
 def sentence_of(advice: Advice) -> str:
     """Returns the advice in a few sentences, with what it is computed from."""
-    stops = ", ".join(f"{span_text(tier.stall_seconds)}{' in memory' * (tier.name == MEMORY)}" for tier in advice.tiers)
     several = "s" * (len(advice.tiers) > 1)
+    stops = ", ".join(span_text(tier.stall_seconds) + (f" ({tier.name})" if several else "") for tier in advice.tiers)
     expected = "" if advice.goodput_advised is None else f" Expected goodput {percent(advice.goodput_advised)}"
     if expected and advice.goodput_now is not None:
         expected += f", {percent(advice.goodput_now)} with the present interval{several}"
     return f"{advice.change} ({failures_text(advice)}; a save stops the training for {stops}.)" + (
         expected + "." if expected else "")
+
+
+def interval_rows(advice: Advice) -> list[tuple[str, str, str, str, str, str]]:
+    """Returns the rows of the table of the page: for each tier, then the goodput: (what, now, advised, range, stop, failures)."""
+    def steps(count: int | None, more: str = "") -> str:
+        plural = "" if count == 1 else "s"
+        return "?" if count is None else f"{count} step{plural}{more} ({span_text(count * advice.step_seconds)})"
+
+    def known(share: float | None) -> str:
+        return "?" if share is None else percent(share)
+    rows = []
+    for tier in advice.tiers:
+        is_bound = tier.steps_advised is None
+        each = tier.seconds_between_failures_low if is_bound else tier.seconds_between_failures
+        rows.append((f"saves to {tier.name}", steps(tier.steps_now), steps(tier.steps_low, " or more") if is_bound
+                     else steps(tier.steps_advised), "" if is_bound else f"{tier.steps_low} and {tier.steps_high}",
+                     span_text(tier.stall_seconds), span_text(each) + " or more" * is_bound))
+    if advice.goodput_advised is not None:
+        rows.append(("goodput expected", known(advice.goodput_now), percent(advice.goodput_advised),
+                     f"{percent(advice.goodput_advised_low)} and {percent(advice.goodput_advised_high)}", "", ""))
+    return rows
 
 
 def memory_text(advice: Advice) -> str | None:

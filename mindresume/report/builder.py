@@ -234,18 +234,21 @@ def _attempt(row: AttemptAccount) -> dict[str, Any]:
         "number": attempt.number, "run_id": attempt.run_id, "has_events": known, "world_size": attempt.world_size,
         "started": attempt.started, "ended": attempt.ended, "outcome": attempt.outcome, "reason": attempt.reason,
         "failed_rank": attempt.failed_rank, "is_fresh": attempt.is_fresh, "resumed_from": attempt.resumed_from,
-        "resumed_run_id": attempt.resumed_run_id, "is_inferred": attempt.is_inferred, "checkpoint": attempt.checkpoint,
+        "resumed_run_id": attempt.resumed_run_id, "resumed_source": attempt.resumed_source,
+        "is_inferred": attempt.is_inferred, "checkpoint": attempt.checkpoint,
         "load_seconds": attempt.load_seconds, "first_step": attempt.first_step, "last_step": attempt.last_step,
         "steps": row.steps, "steps_lost": row.steps_lost, "loss": _ends(attempt), "seconds": _rounded(asdict(row.seconds)),
         "saves": [asdict(save) for save in attempt.saves] if known else None,
         "skipped_saves": attempt.skipped_saves if known else None,
+        "memory_saves": len(attempt.memory_saves) if known else None,
         "refused": [asdict(refused) for refused in attempt.refused] if known else None,
     }
 
 
 def _recovery(row: Recovery) -> dict[str, Any]:
     """Returns the JSON object of one recovery."""
-    return {"failed": row.failed, "resumed": row.resumed, "died": round(row.died, 3), "first_step": round(row.first_step, 3),
+    return {"failed": row.failed, "resumed": row.resumed, "source": row.source, "died": round(row.died, 3),
+            "first_step": round(row.first_step, 3),
             "restart_seconds": round(row.restart_seconds, 3), "steps_redone": row.steps_redone,
             "seconds_redone": round(row.seconds_redone, 3),
             "phases": [{"names": list(phase.names), "begin": round(phase.begin, 3), "end": round(phase.end, 3)}

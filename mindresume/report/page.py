@@ -2,15 +2,16 @@
 file or a name is escaped."""
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindresume.events import FAILED
+from mindresume.events import DISK, FAILED, MEMORY
 from mindresume.formatting import shown, size_text, span_text
 from mindresume.report.accounting import AttemptAccount
-from mindresume.report.advice_text import sentence_of
+from mindresume.report.advice_text import interval_rows, memory_text, sentence_of
 from mindresume.report.advise import advice_of
 from mindresume.report.builder import Report, looked_for
 from mindresume.report.recoveries import REDONE, totals_of
@@ -24,6 +25,7 @@ HATCHED = "repeating-linear-gradient(-45deg,#fff 0 2px,#8b97a1 2px 3px)"
 COLOURS = {"productive": "#1f5f8b", "lost": "#f2a65a", "saving": "#4d5b66", "startup": "#aeb9c2", "shutdown": "#aeb9c2",
            "downtime": HATCHED, "idle": HATCHED, "unknown": "#e9edf0"}
 BAR = 24.0                      # rem of the longest recovery
+LONGEST = 3                     # phases that the line on recoveries names
 PHASES = {"notice": "#9c1f18", "end": "#c2554f", "start": "#8b97a1", "import": "#4d5b66", "join": "#7d6ca8", "select": "#1b7f5c",
           "build": "#5f9ea0", "load": "#1f5f8b", "compile": "#b58900", "first step": "#7fb3d5", "redone": "#f2a65a"}
 MEANINGS = {"notice": "until somebody noticed the failure", "end": "until the last process of the attempt was gone",
@@ -53,14 +55,15 @@ def html(report: Report, figure: str) -> str:
                               finalize=printed, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"span": span_text, "moment": _moment, "size": size_text, "number": _text, "shortened": _shortened,
                             "count": _count, "percent": _percent}
-    rows = report.accounts[-SHOWN:]
+    rows, advice = report.accounts[-SHOWN:], advice_of(report)
     return environment.get_template(TEMPLATE).render(
         report=report, summary=summary(report), tiles=_tiles(report) if report.accounts else [],
         figure=Markup(_with_text(report, figure)), rows=[_row(row) for row in rows], shown_rows=SHOWN,
         problems=_problems(report.attempts)[:SHOWN], spent=_spent(report), checkpoints=report.disk.checkpoints[:SHOWN],
         usable=(COMPLETE, NODE_LOCAL), notes=[*report.notes, *report.disk.notes], read=report.read[:SHOWN],
-        looked_for=looked_for(report), advice=sentence_of(advice) if (advice := advice_of(report)) else "",
-        recoveries=_recoveries(report), phases=_phase_totals(report))
+        looked_for=looked_for(report), advice=sentence_of(advice) if advice else "",
+        with_memory=memory_text(advice) if advice else None, intervals=interval_rows(advice) if advice else [],
+        recoveries=_recoveries(report), recovered=recovery_summary(report), phases=_phase_totals(report))
 
 
 def summary(report: Report) -> str:
@@ -74,6 +77,20 @@ def summary(report: Report) -> str:
             f"{goodput}")
 
 
+def recovery_summary(report: Report) -> str:
+    """Returns the recoveries in one line: where they resumed from, and where their time went; empty if there was none."""
+    rows = report.recoveries
+    if not rows:
+        return ""
+    sources = [(MEMORY, "from memory"), (DISK, "from disk"), ("", "without a checkpoint that is known")]
+    counted = [f"{len(some)} {words} ({span_text(statistics.median(row.restart_seconds for row in some))} to the first step)"
+               for source, words in sources if (some := [row for row in rows if row.source == source])]
+    totals = totals_of(rows)
+    longest = sorted(totals, key=totals.get, reverse=True)[:LONGEST]
+    return (f"{len(rows)} recover{'y' if len(rows) == 1 else 'ies'}: {', '.join(counted)}; {span_text(sum(totals.values()))} in "
+            f"all, most of it {', '.join(f'{name} {span_text(totals[name])}' for name in longest)}")
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:
@@ -85,6 +102,7 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     at_risk = f"; {report.steps_at_risk} more follow the newest checkpoint" if report.steps_at_risk else ""
     unrecorded = sum(not attempt.has_events for attempt in attempts)
     some = f"; not known of {_count(unrecorded, 'attempt')}" if unrecorded else ""
+    copies = sum(len(attempt.memory_saves) for attempt in attempts)
     return [("Restarts", str(report.restarts), f"{_count(report.failures, 'failure')}; {last}"),
             ("Step reached", _text(report.reached), f"{_count(report.steps_done, 'step')} done for it"),
             ("Steps lost", str(report.steps_lost),
@@ -94,7 +112,8 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
             ("Cost of failures", span_text(seconds.lost + seconds.downtime),
              f"{span_text(seconds.lost)} of lost steps, {span_text(seconds.downtime)} downtime"),
             ("Saves", "not known" if unrecorded == len(attempts) else str(len(staged)),
-             f"training stopped for {span_text(seconds.saving)} ({_percent(seconds.saving, seconds.total)}){some}")]
+             f"{f'and {copies} in memory; ' if copies else ''}training stopped for {span_text(seconds.saving)} "
+             f"({_percent(seconds.saving, seconds.total)}){some}")]
 
 
 def _with_text(report: Report, figure: str) -> str:
@@ -111,6 +130,7 @@ def _row(account: AttemptAccount) -> dict[str, Any]:
     attempt = account.attempt
     failed = sum(bool(save.failure) for save in attempt.saves)
     saves = [str(sum(save.is_staged for save in attempt.saves)), *([f"{failed} failed"] if failed else []),
+             *([f"{len(attempt.memory_saves)} in memory"] if attempt.memory_saves else []),
              *([f"{attempt.skipped_saves} skipped"] if attempt.skipped_saves else [])]
     reason = attempt.reason if attempt.failed_rank is None else f"rank {attempt.failed_rank}: {attempt.reason}"
     if attempt.outcome == FAILED and not reason:
@@ -126,7 +146,8 @@ def _resumed_from(attempt: RunAttempt) -> str:
     """Returns where an attempt began, as a cell."""
     if attempt.resumed_from is not None:
         scaled = f" (counted on as step {attempt.base_step})" if attempt.step_scale != 1 else ""
-        return f"step {attempt.resumed_from}{scaled}" + (" (inferred)" if attempt.is_inferred else "")
+        where = " in memory" if attempt.resumed_source == MEMORY else ""
+        return f"step {attempt.resumed_from}{where}{scaled}" + (" (inferred)" if attempt.is_inferred else "")
     if attempt.is_fresh:
         return "fresh start"
     if attempt.checkpoint:
@@ -164,7 +185,7 @@ def _recoveries(report: Report) -> list[dict[str, Any]]:
     for row in rows:
         parts = [(" + ".join(phase.names), phase.names[-1], phase.seconds) for phase in row.phases]
         parts += [(REDONE, REDONE, row.seconds_redone)] if row.seconds_redone else []
-        found.append({"row": row, "lasted": row.restart_seconds, "parts": [
+        found.append({"row": row, "source": row.source or "?", "lasted": row.restart_seconds, "parts": [
             {"name": name, "seconds": seconds, "style": f"width:{BAR * seconds / longest:.2f}rem;background:{PHASES[last]}"}
             for name, last, seconds in parts]})
     return found

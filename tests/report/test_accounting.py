@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from training_logs import RUNS, ZERO, two_attempts
+from training_logs import RUNS, ZERO, history, two_attempts
 
 from mindresume.events import FAILED, FINISHED, PREEMPTED
 from mindresume.report.accounting import Seconds, accounts_of, steps_at_risk, total_of
@@ -165,3 +165,12 @@ def test_every_second_is_counted_once_and_every_step_is_kept_or_lost(attempts):
     last = attempts[-1]
     if last.first_step is not None and not any(one.outcome in (PREEMPTED, FINISHED) for one in attempts):
         assert sum(account.steps - account.steps_lost for account in accounts) == last.last_step    # one chain of kept steps
+
+
+def test_stops_for_saves_in_memory_are_not_productive():
+    rows = accounts_of(built(history(attempts=3, memory=3, sources="md", every=50)))
+    assert [(row.steps_lost, len(row.attempt.memory_saves)) for row in rows] == [(2, 36), (18, 36), (0, 37)]
+    for row in rows:            # those in lost steps count as saving, too
+        assert row.seconds.saving == pytest.approx(0.1 * len(row.attempt.memory_saves) + 0.5 * len(row.attempt.saves))
+        assert row.seconds.lost == pytest.approx(2.0 * row.steps_lost, abs=0.2)
+        assert row.seconds.productive == pytest.approx(2.0 * (row.steps - row.steps_lost), abs=0.2)

@@ -1,6 +1,6 @@
 """Recoveries: phases between a failure and the first new step, with whatever moments are known."""
 import pytest
-from training_logs import RUNS, ZERO, Training, two_attempts
+from training_logs import RUNS, ZERO, Training, history, two_attempts
 
 from mindresume import events as ev
 from mindresume.events.recovery_phases import Moments
@@ -21,7 +21,7 @@ def shown(phases):
 
 def test_phases_without_a_moment_between_them_are_one():
     (found,) = recoveries_of(accounts(two_attempts()))
-    assert (found.failed, found.resumed, found.steps_redone, found.seconds_redone) == (1, 2, 3, 3.0)
+    assert (found.failed, found.resumed, found.source, found.steps_redone, found.seconds_redone) == (1, 2, "disk", 3, 3.0)
     assert found.restart_seconds == pytest.approx(50 - 19.5) and shown(found.phases) == [
         ("notice + end + start + import + join", 19.5, pytest.approx(40.1)), ("select", pytest.approx(40.1), 41.0),
         ("build + load + compile + first step", 41.0, 50.0)]
@@ -63,3 +63,8 @@ def test_only_the_first_of_each_moment_counts():
     training.event(3, ev.WeightsLoaded(0, 1, 1)).event(4, ev.WeightsLoaded(0, 1, 1)).event(5, ev.FirstStepDone(1))
     (row,) = accounts(training)
     assert row.attempt.moments == Moments(joined=ZERO + 0.1, selected=ZERO + 1, loaded=ZERO + 3, stepped=ZERO + 5)
+
+
+def test_a_recovery_knows_where_its_checkpoint_lay():
+    found = recoveries_of(accounts(history(attempts=4, memory=3, sources="mdm")))
+    assert [row.source for row in found] == ["memory", "disk", "memory"]

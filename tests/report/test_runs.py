@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from training_logs import RUNS, ZERO, Log, Training, two_attempts
+from training_logs import RUNS, ZERO, Log, Training, history, two_attempts
 
 from mindresume import events as ev
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 from mindresume.report import log_parser
 from mindresume.report.event_log import Failure, RecordedEvent
 from mindresume.report.log_parser import Clock, LogLine, parse
-from mindresume.report.runs import RUNNING, UNKNOWN, RefusedCheckpoint, Save, attempts_of, with_losses, with_outcome
+from mindresume.report.runs import RUNNING, UNKNOWN, MemorySave, RefusedCheckpoint, Save, attempts_of, with_losses, with_outcome
 
 
 def lines(*written):
@@ -259,3 +259,11 @@ def test_no_events_give_no_attempts():
     assert attempts_of([], []) == () and attempts_of([[]], []) == ()
     assert attempts_of([], [], [Failure(ZERO, 3, "full")]) == ()
     assert np.array_equal(one(Log().start(0)).losses.steps, [])
+
+
+def test_saves_in_memory_and_where_a_resume_came_from():
+    first, second = attempts(history(attempts=2, memory=3, sources="m", steps=10))
+    assert first.memory_saves == tuple(MemorySave(step, 0.1, 0.3, 13_000_000) for step in (3, 6, 9)) and first.saves == ()
+    assert (first.resumed_source, second.resumed_source, second.resumed_from) == ("", "memory", 9)
+    silent = one(Training().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 4).event(9, ev.TierSaved(6, 1, 0.1, 0.1)))
+    assert silent.last_step == 6

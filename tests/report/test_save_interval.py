@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,17 +64,51 @@ def test_a_tier_that_serves_no_failure_is_never_saved_to():
     assert goodput({disk(stall=1.0, survival=0.0): 99.0}, 1e-5) == pytest.approx(0.99)
 
 
-def test_the_advice_loses_little_more_than_the_best_interval(monkeypatch):
+@pytest.fixture
+def benchmark_of_advice(monkeypatch):
+    """benchmarks/advice.py as a module."""
+    module = importlib.util.module_from_spec(SPEC)
+    monkeypatch.setitem(sys.modules, SPEC.name, module)                 # where its dataclasses look for their module
+    SPEC.loader.exec_module(module)
+    return module
+
+
+def known_and_other(module, rnd, change):
+    """Returns a random schedule twice, with 400 failures each: one for the advice, one that judges it."""
+    schedule, mean = module.random_schedule(rnd)
+    schedule = change(schedule, rnd)
+    for _ in range(2):
+        gaps = tuple(rnd.expovariate(1 / mean) for _ in range(400))
+        yield module.with_kinds(replace(schedule, gaps=gaps, work=0.5 * sum(gaps)), rnd)
+
+
+def test_the_advice_loses_little_more_than_the_best_interval(benchmark_of_advice):
     """The small form of benchmarks/advice.py: the advice knows 400 failures, and 400 others judge it."""
-    benchmark = importlib.util.module_from_spec(SPEC)
-    monkeypatch.setitem(sys.modules, SPEC.name, benchmark)              # where its dataclasses look for their module
-    SPEC.loader.exec_module(benchmark)
-    rnd, worst = random.Random(3), []
+    module, rnd, worst = benchmark_of_advice, random.Random(3), []
     for _ in range(6):
-        schedule, mean = benchmark.random_schedule(rnd)
-        known, other = (tuple(rnd.expovariate(1 / mean) for _ in range(400)) for _ in range(2))
-        known, other = (replace(schedule, gaps=gaps, work=0.5 * sum(gaps)) for gaps in (known, other))
+        known, other = known_and_other(module, rnd, lambda schedule, rnd: schedule)
         steps = advice_from(known.measured(400)).tiers[0].steps_advised
-        best = min(benchmark.lost(other, each) for each in benchmark.grid(other)[::3])
-        worst.append(benchmark.lost(other, steps) / best)
+        worst.append(module.lost(other, steps) / min(module.lost(other, each) for each in module.grid(other)[::3]))
     assert max(worst) <= 1.05
+
+
+def test_two_advised_intervals_lose_little_more_than_the_best_pair(benchmark_of_advice):
+    module, rnd, pairs = benchmark_of_advice, random.Random(5), []
+    for _ in range(6):
+        known, other = known_and_other(module, rnd, module.with_memory)
+        memory, disk = (tier.steps_advised for tier in advice_from(known.measured(400)).tiers)
+        loss = module.lost_in_two(other, np.array([float(memory)]), np.array([max(round(disk / memory), 1.0)]))
+        pairs.append((float(loss[0]), module.best_pair(other)))
+    assert sum(ours for ours, _ in pairs) <= 1.05 * sum(best for _, best in pairs)
+
+
+def test_a_replay_of_two_tiers_by_hand(benchmark_of_advice):
+    """Steps of 1 s; a save in memory each 10 steps, 1 s; each second one to disk, too, 2 s. One period lasts 24 s."""
+    module, memory = benchmark_of_advice, Tier("memory", 1.0, 0.0, 5.0, 0.5)
+    schedule = module.Schedule(1.0, disk(stall=2.0, restart=9.0), (60.0, 11.5, 12.5, 48.0), 1000.0, memory,
+                               (True, True, False, True))
+    # 60 s: 40 steps on disk, 50 in memory. 11.5 s: 60 in memory; the save to disk had begun. 12.5 s: 70 in memory, which is lost:
+    # back to 40. 48 s: 80 steps.
+    (loss,) = module.lost_in_two(schedule, np.array([10.0]), np.array([2.0]))
+    spent = 60 + 11.5 + 12.5 + 48 + 3 * 5 + 9
+    assert loss == pytest.approx((spent - 80) / 80 * 1000)
