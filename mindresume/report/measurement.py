@@ -189,13 +189,18 @@ def _survivals(attempts: Sequence[RunAttempt]) -> tuple[int, int]:
             continue
         if later.resumed_source == MEMORY:
             intact += 1
-        # All ranks had recorded the save before the newest one: a slot is only overwritten then.
-        elif len(attempt.memory_saves) > 1 and not _is_newer(later, attempt):
+        elif (step := _whole_in_memory(attempt)) is not None and not _is_newer(later, attempt, step):
             lost += 1
     return intact, lost
 
 
-def _is_newer(later: RunAttempt, failed: RunAttempt) -> bool:
-    """Returns whether ``later`` resumed from a step of ``failed`` that memory had not, or not on all ranks."""
-    return (later.resumed_from is not None and later.resumed_run_id in (None, failed.run_id)
-            and later.resumed_from >= failed.memory_saves[-2].step)
+def _whole_in_memory(attempt: RunAttempt) -> int | None:
+    """Returns the newest step that all ranks had in memory when the attempt failed; None if no one is known."""
+    # The end of a step waits for a save of an earlier end; all ranks have begun a step that one of them has done.
+    sure = (attempt.last_step or 0) - 2 * attempt.losses.interval
+    return next((save.step for save in reversed(attempt.memory_saves) if save.step <= sure), None)
+
+
+def _is_newer(later: RunAttempt, failed: RunAttempt, step: int) -> bool:
+    """Returns whether ``later`` resumed from ``step`` of ``failed``, or a newer one."""
+    return later.resumed_from is not None and later.resumed_run_id in (None, failed.run_id) and later.resumed_from >= step

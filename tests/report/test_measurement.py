@@ -83,8 +83,9 @@ def test_checksums_that_last_longer_than_a_step_stop_the_training():
     assert (tier.stall_seconds, tier.write_seconds) == (pytest.approx(0.1 + 0.5), 2.5)
 
 
-@pytest.mark.parametrize("memory, counted", [(3, 1), (10, 0), (109, 0), (500, 0)], ids=[
-    "105 is whole in memory, the disk has 100", "100 is the only one surely whole", "one save alone", "none"])
+@pytest.mark.parametrize("memory, counted", [(54, 1), (55, 0), (109, 0), (100, 0), (500, 0)], ids=[
+    "108 is whole in memory, the disk has 100", "110 is not surely whole, 55 is older", "the only one is not surely whole",
+    "the same step is on disk", "none"])
 def test_a_resume_from_the_disk_tells_only_if_memory_had_a_newer_save(memory, counted):
     found = measure(accounts(history(attempts=2, memory=memory, sources="d")), "output")
     assert (found.intact, found.lost) == (0, counted)
