@@ -3,12 +3,14 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from training_logs import history
 
 import mindresume
 from mindresume.events import DISK, MEMORY
 from mindresume.report.advice import advice_from, steps_of
-from mindresume.report.advice_text import failures_text, lines_of, sentence_of
+from mindresume.report.advice_text import failures_text, interval_rows, lines_of, sentence_of
 from mindresume.report.failure_rate import FailureRate
 from mindresume.report.measurement import Measured, TierCosts
 from mindresume.report.save_interval import Tier
@@ -161,3 +163,20 @@ def test_the_api_reads_a_folder(tmp_path):
     assert found.to_json()["tiers"][0]["name"] == "disk"
     with pytest.raises(FileNotFoundError):
         mindresume.advise(tmp_path / "gone")
+
+
+NUMBERS = st.floats(0, 1e18) | st.sampled_from([0.0, 1e-300, 1e18])
+
+
+@settings(deadline=None, max_examples=60)
+@given(NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.integers(1, 1 << 59), st.integers(0, 40), st.integers(0, 40),
+       st.integers(0, 3))
+def test_any_numbers_of_an_event_file_have_an_advice(stall, write, restart, copy, behind, every, intact, lost, unknown):
+    """Events are not trusted: a report of them must not fail."""
+    memory = TierCosts(Tier(MEMORY, copy, behind, restart, 0.5), 3, steps_now=every)
+    for more in ({"memory": memory}, {"possible": memory}):
+        found = measured(intact + lost + unknown, every, Tier(DISK, stall, write, restart), intact=intact, lost=lost, **more)
+        advice = advice_from(found)
+        assert list(lines_of(advice)) and sentence_of(advice) and interval_rows(advice)
+        for goodput in (advice.goodput_now, advice.goodput_advised, advice.goodput_with_memory):
+            assert goodput is None or 0 <= goodput <= 1
