@@ -225,11 +225,14 @@ def _notes(measured: Measured, rows: Sequence[TierAdvice]) -> Iterable[str]:
         if not known:
             yield "No failure tells yet whether the memory of the nodes survives: it is taken to survive half of them."
         elif not measured.lost:
-            yield (f"No failure has needed the disk yet ({known} could): half a failure is counted, so its range is wide. The "
-                   f"loss of a node costs all steps since the last save to disk.")
+            yield (f"No failure has needed the disk yet (of {known} that tell): half a failure is counted, so its range is wide. "
+                   f"The loss of a node costs all steps since the last save to disk.")
         elif not measured.intact:
-            yield (f"The memory of the nodes has not survived a failure yet ({known} tell): half a failure is counted, so its "
-                   f"range is wide.")
+            yield (f"The memory of the nodes has not survived a failure yet (of {known} that tell): half a failure is counted, so "
+                   f"its range is wide.")
+        if 0 < known < failures:
+            yield (f"{failures - known} of {failures} failures do not tell whether memory survived: the disk had as new a save, "
+                   f"the tier was off, or no start followed. They count for the rate alone.")
         memory, disk = rows
         if memory.steps_advised >= disk.steps_advised:
             yield "The tier in memory is worth nothing here: saves to disk are as good as often."

@@ -34,7 +34,7 @@ def lines_of(advice: Advice) -> Iterable[tuple[str, str]]:
 def sentence_of(advice: Advice) -> str:
     """Returns the advice in a few sentences, with what it is computed from."""
     several = "s" * (len(advice.tiers) > 1)
-    stops = ", ".join(span_text(tier.stall_seconds) + (f" ({tier.name})" if several else "") for tier in advice.tiers)
+    stops = ", ".join(stop_text(tier.stall_seconds) + (f" ({tier.name})" if several else "") for tier in advice.tiers)
     expected = "" if advice.goodput_advised is None else f" Expected goodput {percent(advice.goodput_advised)}"
     if expected and advice.goodput_now is not None:
         expected += f", {percent(advice.goodput_now)} with the present interval{several}"
@@ -56,7 +56,7 @@ def interval_rows(advice: Advice) -> list[tuple[str, str, str, str, str, str]]:
         each = tier.seconds_between_failures_low if is_bound else tier.seconds_between_failures
         rows.append((f"saves to {tier.name}", steps(tier.steps_now), steps(tier.steps_low, " or more") if is_bound
                      else steps(tier.steps_advised), "" if is_bound else f"{tier.steps_low} and {tier.steps_high}",
-                     span_text(tier.stall_seconds), span_text(each) + " or more" * is_bound))
+                     stop_text(tier.stall_seconds), span_text(each) + " or more" * is_bound))
     if advice.goodput_advised is not None:
         rows.append(("goodput expected", known(advice.goodput_now), percent(advice.goodput_advised),
                      f"{percent(advice.goodput_advised_low)} and {percent(advice.goodput_advised_high)}", "", ""))
@@ -85,6 +85,11 @@ def failures_text(advice: Advice) -> str:
             f"{span_text(advice.seconds_between_failures_high)})")
 
 
+def stop_text(seconds: float) -> str:
+    """Returns how long a save stops the training: '0.39 s', or '4.2 ms'."""
+    return span_text(seconds) if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
+
+
 def percent(share: float) -> str:
     """Returns '94.6 %'; near 100 % with more digits, so that what is lost has two."""
     digits = 1 if share < 0.99 else 2 if share < 0.999 else 3
@@ -93,17 +98,17 @@ def percent(share: float) -> str:
 
 def _costs(advice: Advice, tier: TierAdvice) -> str:
     write = "" if not tier.write_seconds else (
-        f"; its checksums take {span_text(tier.write_seconds)} in the background" if tier.name == MEMORY else
+        f"; its checksums take {stop_text(tier.write_seconds)} in the background" if tier.name == MEMORY else
         f"; it is written in the background in {span_text(tier.write_seconds)}")
     load = "" if tier.load_seconds is None else f", {span_text(tier.load_seconds)} of it select and load the checkpoint"
     any_start = "a restart" if any(row.restarts for row in advice.tiers) else "a start"
     start = f"a restart from {tier.name}" if tier.restarts and len(advice.tiers) > 1 else any_start
-    return (f"to {tier.name}: the training stops for {span_text(tier.stall_seconds)} ({tier.saves} measured){write}; a step "
+    return (f"to {tier.name}: the training stops for {stop_text(tier.stall_seconds)} ({tier.saves} measured){write}; a step "
             f"takes {span_text(advice.step_seconds)}; {start} takes {span_text(tier.restart_seconds)}{load}")
 
 
 def _served(tier: TierAdvice) -> str:
-    return (f"{tier.name}: {tier.failures} resume{'' if tier.failures == 1 else 's'}, one in "
+    return (f"{tier.name}: {tier.failures} failure{'' if tier.failures == 1 else 's'}, one in "
             f"{span_text(tier.seconds_between_failures)} (90 %: {span_text(tier.seconds_between_failures_low)} to "
             f"{span_text(tier.seconds_between_failures_high)})")
 

@@ -10,7 +10,7 @@ from training_logs import history
 import mindresume
 from mindresume.events import DISK, MEMORY
 from mindresume.report.advice import advice_from, steps_of
-from mindresume.report.advice_text import failures_text, interval_rows, lines_of, sentence_of
+from mindresume.report.advice_text import failures_text, interval_rows, lines_of, sentence_of, stop_text
 from mindresume.report.failure_rate import FailureRate
 from mindresume.report.measurement import Measured, TierCosts
 from mindresume.report.save_interval import Tier
@@ -96,6 +96,7 @@ def test_failures_that_do_not_tell_count_for_the_rate_alone():
     found = advice_from(with_memory(3, 1, failures=40))
     rates = [1 / tier.seconds_between_failures for tier in found.tiers]
     assert sum(rates) == pytest.approx(1 / found.seconds_between_failures) and rates[0] / sum(rates) == pytest.approx(3.5 / 5)
+    assert any("36 of 40" in note for note in found.notes)
 
 
 def test_without_a_failure_each_tier_has_the_bound_of_all():
@@ -180,3 +181,8 @@ def test_any_numbers_of_an_event_file_have_an_advice(stall, write, restart, copy
         assert list(lines_of(advice)) and sentence_of(advice) and interval_rows(advice)
         for goodput in (advice.goodput_now, advice.goodput_advised, advice.goodput_with_memory):
             assert goodput is None or 0 <= goodput <= 1
+
+
+@pytest.mark.parametrize("seconds, text", [(0.391, "0.39 s"), (0.1, "0.10 s"), (0.0042, "4.2 ms"), (75.0, "1 min 15 s")])
+def test_short_stops_are_in_milliseconds(seconds, text):
+    assert stop_text(seconds) == text
