@@ -228,8 +228,8 @@ def _notes(measured: Measured, rows: Sequence[TierAdvice]) -> Iterable[str]:
             yield (f"No failure has needed the disk yet (of {known} that tell): half a failure is counted, so its range is wide. "
                    f"The loss of a node costs all steps since the last save to disk.")
         elif not measured.intact:
-            yield (f"The memory of the nodes has not survived a failure yet (of {known} that tell): half a failure is counted, so "
-                   f"its range is wide.")
+            yield (f"The memory of the nodes has not survived a failure yet (of {known} that tell): half a failure is counted, "
+                   f"so its range is wide.")
         if 0 < known < failures:
             yield (f"{failures - known} of {failures} failures do not tell whether memory survived: the disk had as new a save, "
                    f"the tier was off, or no start followed. They count for the rate alone.")
