@@ -78,5 +78,5 @@ def text(result: measure.Rounds) -> str:
                      result.spread(name, without), f"10 %: {'met' if growth <= 10 else 'missed'}"])
     copy, size = statistics.median(result.values["copy"]), max(result.values["size"])
     columns = ["step time", f"{WITHOUT}, ms", f"{WITH}, ms", "growth", "ratios of the rounds", "target"]
-    return measure.table(columns, rows) + f"\nA save of {size / 2**20:.1f} MiB stops the training for {copy * 1000:.2f} ms (median of " \
-        f"{len(result.values['copy'])})\n"
+    return (f"{measure.table(columns, rows)}\nA save of {size / 2**20:.1f} MiB stops the training for {copy * 1000:.2f} ms "
+            f"(median of {len(result.values['copy'])})\n")

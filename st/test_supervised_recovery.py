@@ -57,8 +57,8 @@ def while_it_loads(run: Run, number: int, chance: random.Random) -> None:
 
 
 def in_between(run: Run, number: int, chance: random.Random) -> None:
-    """After the first to third step of this start."""
-    steps = chance.randint(1, 3)
+    """After the first to fourth step of this start."""
+    steps = chance.randint(1, 4)
     until(run, number, lambda start: len(start.steps()) >= steps)
     time.sleep(chance.uniform(0, 0.2))
 
@@ -178,7 +178,7 @@ def test_four_processes_recover_from_ten_random_deaths(whole_four, tmp_path, mem
     run, chance = whole_four.like(tmp_path / "run"), random.Random(seed)
     moments = [at_the_start] * 2 + [while_it_loads] * 2 + [in_between] * 4 + [in_a_save_to_disk] * 2
     deaths = [(moment, chance.choice([one_rank, one_rank, all_processes])) for moment in chance.sample(moments, 10)]
-    deaths[chance.randrange(4, 8)] = (in_between, the_node)
+    deaths[chance.randrange(4, 8)] = (after_a_save_to_disk, the_node)
     rows = play(run, memory, deaths, chance, extra)
     with capsys.disabled():
         print(f"\n{extra or 'Checkpoint 1.0'}, seed {seed}", *rows, sep="\n")
