@@ -27,7 +27,7 @@ from mindresume.events import Emit, Notice, ignore
 from mindresume.formatting import listed
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import remove_tree
+from mindresume.storage.operations import read_json, remove_tree
 
 TIMEOUT = 1800.0                            # seconds without a sign of a process, as ``collectives.Watchdog``
 NOTE_EVERY = 30.0                           # seconds between two notices of what is waited for
@@ -160,9 +160,11 @@ class FileGroup:
     def _named_session(self, pointer: str = "") -> str:
         """Returns the session that process 0 names, or that of another job; empty if there is none."""
         try:
-            with self.storage.open(pointer or self._pointer) as file:
-                return os.path.join(self.folder, os.path.basename(json.loads(file.read(1 << 16))["session"]))
-        except (OSError, ValueError, KeyError, TypeError):
+            path = pointer or self._pointer
+            name = read_json(self.storage, path, 1 << 16)["session"]
+            prefix = os.path.basename(path).removesuffix(".json") + _SESSION
+            return os.path.join(self.folder, os.path.basename(name)) if name.startswith(prefix) else ""
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return ""
 
     def _own_row(self) -> dict[str, Any]:

@@ -78,6 +78,19 @@ def test_without_process_0_the_others_end(tmp_path):
     assert isinstance(found[1], ProcessLostError) and "process 0 of 3" in str(found[1])
 
 
+@pytest.mark.parametrize("content", [b"[" * 60_000, b"[]", b"7", b"{", b'{"session": 7}', b'{"session": ""}',
+                                     b'{"session": "../elsewhere"}'])
+def test_a_pointer_of_another_form_names_no_session(tmp_path, content):
+    now = [0.0]
+
+    def pause(seconds):
+        now[0] += seconds
+    (tmp_path / "meeting").mkdir()
+    (tmp_path / "meeting" / "launch.json").write_bytes(content)
+    found = run(tmp_path / "meeting", exchange, ranks=(1,), clock=lambda: now[0], pause=pause, timeout=50.0)
+    assert isinstance(found[1], ProcessLostError) and "process 0 of 3" in str(found[1])
+
+
 def test_an_error_of_one_process_reaches_all_at_once(tmp_path):
     def work(group):
         if group.rank == 1:

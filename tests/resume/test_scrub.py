@@ -391,6 +391,16 @@ def test_a_removal_by_hand_is_no_damage(tmp_path):
     assert scrubbed(tmp_path, progress=remove, rows=rows)[5].state == REMOVED and rows_of(tmp_path) == ()
 
 
+def test_what_is_removed_by_hand_is_not_brought_back_from_the_bucket(tmp_path):
+    root = tmp_path / "checkpoint"
+    iteration_folders.save(root, 5)
+    base = iteration_folders.folder_of(root, 5)
+    bucket, rows = Bucket(base, 5, tmp_path / "bucket"), rows_of(root)
+    found = scrubbed(root, progress=lambda count: shutil.rmtree(base, ignore_errors=True), rows=rows, repairs=True,
+                     bucket=bucket.remote)[5]
+    assert found.state == REMOVED and not base.exists()
+
+
 def test_a_stop_leaves_no_result_and_no_lock(tmp_path):
     save(tmp_path, 5)
     flip_bit(path_of(tmp_path, 5, 1))
