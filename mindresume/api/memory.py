@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import Result
 from mindresume.api.sources import existing
-from mindresume.coordination.lease import SAVING, is_alive, lease_holders
+from mindresume.coordination.lease_acquisition import check_no_live_job
 from mindresume.errors import LeaseHeldError
 from mindresume.formats import Refusal
 from mindresume.formats.location import JOB_FOLDERS, locate
@@ -42,7 +42,8 @@ class FlushResult(Result):
 
 
 def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage: Storage | None = None) -> FlushResult:
-    """Writes the newest save in memory of this node, whose bytes are all verified, to disk, if the disk is older.
+    """Writes the newest save in memory of this node, whose bytes are all verified, to disk, if the disk is older. Watches the
+    lease of a job on another node for some heartbeats, to find out whether it is alive.
 
     Args:
         path: The checkpoint folder, or one above it.
@@ -59,10 +60,10 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage:
     if not tier:
         return FlushResult(root, reason=problem or "there is no save of it in memory of this node")
     owner = TierOwner.read(storage, tier)
-    living = [holder for holder in lease_holders(storage, root) if holder.purpose == SAVING and is_alive(holder) is not False]
-    if living or owner is None or owner.is_alive:
-        who = living[0] if living else f"run {owner.run}" if owner else "an unknown run"
+    if owner is None or owner.is_alive:
+        who = f"run {owner.run}" if owner else "an unknown run"
         raise LeaseHeldError(f"{root} is in use by {who}; a job that runs saves by itself")
+    check_no_live_job(storage, root)            # a killed job has left its lease, mostly on another node
     newest = max((candidate.order[:2] for candidate in scan(storage, root).candidates if candidate.problem is None),
                  default=(0, 0))
     reasons = []

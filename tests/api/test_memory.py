@@ -1,8 +1,10 @@
 """What memory of this node has: in the catalog, on the command line, and written to disk."""
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
+from lease_holders import ELSEWHERE, publish_lease
 from memory_tiers import make_owned_tier
 from rank_folders import RUN, STORAGE, flip_bit, path_of, save
 from saving.memory_tier.test_tier import Training
@@ -88,3 +90,12 @@ def test_a_running_job_saves_by_itself(memory, root):
     Training(tier, 2).steps(9).stop()
     with pytest.raises(LeaseHeldError):
         flush(root)
+
+
+def test_a_killed_job_whose_lease_is_of_another_node_is_over(root, tier):
+    """The lease of a job of several nodes is that of its first node, and SIGKILL leaves it."""
+    save(root, 5, world=2)
+    Training(tier, 2, world=2).steps(9).stop()
+    publish_lease(root, replace(ELSEWHERE, every=0.001))
+    assert flush(root).committed and chosen(root)[0] == 8
+
