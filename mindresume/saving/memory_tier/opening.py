@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,8 @@ from mindresume.saving.save_session import Resumed, SaveSession
 from mindresume.settings import MemoryTierSettings
 from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
+
+_PATIENCE = 20.0                # seconds for the removal of left-over tiers
 
 
 def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, emit: Emit, share: int, timeout: float,
@@ -65,7 +68,7 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
                 owner = owner_of(storage, root, mark, run, [rows[rank][1:] for rank in ranks])
                 publish_json(storage, os.path.join(tier, OWNER), owner.to_json(), run)
             run_on_all(group, publish_owner)
-            remove_leftovers(storage, tier, settings.keep_days, emit)
+            _remove_leftovers(storage, tier, settings.keep_days, emit)
         else:
             run_on_all(group, lambda: None)
     except CollectiveError as error:
@@ -78,6 +81,19 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
     emit(Notice(f"every {settings.every_steps} steps are also saved into memory of this node, {tier}: {ranks_count(len(ranks))}, "
                 f"for a restart on the same nodes"))
     return MemoryTier(target, group, settings, emit, share, loaded, is_leader, timeout, on_disk)
+
+
+def _remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit) -> None:
+    """Removes tiers of dead jobs in the background, and waits some seconds for it: the disk of another training, which may hang
+    for ever, is asked whether it has a newer save."""
+    thread = threading.Thread(target=lambda: remove_leftovers(storage, tier, keep_days, emit), name="mindresume-leftovers",
+                              daemon=True)
+    with suppress(RuntimeError):                    # the limit of threads is reached
+        thread.start()
+        thread.join(_PATIENCE)
+        if thread.is_alive():
+            emit(Notice(f"{os.path.dirname(tier)}: whether tiers of earlier jobs can be removed is not known after "
+                        f"{_PATIENCE:.0f} s: the disk of one of them hangs"))
 
 
 def _mark(storage: Storage, root: str, settings: MemoryTierSettings, run: str) -> list[str]:

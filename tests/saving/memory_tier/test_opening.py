@@ -2,6 +2,7 @@
 import errno
 import os
 import shutil
+import threading
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,10 @@ from rank_folders import RUN, STORAGE, Ranks, save
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups
-from mindresume.events import TierRefused, TierSaved
+from mindresume.events import Notice, TierRefused, TierSaved
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
+from mindresume.saving.memory_tier import opening
 from mindresume.saving.memory_tier.directory import (
     MARK,
     OWNER,
@@ -188,6 +190,16 @@ def test_the_tier_notes_what_was_loaded_once_older_saves_are_set_aside(tmp_path,
 
 def test_ranks_that_see_one_tmpfs_are_a_node():
     assert groups_of(["a", "a", "b", "a", "b"]) == SharedGroups((0, 0, 2, 0, 2))
+
+
+def test_a_hanging_disk_of_another_training_holds_nothing_up(tmp_path, memory, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(opening, "remove_leftovers", lambda *arguments: released.wait())
+    monkeypatch.setattr(opening, "_PATIENCE", 0.01)
+    job = job_with_tier(tmp_path, memory).steps(5)
+    job.manager._tier.stop()
+    assert held(tmp_path) == [4, 2] and any("hangs" in event.text for event in job.emitted(Notice))
+    released.set()
 
 
 # ---- left-over tiers -------------------------------------------------------------------------------------------------
