@@ -23,7 +23,7 @@ from pathlib import Path
 from mindresume.coordination import rank_heartbeat
 from mindresume.coordination.process_identity import process_namespace
 from mindresume.coordination.rank_heartbeat import ENDED, NONE, Heartbeat, read_heartbeats
-from mindresume.events import PREEMPTED, Emit, HangDetected, JobEnded, JobStarted, RankDied, StartupMeasured
+from mindresume.events import PREEMPTED, Emit, HangDetected, JobEnded, JobStarted, RankDied, StartupMeasured, warning
 from mindresume.events.log_lines import end_text
 from mindresume.supervisor import stacks
 from mindresume.supervisor.hang import HangLimits, find_hang
@@ -92,6 +92,8 @@ class Job:
         self.environment = {**environment, rank_heartbeat.VARIABLE: folder}
         self.members = Members(ignored)
         self.heartbeats: dict[int, Heartbeat] = {}          # by process, the last known
+        self._readable: set[int] = set()                    # processes whose heartbeats could be read just now
+        self._lost = False                                  # the heartbeat of a living rank was removed
         self.host = socket.gethostname()
         self._evidence, self._to_stderr = evidence, to_stderr
         self._pid, self._status = 0, None
@@ -126,9 +128,9 @@ class Job:
             self._measure_startup()
 
     def _refresh(self, now: bool = True) -> None:
-        for heartbeat in read_heartbeats(self.folder):
-            if heartbeat.namespace == self._namespace:          # else its process has another number here
-                self.heartbeats[heartbeat.pid] = heartbeat
+        found = [it for it in read_heartbeats(self.folder) if it.namespace == self._namespace]      # else another number here
+        self._readable = {heartbeat.pid for heartbeat in found}
+        self.heartbeats.update((heartbeat.pid, heartbeat) for heartbeat in found)
         self.members.refresh(self.heartbeats.values(), now)
 
     def _taken(self, ended: Ended) -> JobEnd | None:
@@ -182,7 +184,12 @@ class Job:
         return JobEnd(EXITED, self._status, f"the command ended with status {self._status}", rank=rank, log=log)
 
     def _hang(self) -> JobEnd | None:
-        alive = [self.heartbeats[member.pid] for member in self.members.alive(RANK) if member.pid in self.heartbeats]
+        known = [self.heartbeats[member.pid] for member in self.members.alive(RANK) if member.pid in self.heartbeats]
+        alive = [heartbeat for heartbeat in known if heartbeat.pid in self._readable]
+        if len(alive) < len(known) and not self._lost:
+            self._lost = True
+            self.emit(warning(f"heartbeats in {self.folder} were removed while their ranks run, so a hang of these ranks is not "
+                              f"noticed. systemd does that when a user logs out: set RemoveIPC=no, or loginctl enable-linger"))
         hang = find_hang(alive, self._began, time.monotonic(), self.settings.limits)
         if hang is None:
             return None

@@ -194,6 +194,8 @@ class Supervisor:
 
     def make_job(self, command: Sequence[str], number: int) -> Job:
         """Returns a start of the command. Raises OSError."""
+        if not os.path.isdir(self._folder):             # somebody has cleaned up, for example systemd when a user logged out
+            self._folder = orphans.make_folder()
         folder = os.path.join(self._folder, f"start_{number}")
         os.mkdir(folder)
         existing = {*descendants(os.getpid(), all_processes()), *self._left}

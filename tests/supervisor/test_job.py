@@ -1,0 +1,45 @@
+"""supervisor/job.py: heartbeats that somebody removes while their ranks run are no hang."""
+import os
+import shutil
+
+from mindresume.coordination.rank_heartbeat import RankHeartbeat, read_heartbeats
+from mindresume.events import HangDetected, Notice
+from mindresume.events.emitter import Emitter
+from mindresume.supervisor import orphans
+from mindresume.supervisor.hang import HangLimits
+from mindresume.supervisor.job import Job, JobSettings
+from mindresume.supervisor.members import Member
+from mindresume.supervisor.process_table import RANK, Process
+from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
+
+
+def job_with_a_silent_rank(folder, events):
+    """Returns a job whose only rank, this process, made its last step when the host was started."""
+    heartbeat = RankHeartbeat(os.path.join(folder, f"process_{os.getpid()}.heartbeat"), clock=lambda: 0.0)
+    heartbeat.reach(5)
+    job = Job(["train"], 1, str(folder), JobSettings(HangLimits(step=1e-9)), events.append, {})
+    found, = read_heartbeats(str(folder))
+    job.members.refresh = lambda *arguments: None
+    job.members.alive = lambda *roles: [Member(Process(found.pid, 1, 1, "R", found.ticks), RANK, 0)]
+    return job
+
+
+def test_a_removed_heartbeat_is_no_hang(tmp_path):
+    events = []
+    job = job_with_a_silent_rank(tmp_path, events)
+    job._refresh()
+    assert job._hang().rank == -1 and isinstance(events.pop(), HangDetected)
+    shutil.rmtree(tmp_path)                                 # as systemd does when a user logs out (RemoveIPC)
+    for _ in range(3):
+        job._refresh()
+        assert job._hang() is None
+    notice, = events
+    assert isinstance(notice, Notice) and str(tmp_path) in notice.text
+
+
+def test_a_start_after_the_folder_was_removed_has_a_new_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(orphans, "_MEMORY", str(tmp_path))
+    supervisor = Supervisor(["train"], SupervisorSettings(), Emitter())
+    supervisor._folder = str(tmp_path / "gone")
+    job = supervisor.make_job(["train"], 2)
+    assert os.path.isdir(job.folder) and os.path.dirname(job.folder) == supervisor._folder
