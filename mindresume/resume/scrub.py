@@ -28,7 +28,7 @@ from mindresume.resume.listing import CheckpointStatus
 from mindresume.resume.repair import repair
 from mindresume.resume.verifier import find_damaged_files
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.storage.interface import Storage
+from mindresume.storage.interface import Status, Storage
 from mindresume.storage.throttled_reads import ReadStoppedError, ThrottledReads, TokenBucket
 
 INTACT, REPAIRED, DAMAGED, REMOVED, SKIPPED = "intact", "repaired", "damaged", "removed", "skipped"
@@ -160,9 +160,16 @@ class Scrubber:
         seen = [row for rank in candidate.files for row in self._damage(storage, candidate, rank)]
         # A second reading tells rot from an error on the way, such as a bad cable or memory: only rot is recorded. What a person
         # replaces after it has another status than before it, and is not refused.
-        before = {row.file: self.storage.status(os.path.join(self.root, row.file)) for row in seen if row.file is not None}
-        damage = [row for rank in dict.fromkeys(row.rank for row in seen) for row in self._damage(storage, candidate, rank)]
+        before = {row.file: self._status(row.file) for row in seen if row.file is not None}
+        damage = [row for rank in dict.fromkeys(row.rank for row in seen)
+                  for row in self._lasting_damage(storage, candidate, rank, before)]
         again = {row.file for row in damage}
+        absent = [path for path in again if path is not None and os.path.join(self.root, path) in storage.absent]
+        if absent and self.storage.status(candidate.commit_dir) is None:
+            return CheckpointScrub(candidate, REMOVED, bytes_read=storage.read)
+        if any(self._status(path) is not None for path in absent):
+            # A removal renames the folder of records, sees the lock, and renames it back: nothing is damaged.
+            return CheckpointScrub(candidate, SKIPPED, "it was moved or replaced while it was read", bytes_read=storage.read)
         notes = [f"{row.file} was not as written when it was read first, and is in a second reading: {row.reason}"
                  for row in seen if row.file not in again]
         missing = self._missing(candidate, again)
@@ -180,6 +187,22 @@ class Scrubber:
         state = DAMAGED if left else REPAIRED if repaired else INTACT
         return CheckpointScrub(candidate, state, "", tuple(left), tuple(repaired), tuple(notes), storage.read, storage.cached)
 
+    def _lasting_damage(self, storage: Storage, candidate: Candidate, rank: int, before: dict[str, Status | None]
+                        ) -> list[Refusal]:
+        """Reads the files of a rank again. Returns what is not as written in two of two readings; if the second one finds more
+        than the first, in two of three. ``before``: status of the files that the first one found; others are added."""
+        seen, second = set(before), self._damage(storage, candidate, rank)
+        files = {row.file for row in second if row.file is not None}
+        if files <= seen:
+            return second
+        before.update({path: self._status(path) for path in files - seen})
+        third = self._damage(storage, candidate, rank)
+        last = {row.file for row in third}
+        return [*(row for row in third if row.file in files | seen), *(row for row in second if row.file in seen - last)]
+
+    def _status(self, path: str) -> Status | None:
+        return self.storage.status(os.path.join(self.root, path))
+
     def _damage(self, storage: Storage, candidate: Candidate, rank: int) -> list[Refusal]:
         return find_damaged_files(storage, self.root, candidate, rank, self.progress)
 
@@ -187,7 +210,7 @@ class Scrubber:
         """Returns a refusal for each missing file whose tensors are all in replicas: a resume uses those."""
         return [candidate.refuse(f"{file.path} is missing; other ranks hold every tensor of it", file.path, rank)
                 for rank, files in candidate.files.items() for file in files
-                if file.path not in damaged and self.storage.status(os.path.join(self.root, file.path)) is None]
+                if file.path not in damaged and self._status(file.path) is None]
 
 
 def other_scrub(storage: Storage, root: str, own: Lease, wait: Callable[[float], object]) -> LeaseHolder | None:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from mindresume.storage.interface import Storage
+from mindresume.storage.interface import Status, Storage
 
 PIECE = 1 << 20                 # bytes of one read, so that the rate is even and a stop takes effect soon
 BURST = 0.25                    # seconds of the rate that an idle bucket collects
@@ -55,21 +55,34 @@ class TokenBucket:
 
 
 class ThrottledReads:
-    """Adds a limit of the rate to a ``Storage``; every operation except ``open`` is that of ``inner``.
+    """Adds a limit of the rate to a ``Storage``; other operations than reading are those of ``inner``.
 
     Args:
         stopped: returns whether the reading is to end; then a read raises ReadStoppedError.
+    Attributes:
+        absent: paths that did not exist when they were looked for.
     """
 
     def __init__(self, inner: Storage, bucket: TokenBucket | None = None, stopped: Callable[[], bool] = bool):
         self.inner, self.bucket, self.stopped = inner, bucket or TokenBucket(), stopped
         self.cached = self.read = 0
+        self.absent: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
+    def status(self, path: str) -> Status | None:
+        found = self.inner.status(path)
+        if found is None:
+            self.absent.add(path)
+        return found
+
     def open(self, path: str) -> BinaryIO:
-        file = self.inner.open(path)
+        try:
+            file = self.inner.open(path)
+        except FileNotFoundError:
+            self.absent.add(path)
+            raise
         return _ThrottledFile(self, file)               # type: ignore[return-value]
 
 

@@ -133,6 +133,39 @@ def test_an_error_on_the_way_is_no_rot(tmp_path):
     assert not flips and (found.state, found.damaged) == (INTACT, ()) and str(path.name) in found.notes[0]
 
 
+def test_records_that_a_removal_moves_for_a_moment_are_not_damaged(tmp_path):
+    """A removal renames the folder of records, sees the read lock of the scrub, and renames it back."""
+    save(tmp_path, 5)
+    moved = [4 * 2]                                      # two readings of four ranks
+
+    class Moved(PosixStorage):
+        def open(self, name):
+            if os.path.basename(name).startswith("rank_0000") and any(row.purpose == SCRUBBING for row in
+                                                                      lease_holders(STORAGE, str(tmp_path))) and moved[0]:
+                moved[0] -= 1
+                raise FileNotFoundError(2, "No such file or directory", name)
+            return super().open(name)
+    (found,) = scrubbed(tmp_path, Moved(), repairs=True).values()
+    assert moved == [0] and (found.state, found.damaged) == (SKIPPED, ()) and not result_path(tmp_path, 5).exists()
+    assert states(tmp_path) == {5: INTACT} and chosen(tmp_path, QUICK) == 5
+
+
+def test_an_error_in_the_second_reading_of_another_file_is_no_damage(tmp_path):
+    iteration_folders.save(tmp_path, 5)
+    damaged, intact = (str(iteration_folders.weights_of(tmp_path, 5, 1, kind)) for kind in ("model", "opt"))
+    flip_bit(Path(damaged))
+    opened = []
+
+    class Failing(PosixStorage):
+        def open(self, name):
+            opened.append(name)
+            if name == intact and opened.count(damaged) == 4 and opened.count(intact) == 3:
+                raise OSError(5, "Input/output error", name)
+            return super().open(name)
+    (found,) = scrubbed(tmp_path, Failing()).values()
+    assert opened.count(intact) > 3 and [row.file for row in found.damaged] == [os.path.relpath(damaged, tmp_path)]
+
+
 def test_incomplete_saves_and_those_of_mindformers_are_left_out(tmp_path):
     iteration_folders.save(tmp_path, 5)
     iteration_folders.write_rank(tmp_path, 10, 0)               # rank 1 is still writing
