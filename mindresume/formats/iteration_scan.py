@@ -95,8 +95,8 @@ def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tu
     """Orders candidates: first the step ``named`` by the tracker, then older steps, then newer ones. Returns them and notes."""
     notes = []
     visible = [c for c in by_age if parse_iteration(c.iteration_dir) is not None]
-    newest = next((c for c in visible if c.committed or (c.origin == MINDFORMERS and c.maybe_completed and not c.listing_error)),
-                  None)
+    # A published folder was committed before, even if its manifest can no longer be read.
+    newest = next((c for c in visible if c.committed or (c.maybe_completed and not c.listing_error)), None)
     # A save writes its intent file before it changes the tracker. A committed step with neither an intent nor a published folder
     # therefore does not explain why the tracker names another step.
     last = next((c for c in by_age if c.committed and (c.step in intended or parse_iteration(c.iteration_dir) is not None)), None)

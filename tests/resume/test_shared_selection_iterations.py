@@ -71,6 +71,14 @@ def test_a_tracker_that_was_set_back_by_hand(saved, text):
     assert notes(choice) == f"newer than step 10, which {TRACKER} names, so only used as a last resort: step 15"
 
 
+def test_a_published_folder_whose_manifest_rotted_is_the_newest_still(saved):
+    """Else the tracker counts as set back, and a later save that all ranks have written as a last resort."""
+    flip_bit(records_of(folder_of(saved, 15), 15) / MANIFEST)
+    write_all(saved, 20)
+    choice = choose(saved)
+    assert choice.chosen.step == 20 and choice.refused == () and "last resort" not in notes(choice)
+
+
 def test_a_tracker_that_names_a_missing_step(saved):
     track(saved, 12)
     choice = choose(saved)
