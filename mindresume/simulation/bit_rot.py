@@ -73,6 +73,11 @@ def rotted_saves(disks: Iterable[Disk]) -> set[tuple[str, int]]:
     return {saved for disk in disks for saved, paths in _files_of_saves(disk) if not rotted.isdisjoint(paths)}
 
 
+def saves_on(disks: Iterable[Disk]) -> set[tuple[str, int]]:
+    """Returns (run, step) of the saves of which a record is there."""
+    return {saved for disk in disks for saved, _ in _files_of_saves(disk)}
+
+
 def unreadable_saves(disks: Iterable[Disk]) -> set[str]:
     """Returns the paths of all files of saves with a record that has rotted. Nothing tells what such a save is, so it is kept."""
     disks = list(disks)

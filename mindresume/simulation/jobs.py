@@ -8,6 +8,7 @@ A rank selects and loads a checkpoint, acquires the folder, trains (each step is
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,17 +29,18 @@ from mindresume.saving.save_request import SaveOptions, SaveRequest
 from mindresume.saving.shard_writer import SaveTarget, Shard
 from mindresume.saving.sync_saver import Outcome, Save
 from mindresume.settings import Settings
-from mindresume.simulation.bit_rot import rotted_saves
+from mindresume.simulation.bit_rot import rotted_saves, saves_on
 from mindresume.simulation.bucket import PodStore
 from mindresume.simulation.cluster import Cluster, Host, Process, current_cluster, current_process
 from mindresume.simulation.communicator import LIMIT, Communicator, ExchangeError
+from mindresume.simulation.disk import Disk
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.saved_content import make_shard, wrong_content
 from mindresume.simulation.schedule import ERRORS, SILENT
 from mindresume.simulation.scheduler import Killed
 from mindresume.simulation.threads import Event
 
-FIRST_SCRUB, NEXT_SCRUB = 0.5, 2.5                      # seconds before the first scrub in a training, and between two
+FIRST_SCRUB, NEXT_SCRUB = 0.5, 4.0                      # seconds before the first scrub in a training, and between two
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,20 @@ class History:
 def save_order(saved: Saved) -> tuple[int, int]:
     """Returns a sort key: a save of a later run is newer; within a run, the later step."""
     return run_sequence(saved[0]) if saved[0] else 0, saved[1]          # a checkpoint without records has no run
+
+
+def intact_saves(history: History, disks: Mapping[str, Disk], keep: int) -> list[Saved]:
+    """Returns the acknowledged saves of which no file has rotted. Where something has rotted, one that is gone counts only if
+    there are fewer than ``keep`` later ones: retention does not know what nobody has read, and counts what is damaged."""
+    acknowledged = sorted(history.complete(), key=save_order, reverse=True)
+    rotted = rotted_saves(disks.values())
+    if not rotted:
+        return acknowledged
+    present = saves_on(disks.values())
+
+    def may_be_gone(saved: Saved) -> bool:
+        return bool(keep) and sum(save_order(other) > save_order(saved) for other in present.union(acknowledged)) >= keep
+    return [saved for saved in acknowledged if saved not in rotted and (saved in present or not may_be_gone(saved))]
 
 
 def newest_acknowledged(history: History) -> Saved | None:
@@ -310,11 +326,11 @@ def _no_consolidated_weights(storage: Any, path: str) -> Choice:
 
 
 class _Known:
-    """What was acknowledged when a rank started, and what had rotted by then."""
+    """What was acknowledged and intact when a rank started."""
 
     def __init__(self, job: Job):
-        self.cluster, self.acknowledged = job.cluster, job.history.complete()
-        self._rotted, self._rots = rotted_saves(job.cluster.disks.values()), len(job.cluster.rots)
+        self.cluster, self._rots = job.cluster, len(job.cluster.rots)
+        self._acknowledged = intact_saves(job.history, job.cluster.disks, job.training.keep)
 
     def rotted_since(self) -> set[str]:
         """Returns the paths of files that have rotted since the start. Their bytes may have been verified before."""
@@ -322,8 +338,8 @@ class _Known:
 
     def required(self) -> Saved | None:
         """Returns the newest save that was acknowledged at the start and has been intact ever since."""
-        rotted = self._rotted.union(*(row.saves for row in self.cluster.rots[self._rots:]))
-        return max((saved for saved in self.acknowledged if saved not in rotted), key=save_order, default=None)
+        rotted = set().union(*(row.saves for row in self.cluster.rots[self._rots:]))
+        return max((saved for saved in self._acknowledged if saved not in rotted), key=save_order, default=None)
 
 
 def _check_choice(job: Job, choice: Choice | None, known: _Known) -> None:

@@ -39,7 +39,7 @@ from mindresume.settings import ScrubSettings
 from mindresume.simulation.bit_rot import rotted_files, rotted_saves, unreadable_saves
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import History, Job, Training, newest_acknowledged, save_order
+from mindresume.simulation.jobs import History, Job, Training, intact_saves, newest_acknowledged, save_order
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.saved_content import wrong_content
@@ -65,7 +65,7 @@ def check_disks(disks: Mapping[str, Disk], history: History, training: Training,
     rotted = rotted_saves(disks.values())
     if rotted:                                              # no resume has to take these; what else is acknowledged must be taken
         history = history.copy()
-        history.reported = {saved: ranks for saved, ranks in history.reported.items() if saved not in rotted}
+        history.reported = {saved: history.reported[saved] for saved in intact_saves(history, disks, training.keep)}
     required = newest_acknowledged(history)
     findings = [Finding(WRONG, text) for text in history.wrong]
     findings += [Finding(LOST, text) for text in history.stale_choices]

@@ -29,7 +29,7 @@ from mindresume.simulation.supervisor_scenarios import SCENARIOS
 EARLIER = (0, 1, 1, 2)          # number of files that have rotted before the job starts
 STARTS = 3                      # number of times that the scrub is started if it is killed
 _KINDS, _IN_MEMORY = (*KINDS, *(ROT,) * 12), ("kill", "kill", "kill all", "term", "pause", *(ROT_IN_MEMORY,) * 5)
-_IN_TRAINING = replace(Training().settings, scrub=ScrubSettings(every_hours=0.0025))
+_IN_TRAINING = replace(Training().settings, scrub=ScrubSettings(every_hours=0.005))
 
 
 class _ObservedScrubber(Scrubber):

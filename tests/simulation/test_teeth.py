@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from mindresume.coordination import lease, lease_acquisition, preemption, read_locks
-from mindresume.formats import iteration_scan, records
+from mindresume.formats import iteration_scan, records, scrub_result
 from mindresume.model import manifest
-from mindresume.resume import group_verification, job_selection, memory_selection, remote_selection
+from mindresume.resume import group_verification, job_selection, memory_selection, remote_selection, repair, scrub
 from mindresume.saving import (
     background_writer,
     checkpoint_manager,
@@ -41,7 +41,7 @@ from mindresume.saving import (
     uploader,
 )
 from mindresume.saving.memory_tier import slots
-from mindresume.simulation.oracle import LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
+from mindresume.simulation.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
 from mindresume.simulation.runtime_fakes import patched_product
 from mindresume.simulation.schedule import Fault, Schedule, random_schedule
 from mindresume.simulation.search import SCENARIOS, SHARE, Counts, Failure, KnownStates, count_operations, replay, run
@@ -326,6 +326,39 @@ MUTANTS = [
     mutant("memory: a newer checkpoint on disk is missed", [
         Edit(memory_selection._MemorySelection, "select", 'least = tuple(elsewhere.get("order") or (0, 0))', "least = (0, 0)")],
         ("tier", "safetensors", ""), LOST, deaths=False, first=244, within=10, draws=each("kill")),
+    mutant("memory: the bytes of a save are not verified", [
+        Edit(memory_selection._MemorySelection, "_first_verified", "refusals, shards, missing = verify_on_all_ranks(",
+             "refusals, shards, missing = (lambda *values: verify_on_all_ranks(*values[:-1], False))(")],
+        ("rot in memory", "safetensors", ""), WRONG, deaths=False, within=40, draws=each("kill")),
+
+    # ---- scrubs and repairs ----------------------------------------------------------------------------------------------
+    mutant("repair: the damaged file is written in place", [
+        Edit(repair, "_replace", "temporary = temporary_name(path, tag)", "temporary = path"),
+        Edit(repair, "_replace", "storage.write(temporary, hashed(), file.size or 0)",
+             'storage.write(temporary, [b"".join(hashed())], file.size or 0)'),
+        Edit(repair, "_replace", "storage.remove(temporary)", "pass")],
+        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}"),
+    mutant("repair: the copy is not verified", [
+        Edit(repair, "_intact_in", "if tensor_checksum(opened, entry) == row.checksum:", "if True:"),
+        Edit(repair, "_replace", "if (whole.hexdigest(), size) != (file.checksum, file.size) or not _is_as_recorded("
+             "storage, temporary, file):", "if False:")],
+        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK} {WRONG}", deaths=False),
+    mutant("repair: the file has its name before it is flushed", [
+        Edit(repair, "_replace", "storage.rename(temporary, path)", "made.finish()"),
+        Edit(repair, "_replace", "storage.write(temporary, hashed(), file.size or 0)",
+             'made = storage.create(temporary, file.size or 0); made.write_at(0, memoryview(b"".join(hashed()))); '
+             "storage.rename(temporary, path)"),
+        Edit(repair, "_replace", "not _is_as_recorded(storage, temporary, file)", "False")],
+        ("rot and scrub", "ckpt", ""), f"{LOST} {INCONSISTENT}"),
+    mutant("scrub: a result is not bound to the times of the file", [
+        Edit(scrub_result.DamagedFile, "is_unchanged",
+             "(status.size, status.mtime, status.changed) == (self.size, self.mtime, self.changed)",
+             "status.size == self.size")],
+        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}"),
+    mutant("scrub: only the files of one rank are read", [
+        Edit(scrub.Scrubber, "_read", "seen = [row for rank in candidate.files for row",
+             "seen = [row for rank in list(candidate.files)[:1] for row")],
+        ("rot and scrub", "iteration", ""), WRONG, deaths=False),
 ]
 
 
