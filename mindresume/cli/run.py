@@ -96,6 +96,7 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
     Exit status: the job's, 128 + N if signal N ended it, 124 after a hang.
     """
     from mindresume.storage.posix import PosixStorage
+    from mindresume.supervisor.background_states import BackgroundStates
     from mindresume.supervisor.hang import HangLimits
     from mindresume.supervisor.job import JobSettings
     from mindresume.supervisor.rendezvous import Rendezvous
@@ -117,7 +118,7 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
             raise ConfigError("--min-nodes: the command must change with the nodes that take part; write {nodes} or {workers}, "
                               "{node_rank} and {master_addr} into it")
         meeting = Rendezvous(PosixStorage(), os.path.abspath(rendezvous), node_rank, nodes, min_nodes or nodes, node_timeout,
-                             node_address or _own_address(), time.monotonic)
+                             node_address or _own_address(), time.monotonic, states=BackgroundStates)
     sys.exit(Supervisor(command, settings, Emitter(_JsonLines() if json else _Lines()), meeting, rescue=_write_memory).run())
 
 

@@ -102,29 +102,34 @@ class NodeStates:
         self.storage, self.folder, self.mine, self.beat, self.clock = storage, folder, state, beat, clock
         self.error: OSError | None = None
         self.seen: dict[tuple[int, str], SeenState] = {}
-        self._sequence, self._published, self._is_new = 0, 0.0, True
+        self._sequence, self._published_at = 0, 0.0
+        self._published: NodeState | None = None        # the newest one of this supervisor that the others can see
         self._names: list[str] = []
 
     @property
     def is_published(self) -> bool:
         """Returns whether the others can see the current state."""
-        return not self._is_new
+        return self.mine == self._published
 
     def set(self, **changes: object) -> None:
         """Changes this supervisor's state. It is published at once, or at the next ``refresh``."""
         changed = replace(self.mine, **changes)
         if changed != self.mine:
-            self.mine, self._is_new = changed, True
+            self.mine = changed
             self.publish_if_due()
 
     def refresh(self) -> None:
         """Reads the states of the others, and publishes this one if it is new or due."""
+        self.look()
+        self.publish_if_due()
+
+    def look(self) -> None:
+        """Reads the states of the others."""
         try:
             self._read()
             self.error = None
         except OSError as error:
             self.error = error
-        self.publish_if_due()
 
     def newest(self, node: int) -> SeenState | None:
         """Returns the newest state of another node: of the session that was seen to change last."""
@@ -142,16 +147,16 @@ class NodeStates:
 
     def publish_if_due(self) -> None:
         """Publishes this supervisor's state if it is new, or was published long enough ago."""
-        now = self.clock()
-        if not self._is_new and now - self._published < self.beat:
+        now, state = self.clock(), self.mine            # which another thread can replace meanwhile
+        if state == self._published and now - self._published_at < self.beat:
             return
         name = f"node-{self.mine.node:05d}-{self.mine.session}-{self._sequence + 1:08d}.json"
         self._sequence += 1                         # also after an error: the name may exist
         self._names.append(name)
         try:
             self.storage.make_folder(self.folder)
-            publish(self.storage, os.path.join(self.folder, name), [self.mine.encode()], self.mine.session)
-            self._is_new, self._published = False, now
+            publish(self.storage, os.path.join(self.folder, name), [state.encode()], state.session)
+            self._published, self._published_at = state, now
             while len(self._names) > _KEPT:
                 self.storage.remove(os.path.join(self.folder, self._names[0]))
                 self._names.pop(0)
@@ -174,5 +179,5 @@ class NodeStates:
             except (FileNotFoundError, RecordError):        # replaced by a newer one, or another version's
                 continue
             if (state.node, state.session) == key:
-                self.seen[key] = SeenState(state, sequence, self.clock(),
-                                           0 if before is None else before.advances + 1)
+                advances = 0 if before is None else before.advances + 1
+                self.seen = {**self.seen, key: SeenState(state, sequence, self.clock(), advances)}      # others iterate over it

@@ -60,17 +60,18 @@ class Rendezvous:
         timeout: seconds.
         address: under which this host can be reached.
         clock: monotonic.
+        states: exchanges the states, in the calling thread or in one of its own.
     """
 
     def __init__(self, storage: Storage, folder: str, node: int, nodes: int, min_nodes: int, timeout: float, address: str,
-                 clock: Callable[[], float], session: str = ""):
+                 clock: Callable[[], float], session: str = "", states: type[NodeStates] = NodeStates):
         if not 0 <= node < nodes:
             raise ConfigError(f"--node-rank {node}: expected a number from 0 to {nodes - 1} (--nodes {nodes})")
         if not 1 <= min_nodes <= nodes:
             raise ConfigError(f"--min-nodes {min_nodes}: expected a number from 1 to {nodes} (--nodes {nodes})")
         self.node, self.nodes, self.min_nodes, self.timeout, self.clock = node, nodes, min_nodes, timeout, clock
         state = NodeState(node, session or secrets.token_hex(4), address=address)
-        self.states = NodeStates(storage, folder, state, min(_LONGEST_BEAT, timeout / _BEATS), clock)
+        self.states = states(storage, folder, state, min(_LONGEST_BEAT, timeout / _BEATS), clock)
         self._waits_since: float | None = None
         self._looked = -_LOOK
 
@@ -105,8 +106,8 @@ class Rendezvous:
         return self._lead()
 
     def _admits(self, state: NodeState) -> bool:
-        """Returns whether this node takes part in the running generation of another one."""
-        return (state.state == RUNNING and state.generation > self.generation
+        """Returns whether this node takes part in the generation of another one, which can have finished its own part already."""
+        return (state.state in (RUNNING, FINISHED) and state.generation > self.generation
                 and state.members.get(self.node) == self.states.mine.session and min(state.members) == state.node)
 
     def _lead(self) -> Membership | PeerEnd | None:
@@ -169,7 +170,7 @@ class Rendezvous:
             state = seen.state
             if state.session != session:
                 return PeerEnd(NODE_LOST, f"the supervisor of node {node} was started anew")
-            if state.state == LEFT and state.generation >= self.generation:
+            if state.state == LEFT:                     # also before it had seen that this generation begins
                 return PeerEnd(state.status, _from_node(state), state.kind or PEER, True)
             if state.state in (FAILED, READY) and state.generation == self.generation and state.kind:
                 return PeerEnd(state.status, _from_node(state), state.kind)

@@ -50,7 +50,7 @@ from mindresume.supervisor.restart_policy import (
 )
 
 _SILENT = 120.0                 # seconds after which a job without heartbeats is reported
-_LEAVING = 30.0                 # seconds for which the last state is tried to be published
+_LEAVING = 30.0                 # seconds for which the last state is tried to be published: without it the others wait in vain
 _SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -138,7 +138,7 @@ class Supervisor:
         if self.nodes is not None:
             self.nodes.leave(decision.status, decision.reason)
             until = time.monotonic() + _LEAVING
-            while not self.nodes.states.is_published and time.monotonic() < until:      # the others would wait in vain
+            while not self.nodes.states.is_published and time.monotonic() < until and len(self._signals) < 2:
                 time.sleep(TICK)
                 self.nodes.states.publish_if_due()
         return decision

@@ -13,23 +13,27 @@ from memory_tiers import memory  # noqa: F401  a fixture
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120                             # seconds after which a test fails instead of waiting for ever
 
-# Stands in for msrun: starts ranks in sessions of their own, and ends badly as soon as one of them does.
+# Stands in for msrun: starts ranks in sessions of their own, and ends badly when one of them does. It leaves the end of a rank to
+# the supervisor for a minute, and its exit status for ever: a busy machine must not decide who sees them first.
 FAKE_MSRUN = """
 import os, subprocess, sys, time
 count = int(sys.argv[1])
-ranks = [subprocess.Popen([sys.executable, sys.argv[2]], start_new_session=True, stdout=open(f"worker_{rank}.log", "w"),
-                          stderr=subprocess.STDOUT, env={**os.environ, "MS_ROLE": "MS_WORKER", "RANK_ID": str(rank)})
-         for rank in range(count)]
-left = list(ranks)
-while left:
-    time.sleep(1)
+left = [subprocess.Popen([sys.executable, sys.argv[2]], start_new_session=True, stdout=open(f"worker_{rank}.log", "w"),
+                         stderr=subprocess.STDOUT, env={**os.environ, "MS_ROLE": "MS_WORKER", "RANK_ID": str(rank)})
+        for rank in range(count)]
+failed = False
+while left and not failed:
+    time.sleep(0.2)
     for rank in list(left):
-        if rank.poll() is not None:
+        end = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if end is not None:
             left.remove(rank)
-            if rank.returncode:
-                for other in left:
-                    other.kill()
-                sys.exit(1)
+            failed = failed or end.si_code != os.CLD_EXITED or end.si_status != 0
+if failed and left:
+    time.sleep(60)
+for rank in left:
+    rank.kill()
+os._exit(int(failed))             # without the destructors of subprocess, which reap
 """
 # What every rank of a test begins with.
 PREAMBLE = """
@@ -60,13 +64,13 @@ class Supervised:
         self.folder, self.process = folder, None
         (folder / "msrun.py").write_text(FAKE_MSRUN)
 
-    def start(self, program, *options, ranks=2, command=None, **environment):
-        """Starts ``program``, text of Python, on ``ranks`` ranks; or ``command``."""
+    def start(self, program, *options, ranks=2, command=None, supervisor=("-m", "mindresume"), **environment):
+        """Starts ``program``, text of Python, on ``ranks`` ranks; or ``command``. ``supervisor``: arguments of Python."""
         (self.folder / "rank.py").write_text(PREAMBLE + program)
         out, errors = (open(self.folder / name, "w") for name in ("stdout", "stderr"))      # noqa: SIM115  the command keeps them
         command = command or [sys.executable, "msrun.py", str(ranks), "rank.py"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "mindresume", "run", "--json", *options, "--", *command], cwd=self.folder, text=True,
+            [sys.executable, *supervisor, "run", "--json", *options, "--", *command], cwd=self.folder, text=True,
             stdout=out, stderr=errors,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
         return self

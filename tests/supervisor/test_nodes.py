@@ -1,4 +1,5 @@
 """supervisor/: the supervisors of two nodes, as real processes with one folder, start, end and restart together."""
+import os
 import signal
 import sys
 
@@ -65,6 +66,37 @@ def test_the_rest_goes_on_with_fewer_nodes(tmp_path, supervised):
     joined, = of(events, "nodes_joined")
     assert status == 0 and (joined["nodes"], joined["missing"]) == ([1], [0])
     assert (tmp_path / "node1" / "numbers").read_text() == "0 1 4\n"
+
+
+# ``mindresume``, except that no listing returns any more once there is a file ``hang``.
+HANGING_DISK = """
+import os, time
+from mindresume.cli import main
+from mindresume.storage.posix import PosixStorage
+plain = PosixStorage.list
+def list_(self, folder):
+    while os.path.exists("hang"):
+        open("hangs", "w").close()
+        time.sleep(1)
+    return plain(self, folder)
+PosixStorage.list = list_
+main()
+"""
+
+
+def test_the_death_of_a_local_rank_is_noticed_while_the_rendezvous_hangs(nodes):
+    jobs = nodes(f"mark('up')\n{LINGER}", "--node-timeout", "3600", supervisor=("-c", HANGING_DISK))
+    rank = jobs[0].pid("up")
+    for job in jobs:
+        job.mark("hang")
+        job.wait_until((job.folder / "hangs").exists)
+    os.kill(rank, signal.SIGKILL)
+    jobs[0].wait_until(lambda: of(jobs[0].events(), "job_ended"))
+    assert [of(jobs[0].events(), kind)[0]["status"] for kind in ("rank_died", "job_ended")] == [-9, 137]
+    for job in jobs:                                    # they hear of each other again
+        (job.folder / "hang").unlink()
+    jobs[1].wait_until(lambda: of(jobs[1].events(), "job_ended"))
+    assert of(jobs[1].events(), "job_ended")[0]["status"] == 137
 
 
 @pytest.mark.parametrize("options", [["--nodes", "2"], ["--nodes", "2", "--rendezvous", "x", "--node-rank", "2"],

@@ -1,0 +1,59 @@
+"""supervisor/rendezvous.py: two nodes in one process, in simulated time. The simulation has the rest."""
+import pytest
+
+from mindresume.storage.posix import PosixStorage
+from mindresume.supervisor.rendezvous import Membership, Rendezvous
+
+TIMEOUT = 60.0
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    now = [0.0]
+    made = [Rendezvous(PosixStorage(), str(tmp_path), node, 2, 2, TIMEOUT, f"host{node}", lambda: now[0], str(node) * 8)
+            for node in range(2)]
+
+    def later():
+        now[0] += 1.0
+    return *made, later
+
+
+def start_of_leader(leader, other, later):
+    """Lets the leader begin a generation that the other node has not seen yet."""
+    found = None
+    while not isinstance(found, Membership):
+        assert other.agree() is None
+        later()
+        found = leader.agree()
+    return found
+
+
+def test_both_nodes_start_together(nodes):
+    leader, other, later = nodes
+    first = start_of_leader(leader, other, later)
+    later()
+    second = other.agree()
+    assert (first.generation, first.nodes, first.is_leader) == (second.generation, second.nodes, True) == (1, (0, 1), True)
+    assert (second.index, second.is_leader) == (1, False)
+
+
+def test_a_node_starts_although_the_leader_has_finished_its_part_already(nodes):
+    leader, other, later = nodes
+    start_of_leader(leader, other, later)
+    assert leader.finish() is None
+    later()
+    assert isinstance(other.agree(), Membership) and other.generation == 1
+    later()
+    assert other.finish().status == 0
+    later()
+    assert leader.finish().leaves
+
+
+def test_a_node_that_leaves_before_it_starts_ends_the_part_of_the_others(nodes):
+    """For example after SIGTERM. It is not waited for until it counts as gone."""
+    leader, other, later = nodes
+    start_of_leader(leader, other, later)
+    other.leave(143, "SIGTERM was received")
+    later()
+    end = leader.check()
+    assert end is not None and end.leaves and end.status == 143
