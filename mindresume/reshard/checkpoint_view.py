@@ -80,6 +80,7 @@ class CheckpointView:
     ``path_of(rank, tensor)`` returns the path of the file that holds a rank's piece of a tensor, None if there is none;
     ``checksum(rank, tensor)`` its recorded checksum or None; ``paths(rank)`` all files of a rank (an iteration folder has
     several). ``path_by_tensor``: of consolidated weights, else None. ``headers``: by path, as far as they were read.
+    ``arrangement``: how the network orders the elements within the tensors (``element_order``); empty if unknown.
     """
     storage: Storage
     name: str
@@ -90,6 +91,7 @@ class CheckpointView:
     paths: Callable[[int], tuple[str, ...]] = lambda rank: ()
     world_size: int = 1
     headers: dict[str, Header | None] = field(default_factory=dict)
+    arrangement: Mapping[str, bool] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _kept: dict[tuple[str, Region, int], list[int]] = field(default_factory=dict)   # {piece: ranks whose files are in memory}
 

@@ -226,6 +226,7 @@ def checkpoint_of(storage: Storage, root: str, candidate: Candidate, strategy: S
         weights = view_of_iteration(storage, root, candidate)
     else:
         weights = view_of_rank_folders(storage, root, candidate, strategy)
+    weights.arrangement = dict(state.arrangement) if state is not None else {}
     what = f"{weights.name}, {'weights only' if state is None else f'step {state.step}'}, {ranks_count(weights.world_size)}"
     return OpenCheckpoint(weights, state, name, identity, what, root, candidate)
 
@@ -255,6 +256,7 @@ def open_consolidated(storage: Storage, path: str, step: int | None = None) -> O
         if found.kind != FILE:
             check_names(made, found.root, found.tensors)
         weights = replace(weights, checksum=lambda rank, name: made.tensors.get(name))
+        weights.arrangement = dict(made.arrangement)
         state = replace(state, arrangement=made.arrangement) if state is not None else None
     return OpenCheckpoint(weights, state, None, [file_identity(storage, p) for p in paths],
                   f"{path}, consolidated weights{'' if state is None else f' of step {state.step}'}",

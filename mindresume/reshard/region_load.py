@@ -16,6 +16,7 @@ from mindresume.model.layout import TensorLayout, same_shape
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
 from mindresume.reshard.direct_engine import TILE, SourceChecksums, Traffic
+from mindresume.reshard.element_order import check_order
 from mindresume.reshard.geometry import Region, blocks, elements, held, shape_of, view, whole
 from mindresume.reshard.range_reader import ComposedCut, OpenFiles, bits_dtype, gather
 from mindresume.reshard.target_files import model_names
@@ -41,6 +42,7 @@ def wanted_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int
     Raises:
         LoadError: names every parameter that the checkpoint lacks or holds in another global shape or dtype. A counter may have
             another number of dimensions.
+        ConfigError: see ``check_order``.
     """
     regions: dict[str, Region] = {}
     problems, missing = [], []
@@ -59,6 +61,8 @@ def wanted_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int
             regions[name] = whole(tensor.shape)
         else:
             regions[name] = held(layout, rank % layout.stage_size, full)
+        if name in regions:
+            check_order(weights.arrangement, name, tensor.layout, layout, weights.name)
     if problems:
         raise LoadError(f"the checkpoint {weights.name} does not fit the network ({len(problems)} tensors): "
                         + "; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else "")

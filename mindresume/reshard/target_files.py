@@ -19,6 +19,7 @@ from mindresume.formats.scalar_state import SCALARS
 from mindresume.formats.strategy import Strategy
 from mindresume.formatting import listed
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.reshard.element_order import check_order
 from mindresume.reshard.geometry import Region, elements, held, shape_of, whole
 from mindresume.reshard.parameter_families import missing_parameters, prefix_splits
 from mindresume.tensor_files import FilePlan, TensorSpec, plan_file
@@ -53,10 +54,12 @@ def in_order(names: Any, tensors: Mapping[str, Tensor]) -> list[str]:
 
 def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[str, Region]]:
     """Returns {tensor: region} for each rank of the target. ``strategy`` None: one rank that holds everything. StrategyError
-    names a tensor that no stage holds, that the weights lack, or whose shape does not divide."""
+    names a tensor that no stage holds, that the weights lack, or whose shape does not divide. ConfigError: ``check_order``."""
     tensors = weights.tensors
     counters = {name: whole(tensor.shape) for name, tensor in tensors.items() if tensor.is_counter}
     if strategy is None:
+        for name, tensor in tensors.items():
+            check_order(weights.arrangement, name, tensor.layout, None, weights.name)
         return [{name: whole(tensor.shape) for name, tensor in tensors.items()}]
     strategy = strategy.fit_dimensions({name: len(tensor.shape) for name, tensor in tensors.items()})
     check_names(weights, strategy)
@@ -65,6 +68,7 @@ def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[st
         held_here = dict(counters)
         for name, layout in strategy.of_rank(rank).items():
             if name in tensors:
+                check_order(weights.arrangement, name, tensors[name].layout, layout, weights.name)
                 try:
                     held_here[name] = held(layout, rank % strategy.stage_size, tensors[name].shape)
                 except ValueError as error:
@@ -130,8 +134,10 @@ def consolidated_files(weights: CheckpointView, kind: str, part_bytes: int = PAR
                    ) -> tuple[list[TargetFile], tuple[str, dict[str, Any]]]:
     """Returns the files of consolidated weights, and the index as (file name, JSON value). ``drop``: patterns of names to leave
     out; HUGGINGFACE also leaves out counters: single numbers that no strategy names, and without a dot in the name. ConfigError
-    if nothing is left."""
+    if nothing is left, and as ``check_order``."""
     tensors = {name: tensor for name, tensor in weights.tensors.items() if not any(fnmatchcase(name, p) for p in drop)}
+    for name, tensor in tensors.items():
+        check_order(weights.arrangement, name, tensor.layout, None, weights.name)
     hyper = [name for name, tensor in tensors.items() if (is_hyper if kind == MINDSPORE else _is_no_parameter)(
         name, tensor.layout is not None or not tensor.is_counter, math.prod(tensor.shape))]
     apart = set(hyper)

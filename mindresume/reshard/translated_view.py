@@ -106,7 +106,7 @@ class TranslatedView(CheckpointView):
 
     def __init__(self, inner: CheckpointView, tensors: Mapping[str, ComposedTensor]):
         self.__dict__.update(inner.__dict__)
-        self.inner, self.tensors = inner, tensors
+        self.inner, self.tensors, self.arrangement = inner, tensors, {}
 
     def locate(self, name: str, cut: Cut | ComposedCut) -> PieceLocation:
         """Returns where a piece lies. Raises the errors of ``CheckpointView.locate``, with names of tensors in ``inner``."""

@@ -1,0 +1,84 @@
+"""A tensor whose elements are ordered within each piece is never cut in another way, whoever reads it."""
+import os
+
+import pytest
+from reshard.plans import Plan, Spec, random_tensors, recorded
+
+import mindresume
+from mindresume.errors import ConfigError
+from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
+from mindresume.reshard.element_order import check_order
+from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.region_load import wanted_regions
+from mindresume.storage.posix import PosixStorage
+
+QKV, FC1 = "decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.linear_fc1.weight"
+MODEL = {QKV: Spec((24, 8), 0, 0), f"adam_m.{QKV}": Spec((24, 8), 0, 0), FC1: Spec((32, 8), 0, 0),
+         "decoder.layers.0.mlp.linear_fc2.weight": Spec((8, 16), 1, 0)}
+CONTIGUOUS = {ATTENTION_KEY: True, MLP_KEY: False}
+DEFAULT = {ATTENTION_KEY: False, MLP_KEY: True}
+
+
+def saved(folder, plan="dp1tp2", arrangement=CONTIGUOUS):
+    recorded(folder, Plan.parse(plan, MODEL), random_tensors(MODEL), arrangement=arrangement)
+    return folder
+
+
+def regions(source, plan, rank=0):
+    """Returns what a job of ``plan`` reads."""
+    weights = open_checkpoint(PosixStorage(), str(source)).weights
+    layouts = {name: (layout, MODEL[name].shape) for name, layout in Plan.parse(plan, MODEL).layouts(rank).items()}
+    return wanted_regions(weights, {name: (spec.shape, spec.dtype) for name, spec in MODEL.items()}, layouts, rank)
+
+
+@pytest.mark.parametrize("change", ["tp=1", "tp=4", "dp=2,tp=1"])
+def test_a_conversion_to_another_tensor_parallelism_is_refused(tmp_path, change):
+    source = saved(tmp_path / "source")
+    for more in ({}, {"format": "iteration"}):
+        with pytest.raises(ConfigError, match="linear_qkv.*cut into 2 there"):
+            mindresume.convert(source, tmp_path / "new", to=change, **more)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_merged_weights_are_refused_unless_nothing_was_cut(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be cut into 1"):
+        mindresume.merge(saved(tmp_path / "source"), tmp_path / "merged")
+    mindresume.merge(saved(tmp_path / "one", "dp2tp1"), tmp_path / "merged")
+    assert regions(tmp_path / "merged", "dp2tp1")
+    with pytest.raises(ConfigError, match="cut into 1 there"):
+        regions(tmp_path / "merged", "dp1tp2")
+
+
+def test_a_job_with_another_tensor_parallelism_is_refused(tmp_path):
+    source = saved(tmp_path / "source")
+    for plan in ("dp1tp2", "dp2tp2", "dp2tp2opt2"):
+        assert set(regions(source, plan)) == set(MODEL)
+    for plan in ("dp1tp1", "dp1tp4"):
+        with pytest.raises(ConfigError, match=f"keep the tensor parallelism|{ATTENTION_KEY}"):
+            regions(source, plan)
+
+
+@pytest.mark.parametrize("arrangement", [{}, DEFAULT])
+def test_the_default_order_and_an_unknown_one_are_converted(tmp_path, arrangement):
+    source = saved(tmp_path / "source", arrangement=arrangement)
+    mindresume.convert(source, tmp_path / "new", to="tp=4")
+    mindresume.merge(source, tmp_path / "merged")
+    assert set(regions(tmp_path / "new", "dp1tp1")) == set(MODEL) == set(regions(tmp_path / "merged", "dp1tp4"))
+
+
+def test_the_same_tensor_parallelism_is_converted(tmp_path):
+    source = saved(tmp_path / "source", "dp2tp2opt2")
+    mindresume.convert(source, tmp_path / "new", to="dp=4,tp=2", format="iteration")
+    with pytest.raises(ConfigError):                                # the order is recorded there too
+        mindresume.convert(tmp_path / "new", tmp_path / "newer", to="tp=4")
+
+
+def test_each_tensor_has_its_key():
+    one, two = Plan.parse("dp2tp1", MODEL).layouts(0)[QKV], Plan.parse("dp1tp2", MODEL).layouts(0)[QKV]
+    check_order({MLP_KEY: False}, QKV, one, two, "it")
+    check_order({ATTENTION_KEY: True}, FC1, one, two, "it")
+    check_order(CONTIGUOUS, "decoder.layers.0.mlp.linear_fc2.weight", one, two, "it")
+    for name in (QKV, FC1, f"adam_v.{QKV}"):
+        with pytest.raises(ConfigError):
+            check_order(CONTIGUOUS, name, one, two, "it")
+        check_order(CONTIGUOUS, name, two, two, "it")
