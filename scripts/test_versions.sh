@@ -11,7 +11,7 @@ set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 ROOT="$(dirname "$HERE")"
 FORM=(--soak) RELEASES=()
-FILES=(st/test_releases.py st/test_pynative.py st/test_pynative_job.py)
+FILES=(st/test_releases.py st/test_pynative.py st/test_pynative_job.py st/test_pynative_memory.py)
 LONG=(st/test_pynative_operations.py st/test_releases_bed.py st/test_pynative_bed.py)
 while [ $# -gt 0 ]; do
     case "$1" in
