@@ -145,8 +145,15 @@ def lost_in_two(schedule: Schedule, copies: np.ndarray, every: np.ndarray) -> np
     return np.where(done > 0, (spent - done) / np.maximum(done, 1e-9), math.inf) * schedule.work
 
 
+def lost_without_memory(schedule: Schedule, steps: np.ndarray) -> np.ndarray:
+    """Returns the same as ``lost_in_two`` for a training that does not use its tier in memory. ``steps``: between two saves."""
+    none = replace(schedule, memory=Tier(MEMORY, 0.0, 0.0, 0.0), intact=(False,) * len(schedule.gaps))
+    return lost_in_two(none, steps, np.ones(len(steps)))
+
+
 def best_pair(schedule: Schedule) -> float:
-    """Returns the seconds that the best pair of fixed intervals loses, of a grid of 2 % around the best of one of 15 %."""
+    """Returns the seconds that the best pair of fixed intervals loses, of a grid of 2 % around the best of one of 15 %; or what
+    the best interval of the disk alone loses, if that is less."""
     rate = len(schedule.gaps) / math.fsum(schedule.gaps)
     centres = [best_interval(tier, rate * share) / schedule.step for tier, share in
                ((schedule.memory, schedule.memory.survival), (schedule.tier, 1 - schedule.memory.survival))]
@@ -160,7 +167,7 @@ def best_pair(schedule: Schedule) -> float:
         found = lost_in_two(schedule, copies, every)
         place = int(found.argmin())
         centres, ranges = (copies[place], copies[place] * every[place]), (np.geomspace(0.87, 1.15, 15),) * 2
-    return float(found[place])
+    return min(float(found[place]), float(lost_without_memory(schedule, np.array(grid(schedule), float)).min()))
 
 
 def ratios(schedule: Schedule, judge: Schedule) -> dict[str, tuple[float, float]]:
@@ -169,7 +176,9 @@ def ratios(schedule: Schedule, judge: Schedule) -> dict[str, tuple[float, float]
     found = {}
     for name, count in [("all", len(schedule.gaps)), *((f"first {number}", number) for number in FIRST)]:
         *copies, disk = (tier.steps_advised for tier in advice_from(schedule.measured(count)).tiers)
-        if copies:
+        if copies == [0]:
+            loss = float(lost_without_memory(judge, np.array([float(disk)]))[0])
+        elif copies:
             loss = float(lost_in_two(judge, np.array(copies, float), np.array([max(round(disk / copies[0]), 1.0)]))[0])
         else:
             loss = lost(judge, disk)

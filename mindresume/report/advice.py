@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindresume.api.results import Result
 from mindresume.events import DISK, MEMORY
@@ -23,6 +23,7 @@ from mindresume.report.save_interval import Tier, best_interval, goodput
 SHARE = 0.9                     # probability of the ranges
 BOUND = 0.95                    # probability of the bound without a failure
 ENOUGH = 0.05                   # an interval that loses less than this more than the best one is as good
+FEW = 5                         # with fewer failures, ranges are wide, and no tier is turned off
 KEYS = {DISK: ("save_checkpoint_steps", "the CheckpointMonitor of callbacks"),
         MEMORY: ("every_steps", "memory_tier of mindresume")}
 
@@ -46,8 +47,9 @@ class TierAdvice(Result):
         seconds_between_failures_high: With 90 % probability at most this; None without a failure.
         steps_now: Steps between two saves in the latest attempt; None if it has too few saves to tell.
         seconds_now: The same in seconds of training.
-        steps_advised: Steps between two saves that lose the least time; None without a failure.
-        seconds_advised: The same in seconds of training.
+        steps_advised: Steps between two saves that lose the least time; None without a failure. 0: the tier is better off,
+            because the other one alone loses less.
+        seconds_advised: The same in seconds of training; None if the tier is better off.
         steps_low: With 90 % probability the best interval is at least so long; without a failure, it is with 95 %.
         steps_high: With 90 % probability the best interval is at most so long; None without a failure.
         is_limited_by_write: The write in the background takes longer than the best interval by failures; the write decides.
@@ -125,15 +127,21 @@ def advice_from(measured: Measured, output: str = "") -> Advice:
     expected, (low, high) = rate.per_second, _range(rate)
     parts = _parts(measured, measured.memory)
     rows = tuple(_tier_advice(costs, part, step) for costs, part in parts.values())
+    now, tiers = [row.seconds_now for row in rows], [costs.tier for costs, _ in parts.values()]
+    kept, best = tiers, [row.seconds_advised for row in rows]
+    if measured.memory and measured.intact + measured.lost >= FEW:
+        alone = _tier_advice(measured.disk, rate, step)
+        if _goodput(tiers[1:], [alone.seconds_advised], expected) > _goodput(tiers, best, expected):
+            rows = (replace(rows[0], steps_advised=0, seconds_advised=None), alone)
+            kept, best = tiers[1:], [alone.seconds_advised]
+            parts = {**parts, DISK: (measured.disk, rate)}
     other = tuple(_tier_advice(costs, part, step) for costs, part in _parts(measured, measured.possible).values()
                   ) if measured.possible and expected else ()
-    now, best = [row.seconds_now for row in rows], [row.seconds_advised for row in rows]
-    tiers = [costs.tier for costs, _ in parts.values()]
     more = [measured.possible.tier, measured.disk.tier] if other else []
     return Advice(
         output, step, measured.is_background, rate.failures, rate.seconds, 1 / expected if expected else None, 1 / high,
-        1 / low if expected else None, rows, _goodput(tiers, now, expected), _goodput(tiers, best, expected),
-        _goodput(tiers, best, high), _goodput(tiers, best, low), other,
+        1 / low if expected else None, rows, _goodput(tiers, now, expected), _goodput(kept, best, expected),
+        _goodput(kept, best, high), _goodput(kept, best, low), other,
         _goodput(more, [row.seconds_advised for row in other], expected) if other else None, measured.assumed if other else (),
         _change(rows, parts), tuple(_notes(measured, rows)))
 
@@ -206,6 +214,9 @@ def _change_of(row: TierAdvice, costs: TierCosts, rate: FailureRate | PartRate) 
                     f"{row.steps_low} would do. Keep {row.steps_now} if more failures are expected, in a larger job for example.")
         return (f"No failure was seen, so there is nothing to change: {key} may be {row.steps_low} or more"
                 + (f" (it is {row.steps_now})." if row.steps_now else "."))
+    if row.steps_advised == 0:
+        return (f"Set {key}: 0 in {place}: memory survives too few failures, and saves to disk alone lose less"
+                + (f"; it is {row.steps_now}." if row.steps_now else "."))
     if row.steps_now is not None:
         now, best = (loss_of(costs.tier, seconds, rate.per_second) for seconds in (row.seconds_now, row.seconds_advised))
         if now <= best * (1 + ENOUGH):
@@ -218,7 +229,7 @@ def _notes(measured: Measured, rows: Sequence[TierAdvice]) -> Iterable[str]:
     if not failures:
         yield ("No failure after a first step was recorded: this is a bound, no estimate. A short training without a failure "
                "says little about a long one.")
-    elif failures < 5:
+    elif failures < FEW:
         yield (f"{failures} failure{'' if failures == 1 else 's'}: the ranges are wide. An interval half or twice the best one "
                f"costs about a quarter more than it.")
     if measured.memory is not None and failures:
@@ -233,9 +244,6 @@ def _notes(measured: Measured, rows: Sequence[TierAdvice]) -> Iterable[str]:
         if 0 < known < failures:
             yield (f"{failures - known} of {failures} failures do not tell whether memory survived: the disk had as new a save, "
                    f"the tier was off, or no start followed. They count for the rate alone.")
-        memory, disk = rows
-        if memory.steps_advised >= disk.steps_advised:
-            yield "The tier in memory is worth nothing here: saves to disk are as good as often."
     if not any(row.restarts for row in rows):
         yield "No restart was recorded: the time of a start is taken for it. It does not change the interval."
     if measured.failed_starts:

@@ -45,6 +45,8 @@ def sentence_of(advice: Advice) -> str:
 def interval_rows(advice: Advice) -> list[tuple[str, str, str, str, str, str]]:
     """Returns the rows of the table of the page: for each tier, then the goodput: (what, now, advised, range, stop, failures)."""
     def steps(count: int | None, more: str = "") -> str:
+        if count == 0:
+            return "none"
         plural = "" if count == 1 else "s"
         return "?" if count is None else f"{count} step{plural}{more} ({span_text(count * advice.step_seconds)})"
 
@@ -55,7 +57,7 @@ def interval_rows(advice: Advice) -> list[tuple[str, str, str, str, str, str]]:
         is_bound = tier.steps_advised is None
         each = tier.seconds_between_failures_low if is_bound else tier.seconds_between_failures
         rows.append((f"saves to {tier.name}", steps(tier.steps_now), steps(tier.steps_low, " or more") if is_bound
-                     else steps(tier.steps_advised), "" if is_bound else f"{tier.steps_low} and {tier.steps_high}",
+                     else steps(tier.steps_advised), f"{tier.steps_low} and {tier.steps_high}" if tier.steps_advised else "",
                      stop_text(tier.stall_seconds), span_text(each) + " or more" * is_bound))
     if advice.goodput_advised is not None:
         rows.append(("goodput expected", known(advice.goodput_now), percent(advice.goodput_advised),
@@ -116,6 +118,8 @@ def _served(tier: TierAdvice) -> str:
 def _advised(advice: Advice, tier: TierAdvice) -> str:
     if tier.steps_advised is None:
         return f"{_interval(advice, tier, tier.steps_low, tier.steps_low * advice.step_seconds)} or less often"
+    if not tier.steps_advised:
+        return f"no saves to {tier.name}: saves to disk alone lose less"
     found = _interval(advice, tier, tier.steps_advised, tier.seconds_advised)
     return f"{found}; the best is with 90 % between {tier.steps_low} and {tier.steps_high} steps"
 

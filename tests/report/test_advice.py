@@ -86,10 +86,13 @@ def test_a_tier_that_served_no_failure_has_half_a_failure_and_a_wide_range():
         assert any("half a failure" in note for note in found.notes)
 
 
-def test_memory_that_never_survives_is_worth_nothing():
-    found = advice_from(with_memory(0, 200))
-    assert found.tiers[0].steps_advised >= found.tiers[1].steps_advised
-    assert any("worth nothing" in note for note in found.notes)
+def test_a_tier_that_costs_more_than_it_saves_is_better_off():
+    found, alone = advice_from(with_memory(0, 200)), advice_from(measured(200))
+    assert (found.tiers[0].steps_advised, found.tiers[0].seconds_advised) == (0, None)
+    assert found.tiers[1] == alone.tiers[0] and found.goodput_advised == alone.goodput_advised > found.goodput_now
+    assert "every_steps: 0" in found.change and "no saves to memory" in str(list(lines_of(found)))
+    assert interval_rows(found)[0][2:4] == ("none", "") and sentence_of(found)
+    assert advice_from(with_memory(0, 4)).tiers[0].steps_advised > 0                    # too few to say so
 
 
 def test_failures_that_do_not_tell_count_for_the_rate_alone():
