@@ -23,7 +23,8 @@ from mindresume.report.save_interval import Tier, best_interval, goodput
 SHARE = 0.9                     # probability of the ranges
 BOUND = 0.95                    # probability of the bound without a failure
 ENOUGH = 0.05                   # an interval that loses less than this more than the best one is as good
-FEW = 5                         # with fewer failures, ranges are wide, and no tier is turned off
+FEW = 5                         # failures; with fewer, the ranges are wide
+KNOWN = 3                     # failures that tell whether memory survives; with fewer, the tier is not turned off
 KEYS = {DISK: ("save_checkpoint_steps", "the CheckpointMonitor of callbacks"),
         MEMORY: ("every_steps", "memory_tier of mindresume")}
 
@@ -129,7 +130,7 @@ def advice_from(measured: Measured, output: str = "") -> Advice:
     rows = tuple(_tier_advice(costs, part, step) for costs, part in parts.values())
     now, tiers = [row.seconds_now for row in rows], [costs.tier for costs, _ in parts.values()]
     kept, best = tiers, [row.seconds_advised for row in rows]
-    if measured.memory and measured.intact + measured.lost >= FEW:
+    if measured.memory and measured.intact + measured.lost >= KNOWN:
         alone = _tier_advice(measured.disk, rate, step)
         if _goodput(tiers[1:], [alone.seconds_advised], expected) > _goodput(tiers, best, expected):
             rows = (replace(rows[0], steps_advised=0, seconds_advised=None), alone)
