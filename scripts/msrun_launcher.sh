@@ -41,7 +41,8 @@ environment:
   MSRUN_LEAVE=S                seconds that the workers have after SIGTERM to save and exit (default: MSRUN_GRACE if set,
                                else 60)
   MSRUN_RESTARTS=N             start the job again when a rank has died or hangs, up to N times in a row without progress
-                               (mindresume run --max-restarts N, see docs/supervisor.md)
+                               (mindresume run --max-restarts N, see docs/supervisor.md); the logs of the last starts are
+                               kept in LOG_DIR/earlier
   MSRUN_STUCK=S                seconds that a process may take to end after SIGKILL before it is named and left behind (60)
   MF_LOG_SUFFIX=TEXT           appended to the names of the log folders
   PLOG_REDIRECT_TO_OUTPUT=True put the logs of the device under output/plog

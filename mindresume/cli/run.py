@@ -65,6 +65,9 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
         events: Annotated[str, typer.Option("--events", metavar="DIR", show_default=False,
                                             help="Folder for the event file. Default: the output folder of the training, as the "
                                             "ranks tell it.")] = "",
+        keep_logs: Annotated[int, typer.Option("--keep-logs", min=0, metavar="N",
+                                               help="Starts whose logs are kept, in the folder earlier/ beside the logs of "
+                                               "msrun, which each start overwrites. 0: none.")] = 5,
         json: Annotated[bool, typer.Option("--json", help="Print what happens as JSON lines on standard output; the command "
                                            "prints to standard error.")] = False) -> None:
     """Starts a training, and starts it again when a rank has died or hangs.
@@ -109,7 +112,7 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
                           f"mindresume run -- bash scripts/msrun_launcher.sh ...")
     job = JobSettings(HangLimits(hang_timeout, start_timeout), kill_after, save_timeout,
                       _seconds(leave, 60.0, "MSRUN_LEAVE", "MSRUN_GRACE"), _seconds(stuck, 60.0, "MSRUN_STUCK"))
-    settings = SupervisorSettings(RestartPolicy(max_restarts), job, events, json, local_workers)
+    settings = SupervisorSettings(RestartPolicy(max_restarts), job, events, json, local_workers, keep_logs)
     meeting = None
     if nodes > 1:
         if rendezvous is None:

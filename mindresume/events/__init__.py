@@ -609,6 +609,13 @@ class JobRestarted(Event):
 
 
 @dataclass(frozen=True)
+class LogsKept(Event):
+    """The logs of a start were moved, because the next one overwrites them. ``folders``: in which they are now."""
+    start: int
+    folders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class SupervisorEnded(Event):
     """The last event of a supervisor. ``status``: its exit status. ``starts``: of the command."""
     status: int

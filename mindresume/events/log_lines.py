@@ -320,6 +320,11 @@ def _(event: ev.JobRestarted) -> str:
     return f"start {event.start} follows {when}{count}"
 
 
+@_line(ev.LogsKept)
+def _(event: ev.LogsKept) -> str:
+    return f"the logs of start {event.start} are in {', '.join(event.folders)}"
+
+
 @_line(ev.SupervisorEnded)
 def _(event: ev.SupervisorEnded) -> str:
     return f"the job ended with status {event.status} after {_plural(event.starts, 'start')}: {event.reason}"

@@ -16,6 +16,7 @@ def page(starts: Sequence[StartOutcome], advice: Sequence[str] = ()) -> tuple[st
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.started))
         lines += [f"start {start.number}, {when}, {start.seconds:.0f} s: {_work(start)}", f"    {_death(start)}"]
         lines += [f"      | {shown(line)}" for line in start.log]
+        lines += [f"    logs: {shown(folder)}" for folder in start.log_folders]
     return (*lines, *advice)
 
 

@@ -218,6 +218,11 @@ class Job:
         return next((it.output for it in self.heartbeats.values() if it.output), "")
 
     @property
+    def logs(self) -> set[str]:
+        """Returns the files to which ranks and scheduler print."""
+        return self.members.logs
+
+    @property
     def is_preempted(self) -> bool:
         """Returns whether the ranks were asked to stop, and have saved."""
         return any(it.outcome == PREEMPTED for it in self.heartbeats.values())

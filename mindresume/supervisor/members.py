@@ -73,6 +73,7 @@ class Members:
         self._poll = select.poll()
         self._next_scan = 0.0
         self._table: dict[int, Process] = {}
+        self.logs: set[str] = set()                     # files to which ranks and the scheduler print, also those that have ended
 
     # ---- which ------------------------------------------------------------------------------------------------------
 
@@ -116,8 +117,9 @@ class Members:
                 rank = heartbeat.rank if heartbeat.rank >= 0 else member.rank
                 self._members[process.pid] = replace(member, role=RANK, rank=rank)
         for pid, member in self._members.items():               # now that all are known: one can read what another prints
-            if member.role == RANK and not member.log and began - member.seen < _SETTLED:
-                self._members[pid] = replace(member, log=log_of(pid, self._members))
+            if member.role in (RANK, SCHEDULER) and not member.log and began - member.seen < _SETTLED:
+                self._members[pid] = member = replace(member, log=log_of(pid, self._members))
+                self.logs |= {member.log} - {""}
         self._missed += [heartbeat for key, heartbeat in ranks.items() if key not in self._ended and (
             key[0] not in self._table or self._table[key[0]].ticks != key[1])]
         least, most = _SCAN_SECONDS
@@ -166,6 +168,7 @@ class Members:
             folder, name = os.path.split(other.log)
             path = os.path.join(folder, re.sub(rf"(?<!\d){other.rank}(?!\d)", str(member.rank), name))
             if other.log and other.rank is not None and path != other.log and os.path.isfile(path):
+                self.logs.add(path)
                 return path
         return ""
 

@@ -46,6 +46,7 @@ class StartOutcome:
         last_step: the last finished step of any rank; NONE: none, or not known.
         committed: the newest step that it committed; NONE: none, or not known.
         log: the last lines of that rank's log that look like its error.
+        log_folders: where the logs of this start are, if the next one would have overwritten them.
     """
     number: int
     started: float
@@ -61,6 +62,7 @@ class StartOutcome:
     last_step: int = NONE
     committed: int = NONE
     log: tuple[str, ...] = ()
+    log_folders: tuple[str, ...] = ()
 
     @property
     def reached(self) -> int:
@@ -68,7 +70,7 @@ class StartOutcome:
         return max(self.committed, self.resumed)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "log": list(self.log)}
+        return {**asdict(self), "log": list(self.log), "log_folders": list(self.log_folders)}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from mindresume.events import (
     Event,
     GaveUp,
     JobRestarted,
+    LogsKept,
     NodesJoined,
     Notice,
     OrphansEnded,
@@ -29,6 +30,7 @@ from mindresume.events import (
 )
 from mindresume.events.emitter import Emitter
 from mindresume.supervisor import orphans
+from mindresume.supervisor.earlier_logs import keep_logs
 from mindresume.supervisor.event_recorder import EventRecorder
 from mindresume.supervisor.failure_page import page
 from mindresume.supervisor.job import TICK, Job, JobEnd, JobSettings
@@ -62,12 +64,14 @@ class SupervisorSettings:
         events: folder for the event file; empty: the output folder of the training.
         to_stderr: the command prints to standard error alone.
         local_workers: ranks of one node, for the placeholder {workers}.
+        keep_logs: starts whose logs are kept; 0: the next start overwrites them.
     """
     policy: RestartPolicy = RestartPolicy()
     job: JobSettings = JobSettings()
     events: str = ""
     to_stderr: bool = False
     local_workers: int = 8
+    keep_logs: int = 5
 
 
 Rescue = Callable[[str, Callable[[], bool]], Event | None]
@@ -92,6 +96,7 @@ class Supervisor:
         self._recorder = EventRecorder(emit, nodes.node if nodes else 0)
         self._signals: list[int] = []
         self._folder = ""
+        self._logs: set[str] = set()                    # of the last start
         self._left: set[int] = set()                    # processes that did not end after SIGKILL
         self._peer_end: PeerEnd | None = None           # why another node ends the running start
 
@@ -178,6 +183,7 @@ class Supervisor:
 
     def _one_start(self, members: Membership | None) -> tuple[StartOutcome, PeerEnd | None]:
         """Runs the command once. Returns its outcome, and the end of another node's part if that ended it."""
+        self._keep_logs()
         job = self.make_job(fill_in(self.command, members, self.settings.local_workers), len(self.starts) + 1)
         self._peer_end = None
         job.start()
@@ -189,7 +195,7 @@ class Supervisor:
                 end = _by_peer(peer)
         outcome, left = job.end(end, self._is_hurried)
         self._output = job.output or self._output
-        self._left |= set(left)
+        self._left, self._logs = self._left | set(left), job.logs
         return outcome, peer
 
     def make_job(self, command: Sequence[str], number: int) -> Job:
@@ -252,6 +258,21 @@ class Supervisor:
             self._is_hurried()
             time.sleep(min(TICK, max(0.0, until - time.monotonic())))
         return not self._signals
+
+    def _keep_logs(self) -> None:
+        """Moves the logs of the last start, which the next one would overwrite."""
+        if not self.starts:
+            return
+        last, nodes = self.starts[-1], self.nodes
+        try:
+            folders = keep_logs(self._logs, nodes.node if nodes else 0, last.number, last.started, self.settings.keep_logs,
+                                nodes is None)
+        except OSError as error:
+            self.emit(warning(f"the logs of start {last.number} are not kept: {error}"))
+            return
+        if folders:
+            self.starts[-1] = replace(last, log_folders=folders)
+            self.emit(LogsKept(last.number, folders))
 
     def _end_orphans(self) -> None:
         """Ends what a killed supervisor of the same command has left behind."""

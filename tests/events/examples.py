@@ -77,6 +77,7 @@ EXAMPLES = (
     ev.JobEnded(2, 137, "rank 3 was killed by SIGKILL", 912.0, 1.4, 400, 437, 430),
     ev.JobEnded(2, 124, "rank 3 made no progress", 2712.0, 63.0, left_behind=(4714,)),
     ev.JobRestarted(3, 0.0, "rank 3 was killed by SIGKILL"),
+    ev.LogsKept(2, ("/data/output/msrun_log/earlier/20261123T152001-node_0-start_2",)),
     ev.JobRestarted(4, 2.0, "rank 3 was killed by SIGKILL", 2),
     ev.GaveUp(137, "6 starts in a row made no progress", 6, ("start 1, 2026-11-23 05:22:00, 912 s: ...",)),
     ev.SupervisorEnded(0, "it finished", 3),

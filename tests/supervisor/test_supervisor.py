@@ -129,6 +129,27 @@ time.sleep(3600)
     assert [event["delay_seconds"] for event in of(events, "job_restarted")] == [1]
 
 
+def test_the_logs_of_earlier_starts_are_kept_and_the_page_says_where(job):
+    status, events = job.run("""
+print("this is start", start, flush=True)
+if rank == 1:
+    wait_for(f"up_{start}")
+    sys.exit(3)
+mark(f"up_{start}")
+time.sleep(3600)
+""", "--max-restarts", "2", "--keep-logs", "1")
+    folders = [event["folders"] for event in of(events, "logs_kept")]
+    assert status == 3 and [len(found) for found in folders] == [1, 1] and not Path(folders[0][0]).exists()
+    assert folders[1][0] in "\n".join(of(events, "gave_up")[0]["page"])
+    assert [Path(folders[1][0], f"worker_{rank}.log").read_text() for rank in (0, 1)] == ["this is start 2\n"] * 2
+    assert [(job.folder / f"worker_{rank}.log").read_text() for rank in (0, 1)] == ["this is start 3\n"] * 2
+
+
+def test_logs_are_not_kept_if_that_is_not_wanted(job):
+    status, events = job.run(ONE_DEATH, "--keep-logs", "0")
+    assert status == 0 and not of(events, "logs_kept") and not (job.folder / "earlier").exists()
+
+
 @pytest.mark.parametrize("status", [2, 130])
 def test_a_wrong_setting_and_ctrl_c_are_not_started_again(job, status):
     found, events = job.run(f"if rank == 0: sys.exit({status})\n{LINGER}")

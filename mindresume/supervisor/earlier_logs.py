@@ -1,0 +1,72 @@
+"""Keeps the logs of the last starts: msrun writes the logs of each start over those of the one before.
+
+    output/msrun_log/worker_3.log ─▶ output/msrun_log/earlier/20261123T152001-node_0-start_1/worker_3.log
+
+Only files with a name of msrun to which a rank or the scheduler of that start printed are moved, and what the launcher writes
+beside them: of another command it is not known what is a log, what is appended to, and what belongs to somebody else. A file is
+renamed, so a process that still writes it goes on in the same file, and a full disk needs no space for a copy.
+"""
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+FOLDER = "earlier"
+_LAUNCHER = "msrun_stderr.log"          # of scripts/msrun_launcher.sh
+_LOG = re.compile(r"(?:.*_)?worker_\d+\.log|scheduler\.log")
+_START = re.compile(r"\d{8}T\d{6}-node_(\d+)-start_\d+")
+
+
+def keep_logs(paths: Iterable[str], node: int, start: int, started: float, kept: int, is_alone: bool = True) -> tuple[str, ...]:
+    """Moves the logs of a start out of the way of the next one, and removes those of the oldest starts of this node.
+
+    Args:
+        paths: files to which the processes of that start printed.
+        start: its number.
+        started: when it began, in seconds since 1970.
+        kept: starts whose logs stay.
+        is_alone: no other node can write into the same folder.
+    Returns:
+        The folders in which the logs are now; empty if there are none.
+    Raises:
+        OSError: A file could not be moved.
+    """
+    found: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        folder, name = os.path.split(path)
+        if _LOG.fullmatch(name) and os.path.isfile(path):
+            found.setdefault(folder, []).append(name)
+    if not kept:
+        return ()
+    targets, failure = [], None
+    for folder, names in found.items():
+        if is_alone and os.path.isfile(os.path.join(folder, _LAUNCHER)):
+            names.append(_LAUNCHER)
+        earlier = os.path.join(folder, FOLDER)
+        target = os.path.join(earlier, f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(started))}-node_{node}-start_{start}")
+        os.makedirs(target, exist_ok=True)
+        for name in names:
+            try:
+                os.rename(os.path.join(folder, name), os.path.join(target, name))
+            except OSError as error:                # the others are moved all the same
+                failure = error
+        targets.append(target)
+        _remove_oldest(earlier, node, kept)
+    if failure is not None:
+        raise failure
+    return tuple(targets)
+
+
+def _remove_oldest(earlier: str, node: int, kept: int) -> None:
+    """Removes the logs of all but the newest ``kept`` starts of a node; files of others stay, and so do their folders."""
+    mine = sorted(name for name in os.listdir(earlier) if (match := _START.fullmatch(name)) and int(match[1]) == node)
+    for name in mine[:-kept]:
+        folder = os.path.join(earlier, name)
+        with suppress(OSError):
+            for log in os.listdir(folder):
+                if _LOG.fullmatch(log) or log == _LAUNCHER:
+                    os.remove(os.path.join(folder, log))
+            os.rmdir(folder)
