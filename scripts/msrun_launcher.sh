@@ -43,6 +43,8 @@ environment:
   MSRUN_RESTARTS=N             start the job again when a rank has died or hangs, up to N times in a row without progress
                                (mindresume run --max-restarts N, see docs/supervisor.md); the logs of the last starts are
                                kept in LOG_DIR/earlier
+  MSRUN_RENDEZVOUS=DIR         with MSRUN_RESTARTS on several hosts: the folder through which their supervisors start and end
+                               together, the same on every host, on a disk that all hosts see, of this job alone
   MSRUN_STUCK=S                seconds that a process may take to end after SIGKILL before it is named and left behind (60)
   MF_LOG_SUFFIX=TEXT           appended to the names of the log folders
   PLOG_REDIRECT_TO_OUTPUT=True put the logs of the device under output/plog
@@ -119,11 +121,18 @@ fi
 
 if [[ -n ${MSRUN_RESTARTS:-} ]]; then
   [[ $MSRUN_RESTARTS =~ ^[0-9]+$ ]] || refuse "MSRUN_RESTARTS must be a number, got '$MSRUN_RESTARTS'"
-  restarts=$MSRUN_RESTARTS
+  supervisor=(run --max-restarts "$MSRUN_RESTARTS")
+  if (( LOCAL_WORKER < WORKER_NUM )); then
+    [[ -n ${MSRUN_RENDEZVOUS:-} ]] || refuse "MSRUN_RESTARTS on several hosts: MSRUN_RENDEZVOUS is not set. Set it to the same" \
+      "folder on every host: on a disk that all hosts see, of this job alone, for example MSRUN_RENDEZVOUS=/shared/JOB/supervisor"
+    (( WORKER_NUM % LOCAL_WORKER == 0 )) || refuse "MSRUN_RESTARTS needs as many workers on each host: $WORKER_NUM is no multiple" \
+      "of $LOCAL_WORKER. Start mindresume run --nodes N --node-rank K --rendezvous DIR -- bash $0 ... on each host instead"
+    supervisor+=(--nodes $((WORKER_NUM / LOCAL_WORKER)) --node-rank "$NODE_RANK" --rendezvous "$MSRUN_RENDEZVOUS")
+  fi
   unset MSRUN_RESTARTS             # the command below is this script without it
   here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
   export PYTHONPATH=${here%/*}${PYTHONPATH:+:$PYTHONPATH}
-  exec "$PYTHON" -m mindresume run --max-restarts "$restarts" -- bash "$here/${BASH_SOURCE[0]##*/}" "$@"
+  exec "$PYTHON" -m mindresume "${supervisor[@]}" -- bash "$here/${BASH_SOURCE[0]##*/}" "$@"
 fi
 
 # Words of CMD, each ended by a zero byte. A backslash at the end of a line continues it, with or without blanks after it.

@@ -53,3 +53,30 @@ raise ValueError("the loss is gone")
 def test_the_error_of_a_job_of_one_worker_is_found_in_its_log(tmp_path):
     done = launch(tmp_path, FAILS_WHEN_SEEN, MSRUN_RESTARTS="0")
     assert done.returncode == 1 and "ValueError: the loss is gone" in done.stderr
+
+
+def launch_on_host(folder, workers, **environment):
+    """Starts the script on the second of several hosts with two workers each. In place of Python a program prints its
+    arguments."""
+    python = folder / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    return subprocess.run(["bash", LAUNCHER, "train.py", workers, "2", "host0", "8118", "1", "log", "False", "60"], cwd=folder,
+                          text=True, capture_output=True, timeout=120,
+                          env={**os.environ, "PYTHON": str(python), "MSRUN_RESTARTS": "4", **environment})
+
+
+def test_the_supervisors_of_several_hosts_start_together(tmp_path):
+    done = launch_on_host(tmp_path, "6", MSRUN_RENDEZVOUS="/shared/job 7")
+    words = done.stdout.splitlines()
+    assert done.returncode == 0 and words[:3] == ["-m", "mindresume", "run"]
+    options = dict(zip(words[3:11:2], words[4:11:2], strict=True))
+    assert options == {"--max-restarts": "4", "--nodes": "3", "--node-rank": "1", "--rendezvous": "/shared/job 7"}
+
+
+def test_several_hosts_need_a_folder_in_which_they_meet(tmp_path):
+    """Without one each host would start its part again by itself, and wait for the others in vain."""
+    done = launch_on_host(tmp_path, "4")
+    assert done.returncode == 2 and "MSRUN_RENDEZVOUS" in done.stderr and not done.stdout
+    done = launch_on_host(tmp_path, "5", MSRUN_RENDEZVOUS="/shared/job7")
+    assert done.returncode == 2 and "--node-rank" in done.stderr and not done.stdout

@@ -50,7 +50,8 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
         node_rank: Annotated[int, typer.Option("--node-rank", min=0, metavar="K", rich_help_panel=_NODES,
                                                help="Number of this node, from 0.")] = 0,
         rendezvous: Annotated[str | None, typer.Option("--rendezvous", metavar="DIR", rich_help_panel=_NODES, show_default=False,
-                                                       help="A folder that all nodes see, of this job alone.")] = None,
+                                                       help="A folder that all nodes see, of this job alone. Needed with "
+                                                       "--nodes.")] = None,
         node_timeout: Annotated[float, typer.Option("--node-timeout", min=1, metavar="S", rich_help_panel=_NODES,
                                                     help="Seconds for which a node is waited for, at a start and while it is not "
                                                     "heard of. NFS can show its files a minute late.")] = 600,
@@ -116,7 +117,9 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
     meeting = None
     if nodes > 1:
         if rendezvous is None:
-            raise ConfigError("--nodes: --rendezvous DIR is missing, a folder that all nodes see")
+            raise ConfigError(f"--nodes {nodes}: --rendezvous DIR is missing. Give the same folder on every node: on a disk that "
+                              f"all nodes see, of this job alone, for example --rendezvous /shared/JOB/supervisor. None is "
+                              f"assumed, because only a folder in which the nodes have met is known to be shared")
         if min_nodes is not None and min_nodes < nodes and not any("{node_rank}" in word for word in command):
             raise ConfigError("--min-nodes: the command must change with the nodes that take part; write {nodes} or {workers}, "
                               "{node_rank} and {master_addr} into it")
