@@ -2,18 +2,22 @@
 
     {output}/mindresume_events/20261123T052200.250-supervisor_0-4711.jsonl          number of the node, process id
 
-The output folder is known only when a rank has told it by its heartbeat. Until then events are kept in memory.
+The output folder is known only when a rank has told it by its heartbeat. Until then events are kept in memory. A thread of its
+own writes the file: it lies on a disk that can hang, and whoever emits an event goes on to end a job.
 """
 from __future__ import annotations
 
 import os
+import queue
+import threading
 from collections import deque
 
-from mindresume.events import Event
+from mindresume.events import Event, warning
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import FOLDER, SupervisorEventFile
 
 _KEPT = 1000                    # newest events that are kept until the folder is known
+_PATIENCE = 30.0                # seconds for which the end waits for the disk
 
 
 class EventRecorder:
@@ -24,14 +28,17 @@ class EventRecorder:
         self._file: SupervisorEventFile | None = None
         self._folder = ""
         self._kept: deque[tuple[Event, float]] = deque(maxlen=_KEPT)
+        self._queue: queue.SimpleQueue[tuple[Event, float] | None] = queue.SimpleQueue()        # None: the last one
+        self._thread = threading.Thread(target=self._write, name="mindresume-events", daemon=True)
 
     def open(self, folder: str) -> None:
         """Sets the output folder. Only the first call has an effect, so that one file has all events."""
         if self._file is None:
             self._folder, self._file = folder, SupervisorEventFile(folder, self.node, emit=self.emit)
-            for event, at in self._kept:
-                self._file.handle(event, at)
+            for row in self._kept:
+                self._queue.put(row)
             self._kept.clear()
+            self._thread.start()
 
     def evidence(self) -> str | None:
         """Returns the prefix of the paths of files beside the event file; None: the folder is not known, or cannot be made."""
@@ -48,8 +55,17 @@ class EventRecorder:
         if self._file is None:
             self._kept.append((event, time_s))
         else:
-            self._file.handle(event, time_s)
+            self._queue.put((event, time_s))
+
+    def _write(self) -> None:
+        try:
+            while (row := self._queue.get()) is not None:
+                self._file.handle(*row)
+            self._file.close()
+        except Exception as error:                      # as the emitter does with a handler that fails
+            self.emit(warning(f"the event file of the supervisor is not written any more: {error}"))
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            self._queue.put(None)
+            self._thread.join(_PATIENCE)

@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mindresume.coordination import rank_heartbeat
@@ -28,7 +28,7 @@ from mindresume.events.log_lines import end_text
 from mindresume.supervisor import stacks
 from mindresume.supervisor.hang import HangLimits, find_hang
 from mindresume.supervisor.job_end import EndTimes, end_job
-from mindresume.supervisor.log_excerpt import excerpt
+from mindresume.supervisor.log_excerpt import excerpt, within
 from mindresume.supervisor.members import Ended, Member, Members
 from mindresume.supervisor.open_saves import first_lost_step, may_finish
 from mindresume.supervisor.process_table import RANK, SCHEDULER, WRITER, end_with_parent, shell_status
@@ -137,12 +137,21 @@ class Job:
         """Takes the end of a process. Returns the end of the job if it is a rank that had not finished."""
         if ended.member.pid == self._pid:
             self._status = 1 if ended.status is None else shell_status(ended.status)
+        ended = self._as_rank(ended)
         if ended.member.role != RANK or self._ended_well(ended):
             return None
         if ended.status is None and ended.member.pid not in self.heartbeats:
             self._unknown = self._unknown or (time.monotonic(), ended)
             return None
         return self._died(ended)
+
+    def _as_rank(self, ended: Ended) -> Ended:
+        """Returns the end as that of a rank if a heartbeat proves it: one can end before its role was read from the process
+        table."""
+        member, beat = ended.member, self._last_heartbeat(ended.member.pid)
+        if member.role == RANK or beat is None or beat.ticks != member.process.ticks:
+            return ended
+        return replace(ended, member=replace(member, role=RANK, rank=beat.rank if beat.rank >= 0 else None))
 
     def _ended_well(self, ended: Ended) -> bool:
         """Returns whether a rank has ended as it should. A status of 143 is that of ranks that were asked to stop and saved."""
@@ -155,16 +164,16 @@ class Job:
     def _last_heartbeat(self, pid: int) -> Heartbeat | None:
         path = os.path.join(self.folder, f"process_{pid}{rank_heartbeat.SUFFIX}")
         found = rank_heartbeat.read_heartbeat(path)
-        if found is not None:
+        if found is not None and found.namespace == self._namespace:
             self.heartbeats[pid] = found
         return self.heartbeats.get(pid)
 
     def _died(self, ended: Ended) -> JobEnd:
         member, heartbeat = ended.member, self._last_heartbeat(ended.member.pid)
         noticed, path = time.monotonic(), self.members.log_file(member)
-        log = excerpt(path) if path else ()
+        log = within(lambda: excerpt(path), ()) if path else ()
         if ended.status is None and path:
-            ended = Ended(member, _status_in_message(os.path.dirname(path), member.pid))
+            ended = Ended(member, within(lambda: _status_in_message(os.path.dirname(path), member.pid), None))
         phase, step = (heartbeat.phase, heartbeat.step) if heartbeat else ("", NONE)
         self.emit(RankDied(self.number, self.host, member.pid, member.rank, ended.status, phase, _known(step), log))
         who = _name(member.rank)
@@ -179,7 +188,7 @@ class Job:
         if self._status is None or ranks and self._status == 0:
             return None
         failed = [it for it in self.heartbeats.values() if it.outcome == "failed"]
-        log = excerpt(self._unknown[1].member.log) if self._unknown is not None else ()
+        log = within(lambda: excerpt(self._unknown[1].member.log), ()) if self._unknown is not None else ()
         rank = self._unknown[1].member.rank if self._unknown is not None else failed[0].rank if failed else None
         return JobEnd(EXITED, self._status, f"the command ended with status {self._status}", rank=rank, log=log)
 

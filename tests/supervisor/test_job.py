@@ -1,15 +1,19 @@
-"""supervisor/job.py: heartbeats that somebody removes while their ranks run are no hang."""
+"""supervisor/job.py: heartbeats that somebody removes are no hang; what the end of a process means for the job."""
 import os
 import shutil
 
+import pytest
+
+from mindresume.coordination.process_identity import start_ticks
 from mindresume.coordination.rank_heartbeat import RankHeartbeat, read_heartbeats
-from mindresume.events import HangDetected, Notice
+from mindresume.events import HangDetected, Notice, ignore
 from mindresume.events.emitter import Emitter
 from mindresume.supervisor import orphans
 from mindresume.supervisor.hang import HangLimits
 from mindresume.supervisor.job import Job, JobSettings
-from mindresume.supervisor.members import Member
-from mindresume.supervisor.process_table import RANK, Process
+from mindresume.supervisor.members import Ended, Member
+from mindresume.supervisor.process_table import OTHER, RANK, Process
+from mindresume.supervisor.restart_policy import DIED
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
 
@@ -43,3 +47,24 @@ def test_a_start_after_the_folder_was_removed_has_a_new_one(tmp_path, monkeypatc
     supervisor._folder = str(tmp_path / "gone")
     job = supervisor.make_job(["train"], 2)
     assert os.path.isdir(job.folder) and os.path.dirname(job.folder) == supervisor._folder
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(["true"], 1, str(tmp_path), JobSettings(), ignore, {})
+
+
+def ended(ticks):
+    return Ended(Member(Process(os.getpid(), 0, 0, "Z", ticks), OTHER), 2)
+
+
+def test_a_rank_that_ends_before_its_role_is_known_is_one_by_its_heartbeat(job, tmp_path):
+    RankHeartbeat.create(str(tmp_path), 3)
+    end = job._taken(ended(start_ticks(os.getpid())))
+    assert (end.kind, end.status, end.rank) == (DIED, 2, 3)
+
+
+def test_another_process_with_the_number_of_a_rank_is_none(job, tmp_path):
+    assert job._taken(ended(start_ticks(os.getpid()))) is None
+    RankHeartbeat.create(str(tmp_path), 3)
+    assert job._taken(ended(start_ticks(os.getpid()) + 1)) is None

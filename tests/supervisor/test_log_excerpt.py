@@ -1,5 +1,7 @@
 """supervisor/log_excerpt.py: the lines of a log that say why its rank ended."""
-from mindresume.supervisor.log_excerpt import MAX_LINES, error_lines, excerpt
+import threading
+
+from mindresume.supervisor.log_excerpt import MAX_LINES, error_lines, excerpt, within
 
 TRACEBACK = """step 5 loss 1.0
 Traceback (most recent call last):
@@ -28,3 +30,9 @@ def test_a_log_that_is_absent_or_not_text(tmp_path):
     assert excerpt(str(tmp_path / "absent")) == ()
     (tmp_path / "log").write_bytes(b"\xff\0" * 1000 + b"\nRuntimeError: \xff bad\n")
     assert len(excerpt(str(tmp_path / "log"))) == 1
+
+
+def test_a_log_on_a_disk_that_hangs_is_not_waited_for_for_ever():
+    answers = threading.Event()
+    assert within(answers.wait, "nothing", 0.01) == "nothing" and within(lambda: "lines", "nothing") == "lines"
+    answers.set()
