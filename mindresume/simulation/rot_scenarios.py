@@ -19,6 +19,7 @@ from mindresume.settings import ScrubSettings
 from mindresume.simulation.bit_rot import rot, rotted_files
 from mindresume.simulation.cluster import SHARED, current_cluster, current_process
 from mindresume.simulation.concurrent_commands import errors_recorded, is_affected, pauses
+from mindresume.simulation.disk import File
 from mindresume.simulation.jobs import Job, Training
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.oracle import STUCK, Finding
@@ -43,6 +44,7 @@ class _ObservedScrubber(Scrubber):
         paths = [f"{self.root}/{file.path}" for file in (*candidate.all_files, *candidate.metadata_files)]
         before = {path: file for path, file in rotted_files([disk]).items()
                   if path in paths or path.startswith(f"{candidate.records_dir}/")}
+        written = {path: file.written for path, file in before.items()}
         found = super()._read(candidate, lock)
         if found.state == REMOVED or is_affected(self.sim):
             return found
@@ -59,13 +61,12 @@ class _ObservedScrubber(Scrubber):
                 called = f"{MANIFEST} of step {candidate.step}"
             if disk.find(path) is file and file.written is not None and path not in named | unreadable and called not in text:
                 wrong.append(f"a scrub of {candidate.name} read all of it and did not find that {path} has rotted")
-            if path in repaired and self._rots_of(path) == 1 and getattr(disk.find(path), "data", b"") != file.written:
+            now = disk.find(path)
+            if path in repaired and isinstance(now, File) and (now.data if now.written is None else now.written) != written[path]:
                 wrong.append(f"{path} was repaired and is not as it was written")
-        wrong += [f"a scrub took {path} for damaged, which has never rotted" for path in named if not self._rots_of(path)]
+        known = {*before, *(row.path for row in self.sim.cluster.rots)}
+        wrong += [f"a scrub took {path} for damaged, which has never rotted" for path in named - known]
         return found
-
-    def _rots_of(self, path: str) -> int:
-        return sum(row.path == path for row in self.sim.cluster.rots)
 
 
 def _scrub(sim: Simulation) -> None:

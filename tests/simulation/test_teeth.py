@@ -327,9 +327,8 @@ MUTANTS = [
         Edit(memory_selection._MemorySelection, "select", 'least = tuple(elsewhere.get("order") or (0, 0))', "least = (0, 0)")],
         ("tier", "safetensors", ""), LOST, deaths=False, first=244, within=10, draws=each("kill")),
     mutant("memory: the bytes of a save are not verified", [
-        Edit(memory_selection._MemorySelection, "_first_verified", "refusals, shards, missing = verify_on_all_ranks(",
-             "refusals, shards, missing = (lambda *values: verify_on_all_ranks(*values[:-1], False))(")],
-        ("rot in memory", "safetensors", ""), WRONG, deaths=False, within=40, draws=each("kill")),
+        Edit(memory_selection._MemorySelection, "_first_verified", "policy.verifies_bytes, keep=keep)", "False, keep=keep)")],
+        ("rot in memory", "safetensors", ""), WRONG, deaths=False, first=225, within=20, draws=each("kill")),
 
     # ---- scrubs and repairs ----------------------------------------------------------------------------------------------
     mutant("repair: the damaged file is written in place", [
@@ -337,7 +336,7 @@ MUTANTS = [
         Edit(repair, "_replace", "storage.write(temporary, hashed(), file.size or 0)",
              'storage.write(temporary, [b"".join(hashed())], file.size or 0)'),
         Edit(repair, "_replace", "storage.remove(temporary)", "pass")],
-        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}"),
+        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=1, within=2),
     mutant("repair: the copy is not verified", [
         Edit(repair, "_intact_in", "if tensor_checksum(opened, entry) == row.checksum:", "if True:"),
         Edit(repair, "_replace", "if (whole.hexdigest(), size) != (file.checksum, file.size) or not _is_as_recorded("
@@ -349,16 +348,16 @@ MUTANTS = [
              'made = storage.create(temporary, file.size or 0); made.write_at(0, memoryview(b"".join(hashed()))); '
              "storage.rename(temporary, path)"),
         Edit(repair, "_replace", "not _is_as_recorded(storage, temporary, file)", "False")],
-        ("rot and scrub", "ckpt", ""), f"{LOST} {INCONSISTENT}"),
+        ("rot and scrub", "ckpt", ""), f"{LOST} {INCONSISTENT}", first=1, within=2),
     mutant("scrub: a result is not bound to the times of the file", [
         Edit(scrub_result.DamagedFile, "is_unchanged",
              "(status.size, status.mtime, status.changed) == (self.size, self.mtime, self.changed)",
              "status.size == self.size")],
-        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}"),
+        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=1, within=2),
     mutant("scrub: only the files of one rank are read", [
         Edit(scrub.Scrubber, "_read", "seen = [row for rank in candidate.files for row",
              "seen = [row for rank in list(candidate.files)[:1] for row")],
-        ("rot and scrub", "iteration", ""), WRONG, deaths=False),
+        ("rot and scrub", "iteration", ""), WRONG, deaths=False, within=10),
 ]
 
 

@@ -1,0 +1,108 @@
+"""Bits that rot: which files, what does not change, and what remembers it."""
+import pytest
+
+from mindresume.simulation.bit_rot import is_of_checkpoint, rot, rotted_files, rotted_saves, saves_on, unreadable_saves
+from mindresume.simulation.cluster import SHARED
+from mindresume.simulation.disk import Disk
+from mindresume.simulation.oracle import check_disks
+from mindresume.simulation.runtime_fakes import patched_product
+from mindresume.simulation.scenarios import Simulation
+from mindresume.simulation.schedule import ROT, Fault, Schedule
+from mindresume.simulation.search import SCENARIOS
+
+
+@pytest.fixture
+def trained():
+    """Returns a simulation in which two ranks have saved the steps 2 and 4 of one run."""
+    return Simulation(SCENARIOS["older"], "safetensors", Schedule())
+
+
+def rotted(sim, wanted):
+    """Lets files rot until one whose path contains ``wanted`` has. Returns its path."""
+    disk = sim.cluster.disks[SHARED]
+    path = next(path for path, _ in sorted(disk.walk()) if wanted in path)
+    disk.find(path).rot(5, 3)
+    disk.rots += 1
+    return path
+
+
+def test_one_bit_flips_and_no_size_and_no_time_changes(trained):
+    disk = trained.cluster.disks[SHARED]
+    before = {path: (file.data, file.mtime) for path, file in disk.walk()}
+    for seed in range(40):
+        (row,) = rot([disk], seed)
+        assert is_of_checkpoint(row.path) and row.saves and row.saves[0][1] in (2, 4)
+    for path, file in disk.walk():
+        data, mtime = before[path]
+        assert (len(file.data), file.mtime) == (len(data), mtime) and file.written in (None, data)
+    changed = {path for path, file in disk.walk() if file.data != before[path][0]}
+    assert changed == set(rotted_files([disk])) and len(changed) > 4
+    assert rotted_files([disk.copy()]).keys() == changed
+
+
+def test_the_same_bit_twice_is_as_it_was_written():
+    disk = Disk()
+    file = disk.create("/a", b"abc")
+    key = disk.signature()
+    file.rot(1, 2)
+    assert (file.data, file.written) == (b"afc", b"abc") and disk.signature() != key
+    file.rot(1, 2)
+    assert (file.data, file.written) == (b"abc", None) and disk.signature() == key
+
+
+def test_another_file_in_its_place_has_not_rotted(trained):
+    disk, path = trained.cluster.disks[SHARED], rotted(trained, "1_4.safetensors")
+    assert rotted_saves([disk]) == {max(trained.history.reported)}
+    disk.create("/new", disk.find(path).written)
+    disk.rename("/new", path)
+    assert rotted_saves([disk]) == set() and saves_on([disk]) == set(trained.history.reported)
+
+
+def test_a_rotted_record_makes_the_save_unreadable(trained):
+    disk = trained.cluster.disks[SHARED]
+    assert unreadable_saves([disk]) == set()
+    rotted(trained, "step-0000000004-run-0001-c0652a54/rank_00001")
+    found = unreadable_saves([disk])
+    assert len([path for path in found if path.endswith("1_4.safetensors")]) == 2
+    assert not any(path.endswith("1_2.safetensors") for path in found)
+
+
+@pytest.mark.parametrize("path, expected", [
+    ("/out/rank_0/a.ckpt", True), ("/out/rank_0/.a.ckpt.mindresume-tmp", False), ("/out/rank_0/meta.json", False),
+    ("/out/.mindresume/step-0000000004-run-0001-c0652a54/rank_00000.json", True), ("/out/.mindresume/claim-1.json", False),
+    ("/out/iteration_00000002/common.json", True), ("/dev/shm/a/b/slots/a.safetensors", False)])
+def test_which_files_rot(path, expected):
+    assert is_of_checkpoint(path) is expected
+
+
+# ---- the oracle ----------------------------------------------------------------------------------------------------------------
+
+def findings(sim):
+    with patched_product():
+        return [finding.kind for finding in check_disks(sim.cluster.disks, sim.history, sim.training)]
+
+
+def test_the_next_older_checkpoint_is_required_if_the_newest_has_rotted(trained):
+    rotted(trained, "1_4.safetensors")
+    assert findings(trained) == []
+
+
+def test_an_error_is_required_if_all_have_rotted(trained):
+    rotted(trained, "1_4.safetensors")
+    rotted(trained, "1_2.safetensors")
+    assert findings(trained) == []
+
+
+def test_an_intact_checkpoint_that_is_gone_is_lost_beside_a_rotted_one(trained):
+    """Two are to be kept, so nothing allows to remove the older one of two."""
+    rotted(trained, "1_4.safetensors")
+    disk = trained.cluster.disks[SHARED]
+    for path in [path for path, _ in disk.walk() if "step-0000000002" in path]:
+        disk.remove(path)
+    trained.training = SCENARIOS["restarts"].training
+    assert trained.training.keep == 2 and "lost" in findings(trained)
+
+
+def test_a_fault_lets_a_file_rot_and_affects_no_job():
+    sim = Simulation(SCENARIOS["rot and scrub"], "safetensors", Schedule(faults=(Fault(3, ROT, 7),))).run()
+    assert sim.cluster.rots and not any(job.is_affected(()) for job in sim.jobs) and sim.findings() == []
