@@ -302,10 +302,10 @@ class FileGroup:
             self.storage.remove(self.folder)
 
     def _let_process_0_end(self, end: float) -> None:
-        """Waits until process 0 has removed the session, which it does last. Launchers kill all processes as soon as one ends
-        with an error: process 0 could neither print what was found nor remove what was begun."""
+        """Waits until process 0 has removed the name of the session, its last work. Launchers kill all processes as soon as one
+        ends with an error: process 0 could neither print what was found nor remove what was begun."""
         with suppress(OSError):
-            while self.clock() < end and (self.storage.list(self._session) or self._named_session() == self._session):
+            while self.clock() < end and self._named_session() == self._session:
                 if 0 not in self._holders or is_alive(self._holders[0]) is False:
                     return
                 self.pause(_LONGEST_PAUSE / 10)

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -18,15 +19,15 @@ from mindresume.storage.posix import PosixStorage
 LONG = 600.0
 
 
-def run(folder, work, ranks=(0, 1, 2), size=3, arguments=lambda rank: ("same",), job="", clock=time.monotonic,
-        pause=time.sleep, timeout=LONG):
-    """Runs ``work(group)`` in a thread for each of ``ranks``. Returns {rank: result or error}."""
-    found = {}
+def run(folder, work, ranks=(0, 1, 2), size=3, arguments=lambda rank: ("same",), job="", clock=lambda rank: time.monotonic(),
+        pause=lambda rank, seconds: time.sleep(seconds), timeout=LONG, found=None):
+    """Runs ``work(group)`` in a thread for each of ``ranks``. Returns {rank: result or error}, which is ``found`` if given."""
+    found = {} if found is None else found
 
     def one(rank):
         try:
-            with file_group(PosixStorage(), str(folder), LaunchedProcess(rank, size, job), arguments(rank), timeout, clock=clock,
-                            pause=pause) as group:
+            with file_group(PosixStorage(), str(folder), LaunchedProcess(rank, size, job), arguments(rank), timeout,
+                            clock=partial(clock, rank), pause=partial(pause, rank)) as group:
                 found[rank] = work(group)
         except Exception as error:
             found[rank] = error
@@ -60,11 +61,14 @@ def test_old_messages_are_removed(tmp_path):
 
 
 def test_a_process_that_never_comes_is_named(tmp_path):
-    now = [0.0]
+    now, found = {0: 0.0, 2: 0.0}, {}
 
-    def pause(seconds):
-        now[0] += seconds
-    found = run(tmp_path / "meeting", exchange, ranks=(0, 2), clock=lambda: now[0], pause=pause, timeout=50.0)
+    def pause(rank, seconds):
+        if rank == 0 or 0 in found:                                 # process 2 waits longer, however fast it runs
+            now[rank] += seconds
+        else:
+            time.sleep(0.001)
+    run(tmp_path / "meeting", exchange, ranks=(0, 2), clock=lambda rank: now[rank], pause=pause, timeout=50.0, found=found)
     assert isinstance(found[0], ProcessLostError) and "process 1 of 3" in str(found[0])
     assert isinstance(found[2], ProcessLostError)
 
@@ -72,9 +76,9 @@ def test_a_process_that_never_comes_is_named(tmp_path):
 def test_without_process_0_the_others_end(tmp_path):
     now = [0.0]
 
-    def pause(seconds):
+    def pause(rank, seconds):
         now[0] += seconds
-    found = run(tmp_path / "meeting", exchange, ranks=(1,), clock=lambda: now[0], pause=pause, timeout=50.0)
+    found = run(tmp_path / "meeting", exchange, ranks=(1,), clock=lambda rank: now[0], pause=pause, timeout=50.0)
     assert isinstance(found[1], ProcessLostError) and "process 0 of 3" in str(found[1])
 
 
@@ -199,7 +203,7 @@ def test_a_process_that_comes_before_process_0_does_not_join_the_earlier_launch(
     killed_launch(tmp_path / "meeting")
     looks, found = threading.Semaphore(0), {}
 
-    def pause(seconds):
+    def pause(rank, seconds):
         looks.release()
         time.sleep(seconds)
     early = threading.Thread(target=lambda: found.update(run(tmp_path / "meeting", exchange, ranks=(1, 2), pause=pause)))
@@ -218,7 +222,7 @@ def test_a_session_that_was_never_begun_is_left_for_the_new_one(tmp_path):
     (folder / "launch.json").write_text(json.dumps({"session": "launch-session-old"}))
     looks, found = threading.Semaphore(0), {}
 
-    def pause(seconds):
+    def pause(rank, seconds):
         looks.release()
         time.sleep(seconds)
     early = threading.Thread(target=lambda: found.update(run(folder, exchange, ranks=(1, 2), pause=pause)))
