@@ -44,7 +44,7 @@ def file_group(storage: Storage, folder: str, process: LaunchedProcess, argument
     """Waits until all processes of the launch have come, and leaves at the end of the block; process 0 then removes the files.
 
     Args:
-        folder: is created; the same for all processes of the launch, and for nothing else that runs at the same time.
+        folder: process 0 creates it; the same for all processes of the launch, and for nothing else that runs at the same time.
         arguments: what this process does; it must be the same for all.
         timeout: seconds without a sign of a process that is waited for.
     Raises:
@@ -80,8 +80,8 @@ class FileGroup:
 
     def meet(self) -> None:
         """Waits until all processes have come. Raises ProcessLostError."""
-        self.storage.make_folder(self.folder)
         if self.rank == 0:
+            self.storage.make_folder(self.folder)
             self._open_session()
         else:
             self._join_session()

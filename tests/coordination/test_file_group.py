@@ -80,6 +80,7 @@ def test_without_process_0_the_others_end(tmp_path):
         now[0] += seconds
     found = run(tmp_path / "meeting", exchange, ranks=(1,), clock=lambda rank: now[0], pause=pause, timeout=50.0)
     assert isinstance(found[1], ProcessLostError) and "process 0 of 3" in str(found[1])
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("content", [b"[" * 60_000, b"[]", b"7", b"{", b'{"session": 7}', b'{"session": ""}',
