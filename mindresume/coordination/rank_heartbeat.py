@@ -30,7 +30,8 @@ NONE = -1                                       # a number that is not known yet
 STARTING, JOINING, SELECTING, BUILDING, COMPILING, LOADING, FIRST_STEP, TRAINING, SAVING, INFERENCE, ENDING, ENDED = PHASES = (
     "starting", "joining", "selecting", "building", "compiling", "loading", "first step", "training", "saving", "inference",
     "ending", "ended")
-OUTCOMES = ("", "finished", "preempted", "nothing_to_train", "failed")
+FAILED = "failed"
+OUTCOMES = ("", "finished", "preempted", "nothing_to_train", FAILED)
 
 _SIZE, _TEXT = 4096, 1024                       # bytes of the file; where the text begins
 _VERSION = 0x6D72_6862_0001                     # the first field; 0 while the file is being made

@@ -4,13 +4,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindresume.coordination.rank_heartbeat import ENDED, ENDING, INFERENCE, PHASES, SAVING, TRAINING, Heartbeat
+from mindresume.coordination.rank_heartbeat import ENDED, ENDING, FAILED, INFERENCE, PHASES, SAVING, TRAINING, Heartbeat
 
 
 @dataclass(frozen=True)
 class HangLimits:
     """Holds the limits in seconds; 0: no limit. ``step``: without a finished step, once the first step is done. ``start``: from
-    the start of the command to the end of the first step of every rank, and for the end of the training (last save, uploads)."""
+    the start of the command to the end of the first step of every rank, for the end of the training (last save, uploads), and for
+    the end of a process whose training has failed."""
     step: float = 1800.0
     start: float = 7200.0
 
@@ -29,12 +30,13 @@ def find_hang(heartbeats: Sequence[Heartbeat], started: float, now: float, limit
     those of ``time.monotonic``."""
     stuck: list[tuple[float, Heartbeat, str]] = []
     for heartbeat in heartbeats:
-        if heartbeat.phase in (INFERENCE, ENDED):
-            continue
+        if heartbeat.phase == INFERENCE or heartbeat.phase == ENDED and heartbeat.outcome != FAILED:
+            continue                                # a script can go on after its training for as long as it likes
         if heartbeat.phase in (TRAINING, SAVING):
             since, limit, name = heartbeat.progressed, limits.step, "--hang-timeout"
         else:
-            since, limit, name = heartbeat.changed if heartbeat.phase == ENDING else started, limits.start, "--start-timeout"
+            since = heartbeat.changed if heartbeat.phase in (ENDING, ENDED) else started
+            limit, name = limits.start, "--start-timeout"
         if limit and now - since > limit:
             stuck.append((now - since, heartbeat, name))
     if not stuck:

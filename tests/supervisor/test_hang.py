@@ -1,4 +1,6 @@
 """supervisor/hang.py: which heartbeats mean a hang."""
+from dataclasses import replace
+
 import pytest
 
 from mindresume.coordination import rank_heartbeat as hb
@@ -20,6 +22,14 @@ def rank(number, phase=hb.TRAINING, step=5, progressed=0.0, changed=0.0):
     (rank(0, hb.ENDING, changed=500), 1400, None), (rank(0, hb.ENDING, changed=500), 1501, "--start-timeout")])
 def test_limits(heartbeat, now, limit):
     found = find_hang([heartbeat], 0.0, now, LIMITS)
+    assert (found and found.limit) == limit
+
+
+@pytest.mark.parametrize("outcome, limit", [("failed", "--start-timeout"), ("finished", None), ("preempted", None)])
+def test_a_process_that_does_not_end_after_its_training_has_failed_hangs(outcome, limit):
+    heartbeat = replace(rank(0, hb.ENDED, changed=500), outcome=outcome)
+    assert find_hang([heartbeat], 0.0, 1400, LIMITS) is None
+    found = find_hang([heartbeat], 0.0, 1501, LIMITS)
     assert (found and found.limit) == limit
 
 
