@@ -97,8 +97,14 @@ class TierOwner:
 
     @property
     def directory_is_gone(self) -> bool:
-        """Whether the checkpoint directory does not exist any more. A disk that is not mounted now proves nothing."""
-        return os.path.ismount(self.mount) and not os.path.lexists(self.directory)
+        """Whether the checkpoint directory does not exist any more. A disk that is not mounted now, or fails, proves nothing."""
+        try:
+            os.lstat(self.directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return os.path.ismount(self.mount)
+        except OSError:
+            return False
+        return False
 
 
 def read_mark(storage: Storage, root: str) -> TierMark | None:

@@ -254,6 +254,13 @@ def test_a_tier_without_its_directory_is_removed_unless_the_disk_is_not_mounted(
     assert remaining(memory) == [unmounted] and not os.path.exists(gone)
 
 
+def test_an_error_of_the_disk_does_not_prove_that_a_directory_is_gone(tmp_path, memory):
+    tier = leftover(memory, tmp_path / "disk" / "a")
+    shutil.rmtree(tmp_path / "disk")
+    (tmp_path / "disk").symlink_to(tmp_path / "disk")                   # each look fails (ELOOP), as on a disk with errors
+    assert remaining(memory) == [tier]
+
+
 def test_an_old_tier_is_removed(tmp_path, memory):
     old, young = leftover(memory, tmp_path / "a", age_days=1), leftover(memory, tmp_path / "b")
     assert remaining(memory) == [young] and not os.path.exists(old)
