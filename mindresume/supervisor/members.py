@@ -69,7 +69,7 @@ class Members:
         self._members: dict[int, Member] = {}
         self._ended: set[tuple[int, int]] = set()       # (number, start) of those that have ended
         self._missed: list[Heartbeat] = []              # of ranks that have ended and were never seen
-        self._handles: dict[int, int] = {}              # {pid: descriptor that is readable once the process has ended}
+        self._handles: dict[int, int] = {}              # {pid: descriptor that is readable once the process has ended}; not all
         self._poll = select.poll()
         self._next_scan = 0.0
         self._table: dict[int, Process] = {}
@@ -130,17 +130,22 @@ class Members:
 
     def _enter(self, process: Process, now: float) -> None:
         """Begins to track a process, unless it has ended already and another one has its number."""
+        handle = None
         try:
             handle = os.pidfd_open(process.pid)
         except ProcessLookupError:
             return
+        except OSError:             # a kernel before 5.3, a sandbox, too many open files: ``wait`` looks at the process table
+            pass
         seen = read_process(process.pid)
         if seen is None or seen.ticks != process.ticks:
-            os.close(handle)
+            if handle is not None:
+                os.close(handle)
             return
         self._forget(process.pid)
-        self._handles[process.pid] = handle
-        self._poll.register(handle, select.POLLIN)
+        if handle is not None:
+            self._handles[process.pid] = handle
+            self._poll.register(handle, select.POLLIN)
         self._members[process.pid] = self._classified(Member(process, seen=now))
 
     def _classified(self, member: Member) -> Member:
@@ -192,7 +197,9 @@ class Members:
                 self._ended.add(key)
                 process = Process(heartbeat.pid, 0, 0, "X", heartbeat.ticks)
                 found.append(Ended(Member(process, RANK, heartbeat.rank if heartbeat.rank >= 0 else None), None))
-        for pid in sorted(pid for pid, handle in self._handles.items() if handle in ready):
+        ended = {pid for pid, handle in self._handles.items() if handle in ready}
+        ended |= {pid for pid, member in self._members.items() if pid not in self._handles and _has_ended(member.process)}
+        for pid in sorted(ended):
             member = self._members[pid]
             seen = read_process(pid)            # its parent can be another one than at the last reading of the table
             same = seen is not None and seen.ticks == member.process.ticks
@@ -206,3 +213,11 @@ class Members:
         for pid in list(self._members):
             with suppress(KeyError):
                 self._forget(pid)
+
+
+def _has_ended(process: Process) -> bool:
+    """Returns whether a process has ended. One whose row cannot be read, for want of a descriptor, has not."""
+    seen = read_process(process.pid)
+    if seen is None:
+        return not os.path.exists(f"/proc/{process.pid}")
+    return seen.ticks != process.ticks or seen.has_ended

@@ -1,0 +1,39 @@
+"""supervisor/members.py: the ends of processes are noticed also where the kernel does not report them."""
+import errno
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mindresume.supervisor.members import Members
+
+LIMIT = 120.0                           # seconds after which the test fails instead of waiting for ever
+
+
+def refused(number):
+    def open_handle(pid, flags=0):
+        raise OSError(number, os.strerror(number))
+    return open_handle
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_an_end_is_noticed_without_pidfd_open(monkeypatch, number):
+    """Linux has it since 5.3; older profiles of containers forbid it."""
+    monkeypatch.setattr(os, "pidfd_open", refused(number))
+    members = Members()
+    with subprocess.Popen([sys.executable, "-c", "print('up', flush=True); input(); exit(7)"], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        members.refresh()
+        assert child.pid in {member.pid for member in members.alive()}
+        assert child.pid not in {ended.member.pid for ended in members.wait(0)}
+        child.stdin.write(b"\n")
+        child.stdin.close()
+        ended, until = [], time.monotonic() + LIMIT
+        while not ended and time.monotonic() < until:
+            ended = [row for row in members.wait(0.01) if row.member.pid == child.pid]
+        assert [row.status for row in ended] == [7] and child.pid not in {member.pid for member in members.alive()}
+        child.returncode = 7                                # it is reaped already
+    members.close()
