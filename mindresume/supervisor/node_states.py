@@ -164,7 +164,9 @@ class NodeStates:
             self.error = error
 
     def _read(self) -> None:
+        """Reads new states. Raises OSError at the end if one could not be read: it keeps this node from none of the others."""
         newest: dict[tuple[int, str], tuple[int, str]] = {}
+        failed: OSError | None = None
         for name in self.storage.list(self.folder):
             if match := _NAME.fullmatch(name):
                 key, sequence = (int(match[1]), match[2]), int(match[3])
@@ -178,6 +180,11 @@ class NodeStates:
                 state = NodeState.read(self.storage, os.path.join(self.folder, name))
             except (FileNotFoundError, RecordError):        # replaced by a newer one, or another version's
                 continue
+            except OSError as error:
+                failed = error
+                continue
             if (state.node, state.session) == key:
                 advances = 0 if before is None else before.advances + 1
                 self.seen = {**self.seen, key: SeenState(state, sequence, self.clock(), advances)}      # others iterate over it
+        if failed is not None:
+            raise failed
