@@ -319,16 +319,16 @@ MUTANTS = [
     # ---- the tier in memory ----------------------------------------------------------------------------------------------
     mutant("memory: the newest save is overwritten", [
         Edit(slots, "step_to_overwrite", "held[-1] if is_whole(common) else common", "held[0]")],
-        ("tier", "safetensors", ""), LOST, deaths=False, first=346, within=10, draws=each("kill")),
+        ("tier", "safetensors", ""), LOST, deaths=False, first=395, within=10, draws=each("kill")),
     mutant("memory: a save that all ranks have is not found", [
         Edit(memory_selection._MemorySelection, "_common", "if not missing:", "if missing:")],
-        ("tier", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=346, within=10, draws=each("kill")),
+        ("tier", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=395, within=10, draws=each("kill")),
     mutant("memory: a newer checkpoint on disk is missed", [
         Edit(memory_selection._MemorySelection, "select", 'least = tuple(elsewhere.get("order") or (0, 0))', "least = (0, 0)")],
-        ("tier", "safetensors", ""), LOST, deaths=False, first=244, within=10, draws=each("kill")),
+        ("tier", "safetensors", ""), LOST, deaths=False, first=252, within=10, draws=each("kill")),
     mutant("memory: the bytes of a save are not verified", [
         Edit(memory_selection._MemorySelection, "_first_verified", "policy.verifies_bytes, keep=keep)", "False, keep=keep)")],
-        ("rot in memory", "safetensors", ""), WRONG, deaths=False, first=225, within=20, draws=each("kill")),
+        ("rot in memory", "safetensors", ""), WRONG, deaths=False, first=264, within=12, draws=each("kill")),
 
     # ---- scrubs and repairs ----------------------------------------------------------------------------------------------
     mutant("repair: the damaged file is written in place", [
