@@ -88,11 +88,11 @@ def test_without_process_0_the_others_end(tmp_path):
 def test_a_pointer_of_another_form_names_no_session(tmp_path, content):
     now = [0.0]
 
-    def pause(seconds):
+    def pause(rank, seconds):
         now[0] += seconds
     (tmp_path / "meeting").mkdir()
     (tmp_path / "meeting" / "launch.json").write_bytes(content)
-    found = run(tmp_path / "meeting", exchange, ranks=(1,), clock=lambda: now[0], pause=pause, timeout=50.0)
+    found = run(tmp_path / "meeting", exchange, ranks=(1,), clock=lambda rank: now[0], pause=pause, timeout=50.0)
     assert isinstance(found[1], ProcessLostError) and "process 0 of 3" in str(found[1])
 
 

@@ -235,7 +235,8 @@ def only_manifests_count(patch: Patch) -> None:
 
 def skip_verification(patch: Patch) -> None:
     """Records and files are not verified."""
-    def verify_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None, metadata=None):
+    def verify_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None, metadata=None,
+                       keep=None):
         return VerifiedShard(rank, tuple(map(ShardSource, candidate.files[rank])), candidate.state)
     patch.setattr(group_verification, "verify_rank", verify_nothing)
     patch.setattr(shared_selection, "check_files", lambda disk, root, candidate, world, files=True: candidate.problem)

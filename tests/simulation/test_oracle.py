@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from mindresume.fault_injection.tiny_checkpoints import ITERATION
-from mindresume.simulation import jobs, oracle
+from mindresume.simulation import jobs, oracle, saved_content
 from mindresume.simulation.cluster import SHARED, Cluster
 from mindresume.simulation.disk import Disk, Folder
 from mindresume.simulation.jobs import History, Job, Training
@@ -249,8 +249,8 @@ def test_damage_to_an_unneeded_checkpoint_is_not_reported():
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_wrong_tensors_with_correct_checksums_are_reported(fmt, monkeypatch):
     """Both ranks save the tensors of rank 0, with correct checksums."""
-    right = jobs.tensors
-    monkeypatch.setattr(jobs, "tensors", lambda run, step, rank: right(run, step, 0))
+    right = saved_content.tensors
+    monkeypatch.setattr(saved_content, "tensors", lambda run, step, rank, replicated=False: right(run, step, 0))
     disk, history = trained(fmt)
     monkeypatch.undo()
     for restart in (False, True):
