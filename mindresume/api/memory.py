@@ -42,8 +42,9 @@ class FlushResult(Result):
 
 
 def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage: Storage | None = None) -> FlushResult:
-    """Writes the newest save in memory of this node, whose bytes are all verified, to disk, if the disk is older. Watches the
-    lease of a job on another node for some heartbeats, to find out whether it is alive.
+    """Writes the newest save in memory of this node, whose bytes are all verified, to disk, if the disk is older. Of a job of
+    several nodes it writes older ones too, until one is complete: a node can have died before the others. Watches the lease of a
+    job on another node for some heartbeats, to find out whether it is alive.
 
     Args:
         path: The checkpoint folder, or one above it.
@@ -64,23 +65,27 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage:
         who = f"run {owner.run}" if owner else "an unknown run"
         raise LeaseHeldError(f"{root} is in use by {who}; a job that runs saves by itself")
     check_no_live_job(storage, root)            # a killed job has left its lease, mostly on another node
-    newest = max((candidate.order[:2] for candidate in scan(storage, root).candidates if candidate.problem is None),
-                 default=(0, 0))
-    reasons = []
+    newest = max((candidate.order[:2] for candidate in scan(storage, root).candidates if candidate.problem is None
+                  and (candidate.committed or not candidate.local_ranks)), default=(0, 0))     # else a part that a flush wrote
+    reasons, written = [], None
     for candidate in scan_records(storage, tier)[0]:
         if candidate.problem is not None:
             continue
         if candidate.order[:2] <= newest:
-            return FlushResult(root, up_to_date=True, reason="the disk has a checkpoint that is as new")
+            return written or FlushResult(root, up_to_date=True, reason="the disk has a checkpoint that is as new")
         refused = next((found for rank in candidate.files
                         if isinstance(found := verify_rank(storage, tier, candidate, rank), Refusal)), None)
-        if refused is None:
-            size = read_size(candidate, [*candidate.files])
-            progress.expect(size)
-            write_to_disk(storage, root, tier, candidate, progress.advance)
-            return FlushResult(root, candidate.step, size, commit_written(storage, root, candidate))
-        reasons.append(str(refused))
-    return FlushResult(root, reason="; ".join(reasons) or "no save in memory of this node is whole")
+        if refused is not None:
+            reasons.append(str(refused))
+            continue
+        size = read_size(candidate, [*candidate.files])
+        progress.expect(size)
+        write_to_disk(storage, root, tier, candidate, progress.advance)
+        result = FlushResult(root, candidate.step, size, commit_written(storage, root, candidate))
+        if result.committed or not candidate.local_ranks:
+            return result
+        written = written or result             # another node may have only an older one
+    return written or FlushResult(root, reason="; ".join(reasons) or "no save in memory of this node is whole")
 
 
 def _root_of(storage: Storage, path: str) -> str:

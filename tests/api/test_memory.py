@@ -99,3 +99,26 @@ def test_a_killed_job_whose_lease_is_of_another_node_is_over(root, tier):
     publish_lease(root, replace(ELSEWHERE, every=0.001))
     assert flush(root).committed and chosen(root)[0] == 8
 
+
+
+def save_part(tier, ranks, steps):
+    """Makes the tier of a node that has two of four ranks."""
+    job = Training(tier, 2, world=2)
+    for each, rank in zip(job.tiers, ranks, strict=True):
+        each.target = replace(each.target, rank=rank, world_size=4, local_ranks=ranks)
+    job.steps(steps).stop()
+
+
+@pytest.mark.parametrize("first", ["longer", "shorter"])
+def test_nodes_that_died_at_different_moments_write_the_save_that_both_have(root, tier, tmp_path, first):
+    nodes = {name: tmp_path / name for name in ("longer", "shorter")}
+    for folder in nodes.values():
+        shutil.copytree(tier, folder)
+    save_part(nodes["longer"], (0, 1), 9)                       # 8 and 6
+    save_part(nodes["shorter"], (2, 3), 7)                      # 6 and 4
+    found = []
+    for name in sorted(nodes, key=lambda name: name != first):
+        shutil.rmtree(tier)
+        shutil.copytree(nodes[name], tier)
+        found.append(flush(root))
+    assert not found[0].committed and (found[1].step, found[1].committed) == (6, True)
