@@ -36,6 +36,7 @@ OWNER = "owner.json"
 SLOTS = "slots"
 _VERSION = 1
 _LIMIT = 1 << 20                # bytes of an owner file
+_PRECISION = 2.0                # seconds: some file systems forget fractions of the time of a change
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def find_tier(storage: Storage, root: str) -> tuple[str, str]:
     if owner is None:
         return "", f"{tier} has no owner file that can be read"
     if (owner.token, owner.directory, owner.inode) != (mark.token, os.path.realpath(root), inode_of(root)) or (
-            owner.marked and owner.marked != marked_at(storage, root)):
+            owner.marked and abs(owner.marked - marked_at(storage, root)) > _PRECISION):
         return "", f"{tier} belongs to another checkpoint directory than {root} is now: it was replaced or restored from a copy"
     return tier, ""
 

@@ -261,6 +261,20 @@ def test_a_save_that_is_being_read_is_not_written_into(memory):
     lock.release()
 
 
+def test_a_full_tmpfs_while_a_save_is_read_costs_one_save(memory):
+    job = Training(memory, 2).steps(5)
+    tier = job.tiers[0]
+    tier._join(tier._work)
+    older, make = scan_records(STORAGE, memory)[0][1], tier._make_file
+    lock = acquire_read_lock(STORAGE, memory, older.name, older.commit_dir)
+    tier._make_file = full
+    job.steps(1)
+    tier._make_file = make
+    job.steps(5).stop()
+    assert whole(memory) == [10, 8] and [event.step for event in job.refused()] == [6]
+    lock.release()
+
+
 def test_what_is_written_to_disk_after_an_error_has_the_bytes_of_the_save(memory):
     for fmt in ("safetensors", "ckpt"):
         job = Training(memory, 2, fmt=fmt).steps(7).stop()
