@@ -16,9 +16,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from mindresume.coordination import rank_heartbeat
 from mindresume.coordination.process_identity import process_namespace
@@ -28,7 +26,7 @@ from mindresume.events.log_lines import end_text
 from mindresume.supervisor import stacks
 from mindresume.supervisor.hang import HangLimits, find_hang
 from mindresume.supervisor.job_end import EndTimes, end_job
-from mindresume.supervisor.log_excerpt import excerpt, within
+from mindresume.supervisor.log_excerpt import excerpt, tail, within
 from mindresume.supervisor.members import Ended, Member, Members
 from mindresume.supervisor.open_saves import first_lost_step, may_finish
 from mindresume.supervisor.process_table import RANK, SCHEDULER, WRITER, end_with_parent, shell_status
@@ -286,11 +284,9 @@ class Job:
 def _status_in_message(folder: str, pid: int) -> int | None:
     """Returns the exit status of a worker from msrun's message, which scripts/msrun_launcher.sh writes into a file; None if there
     is none."""
-    with suppress(OSError, ValueError):
-        text = Path(folder, "msrun_stderr.log").read_text(encoding="utf-8", errors="replace")
-        found = re.findall(rf"Worker process {pid} exit with exception\. Error code: (-?\d+)\.", text)
-        return int(found[-1]) if found else None
-    return None
+    found = re.findall(rf"Worker process {pid} exit with exception\. Error code: (-?\d{{1,9}})\.",
+                       tail(os.path.join(folder, "msrun_stderr.log")))
+    return int(found[-1]) if found else None
 
 
 def _name(rank: int | None) -> str:

@@ -31,13 +31,17 @@ def within(read: Callable[[], Answer], default: Answer, seconds: float = _PATIEN
 
 def excerpt(path: str) -> tuple[str, ...]:
     """Returns up to MAX_LINES lines of the end of a log that look like its error; empty if it has none or cannot be read."""
+    return error_lines(tail(path).splitlines())
+
+
+def tail(path: str) -> str:
+    """Returns the last TAIL_BYTES of a log; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            data = file.read(TAIL_BYTES)
+            return file.read(TAIL_BYTES).decode("utf-8", "replace")
     except OSError:
-        return ()
-    return error_lines(data.decode("utf-8", "replace").splitlines())
+        return ""
 
 
 def error_lines(lines: Sequence[str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """supervisor/log_excerpt.py: the lines of a log that say why its rank ended."""
 import threading
 
-from mindresume.supervisor.log_excerpt import MAX_LINES, error_lines, excerpt, within
+from mindresume.supervisor.log_excerpt import MAX_LINES, TAIL_BYTES, error_lines, excerpt, tail, within
 
 TRACEBACK = """step 5 loss 1.0
 Traceback (most recent call last):
@@ -24,6 +24,15 @@ def test_without_a_traceback_the_lines_with_a_word_for_an_error():
     assert error_lines(lines) == ("[ERROR] HCCL link failed",)
     assert error_lines(["fine"]) == () == error_lines([])
     assert len(error_lines([f"error {number}" for number in range(100)])) == MAX_LINES
+
+
+def test_of_a_log_of_any_size_the_end_is_read(tmp_path):
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        file.truncate(1 << 33)                              # takes no space
+        file.seek(0, 2)
+        file.write(b"the end")
+    assert len(tail(str(path))) == TAIL_BYTES and tail(str(path)).endswith("the end") and tail(str(tmp_path / "absent")) == ""
 
 
 def test_a_log_that_is_absent_or_not_text(tmp_path):
