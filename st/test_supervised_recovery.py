@@ -57,8 +57,8 @@ def while_it_loads(run: Run, number: int, chance: random.Random) -> None:
 
 
 def in_between(run: Run, number: int, chance: random.Random) -> None:
-    """After the first to fourth step of this start."""
-    steps = chance.randint(1, 4)
+    """After the second to fourth step of this start. The first one only reserves memory."""
+    steps = chance.randint(2, 4)
     until(run, number, lambda start: len(start.steps()) >= steps)
     time.sleep(chance.uniform(0, 0.2))
 
@@ -69,7 +69,7 @@ def after_a_save_to_disk(run: Run, number: int, chance: random.Random) -> None:
 
 def in_a_save_to_disk(run: Run, number: int, chance: random.Random) -> None:
     def half_written(start: Start) -> bool:
-        for path in run.checkpoints.glob(f"**/.*{TEMPORARY}"):
+        for path in run.checkpoints.glob(f"**/.*.safetensors.*{TEMPORARY}"):
             with suppress(FileNotFoundError):                       # renamed in between
                 if path.stat().st_mtime > start.began:
                     return True
