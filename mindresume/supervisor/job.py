@@ -116,11 +116,16 @@ class Job:
 
     def watch(self, stop: Callable[[], JobEnd | None]) -> JobEnd:
         """Returns why this start ends, at the moment when it is known. ``stop``: asked several times a second."""
+        has_looked = False
         while True:
             self._refresh(now=False)
             for ended in self.members.wait(TICK):
                 if end := self._taken(ended):
                     return end
+            if self._status and not has_looked:         # a rank can have ended with the command, and was never seen
+                has_looked = True
+                self._refresh()
+                continue
             if end := stop() or self._over() or self._hang():
                 return end
             self._measure_startup()

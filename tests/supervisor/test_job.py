@@ -68,3 +68,31 @@ def test_another_process_with_the_number_of_a_rank_is_none(job, tmp_path):
     assert job._taken(ended(start_ticks(os.getpid()))) is None
     RankHeartbeat.create(str(tmp_path), 3)
     assert job._taken(ended(start_ticks(os.getpid()) + 1)) is None
+
+
+class SeenLate:
+    """Stands in for Members: a rank that has ended with status 3 is only seen when the process table is read again."""
+    logs = frozenset()
+
+    def __init__(self):
+        self.ends = [Ended(Member(Process(1, 0, 0, "Z", 5), OTHER), 1)]
+
+    def refresh(self, heartbeats, now):
+        if now:
+            self.ends.append(Ended(Member(Process(2, 0, 0, "Z", 5), RANK, 0), 3))
+
+    def wait(self, seconds):
+        found, self.ends = self.ends, []
+        return found
+
+    def alive(self, *roles):
+        return []
+
+    def log_file(self, member):
+        return ""
+
+
+def test_the_status_of_a_rank_that_ended_with_the_command_is_that_of_the_job(job):
+    job.members, job._pid = SeenLate(), 1
+    end = job.watch(lambda: None)
+    assert (end.kind, end.status, end.rank) == (DIED, 3, 0)
