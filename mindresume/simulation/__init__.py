@@ -10,10 +10,13 @@
     writer_process.py        the writer of ``async_save: process`` as a simulated process
     runtime_fakes.py         replaces time, threads and names in the product's modules by simulated ones
     communicator.py          the collectives of a job
+    bit_rot.py               lets a bit of a kept file flip, and remembers what was written
+    saved_content.py         what the ranks save, and whether a checkpoint holds it
     jobs.py                  a job: its launcher, and what each rank does, in the order in which the trainer calls the product
     scenarios.py             which jobs run, on which disks; one run of a scenario (``Simulation``)
     leftover_scenarios.py    scenarios that start with the remains of earlier runs
     environment_scenarios.py quotas, memory limits, copied folders, and commands that run beside a job
+    rot_scenarios.py         checkpoints rot on disk, beside a scrub that repairs, and in memory
     concurrent_commands.py   those commands: convert, verify, scrub
     bucket_scenarios.py      jobs with an object store; bucket_fault_scenarios.py: unreadable objects, unhealthy checkpoints
     oracle.py                the invariants that the disks must satisfy after a run; bucket_oracle.py: those of a bucket
