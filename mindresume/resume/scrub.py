@@ -165,7 +165,7 @@ class Scrubber:
                   for row in self._lasting_damage(storage, candidate, rank, before)]
         again = {row.file for row in damage}
         absent = [path for path in again if path is not None and os.path.join(self.root, path) in storage.absent]
-        if absent and self.storage.status(candidate.commit_dir) is None:
+        if absent and self._is_removed(candidate):
             return CheckpointScrub(candidate, REMOVED, bytes_read=storage.read)
         if any(self._status(path) is not None for path in absent):
             # A removal renames the folder of records, sees the lock, and renames it back: nothing is damaged.
@@ -181,7 +181,7 @@ class Scrubber:
         left = [row for row in damage if row not in repaired]
         notes += [row.reason for row in missing if row not in repaired]
         notes += [row.reason for row in damaged_metadata_files(storage, self.root, candidate)]
-        if self.storage.status(candidate.commit_dir) is None:           # removed by hand: locks do not prevent that
+        if self._is_removed(candidate):           # removed by hand: locks do not prevent that
             return CheckpointScrub(candidate, REMOVED, bytes_read=storage.read)
         publish_result(self.storage, candidate, left, before, self.clock(), lock.run)
         state = DAMAGED if left else REPAIRED if repaired else INTACT
@@ -199,6 +199,9 @@ class Scrubber:
         third = self._damage(storage, candidate, rank)
         last = {row.file for row in third}
         return [*(row for row in third if row.file in files | seen), *(row for row in second if row.file in seen - last)]
+
+    def _is_removed(self, candidate: Candidate) -> bool:
+        return self.storage.status(candidate.commit_dir) is None
 
     def _status(self, path: str) -> Status | None:
         return self.storage.status(os.path.join(self.root, path))
