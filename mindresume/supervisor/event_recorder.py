@@ -34,7 +34,8 @@ class EventRecorder:
     def open(self, folder: str) -> None:
         """Sets the output folder. Only the first call has an effect, so that one file has all events."""
         if self._file is None:
-            self._folder, self._file = folder, SupervisorEventFile(folder, self.node, emit=self.emit)
+            self._folder = os.path.abspath(folder)          # paths in events are read in other folders
+            self._file = SupervisorEventFile(self._folder, self.node, emit=self.emit)
             for row in self._kept:
                 self._queue.put(row)
             self._kept.clear()

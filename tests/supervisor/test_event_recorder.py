@@ -56,3 +56,10 @@ def test_a_file_that_fails_is_reported(recorder, tmp_path, monkeypatch):
     recorder.handle(JobStarted(1, 7), 0.0)
     recorder.close()
     assert [event.level for event in seen] == ["warning"]
+
+
+def test_paths_of_stacks_hold_in_every_folder(recorder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recorder.open("output")                                 # --events output
+    recorder.close()
+    assert recorder.evidence().startswith(str(tmp_path / "output" / FOLDER))
