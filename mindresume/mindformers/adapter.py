@@ -1,6 +1,7 @@
 """Calls mindformers and MindSpore for the other modules. The table of ``upstream`` lists every name that is called."""
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
@@ -58,14 +59,55 @@ def output_root() -> str:
     return get_output_root_path()
 
 
-def parameters_to_save(network: Any, integrated: bool, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
+def parameters_to_save(network: Any, integrated: bool, choose: Callable[[str], bool], known: SavedParameters | None = None
+                       ) -> list[tuple[str, Any]]:
     """Returns (name, tensor) of everything that mindspore.save_checkpoint would save of ``network`` on this rank, in its order.
 
     All ranks must call it: pipeline stages exchange the parameters that they share, and with ``integrated`` slices are gathered.
+    ``known``: remembers the result for later saves.
     """
     from mindspore import Tensor
+    if known is not None and (rows := known.rows(network, choose)) is not None:
+        return rows
     found = _saved_by_mindspore(network, integrated, choose)
-    return found + [(name, Tensor(parameter.data)) for name, parameter in _unsaved_counters(network, found, choose)]
+    found += [(name, Tensor(parameter.data)) for name, parameter in _unsaved_counters(network, found, choose)]
+    if known is not None and not collect_is_collective(network, integrated):
+        known.remember(found)
+    return found
+
+
+class SavedParameters:
+    """Remembers which parameters MindSpore saves of a network: to find them takes it longer than a copy of a small network.
+
+    It is asked again as soon as a parameter is another object, or differs in anything that the answer depends on.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: list[Any] = []                # also keeps them alive, so that no other object gets the id of one
+        self._seen: list[tuple[Any, ...]] = []
+        self._rows: list[tuple[str, Any]] | None = None
+
+    def rows(self, network: Any, choose: Callable[[str], bool]) -> list[tuple[str, Any]] | None:
+        """Returns the rows that were remembered; None if MindSpore has to be asked."""
+        self._parameters = [parameter for _, parameter in network.parameters_and_names()]
+        seen = [(id(parameter), parameter.name, parameter.sliced, parameter.has_init, _is_offloaded(parameter),
+                 choose(parameter.name)) for parameter in self._parameters]
+        if seen != self._seen:
+            self._seen, self._rows = seen, None
+        return self._rows
+
+    def remember(self, found: list[tuple[str, Any]]) -> None:
+        """Remembers what MindSpore saved, right after ``rows`` returned None, if each row is the data of one parameter."""
+        from mindspore import Tensor
+        plain = {parameter.name: parameter for parameter in self._parameters
+                 if not parameter.has_init and not _is_offloaded(parameter)}
+        if os.getenv("MS_ENABLE_D2H_ASYNC") != "1" and all(        # with it MindSpore saves copies that it has made before
+                name in plain and type(tensor) is Tensor and tensor.shape == plain[name].shape for name, tensor in found):
+            self._rows = [(name, plain[name]) for name, _ in found]
+
+
+def _is_offloaded(parameter: Any) -> bool:
+    return parameter.data.offload_file_path() != ""
 
 
 def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:

@@ -52,7 +52,7 @@ class DeviceTensor:
         return cls(name, value, dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(to_numpy(self.name, self.value), dtype)
+        return np.asarray(_host_array(self.value, self.dtype == ml_dtypes.bfloat16), dtype)
 
 
 def to_numpy(name: str, value: Any) -> np.ndarray:
@@ -71,8 +71,13 @@ def to_numpy(name: str, value: Any) -> np.ndarray:
         raise SaveError(f"parameter {name} is a {type(value).__name__}; only tensors can be saved")
     if hasattr(value, "init_data") and getattr(value, "has_init", False):
         value.init_data()
+    return _host_array(value, "bfloat16" in str(value.dtype).lower())
+
+
+def _host_array(value: Any, is_bfloat16: bool) -> np.ndarray:
+    """Returns the array of a tensor that is initialised."""
     array = value.asnumpy()
-    if "bfloat16" in str(value.dtype).lower() and array.dtype != ml_dtypes.bfloat16:
+    if is_bfloat16 and array.dtype != ml_dtypes.bfloat16:
         array = array.view(ml_dtypes.bfloat16) if array.dtype.itemsize == 2 else array.astype(ml_dtypes.bfloat16)
     return array
 

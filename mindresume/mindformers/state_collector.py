@@ -47,6 +47,7 @@ class StateCollector:
     _share: frozenset[str] | None = None            # with redundancy removal: the tensors with a layout that this rank writes
     _arrangement: tuple[tuple[str, bool], ...] | None = None
     _warned: set[str] = field(default_factory=set)
+    _known: adapter.SavedParameters = field(default_factory=adapter.SavedParameters)
 
     def shard(self, cb_params: Any, state: TrainingState, emergency: bool = False) -> Shard:
         """Returns everything that a resume needs. Tensors are copied from the device when their bytes are read. ``emergency``:
@@ -81,7 +82,7 @@ class StateCollector:
         if emergency:
             tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, _lasting))
         else:
-            tensors = live.deferred(adapter.parameters_to_save(net, self.config.integrated_save, self._chooser(net)))
+            tensors = live.deferred(adapter.parameters_to_save(net, self.config.integrated_save, self._chooser(net), self._known))
         tables = live.layouts(getattr(net, "parameter_layout_dict", None), _shapes(tensors), self._warn_once)
         tensors.update(live.snapshot(self._counters(cb_params, state)))
         return rank_shard(self._file(state), state, tensors, tables, live.capture_random(),
@@ -96,7 +97,7 @@ class StateCollector:
         def wanted_here(name: str) -> bool:
             return _lasting(name) and (save_optimizer or name in model)
         tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, wanted_here) if emergency else
-                                                adapter.parameters_to_save(net, False, wanted_here))
+                                                adapter.parameters_to_save(net, False, wanted_here, self._known))
         tables = live.job_layouts(net, _shapes(tensors), self.target.world_size, self._warn_once)
         if deduplicates:
             if self._share is None:

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
@@ -112,8 +113,13 @@ def tensor_spec(name: str, array: np.ndarray) -> TensorSpec:
     if array.dtype.str.startswith(">"):
         raise ValueError(f"tensor {name} is big-endian ({array.dtype.str}); convert it with "
                          f"array.astype(array.dtype.newbyteorder('<'))")
+    return TensorSpec(_dtype_name(array.dtype), tuple(array.shape), array.nbytes)
+
+
+@cache
+def _dtype_name(dtype: np.dtype) -> str:
     # compares names: MindSpore's own bfloat16 is another type than that of ml_dtypes, with the same bytes
-    return TensorSpec(array.dtype.name if array.dtype.name in DTYPES else str(array.dtype), tuple(array.shape), array.nbytes)
+    return dtype.name if dtype.name in DTYPES else str(dtype)
 
 
 def checked_dtype(fmt: str, name: str, spec: TensorSpec, known: Iterable[str]) -> str:

@@ -91,6 +91,71 @@ def test_counters_of_a_cached_graph_are_loaded_if_they_are_offered(monkeypatch):
                                                                                             "global_step": ((1,), "int32")}
 
 
+# ---- what is saved is remembered ------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Returns a list that grows each time MindSpore is asked what it saves."""
+    found, real = [], adapter._saved_by_mindspore
+    monkeypatch.setattr(adapter, "_saved_by_mindspore", lambda *what: found.append(1) or real(*what))
+    return found
+
+
+def saved_bytes(network, known, choose=lambda name: True):
+    return {name: (str(tensor.dtype), tuple(tensor.shape), tensor.asnumpy().tobytes())
+            for name, tensor in adapter.parameters_to_save(network, False, choose, known)}
+
+
+def set_value(network, name, value):
+    parameter = network.parameters_dict()[name]
+    parameter.set_data(ms.Tensor(np.full(parameter.shape, value), parameter.dtype))
+
+
+def test_mindspore_is_asked_once_and_later_saves_are_the_same(asked):
+    network = Holder({"a": ((2, 3), ms.float32), "b.c": ((4,), ms.bfloat16), "step": ((), ms.int32)})
+    known = adapter.SavedParameters()
+    for value in range(3):
+        for name in ("a", "b.c", "step"):
+            set_value(network, name, value)
+        assert list(saved_bytes(network, known).items()) == list(saved_bytes(network, None).items())
+    assert len(asked) == 1 + 3
+
+
+def test_mindspore_is_asked_again_after_any_change(asked):
+    network, known = Holder({"a": ((2,), ms.float32), "b": ((2,), ms.float32)}), adapter.SavedParameters()
+
+    def is_asked(choose=lambda name: True):
+        del asked[:]
+        assert saved_bytes(network, known, choose) == saved_bytes(network, None, choose)
+        return len(asked) == 2
+    assert is_asked() and not is_asked()
+    assert is_asked(lambda name: name == "a") and not is_asked(lambda name: name == "a")
+    assert is_asked() and not is_asked()
+    network.insert_param_to_cell("new", ms.Parameter(ms.Tensor([3.0], ms.float32), name="new"))
+    assert is_asked() and not is_asked()
+    network._params["b"] = ms.Parameter(ms.Tensor([5.0, 6.0], ms.float32), name="b")
+    assert is_asked() and not is_asked()
+    network.parameters_dict()["a"].name = "other"
+    assert is_asked() and not is_asked()
+    network.parameters_dict()["b"].sliced = True
+    assert is_asked() and not is_asked()
+
+
+@pytest.mark.parametrize("what", ["exchange", "gathered", "copies", "not of the network"])
+def test_what_may_differ_the_next_time_is_not_remembered(monkeypatch, what):
+    network, known = Holder({"a": ((2,), ms.float32)}), adapter.SavedParameters()
+    name, calls = "a.__param_key__1" if what == "not of the network" else "a", []
+    data = ms.Tensor(np.zeros(4 if what == "gathered" else 2), ms.float32)
+    monkeypatch.setattr(adapter, "_saved_by_mindspore", lambda *_: calls.append(1) or [(name, data)])
+    if what == "exchange":
+        monkeypatch.setattr(adapter, "collect_is_collective", lambda *_: True)
+    if what == "copies":
+        monkeypatch.setenv("MS_ENABLE_D2H_ASYNC", "1")
+    for _ in range(2):
+        assert adapter.parameters_to_save(network, False, lambda name: True, known) == [(name, data)]
+    assert len(calls) == 2
+
+
 # ---- the remaining ranks when others are lost ------------------------------------------------------------------------------
 
 @pytest.fixture

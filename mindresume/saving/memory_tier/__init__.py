@@ -8,6 +8,7 @@
 
     directory    where the tier of a checkpoint directory lies; whether it still belongs to it
     disk_note    what its training has on disk, so that nothing is brought back that a person has removed
+    file_plans   the layout of the files of a save, made ahead of it
     mapped_file  one file of the tier, mapped for as long as the training runs
     slots        which save is overwritten next, and why all ranks keep a common one
     tier         saves: copy in the training thread, checksums and record in the background

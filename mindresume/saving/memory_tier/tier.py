@@ -36,15 +36,15 @@ from mindresume.model.manifest import FOLDER, Record, attempt_name, parse_attemp
 from mindresume.model.training_state import crosses_multiple
 from mindresume.saving.memory_tier.directory import SLOTS
 from mindresume.saving.memory_tier.disk_note import DiskNotes
+from mindresume.saving.memory_tier.file_plans import FilePlans
 from mindresume.saving.memory_tier.mapped_file import MappedFile
 from mindresume.saving.memory_tier.slots import common_step, slots_needed, step_to_overwrite
 from mindresume.saving.save_request import SaveRequest
-from mindresume.saving.shard_writer import SaveTarget, Shard, ShardFile, details_of_shard
+from mindresume.saving.shard_writer import SaveTarget, Shard, details_of_shard
 from mindresume.saving.sync_saver import Save
 from mindresume.settings import MemoryTierSettings
 from mindresume.storage.atomic_publish import TEMPORARY, publish
 from mindresume.storage.operations import remove_tree
-from mindresume.tensor_files import plan_file
 from mindresume.tensor_files.checksum import Checksums, checksummed
 from mindresume.tensor_files.header import DTYPES, FilePlan, chunks, tensor_bytes, tensor_spec
 
@@ -86,7 +86,8 @@ class MemoryTier:
         self._read_locks = ReadLocks(target.storage, target.root)
         self._slots: list[_Slot] = []
         self._count = 0                                     # slots to have; 0: nothing is reserved yet
-        self._last_step = 0
+        self._plans = FilePlans()
+        self._last_step = self._last_save = self._interval = 0
         self._saved_at_last_end = False
         self._is_off = False
         self._names = 0                                     # of slot files so far
@@ -139,12 +140,13 @@ class MemoryTier:
         slot = next(slot for slot in self._slots if slot.step == oldest)
         files = [replace(file, path=file.path if target.iterations else path_in_tier(file.path, target.run),
                          metadata={**file.metadata, **label(target.run, shard.state.step)}) for file in shard.files]
-        plans = tuple(plan_file(file.format, _specs(file), file.metadata) for file in files)
+        plans = self._plans.of(files)
         self._vacate(slot, [plan.size for plan in plans])
         for file, plan, mapped in zip(files, plans, slot.files, strict=True):
             _copy(plan, file.tensors, mapped.data)
         # The arrays of the training change from here on: only their names, dtypes and shapes are used.
         slot.step, slot.shard, slot.plans = shard.state.step, replace(shard, files=tuple(files)), plans
+        self._interval, self._last_save = shard.state.step - self._last_save, shard.state.step
         stall = self._clock() - started
         self._work = self._start(lambda: self._finish(slot, stall))
 
@@ -191,6 +193,7 @@ class MemoryTier:
                     [record.encode(details_of_shard(shard, sums))], target.run)
             slot.recorded = True
             self._done.append(TierSaved(step, sum(plan.size for plan in slot.plans), stall, self._clock() - started))
+            self._plans.prepare(shard.files, target.run, step + self._interval)
         except Exception as error:              # any error: it costs this save alone
             self._done.append(TierRefused(step, str(error)))
 
@@ -209,8 +212,8 @@ class MemoryTier:
         problem, sizes, count = "", [], slots_needed(self.settings.every_steps, jump)
         try:
             shard = _collected(request, save).shard
-            sizes = [plan_file(file.format, _specs(file), {**file.metadata, **label(self.target.run, shard.state.step)}).size
-                     for file in shard.files]
+            sizes = [plan.size for plan in self._plans.of([
+                replace(file, metadata={**file.metadata, **label(self.target.run, shard.state.step)}) for file in shard.files])]
             problem = self._why_not(count * sum(sizes))
         except (SaveError, OSError, ValueError, MemoryError) as error:
             problem = str(error)
@@ -393,10 +396,6 @@ def path_on_disk(path: str, run: str) -> str:
     """Returns the path that ``path_in_tier`` was made of."""
     folder, name = os.path.split(path)
     return os.path.join(folder, name.removeprefix(f"{run}."))
-
-
-def _specs(file: ShardFile) -> dict[str, object]:
-    return {name: tensor_spec(name, array) for name, array in file.tensors.items()}
 
 
 def _copy(plan: FilePlan, tensors: Mapping[str, np.ndarray], memory: np.ndarray) -> None:
