@@ -6,6 +6,7 @@
 """
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from mindresume.formats.rank_folder_naming import FileName, stem
 from mindresume.mindformers import adapter, arrangement
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.training_context import RunProgress
+from mindresume.model.layout import TensorLayout
 from mindresume.model.training_state import TrainingState, is_transient
 from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard
 from mindresume.saving.sync_saver import ExtraWeights
@@ -47,6 +49,7 @@ class StateCollector:
     _share: frozenset[str] | None = None            # with redundancy removal: the tensors with a layout that this rank writes
     _arrangement: tuple[tuple[str, bool], ...] | None = None
     _warned: set[str] = field(default_factory=set)
+    _laid_out: tuple[dict, dict, dict] | None = None        # arguments and result of the last ``live.layouts``
     _known: adapter.SavedParameters = field(default_factory=adapter.SavedParameters)
 
     def shard(self, cb_params: Any, state: TrainingState, emergency: bool = False) -> Shard:
@@ -83,10 +86,18 @@ class StateCollector:
             tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, _lasting))
         else:
             tensors = live.deferred(adapter.parameters_to_save(net, self.config.integrated_save, self._chooser(net), self._known))
-        tables = live.layouts(getattr(net, "parameter_layout_dict", None), _shapes(tensors), self._warn_once)
+        tables = self._layouts(getattr(net, "parameter_layout_dict", None) or {}, _shapes(tensors))
         tensors.update(live.snapshot(self._counters(cb_params, state)))
         return rank_shard(self._file(state), state, tensors, tables, live.capture_random(),
                           {**self._metadata(), **({"remove_redundancy": "False"} if emergency else {})})
+
+    def _layouts(self, table: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]
+                 ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+        """Returns ``live.layouts``. Computes it only if ``table`` or ``shapes`` differ from those of the last save: it takes as
+        long as the copy of a small network."""
+        if self._laid_out is None or self._laid_out[:2] != (table, shapes):
+            self._laid_out = copy.deepcopy(dict(table)), shapes, live.layouts(table, shapes, self._warn_once)
+        return dict(self._laid_out[2])
 
     def _iteration(self, cb_params: Any, state: TrainingState, emergency: bool) -> Shard:
         """Returns two files: the tensors of the network, and those of the optimizer and the train step alone; without
