@@ -12,6 +12,7 @@
     mapped_file  one file of the tier, mapped for as long as the training runs
     slots        which save is overwritten next, and why all ranks keep a common one
     tier         saves: copy in the training thread, checksums and record in the background
+    background_thread  what follows a copy while the training goes on
     leftovers    removes tiers of dead jobs
 
 A save is whole once the records of all ranks of its node exist; there is no manifest and no commit by one rank. The tier survives

@@ -15,7 +15,6 @@ common to all ranks. A save that fails costs this tier alone: the training goes 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +33,7 @@ from mindresume.formats.rank_folder_naming import LABEL, folder_rank, label
 from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import FOLDER, Record, attempt_name, parse_attempt, record_name, record_rank
 from mindresume.model.training_state import crosses_multiple
+from mindresume.saving.memory_tier.background_thread import BackgroundThread, Work
 from mindresume.saving.memory_tier.directory import SLOTS
 from mindresume.saving.memory_tier.disk_note import DiskNotes
 from mindresume.saving.memory_tier.file_plans import FilePlans
@@ -92,8 +92,10 @@ class MemoryTier:
         self._is_off = False
         self._names = 0                                     # of slot files so far
         self._failures = self._failed_in_a_row = 0
-        self._work: threading.Thread | None = None          # checksums and record of a save
-        self._reserving: threading.Thread | None = None
+        self._background = BackgroundThread("mindresume-memory-tier")
+        self._start = self._background.start
+        self._work: Work | None = None                      # checksums and record of a save
+        self._reserving: Work | None = None
         self._done: list[TierSaved | TierRefused] = []      # by the background, emitted by the training thread
 
     # ---- each step -------------------------------------------------------------------------------------------------
@@ -318,6 +320,7 @@ class MemoryTier:
         """Waits for the background work. No save follows."""
         self._join(self._reserving)
         self._join(self._work)
+        self._background.close()
         self._emit_done()
         self._is_off = True
 
@@ -345,20 +348,11 @@ class MemoryTier:
 
     # ---- the background --------------------------------------------------------------------------------------------
 
-    def _start(self, work: Callable[[], None]) -> threading.Thread | None:
-        thread = threading.Thread(target=work, name="mindresume-memory-tier", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:                    # the limit of threads is reached
-            work()
-            return None
-        return thread
-
-    def _join(self, thread: threading.Thread | None) -> None:
-        if thread is None:
+    def _join(self, work: Work | None) -> None:
+        if work is None:
             return
-        thread.join(self.timeout)
-        if thread.is_alive() and not self._is_off:
+        work.join(self.timeout)
+        if work.is_alive() and not self._is_off:
             self._is_off = True
             self.emit(TierRefused(None, f"the background work takes more than {self.timeout:.0f} s"))
 
