@@ -17,7 +17,7 @@ ROOMS = [ROOT, ROOT / "mindresume", *(path for path in (ROOT / "mindresume").ite
 FILES = sorted((ROOT / "mindresume").rglob("*.py"))
 ABOUT_MODULES = {"architecture.md", "design_rules.md", "simulation.md"}         # elsewhere `report.x` can be a variable
 DOCUMENTS = pytest.mark.parametrize(
-    "document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
+    "document", [ROOT / "README.md", ROOT / "README_CN.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
 
 
 def has(module: str, name: str) -> bool:
@@ -44,6 +44,18 @@ def test_every_class_and_every_name_of_a_module_exists(document):
     assert {f"{module}.{name}" for module, name in dotted if name not in known and not has(module, name)} == set()
     words = classes | set(re.findall(r"(?<![\w/])[a-z]+(?:_[a-z]+)+\b", code) if document.name in ABOUT_MODULES else ())
     assert {word for word in words - known if not any(re.search(rf"\b{word}\b", path.read_text()) for path in FILES)} == set()
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.zh.md")), ids=lambda path: path.name)
+def test_a_chinese_page_has_the_code_and_the_links_of_the_english_one(page):
+    english = (page.parent / page.name.replace(".zh.md", ".md")).read_text()
+
+    def facts(text):
+        """Returns the lines of code without comments, and the targets of links."""
+        blocks = [re.sub(r"#.*", "", block) for block in re.findall(r"```.*?```", text, re.DOTALL)]
+        return ({line.strip() for block in blocks for line in block.splitlines()},
+                {link.replace("_CN", "") for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)})
+    assert facts(page.read_text()) == facts(english)
 
 
 @DOCUMENTS
