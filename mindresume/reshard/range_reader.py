@@ -7,7 +7,6 @@ Only the requested bytes are read: a contiguous range of a file with one call, a
 """
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from mindresume.reshard.geometry import Region, elements, offset, runs, shape_of
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import TensorEntry
 from mindresume.tensor_files.header import DTYPES
+from mindresume.tensor_files.positioned_read import read_into
 
 MAX_OPEN = 256              # files at once: a checkpoint may have thousands, the limit of a process is often 1,024
 SHORT_RUN = 256             # bytes: for shorter runs, reading the gaps between them too is cheaper than a call for each, ...
@@ -69,14 +69,8 @@ class OpenFiles:
     def read(self, path: str, position: int, out: memoryview) -> None:
         """Fills ``out`` from byte ``position`` on. CorruptFileError if the file ends before."""
         with self._lease(path) as file:
-            handle, count = file.fileno(), len(out)
-            while out:
-                found = os.preadv(handle, [out], position)
-                if not found:
-                    raise CorruptFileError(path, f"the file ends at byte {position}, {len(out)} bytes are expected from there: "
-                                                 f"truncated since its header was read")
-                position, out = position + found, out[found:]
-        self.count(count)
+            read_into(file.fileno(), position, out, path)
+        self.count(len(out))
 
     def count(self, size: int) -> None:
         """Counts bytes of these files that were read elsewhere."""

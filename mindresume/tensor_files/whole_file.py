@@ -7,7 +7,6 @@ the next ones are being read.
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
@@ -15,10 +14,10 @@ from typing import BinaryIO
 import numpy as np
 from xxhash import xxh3_128
 
-from mindresume.errors import CorruptFileError
 from mindresume.tensor_files.arenas import new_memory
 from mindresume.tensor_files.checksum import Progress
 from mindresume.tensor_files.header import CHUNK, DTYPES, Header, TensorEntry, file_name
+from mindresume.tensor_files.positioned_read import read_into
 
 _READERS = 2                # threads: a copy out of a tmpfs is slower than a copy within memory, because its pages are small
 
@@ -41,13 +40,8 @@ def read_whole(file: BinaryIO, header: Header, progress: Progress | None = None)
 
     def read(piece: tuple[int, memoryview]) -> memoryview:
         position, out = piece
-        while out:
-            found = os.preadv(handle, [out], position)
-            if not found:
-                raise CorruptFileError(name, f"the file ends at byte {position}, expected {header.size} bytes: truncated while "
-                                             f"it was read")
-            position, out = position + found, out[found:]
-        return piece[1]
+        read_into(handle, position, out, name)
+        return out
     with ThreadPoolExecutor(_READERS) as pool:
         for data in pool.map(read, _pieces(header.size, memory)):
             whole.update(data)
