@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindresume.coordination.process_identity import process_namespace, start_ticks
+from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 
 VARIABLE = "MINDRESUME_SUPERVISOR_DIR"          # environment: the folder for heartbeats; absent: there is no supervisor
 SUFFIX, STACKS = ".heartbeat", ".stacks"        # of the files of one process
@@ -30,8 +31,7 @@ NONE = -1                                       # a number that is not known yet
 STARTING, JOINING, SELECTING, BUILDING, COMPILING, LOADING, FIRST_STEP, TRAINING, SAVING, INFERENCE, ENDING, ENDED = PHASES = (
     "starting", "joining", "selecting", "building", "compiling", "loading", "first step", "training", "saving", "inference",
     "ending", "ended")
-FAILED = "failed"
-OUTCOMES = ("", "finished", "preempted", "nothing_to_train", FAILED)
+OUTCOMES = ("", FINISHED, PREEMPTED, NOTHING_TO_TRAIN, FAILED)
 
 _SIZE, _TEXT = 4096, 1024                       # bytes of the file; where the text begins
 _VERSION = 0x6D72_6862_0001                     # the first field; 0 while the file is being made

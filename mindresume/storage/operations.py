@@ -54,6 +54,17 @@ def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterab
     return [results[number] for number in range(len(rows))]
 
 
+def call_within(seconds: float, work: Callable[[], Result], default: Result) -> Result:
+    """Returns what ``work`` returns, which reads a disk that can hang for ever; ``default`` if that takes longer than
+    ``seconds``, or no thread can be started. ``work`` goes on in its thread. It must not raise."""
+    found: list[Result] = []
+    thread = threading.Thread(target=lambda: found.append(work()), name="mindresume-bounded", daemon=True)
+    with suppress(RuntimeError):                # the limit of threads is reached
+        thread.start()
+        thread.join(seconds)
+    return found[0] if found else default
+
+
 MAX_SMALL_FILE = 256 << 20      # bytes of any file other than weights; a record has at most half of that
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindresume.coordination.rank_heartbeat import ENDED, ENDING, FAILED, INFERENCE, PHASES, SAVING, TRAINING, Heartbeat
+from mindresume.coordination.rank_heartbeat import ENDED, ENDING, INFERENCE, PHASES, SAVING, TRAINING, Heartbeat
+from mindresume.events import FAILED
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ from dataclasses import dataclass, field, replace
 from mindresume.coordination import rank_heartbeat
 from mindresume.coordination.process_identity import process_namespace
 from mindresume.coordination.rank_heartbeat import ENDED, NONE, Heartbeat, read_heartbeats
-from mindresume.events import PREEMPTED, Emit, HangDetected, JobEnded, JobStarted, RankDied, StartupMeasured, warning
+from mindresume.events import FAILED, PREEMPTED, Emit, HangDetected, JobEnded, JobStarted, RankDied, StartupMeasured, warning
 from mindresume.events.log_lines import end_text
+from mindresume.storage.operations import call_within
 from mindresume.supervisor import stacks
 from mindresume.supervisor.hang import HangLimits, find_hang
 from mindresume.supervisor.job_end import EndTimes, end_job
-from mindresume.supervisor.log_excerpt import excerpt, tail, within
+from mindresume.supervisor.log_excerpt import PATIENCE, excerpt, tail
 from mindresume.supervisor.members import Ended, Member, Members
 from mindresume.supervisor.open_saves import first_lost_step, may_finish
 from mindresume.supervisor.process_table import RANK, SCHEDULER, WRITER, end_with_parent, shell_status
@@ -161,7 +162,7 @@ class Job:
         heartbeat = self._last_heartbeat(ended.member.pid)
         preempted = heartbeat is not None and heartbeat.outcome == PREEMPTED
         if ended.status is None:
-            return heartbeat is not None and heartbeat.phase == ENDED and heartbeat.outcome != "failed"
+            return heartbeat is not None and heartbeat.phase == ENDED and heartbeat.outcome != FAILED
         return ended.status == 0 or preempted and ended.status == TERMINATED
 
     def _last_heartbeat(self, pid: int) -> Heartbeat | None:
@@ -174,9 +175,9 @@ class Job:
     def _died(self, ended: Ended) -> JobEnd:
         member, heartbeat = ended.member, self._last_heartbeat(ended.member.pid)
         noticed, path = time.monotonic(), self.members.log_file(member)
-        log = within(lambda: excerpt(path), ()) if path else ()
+        log = call_within(PATIENCE, lambda: excerpt(path), ()) if path else ()
         if ended.status is None and path:
-            ended = Ended(member, within(lambda: _status_in_message(os.path.dirname(path), member.pid), None))
+            ended = Ended(member, call_within(PATIENCE, lambda: _status_in_message(os.path.dirname(path), member.pid), None))
         phase, step = (heartbeat.phase, heartbeat.step) if heartbeat else ("", NONE)
         self.emit(RankDied(self.number, self.host, member.pid, member.rank, ended.status, phase, _known(step), log))
         who = _name(member.rank)
@@ -190,8 +191,8 @@ class Job:
             return self._died(self._unknown[1])
         if self._status is None or ranks and self._status == 0:
             return None
-        failed = [it for it in self.heartbeats.values() if it.outcome == "failed"]
-        log = within(lambda: excerpt(self._unknown[1].member.log), ()) if self._unknown is not None else ()
+        failed = [it for it in self.heartbeats.values() if it.outcome == FAILED]
+        log = call_within(PATIENCE, lambda: excerpt(self._unknown[1].member.log), ()) if self._unknown is not None else ()
         rank = self._unknown[1].member.rank if self._unknown is not None else failed[0].rank if failed else None
         return JobEnd(EXITED, self._status, f"the command ended with status {self._status}", rank=rank, log=log)
 

@@ -3,30 +3,15 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 TAIL_BYTES = 1 << 18            # of the end of a log
 MAX_LINES = 12
-_PATIENCE = 10.0                # seconds for a disk to answer
+PATIENCE = 10.0                 # seconds for the disk of a log to answer: it can hang, and the job is to be ended all the same
 _MAX_CHARACTERS = 300           # of a line
 _ERROR = re.compile(r"error|exception|traceback|critical|fatal|abort|killed|out of memory|oom|refused|failed|signal \d", re.I)
 _NAMED = re.compile(r"^\s*[\w.]*(Error|Exception|Interrupt|Exit)\b.*")       # the last line of a traceback
 _NOISE = re.compile(r"^\s*(File \"|\^+$|~*\^+)")
-
-
-Answer = TypeVar("Answer")
-
-
-def within(read: Callable[[], Answer], default: Answer, seconds: float = _PATIENCE) -> Answer:
-    """Returns what ``read`` returns; ``default`` if it takes longer than ``seconds``: logs lie on a disk that can hang, and the
-    job is to be ended all the same."""
-    found: list[Answer] = []
-    thread = threading.Thread(target=lambda: found.append(read()), name="mindresume-log", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else default
 
 
 def excerpt(path: str) -> tuple[str, ...]:

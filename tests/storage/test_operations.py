@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from mindresume.storage.operations import parallel
+from mindresume.storage.operations import call_within, parallel
 from mindresume.storage.posix import PosixStorage
 
 
@@ -37,3 +37,13 @@ def test_parallel_starts_no_item_after_an_error(alone):
     with pytest.raises(KeyboardInterrupt):
         parallel(PosixStorage(), work, range(100))
     assert done == [0, 1, 2]
+
+
+def test_a_disk_that_hangs_is_not_waited_for_for_ever():
+    answers = threading.Event()
+    assert call_within(0.01, answers.wait, "nothing") == "nothing" and call_within(600, lambda: "lines", "nothing") == "lines"
+    answers.set()
+
+
+def test_a_call_without_a_thread_is_not_made(alone):
+    assert call_within(600, lambda: "lines", "nothing") == "nothing"

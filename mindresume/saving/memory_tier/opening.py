@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -33,6 +32,7 @@ from mindresume.saving.save_session import Resumed, SaveSession
 from mindresume.settings import MemoryTierSettings
 from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
+from mindresume.storage.operations import call_within
 
 _PATIENCE = 20.0                # seconds for the removal of left-over tiers
 
@@ -86,14 +86,9 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
 def _remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit) -> None:
     """Removes tiers of dead jobs in the background, and waits some seconds for it: the disk of another training, which may hang
     for ever, is asked whether it has a newer save."""
-    thread = threading.Thread(target=lambda: remove_leftovers(storage, tier, keep_days, emit), name="mindresume-leftovers",
-                              daemon=True)
-    with suppress(RuntimeError):                    # the limit of threads is reached
-        thread.start()
-        thread.join(_PATIENCE)
-        if thread.is_alive():
-            emit(Notice(f"{os.path.dirname(tier)}: whether tiers of earlier jobs can be removed is not known after "
-                        f"{_PATIENCE:.0f} s: the disk of one of them hangs"))
+    if call_within(_PATIENCE, lambda: remove_leftovers(storage, tier, keep_days, emit), None) is None:
+        emit(Notice(f"{os.path.dirname(tier)}: whether tiers of earlier jobs can be removed was not found out in "
+                    f"{_PATIENCE:.0f} s: perhaps the disk of one of them hangs"))
 
 
 def _mark(storage: Storage, root: str, settings: MemoryTierSettings, run: str) -> list[str]:
