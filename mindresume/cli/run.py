@@ -125,16 +125,16 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
                               "{node_rank} and {master_addr} into it")
         meeting = Rendezvous(PosixStorage(), os.path.abspath(rendezvous), node_rank, nodes, min_nodes or nodes, node_timeout,
                              node_address or _own_address(), time.monotonic, states=BackgroundStates)
-    sys.exit(Supervisor(command, settings, Emitter(_JsonLines() if json else _Lines()), meeting, rescue=_write_memory).run())
+    sys.exit(Supervisor(command, settings, Emitter(_JsonLines() if json else _Lines()), meeting, flush=_flush_memory).run())
 
 
-def _write_memory(output: str, is_hurried: Callable[[], bool]) -> Event | None:
+def _flush_memory(output: str, is_hurried: Callable[[], bool]) -> Event | None:
     """Writes what is newer in memory of this node to disk: it is not known whether a start on this node follows."""
     from mindresume.api import memory
 
     class Progress:
         def expect(self, count: int) -> None:
-            self.total = count
+            """Does nothing: nobody watches."""
 
         def advance(self, count: int) -> None:
             if is_hurried():

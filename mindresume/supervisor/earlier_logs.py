@@ -35,12 +35,10 @@ def keep_logs(paths: Iterable[str], node: int, start: int, started: float, kept:
         OSError: A file could not be moved.
     """
     found: dict[str, list[str]] = {}
-    for path in sorted(paths):
+    for path in sorted(paths) if kept else ():
         folder, name = os.path.split(path)
         if _LOG.fullmatch(name) and os.path.isfile(path):
             found.setdefault(folder, []).append(name)
-    if not kept:
-        return ()
     targets, failure = [], None
     for folder, names in found.items():
         if is_alone and os.path.isfile(os.path.join(folder, _LAUNCHER)):

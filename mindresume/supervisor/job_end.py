@@ -89,15 +89,14 @@ class _JobEnd:
         while left := alive():
             now, saving = time.monotonic(), self._saving(left)
             for member in left:
-                is_saving = member.pid in saving
-                is_over = now - began >= (max(grace, save) if is_saving else grace)
-                if member.pid not in self._asked and member.role != WRITER and (
-                        is_over or not (is_saving and self.times.save_first)):
+                is_saving, is_late = member.pid in saving, now - began >= max(grace, save)
+                may_ask = is_late or not is_saving or not self.times.save_first
+                if may_ask and member.pid not in self._asked and member.role != WRITER:
                     self._asked[member.pid] = now
                     send(member.pid, signal.SIGTERM)
                 if not is_saving:                               # it can have been asked late, after its save
-                    is_over = now - max(began, self._asked.get(member.pid, began)) >= grace
-                if is_over or self._at_once():
+                    is_late = now - max(began, self._asked.get(member.pid, began)) >= grace
+                if is_late or self._at_once():
                     send(member.pid, signal.SIGKILL)
                     if now - self._killed.setdefault(member.pid, now) > self.times.stuck:
                         self.left.add(member.pid)

@@ -86,14 +86,19 @@ def make_folder() -> str:
     for name in os.listdir(base):
         if name.startswith(mine):
             _remove_unlocked(os.path.join(base, name))
+    prefix = f"{mine}{os.getpid()}."
     for _ in range(_ATTEMPTS):
-        folder = tempfile.mkdtemp(prefix=f"{mine}{os.getpid()}.", dir=base)
+        folder = tempfile.mkdtemp(prefix=prefix, dir=base)
         lock = _locked(folder)
-        if lock is not None:
+        if lock is None:
+            with suppress(OSError):
+                os.rmdir(folder)
+        elif os.path.isdir(folder):
             _locks.append(lock)
-            if os.path.isdir(folder):           # else another supervisor has removed it before it was locked
-                break
-    return folder
+            return folder
+        else:                                   # another supervisor has removed it before it was locked
+            os.close(lock)
+    return tempfile.mkdtemp(prefix=prefix, dir=base)
 
 
 _locks: list[int] = []          # descriptors of this process's folders, open until it ends

@@ -74,7 +74,7 @@ class SupervisorSettings:
     keep_logs: int = 5
 
 
-Rescue = Callable[[str, Callable[[], bool]], Event | None]
+Flush = Callable[[str, Callable[[], bool]], Event | None]
 
 
 class Supervisor:
@@ -83,14 +83,14 @@ class Supervisor:
     Args:
         emit: has the handlers that print; the event file is added.
         nodes: coordinates this node with the others; None: there is one node.
-        rescue: is called after the last start if the job has failed, with the output folder of the training and a function that
-            returns whether to stop at once. Returns what it did.
+        flush: writes what only memory has to disk. Called after the last start if the job has failed, with the output folder of
+            the training and a function that returns whether to stop at once. Returns what it did.
     """
 
     def __init__(self, command: Sequence[str], settings: SupervisorSettings, emit: Emitter, nodes: Rendezvous | None = None,
-                 environment: Mapping[str, str] | None = None, rescue: Rescue | None = None):
+                 environment: Mapping[str, str] | None = None, flush: Flush | None = None):
         self.command, self.settings, self.emit, self.nodes = tuple(command), settings, emit, nodes
-        self.rescue, self._output = rescue, ""
+        self.flush, self._output = flush, ""
         self.environment = dict(os.environ if environment is None else environment)
         self.starts: list[StartOutcome] = []
         self._recorder = EventRecorder(emit, nodes.node if nodes else 0)
@@ -123,8 +123,8 @@ class Supervisor:
         self._end_orphans()
         self._folder = orphans.make_folder()
         decision = self.supervise()
-        if decision.status and self._output and self.rescue is not None:
-            done = self.rescue(self._output, lambda: len(self._signals) > 1)
+        if decision.status and self._output and self.flush is not None:
+            done = self.flush(self._output, lambda: len(self._signals) > 1)
             if done is not None:
                 self.emit(done)
         if decision.action == GIVE_UP:

@@ -3,7 +3,7 @@ import pytest
 from memory_tiers import make_owned_tier
 from rank_folders import STORAGE, save
 
-from mindresume.cli.run import _write_memory
+from mindresume.cli.run import _flush_memory
 from mindresume.events import Notice
 from mindresume.formats.scan import scan
 from mindresume.saving.memory_tier.directory import this_process
@@ -19,7 +19,7 @@ def steps_on_disk(root):
 
 
 def write(root, is_hurried=lambda: False):
-    return _write_memory(str(root.parent), is_hurried)
+    return _flush_memory(str(root.parent), is_hurried)
 
 
 def test_a_save_that_only_memory_has_is_written(memory, root):
