@@ -79,8 +79,8 @@ class Bench:
         run.wait_for_step(KILL_AFTER)
         while not committed_steps(run):
             time.sleep(0.01)
-        victim, killed = run.worker(self.chance.randrange(RANKS)), time.time()
-        os.kill(victim, signal.SIGKILL)
+        process, killed = run.worker(self.chance.randrange(RANKS)), time.time()
+        os.kill(process, signal.SIGKILL)
         if way == "supervisor":
             while number_of_starts(run) < 2:
                 assert run.process.poll() is None, run.launcher_log()[-3000:]

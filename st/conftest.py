@@ -7,7 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def pytest_runtest_makereport(item, call):
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = report.longrepr[2] if report.skipped else crash.message if crash else ""
         record_cells((cell.args, report.outcome, reason, item.nodeid, report.duration) for cell in item.iter_markers("cell"))
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """Returns a folder in memory."""
+    path = tempfile.mkdtemp(prefix="mindresume-st-", dir="/dev/shm")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 
 import pytest
 
@@ -27,14 +26,6 @@ from st.training_run import FORMAT_2, Run
 pytestmark = pytest.mark.timeout(1200)
 STORAGE = PosixStorage()
 EVERY = 3
-
-
-@pytest.fixture
-def memory():
-    """Returns a folder in memory."""
-    path = tempfile.mkdtemp(prefix="mindresume-st-", dir="/dev/shm")
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def settings(memory: str, every: int = EVERY) -> dict[str, str]:

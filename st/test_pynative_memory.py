@@ -9,9 +9,9 @@ import pytest
 from st.pynative_cases import OURS, assert_same, build, dies, whole  # noqa: F401
 from st.pynative_run import why_not
 from st.run_attempts import LIMIT, assert_event, events
-from st.test_memory_tier import in_memory, memory, settings, sources, tier_of  # noqa: F401
+from st.test_memory_tier import in_memory, settings, sources, tier_of  # noqa: F401
 
-# ruff: noqa: F811  build, memory and whole are fixtures
+# ruff: noqa: F811  build and whole are fixtures
 
 
 def on(release: str, workers: int, soak: bool = False):

@@ -11,7 +11,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,15 +25,6 @@ from st.training_run import FORMAT_2, Run
 pytestmark = pytest.mark.timeout(3000)
 LAST = 40
 Moment = Callable[[Run, int, random.Random], object]
-
-
-@pytest.fixture
-def memory(tmp_path) -> Iterator[Path]:
-    """Returns a folder in memory."""
-    path = Path("/dev/shm") / f"mindresume-st-{os.getpid()}-{tmp_path.parent.name}-{tmp_path.name}"
-    path.mkdir()
-    yield path
-    shutil.rmtree(path)
 
 
 # ---- moments: each waits until start ``number`` reaches it, or the job has ended ----------------------------------------
@@ -79,7 +70,7 @@ def in_a_save_to_disk(run: Run, number: int, chance: random.Random) -> None:
 
 # ---- deaths -------------------------------------------------------------------------------------------------------------
 
-def one_rank(run: Run, memory: Path, chance: random.Random) -> None:
+def one_rank(run: Run, memory: str, chance: random.Random) -> None:
     rank = chance.randrange(run.workers)
     while run.process.poll() is None:
         with suppress(LookupError, ProcessLookupError):             # it has not started yet
@@ -87,7 +78,7 @@ def one_rank(run: Run, memory: Path, chance: random.Random) -> None:
             return
 
 
-def all_processes(run: Run, memory: Path, chance: random.Random) -> None:
+def all_processes(run: Run, memory: str, chance: random.Random) -> None:
     """Kills the ranks, the scheduler, msrun and the launcher, but not the supervisor."""
     for pid in run.processes():
         if pid != run.process.pid:
@@ -95,19 +86,18 @@ def all_processes(run: Run, memory: Path, chance: random.Random) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def the_node(run: Run, memory: Path, chance: random.Random) -> None:
+def the_node(run: Run, memory: str, chance: random.Random) -> None:
     """Kills the same, and memory is lost, as by a power failure. (The supervisor stands for that of the new node.)"""
     all_processes(run, memory, chance)
-    for path in memory.iterdir():
-        gone = path.rename(memory.with_name(f"{memory.name}-lost"))
-        shutil.rmtree(gone)
+    for path in Path(memory).iterdir():
+        shutil.rmtree(path.rename(f"{memory}-lost"))
 
 
-def play(run: Run, memory: Path, deaths: list[tuple[Moment, Callable]], chance: random.Random, extra: str = "") -> list[str]:
+def play(run: Run, memory: str, deaths: list[tuple[Moment, Callable]], chance: random.Random, extra: str = "") -> list[str]:
     """Runs the training to its end through all deaths. Returns a row of a table for each start."""
     resume = "--load_checkpoint ./output/checkpoint --resume_training True"
     supervised(run, "--max-restarts", "20", extra=f"{resume} {extra}",
-               MINDRESUME_MEMORY_TIER_EVERY_STEPS="1", MINDRESUME_MEMORY_TIER_DIR=str(memory))
+               MINDRESUME_MEMORY_TIER_EVERY_STEPS="1", MINDRESUME_MEMORY_TIER_DIR=memory)
     killed = []
     for number, (moment, die) in enumerate(deaths, 1):
         moment(run, number, chance)

@@ -16,6 +16,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutations import DEEP, DIGITS, SURROGATE, dump, places
 from rank_folders import RUN, STORAGE, Ranks, counters, path_of, save, state_of, write_foreign
 
 from mindresume.coordination.collectives import SingleProcess
@@ -51,18 +52,9 @@ from mindresume.saving.retention import KeepLast
 from mindresume.tensor_files import encode, read_header, read_scalar
 
 OLD, NEW, WORLD = 5, 10, 2
-DEEP, DIGITS, SURROGATE = "@deep@", "@digits@", "@surrogate@"       # become text that json.dumps would not write
-RAW = {f'"{DEEP}"': "[" * 20_000 + "]" * 20_000, f'"{DIGITS}"': "9" * 6000, f'"{SURROGATE}"': '"\\ud800"'}
 
 
 # ---- altering sealed files -------------------------------------------------------------------------------------------
-
-def dump(value):
-    text = json.dumps(value)
-    for mark, raw in RAW.items():
-        text = text.replace(mark, raw)
-    return text.encode()
-
 
 def sealed(line, tail=None):
     return b"\n".join([xxhash.xxh3_128_hexdigest(line).encode(), line] + ([] if tail is None else [tail])) + b"\n"
@@ -737,14 +729,6 @@ strange = st.one_of(
     st.sampled_from([None, True, False, "", "8", -1, 0, 1, 2, 5, 1.5, 1e18, 1e300, 10**15, 10**30, 10**400, float("nan"),
                      float("inf"), [], {}, [[]], "../x", "/x", "rank_0/x.ckpt", "x" * 10_000, DEEP, DIGITS, SURROGATE]),
     st.integers(), st.floats(), st.text(max_size=10), st.lists(st.integers(), max_size=3))
-
-
-def places(value, path=()):
-    """Returns the paths of all values in a document. It does not look into DEEP, which an earlier change may have put there."""
-    if len(path) > 20:
-        return []
-    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path] * bool(path) + [found for key, inner in rows for found in places(inner, (*path, key))]
 
 
 @st.composite
