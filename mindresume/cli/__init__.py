@@ -2,6 +2,8 @@
 runs."""
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 app = typer.Typer(
@@ -23,6 +25,29 @@ app = typer.Typer(
          "[bold]mindresume inspect output/checkpoint[/bold]  every tensor: global shape, layout, which rank stores what\n\n"
          "[bold]mindresume diff output/checkpoint merged[/bold]  compares two checkpoints of any layout, bit by bit\n\n"
          "Folders that mindformers alone wrote are supported too. --json prints one JSON document for programs.")
+
+
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        import platform
+        from importlib.metadata import PackageNotFoundError, version
+
+        from mindresume import __version__
+
+        def of(package: str) -> str:
+            try:
+                return f"{package} {version(package)}"
+            except PackageNotFoundError:
+                return f"no {package}"
+        typer.echo(f"mindresume {__version__} ({of('mindformers')}, {of('mindspore')}, Python {platform.python_version()})")
+        raise typer.Exit()
+
+
+@app.callback()
+def _before_each_command(version: Annotated[bool, typer.Option(
+        "--version", callback=_print_versions, is_eager=True,
+        help="Print the versions of mindresume, mindformers, mindspore and Python.")] = False) -> None:
+    """Does nothing; its option stands before a command."""
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Draws the figure of a report: the loss over steps, and the timeline; as SVG for the page, and as PNG.
 
-It needs matplotlib, which is an optional dependency: ``pip install mindresume[plot]``. Only numbers of a log are written into the
-figure, and fonts are drawn as outlines, so that it looks the same everywhere.
+It needs matplotlib, an optional dependency: ``pip install mindresume[report]``. Only numbers of a log are written into
+the figure, and fonts are drawn as outlines, so that it looks the same everywhere.
 """
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minut
 
 
 def check_installed() -> None:
-    """Raises ConfigError if matplotlib is not installed. Imports nothing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the figure of a report needs matplotlib, which is not installed: pip install 'mindresume[plot]' (or "
-                          "matplotlib alone); or use --json, which does not need it")
+    """Raises ConfigError if what a page is made with is not installed. Imports nothing."""
+    missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"a report needs {' and '.join(missing)}, which this Python does not have: pip install "
+                          f"'mindresume[report]' (or {' '.join(missing)} alone); or use --json, which does not need it")
 
 
 def draw(accounts: Sequence[AttemptAccount]) -> Any:

@@ -1,9 +1,11 @@
 """The command line on folders of both origins: what it prints for programs, and its exit status."""
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import iteration_folders
@@ -13,6 +15,7 @@ from iteration_folders import folder_of, foreign
 from iteration_folders import save as save_iterations
 from rank_folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
 
+import mindresume
 from mindresume.coordination.lease import SAVING, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.formats.scan import scan
@@ -477,3 +480,10 @@ def test_verify_of_an_empty_folder(tmp_path, call):
     assert call("verify", tmp_path)[0] == 3
     status, _, err = call("verify", tmp_path, "--step", "7")
     assert status == 2 and err.endswith(" has no step 7; there is no checkpoint\n")
+
+
+def test_the_version_names_what_a_report_of_a_defect_needs(call):
+    status, out, err = call("--version")
+    assert (status, err) == (0, "")
+    assert out == (f"mindresume {mindresume.__version__} (mindformers {version('mindformers')}, "
+                   f"mindspore {version('mindspore')}, Python {platform.python_version()})\n")

@@ -76,7 +76,8 @@ def test_many_marks_are_spread():
     assert chart._spread([5, 10]) == [5, 10]
 
 
-def test_the_error_without_matplotlib_names_the_package(monkeypatch):
-    monkeypatch.setattr(chart.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'mindresume\[plot\]'"):
+@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
+def test_the_error_without_a_package_names_it_and_the_extra(monkeypatch, missing):
+    monkeypatch.setattr(chart.importlib.util, "find_spec", lambda name: None if name == missing else object())
+    with pytest.raises(ConfigError, match=rf"needs {missing}, .*pip install 'mindresume\[report\]' \(or {missing} alone"):
         chart.check_installed()
