@@ -1,8 +1,8 @@
-"""Writes the results of the release matrix into docs/releases.md.
+"""Writes the results of the release matrix into docs/releases.md and docs/releases.zh.md.
 
     python -m st.release_table RESULTS.jsonl        # what a run recorded (RELEASE_RESULTS, st/conftest.py)
 
-docs/releases.json holds the last result of each cell, with its day; a run replaces those that it ran. The page is rewritten
+docs/releases.json holds the last result of each cell, with its day; a run replaces those that it ran. The pages are rewritten
 between two marks; the text around them is written by hand.
 """
 from __future__ import annotations
@@ -17,13 +17,37 @@ from typing import Any
 from mindresume.mindformers.upstream import PROFILES
 from st.training_run import ROOT
 
-PAGE, RESULTS = ROOT / "docs" / "releases.md", ROOT / "docs" / "releases.json"
+RESULTS = ROOT / "docs" / "releases.json"
 BEGIN, END = "<!-- results: begin, written by st/release_table.py -->", "<!-- results: end -->"
 ORDER = {"not run": 0, "skipped": 1, "passed": 2, "failed": 3}
 RAN = ("passed", "failed")                              # only such a result replaces another one of these
 TITLES = {"features": "Features", "changes": "One training that changes the release", "PyNative": "The PyNative trainer"}
 FIRST = {"changes": "releases, one attempt each"}
 Row = dict[str, Any]
+
+
+class Language(dict[str, str]):
+    """The words of a page by the English ones, which stand for themselves where they have no entry. Names of rows and reasons
+    are English in each language."""
+
+    def __missing__(self, english: str) -> str:
+        return english
+
+
+ENGLISH = Language()
+CHINESE = Language({
+    "not run": "未运行", "skipped": "跳过", "passed": "通过", "failed": "失败", "no reason was recorded": "没有记录原因",
+    "{0} {1}": "{1} {0}", ", ": "，", "; ": "；", "none": "无", "nothing": "无", "{} to {}": "{} 至 {}", "{}: {}": "{}：{}",
+    "**{}** ({})": "**{}**（{}）", "{} (since {}): {}": "{}（自 {} 起提供）：{}",
+    "{} cells: {}. Last runs: {}.": "共 {} 格：{}。最近运行日期：{}。",
+    "Features": "功能", "with mindresume": "使用 mindresume", "The PyNative trainer": "PyNative Trainer",
+    "{}, written with {}": "{}，由 {} 写入", "written by": "写入的版本", "read by {}": "由 {} 读取",
+    "One training that changes the release": "一次训练先后使用多个版本",
+    "releases, one attempt each": "依次使用的版本，每个启动一次",
+    "Not available, because the release does not have it": "因该版本没有而不可用的功能",
+    "- {}, tested with mindspore {}: {}": "- {}（测试所用的 mindspore 为 {}）：{}",
+})
+PAGES = {ROOT / "docs" / "releases.md": ENGLISH, ROOT / "docs" / "releases.zh.md": CHINESE}
 
 
 def merged(known: list[Row], lines: Iterable[str], day: str) -> list[Row]:
@@ -41,52 +65,57 @@ def merged(known: list[Row], lines: Iterable[str], day: str) -> list[Row]:
     return list(results.values())
 
 
-def page(results: list[Row]) -> str:
+def page(results: list[Row], language: Language = ENGLISH) -> str:
     """Returns the part of the page between the marks."""
     notes: list[str] = []
     tables = list(dict.fromkeys(row["cell"][0] for row in results))
-    parts = [_table(name, [row for row in results if row["cell"][0] == name], notes) for name in tables]
+    parts = [_table(name, [row for row in results if row["cell"][0] == name], notes, language) for name in tables]
     run = [row for row in results if row["outcome"] in RAN]
     days = sorted({row["day"] for row in run})
-    counts = ", ".join(f"{sum(row['outcome'] == outcome for row in results)} {outcome}" for outcome in ORDER)
-    head = f"{len(results)} cells: {counts}. Last runs: {' to '.join(dict.fromkeys([*days[:1], *days[-1:]])) or 'none'}.\n"
-    return "\n".join([head, *parts, *(f"{number}. {note}" for number, note in enumerate(notes, 1)), "", _unavailable()])
+    last = language["{} to {}"].format(days[0], days[-1]) if len(days) > 1 else (days or [language["none"]])[0]
+    counts = language[", "].join(
+        language["{0} {1}"].format(sum(row["outcome"] == outcome for row in results), language[outcome]) for outcome in ORDER)
+    head = language["{} cells: {}. Last runs: {}."].format(len(results), counts, last) + "\n"
+    return "\n".join([head, *parts, *(f"{number}. {note}" for number, note in enumerate(notes, 1)), "", _unavailable(language)])
 
 
-def _table(name: str, rows: list[Row], notes: list[str]) -> str:
+def _table(name: str, rows: list[Row], notes: list[str], language: Language) -> str:
     """Returns one table; appends to ``notes`` why a cell is not green."""
-    across = ", written with " in name
+    checkpoint, across, writer = name.partition(", written with ")
+    title = language["{}, written with {}"].format(checkpoint, writer) if across else language[TITLES.get(name, name)]
     columns = sorted({row["cell"][2] for row in rows})
     cells = {(row["cell"][1], row["cell"][2]): row for row in rows}
-    heads = [f"read by {column}" for column in columns] if across else columns
-    first = FIRST.get(name, "written by" if across else "with mindresume")
-    lines = [f"### {TITLES.get(name, name)}", "", f"| {first} | {' | '.join(heads)} |",
-             "|---" * (len(columns) + 1) + "|"]
+    heads = [language["read by {}"].format(column) for column in columns] if across else columns
+    first = language[FIRST.get(name, "written by" if across else "with mindresume")]
+    lines = [f"### {title}", "", f"| {first} | {' | '.join(heads)} |", "|---" * (len(columns) + 1) + "|"]
     for row in dict.fromkeys(row["cell"][1] for row in rows):
-        found = [_cell(cells.get((row, column)), notes) for column in columns]
+        found = [_cell(cells.get((row, column)), notes, language) for column in columns]
         lines.append(f"| {row} | {' | '.join(found)} |")
     return "\n".join([*lines, ""])
 
 
-def _cell(row: Row | None, notes: list[str]) -> str:
+def _cell(row: Row | None, notes: list[str], language: Language) -> str:
     if row is None:
         return ""
+    outcome = language[row["outcome"]]
     if row["outcome"] in ("passed", "not run"):
-        return row["outcome"]
-    reason = " ".join(row["reason"].split())[:300].replace("|", "\\|")
+        return outcome
+    reason = " ".join(row["reason"].split())[:300].replace("|", "\\|").removeprefix("Skipped: ")
     test = f" (`{row['test'].rpartition('::')[2]}`)" if row["outcome"] == "failed" else ""
-    note = f"{row['outcome']}: {reason.removeprefix('Skipped: ') or 'no reason was recorded'}{test}"
+    note = language["{}: {}"].format(outcome, reason or language["no reason was recorded"]) + test
     if note not in notes:
         notes.append(note)
-    return f"**{row['outcome']}** ({notes.index(note) + 1})"
+    return language["**{}** ({})"].format(outcome, notes.index(note) + 1)
 
 
-def _unavailable() -> str:
+def _unavailable(language: Language) -> str:
     """Returns what a release itself lacks, from its profile."""
-    lines = ["### Not available, because the release does not have it", ""]
+    lines = ["### " + language["Not available, because the release does not have it"], ""]
     for profile in PROFILES:
-        lacks = "; ".join(f"{feature.name} (since {since}): {feature.without}" for feature, since in profile.off.items())
-        lines.append(f"- {profile.name}, tested with mindspore {profile.versions['mindspore']}: {lacks or 'nothing'}")
+        lacks = language["; "].join(language["{} (since {}): {}"].format(feature.name, since, feature.without)
+                                    for feature, since in profile.off.items())
+        lines.append(language["- {}, tested with mindspore {}: {}"].format(
+            profile.name, profile.versions["mindspore"], lacks or language["nothing"]))
     return "\n".join([*lines, ""])
 
 
@@ -94,9 +123,10 @@ def main(path: str) -> None:
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
     day = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     results = merged(known, Path(path).read_text(encoding="utf-8").splitlines(), day)
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}\n{page(results)}{END}{after}", encoding="utf-8")
+    for path, language in PAGES.items():
+        text = path.read_text(encoding="utf-8")
+        before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+        path.write_text(f"{before}{BEGIN}\n{page(results, language)}{END}{after}", encoding="utf-8")
     RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n", encoding="utf-8")
 
 

@@ -1,11 +1,11 @@
-"""The tables of docs/releases.md: which results they keep, and what they say of a cell that is not green."""
+"""The tables of docs/releases.md and releases.zh.md: which results they keep, and what they say of a cell that is not green."""
 from __future__ import annotations
 
 import json
 
 import pytest
 
-from st.release_table import merged, page
+from st.release_table import BEGIN, CHINESE, END, ENGLISH, PAGES, RESULTS, merged, page
 
 
 def record(outcome: str, cell: tuple[str, str, str] = ("features", "kill", "1.8.0"), reason: str = "") -> str:
@@ -46,3 +46,27 @@ def test_what_a_release_lacks_comes_from_its_profile():
     text = page([])
     assert "- mindformers 1.8.0, tested with mindspore 2.7.2: the section checkpoint: (since 1.9.0)" in text
     assert "- mindformers 1.9.0, tested with mindspore 2.9.0: nothing" in text
+
+
+def test_the_chinese_page_has_the_same_results():
+    cells = [("features", "kill", "1.8.0"), ("2.0, written with mindresume", "1.8.0", "1.9.0"),
+             ("changes", "1.8.0, 1.9.0", "2.0")]
+    rows = merged([], [*(record("passed", cell) for cell in cells),
+                       record("failed", ("features", "kill", "1.9.0"), "step 7:\nloss | other")], "2026-11-23")
+    english, chinese = page(rows, ENGLISH).splitlines(), page(rows, CHINESE).splitlines()
+    assert [line[:2] for line in chinese] == ["共 ", *(line[:2] for line in english[1:])]
+    assert "| kill | 通过 | **失败**（1） |" in chinese
+    assert "1. 失败：step 7: loss \\| other (`test_y[failed]`)" in chinese
+    assert "### 2.0，由 mindresume 写入" in chinese and "| 写入的版本 | 由 1.9.0 读取 |" in chinese
+
+
+def test_each_sentence_of_the_chinese_page_has_the_values_of_the_english_one():
+    for english, chinese in CHINESE.items():
+        assert chinese and english.count("{") == chinese.count("{")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_each_page_has_the_recorded_results(path):
+    """``python -m st.release_table /dev/null`` writes them."""
+    written = path.read_text().partition(f"{BEGIN}\n")[2].partition(END)[0]
+    assert written == page(json.loads(RESULTS.read_text()), PAGES[path])
