@@ -123,10 +123,10 @@ def main(path: str) -> None:
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
     day = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     results = merged(known, Path(path).read_text(encoding="utf-8").splitlines(), day)
-    for path, language in PAGES.items():
-        text = path.read_text(encoding="utf-8")
+    for written, language in PAGES.items():
+        text = written.read_text(encoding="utf-8")
         before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-        path.write_text(f"{before}{BEGIN}\n{page(results, language)}{END}{after}", encoding="utf-8")
+        written.write_text(f"{before}{BEGIN}\n{page(results, language)}{END}{after}", encoding="utf-8")
     RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n", encoding="utf-8")
 
 
