@@ -103,7 +103,8 @@ class Settings:
     def load(cls, section: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
         """Reads the settings from the YAML ``section``; ``environment`` (default: the process's) overrides it. Raises ConfigError
         for an unknown key or an invalid value."""
-        return _section(cls, "mindresume", section, os.environ if environment is None else environment)
+        settings: Settings = _section(cls, "mindresume", section, os.environ if environment is None else environment)
+        return settings
 
 
 def allow_text(missing: Iterable[str], most: int = 6) -> str:

@@ -17,6 +17,8 @@ echo "== ruff"
 "$PYTHON" -m ruff check .
 echo "== layers"
 "$VENV/bin/lint-imports" --no-cache
+echo "== types"
+"$VENV/bin/mypy"
 export MINDRESUME_FIRST_SEED="${MINDRESUME_FIRST_SEED:-$(($(date +%s) % 1000000000))}"
 echo "== unit tests (fresh seeds of the simulation from $MINDRESUME_FIRST_SEED)"
 SOAK=()

@@ -157,8 +157,8 @@ class Catalog:
 
     def steps(self) -> tuple[int, ...]:
         """Returns the steps that a resume could take, as far as names, records and sizes show, ascending."""
-        return tuple(sorted({row.candidate.step for row in self._list(self._locate())[1] if row.problem is None}
-                            - {None}))
+        return tuple(sorted({row.candidate.step for row in self._list(self._locate())[1]
+                             if row.problem is None and row.candidate.step is not None}))
 
     def latest(self) -> Checkpoint | None:
         """Returns the first complete checkpoint that a resume would try; None if there is none.
@@ -283,7 +283,8 @@ class Catalog:
         held = verify_checkpoints(self._storage, tier, asked, lambda: self._memory(found.root)[1], counted)
         if group.size > 1:
             read[0] = sum(gather_results(group, lambda: read[0]))
-        removed = {row.candidate.step for row in wanted} - {candidate.step for candidate, _ in verdicts} - {None}
+        there = {candidate.step for candidate, _ in verdicts}
+        removed = {step for row in wanted if (step := row.candidate.step) is not None} - there
         return VerificationReport(
             found.root, any(bad for candidate, bad in verdicts if candidate.maybe_completed),
             tuple(_verification(found.root, candidate, bad) for candidate, bad in verdicts), tuple(sorted(removed)), read[0],

@@ -27,7 +27,7 @@ from mindresume.resume.verifier import verify_rank
 from mindresume.storage.interface import Storage
 
 if TYPE_CHECKING:
-    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Checkpoint:
@@ -105,7 +105,7 @@ class Checkpoint:
         """
         return tensors_of(self.source().weights)
 
-    def read(self, name: str, region: tuple[slice, ...] | None = None) -> np.ndarray:
+    def read(self, name: str, region: tuple[slice, ...] | None = None) -> NDArray[Any]:
         """Reads a tensor, or a region of it, from the files that hold its parts; reads no other bytes.
 
         Args:

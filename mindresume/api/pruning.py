@@ -127,10 +127,10 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
 class _ReadOnly(PosixStorage):
     """Raises an OSError for every change: the storage of a dry run."""
 
-    def _refuse(self, *paths: Any) -> NoReturn:
+    def _refuse(self, *paths: Any, **options: Any) -> NoReturn:
         raise OSError(errno.EROFS, "a dry run changes nothing", *paths[:1])
 
-    write = rename = sync = remove = make_folder = _refuse          # type: ignore[assignment]
+    write = rename = sync = remove = make_folder = _refuse
 
 
 def _size(storage: Storage, root: str, commit_dir: str) -> int:

@@ -33,12 +33,13 @@ def json_value(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@dataclass(frozen=True)
 class Result:
     """Base class of the results: dataclasses with all fields in ``to_json()``."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns {name of a field: its value as plain JSON values}."""
-        return {field.name: json_value(getattr(self, field.name)) for field in fields(self)}      # type: ignore[arg-type]
+        return {field.name: json_value(getattr(self, field.name)) for field in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,8 @@ class DirectoryUser(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields of ``holder``, and ``alive``."""
-        return json_value({**asdict(self.holder), "alive": self.alive})
+        found: dict[str, Any] = json_value({**asdict(self.holder), "alive": self.alive})
+        return found
 
 
 @dataclass(frozen=True)

@@ -43,4 +43,5 @@ def run_shared(conversion: Conversion, work: Callable[[], None], traffic: Traffi
 def total_traffic(traffic: Traffic, group: Group) -> Traffic:
     """Returns the sum over all processes."""
     rows = gather_results(group, lambda: [traffic.read, traffic.verified, traffic.written])
-    return Traffic(*map(sum, zip(*rows, strict=True)))
+    read, verified, written = map(sum, zip(*rows, strict=True))
+    return Traffic(read, verified, written)

@@ -22,8 +22,12 @@ Result = TypeVar("Result")
 
 class Group(Protocol):
     """The ranks of a job. ``rank``: of this process. ``size``: number of ranks."""
-    rank: int
-    size: int
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
     def broadcast(self, message: bytes) -> bytes:
         """Returns the message of rank 0, on every rank."""

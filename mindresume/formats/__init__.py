@@ -180,5 +180,7 @@ def missing_ranks_text(candidate: Candidate) -> str:
 def steps_text(candidates: Iterable[Candidate]) -> str:
     """Returns a phrase that lists the steps of the candidates."""
     found = {candidate.step for candidate in candidates}
-    texts = [*map(str, sorted(found - {None})), *(["weights without a step"] if None in found else [])]
+    texts = [str(step) for step in sorted(step for step in found if step is not None)]
+    if None in found:
+        texts.append("weights without a step")
     return f"there are: {', '.join(texts)}" if texts else "there is no checkpoint"

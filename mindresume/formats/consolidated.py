@@ -161,7 +161,8 @@ def _scalars(storage: Storage, root: str, tensors: Mapping[str, str], headers: M
     values: dict[str, int | float | str] = {}
     for file in sorted({tensors[name] for name in there}):
         with storage.open(os.path.join(root, file)) as opened:
-            values.update((name, finite_scalar(opened, headers[file], name)) for name in there if tensors[name] == file)
+            found = {name: finite_scalar(opened, headers[file], name) for name in there if tensors[name] == file}
+        values.update((name, value) for name, value in found.items() if value is not None)
     return values
 
 

@@ -14,7 +14,7 @@ import ast
 import json
 import re
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from mindresume.errors import CorruptFileError
 from mindresume.model.file_record import MAX_NAME
@@ -52,7 +52,8 @@ def parse_iteration(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-class WeightFile(NamedTuple):
+@dataclass(frozen=True)
+class WeightFile:
     """The parts of a weight file's name.
 
     Attributes:

@@ -205,7 +205,7 @@ def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str,
             absent = list(islice((index for index in range(count) if index not in there), 8))
             more = count - len(there) - len(absent)
             return (f"{len(files)} of {count} {kind} files are there, missing: {listed(absent)}"
-                    + (f" and {more} more" if more else "")), f"{name}/{files[0]._replace(index=absent[0])}"
+                    + (f" and {more} more" if more else "")), f"{name}/{replace(files[0], index=absent[0])}"
     if METADATA not in names and max(file.count for file in found) > 1:
         return f"{METADATA} is missing: the sharding of the tensors in {max(file.count for file in found)} files is unknown", \
             f"{name}/{METADATA}"

@@ -88,10 +88,7 @@ class _Reader:
         self.groups: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def read(self, value: Mapping[str, Any]) -> dict[str, TensorMetadata]:
-        rows, storage = (value.get(key) for key in ("state_dict_metadata", "storage_data"))
-        for key, found in (("state_dict_metadata", rows), ("storage_data", storage)):
-            if not isinstance(found, dict):
-                raise CorruptFileError(self.path, f"{key} is {_short(found)}, expected a JSON object")
+        rows, storage = self.object(value, "state_dict_metadata"), self.object(value, "storage_data")
         copies = self.copies(storage)
         if lost := next((name for name in copies if name not in rows), None):
             raise CorruptFileError(self.path, f"storage_data has {_short(lost)}, not in state_dict_metadata", tensor=lost)
@@ -103,6 +100,12 @@ class _Reader:
                 reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
                 raise CorruptFileError(self.path, f"parameter {_short(name)}: {reason}"[:1000], tensor=name) from error
         return described
+
+    def object(self, value: Mapping[str, Any], key: str) -> dict[str, Any]:
+        found = value.get(key)
+        if not isinstance(found, dict):
+            raise CorruptFileError(self.path, f"{key} is {_short(found)}, expected a JSON object")
+        return found
 
     def copies(self, storage: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
         """Returns {name: {ordinal: unchecked list of files}}."""

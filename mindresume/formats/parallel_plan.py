@@ -152,11 +152,11 @@ def _stages(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], stages: int
     first, last = (min(known), max(known)) if len(known) > 1 else (None, None)
 
     def place(name: str) -> tuple[int, ...]:
-        held = tensors[name][2]
+        held, layer = tensors[name][2], layers[name]
         if len(held) > 1:
-            return _shared(plan, name, held, layers[name] is not None, stages)
-        if layers[name] is not None:
-            return (layers[name] * plan.pp // count,)
+            return _shared(plan, name, held, layer is not None, stages)
+        if layer is not None:
+            return (layer * plan.pp // count,)
         if held and held[0] in (first, last):
             return (0,) if held[0] == first else (plan.pp - 1,)
         return (0,) if _is_first(name) else (plan.pp - 1,)

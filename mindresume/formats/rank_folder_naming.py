@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from mindresume.model.file_record import FORMATS
+from mindresume.model.manifest import is_run
 from mindresume.tensor_files import Header
 
 META = "meta.json"
@@ -89,4 +90,4 @@ def label(run: str, step: int) -> dict[str, str]:
 def parse_label(header: Header) -> tuple[str, int] | None:
     """Returns the (run, step) in a file's label; None without a label, or for one that mindresume cannot have written."""
     found = _LABEL.fullmatch(header.metadata.get(LABEL, ""))
-    return (found[1], int(found[2])) if found else None
+    return (found[1], int(found[2])) if found and is_run(found[1]) else None

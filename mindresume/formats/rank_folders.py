@@ -182,24 +182,23 @@ def _from_group(storage: Storage, root: str, group: _Group, attempted: set[tuple
             problem = problem or Refusal(None, f"cannot be read: {error.strerror or error}", file.path, rank)
     else:
         return replace(base, problem=problem)
+    path = files[min(files)][0].path
     written = parse_label(header)
-    if written is not None and attempted is None:
-        return replace(base, step=written[1], origin=OURS, run=written[0], order=(run_sequence(written[0]), written[1], 0.0),
-                       problem=Refusal(written[1], f"its records are unknown, as {FOLDER} cannot be listed",
-                                       base.first.path))
-    if written is not None and written not in attempted and (written in late or _is_late(storage, root, written, late)):
-        return None
-    # A run without any records here was copied without them. Only for the others a missing record proves an incomplete save.
-    if written is not None and any(run == written[0] for run, _ in attempted):
-        if written in attempted:
-            return None                     # its folder of records is a candidate already, or is being removed
-        run, step = written
-        return replace(base, step=step, origin=OURS, run=run, maybe_completed=False, order=(run_sequence(run), step, 0.0),
-                       problem=Refusal(step, "the save never completed: no record of it was written",
-                                       base.first.path))
+    if written is not None:
+        run, saved = written
+        ours = replace(base, step=saved, origin=OURS, run=run, order=(run_sequence(run), saved, 0.0))
+        if attempted is None:
+            return replace(ours, problem=Refusal(saved, f"its records are unknown, as {FOLDER} cannot be listed", path))
+        # Its folder of records is a candidate already, is being removed, or has just been made.
+        if written in attempted or written in late or _is_late(storage, root, written, late):
+            return None
+        # A run without any records here was copied without them. Only for the others a missing record proves an incomplete save.
+        if any(other == run for other, _ in attempted):
+            return replace(ours, maybe_completed=False,
+                           problem=Refusal(saved, "the save never completed: no record of it was written", path))
     step = scalars.get("step_num")
     if not is_count(step):
-        return replace(base, problem=no_step(base.first.path))
+        return replace(base, problem=no_step(path))
     samples, epoch = scalars.get("global_batch_size"), scalars.get("epoch_num")
     position = float(step * samples) if is_count(samples) else float(step)
     return replace(base, step=step, order=(0.0, position, 0.0), epoch=epoch if is_count(epoch) else group.epoch)

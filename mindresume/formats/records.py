@@ -126,7 +126,9 @@ def scan_records(storage: Storage, root: str, names: list[str] | None = None, br
 def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool = False
                   ) -> tuple[list[Candidate], set[str], list[str]]:
     """Works like ``scan_records`` for given folders of records."""
-    candidates, known, notes = [], set(), []
+    candidates: list[Candidate] = []
+    known: set[str] = set()
+    notes: list[str] = []
     for attempt in found:
         path, candidate, damage = attempt.path(root), None, ""
         if attempt.error is not None:
@@ -210,7 +212,7 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
     records: dict[int, Record] = {}
     checksums: dict[int, str] = {}
     problem, last = None, EMERGENCY in content
-    named = set(map(record_rank, content)) - {None}
+    named = {rank for rank in map(record_rank, content) if rank is not None}
     for rank, found in _heads(storage, path, sorted(named), last or not brief):
         if isinstance(found, Exception):
             problem = problem or Refusal(step, f"the record of rank {rank} cannot be read: {found}", rank=rank)
@@ -218,10 +220,10 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
         records[rank], checksums[rank] = found
         if (records[rank].run, records[rank].step, records[rank].rank) != (run, step, rank):
             problem = problem or Refusal(step, f"the record of rank {rank} is of another run, step or rank", rank=rank)
-        first = records[min(records)]
-        if records[rank].world_size != first.world_size:
+        lowest = records[min(records)]
+        if records[rank].world_size != lowest.world_size:
             problem = problem or Refusal(step, f"the record of rank {rank} is of a job of {records[rank].world_size} ranks, that "
-                                               f"of rank {first.rank} of {first.world_size}", rank=rank)
+                                               f"of rank {lowest.rank} of {lowest.world_size}", rank=rank)
     world = max((record.world_size for record in records.values()), default=0)
     missing = [rank for rank in range(world) if rank not in named]
     gap = _gap(storage, path, records, world) if last and problem is None and missing and records else None

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from mindresume.formats import Candidate, Scan, iteration_scan, rank_folders, unlisted_candidate
 from mindresume.formats.iteration_naming import TRACKER, parse_iteration
@@ -56,5 +57,5 @@ def scan_one(storage: Storage, path: str) -> Scan:
     """Scans a single iteration folder, whatever its name."""
     root, name = os.path.split(os.path.abspath(path))
     ours, _, notes = read_attempts(storage, root, attempts_within(storage, root, name))
-    found = ours or [iteration_scan.candidate_without_records(storage, root, name)]
+    found: Sequence[Candidate | None] = ours or [iteration_scan.candidate_without_records(storage, root, name)]
     return Scan(root, tuple(candidate for candidate in found if candidate), tuple(notes))

@@ -116,7 +116,9 @@ def known_damage(storage: Storage, root: str, candidate: Candidate) -> Refusal |
     """Returns a refusal if a scrub found a file of the checkpoint damaged, and the file is still the same. It reads no
     contents."""
     found = read_result(storage, candidate)
-    for row in found.damaged if found else ():
+    if found is None:
+        return None
+    for row in found.damaged:
         path = os.path.join(candidate.iteration_dir, row.path)
         status = None
         with suppress(OSError):                 # then nothing is known, and whoever takes the checkpoint reads the file

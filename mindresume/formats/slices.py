@@ -8,11 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindresume.model.layout import TensorLayout
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def ordinals(layout: TensorLayout, shape: Sequence[int]) -> tuple[int, ...]:
@@ -20,9 +23,11 @@ def ordinals(layout: TensorLayout, shape: Sequence[int]) -> tuple[int, ...]:
     pieces, matrix = layout.pieces(shape), layout.device_matrix
     ranks = np.arange(layout.stage_size)
 
-    def index(axes: Iterable[int]) -> np.ndarray:
-        return _row_major([ranks // math.prod(matrix[len(matrix) - axis:]) % matrix[-1 - axis] for axis in axes],
-                          [matrix[-1 - axis] for axis in axes])
+    def index(axes: Iterable[int]) -> NDArray[np.int64] | int:
+        found: NDArray[np.int64] | int = _row_major(
+            [ranks // math.prod(matrix[len(matrix) - axis:]) % matrix[-1 - axis] for axis in axes],
+            [matrix[-1 - axis] for axis in axes])
+        return found
     indices = [index(axes) for axes in layout.axes()]
     if indices:
         indices[0] = indices[0] * layout.optimizer_pieces + index(layout.unused_axes()) % layout.optimizer_pieces
@@ -35,7 +40,7 @@ def ordinal(layout: TensorLayout | None, shape: Sequence[int], region: Sequence[
     pieces, lengths = _pieces(layout, shape)
     if math.prod(shape) == 0 and math.prod(pieces) > 1:
         raise ValueError(f"shape {tuple(shape)} is empty: its {math.prod(pieces)} slices cannot be distinguished")
-    found = _row_major(((part.start or 0) // max(length, 1) for part, length in zip(region, lengths, strict=True)), pieces)
+    found: int = _row_major(((part.start or 0) // max(length, 1) for part, length in zip(region, lengths, strict=True)), pieces)
     if not 0 <= found < math.prod(pieces) or region_of(layout, shape, found) != tuple(region):
         raise ValueError(f"{tuple(region)} is not a slice of shape {tuple(shape)} with {pieces} pieces")
     return found

@@ -96,8 +96,9 @@ class Strategy:
             if count == len(cuts):
                 return layout
             if (layout, count) not in known:
-                if count == 1 and cuts and all(isinstance(axis, int) for axis in cuts):
-                    cuts = (cuts,)
+                axes = tuple(axis for axis in cuts if isinstance(axis, int))
+                if count == 1 and cuts and len(axes) == len(cuts):
+                    cuts = (axes,)
                 elif not cuts and layout.stage_size == 1:
                     cuts = (-1,) * count
                 else:
@@ -145,7 +146,7 @@ def read_strategy(path: str, storage: Storage = PosixStorage()) -> Strategy:    
     if not found.is_folder:
         return _complete(decode_strategy(_content(storage, path), path), path)
     names = storage.list(path)
-    ranked = [(int(found[1]), name) for name in names if (found := _rank_of(name))]
+    ranked = [(int(match[1]), name) for name in names if (match := _rank_of(name))]
     wholes = [name for name in names if _WHOLE.fullmatch(name) and not _rank_of(name)]
     if ranked:
         return _of_ranks(path, sorted(ranked), storage)
@@ -167,7 +168,7 @@ def _rank_of(name: str) -> re.Match[str] | None:
 def _of_ranks(folder: str, files: list[tuple[int, str]], storage: Storage) -> Strategy:
     """Reads the files of ranks. ``files``: (rank, name). Parses files with the same bytes once."""
     contents: dict[bytes, bytes] = {}           # one object for all ranks with the same bytes
-    parsed: dict[int, dict[int, Layouts]] = {}
+    parsed: dict[int, Mapping[int, Layouts]] = {}
 
     def load(name: str) -> bytes:
         content = _content(storage, os.path.join(folder, name))

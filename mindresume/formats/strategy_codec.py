@@ -22,7 +22,7 @@ _PREFIX = re.compile(r"(0|[1-9]\d{0,5})-(.+)", re.ASCII | re.DOTALL)
 Layouts = Mapping[str, TensorLayout]
 
 
-def decode_strategy(content: bytes, path: str) -> dict[int, Layouts]:
+def decode_strategy(content: bytes, path: str) -> Mapping[int, Layouts]:
     """Returns {stage: {parameter: layout}} for the bytes of one file. There is one stage, unless it is a merged file. Raises
     StrategyError for any invalid bytes.
 
@@ -147,6 +147,7 @@ def _message(data: Any, wanted: set[int]) -> dict[int, list[Any]]:
         raise ValueError(f"expected a message, found the number {data}")
     found: dict[int, list[Any]] = {number: [] for number in wanted}
     position, end = 0, len(data)
+    value: int | bytes
     for _ in range(MAX_FIELDS):
         if position >= end:
             return found
@@ -250,8 +251,9 @@ def _maps(name: str, layout: TensorLayout, fmt: str) -> list[tuple[int, ...]]:
         raise StrategyError(f"parameter {name}: MindSpore cannot read a name with '-', its separator after the stage")
     if not name or any("\ud800" <= letter <= "\udfff" for letter in name):
         raise StrategyError(f"parameter {name!r}: a name must be UTF-8 and not empty")
-    if all(isinstance(cut, int) for cut in layout.tensor_map):
-        return [layout.tensor_map]
+    plain = tuple(cut for cut in layout.tensor_map if isinstance(cut, int))
+    if len(plain) == len(layout.tensor_map):
+        return [plain]
     if fmt == "json":
         raise StrategyError(f"parameter {name}: MindSpore cannot read a dimension sharded by several axes from json; write ckpt: "
                             f"{layout}")

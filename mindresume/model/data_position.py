@@ -69,10 +69,10 @@ class DataPosition:
         """Reads the result of ``to_json``; ignores unknown fields. Raises RecordError for anything else."""
         if not isinstance(value, dict):
             raise RecordError(f"training state: data is {value!r}"[:200] + ", expected an object")
-        passes, samples, first = (value.get(name) for name in ("passes", "samples", "first_epoch"))
+        passes, samples, first = value.get("passes"), value.get("samples"), value.get("first_epoch")
         declared, identity = value.get("declared"), value.get("identity")
-        if not all(type(count) is int and 0 <= count < 2**63 for count in (passes, samples)) or type(first) is not int \
-                or abs(first) >= 2**63:
+        if type(passes) is not int or type(samples) is not int or type(first) is not int \
+                or not (0 <= passes < 2**63 and 0 <= samples < 2**63 and abs(first) < 2**63):
             raise RecordError(f"training state: data is at pass {passes!r}, sample {samples!r}, epoch {first!r}"[:300]
                               + ", expected whole numbers")
         if not isinstance(declared, str) or not isinstance(identity, dict) or not all(

@@ -52,6 +52,11 @@ def run_name(sequence: int, token: str) -> str:
     return f"{sequence:04d}-{token}"
 
 
+def is_run(name: str) -> bool:
+    """Returns whether ``name`` is the id of a run."""
+    return _RUN.fullmatch(name) is not None
+
+
 def run_sequence(run: str) -> int:
     """Returns the number of a run in its folder, from 1. A later run always has a larger number, whatever the clocks say. Raises
     RecordError if ``run`` is not a run id."""
@@ -268,5 +273,6 @@ def _lineage(head: Mapping[str, Any]) -> str:
     """Reads the id of a run; empty if the field is absent."""
     if "lineage" not in head:
         return ""
-    run_sequence(head["lineage"])
-    return head["lineage"]
+    lineage: str = head["lineage"]
+    run_sequence(lineage)
+    return lineage

@@ -109,16 +109,18 @@ def expect_list(value: Any, what: str, length: int | None = None) -> list[Any]:
 
 def expect_count(head: Mapping[str, Any], field: str, least: int, most: int) -> int:
     """Returns the integer in ``field``, from ``least`` to ``most``."""
-    if not is_count(head[field], least, most):
-        raise RecordError(f"{field} is {head[field]!r}"[:200] + f", expected a whole number from {least} to {most}")
-    return head[field]
+    value = head[field]
+    if not is_count(value, least, most):
+        raise RecordError(f"{field} is {value!r}"[:200] + f", expected a whole number from {least} to {most}")
+    return value
 
 
 def expect_flag(head: Mapping[str, Any], field: str) -> bool:
     """Returns the boolean in ``field``."""
-    if not isinstance(head[field], bool):
-        raise RecordError(f"{field} is {head[field]!r}"[:200] + ", expected true or false")
-    return head[field]
+    value = head[field]
+    if not isinstance(value, bool):
+        raise RecordError(f"{field} is {value!r}"[:200] + ", expected true or false")
+    return value
 
 
 def expect_time(value: Any) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from mindresume.errors import RecordError
 from mindresume.model.data_position import DataPosition
@@ -118,12 +118,12 @@ def _metrics(value: Any) -> tuple[tuple[str, float], ...]:
     return tuple((name, float(number)) for name, number in value.items())
 
 
-def is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> bool:
+def is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> TypeGuard[int]:
     """Returns whether a JSON value is an integer (not true, not 2.0) from ``least`` to ``most``."""
     return type(value) is int and least <= value <= most
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     """Returns whether a JSON value is a number (not true) that a float can hold: neither NaN nor infinite, nor 400 digits
     long."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max

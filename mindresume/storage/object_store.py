@@ -245,8 +245,8 @@ class _ThreadPerCall(ThreadPoolExecutor):
     """Runs each call in a thread of its own. An event loop resolves host names in its executor. Python's pools accept no work
     once the main thread has ended, but the last checkpoint of a failed training is uploaded after that."""
 
-    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> Future:
-        future: Future = Future()
+    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
 
         def run() -> None:
             try:

@@ -83,7 +83,7 @@ class ReadCache:
             if path in self._kept:
                 return open(f"/proc/self/fd/{self._kept[path][0]}", "rb")       # noqa: SIM115  at a position of its own
         file = self.inner.open(path)
-        return _RecordingFile(self, path, file)          # type: ignore[return-value]
+        return _RecordingFile(self, path, file)          # type: ignore[return-value]  # has what readers call
 
     def freeze(self) -> None:
         """Adds no more files and keeps those it has. A caller that loads files reads each for the last time."""
@@ -164,7 +164,7 @@ class _RecordingFile:
 
     def readinto(self, buffer: bytearray | memoryview) -> int:
         start = self._file.tell()
-        count = self._file.readinto(buffer)         # type: ignore[attr-defined]
+        count: int = self._file.readinto(buffer)    # type: ignore[attr-defined]  # BinaryIO lacks it
         self._record(start, memoryview(buffer).cast("B")[:count])
         return count
 

@@ -18,11 +18,13 @@ def remove_stale(storage: Storage, paths: Iterable[str], fresh: str) -> None:
     others = [path for path in paths if path != fresh]
     with suppress(OSError):
         now = storage.status(fresh) if others else None
+        if now is None:
+            return
+        oldest = now.mtime - STALE_SECONDS
 
         def remove(path: str) -> None:
             with suppress(OSError):             # a file that cannot be removed does no harm
                 found = storage.status(path)
-                if found is not None and not found.is_folder and found.mtime < now.mtime - STALE_SECONDS:
+                if found is not None and not found.is_folder and found.mtime < oldest:
                     storage.remove(path)
-        if now is not None:
-            parallel(storage, remove, others)
+        parallel(storage, remove, others)

@@ -83,7 +83,7 @@ class ThrottledReads:
         except FileNotFoundError:
             self.absent.add(path)
             raise
-        return _ThrottledFile(self, file)               # type: ignore[return-value]
+        return _ThrottledFile(self, file)               # type: ignore[return-value]  # has what readers call
 
 
 class _ThrottledFile:
@@ -106,9 +106,9 @@ class _ThrottledFile:
         view = memoryview(buffer).cast("B")[:PIECE]
         self._admit(len(view))
         start = self._file.tell()
-        found = self._file.readinto(view)                       # type: ignore[attr-defined]
-        self._owner.read += found or 0
-        self._drop(start, found or 0)
+        found: int = self._file.readinto(view) or 0             # type: ignore[attr-defined]  # BinaryIO lacks it
+        self._owner.read += found
+        self._drop(start, found)
         return found
 
     def read(self, count: int = -1) -> bytes:

@@ -49,7 +49,7 @@ def test_the_table_is_what_type_checkers_see():
     """The names are written three times: for type checkers, for the first use, for ``import *``."""
     import ast
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    block = next(node for node in tree.body if isinstance(node, ast.If))
     typed = {alias.name: node.module.removeprefix("mindresume.") for node in block.body for alias in node.names}
     assert typed == mindresume._MODULE_OF and sorted(typed) == sorted(mindresume.__all__)
     assert (PACKAGE / "py.typed").exists()

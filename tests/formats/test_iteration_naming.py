@@ -60,7 +60,7 @@ def test_steps_without_a_name(step):
     ("-model-0000000-0000001.safetensors", ("", MODEL, 0, 1)),
     ("m-opt-9999999-10000000.safetensors", ("m", OPTIMIZER, 9999999, 10000000))])
 def test_weight_files(name, file):
-    assert parse_weight_file(name) == file and str(WeightFile(*file)) == name
+    assert parse_weight_file(name) == WeightFile(*file) and str(WeightFile(*file)) == name
 
 
 @given(st.none() | st.text(st.characters(exclude_characters="/\n", exclude_categories=["Cs"])),

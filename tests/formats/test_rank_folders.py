@@ -244,6 +244,16 @@ def test_labelled_files_without_any_records_are_ordinary_candidates(tmp_path):
     assert (candidate.step, candidate.origin, candidate.problem, candidate.maybe_completed) == (10, MINDFORMERS, None, True)
 
 
+@pytest.mark.parametrize("run", ["x", "../../x", "1-0000aaaa"])
+def test_a_label_that_names_no_run_does_not_stop_a_scan_without_records(tmp_path, run):
+    path = path_of(tmp_path, 10, 0)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"".join(bytes(piece) for _, piece in encode("safetensors", tensors_of(0, 10), {"mindresume": f"{run} 10"})))
+    (tmp_path / FOLDER).symlink_to(FOLDER)              # a link to itself cannot be listed
+    hidden, candidate = found(tmp_path).candidates
+    assert hidden.listing_error and (candidate.step, candidate.origin, candidate.problem) == (10, MINDFORMERS, None)
+
+
 def test_labelled_files_stay_candidates_after_the_next_run(tmp_path):
     save(tmp_path, 10, world=2)
     shutil.rmtree(tmp_path / FOLDER)                                # cp -r rank_* here, resumed ...
