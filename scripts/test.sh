@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv if it is missing, then runs ruff, the import contract, the unit tests (tests/) and the system tests (st/: the real
-# Trainer in real processes), and the short form of the release matrix, for which it makes the environments of other releases.
+# Makes .venv if it is missing, then runs ruff, the import contract, mypy and typos, the unit tests (tests/) and the system tests (st/:
+# the real Trainer in real processes), and the short form of the release matrix, for which it makes the environments of other releases.
 #
 #   bash scripts/test.sh [ARGUMENT...]     arguments go to pytest of st/; --soak also to that of tests/: all system tests, more than
 #                                          an hour longer, and more schedules of the simulation, some minutes
@@ -19,6 +19,8 @@ echo "== layers"
 "$VENV/bin/lint-imports" --no-cache
 echo "== types"
 "$VENV/bin/mypy"
+echo "== spelling"
+"$VENV/bin/typos"
 export MINDRESUME_FIRST_SEED="${MINDRESUME_FIRST_SEED:-$(($(date +%s) % 1000000000))}"
 echo "== unit tests (fresh seeds of the simulation from $MINDRESUME_FIRST_SEED)"
 SOAK=()

@@ -223,7 +223,7 @@ def _new_key_note(node: Mapping, last: str, path: str, origin: str) -> str:
 
 
 def _refuse_misspelled_flag(key: str) -> None:
-    """Raises ConfigError for a misspelled flag: ``--load_chekpoint X`` would silently start a training from random weights."""
+    """Raises ConfigError for a misspelled flag: a training without its ``--load_checkpoint`` would start from random weights."""
     near = difflib.get_close_matches(key, [*FLAGS, "config", "options", "no-mindresume"], 1, 0.85)
     if near:
         raise ConfigError(f"--{key} is neither a flag nor a key of the configuration; did you mean --{near[0]}?")

@@ -160,7 +160,7 @@ def test_a_skip_of_more_than_a_pass_is_worth_a_warning(skip, said):
 
 
 def test_a_skip_beyond_the_data_is_an_error():
-    with pytest.raises(ProgressError, match="data_skip_steps is 30; the data set has 10 steps, 3 passes over it have 30: noth"):
+    with pytest.raises(ProgressError, match="data_skip_steps is 30; the data set has 10 steps, 3 passes over it have 30"):
         check_skip(RunSettings(8, 10, data_request=DataRequest(False, 30), epochs=3))
     with pytest.raises(ProgressError, match="nothing of it would be left, not even one sink"):
         check_skip(RunSettings(8, 10, 4, data_request=DataRequest(False, 28), epochs=3))
