@@ -1,99 +1,115 @@
-"""The settings that mindformers has no key for: the YAML's top-level ``mindresume:`` section, or environment variables.
+"""Reads the settings that mindformers has no key for: the YAML's top-level ``mindresume:`` section, or environment variables.
 
     mindresume:
-      on_save_error: warn           # a failed save is logged and the training continues; or raise
-      max_failed_saves: 3           # consecutive failed saves that stop the training even with warn; 0: no limit
-      commit_timeout: 600           # seconds that the end of the training waits for the records of slow ranks, and a save for the
-                                    # previous one
-      verify: full                  # or quick: check sizes and headers at resume without reading every byte
-      async_when_busy: wait         # a background save is due while the previous one is being written: wait; or skip, on all
-                                    # ranks
-      staging_gib: 0                # limit of host memory for the copy that a background save writes from, and for verified files
-                                    # that are to be loaded; 0: as much as they need, within the rank's share of free memory
-      heartbeat: 15                 # seconds between heartbeats, by which other hosts see that a job is alive; 0: none
-      keep_every_steps: 0           # besides keep_checkpoint_max: keep the first checkpoint at or after each multiple; 0: off
-      keep_best: 0                  # besides keep_checkpoint_max: keep this many of the best by keep_best_metric; 0: off
-      keep_best_metric: loss        # loss of the saved step, or a name given to mindresume.plugin.report_metric
-      keep_best_mode: min           # the smallest are best; or max
-      transform_engine: auto        # of auto_trans_ckpt: direct, mindspore (which merges safetensors to output/unified_checkpoint
-                                    # first), or auto: mindspore for ckpt, direct for safetensors
-      allow_missing: []             # patterns (lora_*) of parameters that a checkpoint may lack, when weights alone are loaded
-                                    # and in Checkpoint 2.0; they keep their initial values. Comma-separated in the environment
-      on_dataset_change: warn       # the data set differs from the checkpoint's, and the configuration does not say so; or error
-      max_failed_loads: 2           # a checkpoint after whose loading this many consecutive jobs died is tried last; 0: no limit
-      preemption_check_interval: 5  # seconds, approximately, between the ranks' checks for SIGTERM or graceful exit; 0: off
-      unified_checkpoint: 0         # 1: auto_trans_ckpt also writes the merged weights to output/unified_checkpoint
-      memory_tier:                  # saves into memory of the node, which a restart on the same nodes loads (docs/memory_tier.md)
-        every_steps: 0              # saves fall on absolute multiples of it; 0: off
-        dir: /dev/shm               # the tmpfs that they lie in
-        limit_gib: 0                # limit of its memory for each rank; 0: the rank's share of the free memory
-        keep_days: 7                # a later job removes what a dead job left here, if nothing was saved there for so long
-        write_after_error: 1        # a training that ends with an error first writes the newest of these saves to disk; 0: not
-      scrub:                        # re-reads kept checkpoints in the background (docs/scrub.md)
-        every_hours: 0              # a checkpoint is read so many hours after its save, or its last scrub; 0: off
-        rate_mb: 50                 # MB/s at most, of one node at a time
-        repair: 1                   # damaged files are replaced by intact copies, from replicas or the bucket; 0: only told
+      on_save_error: raise
+      memory_tier:
+        every_steps: 10
 
 ``MINDRESUME_ON_SAVE_ERROR`` and so on override the file. A setting that is a frozen dataclass is a section of its own below
-``mindresume:``; ``MINDRESUME_SECTION_KEY`` overrides one of its keys.
+``mindresume:``; ``MINDRESUME_SECTION_KEY`` overrides one of its keys. docs/settings.md lists all settings; its tables are made of
+the dataclasses below by ``python -m scripts.make_docs``.
 """
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from mindresume.errors import ConfigError
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")             # a number between the dots of a parameter name
-_CHOICES = {"on_save_error": ("warn", "raise"), "verify": ("full", "quick"), "keep_best_mode": ("min", "max"),
-            "async_when_busy": ("wait", "skip"), "transform_engine": ("auto", "direct", "mindspore"),
-            "on_dataset_change": ("warn", "error")}
+
+
+def setting(default: Any, meaning: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
+    """Returns a field of a dataclass of settings.
+
+    Args:
+        default: the value without configuration; its type is that of the setting. A dataclass of settings makes a section.
+        meaning: what the setting does, for docs/settings.md, in Markdown.
+        unit: the unit of a number, or another word for the values that are accepted.
+        choices: the only values that are accepted; empty: any of the type.
+    """
+    return field(default=default, metadata={"meaning": meaning, "unit": unit, "choices": choices})
 
 
 @dataclass(frozen=True)
 class MemoryTierSettings:
     """Holds the settings of the tier in memory."""
-    every_steps: int = 0
-    dir: str = "/dev/shm"
-    limit_gib: float = 0.0
-    keep_days: float = 7.0
-    write_after_error: int = 1
+    every_steps: int = setting(0, "saves into memory fall on absolute multiples of it; 0: off", unit="steps")
+    dir: str = setting("/dev/shm", "the tmpfs that holds these saves", unit="path")
+    limit_gib: float = setting(0.0, "limit of the memory for each rank; 0: the rank's share of the free memory", unit="GiB")
+    keep_days: float = setting(7.0,
+        "a later job removes what a dead job left here, if nothing was saved there for so long", unit="days")
+    write_after_error: int = setting(1,
+        "1: a training that ends with an error first writes the newest of these saves to disk; 0: it does not", unit="0 or 1")
 
 
 @dataclass(frozen=True)
 class ScrubSettings:
     """Holds the settings of the scrub in the background."""
-    every_hours: float = 0.0
-    rate_mb: float = 50.0
-    repair: int = 1
+    every_hours: float = setting(0.0,
+        "a checkpoint is read so long after its save, or after its last scrub; 0: off", unit="hours")
+    rate_mb: float = setting(50.0, "limit of the read rate, of one node at a time; 0: no limit", unit="MB/s")
+    repair: int = setting(1,
+        "1: damaged files are replaced by intact copies, from replicas or the bucket; 0: damage is only reported", unit="0 or 1")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds the settings of a run; the docstring of this module describes each."""
-    on_save_error: str = "warn"
-    max_failed_saves: int = 3
-    commit_timeout: float = 600.0
-    verify: str = "full"
-    async_when_busy: str = "wait"
-    staging_gib: float = 0.0
-    heartbeat: float = 15.0
-    keep_every_steps: int = 0
-    keep_best: int = 0
-    keep_best_metric: str = "loss"
-    keep_best_mode: str = "min"
-    transform_engine: str = "auto"
-    unified_checkpoint: int = 0
-    allow_missing: tuple[str, ...] = ()
-    on_dataset_change: str = "warn"
-    max_failed_loads: int = 2
-    preemption_check_interval: float = 5.0
-    memory_tier: MemoryTierSettings = MemoryTierSettings()
-    scrub: ScrubSettings = ScrubSettings()
+    """Holds the settings of a run."""
+    on_save_error: str = setting("warn",
+        "a failed save (full disk, quota, I/O error): `warn` logs an error and the training continues; `raise` ends the "
+        "training", choices=("warn", "raise"))
+    max_failed_saves: int = setting(3,
+        "so many failed saves in a row end the training also with `on_save_error: warn`; 0: no limit", unit="saves")
+    commit_timeout: float = setting(600.0,
+        "longest wait of the end of the training for the records of slow ranks, and of a save for the previous one",
+        unit="seconds")
+    verify: str = setting("full",
+        "what a start checks before it loads a checkpoint: `full` reads every byte; `quick` checks sizes and headers only",
+        choices=("full", "quick"))
+    async_when_busy: str = setting("wait",
+        "a background save is due while the previous one is being written: `wait` for it; or `skip` the new one, on all ranks",
+        choices=("wait", "skip"))
+    staging_gib: float = setting(0.0,
+        "limit of the host memory of a rank for the copy that a background save writes from, and for verified files until they "
+        "are loaded; 0: as much as they need, within the rank's share of the free memory", unit="GiB")
+    heartbeat: float = setting(15.0,
+        "time between two heartbeats of a job in its checkpoint folder, by which other hosts see that it is alive; 0: none",
+        unit="seconds")
+    keep_every_steps: int = setting(0,
+        "besides `keep_checkpoint_max`: keeps the first checkpoint at or after each multiple of it; 0: off", unit="steps")
+    keep_best: int = setting(0,
+        "besides `keep_checkpoint_max`: keeps so many of the best checkpoints by `keep_best_metric`; 0: off", unit="checkpoints")
+    keep_best_metric: str = setting("loss",
+        "`loss`: the loss of the saved step; or a name that your code passes to `mindresume.plugin.report_metric(\"eval_loss\", "
+        "2.31)`", unit="name")
+    keep_best_mode: str = setting("min",
+        "which values of `keep_best_metric` are best: the smallest or the largest", choices=("min", "max"))
+    transform_engine: str = setting("auto",
+        "what converts a checkpoint for `auto_trans_ckpt`: `direct` (mindresume), `mindspore` (which first merges safetensors "
+        "to output/unified_checkpoint), or `auto`: `mindspore` for ckpt, `direct` for safetensors",
+        choices=("auto", "direct", "mindspore"))
+    unified_checkpoint: int = setting(0,
+        "1: `auto_trans_ckpt` also writes the merged weights to output/unified_checkpoint", unit="0 or 1")
+    allow_missing: tuple[str, ...] = setting((),
+        "patterns (`lora_*`) of parameters that a checkpoint may lack when weights alone are loaded, and in Checkpoint 2.0; "
+        "they keep their initial values. Separated by commas in the environment", unit="list of patterns")
+    on_dataset_change: str = setting("warn",
+        "the data set differs from that of the checkpoint, and the configuration does not declare it: `warn`, or stop with an "
+        "`error`", choices=("warn", "error"))
+    max_failed_loads: int = setting(2,
+        "a checkpoint after whose loading so many jobs in a row died before their first step is suspected: it is taken only if "
+        "no other can be; 0: no checkpoint is suspected ([jobs](jobs.md#crash-loops))", unit="jobs")
+    preemption_check_interval: float = setting(5.0,
+        "approximate time between the checks of all ranks for SIGTERM or graceful exit; 0: no checks", unit="seconds")
+    memory_tier: MemoryTierSettings = setting(MemoryTierSettings(),
+        "saves into memory of the node, which a restart on the same nodes loads ([memory tier](memory_tier.md))")
+    scrub: ScrubSettings = setting(ScrubSettings(),
+        "reads kept checkpoints again in the background, and repairs what rotted ([scrub](scrub.md))")
 
     def allows(self, name: str) -> bool:
         """Returns whether a checkpoint may lack this parameter."""
@@ -124,25 +140,31 @@ def _section(kind: type, where: str, section: Any, environment: Mapping[str, str
     if unknown:
         raise ConfigError(f"{where}: unknown key {unknown[0]!r} in the YAML section; known: {', '.join(_names(kind))}")
     found = {}
-    for field in fields(kind):
-        variable = f"{where}_{field.name}".replace(".", "_").upper()
-        if is_dataclass(field.default):
-            found[field.name] = _section(type(field.default), f"{where}.{field.name}", values.get(field.name), environment)
-        elif variable in environment or field.name in values:
-            value = environment.get(variable, values.get(field.name))
-            found[field.name] = _value(f"{where}.{field.name}", field.name, type(field.default), value)
+    for known in fields(kind):
+        name = f"{where}.{known.name}"
+        variable = variable_of(name)
+        if is_dataclass(known.default):
+            found[known.name] = _section(type(known.default), name, values.get(known.name), environment)
+        elif variable in environment or known.name in values:
+            found[known.name] = _value(name, known, environment.get(variable, values.get(known.name)))
     return kind(**found)
 
 
+def variable_of(name: str) -> str:
+    """Returns the environment variable of a setting; ``name``: its keys with dots between them, such as mindresume.verify."""
+    return name.replace(".", "_").upper()
+
+
 def _names(kind: type) -> list[str]:
-    return [field.name for field in fields(kind)]
+    return [known.name for known in fields(kind)]
 
 
-def _value(where: str, name: str, kind: type, value: Any) -> Any:
-    """Returns a setting converted to its type ``kind``. Raises ConfigError for an invalid value."""
-    if name in _CHOICES:
-        if value not in _CHOICES[name]:
-            raise ConfigError(f"{where} is {value!r}; choose one of {', '.join(_CHOICES[name])}")
+def _value(where: str, known: Field[Any], value: Any) -> Any:
+    """Returns a setting converted to the type of its default. Raises ConfigError for an invalid value."""
+    kind, choices = type(known.default), known.metadata.get("choices")
+    if choices:
+        if value not in choices:
+            raise ConfigError(f"{where} is {value!r}; choose one of {', '.join(choices)}")
         return value
     if kind is tuple:
         rows = [part.strip() for part in value.split(",")] if isinstance(value, str) else value

@@ -1,4 +1,5 @@
-"""One example of every event. ``PYTHONPATH=.:tests python -m events.examples`` writes the table of docs/events.md."""
+"""One example of every event. ``PYTHONPATH=.:tests python -m events.examples`` writes the tables of docs/events.md and
+docs/events.zh.md."""
 from __future__ import annotations
 
 import json
@@ -8,7 +9,11 @@ from mindresume import events as ev
 from mindresume.events.log_lines import line_of
 from mindresume.formatting import shown
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "events.md"
+DOCS = Path(__file__).parents[2] / "docs"
+WORDS = {                       # {page: heads of its table, and the cell of an event without a line in the log}
+    "events.md": (("event", "in the event file", "in the log"), "(not logged)"),
+    "events.zh.md": (("事件", "事件文件中", "日志中"), "（不写入日志）"),
+}
 BEGIN, END = "<!-- examples: made by tests/events/examples.py -->", "<!-- end of examples -->"
 EXAMPLES = (
     ev.TrainingStarted("node-0", 4711, 8, "0.1.0", 3600, 1795324920.0, 1795324941.5),
@@ -86,22 +91,24 @@ EXAMPLES = (
 )
 
 
-def table() -> str:
-    """Returns the table: event, its line in the event file, and its line in the log."""
-    rows = ["| event | in the event file | in the log |", "|---|---|---|"]
+def table(page: str) -> str:
+    """Returns the table of a page: event, its line in the event file, and its line in the log."""
+    heads, not_logged = WORDS[page]
+    rows = [f"| {' | '.join(heads)} |", "|---|---|---|"]
     for event in EXAMPLES:
         level, text = line_of(event)
-        log = f"{level.upper()} {text}" if text else "(not logged)"
+        log = f"{level.upper()} {text}" if text else not_logged
         values = json.dumps({key: value for key, value in event.to_json().items() if key != "event"})
         rows.append(f"| `{event.kind}` | `{values}` | {shown(log, keep=chr(10)).replace(chr(10), '<br>')} |")
     return "\n".join(rows)
 
 
-def with_table(document: str) -> str:
-    """Returns ``document`` with the current table."""
-    before, _, rest = document.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+def with_table(page: str) -> str:
+    """Returns the text of a page with the current table."""
+    before, _, rest = (DOCS / page).read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n{table(page)}\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(with_table(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in WORDS:
+        (DOCS / name).write_text(with_table(name), encoding="utf-8")

@@ -4,7 +4,7 @@ import json
 import pickle
 
 import pytest
-from events.examples import DOCUMENT, EXAMPLES, with_table
+from events.examples import DOCS, EXAMPLES, WORDS, with_table
 
 from mindresume import events as ev
 from mindresume.events import event_from_json
@@ -60,9 +60,9 @@ def test_an_outcome_is_one_of_four():
         ev.TrainingEnded("sunshine")
 
 
-def test_the_table_in_the_documents_matches_the_handlers():
-    assert DOCUMENT.read_text(encoding="utf-8") == with_table(DOCUMENT.read_text(encoding="utf-8")), \
-        "run: PYTHONPATH=tests python -m events.examples"
+@pytest.mark.parametrize("page", WORDS)
+def test_the_table_of_each_page_matches_the_handlers(page):
+    assert (DOCS / page).read_text(encoding="utf-8") == with_table(page), "run: PYTHONPATH=.:tests python -m events.examples"
 
 
 @pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.kind)

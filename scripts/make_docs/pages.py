@@ -1,0 +1,19 @@
+"""Lists the pages with a generated part."""
+from __future__ import annotations
+
+from pathlib import Path
+
+from scripts.make_docs import settings
+from scripts.make_docs.marks import with_part
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = {                       # {page: (source that its mark names, maker of the part)}
+    "settings.md": (settings.SOURCE, lambda: settings.part("en")),
+    "settings.zh.md": (settings.SOURCE, lambda: settings.part("zh")),
+}
+
+
+def made(name: str) -> str:
+    """Returns the page as it should be: what is outside of the marks stays."""
+    source, part = PAGES[name]
+    return with_part((DOCS / name).read_text(encoding="utf-8"), source, part())
