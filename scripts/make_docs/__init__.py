@@ -3,6 +3,7 @@
 A generated part stands in a page between two marks, and is committed. tests/test_make_docs.py compares it with its source:
 
     settings             the dataclasses in mindresume/settings.py, and settings.zh.json for their Chinese meanings
+    command_reference    the commands and their help (mindresume/cli)
 
 The tables of two other pages have commands of their own: docs/events.md (tests/events/examples.py) and docs/releases.md
 (st/release_table.py).

@@ -3,13 +3,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.make_docs import settings
+from scripts.make_docs import commands, settings
 from scripts.make_docs.marks import with_part
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {                       # {page: (source that its mark names, maker of the part)}
     "settings.md": (settings.SOURCE, lambda: settings.part("en")),
     "settings.zh.md": (settings.SOURCE, lambda: settings.part("zh")),
+    "command_reference.md": (commands.SOURCE, commands.part),
+    "command_reference.zh.md": (commands.SOURCE, commands.part),
 }
 
 
