@@ -362,12 +362,13 @@ def _close_events(emit: Emitter) -> None:
 
 
 def report_metric(name: str, value: Any) -> None:
-    """Records a measurement, such as the loss of an evaluation. Every later save stores the newest value, and
-    ``mindresume.keep_best`` can rank checkpoints by it; rank 0's value counts.
+    """Records a measurement, such as the loss of an evaluation. Every later save stores the newest value, and the setting
+    ``keep_best`` can rank checkpoints by it; rank 0's value counts.
 
     Args:
-        name: name of the metric.
-        value: a number, or a tensor or array of one element. If it is not finite, later saves do not store this metric.
+        name: Name of the metric.
+        value: A number, or a tensor or array of one element. If it is not finite, later saves do not store this metric.
+
     Raises:
         ConfigError: The name is empty, or the value is no number.
     """

@@ -53,7 +53,14 @@ KEEP_ALL = KeepAll()
 
 @dataclass(frozen=True)
 class KeepLast:
-    """Keeps the last ``count`` (``keep_checkpoint_max``)."""
+    """Keeps the last checkpoints, as ``keep_checkpoint_max`` does.
+
+    Attributes:
+        count: How many.
+
+    Raises:
+        ConfigError: ``count`` is no whole number of at least 1.
+    """
     count: int
 
     def __post_init__(self) -> None:
@@ -68,9 +75,15 @@ class KeepLast:
 
 @dataclass(frozen=True)
 class KeepPerMinutes:
-    """Keeps the oldest, and from there one per ``minutes`` (``keep_checkpoint_per_n_minutes``).
+    """Keeps the oldest checkpoint, and from there one per interval, as ``keep_checkpoint_per_n_minutes`` does.
 
     If the clock was set back, a checkpoint that seems older than the one kept before it stays and begins a new interval.
+
+    Attributes:
+        minutes: Length of the interval in minutes.
+
+    Raises:
+        ConfigError: ``minutes`` is no finite number above 0.
     """
     minutes: float
 
@@ -97,7 +110,14 @@ class KeepPerMinutes:
 class KeepEverySteps:
     """Keeps, for every multiple of ``interval``, the first checkpoint at or after it and before the next multiple (in sink mode
     steps arrive in jumps). If several runs saved that step, keeps the newest. Checkpoints before the first multiple are not
-    kept."""
+    kept.
+
+    Attributes:
+        interval: Number of steps.
+
+    Raises:
+        ConfigError: ``interval`` is no whole number of at least 1.
+    """
     interval: int
 
     def __post_init__(self) -> None:
@@ -119,7 +139,16 @@ class KeepEverySteps:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``count`` best by a recorded metric; of equal ones the newer. Checkpoints without that metric are not best."""
+    """Keeps the best checkpoints by a recorded metric; of equal ones the newer. Checkpoints without that metric are not best.
+
+    Attributes:
+        metric: "loss", or a name that was given to ``mindresume.plugin.report_metric``.
+        count: How many.
+        mode: "min": small values are better; "max": large ones.
+
+    Raises:
+        ConfigError: ``count`` is no whole number of at least 1, ``mode`` is another text, or ``metric`` is empty.
+    """
     metric: str
     count: int
     mode: str = "min"
@@ -144,7 +173,14 @@ class KeepBest:
 
 @dataclass(frozen=True)
 class KeepAny:
-    """Keeps what at least one of ``policies`` keeps."""
+    """Keeps what at least one of several policies keeps.
+
+    Attributes:
+        policies: The policies.
+
+    Raises:
+        ConfigError: There is no policy.
+    """
     policies: tuple[Policy, ...]
 
     def __post_init__(self) -> None:
