@@ -15,7 +15,7 @@ import typer
 from mindresume.api.progress import SILENT, Progress
 from mindresume.events.log_lines import progress_text
 from mindresume.events.progress import ProgressReporter
-from mindresume.formatting import shown
+from mindresume.formatting import shown, size_text
 from mindresume.model.layout import MAX_RANKS
 
 if TYPE_CHECKING:
@@ -60,16 +60,16 @@ def print_json(value: Any) -> None:
     try:
         text = json.dumps(value, indent=1, allow_nan=False)
     except ValueError:                              # JSON has no NaN and no infinity
-        text = json.dumps(_finite(value), indent=1)
+        text = json.dumps(finite(value), indent=1)
     print(text)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Returns ``value`` with null for every number that is nan or infinite."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -87,6 +87,16 @@ def origin_text(origin: str | None, run_id: str | None) -> str:
     """Returns who wrote a checkpoint, as a phrase."""
     from mindresume.formats import MERGED, MINDFORMERS
     return {MINDFORMERS: "mindformers", MERGED: "mindresume, consolidated weights"}.get(origin or "", f"run {run_id}")
+
+
+CHECKPOINT_COLUMNS = ("step", "epoch", "ranks", "size", "format", "run", "saved", "state")
+RIGHT_ALIGNED = ("step", "epoch", "ranks", "size")
+
+
+def checkpoint_cells(info: CheckpointInfo) -> list[str]:
+    """Returns one row of a table with CHECKPOINT_COLUMNS."""
+    return [step_text(info.step), step_text(info.epoch), str(info.world_size), size_text(info.size_bytes),
+            "iteration" if info.iteration_dir else info.format, run_text(info), time_text(info.saved_at), info.state]
 
 
 def run_text(info: CheckpointInfo) -> str:

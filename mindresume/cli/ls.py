@@ -2,28 +2,79 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, Folder, WorldSize, print_json, run_text, say, step_text, time_text
-from mindresume.formatting import size_text
+from mindresume.cli.common import (
+    CHECKPOINT_COLUMNS,
+    RIGHT_ALIGNED,
+    AsJson,
+    Folder,
+    Stopped,
+    WorldSize,
+    checkpoint_cells,
+    print_json,
+    say,
+    step_text,
+    stopped_by_signals,
+)
 
 if TYPE_CHECKING:
     from mindresume.api.results import CheckpointInfo, Listing, Problem
 
 
 @app.command()
-def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> None:
+def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
+       watch: Annotated[bool, typer.Option("--watch", help="Repeat it until Ctrl-C. On a terminal: one screen with the running "
+                                           "job, its speed, saves in progress and free space. Elsewhere: a new listing "
+                                           "whenever something changed; with --json, one JSON object a line.")] = False,
+       every: Annotated[float | None, typer.Option("--every", min=0.1, metavar="SECONDS", show_default=False,
+                                                   help="Pause between two looks of --watch. Default: 5. It is longer where "
+                                                   "one look takes long.")] = None) -> None:
     """Lists every saved step, newest first, complete or not, with its problems.
 
-    It checks names, records and sizes; `verify` checks the contents.
+    It checks names, records and sizes; `verify` checks the contents. With --watch the folder need not exist yet; it takes no lock
+    and disturbs no job. Exit status of --watch: 130 after Ctrl-C.
     """
+    if watch:
+        _watch(folder, json, world_size, every)
+    if every is not None:
+        raise typer.BadParameter("it needs --watch", param_hint="--every")
     from mindresume.api import catalog
-    from mindresume.formats import MINDFORMERS
     listing = catalog.open(folder, world_size=world_size).list()
     if json:
         print_json(listing.to_json())
-        return
+    else:
+        _print_listing(listing)
+
+
+def _watch(folder: str, as_json: bool, world_size: int | None, every: float | None) -> NoReturn:
+    """Repeats the listing until a signal or the end of a reader's pipe."""
+    from mindresume.api.observation import observe
+    from mindresume.cli.watch import EVERY, Lines, watch
+    pause = EVERY if every is None else every
+    try:
+        with stopped_by_signals():
+            if as_json or not sys.stdout.isatty():
+                watch(lambda: observe(folder, world_size), Lines(folder, as_json, _print_listing), pause)
+            else:
+                from mindresume.cli.watch_screen import Screen
+                with Screen(folder, pause) as screen:
+                    watch(lambda: observe(folder, world_size), screen, pause)
+    except Stopped as stopped:                  # the usual way to end it: nothing to say
+        sys.exit(128 + stopped.signal)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # the interpreter flushes once more
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _print_listing(listing: Listing) -> None:
+    """Prints a listing as text."""
+    from mindresume.formats import MINDFORMERS
     _print(listing, listing.root, listing.checkpoints)
     if listing.memory:
         _print(listing, "memory (this node): lost with the node", listing.memory)
@@ -43,12 +94,11 @@ def _print(listing: Listing, title: str, checkpoints: tuple[CheckpointInfo, ...]
         return
     say(title)                               # not as a title, which would wrap at spaces
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("step", "epoch", "ranks", "size", "format", "run", "saved", "state"):
-        table.add_column(name, justify="right" if name in ("step", "epoch", "ranks", "size") else "left", no_wrap=True)
+    for name in CHECKPOINT_COLUMNS:
+        table.add_column(name, justify="right" if name in RIGHT_ALIGNED else "left", no_wrap=True)
     for row in checkpoints:
-        table.add_row(step_text(row.step), step_text(row.epoch), str(row.world_size), size_text(row.size_bytes),
-                      "iteration" if row.iteration_dir else row.format, run_text(row), time_text(row.saved_at),
-                      row.state + (", see below" if row.warnings else ""),
+        *cells, state = checkpoint_cells(row)
+        table.add_row(*cells, state + (", see below" if row.warnings else ""),
                       style="yellow" if row.problem or row.warnings else "")
     Console(markup=False, emoji=False, highlight=False).print(table)
     for row in checkpoints:
