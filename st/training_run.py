@@ -38,9 +38,9 @@ SIZES = {"model.model_config.num_hidden_layers": 1, "model.model_config.intermed
 ONE_LAYER = " ".join(f"--{key} {value}" for key, value in SIZES.items())
 FORMAT_2 = "--use_legacy_format False"           # Checkpoint 2.0: iteration folders
 # Keys of a configuration that do not change the graph: what is saved and loaded, when and where.
-NOT_IN_GRAPHS = ("callbacks", "load_checkpoint", "resume_training", "mindresume", "auto_trans_ckpt", "src_strategy_path_or_dir",
-                 "output_dir", "remote_save_url", "use_graceful_exit", "use_legacy_format", "balanced_load",
-                 "ignore_data_skip", "data_skip_steps")
+NOT_IN_GRAPHS = ("callbacks", "load_checkpoint", "load_ckpt_format", "resume_training", "mindresume", "auto_trans_ckpt",
+                 "src_strategy_path_or_dir", "output_dir", "remote_save_url", "use_graceful_exit", "use_legacy_format",
+                 "balanced_load", "ignore_data_skip", "data_skip_steps")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ epoch, epoch_step    as the callbacks see them: in sink mode "epoch" is the sink
 In sink mode there is a line for each step within the sink too; only the last one comes after the callbacks.
 
 ``CPU_CLUSTER_KILL=RANK@STEP`` (or ``all@STEP``): that rank (every rank) sends itself SIGKILL at the end of step STEP,
-after all callbacks of the step, a checkpoint save included; within a sink right after the step.
+after all callbacks of the step, a checkpoint save included; within a sink right after the step. With ``CPU_CLUSTER_KILLED=path``
+only once, for jobs that start again by themselves: ``path`` is made before the kill, and a process that finds it kills nothing.
 
 ``CPU_CLUSTER_LOSE=0,3@STEP``: at the end of step STEP all ranks but 0 and 3 hang as if lost, and these save what they have as
 MindIO TTP makes them, which does not exist here: mindformers' ``ckpt_save_func`` (trainer/base_trainer.py) is called with the
@@ -82,17 +83,20 @@ class StepRecorder(Callback):
 
 
 class KillSelf(Callback):
-    """Ends this process as a crash would, at the end of the first step >= ``step``."""
+    """Ends this process as a crash would, at the end of the first step >= ``step``. ``note``: a file that it makes before."""
 
-    def __init__(self, step: int):
+    def __init__(self, step: int, note: str = ""):
         super().__init__()
-        self.step = step
+        self.step, self.note = step, note
 
     def step_end(self, run_context):
         self.step_in_sink(run_context.original_args())
 
     def step_in_sink(self, cb, *_):
         if global_step(cb) >= self.step:
+            if self.note:
+                with open(self.note, "w", encoding="utf-8"):
+                    pass
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -122,14 +126,15 @@ class LoseRanks(Callback):
 
 
 def from_environment() -> list[Callback]:
-    """The callbacks asked for by the two variables; they run after all others of a step."""
+    """The callbacks asked for by the variables; they run after all others of a step."""
     rank, callbacks = os.environ.get("RANK_ID", "0"), []
     path = os.environ.get("CPU_CLUSTER_STEPS")
     if path and ("{rank}" in path or rank == "0"):
         callbacks.append(StepRecorder(path.replace("{rank}", rank)))
     who, _, step = os.environ.get("CPU_CLUSTER_KILL", "").partition("@")
-    if who in ("all", rank) and step:
-        callbacks.append(KillSelf(int(step)))
+    note = os.environ.get("CPU_CLUSTER_KILLED", "")
+    if who in ("all", rank) and step and not os.path.exists(note):
+        callbacks.append(KillSelf(int(step), note))
     left, _, step = os.environ.get("CPU_CLUSTER_LOSE", "").partition("@")
     if step:
         callbacks.append(LoseRanks(int(rank), [int(one) for one in left.split(",")], int(step), path))
