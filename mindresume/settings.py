@@ -161,7 +161,8 @@ def _names(kind: type) -> list[str]:
 
 def _value(where: str, known: Field[Any], value: Any) -> Any:
     """Returns a setting converted to the type of its default. Raises ConfigError for an invalid value."""
-    kind, choices = type(known.default), known.metadata.get("choices")
+    kind: type[Any] = type(known.default)
+    choices = known.metadata.get("choices")
     if choices:
         if value not in choices:
             raise ConfigError(f"{where} is {value!r}; choose one of {', '.join(choices)}")

@@ -79,21 +79,21 @@ def observe(path: str | os.PathLike[str], world_size: int | None = None) -> Obse
     listing = Catalog(storage, path, world_size).list()
     jobs = [user for user in listing.in_use_by if user.holder.purpose == SAVING and user.alive is not False]
     running = {user.holder.run for user in jobs}
-    saves = tuple(_save(storage, listing.root, row) for row in listing
-                  if row.state == INCOMPLETE and row.step is not None and row.run_id in running)
+    saves = tuple(_save(storage, listing.root, row, row.step, row.run_id) for row in listing
+                  if row.state == INCOMPLETE and row.step is not None and row.run_id is not None and row.run_id in running)
     beats = tuple(beat for beat in (_heartbeat(storage, listing.root, user) for user in jobs) if beat is not None)
     free = storage.free_space(listing.root)
     return Observation(listing, saves, beats, None if free == UNKNOWN_SPACE else free)
 
 
-def _save(storage: Storage, root: str, row: CheckpointInfo) -> SaveInProgress:
+def _save(storage: Storage, root: str, row: CheckpointInfo, step: int, run: str) -> SaveInProgress:
     """Returns which ranks have recorded what they wrote, by the names in the folder of records."""
-    name = attempt_name(row.step, row.run_id)
+    name = attempt_name(step, run)
     names: list[str] = []
     with suppress(OSError):                     # it is being committed or removed
         names = storage.list(os.path.join(root, row.iteration_dir or "", FOLDER, name))
-    ranks = sorted({record_rank(entry) for entry in names} - {None})
-    return SaveInProgress(row.step, row.run_id, row.world_size, tuple(ranks))
+    ranks = {rank for rank in map(record_rank, names) if rank is not None}
+    return SaveInProgress(step, run, row.world_size, tuple(sorted(ranks)))
 
 
 def _heartbeat(storage: Storage, root: str, user: DirectoryUser) -> Heartbeat | None:
