@@ -17,7 +17,7 @@ ROOMS = [ROOT, ROOT / "mindresume", *(path for path in (ROOT / "mindresume").ite
 FILES = sorted((ROOT / "mindresume").rglob("*.py"))
 ABOUT_MODULES = {"architecture.md", "design_rules.md", "simulation.md"}         # elsewhere `report.x` can be a variable
 DOCUMENTS = pytest.mark.parametrize(
-    "document", [ROOT / "README.md", ROOT / "README_CN.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
+    "document", [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
 
 
 def has(module: str, name: str) -> bool:

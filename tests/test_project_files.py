@@ -1,10 +1,12 @@
 """Checks the files that configure the project's tools and its pages on hosting platforms: they are valid, and what they name
 exists."""
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -39,3 +41,14 @@ def test_a_large_file_is_refused(tmp_path):
         done = subprocess.run(["bash", "-c", command, "--", *map(str, paths)], capture_output=True, text=True)
         return done.returncode != 0, done.stdout.split("\n")[:-1]
     assert refused(small) == (False, []) and refused(small, large) == (True, [str(large)])
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING", "SECURITY"])
+def test_the_chinese_page_has_the_code_and_the_links_of_the_english_one(name):
+    def facts(page):
+        text = (ROOT / page).read_text()
+        blocks = "".join(re.findall(r"```.*?```", text, re.DOTALL))
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        links = {re.sub(r"_CN|\.zh", "", link) for link in re.findall(r"\]\(([^)]+)\)", prose)}
+        return {re.sub(r"#.*", "", line).strip() for line in blocks.splitlines()}, links, set(re.findall(r"`[^`\n]+`", prose))
+    assert facts(f"{name}_CN.md") == facts(f"{name}.md")
