@@ -1,4 +1,5 @@
 """The generated parts of the guide are those of their sources, and whole in both languages."""
+import ast
 import re
 from dataclasses import fields
 
@@ -6,9 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from mindresume import cli
-from scripts.make_docs import commands, settings
+from scripts.make_docs import commands, messages, settings
 from scripts.make_docs.marks import END, begin, with_part
 from scripts.make_docs.pages import DOCS, PAGES, made
+from scripts.make_docs.templates import PACKAGE, Message, Source
+from scripts.make_docs.templates import messages as messages_of
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -39,3 +42,54 @@ def test_the_reference_of_a_command_has_the_options_of_its_help(name):
     section = commands.part().partition(f"\n## `mindresume {name}`\n")[2].partition("\n## ")[0]
     options = set(re.findall(r"--[a-z][a-z-]*[a-z]", shown)) - {"--help"}
     assert options and options == set(re.findall(r"--[a-z][a-z-]*[a-z]", section))
+
+
+def test_every_error_is_explained_in_both_languages():
+    builtin = {"BaseException", "Exception", "RuntimeError", "AssertionError", "OSError", "ValueError"}
+    defined = messages.source().exceptions(*builtin) - builtin
+    assert set(messages.INTERNAL) <= defined
+    for page in ("messages.md", "messages.zh.md"):
+        titles = re.findall(r"^## (\w+Error)$", (DOCS / page).read_text(encoding="utf-8"), re.M)
+        assert sorted(titles) == sorted(defined - set(messages.INTERNAL) - {"MindResumeError"}), page
+
+
+def test_every_part_of_the_package_that_raises_has_a_label():
+    assert {message.room for message in messages.found()} == set(messages.ROOMS)
+
+
+SOURCE = """
+CHOICES = ("a", "b")
+class ConfigError(ValueError): ...
+class CorruptFileError(Exception):
+    def __init__(self, path, reason):
+        super().__init__(f"{path}: {reason}")
+def where_text(path):
+    return f"the folder above {path}"
+def check(name, value, rows, path):
+    more = "; ..." if len(rows) > 3 else ""
+    if name:
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(CHOICES)}"[:400] + (f" ({len(rows)} rows)" if rows else
+                                                                                              ""))
+    raise CorruptFileError(path, f"it has {self.size} bytes, {'none' if more else value.count} expected: "
+                                 f"{where_text(path)}{more}")
+def choose(step, error):
+    raise ConfigError("there is no step at all" if step is None else f"there is no step {step + 1}:\\n{error}")
+def pass_on(error):
+    raise ConfigError(f"{error}")
+def damage(reason):
+    return CorruptFileError("x", f"at some byte: {reason}")
+def read():
+    raise damage("truncated")
+"""
+
+
+def test_templates_of_texts():
+    tree = ast.parse(SOURCE)
+    path = PACKAGE / "formats" / "x.py"
+    found = messages_of(Source.of({path: tree}), {"ConfigError", "CorruptFileError"})
+    assert found == [Message(error, template, "formats") for error, template in (
+        ("ConfigError", "<name> is <value>; choose one of a, b[ (<number of rows> rows)]"),
+        ("CorruptFileError", "<path>: it has <size> bytes, [none | <count>] expected: the folder above <path>[; ...]"),
+        ("ConfigError", "there is no step at all"),
+        ("ConfigError", "there is no step <step + 1>: ⏎ <error>"),
+        ("CorruptFileError", "<path>: at some byte: truncated"))]
