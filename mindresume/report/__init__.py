@@ -5,7 +5,9 @@
     failure_rate.py, save_interval.py the mathematics of an advice     measurement.py ─▶ advice.py ─▶ advice_text.py
     advise.py an advice for a folder
     recoveries.py the phases of each recovery
-    checkpoint_state.py the checkpoints on disk     chart.py, page.py the page     builder.py builds the report
+    checkpoint_state.py the checkpoints on disk     builder.py builds the report
+    page.py the page     tables.py its cells     chart.py its static figure     chart_data.py its interactive charts
+    texts.py, phrases.py the texts in English and Chinese
 
 A *run attempt* lasts from one start of the training to its end, however it ends. Nothing here imports mindspore or mindformers.
 """

@@ -18,6 +18,7 @@ from mindresume.api.results import Result
 from mindresume.events import DISK, MEMORY
 from mindresume.report.failure_rate import FailureRate, PartRate
 from mindresume.report.measurement import Measured, TierCosts
+from mindresume.report.phrases import Phrase, joined, phrase, sentences
 from mindresume.report.save_interval import Tier, best_interval, goodput
 
 SHARE = 0.9                     # probability of the ranges
@@ -25,8 +26,7 @@ BOUND = 0.95                    # probability of the bound without a failure
 ENOUGH = 0.05                   # an interval that loses less than this more than the best one is as good
 FEW = 5                         # failures; with fewer, the ranges are wide
 KNOWN = 3                     # failures that tell whether memory survives; with fewer, the tier is not turned off
-KEYS = {DISK: ("save_checkpoint_steps", "the CheckpointMonitor of callbacks"),
-        MEMORY: ("every_steps", "memory_tier of mindresume")}
+KEYS = {DISK: "save_checkpoint_steps", MEMORY: "every_steps"}      # settings; their places: texts advice.place.*
 
 
 @dataclass(frozen=True)
@@ -200,29 +200,25 @@ def loss_of(tier: Tier, interval: float, rate: float) -> float:
 def _change(rows: Sequence[TierAdvice], parts: Parts) -> str:
     """Returns what to change, as one sentence for each tier; the same for all is said once."""
     said = [_change_of(row, *parts[row.name]) for row in rows]
-    if all(text.startswith("Nothing") for text in said):
-        keys = ", ".join(f"{KEYS[row.name][0]}: {row.steps_now}" for row in rows)
-        costs = "costs" if len(rows) == 1 else "cost"
-        return f"Nothing to change: {keys} {costs} less than {ENOUGH:.0%} more than the best interval{'s' * (len(rows) > 1)}."
-    return " ".join(said)
+    if all(text.key == "advice.keep" for text in said):
+        keys = joined([phrase("advice.key", key=KEYS[row.name], steps=row.steps_now) for row in rows])
+        return phrase("advice.keep_all" if len(rows) == 1 else "advice.keep_all_several", keys=keys, enough=f"{ENOUGH:.0%}")
+    return sentences(said)
 
 
-def _change_of(row: TierAdvice, costs: TierCosts, rate: FailureRate | PartRate) -> str:
-    key, place = KEYS[row.name]
+def _change_of(row: TierAdvice, costs: TierCosts, rate: FailureRate | PartRate) -> Phrase:
+    key, place, now = KEYS[row.name], phrase(f"advice.place.{row.name}"), "_now" if row.steps_now else ""
     if row.steps_advised is None:
         if row.steps_now is not None and row.steps_now < row.steps_low:
-            return (f"No failure was seen. {key}: {row.steps_now} saves more often than the measured time calls for: "
-                    f"{row.steps_low} would do. Keep {row.steps_now} if more failures are expected, in a larger job for example.")
-        return (f"No failure was seen, so there is nothing to change: {key} may be {row.steps_low} or more"
-                + (f" (it is {row.steps_now})." if row.steps_now else "."))
+            return phrase("advice.too_often", key=key, now=row.steps_now, low=row.steps_low)
+        return phrase(f"advice.may_be{now}", key=key, low=row.steps_low, now=row.steps_now)
     if row.steps_advised == 0:
-        return (f"Set {key}: 0 in {place}: memory survives too few failures, and saves to disk alone lose less"
-                + (f"; it is {row.steps_now}." if row.steps_now else "."))
+        return phrase(f"advice.off{now}", key=key, place=place, now=row.steps_now)
     if row.steps_now is not None:
-        now, best = (loss_of(costs.tier, seconds, rate.per_second) for seconds in (row.seconds_now, row.seconds_advised))
-        if now <= best * (1 + ENOUGH):
-            return f"Nothing to change for {key}: {row.steps_now}."
-    return f"Set {key}: {row.steps_advised} in {place}" + (f"; it is {row.steps_now}." if row.steps_now else ".")
+        present, best = (loss_of(costs.tier, seconds, rate.per_second) for seconds in (row.seconds_now, row.seconds_advised))
+        if present <= best * (1 + ENOUGH):
+            return phrase("advice.keep", key=key, now=row.steps_now)
+    return phrase(f"advice.set{now}", key=key, steps=row.steps_advised, place=place, now=row.steps_now)
 
 
 def _notes(measured: Measured, rows: Sequence[TierAdvice]) -> Iterable[str]:

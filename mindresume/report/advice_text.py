@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from mindresume.events import MEMORY
 from mindresume.formatting import span_text
 from mindresume.report.advice import Advice, TierAdvice
+from mindresume.report.phrases import Phrase, counted, joined, phrase, sentences
 
 
 def lines_of(advice: Advice) -> Iterable[tuple[str, str]]:
@@ -33,35 +34,42 @@ def lines_of(advice: Advice) -> Iterable[tuple[str, str]]:
 
 def sentence_of(advice: Advice) -> str:
     """Returns the advice in a few sentences, with what it is computed from."""
-    several = "s" * (len(advice.tiers) > 1)
-    stops = ", ".join(stop_text(tier.stall_seconds) + (f" ({tier.name})" if several else "") for tier in advice.tiers)
-    expected = "" if advice.goodput_advised is None else f" Expected goodput {percent(advice.goodput_advised)}"
-    if expected and advice.goodput_now is not None:
-        expected += f", {percent(advice.goodput_now)} with the present interval{several}"
-    return f"{advice.change} ({failures_text(advice)}; a save stops the training for {stops}.)" + (
-        expected + "." if expected else "")
+    is_several = len(advice.tiers) > 1
+    stops = joined([phrase("advice.stop_of", span=stop_text(tier.stall_seconds), tier=phrase(tier.name)) if is_several
+                    else stop_text(tier.stall_seconds) for tier in advice.tiers])
+    found = phrase("advice.sentence", change=advice.change, failures=failures_text(advice), stops=stops)
+    if advice.goodput_advised is None:
+        return found
+    advised = percent(advice.goodput_advised)
+    if advice.goodput_now is None:
+        return sentences([found, phrase("advice.expected", advised=advised)])
+    key = "advice.expected_now_several" if is_several else "advice.expected_now"
+    return sentences([found, phrase(key, advised=advised, now=percent(advice.goodput_now))])
 
 
 def interval_rows(advice: Advice) -> list[tuple[str, str, str, str, str, str]]:
     """Returns the rows of the table of the page: for each tier, then the goodput: (what, now, advised, range, stop, failures)."""
-    def steps(count: int | None, more: str = "") -> str:
-        if count == 0:
-            return "none"
-        plural = "" if count == 1 else "s"
-        return "?" if count is None else f"{count} step{plural}{more} ({span_text(count * advice.step_seconds)})"
+    def steps(count: int | None, key: str = "advice.steps") -> str:
+        if count is None:
+            return "?"
+        return phrase(key, count=count, span=span_text(count * advice.step_seconds)) if count else phrase("none")
 
     def known(share: float | None) -> str:
         return "?" if share is None else percent(share)
+
+    def between(low: object, high: object) -> Phrase:
+        return phrase("advice.between", low=low, high=high)
     rows = []
     for tier in advice.tiers:
         is_bound = tier.steps_advised is None
-        each = tier.seconds_between_failures_low if is_bound else tier.seconds_between_failures
-        rows.append((f"saves to {tier.name}", steps(tier.steps_now), steps(tier.steps_low, " or more") if is_bound
-                     else steps(tier.steps_advised), f"{tier.steps_low} and {tier.steps_high}" if tier.steps_advised else "",
-                     stop_text(tier.stall_seconds), span_text(each) + " or more" * is_bound))
+        each = span_text(tier.seconds_between_failures_low if is_bound else tier.seconds_between_failures)
+        rows.append((phrase("advice.saves_to", tier=phrase(tier.name)), steps(tier.steps_now),
+                     steps(tier.steps_low, "advice.steps_or_more") if is_bound else steps(tier.steps_advised),
+                     between(tier.steps_low, tier.steps_high) if tier.steps_advised else "",
+                     stop_text(tier.stall_seconds), phrase("advice.or_more", span=each) if is_bound else each))
     if advice.goodput_advised is not None:
-        rows.append(("goodput expected", known(advice.goodput_now), percent(advice.goodput_advised),
-                     f"{percent(advice.goodput_advised_low)} and {percent(advice.goodput_advised_high)}", "", ""))
+        rows.append((phrase("advice.goodput"), known(advice.goodput_now), percent(advice.goodput_advised),
+                     between(percent(advice.goodput_advised_low), percent(advice.goodput_advised_high)), "", ""))
     return rows
 
 
@@ -70,21 +78,20 @@ def memory_text(advice: Advice) -> str | None:
     if advice.goodput_with_memory is None:
         return None
     memory, disk = advice.tiers_with_memory
-    what = "A tier in memory would bring nothing."
+    what = phrase("advice.memory_nothing")
     if advice.goodput_with_memory > advice.goodput_advised:
-        what = (f"With a tier in memory, memory_tier: {{every_steps: {memory.steps_advised}}}, and save_checkpoint_steps: "
-                f"{disk.steps_advised}: goodput {percent(advice.goodput_with_memory)} expected.")
-    return " ".join([what, *(["Assumed:"] if advice.assumed else []), *advice.assumed])
+        what = phrase("advice.memory", memory=memory.steps_advised, disk=disk.steps_advised,
+                      goodput=percent(advice.goodput_with_memory))
+    return sentences([what, *([phrase("advice.assumed")] if advice.assumed else []), *advice.assumed])
 
 
 def failures_text(advice: Advice) -> str:
     """Returns how often the training fails, and how well that is known."""
     trained, low = span_text(advice.training_seconds), span_text(advice.seconds_between_failures_low)
     if advice.seconds_between_failures is None:
-        return f"none in {trained} of training: with 95 % probability at most one in {low}"
-    count = f"{advice.failures} failure{'' if advice.failures == 1 else 's'}"
-    return (f"{count} in {trained} of training: one in {span_text(advice.seconds_between_failures)} (90 %: {low} to "
-            f"{span_text(advice.seconds_between_failures_high)})")
+        return phrase("advice.no_failure", trained=trained, low=low)
+    return phrase("advice.failures", failures=counted("failure", advice.failures), trained=trained,
+                  each=span_text(advice.seconds_between_failures), low=low, high=span_text(advice.seconds_between_failures_high))
 
 
 def stop_text(seconds: float) -> str:

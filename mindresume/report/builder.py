@@ -17,6 +17,7 @@ from mindresume.report.checkpoint_state import CheckpointState, read_checkpoint_
 from mindresume.report.event_log import failures_in, find_event_logs, find_supervisor_logs, foreign_utc_offsets, read_events
 from mindresume.report.log_discovery import LogFile, find_logs
 from mindresume.report.log_parser import merged
+from mindresume.report.phrases import Phrase, phrase
 from mindresume.report.recoveries import Recovery, recoveries_of, totals_of
 from mindresume.report.runs import RunAttempt, attempts_of, with_losses, with_outcome
 from mindresume.report.supervisor_log import of_first_node, supervisor_moments
@@ -154,45 +155,37 @@ def _notes(attempts: Sequence[RunAttempt], rank: int | None, others: Sequence[in
     """Yields what a reader must know about missing or inferred data."""
     unrecorded = [attempt.number for attempt in attempts if not attempt.has_events]
     if unrecorded:
-        yield (f"There is no event file of {_named(unrecorded)} (mindresume was not installed, or wrote no events yet). Only "
-               f"what mindformers logged is known: starts, losses and times. Run id, saves, refused checkpoints and the reason "
-               f"of a failure are unknown, the time of saves is counted as productive or lost, and the step of the resume is "
-               f"inferred from the first loss.")
+        yield phrase("note.no_events", attempts=_named(unrecorded))
     unlogged = [attempt.number for attempt in attempts if attempt.last_step is not None and not len(attempt.losses)]
     if unlogged:
-        yield (f"There is no log of {_named(unlogged)}: its losses and the use of its time are unknown, so there is no goodput.")
+        yield phrase("note.no_log", attempts=_named(unlogged))
     if rank:
-        yield f"There is no log of rank 0: losses and step times are those of rank {rank}."
+        yield phrase("note.other_rank", rank=rank)
     if any(not attempt.has_true_loss and len(attempt.losses) for attempt in attempts) and not others:
-        yield (f"The training has pipeline stages. The loss is that of rank {rank}, not the true one, because there is no log "
-               f"of the last rank.")
+        yield phrase("note.no_last_rank", rank=rank)
     if others:
-        yield f"The training has pipeline stages: the loss comes from rank {', '.join(map(str, sorted(others)))}, the last one."
+        yield phrase("note.last_rank", ranks=", ".join(map(str, sorted(others))))
     if attempts and attempts[0].is_cut:
-        yield "The log begins within an attempt: older lines were rotated away, and are not counted."
+        yield phrase("note.cut")
     interval = max((attempt.losses.interval for attempt in attempts), default=1)
     if interval > 1:
-        yield (f"The log has a loss every {interval} steps. A failed attempt may have done up to {interval - 1} more steps than "
-               f"are counted.")
+        yield phrase("note.interval", interval=interval, more=interval - 1)
     bad = sum(attempt.losses.not_finite for attempt in attempts)
     if bad:
-        yield f"The loss is not finite (nan or inf) at {bad} steps; the curve has gaps there."
+        yield phrase("note.not_finite", steps=bad)
     if any(attempt.step_scale != 1 for attempt in attempts):
-        yield ("The batch size changed, so steps were renumbered. Each attempt is drawn with its own numbers; lost steps are "
-               "counted with those of the attempt that lost them.")
+        yield phrase("note.renumbered")
 
 
 def _time_notes(utc_offsets: Sequence[int]) -> Iterable[str]:
     if len(utc_offsets) > 1:
-        yield (f"The logs have local times with the offsets {', '.join(f'{offset / 3600:+g} h' for offset in utc_offsets)} from "
-               f"UTC. They are read as times of this machine, so a loss can be in the wrong attempt: make the report where the "
-               f"training runs.")
+        yield phrase("note.offsets", offsets=", ".join(f"{offset / 3600:+g} h" for offset in utc_offsets))
 
 
-def _named(numbers: Sequence[int]) -> str:
+def _named(numbers: Sequence[int]) -> Phrase:
     """Returns the attempts as text: "attempt 3", or "attempts 3, 4"."""
-    shown = ", ".join(map(str, numbers[:10])) + (" ..." if len(numbers) > 10 else "")
-    return f"attempt{'' if len(numbers) == 1 else 's'} {shown}"
+    return phrase("note.attempts", count=len(numbers), numbers=", ".join(map(str, numbers[:10])) + (
+        " ..." if len(numbers) > 10 else ""))
 
 
 # ---- for programs ----------------------------------------------------------------------------------------------------

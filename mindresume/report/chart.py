@@ -47,14 +47,24 @@ def draw(accounts: Sequence[AttemptAccount]) -> Any:
 
 
 def svg(figure: Any) -> str:
-    """Returns the figure as SVG for a page, without prolog and metadata."""
+    """Returns the figure as SVG for a page, without prolog and metadata, and without inline styles: the Content-Security-Policy
+    of the page forbids those."""
     import matplotlib
     with matplotlib.rc_context({"svg.hashsalt": "mindresume", "svg.fonttype": "path"}):
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = out.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg"):], flags=re.DOTALL)
+    text = re.sub(r"<defs>\s*<style[^>]*>(.*?)</style>\s*</defs>", "", text, flags=re.DOTALL)
+    text = re.sub(r' style="([^"]*)"', _attributes, text)
+    text = text.replace("<svg ", '<svg stroke-linejoin="round" stroke-linecap="butt" ', 1)
     return re.sub(r'<svg ([^>]*?)width="[^"]*" ', r"<svg \1", re.sub(r' height="[^"]*pt"', "", text, count=1), count=1)
+
+
+def _attributes(style: re.Match[str]) -> str:
+    """Returns the properties of an inline style as attributes of SVG, which have the same names."""
+    properties = [item.split(":", 1) for item in style[1].split(";") if ":" in item]
+    return "".join(f' {name.strip()}="{value.strip()}"' for name, value in properties)
 
 
 def png(figure: Any) -> bytes:
@@ -135,10 +145,15 @@ def _marks(axes: Any, accounts: Sequence[AttemptAccount], steps: np.ndarray, val
         axes.annotate(str(attempt.number), place, (6, 5), textcoords="offset points", fontsize=8.5, color=DEAD)
 
 
-def _at(step: int, steps: np.ndarray, values: np.ndarray, otherwise: float) -> float:
-    """Returns the loss at a step, or at the nearest step that has one."""
+def loss_at(step: int, steps: np.ndarray, values: np.ndarray) -> float | None:
+    """Returns the loss at a step, or at the nearest step that has one; None if no step has one."""
     finite = np.flatnonzero(np.isfinite(values))
-    return float(values[finite][np.abs(steps[finite] - step).argmin()]) if len(finite) else otherwise
+    return float(values[finite][np.abs(steps[finite] - step).argmin()]) if len(finite) else None
+
+
+def _at(step: int, steps: np.ndarray, values: np.ndarray, otherwise: float) -> float:
+    found = loss_at(step, steps, values)
+    return otherwise if found is None else found
 
 
 def _points(axes: Any, places: Sequence[tuple[float, float]], marker: str, colour: str, label: str, order: int) -> None:

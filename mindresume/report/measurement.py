@@ -21,6 +21,7 @@ from mindresume.errors import MindResumeError
 from mindresume.events import DISK, FAILED, MEMORY
 from mindresume.report.accounting import AttemptAccount
 from mindresume.report.failure_rate import FailureRate, PartRate
+from mindresume.report.phrases import phrase
 from mindresume.report.recoveries import recoveries_of
 from mindresume.report.runs import RunAttempt
 from mindresume.report.save_interval import Tier
@@ -127,18 +128,15 @@ def measure(rows: Sequence[AttemptAccount], where: str) -> Measured:
     else:
         copy = stall if background else max(save.size_bytes or 0 for save in saves) / COPIED
         memory = restarts.costs(Tier(MEMORY, copy, copy, 0.0, survival), 0, None)
-        assumed.append("A save stops the training as long as a save in the background does, for one copy." if background else
-                       "A save stops the training for one copy, at 1 GiB/s: no copy was measured.")
-        assumed.append("The checksums of the copy take as long as the copy.")
+        assumed += [phrase("assumed.one_copy" if background else "assumed.copy_rate"), phrase("assumed.checksums")]
     if not memory.restarts and disk.load_seconds is None:
-        assumed.append("A restart takes as long as from the disk.")
+        assumed.append(phrase("assumed.restart"))
     elif not memory.restarts:
         faster = max(disk.load_seconds - 2 * copy, 0.0)
         memory = replace(memory, tier=replace(memory.tier, restart_seconds=max(disk.tier.restart_seconds - faster, 0.0)))
-        assumed.append("Selecting and loading take as long as a copy and its checksums.")
+        assumed.append(phrase("assumed.load"))
     if not intact + lost:
-        assumed.append("Half of the failures leave the memory of the nodes intact, as the death of a process does; the loss of a "
-                       "node does not.")
+        assumed.append(phrase("assumed.survival"))
     is_on = bool(copies and next(attempt for attempt in reversed(attempts) if attempt.saves or attempt.memory_saves).memory_saves)
     return Measured(step, disk, background, rate,
                     sum(attempt.outcome == FAILED and attempt.last_step is None for attempt in attempts),

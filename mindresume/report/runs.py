@@ -24,10 +24,11 @@ from mindresume.report import log_parser
 from mindresume.report.event_log import Failure, RecordedEvent
 from mindresume.report.log_parser import LogLine
 from mindresume.report.losses import Losses
+from mindresume.report.phrases import phrase
 
 RUNNING, UNKNOWN = "running", "unknown"             # the other outcomes are those of TrainingEnded
 NORMAL = (FINISHED, PREEMPTED, NOTHING_TO_TRAIN)    # nothing is lost after these
-KILLED = "no end was recorded: its processes were killed, a host failed, or the event file could not be written"
+KILLED = phrase("reason.killed")
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def with_outcome(attempt: RunAttempt, leases: Mapping[str, bool | None] | None) 
     if attempt.outcome != UNKNOWN or attempt.run_id is None or leases is None:
         return attempt
     if attempt.run_id not in leases:
-        return replace(attempt, outcome=FAILED, reason="its lease was released, and no rank recorded how it ended")
+        return replace(attempt, outcome=FAILED, reason=phrase("reason.lease_released"))
     alive = leases[attempt.run_id]
     if alive is None:
         return attempt

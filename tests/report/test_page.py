@@ -1,20 +1,28 @@
 """The page: well-formed, alone, nothing of a log gets out of its place."""
+import base64
+import hashlib
+import json
+import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from rank_folders import STORAGE, save
 from training_logs import RUNS, Training, history, two_attempts
 
 from mindresume import events as ev
-from mindresume.report import page
+from mindresume.formatting import shown
+from mindresume.report import chart, page, tables
 from mindresume.report.advice_text import percent
 from mindresume.report.advise import advice_of
 from mindresume.report.builder import build_report
 from mindresume.report.runs import KILLED
+from mindresume.report.texts import TEXTS
 
 VOID = {"meta", "br"}
-EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;<!--</title>"
+BASE = "default-src 'none'; script-src '{}'; style-src '{}'; base-uri 'none'; form-action 'none'"
 
 
 class Checker(HTMLParser):
@@ -22,7 +30,7 @@ class Checker(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.attributes, self.rows = [], [], [], []
+        self.open, self.tags, self.attributes, self.rows, self.scripts, self.styles = [], [], [], [], [], []
         self.feed(text)
         assert self.open == []
 
@@ -35,13 +43,29 @@ class Checker(HTMLParser):
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
+        if tag == "script":
+            self.scripts.append([dict(attrs), ""])
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.rows and {"td", "th"} & set(self.open):
+        if self.open[-1:] == ["script"]:
+            self.scripts[-1][1] += data
+        elif self.open[-1:] == ["style"]:
+            self.styles.append(data)
+        elif self.rows and {"td", "th"} & set(self.open) and self.open[-1] != "title":
             self.rows[-1][-1] += data
+
+
+def data_of(text):
+    """Returns the data block of a page."""
+    (_, block), _ = Checker(text).scripts
+    return json.loads(block)
+
+
+def hash_of(text):
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def written(folder, log):
@@ -92,28 +116,82 @@ def test_without_a_failure_there_is_a_bound_and_no_recovery(tmp_path):
     assert page.recovery_summary(report) == "" and not [row for row in rows if row[:1] == ["goodput expected"]]
 
 
-def test_the_page_loads_nothing_and_runs_no_script(tmp_path):
-    checker = Checker(page.html(written(tmp_path, two_attempts()), ""))
-    assert not {"script", "link", "iframe", "img", "object"} & set(checker.tags)
-    assert not [name for name, _ in checker.attributes if name.startswith("on") or name in ("src", "href")]
-    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in checker.attributes
+def test_the_page_loads_nothing_and_runs_only_its_own_script(tmp_path):
+    checker = Checker(page.html(written(tmp_path, two_attempts()), "<svg ></svg>"))
+    assert not {"link", "iframe", "img", "object", "base", "form", "image", "foreignObject"} & set(checker.tags)
+    assert not [name for name, _ in checker.attributes if name.startswith("on") or name in ("src", "href", "style", "srcdoc")]
+    (block, _), (attributes, script) = checker.scripts
+    (style,) = checker.styles
+    assert (block, attributes, script, style) == ({"type": "application/json", "id": "data"}, {}, page.script(), page.style())
+    policies = [value for name, value in checker.attributes if name == "content" and "default-src" in value]
+    assert len(policies) == 1 and policies[0].startswith(BASE.format(hash_of(script), hash_of(style)))
+    assert "unsafe" not in policies[0] and "require-trusted-types-for 'script'; trusted-types 'none'" in policies[0]
+
+
+def test_the_script_writes_no_markup_and_asks_no_network():
+    script = page.script()
+    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "setTimeout", "fetch(",
+                 "XMLHttpRequest", "WebSocket", "sendBeacon", "import(", "http:", "https:", "</script", "<!--", "localStorage"):
+        assert word not in script.replace("http://www.w3.org/2000/svg", ""), word
+    style = page.style().replace("url(#hatch)", "")
+    assert not [word for word in ("</style", "url(", "@import", "expression") if word in style]
+    for name in page.SCRIPTS:
+        assert page._part(name).count("\n") < 400
+
+
+def test_the_static_figure_has_no_inline_style(tmp_path):
+    report = written(tmp_path, two_attempts())
+    checker = Checker(page.html(report, chart.svg(chart.draw(report.accounts))))
+    assert "style" not in [name for name, _ in checker.attributes] and len(checker.styles) == 1
 
 
 def test_hostile_text_is_escaped(tmp_path):
     log = Training().start(0).event(1, ev.CandidateRefused(5, EVIL, EVIL)).resume(2, 0, EVIL).run(3, EVIL).steps(4, 1, 3)
     log.event(8, ev.SaveFailed(3, EVIL)).event(9, ev.TrainingEnded(ev.FAILED, EVIL))
     report = written(tmp_path, log)
-    checker = Checker(page.html(report, "<svg ></svg>"))
-    assert "script" not in checker.tags and "img" not in checker.tags
+    text = page.html(report, "<svg ></svg>")
+    checker = Checker(text)
+    assert checker.tags.count("script") == 2 and "img" not in checker.tags
     cells = [cell for row in checker.rows for cell in row if "alert(1)" in cell]
     assert len(cells) == 4 and all(EVIL in cell for cell in cells)
     assert not [name for name, _ in checker.attributes if name.startswith("on")]
+    (_, block), _ = checker.scripts
+    assert not set("<>&") & set(block)
+    assert EVIL in next(mark for mark in data_of(text)["chart"]["marks"] if mark["kind"] == "failed")["text"][1]["reason"]
+    assert ["failed_save", {"reason": EVIL}] in data_of(text)["phrases"]
+
+
+@pytest.mark.parametrize("text", ["</script>", "<!--<script>", "a\u2028b\u2029c", "\x1b[2J\u202e", "\udc80", "&lt;"])
+def test_nothing_gets_out_of_the_data_block(text):
+    block = page.json_block({text: [text, {"x": (text,)}]})
+    assert not set("<>&\u2028\u2029\x1b\u202e") & set(block) and block.encode()
+    expected = shown(text)
+    assert json.loads(block) == {expected: [expected, {"x": [expected]}]}
+
+
+def test_numbers_that_are_not_finite_are_null():
+    assert json.loads(page.json_block([math.nan, math.inf, -math.inf, 1.5])) == [None, None, None, 1.5]
 
 
 def test_a_hostile_name_of_a_folder_is_text(tmp_path):
     folder = tmp_path / "a<script>b"
-    Checker(page.html(written(folder, two_attempts()), ""))
-    assert "<script>" not in page.html(written(folder, two_attempts()), "")
+    Checker(text := page.html(written(folder, two_attempts()), ""))
+    assert text.count("<script") == 2 and f"Training report: {tmp_path}/a&lt;script&gt;b</title>" in text
+
+
+def test_each_phrase_of_the_page_is_in_its_data(tmp_path):
+    text = page.html(written(tmp_path, two_attempts()), "<svg ></svg>")
+    found = data_of(text)
+    numbers = [int(value) for name, value in Checker(text).attributes if name == "data-t"]
+    assert sorted(set(numbers)) == list(range(len(found["phrases"]))) and found["title"][0] == "title.of"
+    assert found["texts"]["zh"].keys() == found["texts"]["en"].keys() == TEXTS.keys()
+
+
+def test_the_template_has_no_text_of_its_own():
+    template = (Path(page.__file__).parent / page.TEMPLATE).read_text(encoding="utf-8")
+    alone = re.sub(r"{[{%].*?[%}]}", "", template, flags=re.DOTALL)
+    words = re.sub(r"<[^>]*>", "", alone)
+    assert not re.search("[A-Za-z]", words), words
 
 
 def test_the_chart_has_a_text_alternative(tmp_path):
@@ -125,7 +203,7 @@ def test_a_page_without_logs_names_the_searched_folders(tmp_path):
     save(tmp_path / "checkpoint", 5)
     text = page.html(build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"), ["/elsewhere"]), "")
     rows = Checker(text).rows
-    assert [row[0] for row in rows[1:]] == ["5"] and "Run attempts" not in text
+    assert [row[0] for row in rows[1:]] == ["5"] and ">Run attempts<" not in text and data_of(text)["chart"] is None
     for path in (f"{tmp_path}/mindresume_events/*.jsonl", f"{tmp_path}/log*/rank_*/info.log*",
                  f"{tmp_path}/msrun_log*/worker_*.log", "/elsewhere/log*/rank_*/info.log*"):
         assert path in text
@@ -164,4 +242,4 @@ def test_spans(seconds, text):
 @pytest.mark.parametrize("part, whole, text", [(0, 0, "0 %"), (1, 3, "33 %"), (1, 40, "2.5 %"), (0, 5, "0 %"),
                                                (5, 5, "100 %"), (1, 5000, "< 0.1 %")])
 def test_percent(part, whole, text):
-    assert page._percent(part, whole) == text
+    assert tables.percent(part, whole) == text

@@ -1,0 +1,71 @@
+"""Makes the texts of the report in English and Chinese. A Phrase is its English text, and carries what its Chinese text needs, so
+that the page can switch between both; everything else takes it as a string."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mindresume.report.texts import TEXTS
+
+ENGLISH, CHINESE = 0, 1
+LANGUAGES = {"en": ENGLISH, "zh": CHINESE}      # a column of TEXTS for each language of the page
+_PLACE = re.compile(r"\{(\w+)\}")
+
+
+class Phrase(str):
+    """Holds a fixed text of the report: the English one as its value, its key in TEXTS, and its arguments by name."""
+    key: str
+    arguments: dict[str, Any]
+
+
+def phrase(key: str, /, **arguments: Any) -> Phrase:
+    """Returns a text of the table TEXTS.
+
+    Args:
+        key: of the text.
+        arguments: what replaces ``{name}`` in it: strings and numbers as they are, phrases in the language of the text. If the
+            text has two forms ("{count} step|{count} steps"), the first is taken if ``count`` is 1.
+    """
+    found = Phrase(text_of(key, arguments, ENGLISH))
+    found.key, found.arguments = key, arguments
+    return found
+
+
+def text_of(key: str, arguments: dict[str, Any], language: int) -> str:
+    """Returns a text in one language; page.js does the same in the browser."""
+    forms = TEXTS[key][language].split("|")
+    text = forms[0] if arguments.get("count") == 1 else forms[-1]
+    return _PLACE.sub(lambda place: in_language(arguments[place[1]], language), text)
+
+
+def in_language(value: Any, language: int) -> str:
+    """Returns a phrase in one language, and anything else as text."""
+    return text_of(value.key, value.arguments, language) if isinstance(value, Phrase) else str(value)
+
+
+def joined(parts: Sequence[Any], by: str = "comma") -> Any:
+    """Returns the parts as one phrase, with the separator ``join.BY`` between them; "" without parts."""
+    if not parts:
+        return ""
+    found = parts[0]
+    for part in parts[1:]:
+        found = phrase(f"join.{by}", first=found, second=part)
+    return found
+
+
+def sentences(parts: Iterable[Any]) -> Any:
+    """Returns sentences as one text; empty ones are left out."""
+    return joined([part for part in parts if part], "sentence")
+
+
+def counted(what: str, count: int) -> Phrase:
+    """Returns "1 step" or "3 steps"; ``what``: a key ``count.WHAT`` of TEXTS."""
+    return phrase(f"count.{what}", count=count)
+
+
+def as_json(value: Any) -> Any:
+    """Returns a phrase as [key, arguments] for page.js; anything else unchanged."""
+    if not isinstance(value, Phrase):
+        return value
+    return [value.key, {name: as_json(inner) for name, inner in value.arguments.items()}]
