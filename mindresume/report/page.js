@@ -85,8 +85,8 @@ const SHAPES = {
   failed: "M-5-3l2-2l3 3l3-3l2 2l-3 3l3 3l-2 2l-3-3l-3 3l-2-2l3-3z", tick: "M-1-4h2v8h-2z",
 };
 
-function paintMark(mark, shape, x, y, inside) {
-  inside.append(element("path", { class: "mark " + mark.kind, d: SHAPES[shape], transform: `translate(${x} ${y})` }));
+function paintMark(mark, shape, x, y, inside, kind = mark.kind) {
+  inside.append(element("path", { class: "mark " + kind, d: SHAPES[shape], transform: `translate(${x} ${y})` }));
   return { left: x, right: x, top: y, bottom: y, isMark: true, text: () => shown(mark.text) };
 }
 
@@ -167,7 +167,7 @@ function paintTimeline(plot, inside) {
   for (const mark of chart.marks) {
     const isFailure = mark.kind === "failed";
     if (mark.at === null || !plot.sees(mark.at) || plot.hidden.has(isFailure ? "failures" : "saves")) continue;
-    items.push(paintMark(mark, isFailure ? "failed" : "tick", plot.x(mark.at), isFailure ? 8 : 48, inside));
+    items.push(paintMark(mark, isFailure ? "failed" : "tick", plot.x(mark.at), isFailure ? 8 : 48, inside, isFailure ? "failed" : "committed"));
   }
   return items;
 }

@@ -29,6 +29,7 @@ function showTip(lines, x, y) {
 
 function hideTip() {
   tip.hidden = true;
+  tip.replaceChildren();
 }
 
 // ---- a chart --------------------------------------------------------------------------------------------------------
@@ -99,7 +100,8 @@ class Plot {
   }
 
   reset() {
-    this.setView(...this.full);
+    this.view = this.full;
+    this.draw();
   }
 
   draw() {

@@ -53,7 +53,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "tile.lost.more": ("{share} of the steps done", "占已执行步数的 {share}"),
     "tile.lost.risk": ("{share} of the steps done; {steps} more follow the newest checkpoint",
                        "占已执行步数的 {share}；最新 checkpoint 之后还有 {steps} 步"),
-    "tile.goodput": ("Goodput", "有效训练时间占比（goodput）"),
+    "tile.goodput": ("Goodput", "有效训练时间占比"),
     "tile.goodput.more": ("{productive} productive of {total}", "{total} 中有效训练 {productive}"),
     "tile.cost": ("Cost of failures", "故障代价"),
     "tile.cost.more": ("{lost} of lost steps, {downtime} downtime", "损失的步 {lost}，停机 {downtime}"),
