@@ -68,9 +68,8 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def scroll_to(self, selector: str) -> None:
-        """Scrolls an element to the middle of the window, and waits until the page was drawn there: it hides its values when it
-        scrolls."""
-        self.driver.execute_async_script("""document.querySelector(arguments[0]).scrollIntoView({block: "center"});
+        """Scrolls until an element is in the window, and waits until that was drawn: a page that scrolls hides its values."""
+        self.driver.execute_async_script("""document.querySelector(arguments[0]).scrollIntoView({block: "nearest"});
             requestAnimationFrame(() => requestAnimationFrame(arguments[1]))""", selector)
 
     def plot(self, name: str) -> dict[str, Any]:

@@ -47,14 +47,12 @@ def take(page: Path, images: Path) -> list[Path]:
     light, dark = images / "report.png", images / "report_dark.png"
     browser = Browser()
     try:
-        browser.open(page, width=1140, height=980)
-        browser.point_at("loss", 116)
-        browser.run("scrollTo(0, 0)")
+        browser.open(page, width=1140, height=1060)
         browser.point_at("loss", 116)
         browser.screenshot(light)
-        browser.open(page, "zh-CN", dark=True, width=1140, height=980)
+        browser.open(page, "zh-CN", dark=True, width=1140, height=1060)
         browser.drag("loss", 92, 128)
-        browser.point_at("timeline", 40, 0.82)
+        browser.point_at("timeline", 36, 0.82)
         browser.screenshot(dark)
     finally:
         browser.close()

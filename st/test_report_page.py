@@ -22,7 +22,8 @@ from st.browser import Browser, missing
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(missing()), reason=missing())]
 EVIL = "<script>document.title = 'x'</script></script><img src=x onerror=\"document.title='y'\"><!--"
-DATA = ("mindformers", "mindresume", "goodput", "loss", "checkpoint", "run", "epoch", "rank", "min", "KiB", "MiB", "safetensors")
+DATA = ("mindformers", "mindresume", "goodput", "loss", "checkpoint", "run", "epoch", "rank", "min", "ms", "KiB", "MiB",
+        "safetensors")
 # What is the same in both languages: names of settings, commands and files.
 NAMES = ("JSON", "json", "report", "verify", "every_steps", "save_checkpoint_steps", "memory_tier", "callbacks",
          "CheckpointMonitor", "English", "MindSpore", "Page", "Down", "Shift", "Esc", "Up")

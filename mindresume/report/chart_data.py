@@ -13,6 +13,7 @@ import numpy as np
 from mindresume.events import DISK, FAILED, MEMORY
 from mindresume.formatting import size_text, span_text
 from mindresume.report.accounting import AttemptAccount
+from mindresume.report.advice_text import stop_text
 from mindresume.report.builder import Report
 from mindresume.report.chart import kept_curve, loss_at
 from mindresume.report.losses import thinned
@@ -112,11 +113,11 @@ def _marks(rows: Sequence[AttemptAccount], origin: float) -> tuple[list[dict[str
             if kind == "memory":
                 mark(kind, save.step, None, None, phrase(
                     "tip.memory", step=save.step, attempt=row.attempt.number, size=size_text(save.size_bytes),
-                    stall=span_text(save.stall_seconds)))
+                    stall=stop_text(save.stall_seconds)))
             else:
                 mark(kind, save.step, save.time, None, phrase(
                     "tip.save", step=save.step, at=moment(save.time), state=phrase(f"tip.{kind}"),
-                    size=size_text(save.size_bytes), stall=span_text(save.stall_seconds), write=_span(save.write_seconds)))
+                    size=size_text(save.size_bytes), stall=stop_text(save.stall_seconds), write=_span(save.write_seconds)))
     for row in rows:
         attempt = row.attempt
         if attempt.last_step is None:

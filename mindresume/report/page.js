@@ -132,7 +132,7 @@ function paintLoss(plot, inside) {
     });
   }
   for (const kind of ["lost", "kept"]) inside.append(element("path", { class: "curve " + kind, d: paths[kind] }));
-  if (points <= 60) for (const item of items) inside.append(element("circle", { class: "mark committed", cx: item.left, cy: item.top, r: 2.6 }));
+  if (points <= 60) for (const item of items) inside.append(element("circle", { class: "mark sample", cx: item.left, cy: item.top, r: 2.8 }));
   const few = marks.filter((mark) => mark.kind === "committed" || mark.kind === "staged").length <= 60;
   const failures = marks.filter((mark) => mark.kind === "failed").length;
   for (const mark of marks) {
