@@ -133,8 +133,12 @@ class Plot {
     const lines = [item, ...same.slice(0, 4)].map((one) => one.text());
     if (same.length > 4) lines.push(say("tip.more", { count: same.length - 4 }));
     const x = middle(item), y = (item.top + item.bottom) / 2, box = this.svg.getBoundingClientRect();
-    this.pointer.replaceChildren(element("line", { class: "cursor", x1: x, x2: x, y1: 0, y2: this.depth }));
-    if (item.left === item.right) this.pointer.append(element("circle", { class: item.isMark ? "ring" : "dot", cx: x, cy: y, r: item.isMark ? 9 : 4.5 }));
+    if (item.left === item.right) {
+      this.pointer.replaceChildren(element("line", { class: "cursor", x1: x, x2: x, y1: 0, y2: this.depth }),
+        element("circle", { class: item.isMark ? "ring" : "dot", cx: x, cy: y, r: item.isMark ? 9 : 4.5 }));
+    } else {
+      this.pointer.replaceChildren(element("rect", { class: "ring", x: item.left, width: item.right - item.left, y: item.top - 2, height: item.bottom - item.top + 4 }));
+    }
     this.chosen = item;
     showTip(lines, box.left + MARGIN.left + Math.min(Math.max(x, 0), this.inner), box.top + MARGIN.top + y);
   }
