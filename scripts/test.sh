@@ -31,6 +31,8 @@ done
 if [ "${FAST:-0}" != 1 ]; then
     need_system "st/test_syscalls.py traces the system calls of a save" strace strace command -v strace ||
         echo "Or skip that test: test.sh --ignore st/test_syscalls.py" >&2
+    need_system "st/test_report_page.py opens the report page in a browser" chromium-driver chromedriver command -v chromedriver ||
+        echo "Without it these tests are skipped." >&2
     echo "== system tests"
     "$PYTHON" -m pytest -q --durations=20 -n 2 --dist loadfile --hypothesis-seed=0 st "$@" \
         --ignore st/test_releases.py --ignore-glob 'st/test_pynative*.py'
