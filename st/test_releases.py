@@ -31,7 +31,7 @@ from st.release_runs import (
     tolerance_of,
 )
 from st.releases import HERE, RELEASES, ReleaseRun, python_of, why_not
-from st.run_attempts import LIMIT, refused_steps, selected_step
+from st.run_attempts import LIMIT, refused_steps, selected_step, steps_of
 from st.training_run import ROOT, Attempt
 
 pytestmark = pytest.mark.timeout(1800)
@@ -157,6 +157,17 @@ def test_a_folder_without_redundancy_is_resumed(release, kind, data, graphs, tmp
     run = small_run(tmp_path / "run", data, release, kind, 4, graphs=graphs, monitor={"remove_redundancy": True})
     run_killed(run)
     expect_resumed(run, run.steps(0))
+
+
+@pytest.mark.parametrize("release, workers", [
+    pytest.param(release, workers, marks=[*needs(release), *([] if (release, workers) == ("2.1.0", 1) else LONG)])
+    for release in RELEASES for workers in (1, 4)])
+def test_mindformers_alone_continues_what_mindresume_saved(release, workers, left, whole, tmp_path):
+    """In Checkpoint 2.0; by one process mindformers resumes from no rank folder of safetensors, whoever wrote it."""
+    run = copy_of(left(release, "2.0", workers), tmp_path / "run")
+    run.start("--no-mindresume").wait_for_success(LIMIT)
+    assert steps_of(run) == list(range(SAVED + 1, STEPS + 1))
+    expect_equal(run.steps(-1), whole(release, workers).steps())
 
 
 @pytest.mark.parametrize("half", [pytest.param(half, marks=needs("2.0.0")) for half in (False, True)])
