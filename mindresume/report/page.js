@@ -85,9 +85,9 @@ const SHAPES = {
   failed: "M-5-3l2-2l3 3l3-3l2 2l-3 3l3 3l-2 2l-3-3l-3 3l-2-2l3-3z", tick: "M-1-4h2v8h-2z",
 };
 
-function paintMark(mark, shape, x, y, inside, kind = mark.kind) {
+function paintMark(mark, shape, at, x, y, inside, kind = mark.kind) {
   inside.append(element("path", { class: "mark " + kind, d: SHAPES[shape], transform: `translate(${x} ${y})` }));
-  return { left: x, right: x, top: y, bottom: y, isMark: true, text: () => shown(mark.text) };
+  return { at, left: x, right: x, top: y, bottom: y, isMark: true, text: () => shown(mark.text) };
 }
 
 function paintLoss(plot, inside) {
@@ -128,7 +128,7 @@ function paintLoss(plot, inside) {
       pen = { kind: curve.kind, step };
       if (!plot.sees(step)) return;
       const text = () => say(curve.kind === "kept" ? "tip.loss" : "tip.lost", { step, loss: value, attempt: curve.attempt, after: span(curve.times[index]) });
-      items.push({ left, right: left, top, bottom: top, text });
+      items.push({ at: step, left, right: left, top, bottom: top, text });
     });
   }
   for (const kind of ["lost", "kept"]) inside.append(element("path", { class: "curve " + kind, d: paths[kind] }));
@@ -138,7 +138,7 @@ function paintLoss(plot, inside) {
   for (const mark of marks) {
     const isSave = mark.kind === "committed" || mark.kind === "staged", x = plot.x(mark.step);
     const top = mark.loss === null ? plot.depth - (isSave ? 7 : mark.kind === "memory" ? 18 : 26) : y(mark.loss);
-    items.push(paintMark(mark, isSave && !few ? "tick" : mark.kind, x, top, inside));
+    items.push(paintMark(mark, isSave && !few ? "tick" : mark.kind, mark.step, x, top, inside));
     if (mark.kind === "failed" && failures <= 30) inside.append(element("text", { class: "number", x: x + 7, y: top - 6 }, mark.attempt));
   }
   return items;
@@ -167,7 +167,7 @@ function paintTimeline(plot, inside) {
   for (const mark of chart.marks) {
     const isFailure = mark.kind === "failed";
     if (mark.at === null || !plot.sees(mark.at) || plot.hidden.has(isFailure ? "failures" : "saves")) continue;
-    items.push(paintMark(mark, isFailure ? "failed" : "tick", plot.x(mark.at), isFailure ? 8 : 48, inside, isFailure ? "failed" : "committed"));
+    items.push(paintMark(mark, isFailure ? "failed" : "tick", mark.at, plot.x(mark.at), isFailure ? 8 : 48, inside, isFailure ? "failed" : "committed"));
   }
   return items;
 }
@@ -198,7 +198,7 @@ function addCharts() {
     if (chart.marks.some((mark) => mark.at !== null && mark.kind !== "failed")) series.push({ key: "saves", swatch: shape("committed", "tick") });
     if (chart.marks.some((mark) => mark.kind === "failed")) series.push({ key: "failures", swatch: shape("failed") });
     new Plot(place, {
-      title: "timeline", full: [0, chart.length], least: Math.min(0.01, chart.length), height: chart.phases.length ? 126 : 108, paint: paintTimeline,
+      title: "timeline", full: [-0.006 * chart.length, 1.006 * chart.length], least: Math.min(0.01, chart.length), height: chart.phases.length ? 126 : 108, paint: paintTimeline,
       axis: (length) => { const [name, size] = UNITS.find(([, , least]) => length >= least); return { name, size }; }, series,
     });
   }

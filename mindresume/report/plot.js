@@ -35,7 +35,7 @@ function hideTip() {
 // ---- a chart --------------------------------------------------------------------------------------------------------
 
 // Draws one chart whose x axis can be zoomed and moved. `paint(plot, inside)` draws the content and returns what can be pointed
-// at: {left, right, top, bottom} in pixels of the inside, `isMark`, and `text()`.
+// at: {left, right, top, bottom} in pixels of the inside, `at`: its value of the axis if it is one, `isMark`, and `text()`.
 class Plot {
   constructor(parent, { title, unit, full, least, height, series, paint, axis }) {
     Object.assign(this, { title, full, least, height, paint, axis, unit, view: full, hidden: new Set(), items: [], drag: null });
@@ -116,7 +116,7 @@ class Plot {
     for (const tick of ticks(this.view[0] / size, this.view[1] / size, this.inner / 90, this.unit)) {
       const x = MARGIN.left + this.x(tick * size);
       this.svg.append(element("line", { class: "axis", x1: x, x2: x, y1: below, y2: below + 4 }),
-        element("text", { class: "tick", x, y: below + 17, "text-anchor": "middle" }, number(tick)));
+        element("text", { class: "tick", x, y: below + 17, "text-anchor": x > this.width - 32 ? "end" : "middle" }, number(tick)));
     }
     this.svg.append(element("text", { class: "title", x: MARGIN.left + this.inner / 2, y: this.height - 5, "text-anchor": "middle" }, say(name)),
       element("line", { class: "axis", x1: MARGIN.left, x2: this.width - MARGIN.right, y1: below, y2: below }), inside);
@@ -126,10 +126,10 @@ class Plot {
     hideTip();
   }
 
-  // Shows the values of an item, and of all others at the same place.
+  // Shows the values of an item, and of all others at the same value of the axis.
   choose(item) {
     const middle = (one) => (one.left + one.right) / 2;
-    const same = this.items.filter((one) => one !== item && Math.abs(middle(one) - middle(item)) < 0.5);
+    const same = this.items.filter((one) => one !== item && one.at !== undefined && one.at === item.at);
     const lines = [item, ...same.slice(0, 4)].map((one) => one.text());
     if (same.length > 4) lines.push(say("tip.more", { count: same.length - 4 }));
     const x = middle(item), y = (item.top + item.bottom) / 2, box = this.svg.getBoundingClientRect();
