@@ -40,12 +40,18 @@ PLACEHOLDER = re.compile(r"<.*>|[A-Z][A-Z0-9_./]*|MB/s|\.\.\.|\{\w+\}|.*\.\.\..*
 # Commands that read or write files alone; they run in a folder with a training. Others start processes.
 ON_FILES = ("ls", "which", "verify", "scrub", "diff", "inspect", "merge", "convert", "prune", "report", "advise",
             "flush", "plugin-path")
-# Lines of shell blocks that a test runs: pattern of the line, the test, words that it must contain.
+# Lines of shell blocks that a test runs: pattern of the line, the test and what it runs with, words that they must contain.
 COVERED = (
     (r"bash scripts/quickstart\.sh", "st/test_quickstart.py", ("quickstart.py",)),
     (r"bash scripts/test\.sh", ".ci/run", ("scripts/test.sh",)),
-    (r"MSRUN_RESTARTS=\d+ bash scripts/msrun_launcher\.sh .*run_mindformer\.py", "tests/test_msrun_restarts.py",
+    (r"python st/data/make_data\.py data", "tests/test_make_data.py", ("make_data",)),
+    (r"MSRUN_RESTARTS=\d+ bash scripts/msrun_launcher\.sh .*run_mindformer\.py", "st/test_cookbook.py st/training_run.py",
      ("MSRUN_RESTARTS", "msrun_launcher.sh")),
+    (r'bash scripts/msrun_launcher\.sh "(st/cpu_cluster/run\.py )?run_mindformer\.py --config configs/resume\.yaml',
+     "st/test_cookbook.py st/training_run.py", ("resume.yaml", "cpu_cluster/run.py", "msrun_launcher.sh")),
+    (r"python st/cpu_cluster/run\.py run_mindformer\.py --config configs/quickstart_qwen3\.yaml",
+     "st/test_quickstart.py st/quickstart.py st/training_run.py",
+     ("quickstart_qwen3.yaml", "cpu_cluster/run.py", "run_mindformer.py")),
     (r"mindresume run .*-- (bash|msrun) ", "st/test_supervisor.py", ("mindresume", "run")),
     (r"mindresume export-hf ", "tests/cli/test_export_hf.py", ("export-hf",)),
     (r"mindresume scrub .*--remote ", "tests/cli/test_scrub.py", ("--remote",)),
@@ -168,6 +174,8 @@ def problem_of_script(words: list[str]) -> str:
         return problem_of_benchmark(script, words[1:])
     if script.name == "msrun_launcher.sh":
         return problem_of_script(["python", *shlex.split(words[1])]) if len(words) > 1 and " " in words[1] else ""
+    if words[0] == "st/cpu_cluster/run.py":
+        return problem_of_script(["python", *words[1:]])
     if script.name == "run_mindformer.py":
         return problem_of_run_mindformer(words[1:])
     text = script.read_text()
@@ -222,6 +230,8 @@ def problem_of_run_mindformer(words: list[str]) -> str:
             found = arguments.parse(words, str(ROOT))
         except SystemExit:
             return "its arguments are refused"
+    if found.config.startswith("configs/") and not (ROOT / found.config).is_file():
+        return f"there is no {found.config}"
     unknown = [key for key, _ in found.free if key.split(".")[0] not in known_keys()]
     return f"there is no key {unknown[0]}" if unknown else ""
 
@@ -247,8 +257,12 @@ def test_every_variable_is_read_somewhere(page):
     sources = [path.read_text() for folder in ("mindresume", "scripts", "st") for path in (ROOT / folder).rglob("*")
                if path.suffix in (".py", ".sh")]
     names = {name for _, variables, _ in commands_of(page) for name in variables}
+    names |= {match for block in blocks(page) if block.needs == "Kubernetes"
+              for match in re.findall(r"- \{?name: ([A-Z]\w+),? *\n? *value:", block.text)}
     settings = {f"MINDRESUME_{name.upper()}" for name in Settings.__dataclass_fields__}
-    assert [name for name in sorted(names - settings) if not any(name in text for text in sources)] == []
+    used = page.read_text()                 # by the block itself, as $NAME
+    assert [name for name in sorted(names - settings) if not any(name in text for text in sources)
+            and not re.search(rf"\$\{{?{name}\b", used)] == []
 
 
 # ---- YAML ------------------------------------------------------------------------------------------------------------
@@ -260,6 +274,7 @@ def known_keys() -> set[str]:
     if spec is None:
         pytest.skip("mindformers is not installed")
     folder, found = Path(spec.origin).parent, {"mindresume"}
+    found |= set(re.findall(r"(?m)^BASE_CONFIG = '(\w+)'", (folder / "tools/register/config.py").read_text()))
     for node in ast.walk(ast.parse((folder / "tools/register/template.py").read_text())):
         if isinstance(node, ast.ClassDef):
             values = {target.id: item.value for item in node.body if isinstance(item, ast.Assign) for target in item.targets}
@@ -289,11 +304,12 @@ def yaml_blocks() -> list[Block]:
 
 @pytest.mark.parametrize("block", yaml_blocks(), ids=lambda block: block.place)
 def test_every_yaml_is_accepted(block):
-    content = yaml.safe_load(block.text)
-    assert isinstance(content, dict)
-    if "apiVersion" in content or "kind" in content:                    # Kubernetes
-        assert {"apiVersion", "kind", "metadata"} <= set(content)
+    contents = list(yaml.safe_load_all(block.text))
+    assert all(isinstance(content, dict) for content in contents)
+    if block.needs == "Kubernetes":
+        assert all({"apiVersion", "kind", "metadata"} <= set(content) for content in contents)
         return
+    (content,) = contents
     Settings.load(content.get("mindresume"), {})
     for callback in content.get("callbacks") or ():
         if callback["type"] == "CheckpointMonitor":
@@ -373,7 +389,8 @@ def test_every_shell_block_runs_or_is_covered_or_marked(block, request, monkeypa
     for line in block.lines:
         row = next((row for row in COVERED if re.match(row[0], line)), None)
         if row is not None:
-            assert any(all(word in path.read_text() for word in row[2]) for path in ROOT.glob(row[1])), row
+            text = "".join((ROOT / name).read_text() for name in row[1].split())
+            assert [word for word in row[2] if word not in text] == [], row
             continue
         for command in simple_commands(line):
             _, words = split_environment(command)
