@@ -61,10 +61,10 @@ def pages() -> list[str]:
 
 
 def broken_links(site: Path, found: dict[Path, Page]) -> list[str]:
-    """Returns the links whose file or anchor does not exist."""
+    """Returns the links whose file or anchor does not exist, and the missing images, styles and scripts."""
     broken = []
     for path, page in found.items():
-        for link in page.links:
+        for link in (*page.links, *page.loads):
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
                 continue
@@ -103,6 +103,9 @@ def test_the_guide_builds_in_both_languages_without_warnings_and_without_a_netwo
     assert {page.language for path, page in found.items() if path.parent == site / "zh"} == {"zh"}
     assert broken_links(site, found) == []
     assert network_loads(site, found) == []
+    escaped = {path.name: re.findall(r"<td>(?:(?!</td>).)*<code>[^<]*\\\|[^<]*</code>", path.read_text(encoding="utf-8"))
+               for path in found}
+    assert {name: cells for name, cells in escaped.items() if cells} == {}, "a bar in code in a table: <code>a&#124;b</code>"
 
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     places = {row["location"].partition("#")[0] for row in index["docs"]}
@@ -136,6 +139,7 @@ def test_a_broken_link_is_found(tmp_path):
     first, second = tmp_path / "a.html", tmp_path / "b.html"
     first.write_text('<p id="here"><a href="#here"></a><a href="b.html#配置"></a><a href="b.html#x"></a><a href="c.html"></a>',
                      "utf-8")
-    second.write_text('<h2 id="配置"></h2><a href="a.html#%E4%B8"></a><a href="https://x.org/#y"></a>', "utf-8")
+    second.write_text('<img src="c.svg"><img src="data:,x">'
+                      '<h2 id="配置"></h2><a href="a.html#%E4%B8"></a><a href="https://x.org/#y"></a>', "utf-8")
     found = {path: Page(path.read_text(encoding="utf-8")) for path in (first, second)}
-    assert broken_links(tmp_path, found) == ["a.html: b.html#x", "a.html: c.html", "b.html: a.html#%E4%B8"]
+    assert broken_links(tmp_path, found) == ["a.html: b.html#x", "a.html: c.html", "b.html: a.html#%E4%B8", "b.html: c.svg"]

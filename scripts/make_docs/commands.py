@@ -90,15 +90,14 @@ def _section(name: str, function: Callable[..., Any]) -> str:
     blocks = [f"## `mindresume {name}`", f"```text\n{usage}\n```", *_help(inspect.getdoc(function) or "")]
     if arguments:
         blocks.append("\n".join(["| argument | meaning |", "|---|---|",
-                                 *(f"| `{parameter.names}` | {_cell(parameter.help)} |" for parameter in arguments)]))
+                                 *(f"| {_name(parameter.names)} | {_cell(parameter.help)} |" for parameter in arguments)]))
     options = [parameter for parameter in found if parameter.is_option]
     for panel in dict.fromkeys(parameter.panel for parameter in options):
         rows = [f"| {_cell(panel) or 'option'} | default | meaning |", "|---|---|---|"]
         for parameter in options:
             if parameter.panel == panel:
                 default = f"`{parameter.default}`" if parameter.default else ""
-                names = parameter.names.replace("|", "\\|")
-                rows.append(f"| `{names}` | {default} | {_cell(parameter.help)} |")
+                rows.append(f"| {_name(parameter.names)} | {default} | {_cell(parameter.help)} |")
         blocks.append("\n".join(rows))
     return "\n\n".join(blocks)
 
@@ -129,6 +128,11 @@ def _markdown(text: str) -> str:
     the pages that it names."""
     marked = _CODE.sub(lambda found: found[0] if found[0][0] == "`" else f"`{found[0]}`", text)
     return _PAGE.sub(r"[\1](\1)", marked)
+
+
+def _name(text: str) -> str:
+    """Returns ``text`` as code in a cell. Within backticks GitHub and mkdocs read an escaped bar in different ways."""
+    return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 
 def _cell(text: str) -> str:
