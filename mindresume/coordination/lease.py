@@ -44,9 +44,13 @@ class LeaseHolder:
 
     Attributes:
         purpose: SAVING, LOADING, REMOVING or SCRUBBING.
+        run: number and random part of the run, such as "0003-5f0c21aa"; empty before ``acquire`` chooses it.
+        host: name of the host.
         machine: one boot of one kernel and one namespace of processes, in which ``pid`` is valid.
+        pid: process id.
         started: start of the process in kernel ticks; distinguishes it from a later process with the same pid.
         since: seconds since 1970, for people.
+        world_size: number of ranks of the job.
         holds: names of attempt folders.
         beat: number of heartbeats so far.
         step: the step that the training has reached; 0: not known.
