@@ -96,11 +96,11 @@ def _since(at: float, origin: float) -> float:
 
 def _marks(rows: Sequence[AttemptAccount], origin: float) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Returns the marks (kind, step, seconds since the first start, loss at which they are drawn, text), and how many saves they
-    are and there were. A save has no loss: it is drawn at the bottom."""
+    are and there were. A save has no loss: it is drawn at the bottom. A failure before the first step has no step."""
     steps, values = kept_curve(rows)
     found, shown, total = [], 0, 0
 
-    def mark(kind: str, step: int, at: float | None, loss: float | None, text: Any) -> None:
+    def mark(kind: str, step: int | None, at: float | None, loss: float | None, text: Any) -> None:
         found.append({"kind": kind, "step": step, "at": None if at is None else _since(at, origin), "loss": loss,
                       "text": as_json(text)})
     staged = [(row, save) for row in rows for save in row.attempt.saves if save.is_staged]
@@ -120,18 +120,18 @@ def _marks(rows: Sequence[AttemptAccount], origin: float) -> tuple[list[dict[str
                     size=size_text(save.size_bytes), stall=stop_text(save.stall_seconds), write=_span(save.write_seconds)))
     for row in rows:
         attempt = row.attempt
-        if attempt.last_step is None:
-            continue
-        if attempt.base_step:
+        if attempt.base_step and attempt.last_step is not None:
             source = attempt.resumed_source if attempt.resumed_source in (DISK, MEMORY) else "unknown"
             mark("resumed", attempt.base_step, None, loss_at(attempt.base_step, steps, values), phrase(
                 "tip.resumed", attempt=attempt.number, step=attempt.base_step, at=moment(attempt.started),
                 source=phrase(f"source.{source}"), load=_span(attempt.load_seconds)))
         if attempt.outcome == FAILED:
-            mark("failed", attempt.last_step, attempt.ended,
-                 loss_at(attempt.last_step, attempt.losses.steps, attempt.losses.values), phrase(
-                     "tip.failed", attempt=attempt.number, step=attempt.last_step, at=moment(attempt.ended),
-                     reason=_shortened(reason_of(attempt))))
+            known = {"attempt": attempt.number, "at": moment(attempt.ended), "reason": _shortened(reason_of(attempt))}
+            if attempt.last_step is None:
+                mark("failed", None, attempt.ended, None, phrase("tip.failed_early", **known))
+            else:
+                loss = loss_at(attempt.last_step, attempt.losses.steps, attempt.losses.values)
+                mark("failed", attempt.last_step, attempt.ended, loss, phrase("tip.failed", step=attempt.last_step, **known))
             found[-1]["attempt"] = attempt.number
     return found, {"shown": shown, "total": total}
 

@@ -1,6 +1,6 @@
-// Makes the report interactive: both languages, light and dark, and charts with values, zoom and a legend. The page works without
-// it. It reads the block "data" (chart_data.py, texts.py), asks no network, and writes texts only as text, never as markup. plot.js
-// stands before it in the same script.
+// Makes the report interactive: both languages, light and dark, and charts with values, zoom and a legend. The page works
+// without it. It reads the block "data" (chart_data.py, texts.py), asks no network, and writes texts only as text, never as
+// markup. plot.js stands before it in the same script.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
@@ -70,7 +70,11 @@ function addSwitches() {
   const theme = button((made) => {
     made.textContent = say(isDark() ? "switch.light" : "switch.dark");
     made.title = say("switch.theme");
-  }, () => { setColours(remember("colours", isDark() ? "light" : "dark") || (isDark() ? "light" : "dark")); }, { id: "colours" });
+  }, () => {
+    const other = isDark() ? "light" : "dark";
+    remember("colours", other);
+    setColours(other);
+  }, { id: "colours" });
   system.addEventListener("change", () => setColours(colours));
   const switches = document.getElementById("switches");
   switches.append(theme, group);
@@ -91,8 +95,8 @@ function paintMark(mark, shape, at, x, y, inside, kind = mark.kind) {
 }
 
 function paintLoss(plot, inside) {
-  const items = [], curves = chart.curves.filter((curve) => !plot.hidden.has(curve.kind)).sort((a, b) => (a.kind === "kept") - (b.kind === "kept"));
-  const marks = chart.marks.filter((mark) => !plot.hidden.has(mark.kind) && plot.sees(mark.step));
+  const items = [], curves = chart.curves.filter((curve) => !plot.hidden.has(curve.kind));
+  const marks = chart.marks.filter((mark) => mark.step !== null && !plot.hidden.has(mark.kind) && plot.sees(mark.step));
   let [low, high, points] = [Infinity, -Infinity, 0];
   for (const curve of curves) {
     curve.steps.forEach((step, index) => {
@@ -106,19 +110,22 @@ function paintLoss(plot, inside) {
   const y = (value) => floor - (value - low + edge) / (high - low + 2 * edge) * (floor - 4);
   for (const tick of ticks(low - edge, high + edge, plot.depth / 55)) {
     inside.append(element("line", { class: "grid", x1: 0, x2: plot.inner, y1: y(tick), y2: y(tick) }));
-    plot.svg.append(element("text", { class: "tick-y", x: MARGIN.left - 8, y: MARGIN.top + y(tick) + 4, "text-anchor": "end" }, number(tick)));
+    plot.svg.append(element("text", {
+      class: "tick-y", x: MARGIN.left - 8, y: MARGIN.top + y(tick) + 4, "text-anchor": "end",
+    }, number(tick)));
   }
   for (const [from, to] of plot.hidden.has("lost") ? [] : chart.areas) {
     if (to < plot.view[0] || from > plot.view[1]) continue;
-    inside.append(element("rect", { class: "area", x: plot.x(from), width: Math.max(plot.x(to) - plot.x(from), 1), y: 0, height: plot.depth }));
+    const width = Math.max(plot.x(to) - plot.x(from), 1);
+    inside.append(element("rect", { class: "area", x: plot.x(from), width, y: 0, height: plot.depth }));
   }
   const paths = { kept: "", lost: "" };
   let pen = null;                       // the last point of the line that is drawn: {kind, step}
   for (const curve of curves) {
     if (curve.kind === "lost") pen = null;
     curve.steps.forEach((step, index) => {
-      const value = curve.values[index], last = curve.steps.length - 1;
-      const isNear = curve.steps[Math.min(index + 1, last)] >= plot.view[0] && curve.steps[Math.max(index - 1, 0)] <= plot.view[1];
+      const value = curve.values[index], [before, after] = [curve.steps[index - 1] ?? step, curve.steps[index + 1] ?? step];
+      const isNear = after >= plot.view[0] && before <= plot.view[1];
       if (value === null || !isNear) {
         pen = null;
         return;
@@ -127,19 +134,25 @@ function paintLoss(plot, inside) {
       paths[curve.kind] += `${isOn ? "L" : "M"}${left.toFixed(2)} ${top.toFixed(2)}${isOn ? "" : "h0"}`;
       pen = { kind: curve.kind, step };
       if (!plot.sees(step)) return;
-      const text = () => say(curve.kind === "kept" ? "tip.loss" : "tip.lost", { step, loss: value, attempt: curve.attempt, after: span(curve.times[index]) });
+      const text = () => say(curve.kind === "kept" ? "tip.loss" : "tip.lost", {
+        step, loss: value, attempt: curve.attempt, after: span(curve.times[index]),
+      });
       items.push({ at: step, left, right: left, top, bottom: top, text });
     });
   }
   for (const kind of ["lost", "kept"]) inside.append(element("path", { class: "curve " + kind, d: paths[kind] }));
-  if (points <= 60) for (const item of items) inside.append(element("circle", { class: "mark sample", cx: item.left, cy: item.top, r: 2.8 }));
+  for (const item of points <= 60 ? items : []) {
+    inside.append(element("circle", { class: "mark sample", cx: item.left, cy: item.top, r: 2.8 }));
+  }
   const few = marks.filter((mark) => mark.kind === "committed" || mark.kind === "staged").length <= 60;
   const failures = marks.filter((mark) => mark.kind === "failed").length;
   for (const mark of marks) {
     const isSave = mark.kind === "committed" || mark.kind === "staged", x = plot.x(mark.step);
     const top = mark.loss === null ? plot.depth - (isSave ? 7 : mark.kind === "memory" ? 18 : 26) : y(mark.loss);
     items.push(paintMark(mark, isSave && !few ? "tick" : mark.kind, mark.step, x, top, inside));
-    if (mark.kind === "failed" && failures <= 30) inside.append(element("text", { class: "number", x: x + 7, y: top - 6 }, mark.attempt));
+    if (mark.kind === "failed" && failures <= 30) {
+      inside.append(element("text", { class: "number", x: x + 7, y: top - 6 }, mark.attempt));
+    }
   }
   return items;
 }
@@ -147,7 +160,10 @@ function paintLoss(plot, inside) {
 // ---- the timeline ---------------------------------------------------------------------------------------------------
 
 const UNITS = [["chart.d", 86400, 2 * 86400], ["chart.h", 3600, 7200], ["chart.min", 60, 120], ["chart.s", 1, 0]];
-const SERIES = { startup: "startup", shutdown: "startup", productive: "productive", lost: "lost_time", downtime: "downtime", idle: "downtime", unknown: "unknown" };
+const SERIES = {
+  startup: "startup", shutdown: "startup", productive: "productive", lost: "lost_time", downtime: "downtime", idle: "downtime",
+  unknown: "unknown",
+};
 
 function paintTimeline(plot, inside) {
   const items = [];
@@ -159,7 +175,9 @@ function paintTimeline(plot, inside) {
   };
   for (const [kind, attempt, from, to] of chart.spans) {
     if (plot.hidden.has(SERIES[kind])) continue;
-    bar("k-" + kind, from, to, 8, 48, () => say("tip.span", { kind: ["spent." + kind], span: span(to - from), attempt, begin: span(from) }));
+    bar("k-" + kind, from, to, 8, 48, () => say("tip.span", {
+      kind: ["spent." + kind], span: span(to - from), attempt, begin: span(from),
+    }));
   }
   for (const [kind, attempt, from, to, phase, lasted] of plot.hidden.has("recovery") ? [] : chart.phases) {
     bar(kind, from, to, 54, 66, () => say("tip.recovery", { phase, span: lasted, attempt }));
@@ -167,7 +185,8 @@ function paintTimeline(plot, inside) {
   for (const mark of chart.marks) {
     const isFailure = mark.kind === "failed";
     if (mark.at === null || !plot.sees(mark.at) || plot.hidden.has(isFailure ? "failures" : "saves")) continue;
-    items.push(paintMark(mark, isFailure ? "failed" : "tick", mark.at, plot.x(mark.at), isFailure ? 8 : 48, inside, isFailure ? "failed" : "committed"));
+    const [shape, y, kind] = isFailure ? ["failed", 8, "failed"] : ["tick", 48, "committed"];
+    items.push(paintMark(mark, shape, mark.at, plot.x(mark.at), y, inside, kind));
   }
   return items;
 }
@@ -179,30 +198,38 @@ function addCharts() {
   const line = (key) => element("path", { class: "curve " + key, d: "M2 6h16" });
   const shape = (kind, name = kind) => element("path", { class: "mark " + kind, d: SHAPES[name], transform: "translate(10 6)" });
   const block = (key) => element("rect", { class: key, width: 18, height: 10, x: 1, y: 1 });
-  const steps = chart.curves.flatMap((curve) => [curve.steps[0], curve.steps[curve.steps.length - 1]]).concat(chart.marks.map((mark) => mark.step));
+  const steps = [...chart.curves.flatMap((curve) => [curve.steps[0], curve.steps[curve.steps.length - 1]]),
+    ...chart.marks.map((mark) => mark.step).filter((step) => step !== null)];
   if (steps.length) {
     const [first, last] = [steps.reduce((a, b) => Math.min(a, b)), steps.reduce((a, b) => Math.max(a, b))];
-    const edge = Math.max((last - first) * 0.015, 0.5), kinds = new Set([...chart.curves, ...chart.marks].map((one) => one.kind));
+    const edge = Math.max((last - first) * 0.015, 0.5), full = [first - edge, last + edge];
+    const kinds = new Set([...chart.curves, ...chart.marks.filter((mark) => mark.step !== null)].map((one) => one.kind));
     const series = ["kept", "lost", "committed", "staged", "memory", "resumed", "failed"].filter((key) => kinds.has(key));
     new Plot(place, {
-      title: "loss", full: [first - edge, last + edge], least: Math.min(2, last - first + 2 * edge), height: 380, paint: paintLoss, unit: 1,
+      title: "loss", full, least: Math.min(2, full[1] - full[0]), height: 380, paint: paintLoss, unit: 1,
       axis: () => ({ size: 1, name: "chart.step" }),
       series: series.map((key) => ({ key, swatch: SHAPES[key] ? shape(key) : line(key) })),
     });
   }
   if (chart.length > 0) {
     const used = new Set(chart.spans.map(([kind]) => SERIES[kind]));
-    const swatches = { startup: block("k-startup"), productive: block("k-productive"), lost_time: block("k-lost"), downtime: block("k-downtime"), unknown: block("k-unknown") };
-    const series = Object.keys(swatches).filter((key) => used.has(key)).map((key) => ({ key, swatch: swatches[key] }));
+    const kinds = chart.marks.filter((mark) => mark.at !== null).map((mark) => mark.kind);
+    const series = ["startup", "productive", "lost", "downtime", "unknown"].filter((kind) => used.has(SERIES[kind]))
+      .map((kind) => ({ key: SERIES[kind], swatch: block("k-" + kind) }));
     if (chart.phases.length) series.push({ key: "recovery", swatch: block("p-compile") });
-    if (chart.marks.some((mark) => mark.at !== null && mark.kind !== "failed")) series.push({ key: "saves", swatch: shape("committed", "tick") });
-    if (chart.marks.some((mark) => mark.kind === "failed")) series.push({ key: "failures", swatch: shape("failed") });
+    if (kinds.some((kind) => kind !== "failed")) series.push({ key: "saves", swatch: shape("committed", "tick") });
+    if (kinds.includes("failed")) series.push({ key: "failures", swatch: shape("failed") });
     new Plot(place, {
-      title: "timeline", full: [-0.006 * chart.length, 1.006 * chart.length], least: Math.min(0.01, chart.length), height: chart.phases.length ? 126 : 108, paint: paintTimeline,
-      axis: (length) => { const [name, size] = UNITS.find(([, , least]) => length >= least); return { name, size }; }, series,
+      title: "timeline", full: [-0.006 * chart.length, 1.006 * chart.length], least: Math.min(0.01, chart.length), series,
+      height: chart.phases.length ? 126 : 108, paint: paintTimeline,
+      axis: (length) => {
+        const [name, size] = UNITS.find(([, , least]) => length >= least);
+        return { name, size };
+      },
     });
   }
-  const notes = [["help", {}], ["left_out", chart.losses], ["marks_left_out", chart.saves], ["attempts_left_out", chart.attempts]];
+  const notes = [["help", {}], ["left_out", chart.losses], ["marks_left_out", chart.saves],
+    ["attempts_left_out", chart.attempts]];
   for (const [name, counts] of notes) {
     if (name !== "help" && counts.shown >= counts.total) continue;
     const note = place.appendChild(element("p", { class: "help", "data-note": name }));
@@ -221,11 +248,17 @@ function addBars() {
     bar.setAttribute("tabindex", 0);
     const all = () => [...titles.values()].map((title) => title.textContent);
     relabel.push(() => bar.setAttribute("aria-label", all().join("; ")));
-    for (const name of ["pointermove", "pointerdown"]) {
-      bar.addEventListener(name, (event) => { if (titles.has(event.target)) showTip([titles.get(event.target).textContent], event.clientX, event.clientY); });
-    }
+    const point = (event) => {
+      const title = titles.get(event.target);
+      if (title) showTip([title.textContent], event.clientX, event.clientY);
+    };
+    bar.addEventListener("pointermove", point);
+    bar.addEventListener("pointerdown", point);
     bar.addEventListener("pointerleave", hideTip);
-    bar.addEventListener("focus", () => { const box = bar.getBoundingClientRect(); if (bar.matches(":focus-visible")) showTip(all(), box.left, box.top); });
+    bar.addEventListener("focus", () => {
+      const box = bar.getBoundingClientRect();
+      if (bar.matches(":focus-visible")) showTip(all(), box.left, box.top);
+    });
     bar.addEventListener("blur", hideTip);
   }
 }

@@ -1,6 +1,6 @@
 "use strict";
-// Draws a chart of the report that can be zoomed, moved and asked for values (class Plot). page.js follows in the same script, and has
-// the texts (say, relabel) and the buttons.
+// Draws a chart of the report that can be zoomed, moved and asked for values (class Plot). page.js follows in the same script,
+// and has the texts (say, relabel) and the buttons.
 
 const SVG = new Set(["svg", "g", "path", "rect", "line", "circle", "text"]);
 const MARGIN = { left: 56, right: 14, top: 12, bottom: 40 };
@@ -41,9 +41,13 @@ class Plot {
     Object.assign(this, { title, full, least, height, paint, axis, unit, view: full, hidden: new Set(), items: [], drag: null });
     this.svg = element("svg", { class: "plot", role: "application", tabindex: 0, height, id: "plot-" + title });
     const heading = element("h3");
-    relabel.push(() => { heading.textContent = say("chart." + title); this.svg.setAttribute("aria-label", say("chart." + title)); });
-    const tools = [["zoom_in", "+", () => this.zoom(0.5)], ["zoom_out", "−", () => this.zoom(2)], ["left", "←", () => this.move(-0.25)],
-      ["right", "→", () => this.move(0.25)], ["all", "", () => this.reset()]].map(([name, sign, action]) => button((made) => {
+    relabel.push(() => {
+      heading.textContent = say("chart." + title);
+      this.svg.setAttribute("aria-label", say("chart." + title));
+    });
+    const actions = [["zoom_in", "+", () => this.zoom(0.5)], ["zoom_out", "−", () => this.zoom(2)],
+      ["left", "←", () => this.move(-0.25)], ["right", "→", () => this.move(0.25)], ["all", "", () => this.reset()]];
+    const tools = actions.map(([name, sign, action]) => button((made) => {
       made.textContent = sign || say("chart." + name);
       made.title = say("chart." + name);
       made.setAttribute("aria-label", say("chart." + name));
@@ -114,11 +118,12 @@ class Plot {
     const { size, name } = this.axis(this.view[1] - this.view[0]);
     const below = this.height - MARGIN.bottom;
     for (const tick of ticks(this.view[0] / size, this.view[1] / size, this.inner / 90, this.unit)) {
-      const x = MARGIN.left + this.x(tick * size);
+      const x = MARGIN.left + this.x(tick * size), anchor = x > this.width - 32 ? "end" : "middle";
       this.svg.append(element("line", { class: "axis", x1: x, x2: x, y1: below, y2: below + 4 }),
-        element("text", { class: "tick", x, y: below + 17, "text-anchor": x > this.width - 32 ? "end" : "middle" }, number(tick)));
+        element("text", { class: "tick", x, y: below + 17, "text-anchor": anchor }, number(tick)));
     }
-    this.svg.append(element("text", { class: "title", x: MARGIN.left + this.inner / 2, y: this.height - 5, "text-anchor": "middle" }, say(name)),
+    const title = { class: "title", x: MARGIN.left + this.inner / 2, y: this.height - 5, "text-anchor": "middle" };
+    this.svg.append(element("text", title, say(name)),
       element("line", { class: "axis", x1: MARGIN.left, x2: this.width - MARGIN.right, y1: below, y2: below }), inside);
     this.items = this.paint(this, inside);
     this.pointer = inside.appendChild(element("g"));
@@ -137,7 +142,8 @@ class Plot {
       this.pointer.replaceChildren(element("line", { class: "cursor", x1: x, x2: x, y1: 0, y2: this.depth }),
         element("circle", { class: item.isMark ? "ring" : "dot", cx: x, cy: y, r: item.isMark ? 9 : 4.5 }));
     } else {
-      this.pointer.replaceChildren(element("rect", { class: "ring", x: item.left, width: item.right - item.left, y: item.top - 2, height: item.bottom - item.top + 4 }));
+      const size = { x: item.left, width: item.right - item.left, y: item.top - 2, height: item.bottom - item.top + 4 };
+      this.pointer.replaceChildren(element("rect", { class: "ring", ...size }));
     }
     this.chosen = item;
     showTip(lines, box.left + MARGIN.left + Math.min(Math.max(x, 0), this.inner), box.top + MARGIN.top + y);
@@ -158,8 +164,8 @@ class Plot {
   next(direction, marksOnly) {
     const middle = (one) => (one.left + one.right) / 2;
     const from = this.chosen ? middle(this.chosen) : direction > 0 ? -1 : this.inner + 1;
-    const far = (one) => (middle(one) - from) * direction;
-    const coming = this.items.filter((one) => far(one) > 0.5 && middle(one) >= 0 && middle(one) <= this.inner && (one.isMark || !marksOnly));
+    const far = (one) => (middle(one) - from) * direction, isInside = (one) => middle(one) >= 0 && middle(one) <= this.inner;
+    const coming = this.items.filter((one) => far(one) > 0.5 && isInside(one) && (one.isMark || !marksOnly));
     if (coming.length) this.choose(coming.reduce((best, one) => far(one) < far(best) ? one : best));
   }
 
@@ -184,7 +190,8 @@ class Plot {
       } else {
         hideTip();
         const [from, to] = [drag.from, x].map((one) => Math.min(Math.max(one, 0), this.inner)).sort((a, b) => a - b);
-        this.pointer.replaceChildren(element("rect", { class: "selection", x: from, width: to - from, y: 0, height: this.depth }));
+        const size = { x: from, width: to - from, y: 0, height: this.depth };
+        this.pointer.replaceChildren(element("rect", { class: "selection", ...size }));
       }
     });
     on("pointerup", (event) => {
@@ -209,7 +216,8 @@ class Plot {
       else this.move((event.deltaX || event.deltaY) / this.inner);
     });
     const keys = {
-      ArrowLeft: (event) => event.shiftKey ? this.move(-0.25) : this.next(-1), ArrowRight: (event) => event.shiftKey ? this.move(0.25) : this.next(1),
+      ArrowLeft: (event) => event.shiftKey ? this.move(-0.25) : this.next(-1),
+      ArrowRight: (event) => event.shiftKey ? this.move(0.25) : this.next(1),
       PageUp: () => this.next(-1, true), PageDown: () => this.next(1, true), "+": () => this.zoom(0.5), "=": () => this.zoom(0.5),
       "-": () => this.zoom(2), Escape: () => { this.drag = null; this.reset(); },
     };
@@ -237,7 +245,7 @@ function ticks(from, to, count, unit = 0) {
 }
 
 function number(value) {
-  return Number(value.toPrecision(7)).toLocaleString("en-US", { maximumFractionDigits: 7 });
+  return Number(value.toPrecision(12)).toLocaleString("en-US", { maximumFractionDigits: 10 });
 }
 
 // Returns a duration as text, as formatting.span_text does.
@@ -246,5 +254,6 @@ function span(seconds) {
   const whole = Math.round(seconds), two = (value) => String(Math.floor(value)).padStart(2, "0");
   if (whole < 60) return whole + " s";
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${two(whole % 60)} s`;
-  return whole < 86400 ? `${Math.floor(whole / 3600)} h ${two(whole % 3600 / 60)} min` : `${Math.floor(whole / 86400)} d ${Math.floor(whole % 86400 / 3600)} h`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${two(whole % 3600 / 60)} min`;
+  return `${Math.floor(whole / 86400)} d ${Math.floor(whole % 86400 / 3600)} h`;
 }

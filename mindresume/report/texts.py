@@ -129,6 +129,8 @@ TEXTS: dict[str, tuple[str, str]] = {
                     "第 {attempt} 次启动于 {at} 从第 {step} 步之后续训\n{source}；加载用时 {load}"),
     "tip.failed": ("attempt {attempt} failed at step {step}, {at}\n{reason}",
                    "第 {attempt} 次启动在第 {step} 步发生故障，{at}\n{reason}"),
+    "tip.failed_early": ("attempt {attempt} failed before its first step, {at}\n{reason}",
+                         "第 {attempt} 次启动在第一步之前发生故障，{at}\n{reason}"),
     "tip.span": ("{kind}: {span}\nattempt {attempt}, from {begin} after the first start",
                  "{kind}：{span}\n第 {attempt} 次启动，始于首次启动后 {begin}"),
     "tip.phase": ("{phase}: {span}", "{phase}：{span}"),

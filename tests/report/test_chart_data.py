@@ -6,6 +6,7 @@ import pytest
 from rank_folders import STORAGE
 from training_logs import RUNS, Log, Training, history, two_attempts
 
+from mindresume.events import FAILED, TrainingEnded
 from mindresume.events.recovery_phases import PHASES
 from mindresume.report import page
 from mindresume.report.accounting import Seconds, accounts_of
@@ -55,6 +56,15 @@ def test_the_timeline_has_each_span_and_each_phase(tmp_path):
     assert found["spans"][0][2] == 0 and found["spans"][-1][3] == found["length"] == 55
     assert all(before[3] == after[2] for before, after in zip(found["spans"], found["spans"][1:], strict=False))
     assert found["phases"] and sum(row[3] - row[2] for row in found["phases"]) == pytest.approx(30, abs=1.5)
+
+
+def test_a_failure_before_the_first_step_is_on_the_timeline_alone(tmp_path):
+    log = two_attempts()
+    log.start(60).event(61, TrainingEnded(FAILED, "out of memory")).start(80).resume(81, 10, RUNS[1]).run(82, RUNS[2])
+    marks = of_kind(chart_data(written(tmp_path, log.steps(90, 11, 12)))["marks"], "failed")
+    assert [(mark["step"], mark["loss"], mark["attempt"], mark["text"][0]) for mark in marks] == [
+        (8, 5.92, 1, "tip.failed"), (None, None, 3, "tip.failed_early")]
+    assert marks[1]["at"] == 61 and marks[1]["text"][1]["reason"] == "rank 0: out of memory"
 
 
 def test_saves_to_memory_are_marks(tmp_path):
