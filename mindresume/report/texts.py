@@ -42,7 +42,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "switch.theme": ("Colours", "配色"),
 
     # ---- key figures
-    "tile.restarts": ("Restarts", "重新启动"),
+    "tile.restarts": ("Restarts", "重新拉起"),
     "tile.restarts.more": ("{failures}; {last}", "{failures}；{last}"),
     "tile.last": ("the last attempt: {outcome}", "最后一次启动：{outcome}"),
     "tile.last.running": ("the last attempt is running", "最后一次启动正在运行"),
@@ -280,7 +280,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "assumed.copy_rate": ("A save stops the training for one copy, at 1 GiB/s: no copy was measured.",
                           "一次保存的停顿为一次拷贝的时间，按 1 GiB/s 计：没有实测的拷贝。"),
     "assumed.checksums": ("The checksums of the copy take as long as the copy.", "拷贝的校验和用时与拷贝相同。"),
-    "assumed.restart": ("A restart takes as long as from the disk.", "重新启动用时与从磁盘续训相同。"),
+    "assumed.restart": ("A restart takes as long as from the disk.", "重新拉起用时与从磁盘续训相同。"),
     "assumed.load": ("Selecting and loading take as long as a copy and its checksums.",
                      "选择和加载的用时等于拷贝加校验和的用时。"),
     "assumed.survival": (
