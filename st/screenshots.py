@@ -50,7 +50,7 @@ def take(page: Path, images: Path) -> list[Path]:
         browser.open(page, width=1140, height=1060)
         browser.point_at("loss", 116)
         browser.screenshot(light)
-        browser.open(page, "zh-CN", dark=True, width=1140, height=1060)
+        browser.open(page, "zh-CN", dark=True, width=1140, height=1035)
         browser.drag("loss", 92, 128)
         browser.point_at("timeline", 36, 0.82)
         browser.screenshot(dark)

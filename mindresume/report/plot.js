@@ -118,9 +118,10 @@ class Plot {
     const { size, name } = this.axis(this.view[1] - this.view[0]);
     const below = this.height - MARGIN.bottom;
     for (const tick of ticks(this.view[0] / size, this.view[1] / size, this.inner / 90, this.unit)) {
-      const x = MARGIN.left + this.x(tick * size), anchor = x > this.width - 32 ? "end" : "middle";
+      const x = MARGIN.left + this.x(tick * size), label = number(tick);
+      const anchor = x + 4 * label.length > this.width ? "end" : "middle";
       this.svg.append(element("line", { class: "axis", x1: x, x2: x, y1: below, y2: below + 4 }),
-        element("text", { class: "tick", x, y: below + 17, "text-anchor": anchor }, number(tick)));
+        element("text", { class: "tick", x, y: below + 17, "text-anchor": anchor }, label));
     }
     const title = { class: "title", x: MARGIN.left + this.inner / 2, y: this.height - 5, "text-anchor": "middle" };
     this.svg.append(element("text", title, say(name)),
