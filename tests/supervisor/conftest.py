@@ -18,10 +18,10 @@ LIMIT = 120                             # seconds after which a test fails inste
 FAKE_MSRUN = """
 import os, subprocess, sys, time
 count = int(sys.argv[1])
-left = [subprocess.Popen([sys.executable, sys.argv[2]], start_new_session=True, stdout=open(f"worker_{rank}.log", "w"),
-                         stderr=subprocess.STDOUT, env={**os.environ, "MS_ROLE": "MS_WORKER", "RANK_ID": str(rank)})
-        for rank in range(count)]
-failed = False
+ranks = [subprocess.Popen([sys.executable, sys.argv[2]], start_new_session=True, stdout=open(f"worker_{rank}.log", "w"),
+                          stderr=subprocess.STDOUT, env={**os.environ, "MS_ROLE": "MS_WORKER", "RANK_ID": str(rank)})
+         for rank in range(count)]
+left, failed = list(ranks), False                   # a Popen that nothing names any more reaps its process
 while left and not failed:
     time.sleep(0.2)
     for rank in list(left):
