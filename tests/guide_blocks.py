@@ -67,20 +67,30 @@ def blocks(page: Path) -> list[Block]:
 
 def inline_code(page: Path) -> list[str]:
     """Returns the text between backticks outside of the blocks; it may go over the end of a line."""
-    text = re.sub(r"(?ms)^\s*(```+|~~~+).*?^\s*\1\s*$", "\n\n", page.read_text(encoding="utf-8"))
-    return [" ".join(code.split()) for part in re.split(r"\n\s*\n|\n(?=\s*[-|*])", text)
+    return [" ".join(code.split()) for part in re.split(r"\n\s*\n|\n(?=\s*[-|*])", without_blocks(page))
             for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", part)]
+
+
+_BEGINS = re.compile(r"([A-Z_]+=\S+ )*(mindresume|python|bash|pytest|msrun|srun|mpirun|chrt|nice|pip|REGISTER_PATH=|scripts/"
+                     r"|benchmarks/|--register_path)(?![\w.])")
+
+
+def without_blocks(page: Path) -> str:
+    """Returns the text of a page outside of its fenced blocks."""
+    return re.sub(r"(?ms)^\s*(```+|~~~+).*?^\s*\1\s*$", "\n\n", page.read_text(encoding="utf-8"))
 
 
 def all_commands(page: Path) -> Iterator[tuple[str, str]]:
     """Yields (place, command) of every command of a page that can be told from other code: a line of a shell block, a line behind
-    a prompt, and inline code that begins like one."""
+    a prompt, and indented and inline code that begins like one."""
     for block in blocks(page):
         for line in block.lines:
             yield from ((block.place, part) for part in simple_commands(line))
-    for code in () if page.name.startswith("messages") else inline_code(page):      # there it is text of messages
-        if re.match(r"([A-Z_]+=\S+ )*(mindresume|python|bash|pytest|msrun|srun|mpirun|chrt|nice|pip|REGISTER_PATH=|scripts/"
-                    r"|benchmarks/|--register_path)(?![\w.])", code):
+    if page.name.startswith("messages"):                                        # the code there is text of messages
+        return
+    indented = re.findall(r"(?m)^ {4,}(\S.*)$", without_blocks(page).replace("\\\n", " "))
+    for code in (*indented, *inline_code(page)):
+        if _BEGINS.match(code):
             yield from ((page.name, part) for part in simple_commands(code))
 
 
