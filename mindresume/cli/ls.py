@@ -59,7 +59,7 @@ def _watch(folder: str, as_json: bool, world_size: int | None, every: float | No
     pause = EVERY if every is None else every
     try:
         with stopped_by_signals():
-            if as_json or not sys.stdout.isatty():
+            if as_json or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
                 watch(lambda: observe(folder, world_size), Lines(folder, as_json, _print_listing), pause)
             else:
                 from mindresume.cli.watch_screen import Screen

@@ -25,6 +25,7 @@ PATIENCE = 3.0                  # seconds that one look may take before the view
 EVERY = 5.0                     # seconds between two looks
 _SHARE, _LONGEST = 4, 60.0      # a pause is so many times as long as the look before it, as the disk has other work; at most
 _BEATS = 9                      # heartbeats that give the speed: with one each 15 s, those of two minutes
+_LATE = 3                       # heartbeats that a job may be late
 NEW, COMPLETED, COMMITTED, CHANGED, REMOVED = "new", "completed", "committed", "changed", "removed"
 JOB, NOTES = "job", "notes"
 
@@ -184,6 +185,12 @@ class History:
         """Returns the last heartbeat of a run, and when it was first seen; None for a time before this view began."""
         rows = self._beats.get(run)
         return None if not rows else (rows[-1][0], rows[-1][1] if len(rows) > 1 else None)
+
+    def silence(self, run: str, now: float) -> float | None:
+        """Returns for how many seconds no new heartbeat of a run was seen, if that is too long for a job that is well."""
+        rows = self._beats.get(run)
+        seconds = now - rows[-1][1] if rows else 0.0
+        return seconds if rows and rows[-1][0].every and seconds > _LATE * rows[-1][0].every else None
 
     def speed(self, run: str) -> float | None:
         """Returns the optimizer steps per second between the heartbeats of the last two minutes; None if it is unknown."""

@@ -45,8 +45,12 @@ class Screen:
         self._live = Live(console=self._console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
 
     def __enter__(self) -> Screen:
-        self._live.start()
-        self._live.update(Text(f"{shown(self._path)}: looking ..."), refresh=True)
+        try:
+            self._live.start()
+            self._live.update(Text(f"{shown(self._path)}: looking ..."), refresh=True)
+        except BaseException:                   # Ctrl-C just now
+            self._live.stop()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -105,7 +109,7 @@ def _head(history: History, path: str, every: float, now: float) -> Iterator[Tex
         yield _line(f"{user.holder.purpose}: {user.holder}: {state}", style)
         progress = _progress_text(user, history, now) if user.holder.purpose == SAVING else ""
         if progress:
-            yield _line(f"  {progress}")
+            yield _line(f"  {progress}", "bold yellow" if history.silence(user.holder.run, now) else "")
     run = next((user.holder.run for user in jobs if user.alive is not False), None)
     yield _line(_saves_text(history, run, now))
     for save in found.saves:
@@ -134,8 +138,9 @@ def _progress_text(user: DirectoryUser, history: History, now: float) -> str:
     if speed is not None:
         parts.append(f"{speed:.3g} steps/s")
     if beat and beat[0].every:
-        since = "" if beat[1] is None else f", {_span(now - beat[1])} ago"
-        parts.append(f"heartbeat {beat[0].count}{since} (every {beat[0].every:g} s)")
+        since, silence = "" if beat[1] is None else f", {_span(now - beat[1])} ago", history.silence(user.holder.run, now)
+        late = f", no new one for {_span(silence)}" if silence else ""
+        parts.append(f"heartbeat {beat[0].count}{since} (every {beat[0].every:g} s){late}")
     return ", ".join(parts)
 
 

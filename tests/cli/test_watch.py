@@ -281,6 +281,13 @@ def test_the_screen_shows_the_job_the_saves_and_the_room():
         assert words in text
 
 
+def test_a_job_that_sends_no_heartbeat_is_shown():
+    history = seen(*[observation(info(20), beat=(7, 25, 50.0))] * 5)
+    assert "no new one" not in screen_text(history, now=1045.0)
+    assert "heartbeat 7 (every 15 s), no new one for 46 s" in screen_text(history, now=1046.0)
+    assert "no new one" not in screen_text(seen(observation(beat=(8, 30, 65.0))), now=1046.0 - 40)
+
+
 def test_the_screen_shows_which_ranks_are_still_writing(tmp_path):
     publish_lease(tmp_path, ELSEWHERE)
     for rank in (0, 3):
