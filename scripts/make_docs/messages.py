@@ -23,7 +23,7 @@ ROOMS = {                       # {part of the package: when it raises, in Engli
     "settings": ("the settings of `mindresume:`", "配置段 `mindresume:`"),
     "launch": ("arguments of run_mindformer.py", "run_mindformer.py 的参数"),
     "mindformers": ("in the training", "训练中"),
-    "resume": ("selection and verification of a checkpoint", "选择与校验权重"),
+    "resume": ("selection and verification of a checkpoint", "选择与校验 checkpoint"),
     "saving": ("saves, retention, uploads", "保存、保留策略、上传"),
     "coordination": ("leases and exchange between processes", "租约与进程间通信"),
     "reshard": ("another layout, conversion, Hugging Face", "重切分、转换、Hugging Face"),
@@ -38,7 +38,7 @@ ROOMS = {                       # {part of the package: when it raises, in Engli
     "supervisor": ("`mindresume run`", "`mindresume run`"),
     "fault_injection": ("`mindresume drill`", "`mindresume drill`"),
 }
-TITLES = {"en": ("Texts of `{}`", "Reasons why a checkpoint is not taken"), "zh": ("`{}` 的文本", "不选用某份权重的原因")}
+TITLES = {"en": ("Texts of `{}`", "Reasons why a checkpoint is not taken"), "zh": ("`{}` 的文本", "不选用某份 checkpoint 的原因")}
 
 
 @cache
