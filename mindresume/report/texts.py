@@ -68,7 +68,7 @@ TEXTS: dict[str, tuple[str, str]] = {
         "Above: the logged loss, with saves at the bottom. Orange steps were lost: the next attempt resumed from a checkpoint "
         "before them and repeated them; darker: several times. Below: the timeline, with a cross at each failure and a tick at "
         "each save.",
-        "上：日志中的 loss，底部为保存。橙色的步已损失：下一次启动从更早的 checkpoint 续训并重新执行了它们；颜色越深，"
+        "上：日志中的 loss，底部为保存。橙色的步已损失：下一次启动从更早的 checkpoint 续训并重训了它们；颜色越深，"
         "重复次数越多。"
         "下：时间线，叉号为故障，短线为保存。"),
     "figure.alternative": (
@@ -102,7 +102,7 @@ TEXTS: dict[str, tuple[str, str]] = {
                                 "图中为全部 {total} 次启动中的最后 {shown} 次。"),
     "series.kept": ("loss", "loss"),
     "series.lost": ("lost: later attempts do not contain it", "已损失：后续训练不包含"),
-    "series.committed": ("committed: complete on all ranks", "已提交：所有卡均完整"),
+    "series.committed": ("committed: complete on all ranks", "已提交：所有 rank 均完整"),
     "series.staged": ("saved, not committed", "已保存，未提交"),
     "series.memory": ("saved to memory", "存入内存"),
     "series.resumed": ("resumed after this step", "从此步之后续训"),
@@ -292,7 +292,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "recoveries.caption": (
         "{summary}. From the last record of a failed attempt to the first new step, then the steps that were done again. Phases "
         "between which nothing recorded a moment are joined.",
-        "{summary}。从故障启动的最后一条记录到第一个新步，之后是重新执行的步。没有记录分界时刻的相邻阶段合并显示。"),
+        "{summary}。从故障启动的最后一条记录到第一个新步，之后是重训的步。没有记录分界时刻的相邻阶段合并显示。"),
     "recoveries.summary": ("{recoveries}: {sources}; {span} in all, most of it {phases}",
                            "{recoveries}：{sources}；共 {span}，主要是 {phases}"),
     "recoveries.memory": ("{count} from memory ({span} to the first step)", "{count} 次来自内存（到第一步 {span}）"),
@@ -304,7 +304,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "column.resumed": ("resumed", "续训启动"),
     "column.from": ("from", "来源"),
     "column.until_first_step": ("until the first step", "到第一步"),
-    "column.redone": ("redone", "重新执行"),
+    "column.redone": ("redone", "重训"),
     "phases": ("Phases of all recoveries", "所有恢复的各阶段"),
     "phases.caption": ("The seconds of all recoveries by phase.", "所有恢复按阶段统计的时间。"),
     "column.phase": ("phase", "阶段"),
@@ -317,7 +317,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "phase.start.meaning": ("until the process of rank 0 was started anew", "直到 rank 0 的进程重新拉起"),
     "phase.import": ("import", "导入"),
     "phase.import.meaning": ("imports of MindSpore and mindformers", "导入 MindSpore 和 mindformers"),
-    "phase.join": ("join", "建立通信"),
+    "phase.join": ("join", "组网"),
     "phase.join.meaning": ("until the training began: the context, joining the job", "直到训练开始：上下文初始化、加入作业"),
     "phase.select": ("select", "选择"),
     "phase.select.meaning": ("selecting and verifying the checkpoint", "选择并校验 checkpoint"),
@@ -329,7 +329,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "phase.compile.meaning": ("compiling the first step", "编译第一步"),
     "phase.first step": ("first step", "第一步"),
     "phase.first step.meaning": ("the first step", "第一步"),
-    "phase.redone": ("redone", "重新执行"),
+    "phase.redone": ("redone", "重训"),
     "phase.redone.meaning": ("steps that the failed attempt had done after the checkpoint",
                              "故障启动在该 checkpoint 之后已执行的步"),
     "measured": (
