@@ -1,6 +1,7 @@
 """Implements ``mindresume ls``."""
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -58,6 +59,8 @@ def _watch(folder: str, as_json: bool, world_size: int | None, every: float | No
     from mindresume.cli.watch import EVERY, Lines, watch
     pause = EVERY if every is None else every
     try:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")       # a name, or an ellipsis, that its encoding lacks
         with stopped_by_signals():
             if as_json or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
                 watch(lambda: observe(folder, world_size), Lines(folder, as_json, _print_listing), pause)

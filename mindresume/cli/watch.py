@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from mindresume.storage.atomic_publish import error_text
 from mindresume.storage.operations import call_within
 
 PATIENCE = 3.0                  # seconds that one look may take before the view goes on without it
+_SLOWER = 4                     # a disk does not answer if a look takes so many times as long as the one before
 EVERY = 5.0                     # seconds between two looks
 _SHARE, _LONGEST = 4, 60.0      # a pause is so many times as long as the look before it, as the disk has other work; at most
 _BEATS = 9                      # heartbeats that give the speed: with one each 15 s, those of two minutes
@@ -61,10 +63,12 @@ def rows_of(listing: Listing | None, place: str = "") -> dict[Key, CheckpointInf
     """Returns {key: row} of ``place``, "disk" or "memory", else of both; empty for None. A save keeps its key from its first file
     to its removal. The first item of a key is the place."""
     found: dict[Key, CheckpointInfo] = {}
+    same: Counter[Key] = Counter()
     for where, rows in (("disk", listing.checkpoints), ("memory", listing.memory)) if listing is not None else ():
         for row in rows if place in ("", where) else ():
             key = (where, row.origin, row.run_id, row.step, "" if row.run_id else row.iteration_dir)
-            found[(*key, sum(1 for other in found if other[:-1] == key))] = row
+            found[(*key, same[key])] = row
+            same[key] += 1
     return found
 
 
@@ -145,6 +149,7 @@ class History:
         self.seconds = 0.0
         self.error = ""
         self.changes: tuple[Change, ...] = ()
+        self._late_since: float | None = None
         self._beats: dict[str, list[tuple[Heartbeat, float]]] = {}
         self._complete: dict[str | None, set[int]] = {}
 
@@ -153,11 +158,14 @@ class History:
         return self.observation.listing if self.observation else None
 
     def take(self, look: Look | None, now: float) -> bool:
-        """Adds a look; None: it has not ended. Returns whether something is different for a reader of a log."""
+        """Adds a look; None: it has not ended yet. Returns whether something is different for a reader of a log."""
         error, first = self.error, self.seen_at is None
         self.changes = ()
+        self._late_since = None if look else self._late_since
         if look is None:
-            self.error = "the disk does not answer"
+            self._late_since = self._late_since or now
+            if PATIENCE + now - self._late_since >= _SLOWER * self.seconds:     # else it is a slow disk, as it was before
+                self.error = "the disk does not answer"
         elif isinstance(look.found, Failure):
             self.seconds, self.error = look.seconds, error_text(look.found.error)
         else:
@@ -170,7 +178,7 @@ class History:
         return first and self.seen_at is not None or bool(self.changes) or self.error != error
 
     def _remember(self, found: Observation, now: float) -> None:
-        runs = {beat.run_id for beat in found.heartbeats}
+        runs = {user.holder.run for user in found.listing.in_use_by if user.alive is not False}
         self._beats = {run: rows for run, rows in self._beats.items() if run in runs}
         for beat in found.heartbeats:
             rows = self._beats.setdefault(beat.run_id, [])
@@ -186,10 +194,10 @@ class History:
         rows = self._beats.get(run)
         return None if not rows else (rows[-1][0], rows[-1][1] if len(rows) > 1 else None)
 
-    def silence(self, run: str, now: float) -> float | None:
-        """Returns for how many seconds no new heartbeat of a run was seen, if that is too long for a job that is well."""
+    def silence(self, run: str) -> float | None:
+        """Returns for how many seconds looks have found no new heartbeat of a run, if that is too long for a job that is well."""
         rows = self._beats.get(run)
-        seconds = now - rows[-1][1] if rows else 0.0
+        seconds = self.seen_at - rows[-1][1] if rows and self.seen_at is not None else 0.0
         return seconds if rows and rows[-1][0].every and seconds > _LATE * rows[-1][0].every else None
 
     def speed(self, run: str) -> float | None:
@@ -247,7 +255,10 @@ class BoundedLook:
         """Returns the look that has ended, or None."""
         if not self._ended:
             call_within(PATIENCE, self._work, None)
-        return self._ended.pop() if self._ended else None
+        newest = None
+        while self._ended:                      # two, if a thread was started and did not run before the one before it ended
+            newest = self._ended.pop(0)
+        return newest
 
     def _work(self) -> None:
         if not self._running.acquire(blocking=False):       # an earlier one still waits for the disk

@@ -32,6 +32,7 @@ from mindresume.formatting import listed, ranks_count, shown, size_text, span_te
 _STYLES = {NEW: "bold green", COMPLETED: "bold green", COMMITTED: "bold green", CHANGED: "bold yellow", REMOVED: "strike red"}
 _MEMORY_ROWS, _TEXTS = 3, 4     # rows of the memory tier, and lines on problems and notes, at most
 _FEW = 4                        # rows that the disk gets first on a low terminal
+_LEAVE = "\x1b[?25h\x1b[?1049l"                  # shows the cursor, and leaves the alternate screen
 _SLOW = 1.0                     # seconds: a longer look is mentioned
 
 
@@ -49,12 +50,20 @@ class Screen:
             self._live.start()
             self._live.update(Text(f"{shown(self._path)}: looking ..."), refresh=True)
         except BaseException:                   # Ctrl-C just now
-            self._live.stop()
+            self._leave()
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._live.stop()
+        self._leave()
+
+    def _leave(self) -> None:
+        try:
+            self._live.stop()
+        except BaseException:                   # Ctrl-C again, or a text that rich still holds and cannot write
+            self._console.file.write(_LEAVE)
+            self._console.file.flush()
+            raise
 
     def show(self, history: History, now: float, is_different: bool) -> None:
         self._live.update(frame(history, self._path, self._every, now, self._console.height), refresh=True)
@@ -109,7 +118,7 @@ def _head(history: History, path: str, every: float, now: float) -> Iterator[Tex
         yield _line(f"{user.holder.purpose}: {user.holder}: {state}", style)
         progress = _progress_text(user, history, now) if user.holder.purpose == SAVING else ""
         if progress:
-            yield _line(f"  {progress}", "bold yellow" if history.silence(user.holder.run, now) else "")
+            yield _line(f"  {progress}", "bold yellow" if history.silence(user.holder.run) else "")
     run = next((user.holder.run for user in jobs if user.alive is not False), None)
     yield _line(_saves_text(history, run, now))
     for save in found.saves:
@@ -138,7 +147,7 @@ def _progress_text(user: DirectoryUser, history: History, now: float) -> str:
     if speed is not None:
         parts.append(f"{speed:.3g} steps/s")
     if beat and beat[0].every:
-        since, silence = "" if beat[1] is None else f", {_span(now - beat[1])} ago", history.silence(user.holder.run, now)
+        since, silence = "" if beat[1] is None else f", {_span(now - beat[1])} ago", history.silence(user.holder.run)
         late = f", no new one for {_span(silence)}" if silence else ""
         parts.append(f"heartbeat {beat[0].count}{since} (every {beat[0].every:g} s){late}")
     return ", ".join(parts)
@@ -173,13 +182,13 @@ def _table(rows: dict[Key, CheckpointInfo], before: dict[Key, CheckpointInfo], h
            ) -> Iterator[RenderableType]:
     """Yields a table of the first ``most`` lines: the rows, and where they were those that have just been removed."""
     kinds = {change.key: change.kind for change in history.changes if change.key}
-    order, above = list(rows), -1
+    above, removed = None, {}                   # {row above them, None for the first: rows that have just been removed}
     for key in before:
         if key in rows:
-            above = order.index(key)
+            above = key
         elif kinds.get(key) == REMOVED:
-            above += 1
-            order.insert(above, key)
+            removed.setdefault(above, []).append(key)
+    order = [*removed.get(None, ()), *(item for key in rows for item in (key, *removed.get(key, ())))]
     visible = order if len(order) <= most else order[:max(most - 1, 1)]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in CHECKPOINT_COLUMNS:

@@ -122,6 +122,13 @@ def test_the_speed_is_that_between_heartbeats_by_the_clock_of_their_files():
     assert seen(observation(beat=(1, 0, 50.0)), observation(beat=(2, 130, 65.0))).speed(RUN) is None     # the first step unknown
 
 
+def test_a_heartbeat_that_could_not_be_read_once_does_not_end_the_speed():
+    """``observe`` leaves it out if the job writes it at that moment."""
+    unread = Observation(listing(info(20)))
+    assert seen(observation(beat=(1, 100, 50.0)), unread, observation(beat=(2, 130, 65.0))).speed(RUN) == 2.0
+    assert seen(observation(beat=(1, 100, 50.0)), Observation(listing(users=[]))).heartbeat(RUN) is None
+
+
 def test_the_speed_forgets_what_was_long_ago():
     beats = [observation(beat=(number, 10 * number if number < 5 else 40 + 100 * (number - 4), 10.0 * number))
              for number in range(1, 20)]
@@ -168,6 +175,39 @@ def test_a_failure_is_told_once_and_its_end_as_well():
     history = seen(observation(info(20)))
     assert [history.take(look, 1010.0) for look in (None, None, Look(observation(info(20)), 1020.0, 0.0),
                                                     Look(observation(info(20)), 1030.0, 0.0))] == [True, False, True, False]
+
+
+def test_a_disk_that_is_always_slow_is_no_failure():
+    """Each look takes 4 s, so the view goes on without it after PATIENCE: a log got two listings for each look."""
+    history = seen(observation(info(20)))
+    history.seconds = 4.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "PATIENCE", 3.0)
+        found = [history.take(look, 1000.0 + 20 * number) for number in range(5)
+                 for look in (None, Look(observation(info(20)), 1000.0 + 20 * number, 4.0))]
+        assert not any(found)
+        assert [history.take(None, at) for at in (1100.0, 1112.0, 1113.0, 1200.0)] == [False, False, True, False]
+
+
+def test_the_newest_of_several_looks_is_returned():
+    bounded = BoundedLook(lambda: None, lambda: 5.0)
+    bounded._ended += [Look(None, 1.0, 0.0), Look(None, 2.0, 0.0)]
+    assert [bounded(), bounded()] == [Look(None, 2.0, 0.0), Look(None, 5.0, 0.0)]
+
+
+def test_many_checkpoints_cost_no_more_for_each():
+    class Counted(str):
+        __hash__ = str.__hash__
+        compared = 0
+
+        def __eq__(self, other):
+            Counted.compared += 1
+            return str.__eq__(self, other)
+    rows = [info(step, origin=Counted("mindresume")) for step in range(500, 0, -1)]
+    history = seen(observation(*rows), observation(*rows[:-1]))
+    Counted.compared = 0
+    frame(history, "/ckpt", 5.0, 1000.0, 24)
+    assert Counted.compared < 20 * len(rows)
 
 
 def test_a_look_that_hangs_is_not_waited_for_and_not_repeated(monkeypatch):
@@ -261,6 +301,15 @@ def test_a_reader_that_goes_away_ends_the_command(tmp_path, call, monkeypatch):
         assert call(tmp_path, "--watch")[0] == 141
 
 
+def test_what_the_encoding_of_the_output_lacks_does_not_end_the_command(tmp_path, call, monkeypatch):
+    save(tmp_path, 10)
+    monkeypatch.setenv("COLUMNS", "20")                     # cells are shortened, and end with an ellipsis
+    monkeypatch.setattr(watch, "watch", lambda look, view, pause: (view.show(seen(look()), 1000.0, True), events()(0)))
+    with open(tmp_path / "out", "w", encoding="latin-1") as file:
+        monkeypatch.setattr("sys.stdout", file)
+        assert call(tmp_path, "--watch")[0] == 130
+    assert "\\u2026" in (tmp_path / "out").read_text(encoding="latin-1")
+
 
 # ---- the screen ------------------------------------------------------------------------------------------------------
 
@@ -282,10 +331,16 @@ def test_the_screen_shows_the_job_the_saves_and_the_room():
 
 
 def test_a_job_that_sends_no_heartbeat_is_shown():
-    history = seen(*[observation(info(20), beat=(7, 25, 50.0))] * 5)
-    assert "no new one" not in screen_text(history, now=1045.0)
-    assert "heartbeat 7 (every 15 s), no new one for 46 s" in screen_text(history, now=1046.0)
-    assert "no new one" not in screen_text(seen(observation(beat=(8, 30, 65.0))), now=1046.0 - 40)
+    looks = [observation(info(20), beat=(7, 25, 50.0))] * 6
+    assert "no new one" not in screen_text(seen(*looks[:5]), now=1049.0)
+    assert "heartbeat 7 (every 15 s), no new one for 50 s" in screen_text(seen(*looks), now=1050.0)
+    assert "no new one" not in screen_text(seen(*looks, observation(beat=(8, 30, 65.0))), now=1060.0)
+
+
+def test_no_job_is_late_while_nobody_looks():
+    """With --every 60, or while the disk hangs, nothing is known of the heartbeats since the last look."""
+    assert "no new one" not in screen_text(seen(observation(info(20), beat=(7, 25, 50.0))), now=1059.0)
+    assert "no new one" not in screen_text(seen(observation(info(20), beat=(7, 25, 50.0)), "hangs"), now=1300.0)
 
 
 def test_the_screen_shows_which_ranks_are_still_writing(tmp_path):
@@ -336,6 +391,22 @@ def test_the_screen_is_shown_each_second_and_the_terminal_is_left_as_it_was(tmp_
         file.seek(0)
         text = file.read()
     assert text.count("\x1b[?1049h") == text.count("\x1b[?1049l") == 1 and text.count("last save: step 10") == 3
+
+
+def test_the_terminal_is_left_if_another_ctrl_c_comes_meanwhile(tmp_path):
+    class Terminal(io.StringIO):
+        fails = False
+
+        def write(self, text):
+            if self.fails:
+                self.fails = False
+                raise Stopped(2)
+            return super().write(text)
+    terminal = Terminal()
+    console = Console(file=terminal, width=100, height=20, force_terminal=True, color_system=None, legacy_windows=False)
+    with pytest.raises(Stopped), Screen(str(tmp_path), 5.0, console):
+        terminal.fails = True
+    assert terminal.getvalue().endswith("\x1b[?25h\x1b[?1049l")
 
 
 # ---- foreign folders -------------------------------------------------------------------------------------------------
