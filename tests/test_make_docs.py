@@ -44,6 +44,13 @@ def test_the_reference_of_a_command_has_the_options_of_its_help(name):
     assert options and options == set(re.findall(r"--[a-z][a-z-]*[a-z]", section))
 
 
+def test_a_parameter_without_help_is_refused():
+    def command(count: int = 3):
+        ...
+    with pytest.raises(TypeError, match="count"):
+        commands.parameters(command)
+
+
 def test_every_error_is_explained_in_both_languages():
     builtin = {"BaseException", "Exception", "RuntimeError", "AssertionError", "OSError", "ValueError"}
     defined = messages.source().exceptions(*builtin) - builtin

@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
+from typer import Context
 from typer.models import ArgumentInfo, OptionInfo
 
 from mindresume import cli
@@ -57,13 +58,15 @@ def commands() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def parameters(function: Callable[..., Any]) -> list[Parameter]:
-    """Returns the arguments and options of a command, in the order of its help."""
-    hints = get_type_hints(function, include_extras=True)
+    """Returns the arguments and options of a command, in the order of its help. Raises TypeError for one without help."""
     found = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if get_origin(hints[name]) is not Annotated:
-            continue                                                     # the context, which typer itself passes
-        kind, info = get_args(hints[name])[:2]
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        hint = parameter.annotation
+        if hint is Context:
+            continue                                                     # typer itself passes it
+        if get_origin(hint) is not Annotated:
+            raise TypeError(f"{function.__name__}: {name} is {hint}, expected Annotated[..., typer.Argument or typer.Option]")
+        kind, info = get_args(hint)[:2]
         if not info.hidden:
             found.append(_parameter(name, kind, info, parameter.default))
     return found
