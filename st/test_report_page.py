@@ -322,6 +322,19 @@ def test_a_long_training_says_what_was_left_out_and_keeps_its_peak(browser, page
     assert pages.long.stat().st_size < 1_000_000
 
 
+def test_between_two_points_that_are_left_the_axis_has_their_losses(browser, pages):
+    browser.open(pages.long)
+    (curve,) = data_of(pages.long)["chart"]["curves"]
+    index = max(range(3000, 3200), key=lambda index: curve["steps"][index + 1] - curve["steps"][index])
+    begin, end = curve["steps"][index:index + 2]
+    browser.drag("loss", begin - 2000, end + 2000)
+    browser.drag("loss", begin + 6, end - 6)
+    ends = view(browser)
+    assert begin < ends[0] < ends[1] < end
+    drawn = browser.run('return [...document.querySelectorAll("#plot-loss .tick-y")].map((one) => +one.textContent)')
+    assert max(abs(tick - curve["values"][index]) for tick in drawn) < 0.5
+
+
 # ---- languages, colours ------------------------------------------------------------------------------------------------
 
 def english_left(texts: list[str], data: tuple[str, ...]) -> set[str]:

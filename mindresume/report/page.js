@@ -97,13 +97,16 @@ function paintMark(mark, shape, at, x, y, inside, kind = mark.kind) {
 function paintLoss(plot, inside) {
   const items = [], curves = chart.curves.filter((curve) => !plot.hidden.has(curve.kind));
   const marks = chart.marks.filter((mark) => mark.step !== null && !plot.hidden.has(mark.kind) && plot.sees(mark.step));
+  const isNear = ({ steps }, index) =>  // a line to this point may be visible
+    (steps[index + 1] ?? steps[index]) >= plot.view[0] && (steps[index - 1] ?? steps[index]) <= plot.view[1];
   let [low, high, points] = [Infinity, -Infinity, 0];
-  for (const curve of curves) {
-    curve.steps.forEach((step, index) => {
-      const value = curve.values[index];
-      if (value === null || !plot.sees(step)) return;
-      [low, high, points] = [Math.min(low, value), Math.max(high, value), points + 1];
-    });
+  for (const isUsed of [(curve, index) => plot.sees(curve.steps[index]), isNear]) {
+    for (const curve of low > high ? curves : []) {
+      curve.values.forEach((value, index) => {
+        if (value === null || !isUsed(curve, index)) return;
+        [low, high, points] = [Math.min(low, value), Math.max(high, value), points + 1];
+      });
+    }
   }
   if (low > high) [low, high] = [0, 1];
   const edge = (high - low || Math.abs(high) || 1) * 0.06, floor = plot.depth - 30;       // the saves lie below
@@ -124,9 +127,8 @@ function paintLoss(plot, inside) {
   for (const curve of curves) {
     if (curve.kind === "lost") pen = null;
     curve.steps.forEach((step, index) => {
-      const value = curve.values[index], [before, after] = [curve.steps[index - 1] ?? step, curve.steps[index + 1] ?? step];
-      const isNear = after >= plot.view[0] && before <= plot.view[1];
-      if (value === null || !isNear) {
+      const value = curve.values[index];
+      if (value === null || !isNear(curve, index)) {
         pen = null;
         return;
       }
