@@ -83,13 +83,12 @@ def _curve(kind: str, attempt: RunAttempt, kept: np.ndarray, origin: float) -> d
     losses = attempt.losses
     return {"kind": kind, "attempt": attempt.number, "steps": [int(step) for step in losses.steps[kept]],
             "values": [float(f"{value:.7g}") for value in losses.values[kept]],
-            "times": [_since(at, origin) for at in losses.times[kept]]}
+            "times": [seconds if (seconds := _since(at, origin)) < 1e5 else round(seconds) for at in losses.times[kept]]}
 
 
 def _since(at: float, origin: float) -> float:
-    """Returns a time in seconds since ``origin``. Milliseconds are kept only where the page can show them."""
-    seconds = float(at) - origin
-    return round(seconds, 3) if abs(seconds) < 1e5 else round(seconds)
+    """Returns a time in seconds since ``origin``, with milliseconds: the page shows how long something took."""
+    return round(float(at) - origin, 3)
 
 
 # ---- marks -----------------------------------------------------------------------------------------------------------

@@ -58,6 +58,16 @@ def test_the_timeline_has_each_span_and_each_phase(tmp_path):
     assert found["phases"] and sum(row[3] - row[2] for row in found["phases"]) == pytest.approx(30, abs=1.5)
 
 
+def test_a_short_span_after_days_has_its_length():
+    """The page shows seconds with a decimal where they are less than ten."""
+    def attempt(number, started):
+        losses = Losses(np.arange(1, 4), np.ones(3), started + 4.4 + np.arange(3), np.ones(3))
+        return RunAttempt(number, started, started + 10, "finished", first_step=1, last_step=3, losses=losses, is_fresh=True)
+    spans = [span for span in chart_data(report_of(attempt(1, 0.0), attempt(2, 300_000.2)))["spans"] if span[0] == "startup"]
+    lasted = [end - begin for _, _, begin, end in spans]
+    assert len(lasted) == 2 and lasted[1] == pytest.approx(lasted[0]) and lasted[0] % 1
+
+
 def test_a_failure_before_the_first_step_is_on_the_timeline_alone(tmp_path):
     log = two_attempts()
     log.start(60).event(61, TrainingEnded(FAILED, "out of memory")).start(80).resume(81, 10, RUNS[1]).run(82, RUNS[2])
