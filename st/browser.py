@@ -10,6 +10,7 @@ from typing import Any
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 DRIVER = "chromedriver"
+STARTS = 3                      # attempts to start the browser
 WIDTH, HEIGHT = 1200, 900
 
 
@@ -29,13 +30,20 @@ class Browser:
     def __init__(self, script: bool = True) -> None:
         """``script``: whether pages may run scripts."""
         from selenium import webdriver
+        from selenium.common.exceptions import WebDriverException
         options = webdriver.ChromeOptions()
         options.binary_location = next(filter(None, map(shutil.which, CHROMIUM)))
         for option in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
                        f"--window-size={WIDTH},{HEIGHT}"):
             options.add_argument(option)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-        self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which(DRIVER)))
+        for left in reversed(range(STARTS)):
+            try:
+                self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which(DRIVER)))
+                break
+            except WebDriverException:          # another process took the port meanwhile, or the machine is too busy
+                if not left:
+                    raise
         self.command("Emulation.setScriptExecutionDisabled", value=not script)
 
     def command(self, name: str, **arguments: Any) -> Any:
