@@ -27,6 +27,7 @@ _SLOWER = 4                     # a disk does not answer if a look takes so many
 EVERY = 5.0                     # seconds between two looks
 _SHARE, _LONGEST = 4, 60.0      # a pause is so many times as long as the look before it, as the disk has other work; at most
 _BEATS = 9                      # heartbeats that give the speed: with one each 15 s, those of two minutes
+_STEPS = 4                      # last saves, whose distance is that of the next one
 _LATE = 3                       # heartbeats that a job may be late
 NEW, COMPLETED, COMMITTED, CHANGED, REMOVED = "new", "completed", "committed", "changed", "removed"
 JOB, NOTES = "job", "notes"
@@ -188,6 +189,7 @@ class History:
         for row in found.listing:
             if row.usable and row.step is not None:
                 self._complete.setdefault(row.run_id, set()).add(row.step)
+        self._complete = {run: set(sorted(steps)[-_STEPS:]) for run, steps in self._complete.items()}
 
     def heartbeat(self, run: str) -> tuple[Heartbeat, float | None] | None:
         """Returns the last heartbeat of a run, and when it was first seen; None for a time before this view began."""
@@ -217,7 +219,7 @@ class History:
         steps = sorted(self._complete.get(run, set()))
         if len(steps) < 2:
             steps = sorted(set().union(*self._complete.values()))
-        last = steps[-4:]
+        last = steps[-_STEPS:]
         gaps = {after - before for before, after in zip(last, last[1:], strict=False)}
         return gaps.pop() if len(gaps) == 1 else None
 

@@ -149,6 +149,11 @@ def test_no_next_save_is_given_where_the_distances_differ_or_are_unknown():
     assert seen(observation()).next_save(RUN, 1000.0) is None
 
 
+def test_days_of_watching_take_no_more_memory():
+    history = seen(*(observation(info(step, run=run)) for run in (RUN, "0002-0000bbbb") for step in range(20, 2000, 20)))
+    assert history.save_interval("0002-0000bbbb") == 20 and sum(map(len, history._complete.values())) <= 8
+
+
 def test_a_removed_checkpoint_still_tells_the_interval():
     assert seen(observation(info(20)), observation(info(40))).save_interval(RUN) == 20
 
