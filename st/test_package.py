@@ -19,11 +19,16 @@ from st.training_run import ROOT
 PACKAGE = ROOT / "mindresume"
 
 
-def run(*words: str | Path, folder: Path, expected: int = 0) -> str:
-    """Returns the output of a command, which runs in ``folder`` and without the environment of the tests."""
-    done = subprocess.run(list(map(str, words)), cwd=folder, capture_output=True, text=True,
+def ended(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command in ``folder``, without the environment of the tests."""
+    return subprocess.run(list(map(str, words)), cwd=folder, capture_output=True, text=True,
                           env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "COLUMNS": "200"})
-    assert done.returncode == expected, f"{words}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+
+def run(*words: str | Path, folder: Path) -> str:
+    """The same with a command that succeeds; returns its output."""
+    done = ended(*words, folder=folder)
+    assert done.returncode == 0, f"{words}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
 
@@ -104,5 +109,5 @@ def test_a_drill_on_files_passes(installed, tmp_path):
 @pytest.mark.parametrize("words, package", [(["report", "."], "mindresume[report]"),
                                             (["drill", "--simulate"], "mindresume[simulate]")])
 def test_what_needs_an_extra_names_it(installed, tmp_path, words, package):
-    done = subprocess.run([installed / "mindresume", *words], cwd=tmp_path, capture_output=True, text=True)
+    done = ended(installed / "mindresume", *words, folder=tmp_path)
     assert done.returncode == 2 and package in done.stderr and done.stderr.count("\n") == 1
