@@ -1,4 +1,4 @@
-"""Parses JSON from untrusted files with bounded memory. Every reader of mindresume uses it.
+"""Parses JSON from untrusted files with bounded memory: every reader of mindresume uses it. Makes numbers fit for JSON.
 
 The caller limits the number of bytes (``mindresume.storage.operations.read_bytes``). This module limits the number of values,
 since two bytes of text can become a hundred bytes of memory, and the nesting depth, since printing or comparing a nested value
@@ -7,6 +7,7 @@ recurses.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,15 @@ def parse_json(data: bytes, values: int = MAX_VALUES, pairs: Callable[[Pairs], d
         if not level:
             return value
     raise ValueError(_TOO_DEEP)
+
+
+def finite(value: Any) -> Any:
+    """Returns ``value`` with null for every number that is nan or infinite: JSON has neither."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"

@@ -31,6 +31,11 @@ def size_text(size: float | None) -> str:
     return f"{size:.1f} TiB"
 
 
+def shortened(text: str, most: int) -> str:
+    """Returns ``text``, or the first ``most`` characters of it and ' ...'."""
+    return text if len(text) <= most else text[:most] + " ..."
+
+
 def listed(items: Sequence[object], most: int = 8, separator: str = ", ") -> str:
     """Returns the first ``most`` of ``items`` as text, such as '1, 2, 5 and 3 more'."""
     text = separator.join(map(str, items[:most]))

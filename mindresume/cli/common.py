@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mindresume.api.progress import SILENT, Progress
+from mindresume.bounded_json import finite
 from mindresume.events.log_lines import progress_text
 from mindresume.events.progress import ProgressReporter
 from mindresume.formatting import shown, size_text
@@ -62,15 +62,6 @@ def print_json(value: Any) -> None:
     except ValueError:                              # JSON has no NaN and no infinity
         text = json.dumps(finite(value), indent=1)
     print(text)
-
-
-def finite(value: Any) -> Any:
-    """Returns ``value`` with null for every number that is nan or infinite."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def time_text(seconds: float | None) -> str:

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from mindresume.api.observation import Heartbeat, Observation
 from mindresume.api.results import COMPLETE, INCOMPLETE, NODE_LOCAL, CheckpointInfo, Listing
-from mindresume.cli.common import finite, say, step_text
+from mindresume.bounded_json import finite
+from mindresume.cli.common import say, step_text
 from mindresume.errors import ConfigError
 from mindresume.storage.atomic_publish import error_text
 from mindresume.storage.operations import call_within

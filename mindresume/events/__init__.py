@@ -11,12 +11,12 @@ seconds. Every field is a JSON value or a tuple of them, so an event can be sent
 """
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
+from mindresume.bounded_json import finite
 from mindresume.errors import ConfigError
 
 INFO, WARNING, ERROR = "info", "warning", "error"
@@ -39,7 +39,7 @@ class Event:
     def to_json(self) -> dict[str, Any]:
         """Returns {"event": kind, field: value, ...} without fields that are None. NaN and infinity, which JSON does not have,
         become None."""
-        values = {field.name: _json(getattr(self, field.name)) for field in fields(self)}
+        values = {field.name: finite(getattr(self, field.name)) for field in fields(self)}
         return {"event": self.kind, **{name: value for name, value in values.items() if value is not None}}
 
 
@@ -71,12 +71,6 @@ def event_from_json(value: Mapping[str, Any]) -> Event | None:
         return known(**given)
     except ConfigError:
         return None
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_json(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _value(declared: str, value: Any) -> tuple[bool, Any]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from mindresume.events import FAILED
 from mindresume.report.accounting import AttemptAccount
 from mindresume.report.losses import thinned
 
+T = TypeVar("T")
 POINTS = 4000                   # most points of all curves: more than there are pixels
 MARKS = 1500                    # most marks of one kind
 NAMED = 12                      # most failures with a number; with more, marks are smaller
@@ -129,7 +130,7 @@ def _marks(axes: Any, accounts: Sequence[AttemptAccount], steps: np.ndarray, val
     other = sorted({save.step for save in saves if save.is_staged} - set(good))
     for marks, face, label in ((good, SAVE, "committed: complete on all ranks"), (other, "none", "saved, not committed")):
         if marks:
-            marks = _spread(marks)
+            marks = spread(marks, float)
             axes.plot(marks, [low - 0.05 * (high - low)] * len(marks), linestyle="none", markersize=4.5,
                       marker="s" if len(marks) <= SQUARES else "|", markerfacecolor=face, markeredgecolor=SAVE, label=label,
                       zorder=4, clip_on=False)
@@ -163,13 +164,13 @@ def _points(axes: Any, places: Sequence[tuple[float, float]], marker: str, colou
                   zorder=order)
 
 
-def _spread(steps: Sequence[float]) -> list[float]:
-    """Returns at most MARKS of the steps: one for each interval of equal length, so that marks do not move when steps are
-    added."""
-    if len(steps) <= MARKS:
-        return list(steps)
-    width = (steps[-1] - steps[0]) / MARKS or 1
-    return list({int((step - steps[0]) / width): step for step in steps}.values())
+def spread(items: Sequence[T], place: Callable[[T], float]) -> list[T]:
+    """Returns at most about MARKS of the items: one for each interval of equal length, of which ``place`` gives the position."""
+    if len(items) <= MARKS:
+        return list(items)
+    first, last = min(map(place, items)), max(map(place, items))
+    width = (last - first) / MARKS or 1
+    return list({int((place(item) - first) / width): item for item in items}.values())
 
 
 def _legend(axes: Any) -> None:
@@ -203,7 +204,7 @@ def _times(axes: Any, accounts: Sequence[AttemptAccount]) -> None:
     failures = [(account.attempt.ended - origin) / size for account in accounts if account.attempt.outcome == FAILED]
     axes.plot(failures, [1.0] * len(failures), linestyle="none", marker="X", markersize=8, markerfacecolor=DEAD,
               markeredgecolor="white", markeredgewidth=0.8, clip_on=False)
-    saves = _spread(sorted(save.time for account in accounts for save in account.attempt.saves if save.is_staged))
+    saves = spread([save.time for account in accounts for save in account.attempt.saves if save.is_staged], float)
     axes.plot([(at - origin) / size for at in saves], [0.0] * len(saves), linestyle="none", marker="|", markersize=7, color=SAVE,
               clip_on=False)
     axes.set_xlim(0, max((end - origin) / size, 1e-9))

@@ -5,17 +5,17 @@ and the data says how many were left out. Times are seconds since the first star
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mindresume.events import DISK, FAILED, MEMORY
-from mindresume.formatting import size_text, span_text
+from mindresume.formatting import shortened, size_text, span_text
 from mindresume.report.accounting import AttemptAccount
 from mindresume.report.advice_text import stop_text
 from mindresume.report.builder import Report
-from mindresume.report.chart import kept_curve, loss_at
+from mindresume.report.chart import kept_curve, loss_at, spread
 from mindresume.report.losses import thinned
 from mindresume.report.phrases import as_json, phrase
 from mindresume.report.runs import RunAttempt
@@ -23,7 +23,6 @@ from mindresume.report.tables import moment, phase_class, phase_name, reason_of
 
 POINTS = 6000                   # most points of the kept curve, and most of all lost parts
 PARTS = 500                     # most lost parts: the last ones
-MARKS = 1500                    # most marks of one kind
 ATTEMPTS = 2000                 # most attempts: the last ones
 REASON = 300                    # most characters of a reason
 
@@ -106,7 +105,7 @@ def _marks(rows: Sequence[AttemptAccount], origin: float) -> tuple[list[dict[str
     copies = [(row, save) for row in rows for save in row.attempt.memory_saves]
     for kind, group in (("committed", [pair for pair in staged if pair[1].is_committed]),
                         ("staged", [pair for pair in staged if not pair[1].is_committed]), ("memory", copies)):
-        kept = _spread(group, lambda pair: pair[1].step)
+        kept = spread(group, lambda pair: pair[1].step)
         shown, total = shown + len(kept), total + len(group)
         for row, save in kept:
             if kind == "memory":
@@ -125,7 +124,7 @@ def _marks(rows: Sequence[AttemptAccount], origin: float) -> tuple[list[dict[str
                 "tip.resumed", attempt=attempt.number, step=attempt.base_step, at=moment(attempt.started),
                 source=phrase(f"source.{source}"), load=_span(attempt.load_seconds)))
         if attempt.outcome == FAILED:
-            known = {"attempt": attempt.number, "at": moment(attempt.ended), "reason": _shortened(reason_of(attempt))}
+            known = {"attempt": attempt.number, "at": moment(attempt.ended), "reason": shortened(reason_of(attempt), REASON)}
             if attempt.last_step is None:
                 mark("failed", None, attempt.ended, None, phrase("tip.failed_early", **known))
             else:
@@ -135,18 +134,5 @@ def _marks(rows: Sequence[AttemptAccount], origin: float) -> tuple[list[dict[str
     return found, {"shown": shown, "total": total}
 
 
-def _spread(items: Sequence[Any], step_of: Callable[[Any], int]) -> Sequence[Any]:
-    """Returns at most about MARKS of the items: one for each interval of equal length."""
-    if len(items) <= MARKS:
-        return items
-    first, last = min(map(step_of, items)), max(map(step_of, items))
-    width = (last - first) / MARKS or 1
-    return list({int((step_of(item) - first) / width): item for item in items}.values())
-
-
 def _span(seconds: float | None) -> str:
     return "?" if seconds is None else span_text(seconds)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= REASON else text[:REASON] + " ..."

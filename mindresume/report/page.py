@@ -11,13 +11,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mindresume.bounded_json import finite
 from mindresume.events import FAILED
-from mindresume.formatting import shown, size_text, span_text
+from mindresume.formatting import shortened, shown, size_text, span_text
 from mindresume.report import tables
 from mindresume.report.advice_text import interval_rows, memory_text, sentence_of
 from mindresume.report.advise import advice_of
@@ -74,8 +74,8 @@ def html(report: Report, figure: str) -> str:
     environment = Environment(autoescape=True, loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
                               finalize=printed, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"span": span_text, "moment": tables.moment, "size": size_text, "number": number_text,
-                            "shortened": _shortened, "in_attribute": lambda value: Markup.escape(plain(value)),
-                            "phrase_number": phrases.number}
+                            "shortened": lambda text: shortened(text, REASON), "phrase_number": phrases.number,
+                            "in_attribute": lambda value: Markup.escape(plain(value))}
     environment.globals |= {"t": phrase, "counted": counted}
     advice, title = advice_of(report), phrase("title.of", output=report.output)
     return environment.get_template(TEMPLATE).render(
@@ -99,20 +99,18 @@ def policy() -> str:
 def json_block(value: Any) -> str:
     """Returns ``value`` as JSON for a script element: hidden characters are shown, numbers that are not finite are null, and
     nothing can end the element or begin a comment in it."""
-    text = json.dumps(_clean(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(_printable(finite(value)), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def _clean(value: Any) -> Any:
+def _printable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {_clean(name): _clean(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_clean(inner) for inner in value]
-    if isinstance(value, str):
-        return shown(value, keep="\n")
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {_printable(name): _printable(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_printable(inner) for inner in value]
+    return shown(value, keep="\n") if isinstance(value, str) else value
 
 
 @cache
@@ -142,7 +140,3 @@ def _with_text(report: Report, figure: str) -> str:
     text = phrase("figure.alternative", reached=number_text(report.reached), summary=summary(report), failures=joined(
         [phrase("figure.failed", attempt=attempt.number, step=attempt.last_step) for attempt in failed[:NAMED]], "semicolon"))
     return figure.replace("<svg ", f'<svg role="img" aria-label="{escape(shown(text))}" ', 1) if report.accounts else ""
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= REASON else text[:REASON] + " ..."

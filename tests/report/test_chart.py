@@ -71,9 +71,9 @@ def test_millions_of_steps_are_few_points():
 
 
 def test_many_marks_are_spread():
-    spread = chart._spread(list(range(0, 10_000_000, 50)))
+    spread = chart.spread(list(range(0, 10_000_000, 50)), float)
     assert len(spread) <= chart.MARKS + 1 and max(np.diff(spread)) < 3 * 10_000_000 / chart.MARKS
-    assert chart._spread([5, 10]) == [5, 10]
+    assert chart.spread([5, 10], float) == [5, 10]
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])

@@ -11,7 +11,8 @@ from mindresume.events.recovery_phases import PHASES
 from mindresume.report import page
 from mindresume.report.accounting import Seconds, accounts_of
 from mindresume.report.builder import Report, build_report
-from mindresume.report.chart_data import MARKS, POINTS, chart_data
+from mindresume.report.chart import MARKS
+from mindresume.report.chart_data import POINTS, chart_data
 from mindresume.report.checkpoint_state import CheckpointState
 from mindresume.report.losses import Losses
 from mindresume.report.recoveries import REDONE
