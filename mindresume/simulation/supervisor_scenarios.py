@@ -100,7 +100,8 @@ _jobs: WeakKeyDictionary[Simulation, Jobs] = WeakKeyDictionary()
 
 class _SimulatedJob:
     """Implements what ``Supervisor`` uses of ``supervisor.job.Job``."""
-    output, has_silent_ranks, is_preempted, logs = "", False, False, set()
+    output, logs = "", set()
+    has_silent_ranks = is_preempted = has_finished = False
 
     def __init__(self, jobs: Jobs, nodes: Rendezvous, number: int, fewest: int, chance: random.Random):
         members = tuple(sorted(nodes.states.mine.members))

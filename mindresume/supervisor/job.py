@@ -21,7 +21,19 @@ from dataclasses import dataclass, field, replace
 from mindresume.coordination import rank_heartbeat
 from mindresume.coordination.process_identity import process_namespace
 from mindresume.coordination.rank_heartbeat import ENDED, NONE, Heartbeat, read_heartbeats
-from mindresume.events import FAILED, PREEMPTED, Emit, HangDetected, JobEnded, JobStarted, RankDied, StartupMeasured, warning
+from mindresume.events import (
+    FAILED,
+    FINISHED,
+    NOTHING_TO_TRAIN,
+    PREEMPTED,
+    Emit,
+    HangDetected,
+    JobEnded,
+    JobStarted,
+    RankDied,
+    StartupMeasured,
+    warning,
+)
 from mindresume.events.log_lines import end_text
 from mindresume.storage.operations import call_within
 from mindresume.supervisor import stacks
@@ -241,6 +253,13 @@ class Job:
         return any(it.outcome == PREEMPTED for it in self.heartbeats.values())
 
     @property
+    def has_finished(self) -> bool:
+        """Returns whether all ranks have finished the training, and the last save that they began is complete."""
+        return bool(self.heartbeats) and all(
+            it.phase == ENDED and it.outcome in (FINISHED, NOTHING_TO_TRAIN) and (it.rank != 0 or it.committed >= it.begun)
+            for it in self.heartbeats.values())
+
+    @property
     def has_silent_ranks(self) -> bool:
         """Returns whether there are ranks, and none of them writes heartbeats."""
         return bool(self.members.alive(RANK)) and not self.heartbeats
@@ -257,8 +276,9 @@ class Job:
         resumed, last, committed = (max((getattr(it, name) for it in beats), default=NONE)
                                     for name in ("resumed", "step", "committed"))
         preempted = self.is_preempted and end.kind == EXITED
+        finished = self.has_finished and end.kind in (EXITED, DIED) and end.status != 0
         outcome = StartOutcome(self.number, self._started, time.monotonic() - self._began, end.kind, end.status, end.cause,
-                               end.rank, self.host, end.phase, preempted, resumed, last, committed, end.log)
+                               end.rank, self.host, end.phase, preempted, finished, resumed, last, committed, end.log)
         self.emit(JobEnded(self.number, end.status, end.cause, outcome.seconds, time.monotonic() - end.noticed, _known(resumed),
                            _known(last), _known(committed), left))
         self.members.close()

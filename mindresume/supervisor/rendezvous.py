@@ -184,17 +184,18 @@ class Rendezvous:
         """Tells the others that this node's part has ended badly. Called before the part is ended."""
         self.states.set(state=FAILED, status=status, reason=reason[:500], kind=kind)
 
-    def finish(self) -> PeerEnd | None:
-        """Tells the others that this node's part has finished. Returns None until all have, then PeerEnd with status 0; the end
-        of another node's part if it fails."""
-        self.states.set(state=FINISHED, status=0)
+    def finish(self, status: int = 0) -> PeerEnd | None:
+        """Tells the others that this node's part has finished, with the exit ``status`` of the command. Returns None until all
+        have, then PeerEnd with the status of the first node whose command failed, else 0; the end of another node's part if it
+        fails before it has finished."""
+        self.states.set(state=FINISHED, status=status)
         if end := self.check():
             return end
-        members = self.states.mine.members
-        others = [seen.state for node in members if node != self.node and (seen := self.states.newest(node))]
-        if len(others) == len(members) - 1 and all(state.state == FINISHED and state.generation == self.generation
-                                                   for state in others):
-            return PeerEnd(0, "all nodes have finished", leaves=True)
+        members = sorted(self.states.mine.members)
+        parts = [self.states.mine if node == self.node else seen.state for node in members
+                 if node == self.node or (seen := self.states.newest(node))]
+        if len(parts) == len(members) and all(part.state == FINISHED and part.generation == self.generation for part in parts):
+            return PeerEnd(next((part.status for part in parts if part.status), 0), "all nodes have finished", leaves=True)
         return None
 
     def leave(self, status: int, reason: str, kind: str = "") -> None:

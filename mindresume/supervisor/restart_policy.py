@@ -5,6 +5,7 @@ from. Steps that no checkpoint holds are lost again, so they are none. ``max_res
 a job that fails every hour and saves every ten minutes is started again for ever, one that dies at the same step is not.
 
     status 0                                  ─▶ exit
+    all ranks have finished the training       ─▶ exit with the status: another start would find nothing to train
     stopped by a signal, preempted, Ctrl-C     ─▶ exit with 143 or 130: somebody wants the job to end
     status 2: a wrong argument or setting      ─▶ exit: another start would fail in the same way
     progress                                   ─▶ restart at once
@@ -42,6 +43,7 @@ class StartOutcome:
         host: of that rank.
         phase: of that rank; empty: not known.
         is_preempted: the ranks were asked to stop, saved and stopped.
+        has_finished: all ranks finished the training and saved, before the command or a rank ended badly.
         resumed: step that it continued after; NONE: from the beginning, or not known.
         last_step: the last finished step of any rank; NONE: none, or not known.
         committed: the newest step that it committed; NONE: none, or not known.
@@ -58,6 +60,7 @@ class StartOutcome:
     host: str = ""
     phase: str = ""
     is_preempted: bool = False
+    has_finished: bool = False
     resumed: int = NONE
     last_step: int = NONE
     committed: int = NONE
@@ -108,6 +111,8 @@ def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
         return Decision(EXIT, last.status, reason=last.cause, fruitless=fruitless)
     if last.is_preempted:
         return Decision(EXIT, last.status, reason="the ranks were asked to stop and have saved", fruitless=fruitless)
+    if last.has_finished:
+        return Decision(EXIT, last.status, reason=f"all ranks have finished the training; {last.cause}", fruitless=fruitless)
     if last.kind in (EXITED, DIED) and last.status in _FINAL:
         return Decision(EXIT, last.status, reason=_FINAL[last.status], fruitless=fruitless)
     status = last.status or 1

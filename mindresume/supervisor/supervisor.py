@@ -213,11 +213,11 @@ class Supervisor:
         Returns what they ended with, None if that does not matter."""
         if end.kind == STOPPED:
             self.nodes.leave(end.status, end.cause, end.kind)
-        elif end.kind != EXITED or end.status and not job.is_preempted:
+        elif not job.has_finished and (end.kind != EXITED or end.status and not job.is_preempted):
             self.nodes.fail(end.status, end.cause, end.kind)
         else:
             while not self._signals:
-                peer = self.nodes.finish()
+                peer = self.nodes.finish(end.status)
                 if peer is not None:
                     return replace(peer, status=peer.status or end.status) if peer.leaves else peer
                 time.sleep(TICK)

@@ -52,6 +52,17 @@ def test_sigterm_to_one_node_ends_the_job_on_all(nodes):
     assert [job.wait()[0] for job in jobs] == [143, 143]
 
 
+def test_a_node_that_fails_after_its_training_waits_for_the_others_and_none_starts_again(nodes):
+    found = [job.wait() for job in nodes("""
+beat.set(outcome=1)
+beat.enter(hb.ENDED)
+if "node1" in folder:
+    sys.exit(9)
+""")]
+    assert [status for status, _ in found] == [9, 9]
+    assert all(len(of(events, "job_started")) == 1 for _, events in found)
+
+
 def test_a_node_that_does_not_come_ends_the_wait(tmp_path, supervised):
     status, events = supervised(tmp_path / "node0").run(
         "", "--nodes", "2", "--rendezvous", str(tmp_path / "meeting"), "--node-timeout", "1")

@@ -49,6 +49,20 @@ def test_a_node_starts_although_the_leader_has_finished_its_part_already(nodes):
     assert leader.finish().leaves
 
 
+@pytest.mark.parametrize("statuses", [(0, 9), (9, 0), (9, 7)])
+def test_all_nodes_end_with_the_status_of_the_first_node_whose_command_failed_after_its_training(nodes, statuses):
+    leader, other, later = nodes
+    start_of_leader(leader, other, later)
+    later()
+    other.agree()
+    later()
+    leader.finish(statuses[0])
+    later()
+    found = other.finish(statuses[1])
+    later()
+    assert found.leaves and leader.finish(statuses[0]).status == found.status == 9
+
+
 def test_a_node_that_leaves_before_it_starts_ends_the_part_of_the_others(nodes):
     """For example after SIGTERM. It is not waited for until it counts as gone."""
     leader, other, later = nodes

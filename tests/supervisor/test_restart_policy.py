@@ -27,12 +27,14 @@ def died(number=1, resumed=-1, committed=-1, status=137, kind=DIED, **more):
 
 steps = st.integers(-1, 50)
 outcomes = st.builds(died, resumed=steps, committed=steps, status=st.integers(1, 255),
-                     kind=st.sampled_from([DIED, EXITED, HUNG, PEER, STOPPED]), is_preempted=st.booleans())
+                     kind=st.sampled_from([DIED, EXITED, HUNG, PEER, STOPPED]), is_preempted=st.booleans(),
+                     has_finished=st.booleans())
 
 
 @pytest.mark.parametrize("outcome, status", [
     (died(status=0, kind=EXITED), 0), (died(status=2, kind=EXITED), 2), (died(status=2), 2), (died(status=130, kind=EXITED), 130),
-    (died(status=143, kind=STOPPED), 143), (died(status=143, kind=EXITED, is_preempted=True), 143)])
+    (died(status=143, kind=STOPPED), 143), (died(status=143, kind=EXITED, is_preempted=True), 143),
+    (died(status=1, kind=EXITED, has_finished=True), 1), (died(status=139, has_finished=True), 139)])
 def test_what_is_never_started_again(outcome, status):
     decision = decide(POLICY, [outcome])
     assert (decision.action, decision.status) == (EXIT, status)
@@ -80,7 +82,7 @@ def test_every_decision(starts, limit):
     if decision.action != RESTART:
         assert decision.status == last.status
     if decision.action == RESTART:
-        assert limit and fruitless <= limit and last.kind != STOPPED and not last.is_preempted
+        assert limit and fruitless <= limit and last.kind != STOPPED and not last.is_preempted and not last.has_finished
     if decision.action == GIVE_UP:
         assert fruitless == limit + 1 or fruitless > limit
         assert all(start.reached <= max(earlier.reached for earlier in starts[:len(starts) - fruitless + 1])

@@ -2,6 +2,7 @@
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,38 @@ def test_a_job_that_finishes_is_not_started_again(job):
     status, events = job.run("beat.reach(1); finish()")
     assert status == 0 and len(of(events, "job_started")) == 1 and not of(events, "rank_died")
     assert events[-1] == {**events[-1], "event": "supervisor_ended", "status": 0, "starts": 1}
+
+
+FINISHED = """
+beat.set(begun=5, written=5, committed=5 if rank == 0 else -1, outcome=1)
+beat.enter(hb.ENDED)
+"""
+
+
+def test_a_job_whose_launcher_fails_after_the_training_is_not_started_again(job):
+    status, events = job.run(FINISHED, command=["sh", "-c", f"{sys.executable} msrun.py 2 rank.py; exit 3"])
+    assert status == 3 and len(of(events, "job_started")) == 1
+    assert events[-1]["reason"] == "all ranks have finished the training; the command ended with status 3"
+
+
+def test_a_job_whose_rank_crashes_at_its_exit_after_the_training_is_not_started_again(job):
+    status, events = job.run(FINISHED + """
+mark(f"ended_{rank}")
+wait_for(f"ended_{1 - rank}")
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSEGV)
+""")
+    assert status == 139 and len(of(events, "job_started")) == 1 and len(of(events, "rank_died")) == 1
+
+
+@pytest.mark.parametrize("unfinished", [
+    "beat.set(begun=6, committed=5, outcome=1); beat.enter(hb.ENDED)", "beat.set(outcome=1); beat.enter(hb.ENDING)",
+    "beat.set(outcome=4); beat.enter(hb.ENDED)"])
+def test_a_job_that_failed_before_all_was_saved_is_started_again(job, unfinished):
+    program = f"if start == 1 and rank == 0: {unfinished}; sys.exit(0)\n{FINISHED}"
+    command = f"{sys.executable} msrun.py 2 rank.py; [ -e again ] || {{ touch again; exit 3; }}"
+    status, events = job.run(program, command=["sh", "-c", command])
+    assert status == 0 and len(of(events, "job_started")) == 2
 
 
 def test_a_killed_rank_is_noticed_and_the_job_starts_again_at_once_after_progress(job):
