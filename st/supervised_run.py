@@ -39,9 +39,16 @@ class Start:
         """Returns the steps that it recorded."""
         return [row for row in self.run.steps(-1) if self.has(row["time"])]
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        """Returns the events of rank 0."""
-        return [row for row in events(self.run, kind) if self.has(row["time"])]
+    def events(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+        return [row for row in events(self.run, kind, rank) if self.has(row["time"])]
+
+    def in_memory(self) -> set[int]:
+        """Returns the steps that all ranks have saved in memory."""
+        return set.intersection(*({row["step"] for row in self.events("tier_saved", rank)} for rank in range(self.run.workers)))
+
+    def resumed(self) -> int:
+        """Returns the step that it continued after; 0 for none."""
+        return max((row["step"] for row in self.events("checkpoint_selected")), default=0)
 
     def source(self) -> str | None:
         """Returns "memory" or "disk"; "nothing" for a fresh start, None if it ended before it selected anything."""
