@@ -47,6 +47,49 @@ def test_every_class_and_every_name_of_a_module_exists(document):
     assert {word for word in words - known if not any(re.search(rf"\b{word}\b", path.read_text()) for path in FILES)} == set()
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.zh.md")), ids=lambda path: path.name)
+def test_a_chinese_page_has_the_code_and_the_links_of_the_english_one(page):
+    english = (page.parent / page.name.replace(".zh.md", ".md")).read_text()
+
+    def facts(text):
+        """Returns the lines of code without comments, and the targets of links."""
+        blocks = [re.sub(r"#.*", "", block) for block in re.findall(r"```.*?```", text, re.DOTALL)]
+        return ({line.strip() for block in blocks for line in block.splitlines()},
+                {link.replace("_CN", "").replace(".zh.svg", ".svg") for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)})
+    assert facts(page.read_text()) == facts(english)
+
+
+@DOCUMENTS
+def test_every_link_names_an_existing_file(document):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def anchors_of(text: str) -> set[str]:
+    """Returns the anchors of the headings, as GitHub makes them; mkdocs.yml makes the same."""
+    headings = re.findall(r"^#{1,6} +(.*?) *$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
+
+
+def test_anchors_are_those_of_github():
+    text = "# A: `mindresume run`, 1.0\n```\n# no heading\n```\n## [Save](save.md) / load_it  \n### 配置段 `memory_tier`\n"
+    assert anchors_of(text) == {"a-mindresume-run-10", "save--load_it", "配置段-memory_tier"}
+
+
+@DOCUMENTS
+def test_every_anchor_of_a_link_exists(document):
+    """A Chinese page names another page without a language, so what it links to is in Chinese on the site and in English on
+    GitHub: only links within the page can have an anchor."""
+    broken = []
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", document.read_text()):
+        target = document.parent / link if link else document
+        is_ambiguous = bool(link) and document.name.endswith(".zh.md")
+        if is_ambiguous or (target.suffix == ".md" and anchor not in anchors_of(target.read_text())):
+            broken.append(f"{link}#{anchor}")
+    assert broken == []
+
+
 def test_every_page_has_a_chinese_one():
     pages = {path.name.removesuffix(".md") for path in (ROOT / "docs").glob("*.md")} - {"status"}
     english = {name for name in pages if not name.endswith(".zh")}
