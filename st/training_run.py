@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from mindresume.events.event_file import FOLDER  # noqa: E402
 from mindresume.storage.atomic_publish import TEMPORARY  # noqa: E402
 from st.cpu_cluster.launch import free_port  # noqa: E402
 
+CRASHED = 128 + signal.SIGSEGV         # exit status, as of a shell
 POLL_SECONDS = 0.0005                #  seconds between looks at the folder while waiting for a half-written file
 # Compiling is half of a short training. As many bytes as two layers of the quickstart, which st/quickstart.py trains as it is.
 SIZES = {"model.model_config.num_hidden_layers": 1, "model.model_config.intermediate_size": 1024}
@@ -187,11 +189,23 @@ class Run:
             self._keep_compiled()
 
     def wait_for_success(self, timeout: float = 400.0) -> Run:
-        """Waits for a job that must succeed. AssertionError with the end of its log if it does not."""
+        """Waits for a job that must succeed. AssertionError with the end of its log if it does not.
+
+        A crash when its processes exit, after every rank has finished the training, is a warning: a thread of MindSpore 2.7.2
+        (RECV_EVENT_LOOP of libmindspore_cluster.so) seldom follows a null pointer there."""
         status = self.wait(timeout)
+        if status == CRASHED and all(map(self.has_finished, range(self.workers))):
+            warnings.warn(f"a process of {self.folder} crashed at its exit, after the training", stacklevel=2)
+            return self
         assert status == 0, f"exit status {status}; the end of the log of {self.folder}:\n" + \
             "\n".join(self.log().splitlines()[-30:])
         return self
+
+    def has_finished(self, rank: int) -> bool:
+        """Returns whether the last event of a rank in the last attempt is the end of a training that finished."""
+        files = self.event_files(rank)
+        last = files[-1].read_text(encoding="ascii").splitlines()[-1:] if files else []
+        return bool(last) and last[0].endswith("}") and json.loads(last[0]).get("outcome") == "finished"
 
     def processes(self) -> list[int]:
         """Returns every process of the job, found by session and by descent, scheduler and launcher included."""
