@@ -27,6 +27,10 @@ class CorruptFileError(MindResumeError):
         self.path, self.reason, self.tensor = str(path), reason, tensor
 
 
+class UnreadableFileError(CorruptFileError):
+    """A file exists and could not be read: the file system reported an error. Nothing is known of its content."""
+
+
 class RecordError(MindResumeError):
     """A record or manifest cannot be read: it is not JSON, has an unknown version, or lacks a field."""
 
@@ -69,6 +73,10 @@ class RemoteError(MindResumeError):
 
 class LoadError(MindResumeError):
     """The selected checkpoint does not fit the network: a tensor is missing, or its shape or dtype differs."""
+
+
+class AlteredWeightsError(MindResumeError):
+    """Parameters changed between the load and the first step: a callback, or another loader, has put other weights there."""
 
 
 class StrategyError(MindResumeError, ValueError):

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mindresume.formats.rank_folder_naming import LABEL
 from st.checkpoint_files import counter, meta, names, records, weights
@@ -14,6 +16,7 @@ from st.run_attempts import (
     FIXTURES,
     assert_event,
     contains,
+    failure,
     in_parallel,
     resume_summary,
     run_beside,
@@ -22,7 +25,7 @@ from st.run_attempts import (
     train,
     train_well,
 )
-from st.training_run import Run, differences
+from st.training_run import ROOT, Run, differences
 
 FIXTURE = "mf190_10_safetensors_single"
 
@@ -48,6 +51,24 @@ def test_ckpt_resumed_in_mid_epoch_is_the_uninterrupted_run(llama):
     assert differences(whole.steps()[:23], broken.steps(0)) == []
     assert differences(whole.steps(), broken.steps(-1)) == []
     assert_event(broken, "checkpoint_selected", step=15, description=contains("llama_rank_0-2_5.ckpt"))
+
+
+def test_a_callback_that_loads_other_weights_ends_the_job_before_it_trains(llama, tmp_path):
+    """MindSpore's OnRequestExit loads what it finds under its name, after the checkpoint was loaded."""
+    whole, _ = llama
+    run, own = run_beside(whole, tmp_path / "run"), tmp_path / "rank_0" / "mine_train.ckpt"
+    own.parent.mkdir()
+    shutil.copy(weights(run, 30), own)
+    last = "llama_rank_0-4_10.ckpt"
+    (run.checkpoints / "rank_0" / last).unlink()            # so that steps are left: it continues after step 35
+    callbacks = [*yaml.safe_load((ROOT / "configs" / run.config).read_text(encoding="utf-8"))["callbacks"],
+                 {"type": "OnRequestExit", "file_name": "mine", "directory": str(tmp_path), "save_mindir": False}]
+    train(run.configure({"callbacks": callbacks}))
+    assert run.process.returncode == 65 and steps_of(run) == []
+    assert "AlteredWeightsError" in failure(run) and "OnRequestExit" in failure(run)
+    own.unlink()                                            # nothing to load: the same job trains
+    train_well(run)
+    assert steps_of(run) == list(range(36, 41)) and differences(whole.steps()[35:], run.steps(-1)) == []
 
 
 def test_ckpt_names_continue_from_the_absolute_step(llama):

@@ -110,7 +110,9 @@ NO_PATH = ["/etc/passwd", "../x.safetensors", "rank_1/../../x.safetensors", "ran
            "rank_1/a\n.safetensors", "rank_1/" + "x" * 300 + ".safetensors", "rank_1/x.ckpt", "rank_1/x.txt", "rank_1/x",
            "C:\\x.safetensors", "", None, 3, ["rank_1/x.safetensors"], SURROGATE, DEEP]
 
-state_cases = [(("state", field), value, field) for field in ("step", "steps_per_epoch", "global_step") for value in NO_COUNT]
+state_cases = [(("state", field), value, field) for field in ("step", "steps_per_epoch", "global_step") for value in NO_COUNT
+               if (field, value) != ("global_step", -1)]                    # FusedAdamW counts from -1
+state_cases += [(("state", "global_step"), -2, "global_step")]
 state_cases += [(("state", field), value, field) for field in ("global_batch_size", "sink_size", "dataset_size")
                 for value in [*NO_COUNT[1:], 0]]
 state_cases += [(("state", "loss_scale"), value, "loss_scale")

@@ -17,7 +17,7 @@ from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.location import locate
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.listing import list_checkpoints
-from mindresume.resume.scrub import DAMAGED, CheckpointScrub, Scrubber, ScrubOptions
+from mindresume.resume.scrub import DAMAGED, UNREADABLE, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.resume.verified_shard import read_size
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.object_store import FsspecStore
@@ -32,9 +32,10 @@ class ScrubbedCheckpoint(Result):
         step: The step.
         run_id: The run that saved it; None: mindformers alone.
         state: "intact" (every byte is as written), "repaired" (all damage is repaired), "damaged" (some is left, and the
-            checkpoint is refused from now on), "removed" (by a job, meanwhile), or "skipped".
+            checkpoint is refused from now on), "unreadable" (no damage is known, and some files could not be read; nothing is
+            recorded, and the next scrub or start reads them again), "removed" (by a job, meanwhile), or "skipped".
         reason: Why it was skipped; empty otherwise.
-        damaged: What is left damaged, each with its file and tensors.
+        damaged: What is left damaged, or cannot be read, each with its file and tensors.
         repaired: What was damaged or missing and is as written again.
         notes: Why a repair failed, and defects that do not prevent a resume, as sentences.
         bytes_read: Number of bytes read.
@@ -58,6 +59,7 @@ class ScrubReport(Result):
     Attributes:
         root: The checkpoint folder.
         damaged: Whether damage is left.
+        unreadable: Whether a checkpoint without known damage has files that could not be read. Nothing is recorded of them.
         repaired: Number of files that were repaired.
         checkpoints: In the order in which they were read: those first whose last scrub is the oldest.
         bytes_read: Number of bytes read.
@@ -65,6 +67,7 @@ class ScrubReport(Result):
     """
     root: str
     damaged: bool
+    unreadable: bool
     repaired: int
     checkpoints: tuple[ScrubbedCheckpoint, ...]
     bytes_read: int
@@ -114,7 +117,8 @@ def scrub(path: str | os.PathLike[str], *, rate_mb: float = 0.0, repair: bool = 
                         progress=progress.advance)
     progress.expect(sum(read_size(row.candidate, [*row.candidate.files]) for row in wanted if not scrubber.due(row.candidate)))
     results = list(scrubber.scrub(wanted))
-    return ScrubReport(found.root, any(row.state == DAMAGED for row in results), sum(len(row.repaired) for row in results),
+    states = {row.state for row in results}
+    return ScrubReport(found.root, DAMAGED in states, UNREADABLE in states, sum(len(row.repaired) for row in results),
                        tuple(_scrubbed(found.root, row) for row in results), sum(row.bytes_read for row in results),
                        round(time.monotonic() - started, 3))
 

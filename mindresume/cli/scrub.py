@@ -30,7 +30,7 @@ def scrub(folder: Folder, json: AsJson = False,
     What stays damaged is recorded beside the checkpoint: resumes, `which`, `ls` and the report refuse it from then on without a
     new reading, until its files are replaced. `verify` reads the same and writes nothing. A running job is not disturbed: what it
     is writing is left out, and it removes nothing that is being read. docs/scrub.md has the details.
-    Exit status: 0 all is as written or repaired, 1 damage is left, 3 there is no checkpoint.
+    Exit status: 0 all is as written or repaired, 1 damage is left or files cannot be read, 3 there is no checkpoint.
     """
     from mindresume.api.scrubbing import scrub as scrub_folder
     with stopped_by_signals(), progress_bar("scrubbing", json) as progress:
@@ -48,15 +48,17 @@ def scrub(folder: Folder, json: AsJson = False,
         if cached > report.bytes_read // 2:
             say(f"the kernel kept about {size_text(cached)} in its cache although it was asked to drop them: these bytes may not "
                 f"have come from the disk")
-    sys.exit(NOTHING if not report.checkpoints else 1 if report.damaged else 0)
+    sys.exit(NOTHING if not report.checkpoints else 1 if report.damaged or report.unreadable else 0)
 
 
 def _print(found: ScrubbedCheckpoint) -> None:
     text = {"intact": "every byte is as it was written", "repaired": "was damaged, and is as it was written again",
             "damaged": "DAMAGED, and refused from now on", "removed": "was removed while it was read",
+            "unreadable": "some files CANNOT BE READ; nothing is recorded of them, the next scrub reads them again",
             "skipped": f"skipped: {found.reason}"}[found.state]
     say(f"step {step_text(found.step)} ({'mindformers' if found.run_id is None else f'run {found.run_id}'}): {text}")
-    for name, problems in (("damaged", found.damaged), ("repaired", found.repaired)):
+    left = "unreadable" if found.state == "unreadable" else "damaged"
+    for name, problems in ((left, found.damaged), ("repaired", found.repaired)):
         for problem in problems:
             say(f"    {name}: {problem.reason}\n      {problem.file}")
     for note in found.notes:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mindresume.errors import UnreadableFileError
 from mindresume.formatting import listed
 from mindresume.model.file_record import FileRecord
 from mindresume.model.training_state import TrainingState
@@ -27,18 +28,23 @@ class Refusal:
         file: relative to the root; None if no single file is the reason.
         rank: None if no single rank is concerned.
         tensors: names of the tensors in ``file`` whose checksums differ.
+        is_unreadable: the file system reported an error, so nothing is known of the content: this is no damage, and may pass.
+        is_weights_only: the weights can be loaded, but no training can resume from it.
     """
     step: int | None
     reason: str
     file: str | None = None
     rank: int | None = None
     tensors: tuple[str, ...] = ()
+    is_unreadable: bool = False
+    is_weights_only: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self.tensors))        # JSON has lists
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, "reason": self.reason, "file": self.file, "rank": self.rank, "tensors": list(self.tensors)}
+        return {"step": self.step, "reason": self.reason, "file": self.file, "rank": self.rank, "tensors": list(self.tensors),
+                "is_unreadable": self.is_unreadable, "is_weights_only": self.is_weights_only}
 
     def __str__(self) -> str:
         where = f" [{self.file}]" if self.file and self.file not in self.reason else ""
@@ -134,9 +140,10 @@ class Candidate:
         """Returns the metrics at the save; empty if no record has any."""
         return dict(self.state.metrics) if self.state else {}
 
-    def refuse(self, reason: str, file: str | None = None, rank: int | None = None, tensors: Sequence[str] = ()) -> Refusal:
-        """Returns a refusal of this candidate."""
-        return Refusal(self.step, reason, file, rank, tuple(tensors))
+    def refuse(self, reason: str, file: str | None = None, rank: int | None = None, tensors: Sequence[str] = (),
+               error: Exception | None = None) -> Refusal:
+        """Returns a refusal of this candidate. ``error``: from which it follows."""
+        return Refusal(self.step, reason, file, rank, tuple(tensors), isinstance(error, (OSError, UnreadableFileError)))
 
 
 def unlisted_candidate(error: OSError, place: str, rank: int | None = None, **known: Any) -> Candidate:

@@ -143,7 +143,7 @@ def _checked(path: str, name: str, value: Any) -> Any:
     if name == "loss_scale":
         right, expected = is_number(value), "a finite number or null"
     else:
-        least = 1 if name == "global_batch_size" else 0
+        least = {"global_batch_size": 1, "global_step": -1}.get(name, 0)           # FusedAdamW counts from -1
         right, expected = is_count(value, least), f"a whole number of at least {least} or null"
     if value is not None and not right:
         raise CorruptFileError(path, f"{name} is {value!r}"[:200] + f", expected {expected}")

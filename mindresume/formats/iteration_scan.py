@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import islice
 
 from mindresume.errors import CorruptFileError
-from mindresume.formats import FIRST, MINDFORMERS, Candidate, unlisted_candidate
+from mindresume.formats import FIRST, MINDFORMERS, Candidate, Refusal, unlisted_candidate
 from mindresume.formats.iteration_naming import (
     COMMON,
     MAX_COMMON,
@@ -80,7 +80,7 @@ def scan_iterations(storage: Storage, root: str, top: list[str], attempted: list
     folders = [name for name in top if parse_iteration(name) is not None and name not in known]
     tracked = TRACKER in top
     foreign = [candidate for name in folders if (candidate := candidate_without_records(storage, root, name, tracked))]
-    candidates = [_place(storage, root, candidate, ours) for candidate in foreign] + ours
+    candidates = [_place(storage, root, candidate, ours) for candidate in _without_optimizer(foreign)] + ours
     by_age = sorted(candidates, key=lambda c: c.order, reverse=True)
     if not tracked:
         return by_age, [f"{TRACKER} is missing; taking the newest complete one"] if any(c.maybe_completed
@@ -186,6 +186,26 @@ def candidate_without_records(storage: Storage, root: str, name: str, tracked: b
             f"{COMMON} is of step {common.step_num}, the folder of step {step}: they do not belong together",
             f"{name}/{COMMON}"))
     return replace(candidate, step=common.step_num, state=state_from_common(common), epoch=common.epoch_num)
+
+
+def _without_optimizer(candidates: list[Candidate]) -> list[Candidate]:
+    """Refuses to resume from steps of one rank without a file of the optimizer if other steps of this folder have one: it may
+    have been forgotten in a copy. Of several ranks, ``metadata.json`` names the files. A folder in which no step has such a file
+    was saved with ``no_save_optim``."""
+    kinds = [{file.kind: file for record in candidate.all_files if (file := parse_weight_file(os.path.basename(record.path)))}
+             for candidate in candidates]
+    complete = {found[OPTIMIZER].prefix: candidate.iteration_dir for found, candidate in zip(kinds, candidates, strict=True)
+                if OPTIMIZER in found and candidate.problem is None}
+
+    def checked(found: dict[str, WeightFile], candidate: Candidate) -> Candidate:
+        model = found.get(MODEL)
+        if candidate.problem is not None or model is None or OPTIMIZER in found or model.prefix not in complete:
+            return candidate
+        path = f"{candidate.iteration_dir}/{replace(model, kind=OPTIMIZER)}"
+        return replace(candidate, problem=Refusal(
+            candidate.step, f"{path} is missing, and {complete[model.prefix]} has such a file: without optimizer state only its "
+                            f"weights can be loaded. Copy the file, if it was forgotten", path, is_weights_only=True))
+    return [checked(found, candidate) for found, candidate in zip(kinds, candidates, strict=True)]
 
 
 def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str, str] | None:

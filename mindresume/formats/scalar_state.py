@@ -40,12 +40,11 @@ def state_from_scalars(step: int, epoch: int | None, global_step: int | None, ba
     return TrainingState(step, max(per_epoch, 1), step if global_step is None else global_step, batch, scale)
 
 
-def is_without_step(candidate: Candidate) -> bool:
-    """Returns whether the only problem of a candidate is its missing step: its weights can be loaded, but no training can resume
-    from it."""
-    return candidate.step is None and any(candidate.problem == no_step(file.path) for file in candidate.all_files)
+def is_weights_only(candidate: Candidate) -> bool:
+    """Returns whether the weights of a refused candidate can be loaded: it lacks its step or its optimizer state alone."""
+    return candidate.problem is not None and candidate.problem.is_weights_only
 
 
 def no_step(path: str) -> Refusal:
     """Refuses weights without the counters of a training, such as those of checkpoint_network."""
-    return Refusal(None, f"{path} holds no step_num: weights only, not a training state", path)
+    return Refusal(None, f"{path} holds no step_num: weights only, not a training state", path, is_weights_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from mindresume.errors import CorruptFileError
+from mindresume.errors import CorruptFileError, UnreadableFileError
 from mindresume.model.file_record import FileRecord
 from mindresume.storage.interface import Status, Storage
 from mindresume.storage.operations import parallel
@@ -12,7 +12,8 @@ from mindresume.tensor_files import Header, read_header
 
 
 def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
-    """Returns the header of a file. Raises CorruptFileError if it is missing, truncated or malformed."""
+    """Returns the header of a file. Raises CorruptFileError if it is missing, truncated or malformed; UnreadableFileError if that
+    is not known."""
     path = os.path.join(root, file.path)
     try:
         with storage.open(path) as opened:
@@ -20,7 +21,7 @@ def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
     except FileNotFoundError as error:
         raise CorruptFileError(path, "the file is missing") from error
     except OSError as error:
-        raise CorruptFileError(path, f"cannot be read: {error}") from error
+        raise UnreadableFileError(path, f"cannot be read: {error}") from error
 
 
 def status_of(storage: Storage, root: str, file: FileRecord) -> Status | None:

@@ -17,7 +17,7 @@ from mindresume.model.data_position import DataPosition
 MAX_COUNT = 2**63 - 1       # steps, samples, bytes: the largest number that a file system, MindSpore and a message can hold
 MAX_TEXT = 4096             # characters: a path
 Scalar = str | bool | int | float | None
-_COUNTS = (("step", 0), ("steps_per_epoch", 1), ("global_step", 0))                     # required fields and their minimum
+_COUNTS = (("step", 0), ("steps_per_epoch", 1), ("global_step", -1))                    # required fields and their minimum
 _OPTIONAL_COUNTS = (("global_batch_size", 1), ("sink_size", 1), ("dataset_size", 1), ("health", 0),
                     ("consumed", 0))                                                    # null is allowed
 
@@ -30,7 +30,7 @@ class TrainingState:
         step: absolute optimizer step.
         steps_per_epoch: MindSpore's ``batch_num``: steps in one pass over the data; in sink mode the sink size (an "epoch" is
             then one sink).
-        global_step: the optimizer's own counter; may lag behind ``step`` after skipped overflow steps.
+        global_step: the optimizer's own counter; may lag behind ``step`` after skipped overflow steps. FusedAdamW counts from -1.
         global_batch_size: samples per step over all ranks.
         loss_scale: None if loss scaling is off.
         sink_size: steps in a sink; None without sink mode.

@@ -110,7 +110,7 @@ def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
     of the new run, or the data would start within a sink."""
     step, old = state.step, state.global_batch_size
     scale = Fraction(old, new.global_batch_size) if old and new.global_batch_size else Fraction(1)
-    initial_step, global_step = int(step * scale), int(state.global_step * scale)
+    initial_step, global_step = int(step * scale), max(int(state.global_step * scale), -1)
     if step and not initial_step:
         raise ProgressError(f"step {step} at global batch size {old} is less than one step at global batch size "
                             f"{new.global_batch_size}: {step} * {old} samples. Choose a smaller batch, or start a new training "

@@ -32,6 +32,7 @@ from mindresume.storage.interface import Status, Storage
 from mindresume.storage.throttled_reads import ReadStoppedError, ThrottledReads, TokenBucket
 
 INTACT, REPAIRED, DAMAGED, REMOVED, SKIPPED = "intact", "repaired", "damaged", "removed", "skipped"
+UNREADABLE = "unreadable"
 WATCHED = 3                     # heartbeats without which the scrub of another machine counts as dead
 
 
@@ -60,10 +61,11 @@ class CheckpointScrub:
     """Holds the result for one checkpoint.
 
     Attributes:
-        state: INTACT, REPAIRED (all damage was), DAMAGED (some is left), REMOVED (by a job, meanwhile) or SKIPPED.
+        state: INTACT, REPAIRED (all damage was), DAMAGED (some is left), UNREADABLE (no damage is known, and some files cannot be
+            read), REMOVED (by a job, meanwhile) or SKIPPED.
         reason: why it was skipped; empty otherwise.
         is_elsewhere: it was skipped because another process scrubs the folder.
-        damaged: what is left, by file and tensor.
+        damaged: what is left, by file and tensor; or what cannot be read.
         repaired: what was damaged or missing, and is as it was committed again.
         notes: sentences on defects that do not prevent its use, and on repairs that failed.
         bytes_read: read for it.
@@ -183,8 +185,11 @@ class Scrubber:
         notes += [row.reason for row in damaged_metadata_files(storage, self.root, candidate)]
         if self._is_removed(candidate):           # removed by hand: locks do not prevent that
             return CheckpointScrub(candidate, REMOVED, bytes_read=storage.read)
-        publish_result(self.storage, candidate, left, before, self.clock(), lock.run)
-        state = DAMAGED if left else REPAIRED if repaired else INTACT
+        # An error of reading is no damage: nothing is recorded of it, and it may pass until the next scrub or start.
+        found = [row for row in left if not row.is_unreadable]
+        if found or not left:
+            publish_result(self.storage, candidate, found, before, self.clock(), lock.run)
+        state = DAMAGED if found else UNREADABLE if left else REPAIRED if repaired else INTACT
         return CheckpointScrub(candidate, state, "", tuple(left), tuple(repaired), tuple(notes), storage.read, storage.cached)
 
     def _lasting_damage(self, storage: Storage, candidate: Candidate, rank: int, before: dict[str, Status | None]

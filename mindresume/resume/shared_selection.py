@@ -16,7 +16,7 @@ from mindresume.coordination.collectives import Group, Watchdog, run_on_rank0
 from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate, Refusal, Scan
-from mindresume.formats.scalar_state import is_without_step
+from mindresume.formats.scalar_state import is_weights_only
 from mindresume.resume.candidate_codec import candidate_from_json, candidate_to_json
 from mindresume.resume.candidates import find_candidates, world_size_notes
 from mindresume.resume.choice import Choice
@@ -113,7 +113,7 @@ class CandidateQueue:
             if not self.queue:                                  # a suspected checkpoint is better than none
                 self.queue, self.suspected, self.failed_loads = self.suspected, [], {}
             candidate = self.queue.pop(0)
-            if not policy.require_counters and is_without_step(candidate):
+            if not policy.require_counters and is_weights_only(candidate):
                 candidate = replace(candidate, problem=None)
             ranks = policy.world_size
             if not (self.is_explicit and len(candidate.files) == 1):

@@ -78,9 +78,9 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
             return candidate.refuse(difference, file.path, rank)
     except CorruptFileError as error:
         path = next((file.path for file in files if error.path.endswith(os.path.basename(file.path))), file.path)
-        return candidate.refuse(f"rank {rank}: {error.reason}", path, rank, [error.tensor] if error.tensor else ())
+        return candidate.refuse(f"rank {rank}: {error.reason}", path, rank, [error.tensor] if error.tensor else (), error)
     except (RecordError, OSError) as error:
-        return candidate.refuse(f"rank {rank}: {error}", file.path, rank)
+        return candidate.refuse(f"rank {rank}: {error}", file.path, rank, error=error)
     written = parse_label(header)
     recorded = attempts(storage.list(os.path.join(root, FOLDER))) if written and os.path.dirname(file.path) else ()
     if written and any(run == written[0] for _, _, run in recorded):
@@ -100,7 +100,8 @@ def find_damaged_files(storage: Storage, root: str, candidate: Candidate, rank: 
     try:
         checked = _checked_record(storage, candidate, rank)
     except (RecordError, OSError) as error:
-        return [candidate.refuse(f"the record of rank {rank} cannot be used: {error}", _record_path(root, candidate, rank), rank)]
+        return [candidate.refuse(f"the record of rank {rank} cannot be used: {error}", _record_path(root, candidate, rank), rank,
+                                 error=error)]
     if isinstance(checked, Refusal):
         return [replace(checked, file=_record_path(root, candidate, rank))]
     found = []
@@ -109,9 +110,10 @@ def find_damaged_files(storage: Storage, root: str, candidate: Candidate, rank: 
         try:
             result = _verify_file(storage, root, candidate, rank, file, recorded, progress, True)
         except CorruptFileError as error:
-            result = candidate.refuse(f"rank {rank}: {error.reason}", file.path, rank, [error.tensor] if error.tensor else ())
+            wrong = [error.tensor] if error.tensor else ()
+            result = candidate.refuse(f"rank {rank}: {error.reason}", file.path, rank, wrong, error)
         except OSError as error:
-            result = candidate.refuse(f"rank {rank}: {error}", file.path, rank)
+            result = candidate.refuse(f"rank {rank}: {error}", file.path, rank, error=error)
         found += [result] if isinstance(result, Refusal) else []
     return found
 

@@ -15,13 +15,14 @@ weights that no record names.
 """
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from mindresume.coordination.read_locks import announce_removal
-from mindresume.errors import CorruptFileError, RecordError
+from mindresume.errors import CorruptFileError, RecordError, UnreadableFileError
 from mindresume.events import Emit, RemovalPostponed, ignore
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import COMMON, iteration_name, parse_weight_file
@@ -360,6 +361,8 @@ def _may_be_of_another(storage: Storage, root: str, path: str, trash: str) -> bo
         return False
     try:
         return parse_label(header_of(storage, root, FileRecord(os.path.relpath(path, root), ""))) != (run, step)
+    except UnreadableFileError as error:            # without its records nobody would find the file any more
+        raise OSError(errno.EIO, error.reason, path) from error
     except CorruptFileError:
         return True
 
@@ -377,7 +380,7 @@ def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
         try:
             with storage.open(os.path.join(folder, entry)) as file:
                 record, _ = read_record(file)
-        except (OSError, RecordError):
+        except (FileNotFoundError, RecordError):
             return []
         name = record.files[0].path.partition("/")[2]
         parsed = parse_name(name)

@@ -23,10 +23,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mindresume.bounded_json import parse_json
-from mindresume.errors import RecordError, RemoteError
+from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointsRemoved, Emit, ignore, warning
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formatting import listed
+from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import (
     FOLDER,
     MANIFEST,
@@ -42,8 +43,10 @@ from mindresume.model.manifest import (
 from mindresume.model.training_state import is_count
 from mindresume.saving.retention import Policy, surplus
 from mindresume.saving.shard_writer import SaveTarget
+from mindresume.storage.interface import Storage
 from mindresume.storage.object_store import ObjectStore
 from mindresume.storage.operations import parallel, read_bytes
+from mindresume.tensor_files.checksum import file_checksum
 
 _STATUS, _SUFFIX = "run-", ".json"
 _LOST = "lost-"                  # prefix of the object that says that a record will never come
@@ -181,7 +184,8 @@ class RemoteCheckpoints:
 
     def put_shard(self, target: SaveTarget, step: int, data_dir: str) -> int:
         """Uploads the files that one rank saved (rank 0: the metadata files too), then its record. Leaves out files that
-        the store has. Returns the bytes sent. Raises OSError or RecordError if a file cannot be read from the disk (any more)."""
+        the store has. Returns the bytes sent. Raises OSError or RecordError if a file cannot be read from the disk (any more),
+        CorruptFileError if it is not what was saved: an upload would replace good checkpoints by a damaged one."""
         attempt = attempt_name(step, target.run)
         recorded = os.path.join(data_dir, record_path(attempt, record_name(target.rank)))
         with target.storage.open(recorded) as file:
@@ -191,6 +195,7 @@ class RemoteCheckpoints:
         sent = 0
         for file in files:
             if self.store.size(self._url(attempt, file.path)) != file.size:
+                _check_content(target.storage, os.path.join(data_dir, file.path), file)
                 self.store.upload(os.path.join(data_dir, file.path), self._url(attempt, file.path))
                 sent += file.size or 0
         self.store.put(self._url(attempt, record_path(attempt, record_name(target.rank))), read_bytes(target.storage, recorded))
@@ -348,3 +353,14 @@ def ranks_of(paths: Iterable[str], manifest: Manifest) -> str:
     owners = {file.path: rank for rank, files in enumerate(manifest.files) for file in files}
     ranks = {owners.get(path, record_rank(os.path.basename(path))) for path in paths} - {None}
     return f"rank {listed(sorted(ranks))}" if ranks else "rank 0"
+
+
+def _check_content(storage: Storage, path: str, file: FileRecord) -> None:
+    """Raises CorruptFileError if a file has another checksum than recorded in two of two readings."""
+    for is_last in (False, True):
+        with storage.open(path) as opened:
+            found = file_checksum(opened)[0]
+        if file.checksum in (None, found):
+            return
+        if is_last:
+            raise CorruptFileError(path, f"it is not what was saved: checksum {found}, recorded {file.checksum}")

@@ -18,6 +18,7 @@ and locks it from then on.
 """
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -25,8 +26,8 @@ from contextlib import suppress
 
 from mindresume.coordination.lease import Lease
 from mindresume.coordination.read_locks import acquire_read_lock
-from mindresume.errors import RemoteError
-from mindresume.events import Emit, UploadFailed, UploadFinished, UploadsSkipped, ignore, warning
+from mindresume.errors import CorruptFileError, RemoteError
+from mindresume.events import Emit, Notice, UploadFailed, UploadFinished, UploadsSkipped, ignore, warning
 from mindresume.model.manifest import attempt_name, parse_attempt
 from mindresume.saving.remote_checkpoints import (
     LostShardError,
@@ -277,9 +278,7 @@ class Uploader:
 
     def _lead_step(self, step: int, data_dir: str) -> None:
         target, attempt, started = self.target, attempt_name(step, self.target.run), self.clock()
-        lock = acquire_read_lock(target.storage, target.root, attempt, data_dir if target.iterations else target.attempt(step))
-        if lock is None:
-            raise LostShardError(step, "it was removed from the disk of rank 0 before its upload")
+        lock = self._protect(attempt, data_dir if target.iterations else target.attempt(step), step)
         try:
             self.remote.check_not_superseded(target.run)
             self.remote.publish_status(target.run, RunStatus(step))
@@ -288,10 +287,25 @@ class Uploader:
             self.remote.check_not_superseded(target.run)
             self.remote.commit(target, step, data_dir)
         finally:
-            lock.release()
+            if lock is not None:
+                lock.release()
         self._skip_older(step)
         self._done(step, over=step)
         self.emit(UploadFinished(step, self.remote.url, sent, self.clock() - started))
+
+    def _protect(self, attempt: str, commit_dir: str, step: int) -> Lease | None:
+        """Locks a step against removal. None: the disk takes no lock now (it is full, or read-only). It is uploaded all the same:
+        what is removed meanwhile is noticed, because each file is looked for until the manifest is put."""
+        try:
+            lock = acquire_read_lock(self.target.storage, self.target.root, attempt, commit_dir)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+                raise                                   # it may pass, and the upload is tried again
+            self.emit(Notice(f"step {step} is uploaded without a lock against its removal, because the disk takes none: {error}"))
+            return None
+        if lock is None:
+            raise LostShardError(step, "it was removed from the disk of rank 0 before its upload")
+        return lock
 
     def _put_shard(self, step: int, data_dir: str) -> int:
         try:
@@ -299,6 +313,8 @@ class Uploader:
         except FileNotFoundError as error:
             raise LostShardError(step, f"the part of rank {self.target.rank} is not on its disk any more: {error.filename}"
                                  ) from error
+        except CorruptFileError as error:
+            raise LostShardError(step, f"the part of rank {self.target.rank} is damaged: {error}") from error
 
     def _skip_older(self, step: int) -> None:
         """Counts pending steps before ``step`` as skipped: ``step`` is uploaded, so they will not be."""
@@ -353,6 +369,9 @@ class Uploader:
             with self._changed:
                 self._step = None
             return self.remote.read_status(self.target.run) == status and self._report_missing(status.step)
+        except CorruptFileError as error:
+            self.remote.report_lost_shard(self.target, status.step, f"is damaged: {error}")
+            raise LostShardError(status.step, f"the part of rank {self.target.rank} is damaged: {error}") from error
         self.emit(UploadFinished(status.step, self.remote.url, sent, self.clock() - started, is_whole=False))
         # If another node has lost this step, rank 0 may next upload an older one, but none before a step that is complete.
         self._done(status.step, over=self.uploaded if self.target.local_ranks else status.step)

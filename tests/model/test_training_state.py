@@ -89,3 +89,11 @@ def test_an_arrangement_or_a_count_of_another_form_is_refused(name, value):
 def test_a_state_without_its_counters_is_refused(broken):
     with pytest.raises(RecordError):
         TrainingState.from_json(broken)
+
+
+def test_an_optimizer_that_counts_from_minus_one_can_be_saved_before_its_first_update():
+    """FusedAdamW of mindformers; skipped first steps do not count."""
+    state = TrainingState(2, 10, -1)
+    assert TrainingState.from_json(state.to_json()) == state
+    with pytest.raises(RecordError):
+        TrainingState.from_json({**state.to_json(), "global_step": -2})

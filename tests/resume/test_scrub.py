@@ -1,4 +1,5 @@
 """The scrub: every flipped bit is found and no other, repairs are byte for byte, and nothing that happens meanwhile is damage."""
+import errno
 import os
 import random
 import shutil
@@ -20,7 +21,7 @@ from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name, record
 from mindresume.resume import scrub as module
 from mindresume.resume.listing import COMPLETE, UNUSABLE, list_checkpoints
 from mindresume.resume.missing_ranks import unknown_strategy
-from mindresume.resume.scrub import DAMAGED, INTACT, REMOVED, REPAIRED, SKIPPED, Scrubber, ScrubOptions
+from mindresume.resume.scrub import DAMAGED, INTACT, REMOVED, REPAIRED, SKIPPED, UNREADABLE, Scrubber, ScrubOptions
 from mindresume.resume.selection import preview_selection
 from mindresume.resume.selection_policy import QUICK, SelectionPolicy, every_rank
 from mindresume.saving.committer import Committer
@@ -164,6 +165,27 @@ def test_an_error_in_the_second_reading_of_another_file_is_no_damage(tmp_path):
             return super().open(name)
     (found,) = scrubbed(tmp_path, Failing()).values()
     assert opened.count(intact) > 3 and [row.file for row in found.damaged] == [os.path.relpath(damaged, tmp_path)]
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path, error):
+    """Whatever is known of it before stays known, and the next scrub and start read it again."""
+    for step in (5, 10):
+        save(tmp_path, step)
+    unreadable = str(path_of(tmp_path, 10, 3))
+
+    class Failing(PosixStorage):
+        def open(self, name):
+            if name == unreadable:
+                raise OSError(error, os.strerror(error), name)
+            return super().open(name)
+    found = scrubbed(tmp_path, Failing())
+    assert (found[5].state, found[10].state) == (INTACT, UNREADABLE) and found[10].damaged[0].is_unreadable
+    assert chosen(tmp_path) == 10 and rows_of(tmp_path)[0].state == COMPLETE
+    assert states(tmp_path) == {5: INTACT, 10: INTACT}
+    flip_bit(path_of(tmp_path, 10, 3))
+    assert states(tmp_path)[10] == DAMAGED
+    assert scrubbed(tmp_path, Failing())[10].state == UNREADABLE and chosen(tmp_path, QUICK) == 5      # what was proved stays
 
 
 def test_incomplete_saves_and_those_of_mindformers_are_left_out(tmp_path):

@@ -1,4 +1,5 @@
 """The contents of the object store after every operation, and what a job on an empty disk downloads."""
+import errno
 import json
 import os
 import random
@@ -37,7 +38,7 @@ from mindresume.resume.choice import Choice
 from mindresume.resume.remote_selection import RemoteSelection
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
 from mindresume.resume.shared_selection import select_shared
-from mindresume.saving import garbage_collector
+from mindresume.saving import garbage_collector, uploader
 from mindresume.saving.committer import Committer
 from mindresume.saving.crash_loop import FailedLoad
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus, record_path
@@ -1020,3 +1021,30 @@ def test_a_disk_error_during_a_download_leaves_nothing_selectable(tmp_path, monk
         assert alone.is_fresh_start if alone.chosen is None else alone.chosen.step == 10
         assert world.restore_all().chosen.step == 10
     assert seen.fresh > 20 and seen.taken > 3
+
+
+# ---- what is not uploaded, and what is ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_damaged_file_is_not_uploaded_and_the_good_one_stays(world, rank):
+    """Only the sizes would fit: the damaged step would be complete in the store, and the good one pruned."""
+    uploaders = world.upload(5, policy=KeepLast(1))
+    world.save(10)
+    find = rank_folders.path_of if world.fmt == "1.0" else iteration_folders.weights_of
+    rank_folders.flip_bit(find(world.disk, 10, rank))
+    for one in uploaders:
+        one.enqueue(10)
+    world.first.work()
+    assert world.committed() == [5]
+    assert any("is damaged" in event.reason for event in kinds(world, UploadFailed))
+    assert world.upload(15, policy=KeepLast(1)) and world.committed() == [15]
+
+
+@pytest.mark.parametrize("error, uploaded", [(errno.EROFS, True), (errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)])
+def test_a_disk_that_takes_no_lock_prevents_no_upload(world, monkeypatch, error, uploaded):
+    """A committed step lies on a disk that is full, or read-only since. Another error may pass, and is tried again."""
+    def fail(*given, **named):
+        raise OSError(error, os.strerror(error))
+    monkeypatch.setattr(uploader, "acquire_read_lock", fail)
+    world.upload(5)
+    assert world.committed() == ([5] if uploaded else [])

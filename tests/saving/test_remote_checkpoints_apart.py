@@ -2,6 +2,7 @@
 that restarts with an empty disk downloads its part. Ranks 0 and 1 are on one node, 2 and 3 on the other."""
 import os
 import shutil
+import socket
 
 import pytest
 from coordination.test_storage_topology import RUN, save_part
@@ -9,11 +10,13 @@ from fakes import moxing
 from rank_folders import STORAGE, Ranks, flip_bit, path_of
 from resume.test_node_local_selection import NODES, PARTS
 
+from mindresume.coordination import process_identity
 from mindresume.coordination.common_checkpoint import committed
 from mindresume.coordination.peer_state import PeerState
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
+from mindresume.resume import remote_fetch
 from mindresume.resume.node_local_selection import select_node_local
 from mindresume.resume.remote_selection import RemoteSelection
 from mindresume.resume.selection_policy import SelectionPolicy
@@ -22,6 +25,8 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.uploader import Uploader
+from mindresume.simulation import runtime_fakes
+from mindresume.simulation.cluster import current_process
 from mindresume.storage.object_store import MoxingStore
 from mindresume.storage.read_cache import ReadCache
 
@@ -60,16 +65,37 @@ def save(tmp_path, *steps, late=()):
     return uploaders
 
 
-def resume(tmp_path, storage=lambda: STORAGE):
+def resume(tmp_path, storage=lambda: STORAGE, hosts=()):
     def one(group):
         root, own = str(tmp_path / NODES[group.rank]), storage()
         found = RemoteSelection(own, remote(), root, group, SelectionPolicy(4), shared_groups=GROUPS)
         return found.select(lambda: select_node_local(own, root, group))
-    found = Ranks(4).run(one)
+    found = Ranks(4, hosts).run(one)
     for error in found:
         if isinstance(error, BaseException):
             raise error
     return found
+
+
+def test_each_node_needs_room_for_its_own_part_whatever_its_name(tmp_path, monkeypatch):
+    """All hosts have one name here, as nodes that nobody has named."""
+    save(tmp_path, 5)
+    manifest, _ = remote().manifest(remote().scan().committed()[0])
+    parts = [sum(file.size for file in files) for files in manifest.files]
+    for node in PARTS:
+        shutil.rmtree(tmp_path / node)
+    monkeypatch.setattr(remote_fetch, "_SPARE", 0)
+    monkeypatch.setattr(runtime_fakes._MODULES[socket], "gethostname", lambda: "localhost")
+    monkeypatch.setattr(process_identity, "boot_id", lambda: current_process().host.name)
+    for room, fits in ((max(sum(parts[:2]), sum(parts[2:])), True), (min(sum(parts[:2]), sum(parts[2:])) - 1, False)):
+        monkeypatch.setattr(type(STORAGE), "free_space", lambda self, folder, room=room: room)
+        if fits:
+            assert {choice.chosen.step for choice in resume(tmp_path, hosts=NODES)} == {5}
+            for node in PARTS:
+                shutil.rmtree(tmp_path / node)
+        else:
+            with pytest.raises(NoUsableCheckpointError, match="on the host of rank 0 has room for"):
+                resume(tmp_path, hosts=NODES)
 
 
 def test_the_store_has_the_parts_of_all_nodes_as_one_checkpoint(tmp_path):
