@@ -33,7 +33,7 @@ def settings(memory: str, every: int = EVERY) -> dict[str, str]:
 
 
 def tier_of(run: Run) -> str:
-    return tier_path(read_mark(STORAGE, str(run.checkpoints)), str(run.checkpoints))
+    return tier_path(read_mark(STORAGE, str(run.checkpoints)))
 
 
 def in_memory(run: Run) -> list:

@@ -3,6 +3,7 @@ import os
 
 import pytest
 
+from mindresume.coordination import lease as lease_module
 from mindresume.coordination.lease import Lease
 
 
@@ -17,6 +18,7 @@ def started_leases():
         return start(lease)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lease, "start", recorded)
+        patch.setattr(lease_module, "start_process", lambda *arguments: None)   # a process for each job would take too long
         yield started
 
 

@@ -29,7 +29,7 @@ def memory():
 
 def tier_of(root):
     """Returns the folder of the tier of a checkpoint directory."""
-    return tier_path(read_mark(STORAGE, str(root)), str(root))
+    return tier_path(read_mark(STORAGE, str(root)))
 
 
 class StepRequest(SaveRequest):
@@ -62,8 +62,8 @@ DEAD = [[2**22 - 3, 1]]                 # a process that cannot exist with this 
 def make_owned_tier(memory, root, run=RUN, processes=None):
     """Makes the tier of a dead job that saved to ``root``, or of the one with ``processes``. Returns it."""
     os.makedirs(root, exist_ok=True)
-    mark = make_mark(STORAGE, str(root), memory, run)
-    tier = Path(tier_path(mark, str(root)))
+    mark = make_mark(STORAGE, str(root), memory, run, keep=True)
+    tier = Path(tier_path(mark))
     make_tier(str(tier))
     owner = owner_of(STORAGE, str(root), mark, run, DEAD if processes is None else processes)
     publish_json(STORAGE, str(tier / OWNER), owner.to_json(), run)

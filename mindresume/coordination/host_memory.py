@@ -21,7 +21,7 @@ from mindresume.coordination.collectives import Group, gather_results
 
 UNKNOWN = sys.maxsize
 _NO_LIMIT = 1 << 60                     # version 1 writes a number near 2^63
-_RESERVE = 10                           # one part in so many of what is left is for everything else that grows
+RESERVE = 10                           # one part in so many of what is left is for everything else that grows
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def share_of_rank(group: Group, root: str = "/") -> int:
     for key in rows[group.rank]:
         sharing = [row[key] for row in rows if key in row]
         left = min(sharing)             # the ranks read it at slightly different moments
-        found = min(found, (left - left // _RESERVE) // len(sharing))
+        found = min(found, (left - left // RESERVE) // len(sharing))
     return found
 
 

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from mindresume.coordination.process_identity import start_ticks
+from mindresume.coordination.heartbeat_process import HeartbeatProcess
+from mindresume.coordination.process_identity import boot_id, is_running, process_namespace, start_ticks
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.formats.iteration_naming import parse_iteration
 from mindresume.model.manifest import FOLDER, attempts, run_name, run_sequence, strip_trash
@@ -29,12 +30,16 @@ from mindresume.model.record_codec import encode_head, field_errors, read_head
 from mindresume.model.training_state import is_count, is_number
 from mindresume.storage.atomic_publish import TEMPORARY, publish
 from mindresume.storage.interface import Storage
+from mindresume.storage.posix import PosixStorage
+from mindresume.storage.read_cache import uncached
 
 BEAT = 15.0                     # seconds between two heartbeats
 SAVING, LOADING, REMOVING, SCRUBBING = "saving", "loading", "removing", "scrubbing"
 READER = 0                     # run number of readers and removals: never later than any job
 _LATEST = 4e11                  # seconds: the year 14645; later ones cannot be printed
 PREFIX, SUFFIX = "claim-", ".json"
+_TRIES = 5                      # starts of the process that sends heartbeats
+start_process = HeartbeatProcess.start          # of a job that saves; tests and the simulation let a thread send them
 ENDED = "ended-"               # prefix of the marker of a run that is over, which keeps its number
 
 
@@ -55,6 +60,9 @@ class LeaseHolder:
         beat: number of heartbeats so far.
         step: the step that the training has reached; 0: not known.
         every: seconds between two heartbeats; 0: none.
+        folder: identity of the folder in which it was published (``Status.identity``); empty: not known. A copy of that folder
+            has another one.
+        is_copy: it was read in another folder. Not stored.
     """
     purpose: str
     run: str
@@ -68,6 +76,8 @@ class LeaseHolder:
     beat: int = 0
     step: int = 0
     every: float = BEAT
+    folder: str = ""
+    is_copy: bool = False
 
     @property
     def order(self) -> tuple[int, str]:
@@ -78,7 +88,9 @@ class LeaseHolder:
         return f"run {self.run} on host {self.host} (process {self.pid}, {self.world_size} rank(s), since {since})"
 
     def encode(self) -> bytes:
-        return encode_head({"version": 1, "kind": "claim", **asdict(self)})
+        row = asdict(self)
+        del row["is_copy"]
+        return encode_head({"version": 1, "kind": "claim", **row})
 
     @classmethod
     def read(cls, storage: Storage, path: str) -> LeaseHolder:
@@ -91,14 +103,16 @@ class LeaseHolder:
             texts = [head[name] for name in ("purpose", "run", "host", "machine")]
             counts = [*(head[name] for name in ("pid", "started", "world_size", "beat")), head.get("step", 0)]
             names, since, every = tuple(head["holds"]), head["since"], head.get("every", BEAT)
-            if not all(isinstance(text, str) and len(text) < 4096 for text in (*texts, *names)):
-                raise RecordError("lease: purpose, run, host, machine and holds are texts")
+            folder = head.get("folder", "")
+            if not all(isinstance(text, str) and len(text) < 4096 for text in (*texts, *names, folder)):
+                raise RecordError("lease: purpose, run, host, machine, holds and folder are texts")
             if not all(map(is_count, counts)) or not is_number(since) or not 0 <= since < _LATEST:
                 raise RecordError("lease: pid, started, world_size, beat and step are counts, since is a time")
             if not is_number(every) or every < 0:
                 raise RecordError("lease: every is a number of seconds")
             pid, started, world_size, beat, step = counts
-            return cls(*texts, pid, started, float(since), world_size, names, beat, step, float(every))
+            return cls(*texts, pid, started, float(since), world_size, names, beat, step, float(every),
+                       folder)
 
 
 def holder_of_this_process(purpose: str, world_size: int = 1, holds: Iterable[str] = ()) -> LeaseHolder:
@@ -109,18 +123,17 @@ def holder_of_this_process(purpose: str, world_size: int = 1, holds: Iterable[st
 
 def _machine() -> str:
     """Returns the identity of this machine; empty if it cannot be read, and then every other process counts as remote."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
+    boot, namespace = boot_id(), process_namespace()
+    return f"{boot}/{namespace}" if boot and namespace else ""
 
 
 def is_alive(holder: LeaseHolder) -> bool | None:
-    """Returns whether the process of a holder runs. None: it is on another machine, so only its heartbeats can tell."""
+    """Returns whether the process of a holder runs and holds this lease. None: only its heartbeats can tell, because the process
+    is on another machine, cannot be looked at (``process_identity.is_running``), or has published the lease in another folder."""
     if not holder.machine or holder.machine != _machine():
         return None
-    return start_ticks(holder.pid) == holder.started
+    runs = is_running(holder.pid, holder.started)
+    return None if runs and holder.is_copy else runs
 
 
 # ---- the folder ----------------------------------------------------------------------------------------------------
@@ -162,14 +175,26 @@ def read_leases(storage: Storage, root: str, names: list[str] | None = None) -> 
     """Returns the holder of every lease that can be read, and {run: reason} of the unreadable ones. Another host has just
     replaced such a file (ESTALE), a later version wrote it, or it is damaged: its holder counts as alive."""
     found, unreadable = [], {}
-    for run in leased_runs(storage.list(os.path.join(root, FOLDER)) if names is None else names):
+    runs = leased_runs(storage.list(os.path.join(root, FOLDER)) if names is None else names)
+    here = _identity(storage, root) if runs else ""
+    for run in runs:
         try:
-            found.append(LeaseHolder.read(storage, lease_path(root, run)))
+            holder = LeaseHolder.read(storage, lease_path(root, run))
+            found.append(replace(holder, is_copy=bool(here and holder.folder) and holder.folder != here))
         except FileNotFoundError:               # its holder has just ended
             continue
         except (RecordError, OSError) as error:
             unreadable[run] = str(error)
     return found, unreadable
+
+
+def _identity(storage: Storage, root: str) -> str:
+    """Returns the identity of the folder of records; empty if it is not known."""
+    try:
+        status = storage.status(os.path.join(root, FOLDER))
+    except OSError:
+        return ""
+    return status.identity if status is not None else ""
 
 
 def is_job_lease(run: str) -> bool:
@@ -247,9 +272,10 @@ def ended(storage: Storage, root: str) -> Callable[[str], bool]:
 
 
 class Lease:
-    """A lease. ``start`` begins heartbeats in a thread; one that fails is tried again at the next. ``keep_run_marker``:
-    ``release`` leaves a marker with the number of the run, because a commit moves iteration folders out of the folder of
-    records."""
+    """A lease. ``start`` begins heartbeats; one that fails is tried again at the next. Those of a job that saves come from a
+    process of their own (``heartbeat_process``), or from a thread where none can be started; those of others from a thread.
+    ``keep_run_marker``: ``release`` leaves a marker with the number of the run, because a commit moves iteration folders out of
+    the folder of records."""
 
     def __init__(self, storage: Storage, root: str, holder: LeaseHolder, keep_run_marker: bool = False):
         self.storage, self.root, self.holder, self.keep_run_marker = storage, root, holder, keep_run_marker
@@ -257,12 +283,16 @@ class Lease:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._process = os.getpid()
+        self._beating: HeartbeatProcess | None = None
+        self._tries = _TRIES
 
     @property
     def run(self) -> str:
         return self.holder.run
 
     def publish(self) -> None:
+        if not self.holder.folder:
+            self.holder = replace(self.holder, folder=_identity(self.storage, self.root))
         publish(self.storage, lease_path(self.root, self.run), [self.holder.encode()], self.run)
 
     def beat(self) -> None:
@@ -275,11 +305,37 @@ class Lease:
     def start(self) -> Lease:
         def work() -> None:
             while not self._stop.wait(self.holder.every):
-                with suppress(OSError):
-                    self.beat()
+                if not self._has_process():
+                    with suppress(OSError):
+                        self.beat()
+                    self._start_process()
+            with self._lock:
+                self._end_process()
         if self.holder.every:
+            self._start_process()
             threading.Thread(target=work, name="mindresume-heartbeat", daemon=True).start()
         return self
+
+    def _start_process(self) -> None:
+        """Lets a process send the heartbeats from here on, at most ``_TRIES`` times: it may be killed, or not be able to run."""
+        with self._lock:
+            if self.holder.purpose == SAVING and self._tries and not self._stop.is_set() and \
+                    type(uncached(self.storage)) is PosixStorage:
+                self._tries -= 1
+                self._beating = start_process(lease_path(self.root, self.run), self.holder.encode(), self.holder.every, self.run)
+
+    def _has_process(self) -> bool:
+        """Returns whether a process sends the heartbeats, and tells it the step."""
+        with self._lock:
+            if self._beating is None or not self._beating.is_alive():
+                return False
+            self._beating.reached(self.step)
+            return True
+
+    def _end_process(self) -> bool:
+        """Ends the process that sends the heartbeats. Returns whether it is gone; False if it hangs in the file system."""
+        beating, self._beating = self._beating, None
+        return beating is None or beating.end(BEAT)
 
     def release(self) -> None:
         """Removes the lease. Does nothing the second time, and nothing in a child process. If a heartbeat hangs in the file
@@ -297,6 +353,8 @@ class Lease:
         self._stop.set()
         if self._lock.acquire(timeout=BEAT):
             try:
+                if not self._end_process():     # it could publish the lease again
+                    return
                 path = lease_path(self.root, self.run)
                 if keep_run_marker:
                     self.storage.rename(path, os.path.join(os.path.dirname(path), f"{ENDED}{self.run}{SUFFIX}"))

@@ -111,7 +111,10 @@ def check_no_live_job(storage: Storage, root: str, emit: Emit = ignore, clock: C
 
 def _publish_and_look(lease: Lease, dead: list[LeaseHolder], watch: Callable[..., list[LeaseHolder]]) -> list[LeaseHolder]:
     """Publishes ``lease``, and repeats until no other job has one, except those of ``dead``. Returns all dead holders. Raises
-    LeaseHeldError if this job must give up."""
+    LeaseHeldError if this job must give up.
+
+    The leases of ``dead`` are read once more. A mount can show the old content of a file for a minute (NFS with nocto or a long
+    actimeo, FUSE with caches), so that a living holder seems to be silent; a change by this host in the folder ends that."""
     while True:
         failed: OSError | None = None
         try:
@@ -120,6 +123,10 @@ def _publish_and_look(lease: Lease, dead: list[LeaseHolder], watch: Callable[...
             failed = error
         known = [lease.run, *(holder.run for holder in dead)]
         found, unreadable = read_leases(lease.storage, lease.root)
+        silent = {holder.run: holder.beat for holder in dead}
+        if woken := next((holder for holder in found if silent.get(holder.run, holder.beat) != holder.beat
+                          and is_alive(holder) is not False), None):
+            raise LeaseHeldError(_in_use_message(lease.root, str(woken), lease.holder))
         others = {holder.run: str(holder) for holder in found} | {run: f"run {run}" for run in unreadable}
         rivals = sorted((run_sequence(run), run) for run in others if is_job_lease(run) and run not in known)
         if rivals and (failed is not None or rivals[0] < lease.holder.order):

@@ -23,6 +23,7 @@ from mindresume.coordination.process_identity import process_namespace, start_ti
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 
 VARIABLE = "MINDRESUME_SUPERVISOR_DIR"          # environment: the folder for heartbeats; absent: there is no supervisor
+ENDED_BY_US = "MINDRESUME_SUPERVISOR_ENDED"     # environment: the supervisor has ended the start before, after a failure
 SUFFIX, STACKS = ".heartbeat", ".stacks"        # of the files of one process
 NONE = -1                                       # a number that is not known yet
 

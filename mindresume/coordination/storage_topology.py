@@ -17,6 +17,7 @@ from typing import Any
 
 from mindresume.coordination.collectives import Group, gather_results, run_on_rank0
 from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders, next_run
+from mindresume.coordination.process_identity import mount_namespace
 from mindresume.errors import LeaseHeldError
 from mindresume.model.manifest import FOLDER, PROBE, is_probe, run_name, run_sequence
 from mindresume.storage.atomic_publish import publish
@@ -55,7 +56,7 @@ def single_group(size: int) -> SharedGroups:
 
 def find_shared_groups(storage: Storage, root: str, group: Group, sleep: Callable[[float], None] = time.sleep,
                        local: Callable[[str], bool] = is_local) -> SharedGroups:
-    """Finds the groups of ranks that share ``root``. On each machine one rank writes a probe file; ranks that see the file of
+    """Finds the groups of ranks that share ``root``. In each container one rank writes a probe file; ranks that see the file of
     another rank, or whose file it sees, share storage with it.
 
     Two groups in one directory would both commit there, so all ranks check repeatedly until they are one group or no listing can
@@ -65,7 +66,8 @@ def find_shared_groups(storage: Storage, root: str, group: Group, sleep: Callabl
     if group.size == 1:
         return single_group(1)
     holder, path = holder_of_this_process(""), os.path.realpath(root)
-    mounts = [tuple(row) for row in gather_results(group, lambda: [holder.host, holder.machine, path, local(path)])]
+    container = f"{holder.machine}/{mount_namespace()}"
+    mounts = [tuple(row) for row in gather_results(group, lambda: [holder.host, container, path, local(path)])]
     first: dict[tuple[Any, ...], int] = {}
     for rank, mount in enumerate(mounts):
         first.setdefault(mount, rank)

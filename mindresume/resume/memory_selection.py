@@ -35,7 +35,7 @@ from mindresume.resume.health import is_unhealthy
 from mindresume.resume.remote_selection import job_directory
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.saving.crash_loop import failed_loads_by_key, key_of, suspicion
-from mindresume.saving.memory_tier.directory import TierOwner, find_tier, node_identity
+from mindresume.saving.memory_tier.directory import TierOwner, find_tier, memory_identity
 from mindresume.saving.memory_tier.disk_note import DiskNote
 from mindresume.saving.memory_tier.opening import groups_of
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
@@ -159,7 +159,7 @@ class _MemorySelection:
         try:
             self.tier, problem = find_tier(uncached(self.storage), self.root)
             note = self._look_into_tier(refused) if self.tier else None
-            node = node_identity(self.tier) if self.tier else ""
+            node = memory_identity(self.tier) if self.tier else ""
         except OSError as error:                # no error of the tier keeps a job from its checkpoints on disk
             self.offers.clear()
             self.tier, problem, note, node, refused = "", f"the tier in memory cannot be read: {error}", None, "", []

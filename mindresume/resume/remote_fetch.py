@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import os
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import Any
 
 from mindresume.coordination.collectives import Group, Watchdog, gather_results
 from mindresume.coordination.lease_acquisition import check_no_live_job
+from mindresume.coordination.process_identity import host_identity
 from mindresume.coordination.read_locks import read_locks
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
@@ -84,18 +84,18 @@ class RemoteFetch:
         several hosts share a disk that is too small, the download itself fails."""
         def measure() -> list[Any]:
             try:
-                return [socket.gethostname(), rank.find_missing(), self.storage.free_space(self.root), None]
+                return [host_identity(), rank.find_missing(), self.storage.free_space(self.root), None]
             except OSError as error:
                 return ["", 0, 0, f"{self.root}: {error}"]
         rows = gather_results(self.group, measure, Watchdog("looking for room"))
         failed = next((row[3] for row in rows if row[3]), None)
         if failed:
             return failed
-        for host, _, room, _ in rows:
+        for number, (host, _, room, _) in enumerate(rows):
             needed = sum(row[1] for row in rows if row[0] == host)
             if needed and room < needed + _SPARE:
-                return (f"{needed / 2**20:.1f} MiB are to be fetched, {self.root} on {host} has room for {room / 2**20:.1f} MiB; "
-                        f"free some space")
+                return (f"{needed / 2**20:.1f} MiB are to be fetched, {self.root} on the host of rank {number} has room for "
+                        f"{room / 2**20:.1f} MiB; free some space")
         return None
 
     def _on_all(self, rank: _RankFetch, work: Callable[[], None], leaders: bool = False) -> str | None:

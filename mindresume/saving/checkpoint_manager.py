@@ -27,6 +27,7 @@ from mindresume.coordination.collectives import Group, Watchdog, gather_results,
 from mindresume.coordination.host_memory import UNKNOWN, share_of_rank
 from mindresume.coordination.lease import Lease
 from mindresume.coordination.preemption import PreemptionHandler, Version
+from mindresume.coordination.process_identity import host_identity
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import (
@@ -184,12 +185,14 @@ class CheckpointManager:
         return uploader
 
     def count_hosts(self) -> None:
-        """Counts the hosts of the job, on all ranks together, for the load attempt; and finds the first rank of each host."""
-        names = gather_results(self.group, socket.gethostname)
-        hosts, self.is_first_on_host = len(set(names)), names.index(names[self.group.rank]) == self.group.rank
+        """Finds the first rank of each host, on all ranks together; and counts the host names for the load attempt, which tells
+        hosts apart by name."""
+        rows = gather_results(self.group, lambda: [host_identity(), socket.gethostname()])
+        hosts = [host for host, _ in rows]
+        self.is_first_on_host = hosts.index(hosts[self.group.rank]) == self.group.rank
         load_attempt = self.pending.attempt
         if load_attempt is not None:
-            load_attempt.run, load_attempt.hosts = self.target.run, hosts
+            load_attempt.run, load_attempt.hosts = self.target.run, len({name for _, name in rows})
 
     def handle_preemption(self, callbacks: Iterable[Any] = (), before: Mapping[str, Version | None] | None = None) -> None:
         """Handles requests to stop the training from here on. Arguments: see ``PreemptionHandler``."""

@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import MindResumeError, RecordError
 from mindresume.formats import Candidate
 from mindresume.model.manifest import FOLDER, record_name, run_sequence
@@ -145,7 +146,8 @@ def warning(failed_loads: Sequence[FailedLoad], limit: int) -> str:
 
 def _counted(storage: Storage, root: str, history: _LoadHistory) -> tuple[FailedLoad, ...]:
     """Returns the failed loads, with the job of the last attempt unless its end has another cause. That job is dead, because no
-    other job would select a checkpoint otherwise; a job that is alive on another machine counts for now."""
+    other job would select a checkpoint otherwise; a job that is alive on another machine counts for now. A signal explains an
+    end, unless it was the supervisor's, which ends what a failure has left."""
     if history.last_attempt is None:
         return history.failed_loads
     folder, prefix = os.path.join(root, FOLDER), f"{_FAILURE}{history.last_attempt.run}-"
@@ -157,7 +159,7 @@ def _counted(storage: Storage, root: str, history: _LoadHistory) -> tuple[Failed
             with storage.open(os.path.join(folder, name)) as file:
                 data = file.read(_MAX_BYTES)
             if name == prefix + _SIGNALS:
-                explained = explained or any(number in data for number in _STOP_SIGNALS)
+                explained = explained or ENDED_BY_US not in os.environ and any(number in data for number in _STOP_SIGNALS)
                 continue
             failure = json.loads(data)
             if not failure["explained"]:

@@ -48,6 +48,7 @@ class Host:
         self.memory = 1 << 40                           # memory limit of its container in bytes
         self.shm = Disk(local=True)                     # files in its memory
         self.operations = 0                             # number of operations of its processes
+        self.hides_processes = False                    # nobody can find out whether a process of others runs
         self._listing_cache: dict[str, tuple[float, list[str]]] = {}
         self._negative_cache: dict[str, float] = {}     # name -> when a lookup did not find it
 

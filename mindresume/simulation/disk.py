@@ -23,11 +23,11 @@ UNLIMITED = 1 << 60
 
 class File:
     """``whole``: all bytes were flushed. Unflushed content may be lost or torn. ``written``: its bytes before they rotted; None:
-    they did not."""
-    __slots__ = ("data", "mtime", "whole", "moved", "written", "_key")
+    they did not. ``inode``: its number on its disk."""
+    __slots__ = ("data", "mtime", "whole", "inode", "moved", "written", "_key")
 
-    def __init__(self, data: bytes, mtime: float, whole: bool):
-        self.data, self.mtime, self.whole = data, mtime, whole
+    def __init__(self, data: bytes, mtime: float, whole: bool, inode: int = 0):
+        self.data, self.mtime, self.whole, self.inode = data, mtime, whole, inode
         self.moved: Change | None = None            # the last change of its name
         self.written: bytes | None = None
         self._key: int | None = None
@@ -66,10 +66,12 @@ class Change:
 
 class Folder:
     """``entries``: the visible names. ``base``: the durable state of the names that changed since the last flush. ``changes``:
-    those changes, oldest first, each with the name it changed. ``latest``: the last change of each name."""
-    __slots__ = ("entries", "base", "changes", "latest", "moved", "mtime", "version")
+    those changes, oldest first, each with the name it changed. ``latest``: the last change of each name. ``inode``: its number on
+    its disk."""
+    __slots__ = ("entries", "base", "changes", "latest", "moved", "mtime", "inode", "version")
 
-    def __init__(self, mtime: float = 0.0):
+    def __init__(self, mtime: float = 0.0, inode: int = 0):
+        self.inode = inode
         self.entries: dict[str, Node] = {}
         self.base: dict[str, Node | None] = {}
         self.changes: list[tuple[Change, str, Node | None]] = []
@@ -96,7 +98,7 @@ class Disk:
         self.now = 0.0                              # seconds since 1970, by the clock of the server
         self.changed = 0                            # number of visible changes
         self.rots = 0                               # number of times that a bit rotted
-        self._changes = 0
+        self._changes = self._inodes = 0
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
@@ -188,7 +190,7 @@ class Disk:
             fail(errno.ENOSPC, path)
         old = folder.entries.get(name)
         self.room += -len(data) + (len(old.data) if isinstance(old, File) else 0)
-        made = File(data, self.now, whole)
+        made = File(data, self.now, whole, self._new_inode())
         self._set([(folder, name, made)])
         return made
 
@@ -243,8 +245,12 @@ class Disk:
             return False
         if node is not None:
             fail(errno.EEXIST, path)
-        self._set([(folder, name, Folder(self.now))])
+        self._set([(folder, name, Folder(self.now, self._new_inode()))])
         return True
+
+    def _new_inode(self) -> int:
+        self._inodes += 1
+        return self._inodes
 
     def sync(self, path: str) -> None:
         """Makes all changes of the names in a folder durable."""
@@ -357,7 +363,8 @@ class Disk:
     def copy(self) -> Disk:
         """Returns a copy with the same names and contents, durable and not, that shares no mutable state."""
         made = Disk(self.room, self.local)
-        made.now, made.changed, made.rots, made._changes = self.now, self.changed, self.rots, self._changes
+        made.now, made.changed, made.rots = self.now, self.changed, self.rots
+        made._changes, made._inodes = self._changes, self._inodes
         nodes: dict[int, Node] = {}
         changes: dict[Change, Change] = {}
         done = Change(0)
@@ -368,12 +375,12 @@ class Disk:
                 return None
             if id(node) not in nodes:
                 if isinstance(node, File):
-                    twin = File(node.data, node.mtime, node.whole)
+                    twin = File(node.data, node.mtime, node.whole, node.inode)
                     twin.written, twin._key = node.written, node._key
                     nodes[id(node)] = twin
                     twin.moved = change_of(node.moved)
                 else:
-                    folder = nodes[id(node)] = Folder(node.mtime)
+                    folder = nodes[id(node)] = Folder(node.mtime, node.inode)
                     folder.version = node.version
                     folder.entries = {name: node_of(child) for name, child in node.entries.items()}
                     folder.base = {name: node_of(child) for name, child in node.base.items()}

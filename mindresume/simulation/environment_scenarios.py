@@ -7,20 +7,23 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from mindresume.fault_injection.tiny_checkpoints import ITERATION
 from mindresume.simulation import concurrent_commands
 from mindresume.simulation.bucket_fault_scenarios import SCENARIOS
-from mindresume.simulation.cluster import SHARED, current_cluster
+from mindresume.simulation.cluster import SHARED, Host, current_cluster
 from mindresume.simulation.disk import Disk, File, Folder
 from mindresume.simulation.jobs import History, Job, Training
-from mindresume.simulation.oracle import STUCK, Finding
-from mindresume.simulation.scenarios import ATTEMPTS, Scenario, Simulation, restarted
+from mindresume.simulation.oracle import STUCK, WRONG, Finding
+from mindresume.simulation.scenarios import ATTEMPTS, TIER, Scenario, Simulation, restarted
 from mindresume.simulation.schedule import KILL_LAUNCHER, KINDS, MEMORY, QUOTA, QUOTA_OF_HOST
 
 OTHER = "/other"                # output folder of the job whose folder is copied
 SOON = replace(Training().settings, heartbeat=2.0)  # a second job must see the first one's heartbeat before it ends
 LONG = 0.1                      # seconds of an operation from which a save may exceed the timeouts of others
+LATE = 3.0                      # seconds between a copy and the start of a job in it
+OUTLIVING = 80                  # steps of a job that still runs when another has waited for three of its heartbeats
 MOMENTS = (1.0, 3.0, 5.0, 6.5, 7.0, 9.0)            # moments of the snapshot, in seconds after the start of the first job
 MEMORIES = (1 << 40, 0)         # memory limits in bytes: enough for every copy, and for none
 COPIED = ("at once", "in order", "backwards", "in any order")
@@ -40,11 +43,11 @@ def _memory(sim: Simulation) -> None:
     restarted(sim, lambda attempt: sim.job(sim.training, hosts=hosts))
 
 
-def _relaunched(sim: Simulation) -> None:
+def _relaunched(sim: Simulation, hosts: list[Host] | None = None) -> None:
     """A platform starts the command again as soon as its first launcher has ended, on the same or another host, while its ranks
     may still run. Later attempts wait for those ranks, so the platform lets them end. (Two attempts that wait for the same
     orphans and start together are scenario "twice".)"""
-    hosts = [sim.cluster.host()] if sim.schedule.seed % 2 else None
+    hosts = hosts or ([sim.cluster.host()] if sim.schedule.seed % 2 else None)
 
     def work() -> None:
         for attempt in range(ATTEMPTS):
@@ -55,6 +58,13 @@ def _relaunched(sim: Simulation) -> None:
             if launcher.exit == 0 and not any(process.exit for process in job.ranks):
                 return
     sim.cluster.process(sim.cluster.host("platform"), "platform", work)
+
+
+def _hidden(sim: Simulation) -> None:
+    """The same where /proc does not show the processes of others (hidepid), or cannot be read: only heartbeats tell."""
+    host = sim.cluster.host()
+    host.hides_processes = True
+    _relaunched(sim, [host])
 
 
 def _with_converter(sim: Simulation) -> None:
@@ -92,11 +102,14 @@ def _copied(sim: Simulation) -> None:
     restarted(sim, lambda attempt: sim.job(sim.training))
 
 
-def _snapshot(sim: Simulation) -> None:
-    """A snapshot is taken of the folder of a running job, and another job resumes from it on another host."""
+def _snapshot(sim: Simulation, same_host: bool = False, is_restarted: bool = False) -> None:
+    """A snapshot is taken of the folder of a running job, and another job resumes from it on another host, or on its host.
+    ``is_restarted``: a platform restarts the latter."""
     history, disk = History(), sim.cluster.disks[SHARED]
-    beside = replace(sim.training, root=f"{OTHER}/checkpoint", output=OTHER)
-    Job(sim.cluster, history, beside, [sim.cluster.host("elsewhere")], "other").start()
+    beside = replace(sim.training, root=f"{OTHER}/checkpoint", output=OTHER, steps=(
+        2 * OUTLIVING if is_restarted else OUTLIVING if same_host else sim.training.steps))
+    host = sim.cluster.host("elsewhere")
+    Job(sim.cluster, history, beside, [host], "other").start()
 
     def work() -> None:
         current_cluster().scheduler.sleep(MOMENTS[sim.schedule.seed % len(MOMENTS)])
@@ -104,7 +117,11 @@ def _snapshot(sim: Simulation) -> None:
         snapshot = history.copy()
         sim.history.reported, sim.history.failed, sim.history.sizes, sim.history.began = (
             snapshot.reported, snapshot.failed, snapshot.sizes, snapshot.began)
-        sim.job(sim.training).start()
+        if is_restarted:
+            current_cluster().scheduler.sleep(LATE)     # the other job has made newer saves
+            restarted(sim, lambda attempt: sim.job(sim.training, hosts=[host]))
+        else:
+            sim.job(sim.training, hosts=[host] if same_host else None).start()
     sim.cluster.process(sim.cluster.host("admin"), "admin", work)
 
 
@@ -145,6 +162,13 @@ def _check_orphans(sim: Simulation) -> list[Finding]:
                            f"{process.error}") for process in sim.jobs[0].ranks if process.exit]
 
 
+def _check_sources(sim: Simulation) -> list[Finding]:
+    """Checks that no job in the copy resumes from a save that the job in the original has made after the snapshot."""
+    return [*_check_success(sim), *(
+        Finding(WRONG, f"run {run}, in the copy, takes {chosen}, a save of the job in the original")
+        for run, chosen in sim.history.chosen.items() if chosen is not None and chosen not in sim.history.began)]
+
+
 def _failed_processes(sim: Simulation) -> Iterator[Finding]:
     for process in sim.cluster.processes:
         if (process.exit or process.error is not None) and not process.name.endswith(".writer"):
@@ -160,10 +184,18 @@ SCENARIOS.update({scenario.name: scenario for scenario in (
     Scenario("launcher", "only the launcher is killed, and the command is restarted beside its ranks", _relaunched,
              Training(steps=8, keep=2, pace=3.0, settings=SOON), kinds=(*KINDS, *(KILL_LAUNCHER,) * 20),
              check_run=_check_orphans),
+    Scenario("hidden", "the same on a host where no process can be looked at: its heartbeats alone tell whether it is alive",
+             _hidden, Training(steps=8, keep=2, pace=3.0, settings=SOON), kinds=(*KINDS, *(KILL_LAUNCHER,) * 20),
+             check_run=_check_orphans),
     Scenario("copied", "a job resumes in a copy of a folder whose files have new modification times", _copied,
              Training(steps=12, keep=2), Training(steps=8), check_run=_check_success),
     Scenario("snapshot", "a job resumes from a snapshot of the folder of another job that still runs", _snapshot,
              Training(steps=8, keep=2), None, check_run=_check_success),
+    Scenario("copy", "the same on the host of the job that still runs, whose process is looked up there",
+             partial(_snapshot, same_host=True), Training(steps=8, keep=2), None, check_run=_check_success),
+    Scenario("copy with a tier", "the same with tiers in memory of that host, where the job in the copy is restarted",
+             partial(_snapshot, same_host=True, is_restarted=True), Training(steps=10, every=100, keep=2, settings=TIER), None,
+             check_run=_check_sources),
     Scenario("conversion", "the newest checkpoint is converted beside a job that keeps one", _with_converter,
              Training(steps=8, keep=1), formats=(ITERATION,), oracle=concurrent_commands.check_conversions,
              check_run=_check_success),

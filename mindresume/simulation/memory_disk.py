@@ -54,7 +54,7 @@ def _is_simulated() -> bool:
 
 
 _REAL_FILE, _REAL_MAKE, _REAL_FOREIGN = mapped_file.MappedFile, directory.make_tier, directory.foreign_folder
-_REAL_IDENTITY, _REAL_INODE = directory.node_identity, directory.inode_of
+_REAL_IDENTITY = directory.memory_identity
 
 
 def _make_file(path: str, size: int) -> Any:
@@ -76,18 +76,11 @@ def _foreign_folder(path: str) -> str:
     return "" if _is_simulated() else _REAL_FOREIGN(path)
 
 
-def _node_identity(path: str) -> str:
+def _memory_identity(path: str) -> str:
     return current_process().host.name if _is_simulated() else _REAL_IDENTITY(path)
 
 
-def _inode_of(path: str) -> int:
-    if not _is_simulated():
-        return _REAL_INODE(path)
-    return int(current_process().host.disk_of(path).find(path) is not None)
-
-
-FAKES = {_REAL_FILE: _make_file, _REAL_MAKE: _make_tier, _REAL_FOREIGN: _foreign_folder, _REAL_IDENTITY: _node_identity,
-         _REAL_INODE: _inode_of}
+FAKES = {_REAL_FILE: _make_file, _REAL_MAKE: _make_tier, _REAL_FOREIGN: _foreign_folder, _REAL_IDENTITY: _memory_identity}
 
 
 def common_saves(job: Any) -> list[tuple[str, int]]:

@@ -36,8 +36,8 @@ class Mount:
             if node is None:
                 return None
             if isinstance(node, Folder):
-                return Status(4096, node.mtime, True)
-            return Status(len(node.data), node.mtime, False)
+                return Status(4096, node.mtime, True, identity=str(node.inode))
+            return Status(len(node.data), node.mtime, False, identity=str(node.inode))
         return self._do("status", path, act)
 
     def open(self, path: str) -> BinaryIO:

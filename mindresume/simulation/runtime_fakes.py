@@ -164,7 +164,10 @@ def _is_alive(holder: Any) -> bool | None:
     me, cluster = current_process(), current_cluster()
     if not holder.machine or (holder.machine != me.host.name and not cluster.shared_pid_namespace):
         return None
-    return any(other.pid == holder.pid and not other.dead for other in cluster.processes)
+    if me.host.hides_processes and me.pid != holder.pid:
+        return None
+    runs = any(other.pid == holder.pid and not other.dead for other in cluster.processes)
+    return None if runs and holder.is_copy else runs
 
 
 def _memory_levels(root: str = "/") -> Any:

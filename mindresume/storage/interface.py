@@ -30,12 +30,15 @@ class Status:
         is_link: the folder is a symbolic link.
         changed: last change of the content, name or rights, in seconds since 1970; 0 if the storage does not tell. A file that
             was replaced by another one of the same ``mtime`` has another value.
+        identity: of this file or folder among all that this machine sees, which no copy has; empty if the storage does not tell.
+            Other machines may see another one.
     """
     size: int
     mtime: float
     is_folder: bool
     is_link: bool = False
     changed: float = 0.0
+    identity: str = ""
 
 
 class NewFile(Protocol):

@@ -42,7 +42,8 @@ class PosixStorage:
                 return None
             raise
         folder = stat.S_ISDIR(found.st_mode)
-        return Status(found.st_size, found.st_mtime, folder, folder and os.path.islink(path), found.st_ctime)
+        return Status(found.st_size, found.st_mtime, folder, folder and os.path.islink(path), found.st_ctime,
+                      f"{found.st_dev}/{found.st_ino}")
 
     def open(self, path: str) -> BinaryIO:
         return open_regular(path)

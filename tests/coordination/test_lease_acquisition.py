@@ -1,6 +1,8 @@
 """One job per folder; no lease expires by the age of its file alone."""
 import errno
+import io
 import os
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 
@@ -8,6 +10,7 @@ import pytest
 from lease_holders import ELSEWHERE, ME, ManualClock, acquire_lease, dead_holder, publish_lease
 from rank_folders import STORAGE, save
 
+from mindresume.coordination import lease as lease_module
 from mindresume.coordination.lease import BEAT, Lease, ended, fence, lease_holders, lease_path, next_run
 from mindresume.coordination.lease_acquisition import PATIENCE, acquire, check_no_live_job
 from mindresume.errors import LeaseHeldError
@@ -112,6 +115,75 @@ def test_a_silent_holder_on_another_host_is_watched_then_considered_dead(tmp_pat
     assert run_sequence(lease.run) == 2
     assert events == [LeaseWatched(lease_path(str(tmp_path), dead.run), dead.run, "node7", BEAT * PATIENCE),
                       StaleLeaseRemoved(dead.run, "node7", ELSEWHERE.pid)]
+
+
+def test_a_lease_that_was_copied_with_its_folder_refuses_no_job(tmp_path):
+    """Its holder lives, and saves into the folder that was copied: no heartbeat comes into the copy."""
+    first, time = acquire_lease(tmp_path / "one"), ManualClock()
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    second = acquire_lease(tmp_path / "two", time=time)
+    assert run_sequence(second.run) == 2 and BEAT * PATIENCE <= time.now < BEAT * (PATIENCE + 1)
+    for place in ("one", "renamed"):
+        with pytest.raises(LeaseHeldError, match=first.run):
+            acquire_lease(tmp_path / place)
+        if place == "one":
+            (tmp_path / "one").rename(tmp_path / "renamed")
+
+
+def test_a_copied_lease_whose_heartbeats_come_is_alive(tmp_path):
+    """A file system can give its folders other inodes while they are in use."""
+    lease = acquire_lease(tmp_path)
+    lease.holder = replace(lease.holder, folder="0:1")
+    time = ManualClock(lambda now: lease.beat())
+    with pytest.raises(LeaseHeldError, match=lease.run):
+        acquire_lease(tmp_path, time=time)
+
+
+def test_a_copied_lease_without_heartbeats_needs_a_person(tmp_path):
+    acquire(STORAGE, str(tmp_path / "one"), ME, beat=0)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    with pytest.raises(LeaseHeldError, match="remove .*two.* and start again"):
+        acquire_lease(tmp_path / "two")
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_holder_that_cannot_be_looked_at_is_watched(tmp_path, monkeypatch, beats):
+    """hidepid=2, or no descriptor is left: such a process counted as dead, and its folder was taken over at once."""
+    first = acquire_lease(tmp_path)
+    monkeypatch.setattr(lease_module, "is_running", lambda pid, ticks: None)
+    assert not ended(STORAGE, str(tmp_path))(first.run)
+    time = ManualClock(lambda now: first.beat() if beats else None)
+    if beats:
+        with pytest.raises(LeaseHeldError, match=first.run):
+            acquire_lease(tmp_path, time=time)
+    else:
+        assert run_sequence(acquire_lease(tmp_path, time=time).run) == 2 and time.now >= BEAT * PATIENCE
+
+
+class OldContent(PosixStorage):
+    """Shows the content that a file had when it was first read, until this host changes the folder: a mount with nocto and a long
+    actimeo."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def open(self, path):
+        if path not in self.kept:
+            with super().open(path) as file:
+                self.kept[path] = file.read()
+        return io.BytesIO(self.kept[path])
+
+    def rename(self, old, new):
+        self.kept.clear()
+        super().rename(old, new)
+
+
+def test_a_mount_that_shows_old_contents_makes_no_job_look_dead(tmp_path):
+    other = publish_lease(tmp_path, ELSEWHERE)
+    time = ManualClock(lambda now: other.beat())
+    with pytest.raises(LeaseHeldError, match="node7"):
+        acquire(OldContent(), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)
+    assert [holder.run for holder in lease_holders(STORAGE, str(tmp_path))] == [other.run]
 
 
 def test_a_holder_on_another_host_that_sends_heartbeats_is_alive(tmp_path):

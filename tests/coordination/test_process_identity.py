@@ -1,10 +1,25 @@
 """The identity of a process: its number and its start."""
+import errno
+import io
 import os
+import resource
 import subprocess
 import sys
 import time
 
-from mindresume.coordination.process_identity import process_namespace, start_ticks, start_time, stat_fields
+import pytest
+
+from mindresume.coordination import process_identity
+from mindresume.coordination.process_identity import (
+    boot_id,
+    host_identity,
+    is_running,
+    mount_namespace,
+    process_namespace,
+    start_ticks,
+    start_time,
+    stat_fields,
+)
 
 
 def test_a_process_that_has_ended_is_no_longer_there_although_nobody_has_reaped_it():
@@ -19,7 +34,69 @@ def test_a_process_that_has_ended_is_no_longer_there_although_nobody_has_reaped_
 
 def test_the_namespace_is_that_of_the_kernel():
     assert f"pid:[{process_namespace()}]" == os.readlink("/proc/self/ns/pid")
+    assert f"mnt:[{mount_namespace()}]" == os.readlink("/proc/self/ns/mnt")
 
 
 def test_ticks_since_boot_as_a_time():
     assert 0 < start_time(start_ticks(os.getpid())) <= time.time() + 0.1 and start_time(0) is None
+
+
+def test_the_answer_about_a_process_has_three_values(monkeypatch):
+    me = os.getpid(), start_ticks(os.getpid())
+    assert is_running(*me) is True and is_running(me[0], me[1] + 1) is False
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert is_running(ended.pid, 1) is False
+    assert is_running(me[0], 0) is is_running(0, 1) is is_running(-1, 1) is is_running(2**80, 1) is None
+
+
+def test_a_process_that_has_ended_is_dead_also_without_a_descriptor_to_look_at_it():
+    lowest, limit = os.open(os.devnull, os.O_RDONLY), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limit[1]))
+    try:
+        found = is_running(os.getpid(), 1), is_running(2**22 - 3, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert found == (None, False)
+
+
+def test_nodes_with_one_name_are_told_apart(monkeypatch):
+    def boots(boot):
+        monkeypatch.setattr(process_identity, "boot_id", lambda: boot)
+        return host_identity()
+    monkeypatch.setattr(process_identity.socket, "gethostname", lambda: "localhost")
+    assert boot_id() and boots("one") != boots("two")
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ESTALE, errno.EIO])
+def test_a_process_that_cannot_be_looked_at_is_not_dead(monkeypatch, error):
+    def fail(path, *args):
+        raise OSError(error, os.strerror(error), path)
+    monkeypatch.setattr("builtins.open", fail)
+    assert is_running(os.getpid(), 1) is None
+
+
+@pytest.mark.parametrize("answer, expected", [(None, None), (PermissionError, None), (ProcessLookupError, False)])
+def test_a_hidden_process_is_not_dead(monkeypatch, answer, expected):
+    """With hidepid=2, /proc does not show the processes of other users; the kernel still knows their numbers."""
+    def fail(path, *args):
+        raise FileNotFoundError(errno.ENOENT, "hidden", path)
+
+    def kill(pid, number):
+        assert number == 0
+        if answer:
+            raise answer
+    monkeypatch.setattr("builtins.open", fail)
+    monkeypatch.setattr(os, "kill", kill)
+    assert is_running(4711, 1) is expected
+
+
+@pytest.mark.parametrize("pending, expected", [("0000000000000100", None), ("0000000000004000", True)])
+@pytest.mark.parametrize("field", ["SigPnd", "ShdPnd"])
+def test_a_process_with_sigkill_pending_is_neither_alive_nor_dead(monkeypatch, field, pending, expected):
+    """It waits in the kernel (state D) and will run no code: its heartbeats have to tell."""
+    stat = b"4711 (python) D " + b" ".join(b"%d" % number for number in range(4, 30))
+    status = f"Name:\tpython\n{field}:\t{pending}\n".encode()
+    monkeypatch.setattr("builtins.open", lambda path, mode: io.BytesIO(stat if path.endswith("/stat") else status))
+    assert is_running(4711, 22) is expected

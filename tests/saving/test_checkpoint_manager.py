@@ -1,4 +1,5 @@
 """The protocol of saving during one training, without mindformers: a few arrays instead of a network."""
+import socket
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -6,6 +7,7 @@ import pytest
 from manager_jobs import Arrays, Job, committed, end_jobs, repair, spoil
 from rank_folders import STORAGE, Ranks
 
+from mindresume.coordination import process_identity
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import (
     FirstStepDone,
@@ -28,6 +30,8 @@ from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.save_request import SaveOptions
 from mindresume.settings import Settings
+from mindresume.simulation import runtime_fakes
+from mindresume.simulation.cluster import current_process
 
 
 @pytest.fixture(autouse=True)
@@ -234,3 +238,13 @@ def test_a_failed_emergency_save_is_left_to_the_built_in_unless_it_would_wait(tm
             job.manager.emergency_save(step)
     else:
         assert job.manager.emergency_save(step) is False
+
+
+def test_each_node_has_a_first_rank_also_if_all_have_one_host_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime_fakes._MODULES[socket], "gethostname", lambda: "localhost")
+    monkeypatch.setattr(process_identity, "boot_id", lambda: current_process().host.name)
+
+    def work(group):
+        job = Job(tmp_path, group=group, leases={}, settings=Settings(heartbeat=0))
+        return job.manager.is_first_on_host
+    assert Ranks(4, ["a", "a", "b", "b"]).run(work) == [True, False, True, False]

@@ -8,6 +8,7 @@ import pytest
 from rank_folders import STORAGE, Ranks, save
 
 from mindresume.coordination.collectives import SingleProcess
+from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import LoadError
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.resume.selection_policy import SelectionPolicy
@@ -129,9 +130,13 @@ def test_a_rank_that_lost_its_peers_does_not_excuse_the_rank_with_the_error(root
     assert choose(root).chosen.step == 10
 
 
-@pytest.mark.parametrize("number, counts", [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGUSR1, True)])
-def test_the_signal_before_a_kill_decides_whether_it_counts(root, number, counts):
-    """The number is on the disk although no handler ran, and none could: the process did not live to see it."""
+@pytest.mark.parametrize("number, supervised, counts", [(signal.SIGTERM, False, False), (signal.SIGINT, False, False),
+                                                        (signal.SIGUSR1, False, True), (signal.SIGTERM, True, True)])
+def test_the_signal_before_a_kill_decides_whether_it_counts(root, number, supervised, counts, monkeypatch):
+    """The number is on the disk although no handler ran, and none could: the process did not live to see it. The signal with
+    which a supervisor ends what a failure has left is no reason."""
+    if supervised:
+        monkeypatch.setenv(ENDED_BY_US, "1")
     before = signal.signal(number, lambda *_: None)
     try:
         for _ in range(2):

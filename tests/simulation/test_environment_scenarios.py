@@ -34,8 +34,8 @@ from mindresume.simulation.schedule import (
 )
 from mindresume.simulation.search import SCENARIOS, Counts, KnownStates, count_operations, run
 
-NAMES = ("quota", "memory", "launcher", "copied", "snapshot", "conversion", "conversion of files", "verify", "scrub",
-         "bucket unreadable", "bucket health")
+NAMES = ("quota", "memory", "launcher", "hidden", "copied", "snapshot", "copy", "copy with a tier", "conversion",
+         "conversion of files", "verify", "scrub", "bucket unreadable", "bucket health")
 RARE = {QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE}
 
 
@@ -81,7 +81,7 @@ def test_random_schedules(name):
 
 def test_faults_of_these_scenarios_occur_in_no_other():
     assert {name for name, scenario in SCENARIOS.items() if RARE & set(scenario.kinds)} == {
-        "quota", "memory", "launcher", "bucket unreadable"}
+        "quota", "memory", "launcher", "hidden", "bucket unreadable"}
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from mindresume.saving import (
     training_end,
     uploader,
 )
-from mindresume.saving.memory_tier import slots
+from mindresume.saving.memory_tier import directory, opening, slots
 from mindresume.simulation.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
 from mindresume.simulation.runtime_fakes import patched_product
 from mindresume.simulation.schedule import Fault, Schedule, random_schedule
@@ -194,6 +194,19 @@ MUTANTS = [
         Edit(staging.Staging, "unpack", "if self.fd < 0:", "if False:")],
         ("save", "safetensors", "thread"), WRONG, deaths=False, within=25, draws=each("slow", 100)),
 
+    mutant("a file that cannot be read counts as one of another save, and its records are removed", [
+        Edit(garbage_collector, "_may_be_of_another", "raise OSError(errno.EIO, error.reason, path) from error", "return True")],
+        ("twice", "safetensors", ""), LEFTOVER, deaths=False, first=405, within=25,
+        draws=each("EIO", later=(9, "EIO"), seed=2)),
+    mutant("the lease in a copy of a folder counts as that of the job which still runs in the original", [
+        Edit(lease, "read_leases", "is_copy=bool(here and holder.folder) and holder.folder != here", "is_copy=False")],
+        ("copy", "safetensors", ""), STUCK, deaths=False, draws=undisturbed()),
+
+    mutant("a process that cannot be looked at counts as dead", [
+        Edit(lease_acquisition, "_watch", "if states[holder.run] is not False]", "if states[holder.run]]"),
+        Edit(lease_acquisition, "_watch", "if beating:", "if False:")],
+        ("hidden", "safetensors", ""), f"{LOST} {STUCK} {WRONG} {MISREPORTED}", deaths=False, within=60),
+
     # ---- committing ----------------------------------------------------------------------------------------------------
     mutant("writers are not fenced", [
         Edit(shard_writer, "write_shard", "fence(target.storage, target.root, target.run)", "pass"),
@@ -242,7 +255,7 @@ MUTANTS = [
         ("prune", "safetensors", ""), LOST),
     mutant("retention policies count uncommitted saves", [
         Edit(garbage_collector, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
-        ("restarts", "safetensors", ""), LOST, deaths=False, first=187, within=25, draws=each("EIO")),
+        ("restarts", "safetensors", ""), LOST, deaths=False, first=205, within=25, draws=each("EIO")),
     mutant("read locks are not checked after the rename", [
         Edit(garbage_collector, "_uncommit", "who = read_locks().get(candidate.name)", "who = None")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=80, within=100, draws=SWITCHES),
@@ -258,7 +271,7 @@ MUTANTS = [
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=129, within=25, draws=ONE_SWITCH),
     mutant("a running job counts as ended", [
         Edit(lease, "ended", "return run not in living[0]", "return True")], ("readers", "safetensors", ""),
-        LOST, deaths=False, first=390, within=30, draws=each("pause", 20)),
+        LOST, deaths=False, first=410, within=30, draws=each("pause", 20)),
     mutant("the newest step common to all nodes is not protected", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {common_to_all_nodes}:")],
         ("nodes", "safetensors", ""), f"{LOST} {STUCK}", first=1),
@@ -266,8 +279,8 @@ MUTANTS = [
     # ---- common starts and ends ----------------------------------------------------------------------------------------
     mutant("an unreadable lease is ignored", [
         Edit(lease, "read_leases", "unreadable[run] = str(error)", "pass")],
-        ("twice", "safetensors", ""), STUCK, deaths=False, first=283, within=25,
-        draws=each("EIO", later=(9, "EIO"), seed=2)),
+        ("twice", "safetensors", ""), STUCK, deaths=False, first=295, within=25,
+        draws=each("EIO", later=(11, "EIO"), seed=2)),
     mutant("a load attempt record stays while the training continues from another checkpoint", [
         Edit(crash_loop.LoadAttempt, "_clear_others", "if self.limit else ()", "if False else ()")],
         ("damaged", "safetensors", ""), LEFTOVER, deaths=False),
@@ -330,30 +343,37 @@ MUTANTS = [
         Edit(memory_selection._MemorySelection, "_first_verified", "policy.verifies_bytes, keep=keep)", "False, keep=keep)")],
         ("rot in memory", "safetensors", ""), WRONG, deaths=False, first=264, within=12, draws=each("kill")),
 
+    mutant("memory: a tier belongs to every directory that has its token", [
+        Edit(directory, "find_tier", "not identity or (owner.token, owner.identity) != (mark.token, identity) or (", "(")],
+        ("copy with a tier", "safetensors", ""), WRONG, deaths=False, within=1, draws=undisturbed()),
+    mutant("memory: a copy keeps the token of the original", [
+        Edit(opening, "open_tier", "any(found[rank] for rank in session.shared_groups.ranks(group.rank))", "True")],
+        ("copy with a tier", "safetensors", ""), WRONG, deaths=False, first=2103, within=6, draws=each("kill")),
+
     # ---- scrubs and repairs ----------------------------------------------------------------------------------------------
     mutant("repair: the damaged file is written in place", [
         Edit(repair, "_replace", "temporary = temporary_name(path, tag)", "temporary = path"),
         Edit(repair, "_replace", "storage.write(temporary, hashed(), file.size or 0)",
              'storage.write(temporary, [b"".join(hashed())], file.size or 0)'),
         Edit(repair, "_replace", "storage.remove(temporary)", "pass")],
-        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=1, within=2),
+        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=0, within=2),
     mutant("repair: the copy is not verified", [
         Edit(repair, "_intact_in", "if tensor_checksum(opened, entry) == row.checksum:", "if True:"),
         Edit(repair, "_replace", "if (whole.hexdigest(), size) != (file.checksum, file.size) or not _is_as_recorded("
              "storage, temporary, file):", "if False:")],
-        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK} {WRONG}", deaths=False),
+        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK} {WRONG}", deaths=False, first=11, within=4),
     mutant("repair: the file has its name before it is flushed", [
         Edit(repair, "_replace", "storage.rename(temporary, path)", "made.finish()"),
         Edit(repair, "_replace", "storage.write(temporary, hashed(), file.size or 0)",
              'made = storage.create(temporary, file.size or 0); made.write_at(0, memoryview(b"".join(hashed()))); '
              "storage.rename(temporary, path)"),
         Edit(repair, "_replace", "not _is_as_recorded(storage, temporary, file)", "False")],
-        ("rot and scrub", "ckpt", ""), f"{LOST} {INCONSISTENT}", first=1, within=2),
+        ("rot and scrub", "ckpt", ""), f"{LOST} {INCONSISTENT}", first=0, within=2),
     mutant("scrub: a result is not bound to the times of the file", [
         Edit(scrub_result.DamagedFile, "is_unchanged",
              "(status.size, status.mtime, status.changed) == (self.size, self.mtime, self.changed)",
              "status.size == self.size")],
-        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=1, within=2),
+        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=19, within=2),
     mutant("scrub: only the files of one rank are read", [
         Edit(scrub.Scrubber, "_read", "seen = [row for rank in candidate.files for row",
              "seen = [row for rank in list(candidate.files)[:1] for row")],

@@ -3,10 +3,11 @@
     mark = read_mark(storage, root)             # None: no training here has a tier
     find_tier(storage, root)                    # its folder on this node, if it belongs to ``root``
 
-A tier must not outlive its training: if the checkpoint directory was removed, replaced or restored from a copy, the saves in
-memory are of another training, whatever their step. So the directory holds a random token, and the owner file of the tier has
-the token, the inode of the directory, and the time of the last change of the file with the token: a directory that is restored
-in the place of another one often gets the same inode, and that time cannot be copied. A copy at another path has another key.
+A tier belongs to one directory, and to no copy of it, at whatever path and in whatever container: a copy is another training,
+and so is what a person restores in the place of the directory. So the directory holds a random token, from which the name of the
+tier follows, and the owner file of the tier has what cannot be copied: device and inode of the directory and of the file with the
+token, and the time of the last change of that file, because what is restored often gets the same inodes. A training that finds
+no tier of its directory makes a new token, so no two directories ever use one tier.
 
 Nor must it bring back what a person has removed to go back: a note in the tier names the newest checkpoint that its training is
 known to have on disk (``disk_note``).
@@ -15,14 +16,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import xxhash
-
 from mindresume.coordination.lease import LeaseHolder, holder_of_this_process, is_alive
+from mindresume.coordination.process_identity import boot_id, mount_namespace
 from mindresume.errors import RecordError
 from mindresume.model.manifest import FOLDER, run_sequence
 from mindresume.model.training_state import is_count, is_number
@@ -34,8 +35,9 @@ from mindresume.storage.operations import read_json
 MARK = "memory-tier"
 OWNER = "owner.json"
 SLOTS = "slots"
-_VERSION = 1
+_VERSION = 2
 _LIMIT = 1 << 20                # bytes of an owner file
+_TOKEN = re.compile(r"[0-9a-f]{16}")
 _PRECISION = 2.0                # seconds: some file systems forget fractions of the time of a change
 
 
@@ -53,17 +55,19 @@ class TierOwner:
     Attributes:
         directory: real path of the checkpoint directory.
         token: of its mark.
-        inode: of the checkpoint directory.
+        identity: of the checkpoint directory and the file with the token (``identity_of``).
         marked: time of the last change of the file with the token; 0: not known.
         mount: mount point of the disk that holds it.
+        namespace: of mounts, in which ``directory`` and ``mount`` are valid; 0: not known.
         run: the run that saves into the tier, or did last.
         machine: as in a lease.
         processes: (pid, start in ticks) of the ranks on this node.
     """
     directory: str
     token: str
-    inode: int
+    identity: str
     mount: str
+    namespace: int
     run: str
     machine: str
     processes: tuple[tuple[int, int], ...]
@@ -74,27 +78,32 @@ class TierOwner:
         """Returns the owner of a tier; None if the file is missing or has another form."""
         try:
             value = read_json(storage, os.path.join(tier, OWNER), _LIMIT)
-            texts = [value[name] for name in ("directory", "token", "mount", "run", "machine")]
+            texts = [value[name] for name in ("directory", "token", "identity", "mount", "run", "machine")]
             rows = tuple((pid, started) for pid, started in value["processes"])
             run_sequence(value["run"])
             marked = value.get("marked", 0.0)
-            counts = [value["inode"], *(number for row in rows for number in row)]
+            counts = [value["namespace"], *(number for row in rows for number in row)]
             if value["version"] != _VERSION or not all(isinstance(text, str) for text in texts) or not all(
                     map(is_count, counts)) or not is_number(marked):
                 return None
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecordError):
             return None
-        return cls(value["directory"], value["token"], value["inode"], value["mount"], value["run"], value["machine"], rows,
-                   float(marked))
+        directory, token, identity, mount, run, machine = texts
+        return cls(directory, token, identity, mount, value["namespace"], run, machine, rows, float(marked))
 
     def to_json(self) -> dict[str, Any]:
         return {"version": _VERSION, **asdict(self)}
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether a rank of the owner runs on this node. None: it is in another container, whose processes are not visible."""
+        """Whether a rank of the owner runs on this node. None: it is in another container, or cannot be looked at."""
         states = [is_alive(LeaseHolder("", self.run, "", self.machine, pid, started, 0.0)) for pid, started in self.processes]
-        return None if None in states else any(states)
+        return True if True in states else None if None in states else False
+
+    @property
+    def sees_directory(self) -> bool:
+        """Whether this process finds the checkpoint directory under its path. In another container it can be another folder."""
+        return self.namespace != 0 and self.namespace == mount_namespace()
 
     @property
     def directory_is_gone(self) -> bool:
@@ -113,18 +122,23 @@ def read_mark(storage: Storage, root: str) -> TierMark | None:
     try:
         value = read_json(storage, os.path.join(root, FOLDER, MARK), _LIMIT)
         token, folder = value["token"], value["dir"]
-        valid = isinstance(token, str) and isinstance(folder, str) and bool(token) and os.path.isabs(folder)
+        valid = isinstance(token, str) and isinstance(folder, str) and _TOKEN.fullmatch(token) and os.path.isabs(folder)
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return TierMark(token, folder) if valid else None
 
 
-def make_mark(storage: Storage, root: str, folder: str, tag: str) -> TierMark:
-    """Returns the mark of ``root`` for a tier in ``folder``, and publishes it if it is not there. Raises OSError."""
-    found = read_mark(storage, root)
+def make_mark(storage: Storage, root: str, folder: str, tag: str, keep: bool) -> TierMark:
+    """Returns the mark of ``root`` for a tier in ``folder``: the one that is there with ``keep``, else a new one, which it
+    publishes. Raises OSError.
+
+    Args:
+        keep: some node has a tier with this mark that belongs to ``root``.
+    """
+    found = read_mark(storage, root) if keep else None
     if found is not None and found.dir == folder:
         return found
-    mark = TierMark(secrets.token_hex(8), folder) if found is None else replace(found, dir=folder)
+    mark = TierMark(secrets.token_hex(8), folder)
     storage.make_folder(os.path.join(root, FOLDER))
     publish_json(storage, os.path.join(root, FOLDER, MARK), asdict(mark), tag)
     return mark
@@ -135,24 +149,18 @@ def parent_of_tiers(folder: str) -> str:
     return os.path.join(folder, f"mindresume-{os.getuid()}")
 
 
-def tier_path(mark: TierMark, root: str) -> str:
-    """Returns the folder of the tier of ``root`` on this node, whether it exists or not."""
-    key = xxhash.xxh3_64_hexdigest(f"{mark.token}\0{os.path.realpath(root)}".encode())
-    return os.path.join(parent_of_tiers(mark.dir), key)
+def tier_path(mark: TierMark) -> str:
+    """Returns the folder of the tier with this mark on this node, whether it exists or not."""
+    return os.path.join(parent_of_tiers(mark.dir), mark.token)
 
 
-def inode_of(path: str) -> int:
-    """Returns the inode of a folder; 0 if there is none."""
-    try:
-        return os.stat(path).st_ino
-    except OSError:
-        return 0
-
-
-def marked_at(storage: Storage, root: str) -> float:
-    """Returns the time of the last change of the mark of ``root``; 0 if it is not known."""
-    found = storage.status(os.path.join(root, FOLDER, MARK))
-    return found.changed if found is not None else 0.0
+def identity_of(storage: Storage, root: str) -> tuple[str, float]:
+    """Returns what no copy of ``root`` has: the identities (``Status.identity``) of the folder and of the file with its mark,
+    empty if one of them is not known, and the time of the last change of that file, 0 if it is not known. Raises OSError."""
+    folder, mark = storage.status(root), storage.status(os.path.join(root, FOLDER, MARK))
+    if folder is None or mark is None or not (folder.identity and mark.identity):
+        return "", 0.0
+    return f"{folder.identity} {mark.identity}", mark.changed
 
 
 def owner_of(storage: Storage, root: str, mark: TierMark, run: str, processes: list[list[int]]) -> TierOwner:
@@ -160,8 +168,9 @@ def owner_of(storage: Storage, root: str, mark: TierMark, run: str, processes: l
     directory = mount = os.path.realpath(root)
     while not os.path.ismount(mount):
         mount = os.path.dirname(mount)
-    return TierOwner(directory, mark.token, inode_of(directory), mount, run, holder_of_this_process("").machine,
-                     tuple((pid, started) for pid, started in processes), marked_at(storage, root))
+    identity, marked = identity_of(storage, root)
+    return TierOwner(directory, mark.token, identity, mount, mount_namespace(), run, holder_of_this_process("").machine,
+                     tuple((pid, started) for pid, started in processes), marked)
 
 
 def this_process() -> list[int]:
@@ -173,7 +182,7 @@ def this_process() -> list[int]:
 def find_tier(storage: Storage, root: str) -> tuple[str, str]:
     """Returns (folder of the tier of ``root`` on this node, why it is not used). Both are empty if there is none."""
     mark = read_mark(storage, root)
-    tier = tier_path(mark, root) if mark is not None else ""
+    tier = tier_path(mark) if mark is not None else ""
     if not tier or storage.status(os.path.dirname(tier)) is None:
         return "", ""
     if (problem := foreign_folder(parent_of_tiers(mark.dir))):          # before a look into it: another user's may be closed
@@ -183,9 +192,11 @@ def find_tier(storage: Storage, root: str) -> tuple[str, str]:
     owner = TierOwner.read(storage, tier)
     if owner is None:
         return "", f"{tier} has no owner file that can be read"
-    if (owner.token, owner.directory, owner.inode) != (mark.token, os.path.realpath(root), inode_of(root)) or (
-            owner.marked and abs(owner.marked - marked_at(storage, root)) > _PRECISION):
-        return "", f"{tier} belongs to another checkpoint directory than {root} is now: it was replaced or restored from a copy"
+    identity, marked = identity_of(storage, root)
+    if not identity or (owner.token, owner.identity) != (mark.token, identity) or (
+            owner.marked and abs(owner.marked - marked) > _PRECISION):
+        return "", (f"{tier} belongs to another checkpoint directory than {root} is now, which is a copy, or was restored or "
+                    f"replaced")
     return tier, ""
 
 
@@ -210,8 +221,8 @@ def make_tier(path: str) -> None:
     os.makedirs(path, mode=0o700, exist_ok=True)
 
 
-def node_identity(path: str) -> str:
-    """Returns a text that is the same on all ranks that see the same folder, and on no other: boot, tmpfs, inode."""
-    found = os.stat(path)
-    machine = holder_of_this_process("").machine.partition("/")[0]
-    return f"{machine}/{found.st_dev}/{found.st_ino}"
+def memory_identity(tier: str) -> str:
+    """Returns a text that is the same on all ranks that see the same folder in memory, and on no other: boot, tmpfs, inode.
+    Raises OSError if it is not there."""
+    found = os.stat(tier)
+    return f"{boot_id()}/{found.st_dev}/{found.st_ino}"

@@ -4,19 +4,20 @@
 
 A tier of another checkpoint directory stays as long as it may be the newest of its training. It is removed if its owner is dead
 and its directory is gone or belongs to another training now, or has a newer save on disk; or if nothing was saved into it for
-``keep_days`` and its owner is not known to be alive.
+``keep_days`` and its owner is not known to be alive. The path of a directory means something in its own container only.
 """
 from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 from mindresume.events import Emit, Notice, ignore
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
-from mindresume.saving.memory_tier.directory import OWNER, TierOwner, inode_of, read_mark
+from mindresume.saving.memory_tier.directory import OWNER, TierOwner, identity_of, read_mark
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import remove_tree
 
@@ -51,19 +52,20 @@ def remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit =
 def _why_removable(storage: Storage, path: str, now: float, keep: float) -> str:
     """Returns why a tier can be removed; empty if it must stay."""
     owner = TierOwner.read(storage, path)
-    age = now - max(_times(storage, path), default=now)
+    # No file in memory is older than the kernel's boot, whatever a clock that was set says.
+    age = min(now - max(_times(storage, path), default=now), time.monotonic())
     old = f"nothing was saved into it for {age / 86400:.1f} days" if age > keep else ""
     if owner is None:                               # a job that is starting has made the folder, and not the file yet
         return old
     alive = owner.is_alive
     if alive:
         return ""
-    if alive is None:                               # in another container: its age alone can tell
+    if alive is None or not owner.sees_directory:   # in another container: its age alone can tell
         return old
     if owner.directory_is_gone:
         return f"{owner.directory} does not exist any more"
-    mark = read_mark(storage, owner.directory)
-    if mark is not None and (mark.token, inode_of(owner.directory)) != (owner.token, owner.inode):
+    mark, (identity, _) = read_mark(storage, owner.directory), identity_of(storage, owner.directory)
+    if mark is not None and identity and (mark.token, identity) != (owner.token, owner.identity):
         return f"{owner.directory} belongs to another training now"
     with suppress(OSError):
         mine = [candidate.order[:2] for candidate in scan_records(storage, path)[0]]

@@ -21,7 +21,7 @@ from mindresume.saving.memory_tier.directory import (
     find_tier,
     make_mark,
     make_tier,
-    node_identity,
+    memory_identity,
     owner_of,
     this_process,
     tier_path,
@@ -51,13 +51,15 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
     if not settings.every_steps:
         return None
     try:
-        marks = gather_results(group, lambda: _mark(storage, root, settings, run) if session.is_leader else None)
+        found = gather_results(group, lambda: bool(find_tier(storage, root)[0]))
+        keep = any(found[rank] for rank in session.shared_groups.ranks(group.rank))
+        marks = gather_results(group, lambda: _mark(storage, root, settings, run, keep) if session.is_leader else None)
         mark = TierMark(*marks[session.shared_groups.leaders[group.rank]])
-        tier = tier_path(mark, root)
+        tier = tier_path(mark)
 
         def make() -> list[Any]:
             make_tier(tier)
-            return [node_identity(tier), *this_process()]
+            return [memory_identity(tier), *this_process()]
         rows = gather_results(group, make)
         nodes = groups_of([row[0] for row in rows])
         if nodes.is_split and session.target.iterations:
@@ -91,13 +93,13 @@ def _remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit)
                     f"{_PATIENCE:.0f} s: perhaps the disk of one of them hangs"))
 
 
-def _mark(storage: Storage, root: str, settings: MemoryTierSettings, run: str) -> list[str]:
-    mark = make_mark(storage, root, os.path.abspath(settings.dir), run)
+def _mark(storage: Storage, root: str, settings: MemoryTierSettings, run: str, keep: bool) -> list[str]:
+    mark = make_mark(storage, root, os.path.abspath(settings.dir), run, keep)
     return [mark.token, mark.dir]
 
 
 def groups_of(identities: list[str]) -> SharedGroups:
-    """Returns which ranks see the same tier. ``identities``: ``node_identity`` of each rank."""
+    """Returns which ranks see the same tier. ``identities``: ``memory_identity`` of each rank."""
     return SharedGroups(tuple(map(identities.index, identities)))
 
 

@@ -235,8 +235,10 @@ class MemoryTier:
         """Returns why ``needed`` bytes cannot be had; empty if they can."""
         storage, ranks = self.target.storage, len(self.target.ranks)
         freed = sum(map(self._size_of, self._stale_paths())) // ranks           # soon
+        free = storage.free_space(self.target.root)
+        free -= free // host_memory.RESERVE                     # semaphores and buffers of other programs lie in /dev/shm, too
         limits = [(int(self.settings.limit_gib * 2**30) or host_memory.UNKNOWN, "mindresume.memory_tier.limit_gib is"),
-                  (storage.free_space(self.target.root) // ranks + freed, f"each of {ranks} ranks has in {self.settings.dir}"),
+                  (free // ranks + freed, f"each of {ranks} ranks has in {self.settings.dir}"),
                   (self.share + freed, "the share of this rank in the free memory of the host, or its container, is"),
                   (host_memory.left() + freed, "the host, or its container, has left")]
         return next((f"its slots need {needed / 2**20:.0f} MiB; {what} {most / 2**20:.0f} MiB" for most, what in limits

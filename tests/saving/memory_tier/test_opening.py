@@ -15,13 +15,16 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.events import Notice, TierRefused, TierSaved
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
-from mindresume.saving.memory_tier import opening
+from mindresume.saving.memory_tier import directory, leftovers, opening
 from mindresume.saving.memory_tier.directory import (
+    MARK,
     OWNER,
     TierMark,
     TierOwner,
     find_tier,
+    make_mark,
     parent_of_tiers,
+    read_mark,
     this_process,
 )
 from mindresume.saving.memory_tier.disk_note import DiskNote, DiskNotes
@@ -144,13 +147,67 @@ def test_a_replaced_or_restored_directory_has_no_tier(tmp_path, memory):
     job_with_tier(root, memory).steps(5).manager._tier.stop()
     tier = tier_of(root)
     shutil.copytree(root, tmp_path / "copy")
-    assert find_tier(STORAGE, str(tmp_path / "copy")) == ("", "")                    # another key
+    found, problem = find_tier(STORAGE, str(tmp_path / "copy"))
+    assert found == "" and tier in problem
     root.rename(tmp_path / "aside")
     shutil.copytree(tmp_path / "copy", root)
     found, problem = find_tier(STORAGE, str(root))
     assert found == "" and tier in problem
     shutil.rmtree(root)
     assert find_tier(STORAGE, str(root)) == ("", "")
+
+
+@pytest.mark.parametrize("coincides", [False, True])
+def test_a_copy_never_uses_the_tier_of_the_other_training(tmp_path, memory, monkeypatch, coincides):
+    """Two containers share a tmpfs, and both have their directory at the same path. ``coincides``: devices and inodes are equal,
+    too, as those of two containers of one image can be; the copy was made before the directory was opened."""
+    root, other = tmp_path / "checkpoint", tmp_path / "of the other container"
+    if coincides:
+        status = PosixStorage.status
+        monkeypatch.setattr(PosixStorage, "status", lambda storage, path: (found := status(storage, path)) and replace(
+            found, identity="1/1"))
+        root.mkdir()
+        shutil.copytree(root, other)
+    first = job_with_tier(root, memory).steps(5)
+    first.manager._tier.stop()
+    first.manager.session.release()                                     # its path leads to the copy soon
+    tier = tier_of(root)
+    if not coincides:
+        shutil.copytree(root, other)
+    root.rename(tmp_path / "aside")
+    other.rename(root)
+    second = job_with_tier(root, memory).steps(3)
+    second.manager._tier.stop()
+    assert tier_of(root) != tier and held(root) == [2]
+    assert TierOwner.read(STORAGE, tier).run == first.manager.target.run and len(os.listdir(tier)) > 1
+    if not coincides:
+        assert find_tier(STORAGE, str(tmp_path / "aside")) == (tier, "")
+
+
+def test_a_restart_keeps_its_tier_and_a_renamed_directory_too(tmp_path, memory):
+    root, tiers = tmp_path / "checkpoint", []
+    for _ in range(2):
+        job = job_with_tier(root, memory, tier={"write_after_error": 0}).steps(5)
+        job.manager.finish_after_error()
+        job.manager.session.release()
+        tiers.append(tier_of(root))
+        root = root.rename(tmp_path / "renamed")
+    assert tiers[0] == tiers[1] and find_tier(STORAGE, str(root)) == (tiers[0], "")
+
+
+def test_a_path_that_is_not_utf8_has_a_tier(tmp_path, memory):
+    root = tmp_path / "checkpoint\udcff"
+    job = job_with_tier(root, memory).steps(5)
+    job.manager._tier.stop()
+    assert held(root) == [4, 2] and find_tier(STORAGE, str(root)) == (tier_of(root), "")
+    assert TierOwner.read(STORAGE, tier_of(root)).directory == str(root)
+
+
+def test_a_token_that_is_no_token_names_no_folder(tmp_path):
+    (tmp_path / FOLDER).mkdir()
+    for token in ("../../x", "", "0" * 15, "\ud800" * 16):
+        publish_json(STORAGE, str(tmp_path / FOLDER / MARK), {"token": token, "dir": "/dev/shm"}, RUN)
+        assert read_mark(STORAGE, str(tmp_path)) is None
 
 
 def test_a_directory_that_is_restored_in_its_place_has_no_tier(tmp_path, memory):
@@ -261,7 +318,39 @@ def test_an_error_of_the_disk_does_not_prove_that_a_directory_is_gone(tmp_path, 
     assert remaining(memory) == [tier]
 
 
-def test_an_old_tier_is_removed(tmp_path, memory):
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_path_of_another_container_says_nothing_about_a_directory(tmp_path, memory, monkeypatch, seen):
+    """With hostPID and hostIPC its processes and its memory are visible, and its disks are not."""
+    gone, replaced, newer = leftover(memory, tmp_path / "a"), leftover(memory, tmp_path / "b"), leftover(memory, tmp_path / "c")
+    shutil.rmtree(tmp_path / "a")
+    make_mark(STORAGE, str(tmp_path / "b"), memory, RUN, keep=False)
+    save(tmp_path / "c", 20, world=1)
+    if not seen:
+        monkeypatch.setattr(directory, "mount_namespace", lambda: 1)
+    assert sorted(remaining(memory)) == ([] if seen else sorted([gone, replaced, newer]))
+
+
+@pytest.mark.parametrize("what", ["a", FOLDER + "/" + MARK])
+def test_a_directory_that_cannot_be_looked_at_is_not_another_one(tmp_path, memory, monkeypatch, what):
+    tier, status = leftover(memory, tmp_path / "a"), PosixStorage.status
+
+    def fails(storage, path):
+        if path.endswith(what):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return status(storage, path)
+    monkeypatch.setattr(PosixStorage, "status", fails)
+    assert remaining(memory) == [tier]
+
+
+def test_a_clock_that_was_set_makes_no_tier_old(tmp_path, memory, monkeypatch):
+    """A node without a clock of its own begins at 1970, until its time is set."""
+    tier = leftover(memory, tmp_path / "a", age_days=1)
+    monkeypatch.setattr(leftovers.time, "monotonic", lambda: 3600.0)
+    assert remaining(memory) == [tier]
+
+
+def test_an_old_tier_is_removed(tmp_path, memory, monkeypatch):
+    monkeypatch.setattr(leftovers.time, "monotonic", lambda: 8 * 86400.0)                  # since the boot
     old, young = leftover(memory, tmp_path / "a", age_days=1), leftover(memory, tmp_path / "b")
     assert remaining(memory) == [young] and not os.path.exists(old)
 

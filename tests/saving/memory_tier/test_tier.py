@@ -294,6 +294,17 @@ def test_there_is_no_tier_without_memory_for_it_on_all_ranks(memory):
         assert not os.path.exists(os.path.join(memory, SLOTS))
 
 
+@pytest.mark.parametrize("share, has", [(1.05, False), (1.2, True)])
+def test_a_part_of_the_tmpfs_stays_free_for_others(memory, share, has):
+    """Semaphores and the buffers of other programs lie in /dev/shm, too. ``share``: free space, of what the slots need."""
+    storage = PosixStorage()
+    job = Training(memory, 2).steps(2).stop()
+    needed = sum(mapped.size for slot in job.tiers[0]._slots for mapped in slot.files)
+    storage.free_space = lambda folder: int(needed * share)
+    job = Training(os.path.join(memory, "other"), 2, storage=storage).steps(4).stop()
+    assert bool(job.saved()) is has and len(job.refused()) == (not has)
+
+
 def full(path, size):
     raise OSError(28, "No space left on device", path)
 
