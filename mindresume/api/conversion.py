@@ -29,6 +29,7 @@ from mindresume.model.file_record import FORMATS
 from mindresume.reshard.conversion_plan import ConversionPlan, ranks_in_group, to_consolidated, to_iteration, to_ranks
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import BUFFERS, Traffic
+from mindresume.reshard.element_order import pieces_of
 from mindresume.reshard.engines import ENGINES, engine_for, tile_for, writer
 from mindresume.reshard.huggingface import read_config
 from mindresume.reshard.huggingface_export import KEEP, Export, orders_in, to_huggingface, verify_composed
@@ -244,8 +245,12 @@ def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
         return read_strategy(to)
     tensors = {name: (tensor.shape, tensor.layout, tensor.stages) for name, tensor in source.weights.tensors.items()
                if not tensor.is_counter}
+    plan = ParallelPlan.parse(to)
+    if plan.tp > 1 and not source.weights.split and any(pieces_of(layout) > 1 for _, layout, _ in tensors.values()):
+        raise ConfigError(f"{source.what}: metadata.json does not tell optimizer shards from tensor parallelism, so it is not "
+                          f"known what {to} has to cut. Give the strategy of the target: a strategy file or folder, or {SAME}")
     sizes = {tensor.layout.stage_size for tensor in source.weights.tensors.values() if tensor.layout}
-    return strategy_from_plan(ParallelPlan.parse(to), tensors, source.weights.world_size // max(sizes, default=1))
+    return strategy_from_plan(plan, tensors, source.weights.world_size // max(sizes, default=1))
 
 
 def _run(job: ConversionPlan, target: Path, source_format: str, engine: str, workers: int, memory_limit_bytes: int | None,

@@ -66,7 +66,7 @@ def missing_slices(files: Sequence[Sequence[str]], deduplicated: bool, details_o
     except RecordError as error:
         return str(error)
     for row in rows:
-        for number in range(max(_ordinals(row.layout, row.shape)) + 1):
+        for number in range(max(ordinals(row.layout, row.shape)) + 1):
             if number not in row.stored:
                 ranks = _groups(row.layout, row.shape, row.first)[number]
                 return f"a part of {row.name} was held by rank {', '.join(map(str, ranks))} alone"
@@ -96,7 +96,7 @@ def stage_size(rows: Iterable[TensorRecord], world_size: int) -> int:
 def _stored(files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str, row: TensorRecord,
             writers: Iterable[int], first: int) -> dict[int, tuple[StoredSlice, ...]]:
     """Returns the stored slices of one tensor of a stage, by ordinal."""
-    held = _ordinals(row.layout, row.global_shape)
+    held = ordinals(row.layout, row.global_shape)
     groups = _groups(row.layout, row.global_shape, first)
     found: dict[int, tuple[StoredSlice, ...]] = {}
     for rank in writers:
@@ -108,14 +108,9 @@ def _stored(files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, Tens
 
 
 @lru_cache(maxsize=1 << 12)
-def _ordinals(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return ordinals(layout, shape)
-
-
-@lru_cache(maxsize=1 << 12)
 def _groups(layout: TensorLayout, shape: tuple[int, ...], first: int) -> dict[int, tuple[int, ...]]:
     """Returns {slice: ranks that hold it}."""
     found: dict[int, list[int]] = {}
-    for local, number in enumerate(_ordinals(layout, shape)):
+    for local, number in enumerate(ordinals(layout, shape)):
         found.setdefault(number, []).append(first + local)
     return {number: tuple(ranks) for number, ranks in found.items()}

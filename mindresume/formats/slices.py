@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def ordinals(layout: TensorLayout, shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=1 << 12)         # a model has thousands of tensors, but few layouts
+def ordinals(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the ordinal of each local rank's slice. Raises ValueError if the shape is not divisible."""
     pieces, matrix = layout.pieces(shape), layout.device_matrix
     ranks = np.arange(layout.stage_size)

@@ -15,6 +15,7 @@ from mindresume.formats.huggingface import ATTENTION_KEY as ATTENTION
 from mindresume.formats.huggingface import MLP_KEY as MLP
 from mindresume.mindformers import adapter
 from mindresume.mindformers.training_context import ResumePlan
+from mindresume.reshard.checkpoint_view import CheckpointView
 
 DEFAULTS = {ATTENTION: False, MLP: True}
 
@@ -46,3 +47,10 @@ def check(plan: ResumePlan, own: Mapping[str, bool], remedy: str = "Set {key}: {
             raise ConfigError(f"{folder}: the network that saved this checkpoint has {key}: {saved[key]}, this one {value}, so "
                               f"the elements within its tensors are in another order. "
                               f"{remedy.format(key=key, value=saved[key])}")
+
+
+def assume(weights: CheckpointView, network: Any) -> None:
+    """Takes the arrangement of the network for that of the ranks' files of a checkpoint that records none: mindformers does not
+    record it, and its job had the same model configuration."""
+    if weights.path_by_tensor is None:
+        weights.arrangement = {**of_network(network), **weights.arrangement}

@@ -26,7 +26,7 @@ from mindresume.formats import OURS
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.formatting import ranks_count
-from mindresume.mindformers import adapter, upstream, upstream_check
+from mindresume.mindformers import adapter, arrangement, upstream, upstream_check
 from mindresume.mindformers.balanced_load import BalancedLoad
 from mindresume.mindformers.load_progress import load_traffic, waiting_for
 from mindresume.mindformers.network_state import layouts as network_layouts
@@ -120,6 +120,7 @@ def read_arrays(config: Any, network: Any, context: TrainingContext, storage: St
     """
     group, emit = context.group, context.emit
     source = run_on_all(group, context.plan.open_source, OPENING)
+    arrangement.assume(source.weights, network)
     shapes = adapter.parameters_to_load(network, source.weights.tensors)
     table = getattr(network, "parameter_layout_dict", None) if adapter.is_parallel() else None
     layouts = network_layouts(table, {name: shape for name, (shape, _) in shapes.items()},

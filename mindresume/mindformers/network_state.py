@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from mindresume.errors import LoadError, SaveError
+from mindresume.formats.slices import ordinals
 from mindresume.model.layout import TensorLayout, is_scalar, same_shape
 from mindresume.model.training_state import may_be_absent
 from mindresume.saving.shard_assignment import shares
@@ -116,11 +117,17 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...
     return found
 
 
-def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]], warn: Callable[[str], None]
+def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]], warn: Callable[[str], None],
+                     split: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] | None = None
                      ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
     """Returns the same as ``layouts``, from one rank's part of ``mindspore.parallel.strategy.get_strategy_metadata``: {name:
-    [Layout, dtype, global shape]}. Its tensor map contains the optimizer shard."""
-    found = {}
+    [Layout, dtype, global shape]}. Its tensor map contains the optimizer shard, and does not tell it from tensor parallelism.
+
+    Args:
+        split: result of ``layouts``, where the optimizer shard stands apart. It decides if each rank holds the same part by both.
+            If they contradict each other, the layout is not known.
+    """
+    found, split = {}, split or {}
     for name, (layout, _, full) in (table or {}).items():
         if name not in shapes:
             continue
@@ -131,6 +138,10 @@ def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple
             cuts = tuple(tuple(m) if isinstance(m, (list, tuple)) else m for m in row["tensor_map"])
             known = TensorLayout(tuple(row["device_matrix"]), cuts).normalized()
             held = known.local_shape(full)
+            if name in split:
+                folded, (known, whole) = known, split[name]
+                if whole != full or ordinals(known, full) != ordinals(folded, full):
+                    raise ValueError(f"MindSpore describes it as {folded} of {full} and as {known} of {whole}")
         except ValueError as error:
             warn(f"{name}: its layout is not recorded: {error}")
             continue
@@ -149,16 +160,17 @@ def is_parallel() -> bool:
 
 def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size: int, warn: Callable[[str], None]
                 ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
-    """Returns {name: (layout, global shape)} of this rank's parameters of a compiled network: from its strategy metadata, and for
-    parameters that it lacks from ``parameter_layout_dict``. With data parallelism alone every rank holds every parameter of more
-    than one element whole."""
+    """Returns {name: (layout, global shape)} of this rank's parameters of a compiled network: from ``parameter_layout_dict``,
+    compared with its strategy metadata. With data parallelism alone every rank holds every parameter of more than one element
+    whole."""
     if world_size == 1:
         return {}
     if not is_parallel():
         return {name: (TensorLayout((world_size,), (-1,) * len(shape)), shape) for name, shape in shapes.items()
                 if not is_scalar(shape)}
-    rest = layouts(getattr(network, "parameter_layout_dict", None), shapes, warn)
-    return {**rest, **strategy_layouts(_strategy_metadata(network), shapes, warn)}
+    table, metadata = layouts(getattr(network, "parameter_layout_dict", None), shapes, warn), _strategy_metadata(network) or {}
+    return {**{name: row for name, row in table.items() if name not in metadata},
+            **strategy_layouts(metadata, shapes, warn, table)}
 
 
 def _strategy_metadata(network: Any) -> Mapping[str, Any] | None:

@@ -80,7 +80,8 @@ class CheckpointView:
     ``path_of(rank, tensor)`` returns the path of the file that holds a rank's piece of a tensor, None if there is none;
     ``checksum(rank, tensor)`` its recorded checksum or None; ``paths(rank)`` all files of a rank (an iteration folder has
     several). ``path_by_tensor``: of consolidated weights, else None. ``headers``: by path, as far as they were read.
-    ``arrangement``: how the network orders the elements within the tensors (``element_order``); empty if unknown.
+    ``arrangement``: how the network orders the elements within the tensors (``element_order``); empty if unknown. ``split``:
+    the layouts tell optimizer shards from tensor parallelism; those of a ``metadata.json`` do not.
     """
     storage: Storage
     name: str
@@ -92,6 +93,7 @@ class CheckpointView:
     world_size: int = 1
     headers: dict[str, Header | None] = field(default_factory=dict)
     arrangement: Mapping[str, bool] = field(default_factory=dict)
+    split: bool = True
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _kept: dict[tuple[str, Region, int], list[int]] = field(default_factory=dict)   # {piece: ranks whose files are in memory}
 

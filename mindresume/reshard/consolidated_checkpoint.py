@@ -109,12 +109,13 @@ def _file_problem(storage: Storage, folder: str, made: ConversionManifest, file:
                   ) -> Refusal | None:
     path = os.path.join(folder, file.path)
     try:
+        status = storage.status(path)
+        if status is not None and status.size != file.size:             # before its bytes: it can be sparse, of terabytes
+            return Refusal(None, f"{file.path} has {status.size} bytes, {file.size} were written", file.path)
         with storage.open(path) as opened:
             checksum, size = file_checksum(opened, progress)
             if (checksum, size) == (file.checksum, file.size):
                 return None
-            if size != file.size:
-                return Refusal(None, f"{file.path} has {size} bytes, {file.size} were written", file.path)
             names = read_header(opened, path).tensors
             wrong = damaged_tensors(opened, path, {name: made.tensors[name] for name in names if name in made.tensors})
     except FileNotFoundError:

@@ -3,13 +3,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindresume.errors import CorruptFileError, RecordError
+from mindresume.formats.consolidated import FILE, ConsolidatedWeights
 from mindresume.formatting import listed
 from mindresume.model.file_record import FileRecord
-from mindresume.model.record_codec import expect_checksum, read_head
+from mindresume.model.record_codec import expect_checksum, expect_list, expect_shape, read_head
 from mindresume.model.training_state import is_count
 from mindresume.storage.interface import Storage
 
@@ -26,6 +27,7 @@ class ConversionManifest:
         what: describes the source.
         files: with sizes and checksums; paths relative to the folder.
         tensors: {name: checksum}, for consolidated weights only.
+        shapes: {name: (dtype, shape)} of the same.
         arrangement: as in ``TrainingState``, for consolidated weights.
     """
     fingerprint: str
@@ -33,6 +35,7 @@ class ConversionManifest:
     files: tuple[FileRecord, ...]
     tensors: Mapping[str, str]
     arrangement: tuple[tuple[str, bool], ...] = ()
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ConversionManifest:
@@ -47,7 +50,18 @@ class ConversionManifest:
         arrangement = value.get("arrangement", {})
         if not isinstance(arrangement, dict) or not all(isinstance(flag, bool) for flag in arrangement.values()):
             raise RecordError(f"conversion: arrangement is {arrangement!r}"[:200] + ", expected true or false for each key")
-        return cls(value["fingerprint"], value["what"], tuple(map(_file, rows)), tensors, tuple(arrangement.items()))
+        shapes = value.get("shapes", {})
+        if not isinstance(shapes, dict):
+            raise RecordError(f"conversion: shapes is {shapes!r}"[:200] + ", expected dtype and shape of each tensor")
+        return cls(value["fingerprint"], value["what"], tuple(map(_file, rows)), tensors, tuple(arrangement.items()),
+                   {name: _shape(name, row) for name, row in shapes.items()})
+
+
+def _shape(name: str, row: Any) -> tuple[str, tuple[int, ...]]:
+    dtype, shape = expect_list(row, name, 2)
+    if not isinstance(dtype, str):
+        raise RecordError(f"conversion: tensor {name}: the dtype is {dtype!r}"[:200] + ", expected a text")
+    return dtype, expect_shape(name, shape)
 
 
 def _file(row: Any) -> FileRecord:
@@ -86,11 +100,23 @@ def conversion_manifest_of(storage: Storage, path: str) -> ConversionManifest | 
     return replace(made, files=files) if made and files else None
 
 
-def check_names(made: ConversionManifest, folder: str, tensors: Mapping[str, Any]) -> None:
-    """Raises CorruptFileError unless consolidated weights have exactly the tensors that were written: an index can be altered
-    too."""
-    gone, more = [name for name in made.tensors if name not in tensors], [name for name in tensors if name not in made.tensors]
+def check_contents(made: ConversionManifest, weights: ConsolidatedWeights) -> None:
+    """Raises CorruptFileError unless consolidated weights have the tensors that were written, with their dtypes and shapes, in
+    files of the size that was written: an index and a header can be altered too, and checksums of tensors cover bytes alone.
+    ``made``: of a single file of them, the names in other files are not compared."""
+    sizes = {file.path: file.size for file in made.files}
+    for name, header in weights.headers.items():
+        if sizes.get(name, header.size) != header.size:
+            raise CorruptFileError(os.path.join(weights.root, name), f"it has {header.size} bytes, {sizes[name]} were written")
+    for name, file in weights.tensors.items():
+        entry = weights.headers[file].tensors[name]
+        written = made.shapes.get(name)
+        if written not in (None, (entry.dtype, entry.shape)):
+            raise CorruptFileError(os.path.join(weights.root, file), f"{name} is {entry.dtype} of shape {entry.shape}, "
+                                   f"{written[0]} of shape {written[1]} was written: its header was changed", tensor=name)
+    gone = [name for name in made.tensors if name not in weights.tensors] if weights.kind != FILE else []
+    more = [name for name in weights.tensors if name not in made.tensors]
     if gone or more:
         differing = f"{listed(gone, 3)} {'is' if len(gone) == 1 else 'are'} not found" if gone else f"{listed(more, 3)} not named"
-        raise CorruptFileError(os.path.join(folder, CONVERSION), f"it names {len(made.tensors)} tensors, the files and the index "
-                                                                 f"{len(tensors)}: {differing}", tensor=(gone or more)[0])
+        raise CorruptFileError(os.path.join(weights.root, CONVERSION), f"it names {len(made.tensors)} tensors, the files and the "
+                               f"index {len(weights.tensors)}: {differing}", tensor=(gone or more)[0])

@@ -242,6 +242,8 @@ class Conversion:
                  "files": rows}
         if not self.plan.shards:
             value["tensors"] = {name: checksum for found in sums.values() for name, checksum in found.tensors.items()}
+            written = self.plan.source.weights.tensors
+            value["shapes"] = {name: [written[name].dtype, written[name].shape] for name in value["tensors"]}
             if self.plan.source.arrangement:
                 value["arrangement"] = self.plan.source.arrangement
         publish(self.storage, os.path.join(self.work, CONVERSION), [encode_head(value, LIMIT)], self.plan.run)

@@ -28,16 +28,18 @@ from mindresume.storage.interface import Storage
 from mindresume.tensor_files import Header
 
 
-def view_of_iteration(storage: Storage, root: str, candidate: Candidate) -> CheckpointView:
+def view_of_iteration(storage: Storage, root: str, candidate: Candidate, split: bool = False) -> CheckpointView:
     """Views an iteration folder.
 
+    Args:
+        split: the layouts must tell the optimizer shard from tensor parallelism, if records do: ``metadata.json`` does not.
     Raises:
         CorruptFileError: ``metadata.json`` is damaged, or a file that it names is missing and no other holds the piece.
         StrategyError: it does not name some tensors, except counters; not if there is one rank.
     """
     folder = os.path.join(root, candidate.iteration_dir)
     records = _Records(storage, candidate)
-    named = _described(storage, root, candidate, records)
+    named, split = _described(storage, root, candidate, records, split)
     where = {name: {copy.rank: os.path.join(folder, copy.file) for copies in row.stored.values() for copy in copies}
              for name, row in named.items()}
     tensors = {name: Tensor(name, row.dtype, row.shape, row.layout, row.first if row.layout else min(where[name]),
@@ -49,7 +51,7 @@ def view_of_iteration(storage: Storage, root: str, candidate: Candidate) -> Chec
     size = max((tensor.first + tensor.layout.stage_size for tensor in tensors.values() if tensor.layout), default=1)
     return CheckpointView(storage, folder, tensors, lambda rank, name: where[name].get(rank), records.checksum,
                    world_size=candidate.world_size if candidate.records_dir else size, headers=headers,
-                   paths=lambda rank: paths.get(rank, ()))
+                   paths=lambda rank: paths.get(rank, ()), split=split)
 
 
 def _other_stages(row: TensorMetadata, where: Mapping[int, str]) -> tuple[int, ...]:
@@ -86,21 +88,23 @@ class _Records:
         return {row.name: row for row in metadata_from_records(files, self.candidate.deduplicated, self.details)}
 
 
-def _described(storage: Storage, root: str, candidate: Candidate, records: _Records) -> Mapping[str, TensorMetadata]:
-    """Returns {tensor: description} from the records, which hold the same facts as ``metadata.json``. After redundancy removal
-    the records of all ranks would be needed, so that file is read instead, if it has the recorded checksum."""
+def _described(storage: Storage, root: str, candidate: Candidate, records: _Records, split: bool
+               ) -> tuple[Mapping[str, TensorMetadata], bool]:
+    """Returns ({tensor: description}, whether optimizer shards stand apart) from the records, which hold the facts of
+    ``metadata.json`` and more. After redundancy removal the records of all ranks would be needed, so unless they must be split
+    that file is read instead, if it has the recorded checksum."""
     folder = os.path.join(root, candidate.iteration_dir)
     if candidate.records_dir is None:
-        return load_metadata(storage, folder) if METADATA in storage.list(folder) else {}
+        return load_metadata(storage, folder) if METADATA in storage.list(folder) else {}, False
     if candidate.world_size == 1:
-        return {}
+        return {}, True
     written = next((file for file in candidate.metadata_files if os.path.basename(file.path) == METADATA), None)
-    if candidate.deduplicated and written is not None:
+    if candidate.deduplicated and not split and written is not None:
         with suppress(CorruptFileError):                        # the records decide then
             data = load_metadata_bytes(storage, folder)
             if xxhash.xxh3_128_hexdigest(data) == written.checksum:
-                return read_metadata(data, os.path.join(folder, METADATA))
-    return records.tensor_metadata()
+                return read_metadata(data, os.path.join(folder, METADATA)), False
+    return records.tensor_metadata(), True
 
 
 def _unnamed_tensors(storage: Storage, root: str, candidate: Candidate, named: Mapping[str, TensorMetadata],

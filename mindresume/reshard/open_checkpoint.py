@@ -27,12 +27,14 @@ from mindresume.events import Emit, ignore, warning
 from mindresume.formats import OURS, Candidate, Refusal, steps_text
 from mindresume.formats.consolidated import FILE, is_consolidated, read_consolidated
 from mindresume.formats.rank_folder_naming import FileName, parse_name
-from mindresume.formats.scalar_state import is_without_step, state_from_scalars
+from mindresume.formats.scalar_state import is_weights_only, state_from_scalars
+from mindresume.formats.scrub_result import known_damage
 from mindresume.formats.strategy import Strategy
 from mindresume.formatting import ranks_count
 from mindresume.model.training_state import TrainingState, is_count, is_number
 from mindresume.reshard.checkpoint_view import CheckpointView, view_of_consolidated
-from mindresume.reshard.conversion_manifest import ConversionManifest, check_names, conversion_manifest_of
+from mindresume.reshard.conversion_manifest import ConversionManifest, check_contents, conversion_manifest_of
+from mindresume.reshard.element_order import depends_on_pieces
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.iteration_view import view_of_iteration
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
@@ -192,8 +194,10 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
         CorruptFileError, LoadError: a file is damaged, or a piece of a tensor is missing.
         ConfigError, StrategyError: the strategy is missing, superfluous or does not fit.
     """
-    if candidate.problem is not None and not is_without_step(candidate):
+    if candidate.problem is not None and not is_weights_only(candidate):
         raise NoUsableCheckpointError(f"{root}: {candidate.problem}", (candidate.problem,))
+    if damage := known_damage(storage, root, candidate):
+        raise NoUsableCheckpointError(f"{root}: {damage}", (damage,))
     identity = identity_of(storage, root, candidate)
     if candidate.iteration_dir and strategy is not None:
         raise ConfigError(f"{os.path.join(root, candidate.iteration_dir)} holds its layouts; remove the strategy {strategy}")
@@ -205,25 +209,28 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
     for shard in shards:
         if isinstance(shard, Refusal):
             raise CorruptFileError(os.path.join(root, shard.file or ""), str(shard))
-    source = checkpoint_of(storage, root, candidate, layouts, identity, shards[0].scalars)
+    source = checkpoint_of(storage, root, candidate, layouts, identity, shards[0].scalars, split=True)
     check_all_pieces(source.weights)
     check_replicas(source.weights)
     return source
 
 
 def checkpoint_of(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None, identity: Any,
-              scalars: Mapping[str, Any]) -> OpenCheckpoint:
+              scalars: Mapping[str, Any], split: bool = False) -> OpenCheckpoint:
     """Opens a verified candidate whose number of ranks is known (``with_world_size``).
 
     Args:
         scalars: counters of its first file, for a candidate without records.
+        split: the optimizer shard of every tensor is needed (``view_of_iteration``), not only of those whose elements are ordered
+            within each piece.
     Raises:
         StrategyError, LoadError: see ``view_of_rank_folders``.
     """
     name = parse_name(os.path.basename(candidate.first.path))
     state = candidate.state or state_of(scalars, name)
     if candidate.iteration_dir:
-        weights = view_of_iteration(storage, root, candidate)
+        split = split or state is not None and depends_on_pieces(dict(state.arrangement))
+        weights = view_of_iteration(storage, root, candidate, split)
     else:
         weights = view_of_rank_folders(storage, root, candidate, strategy)
     weights.arrangement = dict(state.arrangement) if state is not None else {}
@@ -253,8 +260,7 @@ def open_consolidated(storage: Storage, path: str, step: int | None = None) -> O
     paths = [os.path.join(found.root, file) for file in found.files]
     weights, made = view_of_consolidated(storage, found), conversion_manifest_of(storage, path)
     if made is not None:
-        if found.kind != FILE:
-            check_names(made, found.root, found.tensors)
+        check_contents(made, found)
         weights = replace(weights, checksum=lambda rank, name: made.tensors.get(name))
         weights.arrangement = dict(made.arrangement)
         state = replace(state, arrangement=made.arrangement) if state is not None else None
@@ -278,7 +284,7 @@ def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState
         return None
     epoch = name.epoch if name else _count(scalars.get("epoch_num"), 1) or 1
     scale = scalars.get("loss_scale")
-    return state_from_scalars(step, epoch, _count(scalars.get("global_step")) or step,
+    return state_from_scalars(step, epoch, _count(scalars.get("global_step"), -1),
                               _count(scalars.get("global_batch_size"), 1), float(scale) if is_number(scale) else None,
                               name.step if name else 0)
 

@@ -62,7 +62,7 @@ def wanted_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int
         else:
             regions[name] = held(layout, rank % layout.stage_size, full)
         if name in regions:
-            check_order(weights.arrangement, name, tensor.layout, layout, weights.name)
+            check_order(weights, name, layout)
     if problems:
         raise LoadError(f"the checkpoint {weights.name} does not fit the network ({len(problems)} tensors): "
                         + "; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else "")
@@ -83,8 +83,9 @@ def resume_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int
     if absent and not any(name in of_model for name in absent):
         known = model_names(weights.tensors)
         if all(name in known or tensor.is_counter for name, tensor in weights.tensors.items()):
-            raise LoadError(f"{weights.name} holds no optimizer state: it was saved with no_save_optim (save_optimizer: False). "
-                            f"To take the weights alone and start at step 0, set no_load_optim: True (resume_training: False)")
+            raise LoadError(f"{weights.name} holds no optimizer state: its files of the optimizer are missing, or it was saved "
+                            f"without (no_save_optim, save_optimizer: False). To take the weights alone and start at step 0, set "
+                            f"no_load_optim: True (resume_training: False)")
     return wanted_regions(weights, wanted, layouts, rank, may_miss, allow=True)
 
 

@@ -58,8 +58,8 @@ def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[st
     tensors = weights.tensors
     counters = {name: whole(tensor.shape) for name, tensor in tensors.items() if tensor.is_counter}
     if strategy is None:
-        for name, tensor in tensors.items():
-            check_order(weights.arrangement, name, tensor.layout, None, weights.name)
+        for name in tensors:
+            check_order(weights, name, None)
         return [{name: whole(tensor.shape) for name, tensor in tensors.items()}]
     strategy = strategy.fit_dimensions({name: len(tensor.shape) for name, tensor in tensors.items()})
     check_names(weights, strategy)
@@ -68,7 +68,7 @@ def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[st
         held_here = dict(counters)
         for name, layout in strategy.of_rank(rank).items():
             if name in tensors:
-                check_order(weights.arrangement, name, tensors[name].layout, layout, weights.name)
+                check_order(weights, name, layout)
                 try:
                     held_here[name] = held(layout, rank % strategy.stage_size, tensors[name].shape)
                 except ValueError as error:
@@ -136,8 +136,8 @@ def consolidated_files(weights: CheckpointView, kind: str, part_bytes: int = PAR
     out; HUGGINGFACE also leaves out counters: single numbers that no strategy names, and without a dot in the name. ConfigError
     if nothing is left, and as ``check_order``."""
     tensors = {name: tensor for name, tensor in weights.tensors.items() if not any(fnmatchcase(name, p) for p in drop)}
-    for name, tensor in tensors.items():
-        check_order(weights.arrangement, name, tensor.layout, None, weights.name)
+    for name in tensors:
+        check_order(weights, name, None)
     hyper = [name for name, tensor in tensors.items() if (is_hyper if kind == MINDSPORE else _is_no_parameter)(
         name, tensor.layout is not None or not tensor.is_counter, math.prod(tensor.shape))]
     apart = set(hyper)

@@ -71,3 +71,12 @@ def test_after_a_conversion_the_source_counts():
     plan = ResumePlan(None, plan_of(None).choice, plan_of({**KEYS, "use_interleaved_weight_layout_mlp": False}).choice)
     with pytest.raises(ConfigError, match="use_interleaved_weight_layout_mlp"):
         arrangement.check(plan, KEYS)
+
+
+@pytest.mark.parametrize("path_by_tensor, recorded, expected", [
+    (None, {}, KEYS), (None, {"use_interleaved_weight_layout_mlp": False}, {**KEYS, "use_interleaved_weight_layout_mlp": False}),
+    ({"w": "model.safetensors"}, {}, {})])
+def test_files_of_ranks_without_a_record_have_the_order_of_the_network(path_by_tensor, recorded, expected):
+    weights = SimpleNamespace(path_by_tensor=path_by_tensor, arrangement=recorded)
+    arrangement.assume(weights, Wrapper(Network(**KEYS)))
+    assert weights.arrangement == expected

@@ -1,6 +1,7 @@
 """The arrays of a live MindSpore network, what their layouts are read from, and whether a checkpoint fits. CPU, one process."""
 import json
 import random
+import types
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,7 @@ from mindresume.mindformers.network_state import (  # noqa: E402
     layouts,
     restore_random,
     snapshot,
+    strategy_layouts,
     to_numpy,
 )
 from mindresume.model.layout import TensorLayout  # noqa: E402
@@ -292,3 +294,35 @@ def test_a_deferred_tensor_is_read_on_demand():
 def test_an_invalid_random_state_is_our_error(state):
     with pytest.raises(LoadError, match="the random state in the record cannot be restored"):
         restore_random(state)
+
+
+# ---- strategy metadata -----------------------------------------------------------------------------------------------
+
+def described(matrix, tensor_map, full):
+    """Returns a row of MindSpore's strategy metadata, in which the optimizer shard is part of the tensor map."""
+    row = {"device_matrix": matrix, "tensor_map": tensor_map, "interleaved_parallel": False}
+    return types.SimpleNamespace(to_dict=lambda: row), "float32", full
+
+
+# parameter_layout_dict and strategy metadata of one parameter, as MindSpore 2.9.0 gave them for dp2 tp2 with optimizer shards
+QKV_ROW = ([2, 2], [0, -1], [288, 192], 0, True, "dp-0-2", [576, 192], [288, 192], False, False, 0, 0)
+
+
+def test_the_optimizer_shard_is_kept_apart_from_tensor_parallelism():
+    network = types.SimpleNamespace(parameter_layout_dict={"w": QKV_ROW})
+    shapes, warnings = {"w": (144, 192)}, []
+    split = layouts(network.parameter_layout_dict, shapes, warnings.append)
+    apart = (TensorLayout((2, 2), (0, -1), 2), (576, 192))
+    assert split == {"w": apart}
+    folded = {"w": described((2, 1, 2), ((0, 2, 1), -1), (576, 192))}
+    assert strategy_layouts(folded, shapes, warnings.append, split) == {"w": apart}
+    assert strategy_layouts(folded, shapes, warnings.append) == {"w": (TensorLayout((2, 1, 2), ((0, 2, 1), -1)), (576, 192))}
+    assert warnings == []
+
+
+@pytest.mark.parametrize("row", [described((2, 1, 2), ((2, 1, 0), -1), (576, 192)), described((2, 2), (0, 1), (576, 192)),
+                                 described((2, 1, 2), ((0, 2, 1), -1), (1152, 96))])
+def test_a_layout_that_mindspore_describes_in_two_ways_is_unknown(row):
+    shapes, warnings = {"w": (144, 192)}, []
+    split = layouts({"w": QKV_ROW}, shapes, warnings.append)
+    assert strategy_layouts({"w": row}, shapes, warnings.append, split) == {} and "its layout is not recorded" in warnings[0]

@@ -7,7 +7,9 @@ from reshard.plans import Plan, Spec, random_tensors, recorded
 import mindresume
 from mindresume.errors import ConfigError
 from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
-from mindresume.reshard.element_order import check_order
+from mindresume.formats.slices import fold_optimizer_shards
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.reshard.element_order import check_order, pieces_of
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import wanted_regions
 from mindresume.storage.posix import PosixStorage
@@ -73,12 +75,46 @@ def test_the_same_tensor_parallelism_is_converted(tmp_path):
         mindresume.convert(tmp_path / "new", tmp_path / "newer", to="tp=4")
 
 
+def view(arrangement, layout, split=True):
+    names = (QKV, FC1, f"adam_v.{QKV}", "decoder.layers.0.mlp.linear_fc2.weight")
+    tensors = {name: Tensor(name, "float32", (24, 8), layout) for name in names}
+    return CheckpointView(PosixStorage(), "it", tensors, lambda rank, name: None, arrangement=arrangement, split=split)
+
+
 def test_each_tensor_has_its_key():
     one, two = Plan.parse("dp2tp1", MODEL).layouts(0)[QKV], Plan.parse("dp1tp2", MODEL).layouts(0)[QKV]
-    check_order({MLP_KEY: False}, QKV, one, two, "it")
-    check_order({ATTENTION_KEY: True}, FC1, one, two, "it")
-    check_order(CONTIGUOUS, "decoder.layers.0.mlp.linear_fc2.weight", one, two, "it")
+    check_order(view({MLP_KEY: False}, one), QKV, two)
+    check_order(view({ATTENTION_KEY: True}, one), FC1, two)
+    check_order(view(CONTIGUOUS, one), "decoder.layers.0.mlp.linear_fc2.weight", two)
     for name in (QKV, FC1, f"adam_v.{QKV}"):
         with pytest.raises(ConfigError):
-            check_order(CONTIGUOUS, name, one, two, "it")
-        check_order(CONTIGUOUS, name, two, two, "it")
+            check_order(view(CONTIGUOUS, one), name, two)
+        check_order(view(CONTIGUOUS, two), name, two)
+
+
+def test_an_optimizer_shard_is_no_tensor_parallelism_and_an_unknown_one_is_not_guessed():
+    """dp2 with optimizer shards and tp2 give each rank the same rows, and are another function."""
+    sharded, two = Plan.parse("dp2tp1opt2", MODEL).layouts(0)[QKV], Plan.parse("dp1tp2", MODEL).layouts(0)[QKV]
+    four, whole = Plan.parse("dp2tp2opt2", MODEL).layouts(0)[QKV], Plan.parse("dp2tp1", MODEL).layouts(0)[QKV]
+    check_order(view(CONTIGUOUS, sharded), QKV, whole)
+    check_order(view(CONTIGUOUS, four), QKV, two)
+    with pytest.raises(ConfigError, match="cut into 1 there"):
+        check_order(view(CONTIGUOUS, sharded), QKV, two)
+    unknown = view(CONTIGUOUS, fold_optimizer_shards(four), split=False)
+    check_order(unknown, QKV, four)                                         # each rank keeps its part
+    check_order(view(CONTIGUOUS, None, split=False), QKV, whole)
+    for other in (two, whole, Plan.parse("dp1tp4", MODEL).layouts(0)[QKV].normalized()):
+        if other.pieces((24, 8)) != four.pieces((24, 8)):
+            with pytest.raises(ConfigError, match="metadata.json does not tell"):
+                check_order(unknown, QKV, other)
+
+
+def test_an_iteration_folder_keeps_optimizer_shards_apart(tmp_path):
+    """``metadata.json`` folds them into the tensor map; the records decide."""
+    source = saved(tmp_path / "source", "dp2tp2opt2")
+    mindresume.convert(source, tmp_path / "new", to="dp=4,tp=2,opt=2", format="iteration")
+    weights = open_checkpoint(PosixStorage(), str(tmp_path / "new")).weights
+    assert weights.split and weights.tensors[QKV].layout.optimizer_pieces == 2 and pieces_of(weights.tensors[QKV].layout) == 2
+    assert set(regions(tmp_path / "new", "dp1tp2")) == set(MODEL)
+    with pytest.raises(ConfigError):
+        regions(tmp_path / "new", "dp1tp4")

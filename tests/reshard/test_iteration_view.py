@@ -78,22 +78,30 @@ def test_every_tensor_by_records_and_by_metadata(tmp_path, plan, dedup):
 
 
 def test_metadata_json_is_read_instead_of_many_records_if_intact(tmp_path, monkeypatch):
-    """Few records, or one metadata.json instead of all records; and that only if it is what was written."""
+    """Few records, or one metadata.json instead of all records; and that only if it is what was written, and if nobody needs to
+    tell the optimizer shard from tensor parallelism."""
     asked = []
     real = iteration_view.read_metadata
     monkeypatch.setattr(iteration_view, "read_metadata", lambda data, path: asked.append(path) or real(data, path))
+
+    def view(folder, **how):
+        return view_of_iteration(STORAGE, str(folder), scan(STORAGE, str(folder)).candidates[0], **how)
     iterated(tmp_path / "a", "dp2tp2opt2")
-    right(values(tmp_path / "a"))
-    assert asked == []
+    assert view(tmp_path / "a").split and asked == []
     folder = iterated(tmp_path / "b", "dp2tp2opt2", dedup=True)
     right(values(tmp_path / "b"))
+    apart = {name: tensor.layout for name, tensor in view(tmp_path / "b", split=True).tensors.items() if tensor.layout}
+    assert apart == {name: layout for name, layout in Plan.parse("dp2tp2opt2").layouts(0).items()} and asked == []
+    folded = view(tmp_path / "b")
+    assert not folded.split and not any(tensor.layout.optimizer_shards for tensor in folded.tensors.values() if tensor.layout)
     assert asked == [str(folder / METADATA)]
     for damage in (lambda data: b"", lambda data: data[:-9], lambda data: data.replace(b"[0", b"[1", 1), None):
         if damage is None:
             os.remove(folder / METADATA)
         else:
             (folder / METADATA).write_bytes(damage((folder / METADATA).read_bytes()))
-        right(values(tmp_path / "b"))
+        assert view(tmp_path / "b").split
+    right(values(tmp_path / "b"))
     assert len(asked) == 1
 
 

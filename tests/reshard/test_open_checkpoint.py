@@ -411,6 +411,10 @@ def test_identities(tmp_path):
 
 @pytest.mark.parametrize("values, name, expected", [
     ({"step_num": 15}, FileName("net", 0, 0, 2, 5, "ckpt"), (15, 10, 15, None, None)),
+    ({"step_num": 8, "epoch_num": 1, "global_step": 0, "global_batch_size": 4, "loss_scale": 2.0},
+     FileName("net", 0, 0, 1, 8, "ckpt"), (8, 8, 0, 4, 2.0)),
+    ({"step_num": 8, "epoch_num": 1, "global_step": -1, "global_batch_size": 4, "loss_scale": 2.0},
+     FileName("net", 0, 0, 1, 8, "ckpt"), (8, 8, -1, 4, 2.0)),
     ({"step_num": 8, "epoch_num": 1, "global_step": 7, "global_batch_size": 4, "loss_scale": 2.0},
      FileName("net", 0, 0, 1, 8, "ckpt"), (8, 8, 7, 4, 2.0)),
     ({"step_num": 20, "epoch_num": 2}, FileName("net", 0, 0, 2, 10, "ckpt"), (20, 10, 20, None, None)),      # the end of an epoch
