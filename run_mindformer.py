@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 
-from mindresume.errors import ConfigError, MindResumeError, TrainingCompleteError
+from mindresume.errors import AlteredWeightsError, ConfigError, MindResumeError, TrainingCompleteError
 from mindresume.launch.arguments import Launch, parse
 from mindresume.launch.overrides import PREDICT_MODES, apply
 
@@ -72,7 +72,8 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 finished (also: nothing left to train), 1 the run failed, 2 a wrong argument or setting."""
+    """Returns the exit status: 0 finished (also: nothing left to train), 1 the run failed, 2 a wrong argument or setting, 65 the
+    network got other weights than those that were loaded."""
     launch = parse(argv, os.path.dirname(os.path.abspath(__file__)))
     if "register_path" in launch.flags:
         set_register_path(launch.flags["register_path"])
@@ -85,6 +86,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         say(f"error{where}: {error}")
         return 2
+    except AlteredWeightsError as error:
+        say(f"failed{where}: {error}")
+        return 65
     except MindResumeError as error:        # the message is complete; a traceback would hide it
         say(f"failed{where}: {type(error).__name__}: {error}")
         return 1

@@ -53,6 +53,9 @@ def load_path(config: Any) -> str:
     return str((config.get("checkpoint") or {}).get("load_path") or config.get("load_checkpoint") or "")
 
 
+CHECKPOINTS = "checkpoint"              # folder in ``output_dir`` (mindformers DEFAULT_CHECKPOINT_DIR)
+
+
 def output_root() -> str:
     """Returns ``output_dir`` of this training."""
     from mindformers.tools.utils import get_output_root_path
@@ -227,6 +230,13 @@ def call_when_compiled(network: Any, work: Callable[[], None]) -> None:
         work()
         return compiled
     object.__setattr__(network, "compile", compile_once)
+
+
+def convert_health_keys(trainer: Any) -> None:
+    """Converts the older keys of the health monitor (``use_checkpoint_health_monitor``) in the configuration, as mindformers does
+    after the selection (trainer/trainer.py, _check_config_rules). A second conversion changes nothing. 1.8.0 has one dialect."""
+    if hasattr(trainer, "_convert_health_checkpoint_config"):
+        trainer._convert_health_checkpoint_config()
 
 
 def pet_type(config: Any) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
@@ -67,6 +68,8 @@ class CheckpointMonitor(BuiltIn):
     def on_train_begin(self, run_context: Any) -> None:
         if not self._ours:
             return super().on_train_begin(run_context)
+        if training_context.current().monitor is self:
+            return None                 # MindIO repairs a training in its process, and begins it again: session and state go on
         self._start(training_context.current())
         self._checkpoints.handle_preemption(run_context.original_args().list_callback or (), self._context.requests)
         heartbeat.enter(COMPILING)
@@ -95,13 +98,16 @@ class CheckpointMonitor(BuiltIn):
     def on_train_step_begin(self, run_context: Any) -> None:
         if not self._ours:
             return super().on_train_step_begin(run_context)
-        attempt = training_context.current().resources.pending_load.attempt
-        if attempt is not None and not attempt.begun:
-            adapter.call_when_compiled(run_context.original_args().train_network, self._begin_first_step)
+        resources, cb_params = training_context.current().resources, run_context.original_args()
+        attempt = resources.pending_load.attempt
+        if resources.loaded is not None or attempt is not None and not attempt.begun:
+            network, callbacks = cb_params.train_network, cb_params.list_callback or ()
+            adapter.call_when_compiled(network, lambda: self._begin_first_step(network, callbacks))
         return super(BuiltIn, self).on_train_step_begin(run_context)        # skips the built-in, which polls its own writer here
 
-    def _begin_first_step(self) -> None:
-        """The first step after a load is compiled, and begins."""
+    def _begin_first_step(self, network: Any, callbacks: Iterable[object]) -> None:
+        """The first step after a load is compiled, and begins. All callbacks have been called."""
+        self._context.resources.check_loaded(((it.name, it) for it in network.get_parameters()), callbacks)
         heartbeat.enter(FIRST_STEP)
         self._checkpoints.begin_load_attempt()
         self._context.emit(NetworkCompiled())

@@ -11,6 +11,7 @@ from mindresume.errors import CollectiveError, ConfigError
 from mindresume.events import Notice, warning
 from mindresume.mindformers import load_iteration, selection, weights_only
 from mindresume.mindformers.auto_transform import STRATEGY, TRANSFORMED, UNIFIED
+from mindresume.mindformers.selection import FRESH
 from mindresume.mindformers.training_context import TRAIN, LoadRequest, TrainingContext
 from mindresume.resume.dataset_fingerprint import dataset_identity
 from mindresume.resume.job_selection import caching_storage
@@ -43,11 +44,13 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
     if not config.load_checkpoint:
         return None
     path, requested = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
+    pretrained = str(config.get("pretrained_model_dir") or "")
     plan = selection.select(config, path, requested, context, storage, any_layout=bool(config.auto_trans_ckpt),
-                            healthy=bool(config.get("use_checkpoint_health_monitor")))
+                            healthy=bool(config.get("use_checkpoint_health_monitor")),
+                            fresh_weights=f"of {pretrained}" if pretrained else FRESH)
     if plan is None:
         config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
-        return None
+        return weights_only.select(config, TRAIN, context, storage)         # of pretrained_model_dir, if there is one
     choice = plan.choice
     if not os.path.isfile(path):
         config.load_checkpoint = choice.root

@@ -97,8 +97,7 @@ def select(config: Any, context: TrainingContext, storage: Storage) -> None:
     if asked.path and not run_on_rank0(context.group, lambda: is_pretrained(storage, asked.path)):
         plan = selection.select(config, asked.path, None, context, storage, any_layout=True, resume=asked.resume,
                                 healthy=asked.resume and _monitors_health(config), fresh_weights=f"of {pretrained}" if pretrained
-                                else
-                                "are initialised at random")
+                                else selection.FRESH)
         resume = asked.resume and plan is not None
         folder = _folder_with_common(plan.choice.root, plan.choice.chosen.iteration_dir) if plan else pretrained
     elif asked.resume and asked.path:
@@ -176,6 +175,7 @@ def load(network: Any, optimizer: Any, context: TrainingContext) -> None:
         load_pretrained(train, network, plan.request.path, context)
         return
     source = run_on_all(context.group, plan.open_source, OPENING)
+    arrangement.assume(source.weights, train)
     shapes, of_model = adapter.parameters_to_load(train, source.weights.tensors), set(network.parameters_dict())
     of_optimizer = set(optimizer.parameters_dict()) if optimizer is not None else set()
     names = set(shapes) if plan.request.resume else of_model & set(shapes)

@@ -80,12 +80,24 @@ def _wrap_check_config_rules(original: Any) -> Any:
             check_callbacks(adapter.built_in_monitor().__init__, self.config.get("callbacks") or ())
             context.progress.dataset_identity = job_start.fingerprint(self.config, context)
             with context.progress.timed_load():
+                adapter.convert_health_keys(self)
                 job_start.select_checkpoint(self.config, context)
         elif context.task and not getattr(getattr(self, "trainer", None), "pipeline_task", None):
             # if there is a pipeline_task, it has loaded the weights already
             weights_only.select(self.config, context.task, context, PosixStorage())
         return original(self, *args, **kwargs)
     return check
+
+
+def _wrap_get_last_checkpoint(original: Any) -> Any:
+    """Returns the checkpoint folder in a training with ``resume_from_checkpoint=True``. mindformers takes the newest file of its
+    rank by modification time, which after a crash is one of a save that never completed."""
+    @functools.wraps(original)
+    def get(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if training_context.current().task != training_context.TRAIN:
+            return original(self, *args, **kwargs)
+        return os.path.join(self.config.output_dir, adapter.CHECKPOINTS)
+    return get
 
 
 def _wrap_get_cls(original: Any) -> Any:
@@ -342,6 +354,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {           # {name of a symbol: its
     "Trainer.evaluate": functools.partial(_wrap_inference, training_context.EVALUATE),
     "Trainer.predict": functools.partial(_wrap_inference, training_context.PREDICT),
     "Trainer._check_config_rules": _wrap_check_config_rules,
+    "Trainer.get_last_checkpoint": _wrap_get_last_checkpoint,
     "MindFormerRegister.get_cls": _wrap_get_cls,
     "get_resume_checkpoint": _wrap_get_resume_checkpoint,
     "clear_auto_trans_output": _wrap_clear_auto_trans_output,

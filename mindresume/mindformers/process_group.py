@@ -2,9 +2,12 @@
 initialised."""
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from mindresume.coordination.collectives import Group, SingleProcess
+from mindresume.errors import ConfigError
 
 
 def group_of_job() -> Group:
@@ -13,6 +16,18 @@ def group_of_job() -> Group:
     if not GlobalComm.INITED or get_group_size() == 1:
         return SingleProcess()
     return MindSporeGroup(get_rank(), get_group_size())
+
+
+def check_launch(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError if msrun started several processes that do not communicate: each would take itself for rank 0, save into
+    the folder of the others, and resume from what one of them saved last. mindformers alone lets them overwrite each other's
+    files."""
+    from mindspore.communication import GlobalComm
+    workers = environment.get("MS_WORKER_NUM", "1")
+    if environment.get("MS_ROLE") in ("MS_WORKER", "MS_SCHED") and workers != "1" and not GlobalComm.INITED:
+        raise ConfigError(f"msrun started {workers} processes, but they do not communicate: use_parallel is False, or "
+                          f"the communication was not initialised. All of them would save into one folder as rank 0. Set "
+                          f"use_parallel: True, or start one process (without msrun, or with --worker_num 1)")
 
 
 class MindSporeGroup:

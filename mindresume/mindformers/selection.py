@@ -15,9 +15,11 @@ from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.storage.interface import Storage
 
+FRESH = "are initialised at random"             # weights of a fresh start without others
+
 
 def select(config: Any, path: str, requested: str | None, context: TrainingContext, storage: Storage, any_layout: bool,
-           resume: bool = True, healthy: bool = False, keep_layout: bool = False, fresh_weights: str = "are initialised at random"
+           resume: bool = True, healthy: bool = False, keep_layout: bool = False, fresh_weights: str = FRESH
            ) -> ResumePlan | None:
     """Returns the plan of the checkpoint that all ranks take; None for a fresh start. Puts its read lock and its load attempt
     into the resources of ``context``.

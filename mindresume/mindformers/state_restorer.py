@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,8 @@ from mindresume.events.progress import ProgressReporter
 from mindresume.formats.rank_folder_naming import parse_name
 from mindresume.mindformers import adapter, arrangement, auto_transform, heartbeat, hf_streaming
 from mindresume.mindformers.load_progress import waiting_for
-from mindresume.mindformers.network_state import check_fit
+from mindresume.mindformers.loaded_weights import LoadedWeights
+from mindresume.mindformers.network_state import check_fit, job_layouts
 from mindresume.mindformers.training_context import RunOrigin, RunProgress, TrainingContext
 from mindresume.model.training_state import TrainingState, may_be_absent
 from mindresume.reshard.open_checkpoint import state_of
@@ -162,9 +163,29 @@ def load_shard(network: Any, context: TrainingContext, storage: Storage, early: 
     if any(path != own for path in replicas):
         context.emit(warning(f"{own} is missing; rank {group.rank} reads its tensors from replicas, as records or layouts prove: "
                              f"{', '.join(replicas)}"))
-    run_on_all(group, lambda: check_fit(arrays, adapter.parameters_to_load(network, arrays),
-                                        (lambda name: True) if deduplicated else may_be_absent))
+
+    def check() -> None:
+        wanted = adapter.parameters_to_load(network, arrays)
+        check_fit(arrays, wanted, (lambda name: True) if deduplicated else may_be_absent)
+        check_not_of_one_rank(network, wanted, context)
+    run_on_all(group, check)
     restore_parameters(network, arrays, deduplicated, context)
+
+
+def check_not_of_one_rank(network: Any, wanted: Mapping[str, tuple[tuple[int, ...], str]], context: TrainingContext) -> None:
+    """Raises LoadError if all ranks load one file that fits a job which cuts tensors: it holds the slices of one rank.
+    ``wanted``: {name: (shape, dtype)} of the parameters of this rank."""
+    files, group = {file for row in context.plan.choice.chosen.files.values() for file in row}, context.group
+    if group.size == 1 or len(files) > 1:
+        return
+    layouts = job_layouts(network, {name: shape for name, (shape, _) in wanted.items()}, group.size, lambda text: None)
+    for name, (layout, full) in layouts.items():
+        if max(layout.pieces(full), default=1) > 1:
+            path = os.path.join(context.plan.choice.root, files.pop().path)
+            raise LoadError(f"{path} is one file, which each of the {group.size} ranks would load, and it holds {name} as "
+                            f"{wanted[name][0]}. This job cuts that tensor of {full}, so the file holds the slices of one rank. "
+                            f"Give the folder with the rank folders of all ranks as load_checkpoint, or merged weights "
+                            f"(mindresume merge) with auto_trans_ckpt: True")
 
 
 def restore_parameters(network: Any, arrays: dict[str, np.ndarray], deduplicated: bool, context: TrainingContext,
@@ -186,6 +207,7 @@ def restore_parameters(network: Any, arrays: dict[str, np.ndarray], deduplicated
     for name in set(wanted) & set(arrays):
         arrays[name] = arrays[name].reshape(wanted[name][0])           # () and (1,) hold the same number
     count, size = len(arrays), sum(array.nbytes for array in arrays.values())
+    context.resources.loaded = LoadedWeights.of(arrays)
     left = [name for name in adapter.load_into(network, arrays, deduplicated) if not may_miss(name)]
     if left:
         raise LoadError(f"{len(left)} parameters of the network got no value, for example {left[0]}")

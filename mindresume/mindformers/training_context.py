@@ -13,7 +13,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,16 +22,17 @@ import numpy as np
 
 import mindresume
 from mindresume.coordination import preemption
-from mindresume.coordination.collectives import Group, SingleProcess
+from mindresume.coordination.collectives import Group, SingleProcess, gather_results
 from mindresume.coordination.lease import Lease
 from mindresume.coordination.rank_heartbeat import ENDING, INFERENCE
 from mindresume.coordination.storage_topology import SharedGroups, single_group
-from mindresume.errors import ConfigError, TrainingCompleteError
+from mindresume.errors import AlteredWeightsError, ConfigError, TrainingCompleteError
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, Notice, TrainingEnded, TrainingStarted
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import EventFile
 from mindresume.mindformers import adapter, heartbeat, modelarts, process_times
-from mindresume.mindformers.process_group import group_of_job
+from mindresume.mindformers.loaded_weights import LoadedWeights
+from mindresume.mindformers.process_group import check_launch, group_of_job
 from mindresume.mindformers.tensorboard import MindFormersLog, TensorBoard
 from mindresume.model.data_position import DataPosition
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
@@ -45,6 +46,7 @@ from mindresume.resume.resume_summary import SummaryRow
 from mindresume.resume.verified_shard import VerifiedShard
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.saving.save_session import publish_completed
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
@@ -186,6 +188,7 @@ class Resources:
         read_lock: prevents the removal of the selected checkpoint until all ranks have read it.
         pending_load: the load attempt, until the first step after the load is done.
         remote: checkpoints in the object store that this run uploads to; None: no uploads.
+        loaded: what was loaded, until the first step has been compared with it; None: nothing, or it was.
         scrub: re-reads checkpoints in the background, until the training ends; None: it is off, or another rank does it.
     """
     group: Group = field(default_factory=SingleProcess)
@@ -195,7 +198,18 @@ class Resources:
     read_lock: Lease | None = None
     pending_load: PendingLoadAttempt = field(default_factory=PendingLoadAttempt)
     remote: RemoteCheckpoints | None = None
+    loaded: LoadedWeights | None = None
     scrub: BackgroundScrub | None = None
+
+    def check_loaded(self, parameters: Iterable[tuple[str, Any]], callbacks: Iterable[object]) -> None:
+        """Compares the parameters with what was loaded, on all ranks, at the first call after a load. Raises AlteredWeightsError
+        on all ranks if one has others."""
+        loaded, self.loaded = self.loaded, None
+        if loaded is None:
+            return
+        found = gather_results(self.group, lambda: loaded.difference(parameters, callbacks))
+        if problem := next(((rank, text) for rank, text in enumerate(found) if text), None):
+            raise AlteredWeightsError(f"rank {problem[0]}: {problem[1]}")
 
     def stop_scrub(self) -> None:
         """Ends the scrub in the background. Idempotent."""
@@ -298,6 +312,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
         try:
             emit(TrainingStarted(socket.gethostname(), os.getpid(), group.size, mindresume.__version__,
                                  time.localtime().tm_gmtoff, process_times.process_started(), process_times.imported()))
+            check_launch(os.environ)
             context.settings = Settings.load(config.get("mindresume"))
             context.resources.remote = modelarts.remote_of(config, emit)
             context.requests = preemption.requests(config)
@@ -314,9 +329,15 @@ def training(config: Any) -> Iterator[TrainingContext]:
 
 
 def _keep_last_step(context: TrainingContext) -> None:
-    """Writes the last step to disk, on all ranks together, if it lies in memory: nothing is trained, so nothing saves it."""
+    """Writes the last step to disk, on all ranks together, if it lies in memory, and publishes it, if an earlier run died before
+    that: nothing is trained, so nothing saves it."""
     choice, resources = context.plan.selected, context.resources
-    if choice is None or not choice.in_memory:
+    if choice is None or choice.chosen is None:
+        return
+    if not choice.in_memory:
+        resources.release()                             # its read lock: nobody loads it
+        publish_completed(uncached(resources.storage), choice, context.group, resources.topology, context.settings.heartbeat,
+                          context.emit)
         return
     context.emit(Notice(f"step {choice.chosen.step} is written to disk from memory: the training is complete with it"))
     shared = resources.topology.get(os.path.realpath(choice.root), single_group(context.group.size))

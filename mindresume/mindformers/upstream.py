@@ -148,6 +148,8 @@ MINDFORMERS: tuple[Symbol, ...] = (
            "**kwargs)"),
     # ---- the selection
     *_rows(TRAINER, Kind.REPLACED, SELECTION, "Trainer._check_config_rules(self)"),
+    *_rows(TRAINER, Kind.REPLACED, SELECTION, "Trainer.get_last_checkpoint(self)"),
+    *_rows(TRAINER, Kind.CALLED, SELECTION, "Trainer._convert_health_checkpoint_config(self)", since="1.9.0"),
     *_rows(TRAINER, Kind.WRAPPED, SELECTION,
            "get_resume_checkpoint(checkpoint_dir, resume_training, resume_by_meta=True, ckpt_format='ckpt', "
            "use_checkpoint_health_monitor=False, health_ckpts_record_dir='./output')",

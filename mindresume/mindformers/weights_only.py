@@ -131,6 +131,7 @@ def load(config: Any, model: Any, network: Any, dataset: Any, context: TrainingC
 def _load(config: Any, cell: Any, network: Any, source: OpenCheckpoint, context: TrainingContext) -> None:
     """Loads by regions, from any layout into that of the job."""
     emit, group, tensors = context.emit, context.group, source.weights.tensors
+    arrangement.assume(source.weights, network)
     wanted = run_on_all(group, lambda: _parameters_of_network(cell, network, tensors))
     optional = _optional(config, context, tensors)
     origin = run_on_all(group, lambda: checkpoint_names(wanted, tensors, source.what, optional, emit))
@@ -170,6 +171,7 @@ def _load_own(config: Any, cell: Any, network: Any, context: TrainingContext, st
         arrays, deduplicated = state_restorer.read_shard(storage, context.plan.choice.root, shard, reporter)
         _convert(arrays, wanted, context.emit)
         check_fit(arrays, wanted, (lambda name: True) if deduplicated else optional, allow=True)
+        state_restorer.check_not_of_one_rank(cell, wanted, context)
         return arrays, deduplicated
     arrays, deduplicated = run_on_all(group, read, waiting_for(reporter))
     _assign(cell if deduplicated else network, arrays, deduplicated, wanted, optional, what, context)

@@ -373,6 +373,18 @@ def test_a_lease_exists_while_it_trains_and_not_afterwards(tmp_path):
     assert lease_holders(PosixStorage(), str(tmp_path / "checkpoint")) == []
 
 
+def test_a_training_that_begins_again_in_its_process_goes_on(tmp_path, monkeypatch):
+    """MindIO repairs a training without a restart. The random state must not go back, and no second session may open."""
+    job, restored = Job(build(tmp_path)), []
+    monkeypatch.setattr(module.run_start, "restore_random", lambda *given: restored.append(given))
+    before = job.monitor._checkpoints
+    job.steps(3).monitor.on_train_begin(job.context)
+    assert job.monitor._checkpoints is before and restored == []
+    job.steps(2).end()
+    job.monitor.on_train_begin(job.context)                 # another training of the process
+    assert job.monitor._checkpoints is not before
+
+
 def test_a_job_that_lost_its_lease_ends_and_names_the_holder(tmp_path):
     job = Job(build(tmp_path)).steps(5)
     later = Lease(PosixStorage(), str(tmp_path / "checkpoint"),

@@ -39,6 +39,8 @@ from mindresume.formats.records import scan_records
 from mindresume.mindformers import adapter, job_start, load_iteration, patches, state_restorer, training_context, upstream  # noqa: E402
 from mindresume.mindformers.network_state import snapshot  # noqa: E402
 from mindresume.mindformers.upstream import Kind  # noqa: E402
+from mindresume.model.file_record import FileRecord  # noqa: E402
+from mindresume.model.layout import TensorLayout  # noqa: E402
 from mindresume.model.manifest import FOLDER  # noqa: E402
 from mindresume.resume import job_selection, resume_summary, selection  # noqa: E402
 from mindresume.resume.choice import Choice  # noqa: E402
@@ -172,6 +174,40 @@ def test_an_empty_folder_is_a_fresh_start(tmp_path, current):
     config = config_of(tmp_path)
     job_start.select_checkpoint(config, current)
     assert (config.resume_training, config.load_checkpoint, current.plan.resumes) == (False, "", False)
+
+
+@pytest.mark.parametrize("task, found", [(training_context.TRAIN, "/output/checkpoint"), (training_context.EVALUATE, "a file")])
+def test_resume_from_checkpoint_true_means_the_folder(current, monkeypatch, task, found):
+    """The newest file of a rank can be of a save that never completed, and as a file it would be requested alone."""
+    monkeypatch.setattr(training_context, "_current", [replace(current, task=task)])
+    trainer = SimpleNamespace(config=MindFormerConfig(output_dir="/output"))
+    assert patches._wrap_get_last_checkpoint(lambda self: "a file")(trainer) == found
+
+
+def test_an_empty_folder_begins_with_the_pretrained_weights(tmp_path, current):
+    save(tmp_path / "source", 5, world=1)
+    weights = tmp_path / "weights"
+    mindresume.merge(tmp_path / "source", weights)
+    (tmp_path / "checkpoint").mkdir()
+    config = config_of(tmp_path / "checkpoint", pretrained_model_dir=str(weights))
+    job_start.select_checkpoint(config, current)
+    assert (config.resume_training, config.load_checkpoint, current.plan.resumes) == (False, str(weights), False)
+    assert current.plan.request.path == str(weights)
+    current.resources.release()
+
+
+@pytest.mark.parametrize("keys", [{"use_checkpoint_health_monitor": True}, {}])
+def test_the_selection_sees_the_keys_as_mindformers_converts_them(tmp_path, current, monkeypatch, keys):
+    """Checkpoint 2.0 with the older key of the health monitor: mindformers converts it only after the selection."""
+    from mindformers import Trainer
+    config = MindFormerConfig(resume_training=True, load_checkpoint=str(tmp_path), use_legacy_format=False, monitor_config=None,
+                              callbacks=[], **keys)
+    trainer, asked = object.__new__(Trainer), []
+    trainer.config = config
+    monkeypatch.setattr(training_context, "_current", [replace(current, task=training_context.TRAIN)])
+    monkeypatch.setattr(load_iteration.selection, "select", lambda *given, healthy, **more: asked.append(healthy))
+    patches._wrap_check_config_rules(lambda self: None)(trainer)
+    assert asked == [bool(keys)]
 
 
 @pytest.mark.parametrize("place", ["checkpoint", "transformed_checkpoint/net"])
@@ -637,6 +673,26 @@ def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(tm
     with pytest.raises(CollectiveError, match=rf"LoadError: .*\(1 tensors\): {name} is not in the checkpoint"):
         state_restorer.load_shard(net, current, STORAGE)
     assert float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == 5.0
+
+
+@pytest.mark.parametrize("layout", [TensorLayout((2,), (0, -1)), TensorLayout((2,), (-1, -1), 2), TensorLayout((2,), (-1, -1))])
+def test_the_file_of_one_rank_is_not_loaded_by_all_ranks_of_a_job_that_cuts_tensors(current, monkeypatch, layout):
+    """It fits in shape, and each rank would load the slices of that one. Without cuts each rank holds everything."""
+    names = ["net_rank_0-1_5.safetensors", "rank_1/net_rank_1-1_5.safetensors"]
+    one, other = (FileRecord(name, "safetensors") for name in names)
+    monkeypatch.setattr(state_restorer, "job_layouts", lambda *given: {"weight": (layout, layout.global_shape((4, 2)))})
+    current.resources.group = SimpleNamespace(rank=0, size=2)
+
+    def check(files):
+        choice = Choice(SimpleNamespace(files=dict(enumerate(files))), (), (), True, root="/run")
+        current.plan = training_context.ResumePlan(choice=choice)
+        state_restorer.check_not_of_one_rank(None, {"weight": ((4, 2), "float32")}, current)
+    check([(one,), (other,)])
+    if max(layout.pieces(layout.global_shape((4, 2)))) == 1:
+        check([(one,), (one,)])
+        return
+    with pytest.raises(LoadError, match="/run/net_rank_0-1_5.safetensors is one file.*so the file holds the slices of one rank"):
+        check([(one,), (one,)])
 
 
 def test_a_file_that_changed_between_proof_and_load_is_not_loaded(tmp_path, current):

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.mindformers.process_group import MindSporeGroup, _bytes, _words
+from mindresume.errors import ConfigError
+from mindresume.mindformers.process_group import MindSporeGroup, _bytes, _words, check_launch
 
 
 @pytest.mark.parametrize("length", range(41))
@@ -63,3 +64,15 @@ def test_a_job_of_one_process_needs_no_communication():
     group = SingleProcess()
     assert (group.rank, group.size) == (0, 1)
     assert group.broadcast(b"x") == b"x" and group.gather(b"y") == [b"y"]
+
+
+@pytest.mark.parametrize("role", ["MS_WORKER", "MS_SCHED"])
+def test_several_processes_that_do_not_communicate_are_refused(role, monkeypatch):
+    """Each would be rank 0 of one folder."""
+    environment = {"MS_ROLE": role, "MS_WORKER_NUM": "4"}
+    with pytest.raises(ConfigError, match="4 processes.*use_parallel"):
+        check_launch(environment)
+    check_launch({**environment, "MS_WORKER_NUM": "1"})
+    check_launch({})
+    monkeypatch.setattr("mindspore.communication.GlobalComm.INITED", True)
+    check_launch(environment)

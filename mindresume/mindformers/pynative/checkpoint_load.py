@@ -26,11 +26,12 @@ from mindresume.mindformers import arrangement, heartbeat, run_start, selection
 from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.load_iteration import is_pretrained
 from mindresume.mindformers.load_progress import load_traffic
+from mindresume.mindformers.loaded_weights import LoadedWeights
 from mindresume.mindformers.pynative import parameters, trainer_state
 from mindresume.mindformers.pynative.parameters import COUNTER, MASTER
 from mindresume.mindformers.pynative.training_run import TrainingRun
 from mindresume.mindformers.state_restorer import continue_after, selected_state
-from mindresume.mindformers.training_context import LoadRequest, ResumePlan
+from mindresume.mindformers.training_context import LoadRequest, ResumePlan, RunOrigin
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER
 from mindresume.model.data_position import DataPosition
 from mindresume.model.training_state import TrainingState
@@ -38,7 +39,7 @@ from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.geometry import Region
 from mindresume.reshard.region_load import WORKERS, bytes_of, read_regions, resume_regions
 from mindresume.resume.job_selection import caching_storage
-from mindresume.resume.progress import ResumeProgress, RunSettings, parse_data_request
+from mindresume.resume.progress import RunSettings, check_skip, fresh_position, parse_data_request
 from mindresume.storage.posix import PosixStorage
 
 
@@ -136,20 +137,40 @@ def restore_counters(run: TrainingRun) -> None:
         trainer.state.consumed_samples = trainer._consumed_samples = progress.consumed or 0
     if trainer.state.epoch_step > 0:
         trainer.state.epoch = float(progress.initial_step // trainer.state.epoch_step)      # it changes between two epochs only
-    _set_position(run, progress)
+    _set_position(run, progress.position, progress.consumed or 0, progress.initial_step)
 
 
-def _set_position(run: TrainingRun, progress: ResumeProgress) -> None:
-    """Sets where the data continues. Raises ConfigError if the data set cannot skip samples."""
+def begin_data(run: TrainingRun) -> None:
+    """Sets where the data of a training begins that does not resume, before its first iterator is made: ``data_skip_steps``
+    counts then too, and the first save has to know the data set, and that what the configuration says of its beginning was done.
+
+    Raises:
+        ProgressError: As ``resume.progress.fresh_position``.
+        ConfigError: The data set cannot skip samples.
+    """
+    context = run.context
+    if context.plan.resumes or not run.items:
+        return
+    setting = _settings(run, run.trainer.global_batch_size)
+    if sentence := check_skip(setting):
+        context.emit(warning(sentence))
+    context.progress.origin = RunOrigin(0, fresh_position(setting)[0])
+    if context.progress.origin.position.samples:
+        _set_position(run, context.progress.origin.position, 0, 0)
+
+
+def _set_position(run: TrainingRun, position: DataPosition, consumed: int, step: int) -> None:
+    """Sets where the data continues, ``consumed`` samples and ``step`` steps after its beginning. Raises ConfigError if the data
+    set cannot skip samples."""
     trainer, dataset = run.trainer, run.trainer.train_dataset
     if run.is_balanced:
         source = getattr(trainer, "_balance_source", None)
         if source is not None:                          # a rank that only receives samples has none
-            source.restore(progress.consumed or 0, progress.initial_step)
+            source.restore(consumed, step)
         return
-    run.skip = progress.position.samples // run.item_samples
+    run.skip = position.samples // run.item_samples
     if run.skip and not hasattr(dataset, "set_init_step"):
-        raise ConfigError(f"the checkpoint is {progress.position.samples} samples into a pass over the data, and the data set, a "
+        raise ConfigError(f"the training begins {position.samples} samples into a pass over the data, and the data set, a "
                           f"{type(dataset).__name__}, has no set_init_step to skip them. Set ignore_data_skip: True to begin at "
                           f"its first sample")
 
@@ -197,6 +218,7 @@ def load_tensors(run: TrainingRun, plan: ResumePlan) -> None:
     for name, array in arrays.items():
         arrays[name] = array.reshape(shapes[name][0])               # () and (1,) hold the same number
     count, size = len(arrays), sum(array.nbytes for array in arrays.values())
+    context.resources.loaded = LoadedWeights.of(arrays)
     parameters.restore(trainer.model, trainer.optimizer if resume else None, arrays)
     parameters.refresh_masters(trainer.optimizer, arrays)
     context.emit(WeightsLoaded(context.group.rank, count, size, traffic.read, source.what, time.monotonic() - started))

@@ -63,6 +63,7 @@ def _wrap_create_dataset_iterator(original: Any) -> Any:
         if run is not None:
             if not run.iterators:
                 checkpoint_load.end_without_saves(run)
+                checkpoint_load.begin_data(run)
             run.begin_pass(given["dataset"])
         return original(*args, **kwargs)
     return create

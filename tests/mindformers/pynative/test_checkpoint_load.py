@@ -103,6 +103,42 @@ def test_data_skip_steps_counts_steps_and_not_items(monkeypatch):
     assert restored(monkeypatch, OURS, item=2, config={"data_skip_steps": 3})[0].skip == 12
 
 
+IDENTITY = {"files": "a.mindrecord 0123"}
+
+
+def begun(config=None, item=None, identity=None):
+    """Returns the run of a training that does not resume, when its first iterator is made."""
+    data = DataSet(item or 8, 160)
+    made = SimpleNamespace(global_batch_size=8, train_dataset=data, train_epoch_step=len(data.items),
+                           state=State(max_steps=100, epoch_step=len(data.items)))
+    if item is not None:
+        made._base_units = item
+    run = TrainingRun(made, Configuration(checkpoint={}, **(config or {})), TrainingContext())
+    run.context.progress.dataset_identity = identity or IDENTITY
+    checkpoint_load.begin_data(run)
+    return run
+
+
+def test_a_fresh_start_records_its_data_set():
+    """Else the first resume takes any other one, whatever on_dataset_change says."""
+    run = begun()
+    assert run.skip == 0 and run.data_at(3)[1].identity == IDENTITY and run.data_at(3)[0] == 24
+
+
+@pytest.mark.parametrize("item, skip", [(None, 3), (2, 12)])
+def test_data_skip_steps_counts_at_a_fresh_start_too(item, skip):
+    run = begun({"data_skip_steps": 3}, item)
+    assert run.skip == skip and run.data_at(2)[1].samples == 40
+
+
+def test_a_permanent_ignore_data_skip_restarts_nothing(monkeypatch):
+    """What the configuration says of the beginning of a data set is done once: the record of the fresh start says so."""
+    config = {"ignore_data_skip": True}
+    consumed, position = begun(config).data_at(5)
+    state = TrainingState(5, 20, 5, 8, consumed=consumed, data=position)
+    assert restored(monkeypatch, state, config=config)[0].skip == 5
+
+
 @pytest.mark.parametrize("source", [True, False])
 def test_balanced_data_is_positioned_by_mindformers(monkeypatch, source):
     """``source`` is a stand-in; a rank that receives its samples from another one has none."""
