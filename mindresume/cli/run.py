@@ -100,6 +100,7 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
     Exit status: the job's, 128 + N if signal N ended it, 124 after a hang.
     """
     from mindresume.storage.posix import PosixStorage
+    from mindresume.supervisor.background import BackgroundHandler
     from mindresume.supervisor.background_states import BackgroundStates
     from mindresume.supervisor.hang import HangLimits
     from mindresume.supervisor.job import JobSettings
@@ -125,7 +126,8 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
                               "{node_rank} and {master_addr} into it")
         meeting = Rendezvous(PosixStorage(), os.path.abspath(rendezvous), node_rank, nodes, min_nodes or nodes, node_timeout,
                              node_address or _own_address(), time.monotonic, states=BackgroundStates)
-    sys.exit(Supervisor(command, settings, Emitter(_JsonLines() if json else _Lines()), meeting, flush=_flush_memory).run())
+    printed = BackgroundHandler(_JsonLines() if json else _Lines())
+    sys.exit(Supervisor(command, settings, Emitter(printed), meeting, flush=_flush_memory).run())
 
 
 def _flush_memory(output: str, is_hurried: Callable[[], bool]) -> Event | None:

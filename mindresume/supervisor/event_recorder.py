@@ -8,13 +8,12 @@ own writes the file: it lies on a disk that can hang, and whoever emits an event
 from __future__ import annotations
 
 import os
-import queue
-import threading
 from collections import deque
 
 from mindresume.events import Event, warning
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import FOLDER, SupervisorEventFile
+from mindresume.supervisor.background import BackgroundHandler
 
 _KEPT = 1000                    # newest events that are kept until the folder is known
 _PATIENCE = 30.0                # seconds for which the end waits for the disk
@@ -25,24 +24,22 @@ class EventRecorder:
 
     def __init__(self, emit: Emitter, node: int = 0):
         self.emit, self.node = emit, node
-        self._file: SupervisorEventFile | None = None
+        self._file: BackgroundHandler | None = None
         self._folder = ""
         self._kept: deque[tuple[Event, float]] = deque(maxlen=_KEPT)
-        self._queue: queue.SimpleQueue[tuple[Event, float] | None] = queue.SimpleQueue()        # None: the last one
-        self._thread = threading.Thread(target=self._write, name="mindresume-events", daemon=True)
 
     def open(self, folder: str) -> None:
         """Sets the output folder. Only the first call has an effect, so that one file has all events."""
         if self._file is None:
             self._folder = os.path.abspath(folder)          # paths in events are read in other folders
-            self._file = SupervisorEventFile(self._folder, self.node, emit=self.emit)
+            self._file = BackgroundHandler(SupervisorEventFile(self._folder, self.node, emit=self.emit), self._failed, _PATIENCE)
             for row in self._kept:
-                self._queue.put(row)
+                self._file.handle(*row)
             self._kept.clear()
-            self._thread.start()
 
     def evidence(self) -> str | None:
-        """Returns the prefix of the paths of files beside the event file; None: the folder is not known, or cannot be made."""
+        """Returns the prefix of the paths of files beside the event file; None: the folder is not known, or cannot be made. Its
+        disk can hang."""
         if self._file is None:
             return None
         folder = os.path.join(self._folder, FOLDER)
@@ -56,17 +53,11 @@ class EventRecorder:
         if self._file is None:
             self._kept.append((event, time_s))
         else:
-            self._queue.put((event, time_s))
+            self._file.handle(event, time_s)
 
-    def _write(self) -> None:
-        try:
-            while (row := self._queue.get()) is not None:
-                self._file.handle(*row)
-            self._file.close()
-        except Exception as error:                      # as the emitter does with a handler that fails
-            self.emit(warning(f"the event file of the supervisor is not written any more: {error}"))
+    def _failed(self, error: Exception) -> None:
+        self.emit(warning(f"the event file of the supervisor is not written any more: {error}"))
 
     def close(self) -> None:
         if self._file is not None:
-            self._queue.put(None)
-            self._thread.join(_PATIENCE)
+            self._file.close()

@@ -4,15 +4,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from mindresume.coordination.rank_heartbeat import NONE
+from mindresume.coordination.rank_heartbeat import ENDED, NONE
 from mindresume.formatting import shown
 from mindresume.supervisor.restart_policy import StartOutcome
+
+SHOWN = 20                      # starts on a page: a job that makes progress is started again thousands of times
 
 
 def page(starts: Sequence[StartOutcome], advice: Sequence[str] = ()) -> tuple[str, ...]:
     """Returns the lines of the page. Lines of logs are escaped, because they can hold anything."""
-    lines: list[str] = []
-    for start in starts:
+    lines = [f"{len(starts) - SHOWN} earlier starts are left out; the event file has them"] if len(starts) > SHOWN else []
+    for start in starts[-SHOWN:]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.started))
         lines += [f"start {start.number}, {when}, {start.seconds:.0f} s: {_work(start)}", f"    {_death(start)}"]
         lines += [f"      | {shown(line)}" for line in start.log]
@@ -30,5 +32,5 @@ def _work(start: StartOutcome) -> str:
 
 def _death(start: StartOutcome) -> str:
     host = f" on {start.host}" if start.host else ""
-    phase = f" while {start.phase}" if start.phase else ""
+    phase = f" while {start.phase}" if start.phase not in ("", ENDED) else ""
     return f"{start.cause}{phase}{host}; status {start.status}"

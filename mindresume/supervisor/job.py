@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from mindresume.coordination import rank_heartbeat
 from mindresume.coordination.process_identity import process_namespace
-from mindresume.coordination.rank_heartbeat import ENDED, NONE, Heartbeat, read_heartbeats
+from mindresume.coordination.rank_heartbeat import ENDED, ENDING, NONE, Heartbeat, read_heartbeats
 from mindresume.events import (
     FAILED,
     FINISHED,
@@ -46,6 +46,7 @@ from mindresume.supervisor.process_table import RANK, SCHEDULER, WRITER, end_wit
 from mindresume.supervisor.restart_policy import DIED, EXITED, HANG_STATUS, HUNG, TERMINATED, StartOutcome
 from mindresume.supervisor.startup import startup_phases
 
+_STACKS = 30.0                          # seconds for the stacks of all ranks
 TICK = 0.2                              # seconds between two looks; the end of a process is noticed at once
 _UNKNOWN_END = 3.0                      # seconds for the launcher to say how a rank ended whose status is not known
 
@@ -150,16 +151,23 @@ class Job:
         self.members.refresh(self.heartbeats.values(), now)
 
     def _taken(self, ended: Ended) -> JobEnd | None:
-        """Takes the end of a process. Returns the end of the job if it is a rank that had not finished."""
+        """Takes the end of a process. Returns the end of the job if it is a rank that had not finished, or the scheduler while a
+        rank still trains: MindSpore's ranks lose each other without it, and would take 20 s until each sends itself SIGTERM."""
         if ended.member.pid == self._pid:
             self._status = 1 if ended.status is None else shell_status(ended.status)
         ended = self._as_rank(ended)
+        if ended.member.role == SCHEDULER and any(self._is_training(member.pid) for member in self.members.alive(RANK)):
+            return self._died(ended)
         if ended.member.role != RANK or self._ended_well(ended):
             return None
         if ended.status is None and ended.member.pid not in self.heartbeats:
             self._unknown = self._unknown or (time.monotonic(), ended)
             return None
         return self._died(ended)
+
+    def _is_training(self, pid: int) -> bool:
+        heartbeat = self._last_heartbeat(pid)
+        return heartbeat is not None and heartbeat.phase not in (ENDING, ENDED)
 
     def _as_rank(self, ended: Ended) -> Ended:
         """Returns the end as that of a rank if a heartbeat proves it: one can end before its role was read from the process
@@ -192,7 +200,7 @@ class Job:
             ended = Ended(member, call_within(PATIENCE, lambda: _status_in_message(os.path.dirname(path), member.pid), None))
         phase, step = (heartbeat.phase, heartbeat.step) if heartbeat else ("", NONE)
         self.emit(RankDied(self.number, self.host, member.pid, member.rank, ended.status, phase, _known(step), log))
-        who = _name(member.rank)
+        who = "the scheduler of msrun" if member.role == SCHEDULER else _name(member.rank)
         status = 1 if ended.status is None else shell_status(ended.status)
         return JobEnd(DIED, status, f"{who} {end_text(ended.status)}", False, member.rank, phase, noticed, log)
 
@@ -218,8 +226,14 @@ class Job:
         hang = find_hang(alive, self._began, time.monotonic(), self.settings.limits)
         if hang is None:
             return None
-        noticed, first, target = time.monotonic(), hang.ranks[0], self._evidence()
-        paths = stacks.write_stacks(alive, self.folder, f"{target}-start_{self.number}") if target is not None else ()
+        noticed, first = time.monotonic(), hang.ranks[0]
+
+        def write() -> tuple[str, ...]:
+            target = self._evidence()
+            return stacks.write_stacks(alive, self.folder, f"{target}-start_{self.number}") if target is not None else ()
+        paths = call_within(_STACKS, write, ())             # py-spy, and a disk that can hang
+        if paths and (absent := stacks.without_stacks(alive, paths)):
+            self.emit(warning(f"no stacks of {absent}"))
         self.emit(HangDetected(self.number, self.host, tuple(max(it.rank, 0) for it in hang.ranks), hang.seconds, first.phase,
                                _known(first.step), paths))
         cause = (f"{_name(first.rank)} made no progress for {hang.seconds:.0f} s while {first.phase} ({hang.limit})"

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 TAIL_BYTES = 1 << 18            # of the end of a log
 MAX_LINES = 12
 PATIENCE = 10.0                 # seconds for the disk of a log to answer: it can hang, and the job is to be ended all the same
-_MAX_CHARACTERS = 300           # of a line
+_MAX_CHARACTERS = 2000          # of a line: messages end with what to do
 _ERROR = re.compile(r"error|exception|traceback|critical|fatal|abort|killed|out of memory|oom|refused|failed|signal \d", re.I)
 _NAMED = re.compile(r"^\s*[\w.]*(Error|Exception|Interrupt|Exit)\b.*")       # the last line of a traceback
-_NOISE = re.compile(r"^\s*(File \"|\^+$|~*\^+)")
+_NOISE = re.compile(r"^\s*(File \"|~*\^+|[\W_]+$)")           # also rulers of call stacks
 
 
 def excerpt(path: str) -> tuple[str, ...]:
@@ -38,5 +38,5 @@ def error_lines(lines: Sequence[str]) -> tuple[str, ...]:
         found = [line for line in lines if line.strip() and not _NOISE.match(line)]
         found = [line for line in found if not line[:1].isspace() or _ERROR.search(line)] or found
     else:
-        found = [line for line in lines if _ERROR.search(line)]
+        found = [line for line in lines if _ERROR.search(line) and not _NOISE.match(line)]
     return tuple(line.rstrip()[:_MAX_CHARACTERS] for line in found[-MAX_LINES:])

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from mindresume.coordination.process_identity import process_namespace, start_ticks
+from mindresume.coordination.process_identity import is_running, process_namespace, start_ticks
 from mindresume.supervisor.job_end import EndTimes
 from mindresume.supervisor.process_table import Process, all_processes, environment_of, read_process, send
 
@@ -44,7 +44,7 @@ def find_orphans(command: Sequence[str]) -> list[Process]:
     for process in all_processes().values():
         mark = environment_of(process.pid).get(MARK, "")
         pid, _, ticks = mark.removesuffix(suffix).partition(".")
-        if mark.endswith(suffix) and pid.isdigit() and ticks.isdigit() and start_ticks(int(pid)) != int(ticks):
+        if mark.endswith(suffix) and pid.isdigit() and ticks.isdigit() and is_running(int(pid), int(ticks)) is False:
             found.append(process)
     return found
 

@@ -8,6 +8,7 @@ a job that fails every hour and saves every ten minutes is started again for eve
     all ranks have finished the training       ─▶ exit with the status: another start would find nothing to train
     stopped by a signal, preempted, Ctrl-C     ─▶ exit with 143 or 130: somebody wants the job to end
     status 2: a wrong argument or setting      ─▶ exit: another start would fail in the same way
+    status 65: a callback loads other weights  ─▶ exit: the same
     progress                                   ─▶ restart at once
     no progress                                ─▶ restart after 1, 2, 4 ... 60 s; after ``max_restarts`` of them give up
 """
@@ -21,9 +22,11 @@ from mindresume.coordination.rank_heartbeat import NONE
 
 EXITED, DIED, HUNG, STOPPED, PEER = "exited", "died", "hung", "stopped", "peer"     # kinds of ends of a start
 EXIT, RESTART, GIVE_UP = "exit", "restart", "give up"                               # what follows
-WRONG_USE, HANG_STATUS, INTERRUPTED, TERMINATED = 2, 124, 130, 143
+WRONG_USE, ALTERED_WEIGHTS, HANG_STATUS, INTERRUPTED, TERMINATED = 2, 65, 124, 130, 143
 MAX_DELAY = 60.0                        # seconds
 _FINAL = {0: "it finished", WRONG_USE: "status 2 means a wrong argument or setting: another start would fail in the same way",
+          ALTERED_WEIGHTS: "status 65 means that a callback or another loader has put other weights into the network than the "
+                           "loaded ones: another start would fail in the same way",
           INTERRUPTED: "it was interrupted"}
 
 

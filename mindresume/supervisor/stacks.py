@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from mindresume.coordination.process_identity import stat_fields
 from mindresume.coordination.rank_heartbeat import STACKS, Heartbeat
 from mindresume.supervisor.process_table import send
 
@@ -46,6 +47,19 @@ def write_stacks(heartbeats: Sequence[Heartbeat], source: str, target: str) -> t
                 shutil.copyfile(written, path)
                 paths.append(path)
     return tuple(paths)
+
+
+def without_stacks(heartbeats: Sequence[Heartbeat], paths: Sequence[str]) -> str:
+    """Returns the ranks of which ``write_stacks`` has no file, each with the reason as far as it is known; empty: none."""
+    states = {b"T": "it is stopped", b"t": "a debugger has stopped it", b"D": "it waits in the kernel"}
+    found = []
+    for heartbeat in heartbeats:
+        if not any(path.endswith(f"-rank_{heartbeat.rank}-{heartbeat.pid}.txt") for path in paths):
+            fields = stat_fields(heartbeat.pid)
+            why = states.get(fields[0], "it did not answer, and py-spy is not installed or may not trace it") if fields else \
+                "it cannot be looked at"
+            found.append(f"rank {max(heartbeat.rank, 0)} (process {heartbeat.pid}): {why}")
+    return "; ".join(found)
 
 
 def _dump(tool: str, pid: int, path: str) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 import mindresume
+from mindresume.coordination import rank_heartbeat
 from mindresume.events import (
     Event,
     GaveUp,
@@ -29,7 +30,9 @@ from mindresume.events import (
     warning,
 )
 from mindresume.events.emitter import Emitter
+from mindresume.storage.operations import call_within
 from mindresume.supervisor import orphans
+from mindresume.supervisor.background import PATIENCE, call_while
 from mindresume.supervisor.earlier_logs import keep_logs
 from mindresume.supervisor.event_recorder import EventRecorder
 from mindresume.supervisor.failure_page import page
@@ -38,9 +41,11 @@ from mindresume.supervisor.job_end import EndTimes
 from mindresume.supervisor.process_table import all_processes, become_subreaper, descendants
 from mindresume.supervisor.rendezvous import Membership, PeerEnd, Rendezvous
 from mindresume.supervisor.restart_policy import (
+    DIED,
     EXIT,
     EXITED,
     GIVE_UP,
+    HUNG,
     PEER,
     RESTART,
     STOPPED,
@@ -51,6 +56,7 @@ from mindresume.supervisor.restart_policy import (
     decide,
 )
 
+_FLUSHING = 1800.0              # seconds for which the end waits until memory is written to disk, which can hang
 _SILENT = 120.0                 # seconds after which a job without heartbeats is reported
 _LEAVING = 30.0                 # seconds for which the last state is tried to be published: without it the others wait in vain
 _SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -124,7 +130,9 @@ class Supervisor:
         self._folder = orphans.make_folder()
         decision = self.supervise()
         if decision.status and self._output and self.flush is not None:
-            done = self.flush(self._output, lambda: len(self._signals) > 1)
+            output = self._output
+            done = call_while(lambda: len(self._signals) < 2, _FLUSHING,
+                              lambda: self.flush(output, lambda: len(self._signals) > 1), None)
             if done is not None:
                 self.emit(done)
         if decision.action == GIVE_UP:
@@ -205,8 +213,10 @@ class Supervisor:
         folder = os.path.join(self._folder, f"start_{number}")
         os.mkdir(folder)
         existing = {*descendants(os.getpid(), all_processes()), *self._left}
-        return Job(command, number, folder, self.settings.job, self.emit, {**self.environment, **orphans.marks(self.command)},
-                   existing, self._recorder.evidence, self.settings.to_stderr)
+        ended_by_us = {rank_heartbeat.ENDED_BY_US: "1"} if self.starts and self.starts[-1].kind in (DIED, HUNG, PEER) else {}
+        return Job(command, number, folder, self.settings.job, self.emit,
+                   {**self.environment, **orphans.marks(self.command), **ended_by_us}, existing,
+                   self._recorder.evidence, self.settings.to_stderr)
 
     def _report_to_nodes(self, job: Job, end: JobEnd) -> PeerEnd | None:
         """Tells the other nodes how this part ends, before what is left of it is ended. Waits for them if it has finished.
@@ -264,13 +274,18 @@ class Supervisor:
         if not self.starts:
             return
         last, nodes = self.starts[-1], self.nodes
-        try:
-            folders = keep_logs(self._logs, nodes.node if nodes else 0, last.number, last.started, self.settings.keep_logs,
-                                nodes is None)
-        except OSError as error:
-            self.emit(warning(f"the logs of start {last.number} are not kept: {error}"))
-            return
-        if folders:
+        logs = self._logs
+
+        def work() -> tuple[str, ...] | OSError:
+            try:
+                return keep_logs(logs, nodes.node if nodes else 0, last.number, last.started, self.settings.keep_logs,
+                                 nodes is None)
+            except OSError as error:
+                return error
+        folders = call_within(PATIENCE, work, TimeoutError(f"their disk did not answer in {PATIENCE:.0f} s"))
+        if isinstance(folders, OSError):
+            self.emit(warning(f"the logs of start {last.number} are not kept: {folders}"))
+        elif folders:
             self.starts[-1] = replace(last, log_folders=folders)
             self.emit(LogsKept(last.number, folders))
 

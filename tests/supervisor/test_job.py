@@ -5,14 +5,14 @@ import shutil
 import pytest
 
 from mindresume.coordination.process_identity import start_ticks
-from mindresume.coordination.rank_heartbeat import RankHeartbeat, read_heartbeats
+from mindresume.coordination.rank_heartbeat import COMPILING, ENDED, ENDING, TRAINING, RankHeartbeat, read_heartbeats
 from mindresume.events import HangDetected, Notice, ignore
 from mindresume.events.emitter import Emitter
 from mindresume.supervisor import orphans
 from mindresume.supervisor.hang import HangLimits
 from mindresume.supervisor.job import Job, JobSettings
 from mindresume.supervisor.members import Ended, Member
-from mindresume.supervisor.process_table import OTHER, RANK, Process
+from mindresume.supervisor.process_table import OTHER, RANK, SCHEDULER, Process
 from mindresume.supervisor.restart_policy import DIED
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
@@ -68,6 +68,18 @@ def test_another_process_with_the_number_of_a_rank_is_none(job, tmp_path):
     assert job._taken(ended(start_ticks(os.getpid()))) is None
     RankHeartbeat.create(str(tmp_path), 3)
     assert job._taken(ended(start_ticks(os.getpid()) + 1)) is None
+
+
+@pytest.mark.parametrize("phase, fails", [(TRAINING, True), (COMPILING, True), (ENDING, False), (ENDED, False)])
+def test_the_end_of_the_scheduler_is_the_end_of_ranks_that_still_train(job, tmp_path, phase, fails):
+    """No rank dies by itself before each has waited for 20 s, sent itself SIGTERM, and taken that for a preemption."""
+    RankHeartbeat.create(str(tmp_path), 3).enter(phase)
+    rank = Member(Process(os.getpid(), 0, 0, "R", start_ticks(os.getpid())), RANK, 3)
+    job.members.alive = lambda *roles: [rank] if RANK in roles else []
+    end = job._taken(Ended(Member(Process(1, 0, 0, "Z", 5), SCHEDULER), -9))
+    assert (end is not None) == fails
+    if fails:
+        assert (end.kind, end.status, end.rank) == (DIED, 137, None) and "the scheduler of msrun" in end.cause
 
 
 class SeenLate:

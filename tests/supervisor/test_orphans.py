@@ -41,7 +41,9 @@ def test_the_mark_of_this_process_is_the_one_that_is_looked_for(monkeypatch):
     mark = orphans.marks(COMMAND)[orphans.MARK]
     with process_with(mark) as pid:
         assert pid not in {process.pid for process in orphans.find_orphans(COMMAND)}
-        monkeypatch.setattr(orphans, "start_ticks", lambda pid: None)                   # it is gone
+        monkeypatch.setattr(orphans, "is_running", lambda pid, ticks: None)              # it cannot be looked at
+        assert pid not in {process.pid for process in orphans.find_orphans(COMMAND)}
+        monkeypatch.setattr(orphans, "is_running", lambda pid, ticks: False)             # it is gone
         assert pid in {process.pid for process in orphans.find_orphans(COMMAND)}
 
 

@@ -1,0 +1,100 @@
+"""The one who watches waits for nobody: a pipe whose reader stopped, a disk that hangs, the limit of threads."""
+import os
+import threading
+
+import pytest
+
+from mindresume.events import Notice
+from mindresume.events.emitter import Emitter
+from mindresume.supervisor import background
+from mindresume.supervisor.background import KEPT, BackgroundHandler, call_while
+
+
+class Recorder:
+    """Handles events; ``gate``: not before it is open."""
+
+    def __init__(self):
+        self.gate, self.seen, self.closed = threading.Event(), [], threading.Event()
+
+    def handle(self, event, time_s):
+        self.gate.wait()
+        self.seen.append(event.text)
+
+    def close(self):
+        self.closed.set()
+
+
+def test_a_handler_that_hangs_holds_nobody_up_and_the_newest_events_are_kept():
+    inner = Recorder()
+    emit = Emitter(BackgroundHandler(inner, patience=0.01))
+    for number in range(KEPT + 500):
+        emit(Notice(str(number)))                           # returns
+    emit.close()                                            # returns, too
+    inner.gate.set()
+    assert inner.closed.wait(60)
+    assert inner.seen[-KEPT:] == [str(number) for number in range(500, KEPT + 500)]
+
+
+def test_a_full_pipe_holds_nobody_up():
+    """As a reader of the output that was stopped: a write blocks when 64 KiB are in the pipe."""
+    reader, writer = os.pipe()
+
+    class Printer:
+        def handle(self, event, time_s):
+            os.write(writer, event.text.encode())
+
+        def close(self):
+            os.close(writer)
+    handler = BackgroundHandler(Printer(), patience=0.01)
+    for _ in range(100):
+        handler.handle(Notice("x" * 4000), 0.0)
+    handler.close()
+    with os.fdopen(reader, "rb") as file:
+        assert len(file.read()) == 400_000
+
+
+def test_without_a_thread_the_events_wait_for_one(monkeypatch):
+    inner = Recorder()
+    inner.gate.set()
+    handler = BackgroundHandler(inner)
+
+    class NoThread(threading.Thread):
+        def start(self):
+            raise RuntimeError("can't start new thread")
+    with monkeypatch.context() as patch:
+        patch.setattr(background.threading, "Thread", NoThread)
+        handler.handle(Notice("1"), 0.0)
+        assert call_while(lambda: True, 60, lambda: 1, "none") == "none"
+    handler.handle(Notice("2"), 0.0)
+    handler.close()
+    assert inner.seen == ["1", "2"]
+
+
+def test_a_handler_that_fails_gets_no_more_events():
+    errors, calls = [], []
+
+    class Broken:
+        def handle(self, event, time_s):
+            calls.append(event)
+            raise BrokenPipeError
+
+        def close(self):
+            """Does nothing."""
+    handler = BackgroundHandler(Broken(), errors.append)
+    handler.handle(Notice("1"), 0.0)
+    handler.close()
+    handler.handle(Notice("2"), 0.0)
+    assert len(calls) == 1 and isinstance(errors[0], BrokenPipeError)
+
+
+@pytest.mark.parametrize("answers, found", [([True], "done"), ([True, True, False], "gave up")])
+def test_work_that_hangs_is_left(answers, found):
+    hangs = threading.Event()
+
+    def work():
+        if found != "done":
+            hangs.wait()
+        return "done"
+    rows = iter(answers)
+    assert call_while(lambda: next(rows, True), 600, work, "gave up") == found
+    hangs.set()
