@@ -19,6 +19,8 @@ from mindresume.formatting import shown, size_text
 from mindresume.model.layout import MAX_RANKS
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from mindresume.api.results import CheckpointInfo
 
 Folder = Annotated[str, typer.Argument(
@@ -154,7 +156,6 @@ def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Progre
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], hidden: Sequence[str] = ()) -> None:
     """Prints a table without the ``hidden`` columns."""
-    from rich.console import Console
     from rich.table import Table
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     visible = [index for index, name in enumerate(columns) if name not in hidden]
@@ -162,4 +163,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], hidden: S
         table.add_column(columns[index], overflow="fold")
     for row in rows:
         table.add_row(*(shown(row[index]) for index in visible))
+    show_table(table)
+
+
+def show_table(table: Table) -> None:
+    """Prints a table: on a terminal as wide as it is, else so wide that nothing is cut."""
+    from rich.console import Console
     Console(markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)

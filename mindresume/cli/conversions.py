@@ -59,7 +59,7 @@ def show(result: ConversionResult, json: bool) -> None:
         say(f"not usable: step {step_text(refused.step)}: {refused.reason}")
     say(f"{result.source}\n  -> {result.target}" + (f", {result.model_type}, {' and '.join(result.dtypes)}" if result.model_type
                                                     else ""))
-    say(f"  {result.tensors} tensors in {result.files} files, engine {result.engine}")
+    say(f"  {result.tensors} tensors in {result.files} {'file' if result.files == 1 else 'files'}, engine {result.engine}")
     if result.seconds is not None:
         rate = result.bytes_written / result.seconds if result.seconds else 0
         say(f"  {size_text(result.bytes_read)} read, {size_text(result.bytes_written)} written in {result.seconds:.1f} s "

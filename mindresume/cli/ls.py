@@ -20,6 +20,7 @@ from mindresume.cli.common import (
     checkpoint_cells,
     print_json,
     say,
+    show_table,
     step_text,
     stopped_by_signals,
 )
@@ -90,7 +91,6 @@ def _print_listing(listing: Listing) -> None:
 
 
 def _print(listing: Listing, title: str, checkpoints: tuple[CheckpointInfo, ...]) -> None:
-    from rich.console import Console
     from rich.table import Table
     if not checkpoints:
         say(f"{title}: no checkpoints")
@@ -103,7 +103,7 @@ def _print(listing: Listing, title: str, checkpoints: tuple[CheckpointInfo, ...]
         *cells, state = checkpoint_cells(row)
         table.add_row(*cells, state + (", see below" if row.warnings else ""),
                       style="yellow" if row.problem or row.warnings else "")
-    Console(markup=False, emoji=False, highlight=False).print(table)
+    show_table(table)
     for row in checkpoints:
         if row.problem:
             say(_problem_text(listing.root, row.problem))

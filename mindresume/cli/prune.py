@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, print_json, say, time_text
+from mindresume.cli.common import AsJson, print_json, say, show_table, time_text
 from mindresume.errors import ConfigError
 from mindresume.formatting import shown, size_text
 
@@ -66,7 +66,6 @@ def _policy(last: int | None, every: int | None, best: int | None, metric: str |
 
 
 def _print(result: PruneResult) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from mindresume.model.manifest import run_sequence
@@ -82,7 +81,7 @@ def _print(result: PruneResult) -> None:
         for name, row in sorted(rows, key=lambda item: _order(item[1]), reverse=True):
             table.add_row(str(row.step), str(run_sequence(str(row.run_id))), time_text(row.saved_at), size_text(row.size_bytes),
                           words[name], shown(row.reason), style="yellow" if name == "removed" else "")
-        Console(markup=False, emoji=False).print(table)
+        show_table(table)
     if result.resumed_removals:
         say(f"{'would also finish' if result.dry_run else 'also finished'} {len(result.resumed_removals)} interrupted "
             f"removal(s) ({', '.join(result.resumed_removals)})")

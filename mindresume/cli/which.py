@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ from mindresume.cli.common import NOTHING, AsJson, Folder, WorldSize, print_json
 
 if TYPE_CHECKING:
     from mindresume.api.catalog import Selection
+    from mindresume.api.results import CheckpointInfo
 
 
 @app.command()
@@ -34,11 +36,11 @@ def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     if json:
         print_json(found.to_json())
     else:
-        _print(found)
+        _print(found, opened.list().checkpoints if found.source == "memory" else ())
     sys.exit(0 if found.chosen or found.local else NOTHING)
 
 
-def _print(found: Selection) -> None:
+def _print(found: Selection, on_disk: Sequence[CheckpointInfo]) -> None:
     for refused in found.refused:
         if found.local is not None and refused.step == found.local.step and refused.file is None:
             break                                       # the refusal only says that it is a part; older ones are not needed
@@ -51,8 +53,10 @@ def _print(found: Selection) -> None:
             say(f"warning  {warning}")
         say(f"chosen   step {chosen.step}, epoch {chosen.epoch}: {found.description}")
         if found.source == "memory":
-            say(f"memory   it lies in memory of this node, {found.root}, and is lost with it; a job without memory_tier takes "
-                f"the disk. mindresume flush writes it to disk")
+            is_there = any((row.step, row.run_id, row.state) == (chosen.step, chosen.run_id, "complete") for row in on_disk)
+            say(f"memory   it lies in memory of this node, {found.root}; "
+                + ("the same step is on disk, too" if is_there else
+                   "and is lost with it; a job without memory_tier takes the disk. mindresume flush writes it to disk"))
     elif found.fresh:
         there = "no save was ever complete in" if os.path.exists(found.root) else "there is no"
         say(f"chosen   none: {there} {found.root}; a resume starts afresh")

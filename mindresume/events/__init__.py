@@ -140,7 +140,7 @@ class LeaseWatched(Event):
 
 @dataclass(frozen=True)
 class StaleLeaseRemoved(Event):
-    """The lease of another job was removed: its process is gone, or it had no heartbeat while it was watched."""
+    """The lease of another job was removed: its process is gone, or no heartbeat came while it was watched, as in a copy."""
     run_id: str
     host: str
     process_id: int

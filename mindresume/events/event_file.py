@@ -9,7 +9,9 @@ reason of a failure is recorded whichever rank it was. A killed process can leav
 A write that fails (a full disk) loses the events of this write only: the next event is written on a new line, because the failed
 write can have left a torn one. One warning says so, and one line when the file is written again.
 
-The size of a file and the number of files are bounded. Beyond ``LIMIT`` bytes only failures and the end of the run are written.
+The size of a file and the number of files are bounded. When a file is half full, only every fourth event of a kind that occurs
+often is written, when three quarters are full every sixteenth, and so on, so that later ones are always there; one warning says
+so. Other kinds are written up to ``LIMIT`` bytes, failures and the end of the run beyond it, too.
 When a new run begins, only the files of the newest ``MAX_FILES`` runs are kept, and for each of them those of the ``MAX_FAILED``
 ranks that failed first: when one of 8,192 ranks fails, all of them do.
 """
@@ -19,7 +21,7 @@ import json
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -43,6 +45,7 @@ MAX_FILES = 200                 # files of rank 0 in one folder
 MAX_FAILED = 8                  # files of other ranks per file of rank 0: those that failed first
 KEPT = 200                      # newest events that a rank without a file keeps in memory
 TEXT_LIMIT = 2000               # characters of a string in an event
+OFTEN = 1000                    # events of one kind in a file; further ones are thinned out as the file fills
 WARN_EVERY = 600.0              # least number of seconds between two warnings that the file cannot be written
 
 
@@ -68,6 +71,8 @@ class EventFile:
         self._is_reported = False                       # a warning was emitted since the last write that did not fail
         self._last_warning: float | None = None
         self._is_closed = False
+        self._counts: Counter[str] = Counter()          # events of each kind so far
+        self._is_thinned = False                        # a warning was emitted
         self._writer = f"rank_{rank}"                   # in the name of the file
         self._lock = threading.RLock()                  # reentrant: a signal handler can interrupt the thread that holds it
 
@@ -78,10 +83,11 @@ class EventFile:
         with self._lock:
             if self._is_closed:
                 return
+            notice = self._thinned()
             try:
-                notice = self._succeeded() if self._append(event, line, time_s) else None
+                notice = self._succeeded() or notice if self._append(event, line, time_s) else notice
             except OSError as error:
-                notice = self._failed(error, time_s)
+                notice = self._failed(error, time_s) or notice
         if notice is not None:                          # without the lock: another handler can wait for a lock of its own
             self.emit(notice)
 
@@ -95,12 +101,33 @@ class EventFile:
             self._open(time_s)
             line = b"".join(self._kept)
             self._kept.clear()
+        if self._is_left_out(event):
+            return False
         if self._is_torn:
             line = b"\n" + line
         if self._size + len(line) <= self.limit or _says_more(event) and self._size + len(line) <= 2 * self.limit:
             self._write(line)
             return True
         return False
+
+    def _is_left_out(self, event: Event) -> bool:
+        """Returns whether an event is left out because its kind occurs often and the file fills."""
+        self._counts[event.kind] += 1
+        number = self._counts[event.kind]
+        return number > OFTEN and number % self._stride() != 0 and not _says_more(event)
+
+    def _stride(self) -> int:
+        """Returns of how many events that occur often one is written: 1, 4, 16 ... as each half of what is left is full. So each
+        half holds twice as many steps as the one before it, and the file is never full of them."""
+        left = max(self.limit - self._size, 1)
+        return 4 ** (max(self.limit // left, 1).bit_length() - 1)
+
+    def _thinned(self) -> Notice | None:
+        if self._is_thinned or self._stride() == 1 or max(self._counts.values(), default=0) <= OFTEN:
+            return None
+        self._is_thinned = True
+        return warning(f"the event file {self.path} is half full: of events that occur often, such as saves at each step, only a "
+                       f"part is recorded from here on. All others are")
 
     def _failed(self, error: OSError, time_s: float) -> Notice | None:
         """Returns a warning, but no second one until the file is written again, and none within WARN_EVERY: a disk that is almost

@@ -65,7 +65,8 @@ def _(event: ev.LeaseWatched) -> str:
 
 @_line(ev.StaleLeaseRemoved)
 def _(event: ev.StaleLeaseRemoved) -> str:
-    return f"removed the stale lease of run {event.run_id}: process {event.process_id} on host {event.host} is gone"
+    return (f"removed the stale lease of run {event.run_id}: process {event.process_id} on host {event.host} does not save here "
+            f"any more")
 
 
 @_line(ev.PreemptionRequested, ev.WARNING)
@@ -279,7 +280,7 @@ def _(event: ev.StartupMeasured) -> str:
 def _(event: ev.RankDied) -> str:
     who = "a rank" if event.rank is None else f"rank {event.rank}"
     step = "" if event.step is None else f" after step {event.step}"
-    phase = f" while {event.phase}" if event.phase else ""
+    phase = f" while {event.phase}" if event.phase not in ("", "ended") else ""
     lines = "".join(f"\n    {line}" for line in event.log)
     return f"{who} ({event.host}, process {event.process_id}) {end_text(event.status)}{phase}{step}{lines}"
 

@@ -144,7 +144,7 @@ def advice_from(measured: Measured, output: str = "") -> Advice:
         1 / low if expected else None, rows, _goodput(tiers, now, expected), _goodput(kept, best, expected),
         _goodput(kept, best, high), _goodput(kept, best, low), other,
         _goodput(more, [row.seconds_advised for row in other], expected) if other else None, measured.assumed if other else (),
-        _change(rows, parts), tuple(_notes(measured, rows)))
+        _change(rows, parts, measured.rate.failures), tuple(_notes(measured, rows)))
 
 
 def _parts(measured: Measured, memory: TierCosts | None) -> Parts:
@@ -197,8 +197,10 @@ def loss_of(tier: Tier, interval: float, rate: float) -> float:
 
 # ---- words -----------------------------------------------------------------------------------------------------------
 
-def _change(rows: Sequence[TierAdvice], parts: Parts) -> str:
-    """Returns what to change, as one sentence for each tier; the same for all is said once."""
+def _change(rows: Sequence[TierAdvice], parts: Parts, failures: int) -> str:
+    """Returns what to change, as one sentence for each tier; the same for all is said once. A few failures are no reason."""
+    if 0 < failures < FEW:
+        return phrase("advice.too_few", failures=failures, enough=FEW)
     said = [_change_of(row, *parts[row.name]) for row in rows]
     if all(text.key == "advice.keep" for text in said):
         keys = joined([phrase("advice.key", key=KEYS[row.name], steps=row.steps_now) for row in rows])

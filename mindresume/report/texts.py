@@ -252,6 +252,8 @@ TEXTS: dict[str, tuple[str, str]] = {
         "expected.",
         "若增加内存层（memory_tier: {every_steps: {memory}}），并设 save_checkpoint_steps: {disk}，预期 goodput 为 {goodput}。"),
     "advice.assumed": ("Assumed:", "假设："),
+    "advice.too_few": ("Nothing to change yet: {failures} of at least {enough} failures that are needed to tell.",
+                       "暂不修改：至少需要 {enough} 次故障才能判断，目前为 {failures} 次。"),
     "advice.keep_all": ("Nothing to change: {keys} costs less than {enough} more than the best interval.",
                         "无需修改：{keys} 的代价比最优间隔高不到 {enough}。"),
     "advice.keep_all_several": ("Nothing to change: {keys} cost less than {enough} more than the best intervals.",

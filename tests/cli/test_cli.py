@@ -13,7 +13,9 @@ import pytest
 from coordination.test_storage_topology import save_part
 from iteration_folders import folder_of, foreign
 from iteration_folders import save as save_iterations
+from memory_tiers import make_owned_tier
 from rank_folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
+from saving.memory_tier.test_tier import Training
 
 import mindresume
 from mindresume.coordination.lease import SAVING, holder_of_this_process
@@ -487,3 +489,22 @@ def test_the_version_names_what_a_report_of_a_defect_needs(call):
     assert (status, err) == (0, "")
     assert out == (f"mindresume {mindresume.__version__} (mindformers {version('mindformers')}, "
                    f"mindspore {version('mindspore')}, Python {platform.python_version()})\n")
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_nothing_is_cut_in_a_file_or_a_pipe(saved, call, monkeypatch, columns):
+    """A program, or a grep, reads the state behind all other columns."""
+    before = call("ls", saved)[1]
+    monkeypatch.setenv("COLUMNS", columns)
+    status, out, _ = call("ls", saved)
+    assert status == 0 and out == before and "…" not in out and out.count("complete") >= 3
+
+
+def test_a_step_in_memory_that_is_on_disk_too_is_not_lost_with_the_node(tmp_path, memory, call):
+    """And there is nothing to flush."""
+    root = tmp_path / "checkpoint"
+    Training(make_owned_tier(memory, root), 1).steps(8).stop()
+    assert "is lost with it" in call("which", root)[1]
+    assert call("flush", root)[0] == 0
+    _, out, _ = call("which", root)
+    assert "is lost with it" not in out

@@ -63,7 +63,7 @@ def test_several_files_with_an_index(read, call, source, config, tmp_path):
 def test_strategy_of_the_source(call, config, tmp_path):
     cut = FIXTURES / "mf190_10_safetensors_dp2tp2" / "output"
     status, out, _ = call(cut / "checkpoint", tmp_path / "hf", "--config", config, "--from", cut / "strategy")
-    assert status == 0 and "step 15, 4 ranks" in out and "25 tensors in 1 files" in out and "112.8 KiB written" in out
+    assert status == 0 and "step 15, 4 ranks" in out and "25 tensors in 1 file," in out and "112.8 KiB written" in out
 
 
 def test_dry_run_and_again(call, read, source, config, tmp_path):

@@ -26,7 +26,7 @@ def test_a_page_and_a_picture(call, output, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, err = call(output)
     assert (status, err) == (0, "") and out.splitlines()[-2:] == ["report.html", "report.png"]
-    assert "3 of 13 steps lost" in out and "1 recovery: 1 from disk" in out and "save_checkpoint_steps" in out
+    assert "3 of 13 steps lost" in out and "1 recovery: 1 from disk" in out and "at least 5 failures" in out
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert text.startswith("<!DOCTYPE html>") and "<svg role=" in text
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

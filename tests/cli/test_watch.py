@@ -307,13 +307,13 @@ def test_a_reader_that_goes_away_ends_the_command(tmp_path, call, monkeypatch):
 
 
 def test_what_the_encoding_of_the_output_lacks_does_not_end_the_command(tmp_path, call, monkeypatch):
-    save(tmp_path, 10)
-    monkeypatch.setenv("COLUMNS", "20")                     # cells are shortened, and end with an ellipsis
+    folder = tmp_path / "\u68c0"
+    save(folder, 10)
     monkeypatch.setattr(watch, "watch", lambda look, view, pause: (view.show(seen(look()), 1000.0, True), events()(0)))
     with open(tmp_path / "out", "w", encoding="latin-1") as file:
         monkeypatch.setattr("sys.stdout", file)
-        assert call(tmp_path, "--watch")[0] == 130
-    assert "\\u2026" in (tmp_path / "out").read_text(encoding="latin-1")
+        assert call(folder, "--watch")[0] == 130
+    assert "\\u68c0" in (tmp_path / "out").read_text(encoding="latin-1")
 
 
 # ---- the screen ------------------------------------------------------------------------------------------------------

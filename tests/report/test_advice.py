@@ -141,6 +141,14 @@ def test_intervals_have_two_digits(seconds, least, steps):
     assert steps_of(seconds, 2.0, least) == steps
 
 
+@pytest.mark.parametrize("failures", [1, 4, 5])
+def test_a_few_failures_change_nothing(failures):
+    """A change after one failure in 13 s would be made on chance."""
+    change = advice_from(measured(failures=failures, now=10000)).change
+    assert change.startswith("Nothing to change yet") == (failures < 5)
+    assert ("Set save_checkpoint_steps" in change) == (failures >= 5)
+
+
 @pytest.mark.parametrize("failures", [0, 1, 10])
 def test_the_lines_for_people(failures):
     found = advice_from(measured(failures=failures))
