@@ -1,8 +1,8 @@
 """Parses JSON from untrusted files with bounded memory: every reader of mindresume uses it. Makes numbers fit for JSON.
 
-The caller limits the number of bytes (``mindresume.storage.operations.read_bytes``). This module limits the number of values,
-since two bytes of text can become a hundred bytes of memory, and the nesting depth, since printing or comparing a nested value
-recurses.
+The caller limits the number of bytes (``mindresume.storage.operations.read_bytes``). This module limits the number of values and
+of keys, since two bytes of text can become a hundred bytes of memory, and the nesting depth, since printing or comparing a nested
+value recurses.
 """
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_DEPTH = 64              # files of mindresume nest 6 deep; those of mindformers, MindSpore and Hugging Face less than 10
-MAX_VALUES = 1 << 23        # the header of a million tensors has 7 million
+MAX_TENSORS = 1 << 19       # of one file. Kimi K2 has 139,000 in all of its files, quantized 207,000, with Adam's moments 417,000
+MAX_KEYS = 4 * MAX_TENSORS  # a header has four for each tensor; an index, a record and a manifest have fewer
+MAX_VALUES = 16 * MAX_TENSORS       # a record has 13 for each tensor, a header 8
 
 Pairs = list[tuple[str, Any]]
 
@@ -34,20 +36,23 @@ def encodable(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def parse_json(data: bytes, values: int = MAX_VALUES, pairs: Callable[[Pairs], dict[str, Any]] = unique) -> Any:
+def parse_json(data: bytes, values: int = MAX_VALUES, pairs: Callable[[Pairs], dict[str, Any]] = unique, keys: int = MAX_KEYS
+               ) -> Any:
     """Parses the JSON document in ``data``.
 
     Args:
         data: untrusted bytes.
         values: upper limit for the number of values.
         pairs: makes an object of its keys and values.
+        keys: upper limit for the number of keys, which need more memory than other values.
 
     Raises:
-        ValueError: ``data`` is not JSON, has more than ``values`` values, or is nested deeper than MAX_DEPTH.
+        ValueError: ``data`` is not JSON, has more than ``values`` values or ``keys`` keys, or is nested deeper than MAX_DEPTH.
     """
-    found = sum(map(data.count, (b",", b"[", b"{")))            # an upper bound: counts the signs within strings too
-    if found > values:
-        raise ValueError(f"it has some {found} values, expected at most {values}")
+    # upper bounds: the signs within strings are counted too
+    for found, most, what in ((sum(map(data.count, (b",", b"[", b"{"))), values, "values"), (data.count(b":"), keys, "keys")):
+        if found > most:
+            raise ValueError(f"it has some {found} {what}, expected at most {most}")
     try:
         value = json.loads(data.decode(), object_pairs_hook=pairs)
     except RecursionError:

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from mindresume.bounded_json import MAX_DEPTH, MAX_VALUES, parse_json
+from mindresume.bounded_json import MAX_DEPTH, MAX_KEYS, MAX_VALUES, parse_json
 
 
 @pytest.mark.parametrize("value", [None, 1, "a", [], {}, {"a": [1, {"b": "[,{"}]}, [[]] * 1000])
@@ -31,6 +31,12 @@ def test_deeper_is_refused(content):
 def test_too_many_values_are_refused_before_parsing(piece):
     with pytest.raises(ValueError, match=f"expected at most {MAX_VALUES}"):
         parse_json(b"[" + piece * (MAX_VALUES + 1))                     # not JSON: refused before it is parsed
+
+
+def test_too_many_keys_are_refused_before_parsing():
+    """A key with an empty value needs a hundred bytes of memory and more."""
+    with pytest.raises(ValueError, match=f"some {MAX_KEYS + 1} keys, expected at most {MAX_KEYS}"):
+        parse_json(b"{" + b'"a":1,' * (MAX_KEYS + 1))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b'{"a":1,"a":1}', b'{"\\ud800":1}', b"9" * 5000])

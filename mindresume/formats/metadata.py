@@ -30,7 +30,7 @@ from mindresume.model.training_state import is_count
 from mindresume.tensor_files.header import DTYPES, is_size, parse_object
 
 MAX_METADATA = 1 << 30                 # bytes; mindformers writes one line per rank of each group
-MAX_VALUES = 1 << 27
+MAX_VALUES = 1 << 27                   # and of keys: it describes each slice of each rank
 # mindformers uses str(type).lower(): "Float32" equals "float32", and its names of 8-bit floats have no "_".
 _DTYPES = {name.replace("_", ""): name for name in DTYPES}
 _ALIASES = "abcdefghijklmnopqrstuvwxyz"
@@ -75,7 +75,7 @@ def read_metadata(data: bytes, path: str) -> dict[str, TensorMetadata]:
     """
     if not 0 < len(data) <= MAX_METADATA:
         raise CorruptFileError(path, f"it has {len(data)} bytes, expected a JSON object of 2 to {MAX_METADATA}")
-    return _Reader(path).read(parse_object(data, path, "the metadata", MAX_VALUES))
+    return _Reader(path).read(parse_object(data, path, "the metadata", MAX_VALUES, MAX_VALUES))
 
 
 class _Reader:

@@ -26,7 +26,7 @@ from mindresume.errors import RecordError
 from mindresume.model import record_codec as codec
 from mindresume.model.file_record import FileRecord, files_of_rank
 from mindresume.model.layout import MAX_RANKS
-from mindresume.model.record_details import MAX_DETAILS, Details
+from mindresume.model.record_details import Details
 from mindresume.model.training_state import TrainingState
 
 FOLDER = ".mindresume"                 # below the checkpoint root; mindformers lists no hidden folders
@@ -178,7 +178,7 @@ def read_details(file: BinaryIO) -> tuple[Record, Details]:
     if xxhash.xxh3_128_hexdigest(tail) != head.get("details"):
         raise RecordError("the list of tensors is truncated or altered")
     with codec.field_errors("record"):
-        record, details = Record.decode(head), Details.from_json(codec.parse_line(tail, "record", MAX_DETAILS))
+        record, details = Record.decode(head), Details.from_json(codec.parse_line(tail, "record"))
         beyond = next((name for name, row in details.tensors.items() if row.file >= len(record.files)), None)
         if beyond is not None:
             raise RecordError(f"tensor {beyond} is in file {details.tensors[beyond].file} of {len(record.files)}")

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from mindresume.bounded_json import MAX_VALUES, parse_json
+from mindresume.bounded_json import parse_json
 from mindresume.errors import RecordError
 from mindresume.model.layout import MAX_AXES
 from mindresume.model.training_state import is_count, is_number
@@ -66,11 +66,11 @@ def read_line(file: BinaryIO, limit: int, kind: str) -> bytes:
     return line.removesuffix(b"\n")
 
 
-def parse_line(line: bytes, kind: str, values: int = MAX_VALUES) -> Any:
-    """Parses one line of JSON of at most ``values`` values. Raises RecordError if it is not JSON, is nested too deeply, repeats a
+def parse_line(line: bytes, kind: str) -> Any:
+    """Parses one line of JSON. Raises RecordError if it is not JSON, has too many values or keys, is nested too deeply, repeats a
     key, or has a key that UTF-8 cannot encode."""
     try:
-        return parse_json(line, values)
+        return parse_json(line)
     except ValueError as error:
         raise RecordError(f"{kind}: not JSON as mindresume writes it: {error}"[:400]) from error
 

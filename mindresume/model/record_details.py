@@ -11,8 +11,6 @@ from mindresume.model.layout import TensorLayout
 from mindresume.model.record_codec import expect_checksum, expect_list, expect_shape
 from mindresume.model.training_state import is_count
 
-MAX_DETAILS = 1 << 24                  # JSON values in the details of a record; a tensor has 13
-
 
 @dataclass(frozen=True)
 class TensorRecord:

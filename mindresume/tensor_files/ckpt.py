@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import BinaryIO, NamedTuple
 
+from mindresume.bounded_json import MAX_TENSORS
 from mindresume.errors import CorruptFileError
 from mindresume.tensor_files.header import (
     MAX_DIMENSIONS,
@@ -24,6 +25,7 @@ from mindresume.tensor_files.header import (
     Header,
     TensorEntry,
     TensorSpec,
+    check_count,
     checked_dtype,
     checked_entry,
     checked_metadata,
@@ -61,7 +63,7 @@ def read_header(file: BinaryIO, path: str) -> Header:
     if not scan.size:
         raise CorruptFileError(path, "the file is empty")
     groups: dict[str, list[_Value]] = {}
-    metadata, position, last = None, 0, None
+    metadata, position, last, values = None, 0, None, 0
     while position < scan.size and not scan.at_crc(position):
         number, start, end = scan.message(position, scan.size)
         if metadata is not None:
@@ -70,6 +72,9 @@ def read_header(file: BinaryIO, path: str) -> Header:
             raw = scan.take(start, end - start, MAX_HEADER)
             metadata = parse_metadata(parse_object(raw, path, "the metadata"), path)
         elif number == 1:
+            values += 1
+            if values > MAX_TENSORS:
+                raise scan.damage(position, f"more than {MAX_TENSORS} tensors or parts of tensors")
             value = _value(scan, start, end)
             if value.name in groups and value.name != last:
                 raise scan.damage(position, f"tensor {value.name} occurs a second time", value.name)
@@ -208,6 +213,7 @@ class _Scanner:
 
 def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
     """Implements ``mindresume.tensor_files.plan_file``; keeps the order of the tensors."""
+    check_count(len(specs))
     known, parts = {**NAMES, "str": "str"}, []
     for name, spec in specs.items():
         tag = known[checked_dtype("ckpt", name, spec, known)]

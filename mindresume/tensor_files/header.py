@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from mindresume.bounded_json import MAX_VALUES, parse_json
+from mindresume.bounded_json import MAX_KEYS, MAX_TENSORS, MAX_VALUES, parse_json
 from mindresume.errors import CorruptFileError
 
 CHUNK = 4 << 20             # bytes: fits the CPU cache, and is large enough for one system call per piece
@@ -131,6 +131,12 @@ def checked_dtype(fmt: str, name: str, spec: TensorSpec, known: Iterable[str]) -
     return spec.dtype
 
 
+def check_count(tensors: int) -> None:
+    """Raises ValueError if a file with so many tensors could not be read back."""
+    if tensors > MAX_TENSORS:
+        raise ValueError(f"a file of {tensors} tensors; at most {MAX_TENSORS} can be read back")
+
+
 def checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     """Returns a copy of ``metadata``. Raises ValueError unless it maps strings to strings."""
     wrong = [item for item in metadata.items() if not all(isinstance(part, str) for part in item)]
@@ -144,13 +150,13 @@ def dump_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def parse_object(data: bytes, path: str, what: str, values: int = MAX_VALUES) -> dict[str, Any]:
+def parse_object(data: bytes, path: str, what: str, values: int = MAX_VALUES, keys: int = MAX_KEYS) -> dict[str, Any]:
     """Parses the JSON object in ``data``. Raises CorruptFileError if it is not one, repeats a key at any depth, or has more than
-    ``values`` values. ``what``: names it in the error."""
+    ``values`` values or ``keys`` keys. ``what``: names it in the error."""
     try:
-        value = parse_json(data, values)
+        value = parse_json(data, values, keys=keys)
     except ValueError as error:
-        raise CorruptFileError(path, f"{what} is not JSON: {error}"[:400]) from error
+        raise CorruptFileError(path, f"{what} is not JSON that can be read: {error}"[:400]) from error
     if not isinstance(value, dict):
         raise CorruptFileError(path, f"{what} is {type(value).__name__}, expected a JSON object")
     return value

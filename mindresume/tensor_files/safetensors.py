@@ -17,6 +17,7 @@ from mindresume.tensor_files.header import (
     Header,
     TensorEntry,
     TensorSpec,
+    check_count,
     checked_dtype,
     checked_entry,
     checked_metadata,
@@ -94,6 +95,7 @@ def _read(file: BinaryIO, start: int, count: int) -> bytes:
 def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
     """Implements ``mindresume.tensor_files.plan_file``. Orders tensors by width of dtype, widest first, then by name, so that
     each is aligned."""
+    check_count(len(specs))
     rows: dict[str, Any] = {METADATA: checked_metadata(metadata)} if metadata else {}
     if METADATA in specs:
         raise ValueError(f"{METADATA} cannot be the name of a tensor in a safetensors file")

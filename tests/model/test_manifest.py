@@ -170,6 +170,13 @@ def test_details_of_another_record_are_refused():
         read_back(mixed)
 
 
+def test_details_of_millions_of_entries_are_refused_before_they_are_parsed():
+    tail = b'{"tensors":{' + b",".join([b'"%07d":[]' % number for number in range(3_000_000)]) + b'},"layouts":[],"random":{}}'
+    head = json.loads(RECORD.encode(DETAILS).split(b"\n")[1]) | {"details": xxhash.xxh3_128_hexdigest(tail)}
+    with pytest.raises(RecordError, match="some 3000003 keys, expected at most"):
+        read_back(encode_head(head) + tail + b"\n")
+
+
 # ---- versions and fields ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kind", READERS)

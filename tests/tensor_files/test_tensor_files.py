@@ -7,14 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindresume.bounded_json import MAX_TENSORS
 from mindresume.errors import CorruptFileError
 from mindresume.tensor_files import (
     CHUNK,
     FORMATS,
     TensorEntry,
+    TensorSpec,
     encode,
     encoded_size,
     format_of,
+    plan_file,
     read_header,
     read_scalar,
     read_tensor,
@@ -189,3 +192,23 @@ def test_random_bytes_raise_only_corrupt_file_error(fmt, data):
             read_all(raw, fmt)
         except CorruptFileError as error:
             assert str(error).startswith(f"x.{fmt}: ")
+
+
+def test_a_header_of_millions_of_names_is_refused_before_it_is_parsed():
+    head = b"{" + b",".join([b'"%07d":{}' % number for number in range(3_000_000)]) + b"}"
+    with pytest.raises(CorruptFileError, match="the header is not JSON that can be read: it has some 3000000 keys"):
+        read_header(io.BytesIO(len(head).to_bytes(8, "little") + head), "a.safetensors")
+
+
+def test_a_ckpt_of_millions_of_values_is_refused_while_it_is_read(monkeypatch):
+    data = content("ckpt", {f"w{number}": np.ones(1, np.float32) for number in range(5)})
+    monkeypatch.setattr("mindresume.tensor_files.ckpt.MAX_TENSORS", 4)
+    with pytest.raises(CorruptFileError, match="more than 4 tensors or parts of tensors"):
+        read_header(io.BytesIO(data), "a.ckpt")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_file_that_could_not_be_read_back_is_not_planned(fmt):
+    spec = TensorSpec("float32", (), 4)
+    with pytest.raises(ValueError, match=f"a file of {MAX_TENSORS + 1} tensors; at most {MAX_TENSORS} can be read back"):
+        plan_file(fmt, dict.fromkeys(map(str, range(MAX_TENSORS + 1)), spec), {})
