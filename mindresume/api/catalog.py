@@ -361,5 +361,6 @@ def _verification(root: str, candidate: Candidate, bad: list[Refusal]) -> Checkp
     return CheckpointVerification(candidate.step, candidate.run, candidate.origin, state, candidate.world_size,
                                   candidate.missing_ranks,
                                   candidate.local_ranks, tuple(problem_of(root, refusal) for refusal in bad),
-                                  tuple(filter(None, [missing_ranks_text(candidate)])))
+                                  tuple(filter(None, [missing_ranks_text(candidate)])),
+                                  state != INCOMPLETE and all(row.is_harmless for row in bad))
 

@@ -186,6 +186,7 @@ class CheckpointVerification(Result):
         local_ranks: Where nodes share no disk, the ranks that were read; empty: all.
         problems: What is damaged or missing, each with its file and, where checksums show them, its tensors.
         notes: What is unusual about it but no damage, as sentences.
+        is_usable: Whether a resume takes it: nothing is damaged, or replicas or records replace all that is.
     """
     step: int | None
     run_id: str | None
@@ -196,6 +197,7 @@ class CheckpointVerification(Result):
     local_ranks: tuple[int, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...] = ()
+    is_usable: bool = True
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def _show(report: VerificationReport) -> None:
 
 def _print(found: CheckpointVerification, where: str = "") -> None:
     from mindresume.formatting import listed, ranks_count
-    text = {"incomplete": "the save never completed; nothing is lost with it", "damaged": "DAMAGED",
+    text = {"incomplete": "the save never completed; nothing is lost with it",
+            "damaged": "DAMAGED" + ", but a resume takes it" * found.is_usable,
             "unverifiable": "headers and sizes are right; mindformers wrote no checksums",
             "verified": f"every byte of {ranks_count(found.world_size)} is as it was written" if not found.local_ranks else
             f"every byte of rank {listed(found.local_ranks)} of {found.world_size}, which are on this node, is as it was written"

@@ -30,6 +30,7 @@ class Refusal:
         tensors: names of the tensors in ``file`` whose checksums differ.
         is_unreadable: the file system reported an error, so nothing is known of the content: this is no damage, and may pass.
         is_weights_only: the weights can be loaded, but no training can resume from it.
+        is_harmless: a resume takes the candidate nevertheless: replicas or records replace what is damaged.
     """
     step: int | None
     reason: str
@@ -38,13 +39,14 @@ class Refusal:
     tensors: tuple[str, ...] = ()
     is_unreadable: bool = False
     is_weights_only: bool = False
+    is_harmless: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self.tensors))        # JSON has lists
 
     def to_json(self) -> dict[str, Any]:
         return {"step": self.step, "reason": self.reason, "file": self.file, "rank": self.rank, "tensors": list(self.tensors),
-                "is_unreadable": self.is_unreadable, "is_weights_only": self.is_weights_only}
+                "is_unreadable": self.is_unreadable, "is_weights_only": self.is_weights_only, "is_harmless": self.is_harmless}
 
     def __str__(self) -> str:
         where = f" [{self.file}]" if self.file and self.file not in self.reason else ""

@@ -9,6 +9,7 @@ from mindresume.model.file_record import FileRecord
 from mindresume.storage.interface import Status, Storage
 from mindresume.storage.operations import parallel
 from mindresume.tensor_files import Header, read_header
+from mindresume.tensor_files.checksum import file_checksum
 
 
 def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
@@ -30,6 +31,13 @@ def status_of(storage: Storage, root: str, file: FileRecord) -> Status | None:
         return storage.status(os.path.join(root, file.path))
     except OSError:
         return None
+
+
+def is_as_recorded(storage: Storage, path: str, file: FileRecord) -> bool:
+    """Returns whether the file at ``path`` has the size and the checksum of ``file``. Its bytes are read only if its size is
+    right: it can be sparse, of terabytes. Raises OSError, if it is missing, too."""
+    with storage.open(path) as opened:
+        return opened.seek(0, 2) == file.size and file_checksum(opened) == (file.checksum, file.size)
 
 
 def file_sizes(storage: Storage, root: str, files: Iterable[FileRecord]) -> list[int | None]:

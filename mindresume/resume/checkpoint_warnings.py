@@ -17,10 +17,10 @@ from mindresume.formats.iteration_scan import common_from_state, load_common, lo
 from mindresume.formats.metadata import encode_metadata, read_metadata
 from mindresume.formats.metadata_from_records import metadata_from_records
 from mindresume.formats.records import details_of
+from mindresume.formats.weight_files import is_as_recorded
 from mindresume.formatting import listed
 from mindresume.model.manifest import MANIFEST
 from mindresume.storage.interface import Storage
-from mindresume.tensor_files.checksum import file_checksum
 
 
 def replica_warning(missing: Iterable[tuple[int, str]]) -> list[str]:
@@ -57,15 +57,14 @@ def _by_checksums(storage: Storage, root: str, candidate: Candidate) -> list[tup
     """Returns (problem, file) for each metadata file whose checksum differs from the one in the manifest."""
     found = []
     for file in candidate.metadata_files:
+        path = os.path.join(root, file.path)
         try:
-            with storage.open(os.path.join(root, file.path)) as opened:
-                checksum, size = file_checksum(opened)
+            if not is_as_recorded(storage, path, file):
+                status = storage.status(path)
+                found.append((f"{file.path} is not what was written: it has {status.size if status else 0} bytes, "
+                              f"{file.size} bytes of checksum {file.checksum} were written", file.path))
         except OSError as error:
             found.append((f"{file.path} cannot be read: {error.strerror or error}", file.path))
-            continue
-        if (checksum, size) != (file.checksum, file.size):
-            found.append((f"{file.path} is not what was written: {size} bytes, checksum {checksum}, recorded {file.size} bytes, "
-                          f"{file.checksum}", file.path))
     return found
 
 

@@ -10,6 +10,7 @@ Several processes may share the files (``read_shared``); process 0 alone lists a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
@@ -74,8 +75,10 @@ def find_damage(storage: Storage, root: str, row: CheckpointStatus, progress: On
     results = [] if candidate.problem else [known.get(rank) or _read_rank(storage, root, candidate, rank, progress, metadata)
                                             for rank in candidate.files]
     bad = [Refusal(**refused) for refused, _ in results if refused]
-    bad += [candidate.refuse(replica_warning([(rank, path)])[0], path, rank) for _, missing in results for rank, path in missing]
-    bad += damaged_metadata_files(storage, root, candidate)
+    harmless = [candidate.refuse(replica_warning([(rank, path)])[0], path, rank) for _, missing in results
+                for rank, path in missing]
+    harmless += damaged_metadata_files(storage, root, candidate)
+    bad += [replace(row, is_harmless=True) for row in harmless]
     bad = list(dict.fromkeys(bad))                      # every rank reports the same defect of metadata.json
     return bad or ([problem] if problem else [])
 

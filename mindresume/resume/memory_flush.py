@@ -11,6 +11,7 @@ from mindresume.coordination.collectives import Group, Watchdog, run_on_all, run
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import SaveError
 from mindresume.formats import Candidate
+from mindresume.formats.weight_files import is_as_recorded
 from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import read_details, record_name
 from mindresume.resume.choice import Choice
@@ -19,7 +20,6 @@ from mindresume.saving.memory_tier.tier import path_on_disk
 from mindresume.saving.shard_writer import SaveTarget, is_committed
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage
-from mindresume.tensor_files.checksum import file_checksum
 from mindresume.tensor_files.header import CHUNK
 
 OnBytes = Callable[[int], None]
@@ -85,9 +85,8 @@ def _copy(storage: Storage, source: str, path: str, row: FileRecord, tag: str, p
     """Copies one file, unless an earlier call has copied it. Raises SaveError if another file has its name."""
     storage.make_folder(os.path.dirname(path))
     if storage.status(path) is not None:
-        with storage.open(path) as file:
-            if file_checksum(file) == (row.checksum, row.size):
-                return
+        if is_as_recorded(storage, path, row):
+            return
         raise SaveError(f"{path} exists already, with other content; a file of a checkpoint is never overwritten")
     copied = xxh3_128()
 

@@ -28,7 +28,7 @@ from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointFetched, Emit, ignore, warning
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.rank_folder_naming import parse_label
-from mindresume.formats.weight_files import header_of
+from mindresume.formats.weight_files import header_of, is_as_recorded
 from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, read_details, record_name
 from mindresume.saving import iteration_publisher
@@ -38,7 +38,6 @@ from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.atomic_publish import publish, temporary_name
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, read_bytes
-from mindresume.tensor_files.checksum import file_checksum
 
 _SPARE = 64 << 20               # bytes that stay free on the disk
 _PATIENCE = 7200.0              # seconds without a completed file on any rank, after which a download is given up
@@ -154,12 +153,7 @@ class _RankFetch:
 
     def _is_here(self, file: FileRecord) -> bool:
         path = os.path.join(self.target_dir, file.path)
-        found = self.storage.status(path)
-        return found is not None and found.size == file.size and self._checksum(path) == file.checksum
-
-    def _checksum(self, path: str) -> str:
-        with self.storage.open(path) as opened:
-            return file_checksum(opened)[0]
+        return self.storage.status(path) is not None and is_as_recorded(self.storage, path, file)
 
     def download(self) -> None:
         """Downloads each file under a temporary name, which the next run would remove, and renames it."""
@@ -170,7 +164,7 @@ class _RankFetch:
             self.storage.make_folder(os.path.dirname(path))
             self.storage.remove(temporary)
             self.remote.download(self.attempt, file.path, temporary)
-            if self._checksum(temporary) != file.checksum:
+            if not is_as_recorded(self.storage, temporary, file):
                 self.storage.remove(temporary)
                 raise RecordError(f"{file.path}: its bytes are not those that were saved")
             self._written.append(path)

@@ -29,7 +29,7 @@ from xxhash import xxh3_128
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.records import details_of
-from mindresume.formats.weight_files import header_of
+from mindresume.formats.weight_files import header_of, is_as_recorded
 from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import read_details, read_record, record_name, record_rank
 from mindresume.model.record_details import TensorRecord
@@ -38,7 +38,7 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.atomic_publish import error_text, publish, temporary_name
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import CHUNK, FilePlan, TensorEntry, TensorSpec, plan_file
-from mindresume.tensor_files.checksum import file_checksum, tensor_checksum
+from mindresume.tensor_files.checksum import tensor_checksum
 
 _Pieces = Callable[[], Iterator[bytes]]
 MAX_HEADERS = 8                 # headers of other ranks that are tried for one that is lost
@@ -236,7 +236,7 @@ def _replace(storage: Storage, root: str, file: FileRecord, pieces: _Pieces, tag
     try:
         storage.make_folder(os.path.dirname(path))
         storage.write(temporary, hashed(), file.size or 0)
-        if (whole.hexdigest(), size) != (file.checksum, file.size) or not _is_as_recorded(storage, temporary, file):
+        if (whole.hexdigest(), size) != (file.checksum, file.size) or not is_as_recorded(storage, temporary, file):
             return False
         storage.rename(temporary, path)
         storage.sync(os.path.dirname(path))
@@ -246,12 +246,6 @@ def _replace(storage: Storage, root: str, file: FileRecord, pieces: _Pieces, tag
             storage.remove(temporary)
 
 
-def _is_as_recorded(storage: Storage, path: str, file: FileRecord) -> bool:
-    """Returns whether the bytes that the disk gives back are the recorded ones."""
-    with storage.open(path) as opened:
-        return file_checksum(opened) == (file.checksum, file.size)
-
-
 def _from_bucket(storage: Storage, root: str, candidate: Candidate, file: FileRecord, tag: str, bucket: RemoteCheckpoints) -> str:
     """Downloads the file. Returns why it could not be used; empty if it is in its place."""
     path = os.path.join(root, file.path)
@@ -259,7 +253,7 @@ def _from_bucket(storage: Storage, root: str, candidate: Candidate, file: FileRe
     try:
         storage.make_folder(os.path.dirname(path))
         bucket.download(candidate.name, os.path.relpath(file.path, candidate.iteration_dir or "."), temporary)
-        if not _is_as_recorded(storage, temporary, file):
+        if not is_as_recorded(storage, temporary, file):
             return f"{bucket.url} holds other bytes"
         storage.rename(temporary, path)
         storage.sync(os.path.dirname(path))

@@ -311,6 +311,17 @@ def test_verify_of_a_deleted_file_without_replicas(tmp_path, read):
     assert status == 1 and found["checkpoints"][0]["problems"][0]["file"] == str(path_of(tmp_path, 5, 1))
 
 
+def test_verify_of_a_deleted_file_with_replicas(tmp_path, call):
+    save(tmp_path, 10)
+    path_of(tmp_path, 10, 1).unlink()
+    status, out, _ = call("verify", tmp_path)
+    assert status == 1 and "DAMAGED, but a resume takes it" in out and "rank_1/net_rank_1-1_10.safetensors" in out
+    path_of(tmp_path, 10, 0).unlink()
+    path_of(tmp_path, 10, 2).unlink()
+    path_of(tmp_path, 10, 3).unlink()
+    assert "but a resume" not in call("verify", tmp_path)[1]
+
+
 def test_verify_of_one_that_is_removed_while_it_is_read(tmp_path, read, call, monkeypatch):
     for step in (5, 10):
         save(tmp_path, step)

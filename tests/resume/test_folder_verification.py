@@ -1,10 +1,13 @@
 """Every byte compared with what was written, also while a job completes and removes checkpoints."""
+import os
 import shutil
 
+import iteration_folders
 import pytest
 from rank_folders import RUN, STORAGE, flip_bit, path_of, save, write_rank
 
 from mindresume.coordination.read_locks import read_locks
+from mindresume.formats import weight_files
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.resume.folder_verification import verify_checkpoints
 from mindresume.resume.listing import list_checkpoints
@@ -82,3 +85,15 @@ def test_the_folder_is_listed_again_once_for_all_damage(tmp_path):
         looks.append(1)
         return looked(tmp_path)
     assert verdicts(tmp_path, rows, again) == [(5, True)] and len(looks) == 1
+
+
+def test_a_metadata_file_of_another_size_is_not_read(tmp_path, monkeypatch):
+    """A file can be sparse, of terabytes."""
+    iteration_folders.save(tmp_path, 5)
+    path = iteration_folders.folder_of(tmp_path, 5) / "common.json"
+    os.truncate(path, 1 << 42)
+    read = weight_files.file_checksum
+    monkeypatch.setattr(weight_files, "file_checksum", lambda file: read(file) if file.seek(0, 2) < 1 << 42 else
+                        pytest.fail("its bytes are read"))
+    ((candidate, (bad,)),) = verify_checkpoints(STORAGE, str(tmp_path), looked(tmp_path), lambda: looked(tmp_path))
+    assert f"it has {1 << 42} bytes" in bad.reason and candidate.step == 5

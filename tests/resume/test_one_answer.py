@@ -49,3 +49,31 @@ def test_a_training_that_saves_no_optimizer_state_has_no_missing_files(tmp_path)
     for path in root.glob("*/*-opt-*"):
         os.remove(path)
     assert taken(root) == (15, [])
+
+
+def lose_a_replica(root):
+    path_of(root, 10, 1).unlink()
+    return "rank_1/net_rank_1-1_10.safetensors"
+
+
+def spoil_the_manifest(root):
+    (manifest,) = root.glob(".mindresume/step-0000000010-*/manifest.json")
+    manifest.write_bytes(b"")
+    return str(manifest.relative_to(root))
+
+
+@pytest.mark.parametrize("spoil", [lose_a_replica, spoil_the_manifest])
+def test_verify_names_the_damage_and_says_that_a_resume_takes_the_step(tmp_path, spoil):
+    save(tmp_path, 10)
+    damaged = spoil(tmp_path)
+    assert taken(tmp_path) == (10, [])
+    (row,) = mindresume.open(tmp_path).verify().checkpoints
+    assert (row.state, row.is_usable, row.problems[0].file) == ("damaged", True, str(tmp_path / damaged))
+
+
+def test_verify_says_that_a_resume_does_not_take_a_damaged_step(tmp_path):
+    save(tmp_path, 10)
+    lose_a_replica(tmp_path)
+    flip_bit(path_of(tmp_path, 10, 2))
+    (row,) = mindresume.open(tmp_path).verify().checkpoints
+    assert (row.state, row.is_usable) == ("damaged", False)
