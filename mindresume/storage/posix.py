@@ -35,10 +35,8 @@ class PosixStorage:
     def status(self, path: str) -> Status | None:
         try:
             found = os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):        # a link to itself; a name too long for a file
+            if error.errno in _ABSENT:
                 return None
             raise
         folder = stat.S_ISDIR(found.st_mode)
@@ -46,7 +44,12 @@ class PosixStorage:
                       f"{found.st_dev}/{found.st_ino}")
 
     def open(self, path: str) -> BinaryIO:
-        return open_regular(path)
+        try:
+            return open_regular(path)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+            raise
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
         written = begun = 0
@@ -86,10 +89,10 @@ class PosixStorage:
     def remove(self, path: str) -> None:
         try:
             os.remove(path)
-        except FileNotFoundError:
-            return
-        except (IsADirectoryError, PermissionError):
-            if not os.path.isdir(path) or os.path.islink(path):
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return
+            if not isinstance(error, (IsADirectoryError, PermissionError)) or not os.path.isdir(path) or os.path.islink(path):
                 raise
             try:
                 os.rmdir(path)
@@ -162,6 +165,8 @@ class _PosixFile:
                 os.remove(self.path)
 
 
+# no such file: a file or a link to itself stands where a folder should, or the name is too long for any file
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _FALLOC_FL_KEEP_SIZE = 1        # linux/falloc.h: reserves blocks; the file grows as it is written
 _CANNOT_HOLD = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)         # anything else: it cannot reserve, which is no answer

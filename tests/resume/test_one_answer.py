@@ -1,9 +1,11 @@
 """Whoever asks for the newest checkpoint gets the same one: which, ls, verify, convert, and the job."""
 import os
+import shutil
 
 import iteration_folders
 import pytest
 from rank_folders import STORAGE, flip_bit, path_of, save
+from reshard.plans import MODEL, Plan, random_tensors, recorded
 
 import mindresume
 from mindresume.errors import NoUsableCheckpointError
@@ -77,3 +79,17 @@ def test_verify_says_that_a_resume_does_not_take_a_damaged_step(tmp_path):
     flip_bit(path_of(tmp_path, 10, 2))
     (row,) = mindresume.open(tmp_path).verify().checkpoints
     assert (row.state, row.is_usable) == ("damaged", False)
+
+
+@pytest.mark.parametrize("put", [lambda path: path.write_text("x"), lambda path: path.symlink_to(path.name), lambda path: None],
+                         ids=["a file", "a link to itself", "nothing"])
+def test_a_rank_folder_that_is_none_is_missing_for_all(tmp_path, put):
+    """A job took its tensors from replicas, and a conversion refused the same step."""
+    root = tmp_path / "checkpoint"
+    recorded(root, Plan.parse("dp2"), random_tensors(MODEL))
+    shutil.rmtree(root / "rank_0")
+    put(root / "rank_0")
+    step = taken(root)[0]
+    assert f"step {step}" in mindresume.merge(root, tmp_path / "new", dry_run=True).source
+    assert mindresume.merge(root, tmp_path / "new").target
+    assert next(row for row in mindresume.open(root).verify().checkpoints if row.step == step).is_usable

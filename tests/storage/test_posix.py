@@ -21,6 +21,17 @@ def test_missing_files_and_folders(tmp_path):
         STORAGE.open(missing)
 
 
+@pytest.mark.parametrize("folder", ["file", "loop", "n" * 300])
+def test_below_what_is_no_folder_nothing_exists(tmp_path, folder):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "loop").symlink_to("loop")
+    path = str(tmp_path / folder / "a")
+    assert STORAGE.status(path) is None
+    STORAGE.remove(path)
+    with pytest.raises(FileNotFoundError):
+        STORAGE.open(path)
+
+
 def test_folders(tmp_path):
     deep = str(tmp_path / "a" / "b" / "c")
     STORAGE.make_folder(deep)
