@@ -110,6 +110,21 @@ class BuiltIn:
 Callback = WRAPPERS["CheckpointCallback"](BuiltIn)
 
 
+class Handler:
+    """mindformers' CallbackHandler, with mindresume. Its callbacks here need not have ``on_step_begin``."""
+
+    def __init__(self, callbacks):
+        self.callbacks = callbacks
+
+    def on_step_begin(self, args, state, **objects):
+        for callback in self.callbacks:
+            if hasattr(callback, "on_step_begin"):
+                callback.on_step_begin(args, state, **objects)
+
+
+Handler.on_step_begin = WRAPPERS["CallbackHandler.on_step_begin"](Handler.on_step_begin)
+
+
 class Plain:
     """Trains ``training.steps`` steps. ``callbacks``: more of them; ``fails_at``: a step that raises."""
 
@@ -129,7 +144,7 @@ class Plain:
         names = ("save_path", "save_max", "save_interleaved_steps", "no_save_optim", "async_save", "prefix", "remove_redundancy",
                  "save_trainable_only")
         mine = [Callback(**{name: self.checkpoint[name] for name in names if name in self.checkpoint})]
-        self.callback_handler = SimpleNamespace(callbacks=[*(mine if self.checkpoint["enable_save"] else []), *callbacks])
+        self.callback_handler = Handler([*(mine if self.checkpoint["enable_save"] else []), *callbacks])
         self.losses, self.loaded_by_mindformers = {}, []
 
     @property
@@ -153,6 +168,7 @@ class Plain:
         while self.state.global_step < self.state.max_steps:
             if self.state.global_step % self.state.epoch_step == 0 and self.state.global_step > 0:
                 self.state.update_epoch()
+            self.callback_handler.on_step_begin(self.config, self.state, model=self.model, optimizer=self.optimizer)
             if self.state.global_step + 1 == self.fails_at:
                 raise RuntimeError(f"Error in training step {self.fails_at}.")
             loss = self.step([number for _ in range(self.micro_batches) for number in self.next_item()])

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
-from mindresume.coordination.rank_heartbeat import COMPILING, ENDING, FIRST_STEP
+from mindresume.coordination.rank_heartbeat import COMPILING, ENDING
 from mindresume.errors import SaveError
-from mindresume.events import NetworkCompiled
 from mindresume.formats.rank_folder_naming import stem
 from mindresume.mindformers import adapter, heartbeat, run_start, training_context, upstream, upstream_check
 from mindresume.mindformers.monitor_arguments import checked_arguments
@@ -98,19 +96,11 @@ class CheckpointMonitor(BuiltIn):
     def on_train_step_begin(self, run_context: Any) -> None:
         if not self._ours:
             return super().on_train_step_begin(run_context)
-        resources, cb_params = training_context.current().resources, run_context.original_args()
-        attempt = resources.pending_load.attempt
-        if resources.loaded is not None or attempt is not None and not attempt.begun:
-            network, callbacks = cb_params.train_network, cb_params.list_callback or ()
-            adapter.call_when_compiled(network, lambda: self._begin_first_step(network, callbacks))
         return super(BuiltIn, self).on_train_step_begin(run_context)        # skips the built-in, which polls its own writer here
 
-    def _begin_first_step(self, network: Any, callbacks: Iterable[object]) -> None:
-        """The first step after a load is compiled, and begins. All callbacks have been called."""
-        self._context.resources.check_loaded(((it.name, it) for it in network.get_parameters()), callbacks)
-        heartbeat.enter(FIRST_STEP)
+    def begin_load_attempt(self) -> None:
+        """Records that the first step after the load begins, see ``CheckpointManager.begin_load_attempt``."""
         self._checkpoints.begin_load_attempt()
-        self._context.emit(NetworkCompiled())
 
     def on_train_end(self, run_context: Any) -> None:
         if not self._ours:

@@ -8,6 +8,7 @@
       _resume_hf_iterable_dataset     ─▶ streaming data continues at its own position
       check_runner_config             ─▶ records the dataset and sink size; ends a training that is already complete
       transform_and_load_checkpoint   ─▶ load_chosen: loads what this rank verified, and verifies it again while it is read
+      Model.train                     ─▶ FirstStep: the parameters are compared with what was loaded
 
 With ``auto_trans_ckpt`` and for consolidated weights, the wrapper of transform_and_load_checkpoint calls
 ``mindresume.mindformers.auto_transform``. Checkpoint 2.0 (``use_legacy_format: False``) has wrappers of its own, which call
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import Any
 
@@ -304,6 +305,21 @@ def _wrap_model(original: Any) -> Any:
     return make
 
 
+def _wrap_model_train(original: Any) -> Any:
+    from mindresume.mindformers.first_step import FirstStep  # here: its base class is MindSpore's
+    bind = argument_binder(original)
+
+    @functools.wraps(original)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        given = bind(args, kwargs)
+        if training_context.current().task == training_context.TRAIN:
+            asked = given["callbacks"]
+            others = asked if isinstance(asked, Iterable) else [] if asked is None else [asked]
+            given["callbacks"] = [*others, FirstStep()]             # behind all others: what they change is seen
+        return original(**given)
+    return train
+
+
 def _wrap_compile_model(original: Any) -> Any:
     bind = argument_binder(original)
 
@@ -371,6 +387,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {           # {name of a symbol: its
     "BaseTrainer._train_dataset_postprocess": _wrap_train_dataset_postprocess,
     "CommonInfo.load_common": _wrap_load_common,
     "Model": _wrap_model,
+    "Model.train": _wrap_model_train,
     "compile_model": _wrap_compile_model,
     "load_checkpoint": _wrap_load_checkpoint,
     "load_hf_checkpoint": _wrap_load_checkpoint,

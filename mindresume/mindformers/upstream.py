@@ -237,6 +237,8 @@ PYNATIVE: tuple[Symbol, ...] = (
     *_rows(PYNATIVE_TRAINER, Kind.REPLACED, SELECTION,
            "Trainer._load_checkpoint(self, checkpoint_path, model, optimizer=None, global_step=None)", since="1.9.0"),
     *_rows(PYNATIVE_TRAINER, Kind.REPLACED, PROGRESS, "Trainer._create_dataset_iterator(self, dataset)", since="1.9.0"),
+    *_rows("mindformers.pynative.callback.callback", Kind.REPLACED, ITERATION_LOAD,
+           "CallbackHandler.on_step_begin(self, args, state, **kwargs)", since="1.9.0"),
     *_rows(PYNATIVE_TRAINER, Kind.WRAPPED, SAVE, "CheckpointCallback", since="1.9.0"),
     *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK})", since="1.9.0", until="1.9.0"),
     *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK}, {_MORE})", since="2.0.0", until="2.0.0"),
@@ -276,6 +278,9 @@ MINDSPORE: tuple[Symbol, ...] = (
            "nn.Cell.set_train(self, mode=True)"),
     *_rows("mindspore", Kind.READ, LOAD, "Parameter.sliced", "Parameter.param_info", "nn.Cell.parameter_layout_dict"),
     *_rows("mindspore", Kind.INTERNAL, LOAD, "Model._train_network"),
+    *_rows("mindspore", Kind.REPLACED, LOAD, "Model.train(self, epoch, train_dataset, callbacks=None, dataset_sink_mode=False, "
+           "sink_size=-1, initial_epoch=0)"),
+    *_rows("mindspore.train", Kind.CALLED, LOAD, "Callback"),
     *_rows("mindspore.common.np_dtype", Kind.READ, LOAD, "bfloat16"),
     *_rows("mindspore.parallel.strategy", Kind.CALLED, ITERATION_LOAD, "get_current_strategy_metadata(network)"),
     # ---- the save

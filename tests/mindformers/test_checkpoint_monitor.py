@@ -137,20 +137,19 @@ class FakeLoadAttempt:
 
 
 @pytest.mark.parametrize("signalled", [False, True])
-def test_a_load_attempt_lasts_from_the_compilation_to_the_end_of_the_first_step(tmp_path, monkeypatch, signalled):
-    load_attempt, compiled = FakeLoadAttempt(), []
+def test_a_load_attempt_lasts_from_the_compilation_to_the_end_of_the_first_step(tmp_path, signalled):
+    load_attempt = FakeLoadAttempt()
     training_context.current().resources.pending_load.attempt = load_attempt
-    monkeypatch.setattr(module.adapter, "call_when_compiled", lambda network, work: compiled.append((network, work)))
     job = Job(build(tmp_path))
     job.monitor.on_train_step_begin(job.context)
-    assert load_attempt.calls == [] and compiled[0][0] is job.train
+    assert load_attempt.calls == []
     job.monitor._checkpoints.preemption.signalled = signalled                  # while it was compiled
-    compiled[0][1]()
+    job.monitor.begin_load_attempt()
     assert load_attempt.calls == ([] if signalled else ["begins, run 0001, 1 host"])
     job.monitor._checkpoints.preemption.signalled = False
     job.steps(2)
     job.monitor.on_train_step_begin(job.context)
-    assert load_attempt.calls[-1:] == ["passed"] and load_attempt.calls.count("passed") == 1 and len(compiled) == 1
+    assert load_attempt.calls[-1:] == ["passed"] and load_attempt.calls.count("passed") == 1
     job.end()
 
 

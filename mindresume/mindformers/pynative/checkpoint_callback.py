@@ -65,14 +65,6 @@ class RunSaver:
         self.manager.begin_load_attempt()
         heartbeat.enter(FIRST_STEP)
 
-    def step_begin(self, objects: dict[str, Any]) -> None:
-        """Compares the parameters with what was loaded, before the first step."""
-        resources = self._run.context.resources
-        if resources.loaded is not None:
-            live_ones = self._parameters(objects["model"], objects.get("optimizer"))
-            resources.check_loaded(((name, parameters.local(parameter)) for name, parameter in live_ones.items()),
-                                   self._run.trainer.callback_handler.callbacks)
-
     def step_end(self, state: Any, objects: dict[str, Any]) -> None:
         """Saves the step if it is due. Ends the training after this step if a rank was asked to stop."""
         request, progress = _StepRequest(self, state, objects), self._run.context.progress
@@ -174,11 +166,6 @@ def make_callback_class(built_in: type) -> type:
             else:
                 check_callbacks(context.run.trainer, built_in)
                 self._mindresume.begin(context.run, kwargs.get("model"), kwargs.get("optimizer"))
-
-        def on_step_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
-            super().on_step_begin(args, state, **kwargs)
-            if self._mindresume is not None:
-                self._mindresume.step_begin(kwargs)
 
         def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
             if self._mindresume is None:

@@ -224,6 +224,17 @@ def load_tensors(run: TrainingRun, plan: ResumePlan) -> None:
     context.emit(WeightsLoaded(context.group.rank, count, size, traffic.read, source.what, time.monotonic() - started))
 
 
+def check_loaded(run: TrainingRun) -> None:
+    """Compares the parameters with what was loaded, before the first step. Raises AlteredWeightsError as
+    ``Resources.check_loaded``."""
+    resources, trainer = run.context.resources, run.trainer
+    if resources.loaded is not None:
+        model = parameters.model_parameters(trainer.model)
+        held = {**model, **parameters.optimizer_parameters(trainer.optimizer, model)}
+        resources.check_loaded(((name, parameters.local(parameter)) for name, parameter in held.items()),
+                               trainer.callback_handler.callbacks)
+
+
 def _regions(run: TrainingRun, weights: CheckpointView, shapes: Mapping[str, Any], layouts: parameters.Layouts,
              of_model: Collection[str]) -> dict[str, Region]:
     """Returns the region of each tensor that this rank reads. Raises LoadError if the checkpoint lacks the optimizer state or a

@@ -69,9 +69,20 @@ def _wrap_create_dataset_iterator(original: Any) -> Any:
     return create
 
 
+def _wrap_step_begin(original: Any) -> Any:
+    @functools.wraps(original)
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        result, run = original(*args, **kwargs), training_context.current().run
+        if run is not None:
+            checkpoint_load.check_loaded(run)
+        return result
+    return begin
+
+
 WRAPPERS = {
     "Trainer.train": _wrap_train,
     "Trainer._load_checkpoint": _wrap_load_checkpoint,
     "Trainer._create_dataset_iterator": _wrap_create_dataset_iterator,
+    "CallbackHandler.on_step_begin": _wrap_step_begin,
     "CheckpointCallback": make_callback_class,
 }

@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("mindformers.tools")
 
+import mindspore as ms  # noqa: E402
 from pynative_trainers import BATCH, SAMPLES, BuiltIn, DataSet, Model, Optimizer, Trainer  # noqa: E402
 
-from mindresume.errors import ConfigError  # noqa: E402
+from mindresume.errors import AlteredWeightsError, ConfigError  # noqa: E402
 from mindresume.formats.iteration_naming import TRACKER  # noqa: E402
 from mindresume.mindformers import arrangement, training_context  # noqa: E402
 from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
@@ -98,6 +99,29 @@ def test_the_same_trainer_trains_twice(tmp_path):
     assert sorted(trainer.losses) == list(range(1, 13)) and trainer.train_dataset.began == [0, 0, 2]
     assert folders(tmp_path / "run") == [4, 8, 12]
     assert training_context.current().run is None and not hasattr(trainer, "_mindresume_run")
+
+
+class Loader:
+    """A callback of the user that loads weights of its own."""
+
+    def __init__(self, event):
+        for name in ("on_train_begin", "on_step_begin", "on_step_end", "on_train_end"):
+            setattr(self, name, self._load if name == event else lambda *_, **__: None)
+
+    def _load(self, args, state, model, **_):
+        model.parameters_dict()["weight"].set_data(ms.Tensor(np.full(3, 7, np.float32)))
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin"])
+def test_a_callback_that_loads_weights_of_its_own_ends_the_training_before_a_step(tmp_path, event, saves):
+    """Whether the training saves, and also behind our callback."""
+    interrupted(tmp_path / "run", 6)
+    with pytest.raises(AlteredWeightsError, match="1 of 3 tensors are not what was loaded: weight.*Loader"):
+        run(20, tmp_path / "run", resume=True, callbacks=[Loader(event)], enable_save=saves)
+    assert events(tmp_path, "training_ended")[-1]["outcome"] == "failed" and folders(tmp_path / "run") == [4]
+    resumed = run(20, tmp_path / "run", resume=True, callbacks=[Loader("none")], enable_save=saves)
+    assert min(resumed.losses) == 5
 
 
 def test_after_an_error_nothing_is_left_open(tmp_path):
