@@ -1,13 +1,27 @@
-"""Weights alone in Checkpoint 1.0, one process, the real Trainer: what four ranks saved, damage, and what is missing."""
+"""Weights, one process, the real Trainer. Alone in Checkpoint 1.0: what four ranks saved, damage, and what is missing; and a
+callback of MindSpore that replaces what was loaded, also in a resume."""
 from __future__ import annotations
 
 import shutil
 
 import pytest
+import yaml
 
 from st.checkpoint_files import flip_bit
-from st.run_attempts import FIXTURES, assert_event, failure, in_parallel, notices, steps_of, train, train_well
-from st.training_run import Run
+from st.run_attempts import (
+    FIXTURES,
+    assert_event,
+    assert_not_trained,
+    assert_resumed,
+    failure,
+    in_parallel,
+    notices,
+    run_beside,
+    steps_of,
+    train,
+    train_well,
+)
+from st.training_run import ONE_LAYER, ROOT, Run
 
 FOUR = FIXTURES / "mf190_10_safetensors_dp2tp2"                     # written by mindformers without us
 ALONE = "--use_parallel False --batch_size 8 --resume_training False --runner_config.epochs 1 --callbacks []"
@@ -51,3 +65,36 @@ def test_damaged_and_missing_tensors_are_named_in_the_error(run, tmp_path):
     assert "allow_missing: [" in failure(runs[1]) and '"decoder.layers.*.' in failure(runs[1])
     assert runs[2].process.returncode == 0 and steps_of(runs[2])[0] == 1
     assert notices(runs[2], "decoder.layers.2.", level="warning")
+
+
+# ---- BackupAndRestore loads its own file at the begin of a training --------------------------------------------------
+
+def with_backup(run: Run, changes: dict) -> Run:
+    """Adds MindSpore's BackupAndRestore, which saves at the end of each epoch, to the callbacks of ``run``."""
+    backup = {"type": "BackupAndRestore", "backup_dir": str(run.folder / "backup"), "delete_checkpoint": False}
+    return run.configure({key: [*value, backup] if key == "callbacks" else value for key, value in changes.items()})
+
+
+def assert_altered(run: Run) -> None:
+    assert_not_trained(run, 65)
+    assert failure(run).startswith("AlteredWeightsError") and "BackupAndRestore" in failure(run)
+
+
+def test_a_fine_tuning_without_saves_does_not_train_other_weights_than_those_it_names(run, tmp_path):
+    ours = with_backup(run.like(tmp_path / "run"), {"callbacks": []})
+    command = f"{ALONE.replace('--callbacks []', '')} --load_checkpoint {tmp_path / 'merged'}"
+    assert run.mindresume("merge", str(FOUR / "output" / "checkpoint"), str(tmp_path / "merged")).returncode == 0
+    train_well(ours, command)
+    assert (ours.folder / "backup" / "backup.ckpt").is_file()
+    assert_altered(train(ours, command))
+
+
+def test_a_resume_does_not_continue_with_the_weights_of_another_step(whole_single, tmp_path):
+    """The newest save is of step 35, the backup of step 30."""
+    ours = run_beside(whole_single, tmp_path / "run", copied=False)
+    config = yaml.safe_load((ROOT / "configs" / ours.config).read_text(encoding="utf-8"))
+    with_backup(ours, {"callbacks": config["callbacks"]})
+    assert train(ours, ONE_LAYER, CPU_CLUSTER_KILL="all@38").process.returncode not in (0, None)
+    assert_altered(train(ours, ONE_LAYER))
+    shutil.rmtree(ours.folder / "backup")
+    assert_resumed(train_well(ours, ONE_LAYER), whole_single, 35)

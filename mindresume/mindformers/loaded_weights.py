@@ -1,6 +1,10 @@
 """Compares the parameters at the first step with what was loaded. Callbacks and loaders of others run after the load, and some
 load weights of their own: ``OnRequestExit`` and ``BackupAndRestore`` of MindSpore do so in ``on_train_begin``.
 
+MindSpore copies a parameter from its device as a whole. To cut blocks out of it on the device would be a kernel, which copies the
+whole parameter to the device first, beside the memory that the graph takes for it. So the largest tensors of a rank that holds
+more than ``BUDGET`` are not compared; whoever replaces only those stays unnoticed.
+
     loaded = LoadedWeights.of(arrays)           # before the parameters receive the arrays
     loaded.difference(parameters, callbacks)    # when the first step is about to compute: "" or what is wrong
 """
