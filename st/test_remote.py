@@ -11,8 +11,11 @@ import time
 
 import pytest
 
+from mindresume.formats.iteration_naming import TRACKER
 from mindresume.mindformers.modelarts import VARIABLES
+from mindresume.model.manifest import FOLDER
 from mindresume.storage.object_store import FsspecStore
+from st.checkpoint_files import tracker
 from st.run_attempts import LIMIT, assert_event, assert_resumed, contains, log_has, notices, run_beside, selected_step, steps_of
 from st.training_run import FORMAT_2, ROOT, Run, differences
 from tests.fakes import s3
@@ -108,6 +111,27 @@ def test_a_job_killed_during_its_download_resumes(whole_single, tmp_path):
     assert run.wait(LIMIT) in (-signal.SIGKILL, 128 + signal.SIGKILL, 1)
     assert steps_of(run) == []
     resumed(whole_single, run, ALWAYS, there, Moxing)
+
+
+@pytest.mark.parametrize("layout", [pytest.param("", id="1.0"), pytest.param(FORMAT_2, id="2.0")])
+def test_a_job_killed_during_its_last_upload_uploads_the_step_at_the_next_start(whole_single, tmp_path, layout):
+    """That start has nothing to train. The killed job had published the step, in 2.0 not: a death before the rename."""
+    run = run_beside(whole_single, tmp_path / "run", copied=False)
+    command = f"{ALWAYS} {layout} --runner_config.epochs 1 --callbacks.1.save_checkpoint_steps 10"
+    run.start(command, **Moxing.environment(run, FAKE_MOXING_KILL="copy 1"))
+    assert run.wait(LIMIT) in (-signal.SIGKILL, 128 + signal.SIGKILL, 1) and Moxing.committed(run) == []
+    if layout:
+        folder = run.checkpoints / "iteration_00000010"
+        (attempt,) = (folder / FOLDER).glob("step-*")
+        folder.rename(run.checkpoints / FOLDER / attempt.name)
+        (run.checkpoints / TRACKER).unlink()
+    run.start(command, **Moxing.environment(run)).wait_for_success(LIMIT)
+    assert steps_of(run) == [] and Moxing.committed(run) == [10]
+    assert_event(run, "training_ended", outcome="nothing_to_train")
+    assert not layout or (run.checkpoints / "iteration_00000010").is_dir() and tracker(run.checkpoints) == 10
+    shutil.rmtree(run.folder / "output")
+    run.start(command, **Moxing.environment(run)).wait_for_success(LIMIT)
+    assert_event(run, "checkpoint_fetched", step=10)
 
 
 def test_an_object_store_that_fails_does_not_stop_the_training(whole_single, tmp_path):

@@ -126,13 +126,15 @@ Handler.on_step_begin = WRAPPERS["CallbackHandler.on_step_begin"](Handler.on_ste
 
 
 class Plain:
-    """Trains ``training.steps`` steps. ``callbacks``: more of them; ``fails_at``: a step that raises."""
+    """Trains ``training.steps`` steps. ``callbacks``: more of them; ``fails_at``: a step that raises; ``sections``: more of
+    the configuration."""
 
-    def __init__(self, steps, callbacks=(), dataset=None, batch=BATCH, micro_batches=1, fails_at=None, model=None, **checkpoint):
+    def __init__(self, steps, callbacks=(), dataset=None, batch=BATCH, micro_batches=1, fails_at=None, model=None,
+                 sections=(), **checkpoint):
         self.checkpoint = {"enable_save": True, "save_path": "", "save_max": 9, "save_interleaved_steps": 4,
                            "no_save_optim": False, "async_save": False, "prefix": "net", "remove_redundancy": False,
                            "load_path": "", "no_load_optim": False, **checkpoint}
-        self.sections = {"training": {"steps": steps, "seed": 1}, "checkpoint": self.checkpoint}
+        self.sections = {"training": {"steps": steps, "seed": 1}, "checkpoint": self.checkpoint, **dict(sections)}
         self.config = SimpleNamespace(to_dict=lambda: copy.deepcopy(self.sections))
         self.global_batch_size, self.micro_batches, self.fails_at = batch, micro_batches, fails_at
         self.model = model or Model()

@@ -13,7 +13,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from mindresume.coordination.collectives import Group, SingleProcess, gather_res
 from mindresume.coordination.lease import Lease
 from mindresume.coordination.rank_heartbeat import ENDING, INFERENCE
 from mindresume.coordination.storage_topology import SharedGroups, single_group
-from mindresume.errors import AlteredWeightsError, ConfigError, TrainingCompleteError
+from mindresume.errors import AlteredWeightsError, ConfigError, RemoteError, TrainingCompleteError
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, Notice, TrainingEnded, TrainingStarted
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import EventFile
@@ -44,9 +44,9 @@ from mindresume.resume.memory_flush import write_selected
 from mindresume.resume.progress import ResumeProgress
 from mindresume.resume.resume_summary import SummaryRow
 from mindresume.resume.verified_shard import VerifiedShard
+from mindresume.saving.completed_step import publish_completed, upload_completed
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.saving.save_session import publish_completed
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
@@ -316,11 +316,13 @@ def training(config: Any) -> Iterator[TrainingContext]:
             context.settings = Settings.load(config.get("mindresume"))
             context.resources.remote = modelarts.remote_of(config, emit)
             context.requests = preemption.requests(config)
-            yield context
-            ended = _ended(context.progress)
-        except TrainingCompleteError as error:
-            _keep_last_step(context)
-            ended = TrainingEnded(NOTHING_TO_TRAIN, str(error))
+            try:
+                yield context
+                ended = _ended(context.progress)
+            except TrainingCompleteError as error:
+                heartbeat.enter(ENDING)
+                _keep_last_step(context, modelarts.checkpoint_roots(config))
+                ended = TrainingEnded(NOTHING_TO_TRAIN, str(error))
         except BaseException as error:
             heartbeat.enter(ENDING)
             context.resources.pending_load.end(error)
@@ -328,20 +330,31 @@ def training(config: Any) -> Iterator[TrainingContext]:
             raise
 
 
-def _keep_last_step(context: TrainingContext) -> None:
-    """Writes the last step to disk, on all ranks together, if it lies in memory, and publishes it, if an earlier run died before
-    that: nothing is trained, so nothing saves it."""
+def _keep_last_step(context: TrainingContext, own_roots: Container[str]) -> None:
+    """Writes the last step to disk, on all ranks together, if it lies in memory; publishes and uploads it, if an earlier run died
+    before that: nothing is trained, so nothing saves it. ``own_roots``: the checkpoint directories of this training.
+
+    Raises:
+        CollectiveError: it cannot be written to disk.
+        RemoteError: it cannot be uploaded, and ``on_save_error`` is ``raise``.
+    """
     choice, resources = context.plan.selected, context.resources
     if choice is None or choice.chosen is None:
         return
-    if not choice.in_memory:
+    storage, samples = uncached(resources.storage), context.run is not None and context.run.samples_in_common
+    if choice.in_memory:
+        context.emit(Notice(f"step {choice.chosen.step} is written to disk from memory: the training is complete with it"))
+        shared = resources.topology.get(os.path.realpath(choice.root), single_group(context.group.size))
+        write_selected(storage, choice, context.group, shared, samples)
+    else:
         resources.release()                             # its read lock: nobody loads it
-        publish_completed(uncached(resources.storage), choice, context.group, resources.topology, context.settings.heartbeat,
-                          context.emit)
-        return
-    context.emit(Notice(f"step {choice.chosen.step} is written to disk from memory: the training is complete with it"))
-    shared = resources.topology.get(os.path.realpath(choice.root), single_group(context.group.size))
-    write_selected(uncached(resources.storage), choice, context.group, shared)
+        publish_completed(storage, choice, context.group, resources.topology, context.settings.heartbeat, context.emit, samples)
+    if resources.remote is not None and os.path.realpath(choice.checkpoint_dir) in own_roots:
+        try:
+            upload_completed(storage, choice, context.group, resources.remote, context.emit)
+        except RemoteError:
+            if context.settings.on_save_error == "raise":
+                raise
 
 
 def _ended(progress: RunProgress, error: BaseException | None = None) -> TrainingEnded:

@@ -25,12 +25,14 @@ from mindresume.tensor_files.header import CHUNK
 OnBytes = Callable[[int], None]
 
 
-def write_selected(storage: Storage, choice: Choice, group: Group, shared: SharedGroups) -> None:
+def write_selected(storage: Storage, choice: Choice, group: Group, shared: SharedGroups,
+                   samples_in_common: bool = False) -> None:
     """Writes the selected save in memory to disk, on all ranks together: for a training that is complete with it, so that nothing
     saves it later.
 
     Args:
         shared: the ranks that share a tier.
+        samples_in_common: see ``SaveTarget``.
     Raises:
         CollectiveError: on all ranks, if one node fails.
     """
@@ -40,7 +42,7 @@ def write_selected(storage: Storage, choice: Choice, group: Group, shared: Share
         if shared.is_leader(group.rank):
             write_to_disk(storage, root, choice.root, chosen)
     run_on_all(group, write, Watchdog("writing the last step to disk"))
-    run_on_rank0(group, lambda: commit_written(storage, root, chosen), Watchdog("committing the last step"))
+    run_on_rank0(group, lambda: commit_written(storage, root, chosen, samples_in_common), Watchdog("committing the last step"))
 
 
 def write_to_disk(storage: Storage, root: str, tier: str, candidate: Candidate, progress: OnBytes = lambda count: None) -> None:
@@ -69,11 +71,12 @@ def write_to_disk(storage: Storage, root: str, tier: str, candidate: Candidate, 
                 target.run)
 
 
-def commit_written(storage: Storage, root: str, candidate: Candidate) -> bool:
-    """Commits what ``write_to_disk`` wrote, as the next run would. Returns whether it is a checkpoint now; not while parts of
-    other nodes are missing."""
-    target = _target(storage, root, candidate)
-    return is_committed(target, candidate.step) or candidate.step in Committer(target).recover()
+def commit_written(storage: Storage, root: str, candidate: Candidate, samples_in_common: bool = False) -> bool:
+    """Commits and publishes what ``write_to_disk`` wrote, as the next run would. Returns whether it is a checkpoint now; not
+    while parts of other nodes are missing."""
+    target = replace(_target(storage, root, candidate), samples_in_common=samples_in_common)
+    Committer(target).recover()                         # also of a step that is committed already: it may not be published
+    return is_committed(target, candidate.step)
 
 
 def _target(storage: Storage, root: str, candidate: Candidate) -> SaveTarget:

@@ -21,6 +21,7 @@ from itertools import takewhile
 from mindresume.coordination.lease import fence
 from mindresume.errors import RecordError
 from mindresume.events import CheckpointsRemoved, CommitDelayed, Emit, Event, SaveAbandoned, SaveCommitted, ignore, warning
+from mindresume.formats import Candidate
 from mindresume.formats.rank_folder_naming import META, folder_name, meta_json, parse_name
 from mindresume.formats.rank_folders import ranks_of
 from mindresume.formats.records import find_attempts, scan_records
@@ -32,7 +33,18 @@ from mindresume.saving.garbage_collector import Plan, carry_out, plan
 from mindresume.saving.retention import KEEP_ALL, Policy
 from mindresume.saving.shard_writer import SaveTarget, is_committed
 from mindresume.storage.atomic_publish import publish, publish_json
-from mindresume.storage.operations import parallel
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel, read_json
+
+
+def is_in_meta(storage: Storage, root: str, candidate: Candidate) -> bool:
+    """Returns whether ``meta.json`` names ``candidate``, which lies in rank folders."""
+    path = candidate.first.path if candidate.first else ""
+    parsed = parse_name(os.path.basename(path))
+    try:
+        return parsed is None or read_json(storage, os.path.join(root, os.path.dirname(path), META)) == meta_json(parsed)
+    except (OSError, ValueError):
+        return False
 
 
 class Committer:
@@ -149,7 +161,7 @@ class Committer:
         """Updates the pointers and prunes. An error does not undo the commit, and the next commit tries again. A checkpoint that
         old pointers name stays for one more save, not longer."""
         try:
-            self._update_pointers(self.target, manifest)
+            self._update_pointers(self.target, step, manifest.files[0][0].path)
             pointed, self._pointers_are_old = True, False
         except OSError as error:
             self.emit(warning(f"step {step} is committed, but its pointers are not updated: {error}"))
@@ -189,19 +201,19 @@ class Committer:
                        metadata_files=iteration_publisher.write_metadata_files(target, manifest.state,
                            [record for record, _ in records]))
 
-    def _update_pointers(self, target: SaveTarget, manifest: Manifest) -> None:
+    def _update_pointers(self, target: SaveTarget, step: int, first_path: str) -> None:
         """Updates the pointers, so that mindformers without mindresume finds the same checkpoint. Iteration folders that an error
-        left without their final names get them first.
+        left without their final names get them first. ``first_path``: the first file of the first rank.
 
         One ``meta.json``, in the folder of the first rank, is enough: mindformers takes the oldest step that any of them names
         and ignores folders without one. Older ones in other folders are removed once a run, after the first commit, while the
         step that they name is still there.
         """
         if target.iterations:
-            self._publish_iterations(manifest.step)
+            self._publish_iterations(step)
             return
         storage, root, first = self.target.storage, self.target.root, target.ranks[0]
-        parsed = parse_name(os.path.basename(manifest.files[0][0].path))
+        parsed = parse_name(os.path.basename(first_path))
         if parsed is None:
             return
         publish_json(storage, os.path.join(root, folder_name(first), META), meta_json(parsed), self.target.run)
@@ -261,13 +273,25 @@ class Committer:
             if making:
                 iteration_publisher.publish_iteration(target, step, newest=candidate.name in ahead, emit=self.emit)
             elif candidate.name == newest:
-                self._update_pointers(target, manifest)
+                self._update_pointers(target, step, manifest.files[0][0].path)
             self.emit(SaveCommitted(step, len(candidate.files), sum(file.size or 0 for file in candidate.all_files),
                                     candidate.run if candidate.run != self.target.run else None))
             recovered.append(step)
+        if usable and usable[0].committed and not usable[0].iteration_dir:
+            self._finish_meta(usable[0])
         if any(candidate.iteration_dir for candidate in found):
             iteration_publisher.finish_tracker(storage, root, scan_records(storage, root)[0], self.target.run)
         return recovered[::-1]
+
+    def _finish_meta(self, newest: Candidate) -> None:
+        """Lets ``meta.json`` name ``newest``, the newest checkpoint with records, if its job died between the commit and this
+        pointer. If mindformers alone has saved a newer one since, that pointer is right."""
+        storage, root = self.target.storage, self.target.root
+        if newest.first is None or is_in_meta(storage, root, newest):
+            return
+        if next((c.name for c in scan(storage, root).candidates if c.problem is None), "") == newest.name:
+            target = replace(self.target, world_size=newest.world_size, local_ranks=newest.local_ranks)
+            self._update_pointers(target, newest.step or 0, newest.first.path)
 
     # ---- removal ---------------------------------------------------------------------------------------------------
 

@@ -134,6 +134,10 @@ class RemoteCheckpoints:
             raise RecordError(f"the manifest is of run {manifest.run}, step {manifest.step}")
         return manifest, data
 
+    def has(self, attempt: str) -> bool:
+        """Returns whether an attempt is committed in the store."""
+        return self.store.size(self._url(attempt, record_path(attempt, MANIFEST))) is not None
+
     def record(self, attempt: str, rank: int) -> bytes:
         """Returns the bytes of the record of one rank."""
         return self.store.read(self._url(attempt, record_path(attempt, record_name(rank))))

@@ -13,25 +13,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_all, run_on_rank0
+from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
 from mindresume.coordination.common_checkpoint import clear
 from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.peer_state import PeerState
 from mindresume.coordination.storage_topology import SharedGroups, check_not_shared, find_shared_groups, next_common_run
-from mindresume.errors import ConfigError, MindResumeError
+from mindresume.errors import ConfigError
 from mindresume.events import Emit, Notice, warning
-from mindresume.formats import OURS, Candidate
-from mindresume.formats.iteration_scan import tracked
+from mindresume.formats import Candidate
 from mindresume.formats.rank_folder_naming import folder_name, free_suffix, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.formatting import listed
-from mindresume.model.manifest import FOLDER
 from mindresume.saving.lineage import continued, others
 from mindresume.saving.preflight import check_directory
-from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.saving.sync_saver import save_job_for
 from mindresume.storage.interface import Storage
 
 _LEASES: dict[str, Lease] = {}          # {directory: lease} of this process, which runs one training at a time
@@ -196,26 +192,3 @@ def _unused_suffix(storage: Storage, root: str, prefix: str) -> int:
     not used again."""
     names = [parse_name(os.path.basename(path)) for path in scan_records(storage, root)[1]]
     return max((name.suffix + 1 for name in names if name and name.prefix == prefix), default=0)
-
-
-def publish_completed(storage: Storage, origin: Resumed, group: Group, shared_groups: dict[str, SharedGroups], heartbeat: float,
-                      emit: Emit) -> None:
-    """Commits and publishes ``origin``, which an earlier run completed, if that run died before it had, on all ranks together. A
-    training that goes on does so when it begins to save. This is for one that is complete: mindformers alone, evaluations and
-    exports would never see its last step. If it fails, a warning says so, and the step is whole all the same."""
-    root, chosen = origin.root, origin.chosen
-
-    def is_published() -> bool:
-        hidden = chosen.iteration_dir.startswith(FOLDER) or chosen.iteration_dir and tracked(storage, root) != chosen.step
-        return chosen.origin != OURS or chosen.committed and not hidden
-    if run_on_rank0(group, is_published):
-        return
-    try:
-        session = open_save_session(storage, root, "", group, emit, heartbeat, bool(chosen.iteration_dir), shared_groups, origin)
-    except MindResumeError as error:
-        emit(warning(f"step {chosen.step} of {root} is complete, and not published now: {error}"))
-        return
-    try:
-        run_on_all(group, save_job_for(session.target, KEEP_ALL if session.is_leader else None, emit).begin)
-    finally:
-        session.release()

@@ -1,6 +1,7 @@
 """A save in memory is copied to disk on all ranks together."""
 import shutil
 
+import iteration_folders
 import pytest
 from coordination.test_storage_topology import save_part
 from rank_folders import STORAGE, Ranks, flip_bit, path_of, save
@@ -30,6 +31,19 @@ def test_all_ranks_write_the_selected_save(root, tier, iterations):
     Training(tier, 2, world=2, iterations=iterations).steps(5).stop()
     Ranks(2).run(lambda group: write_selected(STORAGE, selected(root, tier), group, single_group(2)))
     assert chosen(root) == (4, True)
+
+
+def test_a_step_that_is_committed_but_not_published_is_published(root, tier):
+    """The job died before the rename, and memory has the step, too: mindformers alone would take the step before."""
+    Training(tier, 2, world=2, iterations=True).steps(5).stop()
+    choice = selected(root, tier)
+    for _ in range(2):
+        Ranks(2).run(lambda group: write_selected(STORAGE, choice, group, single_group(2)))
+        assert iteration_folders.tracker(root) == "4"
+        iteration_folders.unname(root, 4, choice.chosen.run)
+        iteration_folders.intend(root, 4)
+    Ranks(2).run(lambda group: write_selected(STORAGE, choice, group, single_group(2)))
+    assert iteration_folders.folder_of(root, 4).is_dir()
 
 
 def test_several_nodes_write_their_parts(root, tmp_path):

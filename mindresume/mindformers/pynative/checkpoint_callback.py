@@ -52,7 +52,7 @@ class RunSaver:
                            settings.keep_best_mode)
         options = SaveOptions(os.path.realpath(asked["save_path"]), asked["prefix"], asked["save_interleaved_steps"],
                               async_save=asked["async_save"], iterations=True, shown=asked["save_path"],
-                              samples_in_common=hasattr(run.trainer.state, "consumed_samples"))
+                              samples_in_common=run.samples_in_common)
         self._run = run
         self.manager = CheckpointManager(PosixStorage(), context.group, settings, options, policy, context.emit,
                                          context.resources.pending_load, self._since, heartbeat.writing)

@@ -77,6 +77,11 @@ class TrainingRun:
         return origin.consumed + samples, origin.position.after(samples // self.item_samples, self.items, self.item_samples)
 
     @property
+    def samples_in_common(self) -> bool:
+        """Returns whether mindformers knows the key ``consumed_samples`` of ``common.json`` (since 2.1.0)."""
+        return hasattr(self.trainer.state, "consumed_samples")
+
+    @property
     def is_balanced(self) -> bool:
         """Returns whether mindformers distributes the samples among the ranks by their length (since 2.1.0). It then finds its
         position itself."""

@@ -1,6 +1,7 @@
 """Whole trainings through the wrappers, in this process: a resume ends with the bits of a training that nothing interrupts."""
 import json
 import os
+import shutil
 import signal
 import sys
 
@@ -9,13 +10,17 @@ import pytest
 
 pytest.importorskip("mindformers.tools")
 
+import iteration_folders  # noqa: E402
 import mindspore as ms  # noqa: E402
+from fakes import moxing  # noqa: E402
 from pynative_trainers import BATCH, SAMPLES, BuiltIn, DataSet, Model, Optimizer, Trainer  # noqa: E402
 
 from mindresume.errors import AlteredWeightsError, ConfigError  # noqa: E402
 from mindresume.formats.iteration_naming import TRACKER  # noqa: E402
-from mindresume.mindformers import arrangement, training_context  # noqa: E402
+from mindresume.mindformers import arrangement, modelarts, training_context  # noqa: E402
 from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
+from mindresume.model.manifest import FOLDER, MANIFEST  # noqa: E402
+from mindresume.storage.object_store import MoxingStore  # noqa: E402
 from st.checkpoint_files import tensors_in  # noqa: E402
 
 PASS = SAMPLES // BATCH
@@ -90,17 +95,6 @@ def test_a_complete_training_does_nothing(tmp_path):
     assert [event["outcome"] for event in events(tmp_path, "training_ended")] == ["finished", "nothing_to_train"]
 
 
-def test_the_same_trainer_trains_twice(tmp_path):
-    """The second training resumes what the first has saved, and nothing of the first is left."""
-    trainer = Trainer(8, save_path=str(tmp_path / "run"), load_path=str(tmp_path / "run"))
-    trainer.train()
-    trainer.sections["training"]["steps"] = 12
-    trainer.train()
-    assert sorted(trainer.losses) == list(range(1, 13)) and trainer.train_dataset.began == [0, 0, 2]
-    assert folders(tmp_path / "run") == [4, 8, 12]
-    assert training_context.current().run is None and not hasattr(trainer, "_mindresume_run")
-
-
 class Loader:
     """A callback of the user that loads weights of its own."""
 
@@ -110,6 +104,52 @@ class Loader:
 
     def _load(self, args, state, model, **_):
         model.parameters_dict()["weight"].set_data(ms.Tensor(np.full(3, 7, np.float32)))
+
+
+class Grows(Loader):
+    """Reads one sample more in each step, as a batch size that grows: so common.json has consumed_samples."""
+
+    def __init__(self, trainer):
+        super().__init__("on_step_begin")
+        self.trainer = trainer
+
+    def _load(self, *_, **__):
+        self.trainer._consumed_samples += 1
+
+
+@pytest.mark.parametrize("died", ["before the manifest", "before the rename"])
+def test_the_last_step_of_a_complete_training_is_published_and_uploaded(tmp_path, died, monkeypatch):
+    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
+    monkeypatch.setenv("MA_JOB_DIR", "/home/ma-user/modelarts")
+    monkeypatch.setattr(modelarts, "MoxingStore", lambda: MoxingStore(moxing.file, lambda seconds: None))
+    root, uploads = tmp_path / "run", {"remote_save_url": "obs://bucket/job"}
+    trainer = Trainer(8, save_path=str(root), micro_batches=2, sections=uploads)
+    trainer.callback_handler.callbacks.append(Grows(trainer))
+    trainer.train()
+    whole = (root / "iteration_00000008" / "common.json").read_bytes()
+    folder = iteration_folders.unname(root, 8, events(tmp_path, "run_opened")[0]["run_id"])
+    iteration_folders.track(root, 4)
+    iteration_folders.intend(root, 8)
+    if died == "before the manifest":
+        next(folder.glob(f"{FOLDER}/*/{MANIFEST}")).unlink()
+        (folder / "common.json").unlink()
+    shutil.rmtree(tmp_path / "objects")
+    again = run(8, root, resume=True, micro_batches=2, sections=uploads)
+    assert again.losses == {} and folders(root) == [4, 8] and iteration_folders.tracker(root) == "8"
+    assert (root / "iteration_00000008" / "common.json").read_bytes() == whole
+    assert b"consumed_samples" in whole and len(list((tmp_path / "objects").rglob(MANIFEST))) == 1
+    assert events(tmp_path, "training_ended")[-1]["outcome"] == "nothing_to_train"
+
+
+def test_the_same_trainer_trains_twice(tmp_path):
+    """The second training resumes what the first has saved, and nothing of the first is left."""
+    trainer = Trainer(8, save_path=str(tmp_path / "run"), load_path=str(tmp_path / "run"))
+    trainer.train()
+    trainer.sections["training"]["steps"] = 12
+    trainer.train()
+    assert sorted(trainer.losses) == list(range(1, 13)) and trainer.train_dataset.began == [0, 0, 2]
+    assert folders(tmp_path / "run") == [4, 8, 12]
+    assert training_context.current().run is None and not hasattr(trainer, "_mindresume_run")
 
 
 @pytest.mark.parametrize("saves", [True, False])

@@ -1,0 +1,97 @@
+"""Finishes what an earlier run did not do for the last step of a training before it died. Such a training is complete, so nothing
+saves, commits or uploads later.
+
+    publish_completed(storage, choice, group, ...)      # commit, final name, tracker or meta.json
+    upload_completed(storage, choice, group, remote, emit)
+"""
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from mindresume.coordination.collectives import Group, Watchdog, run_on_all, run_on_rank0
+from mindresume.coordination.storage_topology import SharedGroups
+from mindresume.errors import CollectiveError, MindResumeError, RemoteError
+from mindresume.events import Emit, Notice, UploadFailed, UploadFinished, warning
+from mindresume.formats import OURS
+from mindresume.formats.iteration_scan import tracked
+from mindresume.model.manifest import FOLDER, attempt_name
+from mindresume.saving.committer import is_in_meta
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints, committed_dir
+from mindresume.saving.retention import KEEP_ALL
+from mindresume.saving.save_session import Resumed, open_save_session
+from mindresume.saving.shard_writer import SaveTarget
+from mindresume.saving.sync_saver import save_job_for
+from mindresume.storage.interface import Storage
+
+
+def publish_completed(storage: Storage, origin: Resumed, group: Group, shared_groups: dict[str, SharedGroups], heartbeat: float,
+                      emit: Emit, samples_in_common: bool = False) -> None:
+    """Commits and publishes ``origin``, which an earlier run completed, if that run died before it had, on all ranks together. A
+    training that goes on does so when it begins to save. This is for one that is complete: mindformers alone, evaluations and
+    exports would never see its last step. If it fails, a warning says so, and the step is whole all the same.
+    ``samples_in_common``: see ``SaveTarget``."""
+    root, chosen = origin.root, origin.chosen
+
+    def is_published() -> bool:
+        if chosen.origin != OURS or not chosen.committed:
+            return chosen.origin != OURS
+        if not chosen.iteration_dir:
+            return is_in_meta(storage, root, chosen)
+        return not chosen.iteration_dir.startswith(FOLDER) and tracked(storage, root) == chosen.step
+    if run_on_rank0(group, is_published):
+        return
+    try:
+        session = open_save_session(storage, root, "", group, emit, heartbeat, bool(chosen.iteration_dir), shared_groups, origin)
+    except MindResumeError as error:
+        emit(warning(f"step {chosen.step} of {root} is complete, and not published now: {error}"))
+        return
+    try:
+        target = replace(session.target, samples_in_common=samples_in_common)
+        run_on_all(group, save_job_for(target, KEEP_ALL if session.is_leader else None, emit).begin)
+    finally:
+        session.release()
+
+
+def upload_completed(storage: Storage, origin: Resumed, group: Group, remote: RemoteCheckpoints, emit: Emit) -> None:
+    """Uploads ``origin``, which an earlier run completed, if the store does not have it, on all ranks together. Nothing is pruned
+    there.
+
+    Raises:
+        RemoteError: it is not in the store.
+    """
+    root, chosen, started = origin.checkpoint_dir, origin.chosen, time.monotonic()
+    if chosen.origin != OURS or chosen.missing_ranks:
+        return
+
+    def target(rank: int) -> SaveTarget:
+        return SaveTarget(storage, root, chosen.run, rank, chosen.world_size, bool(chosen.iteration_dir), chosen.local_ranks,
+                          chosen.lineage)
+
+    def is_due() -> bool:
+        if committed_dir(target(0), chosen.step) is None or remote.has(attempt_name(chosen.step, chosen.run)):
+            return False
+        remote.check_not_superseded(chosen.run)
+        return True
+
+    def put() -> int:
+        data_dir = committed_dir(target(0), chosen.step) or root
+        return sum(remote.put_shard(target(rank), chosen.step, data_dir)
+                   for rank in range(group.rank, chosen.world_size, group.size))
+
+    def commit() -> None:
+        data_dir = committed_dir(target(0), chosen.step) or root
+        if missing := remote.missing(target(0), chosen.step, data_dir):
+            raise RemoteError(f"{len(missing)} objects are missing in {remote.url}, the first is {missing[0]}")
+        remote.commit(target(0), chosen.step, data_dir)
+    try:
+        if not run_on_rank0(group, is_due, Watchdog("looking for the last step in the object store")):
+            return
+        emit(Notice(f"step {chosen.step} is uploaded to {remote.url}: the training is complete with it, and the store lacks it"))
+        sent = run_on_all(group, put, Watchdog("uploading the last step"))
+        run_on_rank0(group, commit, Watchdog("committing the last step in the object store"))
+    except CollectiveError as error:
+        text = f"step {chosen.step} is not uploaded: {error}"
+        emit(UploadFailed(chosen.step, text, 1))
+        raise RemoteError(text) from error
+    emit(UploadFinished(chosen.step, remote.url, sent, time.monotonic() - started, is_whole=group.rank == 0))
