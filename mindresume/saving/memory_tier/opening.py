@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from mindresume.coordination.collectives import Group, gather_results, run_on_all
 from mindresume.coordination.lease import next_run, record_run_number
 from mindresume.coordination.storage_topology import SharedGroups
+from mindresume.coordination.visibility import PATIENCE
 from mindresume.errors import CollectiveError
 from mindresume.events import Emit, Notice, TierRefused
 from mindresume.formats.records import find_attempts
@@ -16,6 +18,7 @@ from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FOLDER, run_sequence
 from mindresume.saving.crash_loop import key_of
 from mindresume.saving.memory_tier.directory import (
+    MARK,
     OWNER,
     TierMark,
     find_tier,
@@ -23,6 +26,7 @@ from mindresume.saving.memory_tier.directory import (
     make_tier,
     memory_identity,
     owner_of,
+    read_mark,
     this_process,
     tier_path,
 )
@@ -55,6 +59,7 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
         keep = any(found[rank] for rank in session.shared_groups.ranks(group.rank))
         marks = gather_results(group, lambda: _mark(storage, root, settings, run, keep) if session.is_leader else None)
         mark = TierMark(*marks[session.shared_groups.leaders[group.rank]])
+        _wait_for_mark(storage, root, mark, group)
         tier = tier_path(mark)
 
         def make() -> list[Any]:
@@ -83,6 +88,18 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
     emit(Notice(f"every {settings.every_steps} steps are also saved into memory of this node, {tier}: {ranks_count(len(ranks))}, "
                 f"for a restart on the same nodes"))
     return MemoryTier(target, group, settings, emit, share, loaded, is_leader, timeout, on_disk)
+
+
+def _wait_for_mark(storage: Storage, root: str, mark: TierMark, group: Group) -> None:
+    """Waits, on all ranks together, until each of them sees ``mark``, which another host may just have made: a node that reads
+    the identity of the directory before would not know its own tier again. Raises CollectiveError after ``PATIENCE`` seconds."""
+    for look in range(PATIENCE):
+        if look:
+            time.sleep(1.0)
+        seen = gather_results(group, lambda: read_mark(storage, root) == mark)
+        if all(seen):
+            return
+    raise CollectiveError(f"rank {seen.index(False)} does not see {os.path.join(root, FOLDER, MARK)} after {PATIENCE} s")
 
 
 def _remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit) -> None:
