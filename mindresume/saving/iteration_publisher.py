@@ -79,20 +79,22 @@ def publish_iteration(target: SaveTarget, step: int, newest: bool = True, emit: 
 
 
 def _free_iteration_name(target: SaveTarget, step: int, emit: Emit) -> None:
-    """Frees the name of the iteration folder of ``step``. A folder that this training saved before becomes trash. One of another
-    training or of mindformers, or a copy, is kept under another name, by which it can be loaded."""
+    """Frees the name of the iteration folder of ``step``. A folder that this training saved before becomes trash, and so does one
+    that no training can resume from. What is of another training or of mindformers, a copy, cannot be read, or is no folder, is
+    kept under another name, by which it can be loaded."""
     storage, root, name = target.storage, target.root, iteration_name(step)
     ours, _, _ = read_attempts(storage, root, attempts_within(storage, root, name))
     if ours:
         removable, replaced = ours[0].step == step and ours[0].lineage == target.lineage, ours[0].name
     else:
         foreign = candidate_without_records(storage, root, name)
-        removable = foreign is None or foreign.problem is not None
+        removable = foreign is not None and foreign.problem is not None and not (
+            foreign.listing_error or foreign.problem.is_unreadable)
         replaced = attempt_name(step, run_name(0, secrets.token_hex(4)))        # mindformers has no run ids
     free = os.path.join(FOLDER, trash_name(replaced)) if removable else f"{name}.kept-{secrets.token_hex(4)}"
     storage.rename(os.path.join(root, name), os.path.join(root, free))
     if not removable:
-        emit(Notice(f"{name} in {root} is of another training, and this one saves step {step} now: it is kept as {free}"))
+        emit(Notice(f"{name} in {root} is not of this training, which saves step {step} now: it is kept as {free}"))
 
 
 def set_tracker(storage: Storage, root: str, step: int, tag: str) -> None:

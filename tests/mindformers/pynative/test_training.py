@@ -15,11 +15,12 @@ import mindspore as ms  # noqa: E402
 from fakes import moxing  # noqa: E402
 from pynative_trainers import BATCH, SAMPLES, BuiltIn, DataSet, Model, Optimizer, Trainer  # noqa: E402
 
+from mindresume.coordination.lease import leased_runs  # noqa: E402
 from mindresume.errors import AlteredWeightsError, ConfigError  # noqa: E402
 from mindresume.formats.iteration_naming import TRACKER  # noqa: E402
 from mindresume.mindformers import arrangement, modelarts, training_context  # noqa: E402
 from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
-from mindresume.model.manifest import FOLDER, MANIFEST  # noqa: E402
+from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name  # noqa: E402
 from mindresume.storage.object_store import MoxingStore  # noqa: E402
 from st.checkpoint_files import tensors_in  # noqa: E402
 
@@ -347,11 +348,12 @@ def test_failed_saves_are_counted_and_the_training_goes_on(tmp_path):
     root.mkdir()
 
     class InTheWay(BuiltIn):
-        """Puts a file in the place of the folder of step 8."""
+        """Puts a file in the place of the folder of records of step 8."""
 
         def on_step_end(self, args, state, **kwargs):
             if state.global_step == 7:
-                (root / "iteration_00000008").write_text("in the way")
+                [run_id] = leased_runs(os.listdir(root / FOLDER))
+                (root / FOLDER / attempt_name(8, run_id)).write_text("in the way")
     trainer = run(12, root, callbacks=[InTheWay()])
     assert max(trainer.losses) == 12 and (root / TRACKER).read_text() == "12"
     [failed] = events(tmp_path, "save_failed")
