@@ -44,7 +44,7 @@ class Mount:
         def act(disk: Disk) -> BinaryIO:
             node = self._lookup(disk, path)
             if node is None:
-                disk.raise_missing(path)
+                fail(errno.ENOENT, path)
             if isinstance(node, Folder):
                 fail(errno.EISDIR, path)
             return io.BytesIO(node.data)
@@ -94,7 +94,7 @@ class Mount:
 
     def remove(self, path: str) -> None:
         def act(disk: Disk) -> None:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 disk.remove(path)
             self.host.changes(disk, path)
         self._do("remove", path, act)

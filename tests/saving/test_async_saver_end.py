@@ -110,7 +110,9 @@ def test_a_writer_is_not_a_process_of_the_launcher(tmp_path, monkeypatch):
     training = python(tmp_path, f"{BEGUN}print(saver._writer._process.pid, flush=True); sys.stdin.read()",
                       stdin=subprocess.PIPE)
     writer = int(training.stdout.readline())
-    variables = Path(f"/proc/{writer}/environ").read_bytes().split(b"\0")
+    while not (environment := Path(f"/proc/{writer}/environ").read_bytes()):        # empty in the middle of its exec
+        pass
+    variables = environment.split(b"\0")
     assert os.getsid(writer) == writer != os.getsid(training.pid)
     assert b"MSRUN_LAUNCHER_WRITER=17.4711" in variables and b"MSRUN_LAUNCHER_JOB=17.4711" not in variables
     (tmp_path / "go").touch()

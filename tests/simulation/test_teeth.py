@@ -250,8 +250,8 @@ MUTANTS = [
     # ---- removing ------------------------------------------------------------------------------------------------------
     mutant("retention runs before the pointers change and does not protect their target", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {named_by_meta}:"),
-        Edit(committer.Committer, "_after_commit", "self._update_pointers(self.target, manifest)",
-             "self.prune(); self._update_pointers(self.target, manifest)")],
+        Edit(committer.Committer, "_after_commit", "self._update_pointers(self.target, step, manifest.files[0][0].path)",
+             "self.prune(); self._update_pointers(self.target, step, manifest.files[0][0].path)")],
         ("prune", "safetensors", ""), LOST),
     mutant("retention policies count uncommitted saves", [
         Edit(garbage_collector, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
@@ -359,7 +359,7 @@ MUTANTS = [
         ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=0, within=2),
     mutant("repair: the copy is not verified", [
         Edit(repair, "_intact_in", "if tensor_checksum(opened, entry) == row.checksum:", "if True:"),
-        Edit(repair, "_replace", "if (whole.hexdigest(), size) != (file.checksum, file.size) or not _is_as_recorded("
+        Edit(repair, "_replace", "if (whole.hexdigest(), size) != (file.checksum, file.size) or not is_as_recorded("
              "storage, temporary, file):", "if False:")],
         ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK} {WRONG}", deaths=False, first=11, within=4),
     mutant("repair: the file has its name before it is flushed", [
@@ -367,13 +367,13 @@ MUTANTS = [
         Edit(repair, "_replace", "storage.write(temporary, hashed(), file.size or 0)",
              'made = storage.create(temporary, file.size or 0); made.write_at(0, memoryview(b"".join(hashed()))); '
              "storage.rename(temporary, path)"),
-        Edit(repair, "_replace", "not _is_as_recorded(storage, temporary, file)", "False")],
+        Edit(repair, "_replace", "not is_as_recorded(storage, temporary, file)", "False")],
         ("rot and scrub", "ckpt", ""), f"{LOST} {INCONSISTENT}", first=0, within=2),
     mutant("scrub: a result is not bound to the times of the file", [
         Edit(scrub_result.DamagedFile, "is_unchanged",
              "(status.size, status.mtime, status.changed) == (self.size, self.mtime, self.changed)",
              "status.size == self.size")],
-        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=19, within=2),
+        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=28, within=2),
     mutant("scrub: only the files of one rank are read", [
         Edit(scrub.Scrubber, "_read", "seen = [row for rank in candidate.files for row",
              "seen = [row for rank in list(candidate.files)[:1] for row")],
