@@ -4,6 +4,8 @@
     at the same steps on all ranks, about every ``preemption_check_interval`` seconds ─▶ has any rank a request?
     all ranks: save this step ─▶ the training stops ─▶ committed ─▶ exit status 143 after SIGTERM, 0 after the file
 
+    SIGTERM that MindSpore sends to its own process ─▶ a failure: ``on_own_signal`` ends this process at once
+
 Only a collective can agree on a step. One at every step would cost too much, so with each exchange rank 0 sets the step of the
 next one. A single process needs no exchange.
 
@@ -21,10 +23,13 @@ from typing import Any, NamedTuple
 
 from mindresume.bounded_json import parse_json
 from mindresume.coordination.collectives import Group, gather_results
+from mindresume.coordination.signal_sender import OTHER, OWN, SignalSenders
 from mindresume.storage.posix import PosixStorage
 
 STATUS = 128 + signal.SIGTERM           # exit status of a process that stopped because of the signal
-BY_SIGNAL, BY_FILE = "SIGTERM", "graceful exit"
+BY_SIGNAL, BY_FILE, BY_UNKNOWN = "SIGTERM", "graceful exit", "SIGTERM of an unknown sender"
+REASONS = BY_SIGNAL, BY_FILE, BY_UNKNOWN    # what counts first
+SIGNALS = BY_SIGNAL, BY_UNKNOWN             # the process ends with STATUS
 FILE = "graceful_exit.json"             # with MS_ENABLE_GRACEFUL_EXIT=1, where no OnRequestExit names another
 _KEY = "GracefulExit"                   # mindspore train/callback/_on_request_exit.py
 _FILE_CHECK = 1.0                       # seconds between two checks of the file
@@ -47,17 +52,19 @@ class PreemptionHandler:
         local_state: returns a value that each exchange sends to the other ranks.
         on_peer_state: receives these values of all ranks, in order.
         before: the ``requests`` before the network was compiled; other files are read now.
+        on_own_signal: called once, in any thread, after SIGTERM of this process itself, unless the ranks have agreed to stop.
     """
 
     def __init__(self, group: Group, seconds: float, callbacks: Iterable[Any] = (), clock: Callable[[], float] | None = None,
                  local_state: Callable[[], Any] = lambda: None, on_peer_state: Callable[[list[Any]], None] = lambda rows: None,
-                 before: Mapping[str, Version | None] | None = None):
+                 before: Mapping[str, Version | None] | None = None, on_own_signal: Callable[[], None] = lambda: None):
         self.group, self.seconds, self.local_state, self.on_peer_state = group, seconds, local_state, on_peer_state
         self.clock = clock or (lambda: time.monotonic())
         self.others = [callback for callback in callbacks if hasattr(callback, "remote_config_file")]
         self.file = next((str(other.remote_config_file) for other in self.others if other.remote_config_file),
                          FILE if os.environ.get("MS_ENABLE_GRACEFUL_EXIT") == "1" else "")
-        self.signalled = False
+        self.signalled = self._is_decided = False               # decided: the ranks stop, or this one ends by its own signal
+        self._senders, self._on_own_signal = SignalSenders(self._end_by_own_signal), on_own_signal
         self._next, self._interval = 0, 1
         self._asked: tuple[int, float] | None = None            # (step, time) of the last exchange
         self._looked = -_FILE_CHECK
@@ -81,20 +88,32 @@ class PreemptionHandler:
         """Installs a handler of SIGTERM, so that the signal does not end the process at once. Only in the main thread."""
         if self.seconds and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._note)
+            self._senders.begin()
 
     def close(self) -> None:
         """Restores the former handler of SIGTERM."""
         if self._before is not None:
+            self._senders.close()
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
 
     def _note(self, *_: Any) -> None:
         self.signalled = True
 
+    def _end_by_own_signal(self) -> None:
+        if not self._is_decided:
+            self._is_decided = True
+            self._on_own_signal()
+
     def local_request(self) -> str:
-        """Returns the request of this rank: BY_SIGNAL, BY_FILE, or empty."""
+        """Returns the request of this rank, one of REASONS, or empty."""
+        if self._before is not None and self.others:
+            self._senders.arm()                                 # MindSpore's callback has installed a handler of its own
         if self.signalled or any(other.exit for other in self.others):
-            return BY_SIGNAL
+            sender = self._senders.look()
+            if sender != OWN:
+                return BY_SIGNAL if sender == OTHER else BY_UNKNOWN
+            self._end_by_own_signal()
         if self.file and self.clock() - self._looked >= _FILE_CHECK:
             self._looked = self.clock()
             asks = request(self.file)
@@ -109,15 +128,19 @@ class PreemptionHandler:
         """Returns why to stop after ``step``, the same on all ranks; empty: go on. A collective at some steps."""
         if not self.seconds:
             return ""
-        if self.group.size == 1:
-            return self.local_request()
-        if step < self._next:
+        if self.group.size > 1 and step < self._next:
             return ""
+        reason = self.local_request() if self.group.size == 1 else self._exchange(step)
+        self._is_decided = self._is_decided or bool(reason)
+        return reason
+
+    def _exchange(self, step: int) -> str:
+        """Returns the request of all ranks that counts first. A collective, which sets the step of the next one."""
         rows = gather_results(self.group, lambda: [self.local_request(), self._propose(step), self.local_state()])
         self.on_peer_state([row[2] for row in rows])
         self._interval = rows[0][1]
         self._next, self._asked = step + self._interval, (step, self.clock())
-        return next((row[0] for row in rows if row[0]), "")
+        return next((reason for reason in REASONS for row in rows if row[0] == reason), "")
 
     def _propose(self, step: int) -> int:
         """Returns the steps until the next exchange: as many as take ``seconds``, at most twice as many as last time."""

@@ -37,7 +37,7 @@ OUTCOMES = ("", FINISHED, PREEMPTED, NOTHING_TO_TRAIN, FAILED)
 _SIZE, _TEXT = 4096, 1024                       # bytes of the file; where the text begins
 _VERSION = 0x6D72_6862_0001                     # the first field; 0 while the file is being made
 _COUNTS = ("version", "pid", "ticks", "rank", "world_size", "phase", "step", "resumed", "begun", "written", "committed",
-           "outcome", "signal", "namespace", "writing")
+           "outcome", "signal", "namespace", "writing", "unasked")
 _AT = {name: index for index, name in enumerate(_COUNTS)}
 _PROGRESSED, _CHANGED, _SECONDS, _ENTERED = 32, 33, 40, 60
 
@@ -59,6 +59,7 @@ class Heartbeat:
         committed: the newest step that is complete on all ranks, as rank 0 knows; NONE: none, or another rank.
         outcome: how the training ended, one of OUTCOMES; empty: not yet.
         writing: the step that a thread in the background is writing; 0: none.
+        unasked: 1 if the training was preempted by a signal whose sender is not known.
         namespace: of the numbers of processes (a container can have its own); 0: not known.
         signal: makes the process write the stacks of its threads into a file; 0: none.
         progressed: when the phase or the step last changed, ``time.monotonic``.
@@ -81,6 +82,7 @@ class Heartbeat:
     signal: int = 0
     namespace: int = 0
     writing: int = 0
+    unasked: int = 0
     progressed: float = 0.0
     changed: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class RankHeartbeat:
                 raise
         self._counts, self._times = memoryview(self._map).cast("q"), memoryview(self._map).cast("d")
         for name in _COUNTS[1:]:
-            self._counts[_AT[name]] = 0 if name in ("phase", "outcome", "signal", "writing") else NONE
+            self._counts[_AT[name]] = 0 if name in ("phase", "outcome", "signal", "writing", "unasked") else NONE
         self.set(pid=os.getpid(), ticks=start_ticks(os.getpid()) or 0, namespace=process_namespace())
         self._times[_PROGRESSED] = self._times[_CHANGED] = clock()
         self._times[_ENTERED] = wall()

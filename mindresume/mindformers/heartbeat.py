@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from mindresume import events as ev
 from mindresume.coordination import rank_heartbeat
+from mindresume.coordination.preemption import BY_UNKNOWN
 from mindresume.coordination.rank_heartbeat import OUTCOMES, STACKS, SUFFIX, RankHeartbeat
 from mindresume.events import Event
 
@@ -95,5 +96,5 @@ def _handle(heartbeat: RankHeartbeat, event: Event) -> None:
     elif isinstance(event, ev.SaveCommitted) and event.run_id is None:
         heartbeat.set(committed=event.step)
     elif isinstance(event, ev.TrainingEnded):
-        heartbeat.set(outcome=OUTCOMES.index(event.outcome))
+        heartbeat.set(outcome=OUTCOMES.index(event.outcome), unasked=int(event.reason == BY_UNKNOWN))
         heartbeat.enter(rank_heartbeat.ENDED)

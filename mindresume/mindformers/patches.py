@@ -57,7 +57,7 @@ def _wrap_train(original: Any) -> Any:
             stopped = context.progress.stop_reason
             if stopped:                                     # a barrier: the first rank that exits would end the others
                 gather_results(context.group, lambda: None)
-        if stopped == preemption.BY_SIGNAL:
+        if stopped in preemption.SIGNALS:
             raise SystemExit(preemption.STATUS)
         return result
     return run

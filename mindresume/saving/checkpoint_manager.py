@@ -29,8 +29,9 @@ from mindresume.coordination.lease import Lease
 from mindresume.coordination.preemption import PreemptionHandler, Version
 from mindresume.coordination.process_identity import host_identity
 from mindresume.coordination.storage_topology import SharedGroups
-from mindresume.errors import LeaseHeldError, SaveError
+from mindresume.errors import LeaseHeldError, MindResumeError, SaveError
 from mindresume.events import (
+    FAILED,
     Emit,
     Event,
     FirstStepDone,
@@ -41,6 +42,7 @@ from mindresume.events import (
     SaveCommitted,
     SaveSkipped,
     SaveStaged,
+    TrainingEnded,
     ignore,
     warning,
 )
@@ -62,7 +64,11 @@ from mindresume.saving.training_end import TrainingEnd
 from mindresume.saving.uploader import Uploader
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
+from mindresume.storage.operations import call_within
 
+_LAST_WORDS = 5.0                       # seconds to record an end, on a disk that may hang
+_OWN_SIGNAL = ("MindSpore sent SIGTERM to its own process. It does so after a failure: a worker of the data set died, the "
+               "scheduler is gone, or a collective failed. The log has its error before this line")
 _OTHERS = 10.0                          # seconds for which rank 0 waits for records of other ranks after an error
 
 
@@ -98,7 +104,7 @@ class CheckpointManager:
         self._tier: MemoryTier | None = None
         self._collected: Save | Exception | None = None     # for the disk at this step
         self._skipped = self._begun_at = 0
-        self._stepped = False
+        self._last_step: int | None = None
         self.is_first_on_host = False                   # known after count_hosts
         self._schedule = SaveSchedule(options, since)
 
@@ -198,10 +204,20 @@ class CheckpointManager:
         """Handles requests to stop the training from here on. Arguments: see ``PreemptionHandler``."""
         self.preemption = PreemptionHandler(self.group, self.settings.preemption_check_interval, callbacks,
                                             local_state=self.session.peer_state.local_state,
-                                            on_peer_state=self.session.on_peer_state, before=before)
+                                            on_peer_state=self.session.on_peer_state, before=before,
+                                            on_own_signal=self._end_after_own_signal)
         if self.preemption.ignored:
             self.emit(warning(self.preemption.ignored))
         self.preemption.install()
+
+    def _end_after_own_signal(self) -> None:
+        """Ends this process, as the signal would have done without a handler; in any thread. The training thread may wait for
+        ever for the data set or the ranks that have failed."""
+        def report() -> None:
+            self.pending.end(MindResumeError(_OWN_SIGNAL))      # it says nothing against the loaded checkpoint
+            self.emit(TrainingEnded(FAILED, _OWN_SIGNAL, self._last_step))
+        call_within(_LAST_WORDS, report, None)
+        os._exit(1)
 
     def begin_load_attempt(self) -> None:
         """Records that the first step begins. Records nothing for a job that was asked to stop before: if the platform then kills
@@ -219,9 +235,9 @@ class CheckpointManager:
     def step_end(self, request: SaveRequest) -> str:
         """Saves the step if it is due. Returns why the training is to stop after this step, which is saved then; empty: go on."""
         self.pending.end()
-        if not self._stepped:
-            self._stepped = True
+        if self._last_step is None:
             self.emit(FirstStepDone(request.step))
+        self._last_step = request.step
         if self._saver is not None:
             self.outcomes.handle(self._saver.poll())
         if self.session is not None:

@@ -6,8 +6,9 @@
 Every module of mindresume that has imported ``time``, ``threading``, ``queue``, ``secrets``, ``socket``, ``signal`` or ``atexit``
 sees a fake module; parameters whose default is one of their functions get the fake function. Of the product, only what asks the
 kernel is replaced: who a process is (``holder_of_this_process``), whether one is alive (``is_alive``), how much memory is free
-(``levels``), whether a folder is on a local disk (``is_local``), and which signals came (``LoadAttempt._capture_signals``). A
-function without a fake that would let in real time or chance (a Timer, ``secrets.choice``) raises NotImplementedError.
+(``levels``), whether a folder is on a local disk (``is_local``), which signals came (``LoadAttempt._capture_signals``) and from
+whom (``SignalSenders``). A function without a fake that would let in real time or chance (a Timer, ``secrets.choice``) raises
+NotImplementedError.
 """
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ from functools import cache
 from typing import Any
 
 from mindresume.coordination import host_memory, lease
+from mindresume.coordination.signal_sender import OTHER, SignalSenders
 from mindresume.resume import background_scrub
 from mindresume.saving import background_writer, crash_loop, shard_writer
 from mindresume.saving.staging import Staging
@@ -183,6 +185,14 @@ def _capture_signals(load_attempt: Any) -> None:
     """Does nothing: the signal file would be one of the real disk."""
 
 
+def _watch_no_signals(senders: Any) -> None:
+    """Does nothing: the real process of the simulation gets no signal."""
+
+
+def _sent_by_another(senders: Any) -> str:
+    return OTHER
+
+
 def _keep_priority() -> None:
     """Does nothing: it would be the priority of a real thread."""
 
@@ -223,7 +233,8 @@ def _fakes() -> dict[Any, Any]:
     """Returns {function or class of the product or of Python: its fake}."""
     return {**_FUNCTIONS, lease.holder_of_this_process: _holder_of_this_process, lease.is_alive: _is_alive,
             host_memory.levels: _memory_levels, mounts.is_local: _is_local,
-            crash_loop.LoadAttempt._capture_signals: _capture_signals, Staging: _Staging,
+            crash_loop.LoadAttempt._capture_signals: _capture_signals, SignalSenders.begin: _watch_no_signals,
+            SignalSenders.close: _watch_no_signals, SignalSenders.look: _sent_by_another, Staging: _Staging,
             background_scrub.lower_priority: _keep_priority, **memory_disk.FAKES}
 
 

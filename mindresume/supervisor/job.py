@@ -214,7 +214,8 @@ class Job:
         failed = [it for it in self.heartbeats.values() if it.outcome == FAILED]
         log = call_within(PATIENCE, lambda: excerpt(self._unknown[1].member.log), ()) if self._unknown is not None else ()
         rank = self._unknown[1].member.rank if self._unknown is not None else failed[0].rank if failed else None
-        return JobEnd(EXITED, self._status, f"the command ended with status {self._status}", rank=rank, log=log)
+        unasked = ", its ranks after SIGTERM of an unknown sender" if any(it.unasked for it in self.heartbeats.values()) else ""
+        return JobEnd(EXITED, self._status, f"the command ended with status {self._status}{unasked}", rank=rank, log=log)
 
     def _hang(self) -> JobEnd | None:
         known = [self.heartbeats[member.pid] for member in self.members.alive(RANK) if member.pid in self.heartbeats]
@@ -263,8 +264,9 @@ class Job:
 
     @property
     def is_preempted(self) -> bool:
-        """Returns whether the ranks were asked to stop, and have saved."""
-        return any(it.outcome == PREEMPTED for it in self.heartbeats.values())
+        """Returns whether the ranks were asked to stop, and have saved. A signal of an unknown sender is no request: it may come
+        from a failure, and who stops a job signals the supervisor, too."""
+        return any(it.outcome == PREEMPTED and not it.unasked for it in self.heartbeats.values())
 
     @property
     def has_finished(self) -> bool:

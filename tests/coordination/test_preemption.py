@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 from rank_folders import Ranks
+from senders import from_outside
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.preemption import BY_FILE, BY_SIGNAL, STATUS, PreemptionHandler, request, requests
+from mindresume.coordination.preemption import BY_FILE, BY_SIGNAL, BY_UNKNOWN, STATUS, PreemptionHandler, request, requests
+from mindresume.coordination.signal_sender import OTHER, SignalSenders
 
 
 class Clock:
@@ -30,7 +32,7 @@ def trained(leaving, clock, steps, each, asked=None, last=1000):
         clock.now += each
         leaving.step = step
         if step == asked:
-            leaving.signalled = True
+            leaving.signalled, leaving._senders.look = True, lambda: OTHER
         reason = leaving.check(step)
         if reason:
             return step, reason, exchanges
@@ -69,7 +71,17 @@ def test_a_single_process_leaves_at_once_without_an_exchange():
     leaving = PreemptionHandler(SingleProcess(), 5.0)
     assert leaving.check(1) == ""
     leaving.signalled = True
-    assert leaving.check(2) == BY_SIGNAL
+    assert leaving.check(2) == BY_UNKNOWN
+
+
+def test_a_known_sender_on_any_rank_counts_before_an_unknown_one():
+    def work(group):
+        leaving = PreemptionHandler(group, 5.0)
+        leaving.signalled = group.rank > 0
+        if group.rank == 2:
+            leaving._senders.look = lambda: OTHER
+        return leaving.check(1)
+    assert set(Ranks(3).run(work)) == {BY_SIGNAL}
 
 
 def test_an_interval_of_zero_disables_preemption():
@@ -84,11 +96,47 @@ def test_the_signal_is_recorded_and_its_handler_restored_afterwards():
     before, leaving = signal.getsignal(signal.SIGTERM), PreemptionHandler(SingleProcess(), 5.0)
     leaving.install()
     try:
-        os.kill(os.getpid(), signal.SIGTERM)
+        from_outside()
         assert leaving.check(1) == BY_SIGNAL
     finally:
         leaving.close()
     assert signal.getsignal(signal.SIGTERM) is before and STATUS == 143
+
+
+def test_a_signal_of_this_process_itself_is_a_failure_and_no_request(monkeypatch):
+    """MindSpore sends it when a worker of the data set has died. It was taken for a preemption."""
+    monkeypatch.setattr(SignalSenders, "_watch", lambda self: None)             # the training thread is first
+    failed = []
+    leaving = PreemptionHandler(SingleProcess(), 5.0, on_own_signal=lambda: failed.append(True))
+    leaving.install()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert [leaving.check(1), leaving.check(2)] == ["", ""] and failed == [True]
+    finally:
+        leaving.close()
+
+
+def test_ranks_that_have_agreed_to_stop_are_not_ended_by_their_own_signal():
+    """The scheduler of a job that a platform stops can be gone before the ranks have saved."""
+    failed = []
+    leaving = PreemptionHandler(SingleProcess(), 5.0, on_own_signal=lambda: failed.append(True))
+    leaving.signalled = True
+    assert leaving.check(1) == BY_UNKNOWN
+    leaving._end_by_own_signal()
+    assert failed == []
+
+
+def test_the_sender_is_known_although_a_callback_has_replaced_the_handler():
+    callback = SimpleNamespace(remote_config_file=None, exit=False)
+    leaving = PreemptionHandler(SingleProcess(), 5.0, [callback])
+    leaving.install()
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: setattr(callback, "exit", True))
+        assert leaving.check(1) == ""
+        from_outside()
+        assert leaving.check(2) == BY_SIGNAL
+    finally:
+        leaving.close()
 
 
 def test_the_graceful_exit_file_is_a_request(tmp_path, monkeypatch):
@@ -149,7 +197,7 @@ def test_a_callback_that_handles_the_signal_is_consulted():
     leaving = PreemptionHandler(SingleProcess(), 5.0, [callback])
     assert leaving.check(1) == ""
     callback.exit = True
-    assert leaving.check(2) == BY_SIGNAL
+    assert leaving.check(2) == BY_UNKNOWN
 
 
 @pytest.mark.parametrize("content, asks", [('{"GracefulExit": 1}', True), ('{"GracefulExit": 0}', False), ("{}", False),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from senders import from_outside
 
 pytest.importorskip("mindformers.tools")
 
@@ -498,7 +499,7 @@ def test_a_stop_of_all_ranks_ends_the_training(tmp_path, own_context):
     job = Job(build(tmp_path)).steps(2)
     stopped = []
     job.context.request_stop = lambda: stopped.append(True)
-    job.monitor._checkpoints.preemption.signalled = True
+    from_outside()
     job.steps(1)
     assert (committed(tmp_path), own_context.progress.stop_reason, stopped) == ([3], "SIGTERM", [True])
 

@@ -36,6 +36,11 @@ def test_the_last_save_belongs_to_the_end_of_the_training(seen):
     assert (found.phase, found.begun, found.written) == (ENDING, 10, 10)
 
 
+@pytest.mark.parametrize("reason, unasked", [("SIGTERM", 0), ("SIGTERM of an unknown sender", 1)])
+def test_a_supervisor_sees_whether_somebody_asked_to_stop(seen, reason, unasked):
+    assert seen(ev.TrainingEnded(ev.PREEMPTED, reason, 3)).unasked == unasked
+
+
 def test_what_a_thread_writes(seen):
     heartbeat.writing(10)
     assert seen().writing == 10

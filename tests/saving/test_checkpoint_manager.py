@@ -1,4 +1,7 @@
 """The protocol of saving during one training, without mindformers: a few arrays instead of a network."""
+import os
+import queue
+import signal
 import socket
 from dataclasses import replace
 from types import SimpleNamespace
@@ -6,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 from manager_jobs import Arrays, Job, committed, end_jobs, repair, spoil
 from rank_folders import STORAGE, Ranks
+from senders import from_outside
 
 from mindresume.coordination import process_identity
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import (
+    FAILED,
     FirstStepDone,
     PreemptionRequested,
     RunOpened,
@@ -19,6 +24,7 @@ from mindresume.events import (
     SaveSkipped,
     SaveStaged,
     SaveWritten,
+    TrainingEnded,
     ignore,
 )
 from mindresume.formats.iteration_naming import COMMON, iteration_name, parse_common
@@ -26,7 +32,7 @@ from mindresume.formats.scan import scan
 from mindresume.model.manifest import EMERGENCY, FOLDER, MANIFEST, attempt_name
 from mindresume.saving import checkpoint_manager as module
 from mindresume.saving.checkpoint_manager import CheckpointManager
-from mindresume.saving.crash_loop import PendingLoadAttempt
+from mindresume.saving.crash_loop import PendingLoadAttempt, explanation
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.save_request import SaveOptions
 from mindresume.settings import Settings
@@ -137,6 +143,9 @@ class FakeLoadAttempt:
     def passed(self):
         self.result = "passed"
 
+    def failed(self, error):
+        self.result = explanation(error)
+
 
 @pytest.mark.parametrize("signalled", [False, True])
 def test_a_load_attempt_has_the_run_and_ends_with_the_first_step(tmp_path, signalled):
@@ -153,10 +162,24 @@ def test_a_load_attempt_has_the_run_and_ends_with_the_first_step(tmp_path, signa
 
 def test_a_preempted_training_saves_the_step_and_reports_the_reason(tmp_path):
     job = Job(tmp_path).steps(2)
-    job.manager.preemption.signalled = True
+    from_outside()
     assert job.steps(1).reason == "SIGTERM" and committed(tmp_path) == [3]
     assert job.emitted(PreemptionRequested) == [PreemptionRequested(3, "SIGTERM")]
     assert job.end().collected == [3]
+
+
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_signal_of_its_own_ends_the_process_with_a_failure(tmp_path, monkeypatch, done):
+    """As without a handler, although the training thread may wait for ever. The checkpoint that was loaded is not the reason."""
+    ended, load_attempt = queue.SimpleQueue(), FakeLoadAttempt()
+    monkeypatch.setattr(os, "_exit", ended.put)
+    job = Job(tmp_path, pending=PendingLoadAttempt(load_attempt)).steps(done)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.get(timeout=60) == 1
+    (event,) = job.emitted(TrainingEnded)
+    assert (event.outcome, event.step) == (FAILED, done or None) and "MindSpore sent SIGTERM to its own process" in event.reason
+    assert load_attempt.result == ("passed" if done else "mindresume said what is wrong")
+    job.end()
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------

@@ -296,7 +296,7 @@ MUTANTS = [
              'for row in rows[:1] if "refusal" in row]')],
         ("job", "safetensors", ""), WRONG, deaths=False, first=59, within=25, draws=each("ESTALE")),
     mutant("a preempted rank exits without the others", [
-        Edit(preemption.PreemptionHandler, "check", "if self.group.size == 1:", "if True:")],
+        Edit(preemption.PreemptionHandler, "check", "if self.group.size == 1", "if True")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=125, within=25, draws=each("term")),
     mutant("the last step is saved again by one rank alone", [
         Edit(training_end.TrainingEnd, "save_last", "request.collect if", "(lambda: None) if")],

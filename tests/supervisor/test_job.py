@@ -72,7 +72,7 @@ def test_another_process_with_the_number_of_a_rank_is_none(job, tmp_path):
 
 @pytest.mark.parametrize("phase, fails", [(TRAINING, True), (COMPILING, True), (ENDING, False), (ENDED, False)])
 def test_the_end_of_the_scheduler_is_the_end_of_ranks_that_still_train(job, tmp_path, phase, fails):
-    """No rank dies by itself before each has waited for 20 s, sent itself SIGTERM, and taken that for a preemption."""
+    """No rank dies by itself before each has waited for 20 s and sent itself SIGTERM."""
     RankHeartbeat.create(str(tmp_path), 3).enter(phase)
     rank = Member(Process(os.getpid(), 0, 0, "R", start_ticks(os.getpid())), RANK, 3)
     job.members.alive = lambda *roles: [rank] if RANK in roles else []

@@ -240,6 +240,14 @@ def test_ranks_that_were_asked_to_stop_by_others_are_not_started_again(job):
     assert status in (1, 143) and len(of(events, "job_started")) == 1
 
 
+def test_ranks_that_stopped_after_a_signal_of_an_unknown_sender_are_started_again(job):
+    """Nobody has asked the supervisor: it may have been the signal of a failure."""
+    status, events = job.run("if start == 2: beat.reach(2); finish()\n"
+                             "beat.set(outcome=2, unasked=1, begun=1, committed=1); beat.enter(hb.ENDED); sys.exit(143)")
+    assert status == 0 and len(of(events, "job_started")) == 2
+    assert "its ranks after SIGTERM of an unknown sender" in of(events, "job_restarted")[0]["reason"]
+
+
 def test_a_second_signal_ends_a_job_that_does_not_leave(job):
     job.start(f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nmark(f'up_{{rank}}')\n{LINGER}")
     for rank in range(2):

@@ -31,7 +31,7 @@ def _wrap_train(original: Any) -> Any:
                 result = original(self, *args, **kwargs)
             finally:
                 delattr(self, _RUN)
-        if context.progress.stop_reason == preemption.BY_SIGNAL:
+        if context.progress.stop_reason in preemption.SIGNALS:
             raise SystemExit(preemption.STATUS)
         return result
     return train

@@ -2,7 +2,6 @@
 import json
 import os
 import shutil
-import signal
 import sys
 
 import numpy as np
@@ -14,6 +13,7 @@ import iteration_folders  # noqa: E402
 import mindspore as ms  # noqa: E402
 from fakes import moxing  # noqa: E402
 from pynative_trainers import BATCH, SAMPLES, BuiltIn, DataSet, Model, Optimizer, Trainer  # noqa: E402
+from senders import from_outside  # noqa: E402
 
 from mindresume.coordination.lease import leased_runs  # noqa: E402
 from mindresume.errors import AlteredWeightsError, ConfigError  # noqa: E402
@@ -331,7 +331,7 @@ def test_a_request_to_stop_saves_the_step_and_ends(tmp_path):
     class Asks(BuiltIn):
         def on_step_end(self, args, state, **kwargs):
             if state.global_step == 5:
-                os.kill(os.getpid(), signal.SIGTERM)
+                from_outside()
     np.random.seed(7)
     trainer = Trainer(20, callbacks=[Asks()], save_path=str(tmp_path / "run"))
     with pytest.raises(SystemExit) as end:
