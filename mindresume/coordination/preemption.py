@@ -68,7 +68,7 @@ class PreemptionHandler:
         self._next, self._interval = 0, 1
         self._asked: tuple[int, float] | None = None            # (step, time) of the last exchange
         self._looked = -_FILE_CHECK
-        self._before: Any = None
+        self._before, self._pid = None, os.getpid()
         asks = request(self.file) if self.file else None
         self._stale = asks if asks == (before or {}).get(self.file, asks) else None
         self._ignoring = [other for other in self.others if self._stale and other.remote_config_file == self.file]
@@ -98,6 +98,9 @@ class PreemptionHandler:
             self._before = None
 
     def _note(self, *_: Any) -> None:
+        if os.getpid() != self._pid:                            # a fork of this process: nobody asks for its signals
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         self.signalled = True
 
     def _end_by_own_signal(self) -> None:

@@ -116,6 +116,22 @@ def test_a_signal_of_this_process_itself_is_a_failure_and_no_request(monkeypatch
         leaving.close()
 
 
+def test_a_fork_of_a_rank_ends_by_the_signal():
+    """Such as a process of a user's own pool, which ``terminate`` did not end."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leaving = PreemptionHandler(SingleProcess(), 5.0)
+    leaving.install()
+    try:
+        child = os.fork()
+        if not child:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM and leaving.check(1) == ""
+    finally:
+        leaving.close()
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_ranks_that_have_agreed_to_stop_are_not_ended_by_their_own_signal():
     """The scheduler of a job that a platform stops can be gone before the ranks have saved."""
     failed = []
