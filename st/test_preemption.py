@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from st.checkpoint_files import records
-from st.run_attempts import LIMIT, assert_event, assert_no_process_left, assert_resumed, run_beside, steps_of
+from st.run_attempts import LIMIT, assert_event, assert_no_process_left, assert_resumed, events, run_beside, steps_of
 from st.training_run import Run, differences
 
 pytestmark = pytest.mark.timeout(1200)
@@ -25,6 +26,11 @@ def preempted_at(run: Run, whole: Run, status: int) -> int:
     assert run.which()["chosen"]["step"] == step
     assert differences(whole.steps()[:step], run.steps()) == []
     return step
+
+
+def scheduler(run: Run) -> int:
+    """Returns the process of MindSpore's scheduler: below the one that msrun has started."""
+    return max(pid for pid in run.processes() if b"MS_ROLE=MS_SCHED" in Path(f"/proc/{pid}/environ").read_bytes())
 
 
 def resume(run: Run, whole: Run, step: int, command: str = "") -> None:
@@ -53,6 +59,20 @@ def test_sigterm_to_one_rank_stops_all(whole_several, tmp_path, command):
     if not command:
         assert {record.step for record in records(run).values()} >= {step}
     resume(run, whole_several, step, command)
+
+
+def test_the_death_of_the_scheduler_is_a_failure_and_no_preemption(whole_two, tmp_path):
+    """Without it each rank sends itself SIGTERM after 20 s. msrun kills the others when the first one has ended."""
+    run = run_beside(whole_two, tmp_path / "run", copied=False)
+    run.start("--epochs 1000", **CHECK)
+    run.wait_for_step(6)
+    os.kill(scheduler(run), signal.SIGKILL)
+    assert run.wait(LIMIT) not in (0, 143)
+    assert_no_process_left(run)
+    ended = [event for rank in range(2) for event in events(run, "training_ended", rank)]
+    assert {event["outcome"] for event in ended} == {"failed"}
+    assert all("MindSpore sent SIGTERM to its own process" in event["reason"] for event in ended)
+    assert not [event for rank in range(2) for event in events(run, "preemption_requested", rank)]
 
 
 def test_the_graceful_exit_file_saves_and_ends_all_ranks(whole_single, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from st.run_attempts import LIMIT, assert_no_process_left, committed_steps, events, run_beside
+from st.run_attempts import LIMIT, PROGRAMS, assert_no_process_left, committed_steps, events, run_beside
 from st.supervised_run import supervised, supervisor_events
 from st.training_run import Run
 
@@ -69,6 +69,25 @@ def test_ranks_that_hang_are_ended_after_their_stacks_are_written_and_resume(who
     assert 1 in hang["ranks"] and hang["phase"] in ("training", "saving") and len(hang["stacks"]) >= run.workers - 1
     assert any("Thread" in Path(path).read_text(encoding="utf-8") for path in hang["stacks"])
     assert [event["status"] for event in supervisor_events(run, "job_ended")] == [124, 0]
+
+
+def test_a_killed_worker_of_the_data_set_is_a_failure_and_the_job_starts_again(whole_single, tmp_path):
+    """MindSpore then sends SIGTERM to its own process, which is no preemption."""
+    run = run_beside(whole_single, tmp_path / "run", copied=False)
+    run.program = PROGRAMS / "data_workers.py"
+    supervised(run)
+    train_until(run, 8)
+    worker = next(run.folder.glob("data_worker_*"))
+    os.kill(int(worker.name.rpartition("_")[2]), signal.SIGKILL)
+    run.wait_for_success(LIMIT)
+    assert_no_process_left(run)
+    assert_uninterrupted(run, whole_single)
+    died, = supervisor_events(run, "rank_died")
+    assert died["status"] == 1 and any("Dataset worker process" in line for line in died["log"])
+    assert [event["status"] for event in supervisor_events(run, "job_ended")] == [1, 0]
+    failed, finished = events(run, "training_ended")
+    assert (failed["outcome"], finished["outcome"]) == ("failed", "finished")
+    assert "MindSpore sent SIGTERM to its own process" in failed["reason"]
 
 
 def test_sigterm_to_the_supervisor_saves_and_stops(whole_several, tmp_path):

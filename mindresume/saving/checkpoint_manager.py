@@ -31,6 +31,7 @@ from mindresume.coordination.process_identity import host_identity
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import LeaseHeldError, MindResumeError, SaveError
 from mindresume.events import (
+    ERROR,
     FAILED,
     Emit,
     Event,
@@ -215,6 +216,7 @@ class CheckpointManager:
         ever for the data set or the ranks that have failed."""
         def report() -> None:
             self.pending.end(MindResumeError(_OWN_SIGNAL))      # it says nothing against the loaded checkpoint
+            self.emit(Notice(_OWN_SIGNAL, ERROR))
             self.emit(TrainingEnded(FAILED, _OWN_SIGNAL, self._last_step))
         call_within(_LAST_WORDS, report, None)
         os._exit(1)

@@ -14,8 +14,10 @@ from senders import from_outside
 from mindresume.coordination import process_identity
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import (
+    ERROR,
     FAILED,
     FirstStepDone,
+    Notice,
     PreemptionRequested,
     RunOpened,
     SaveBegun,
@@ -176,7 +178,8 @@ def test_a_signal_of_its_own_ends_the_process_with_a_failure(tmp_path, monkeypat
     job = Job(tmp_path, pending=PendingLoadAttempt(load_attempt)).steps(done)
     os.kill(os.getpid(), signal.SIGTERM)
     assert ended.get(timeout=60) == 1
-    (event,) = job.emitted(TrainingEnded)
+    (event,), (line,) = job.emitted(TrainingEnded), job.emitted(Notice)
+    assert (line.text, line.level) == (event.reason, ERROR)
     assert (event.outcome, event.step) == (FAILED, done or None) and "MindSpore sent SIGTERM to its own process" in event.reason
     assert load_attempt.result == ("passed" if done else "mindresume said what is wrong")
     job.end()
