@@ -30,6 +30,7 @@ from mindresume.model.record_codec import encode_head, field_errors, read_head
 from mindresume.model.training_state import is_count, is_number
 from mindresume.storage.atomic_publish import TEMPORARY, publish
 from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import uncached
 
@@ -138,8 +139,12 @@ def is_alive(holder: LeaseHolder) -> bool | None:
 
 # ---- the folder ----------------------------------------------------------------------------------------------------
 
+def lease_name(run: str) -> str:
+    return f"{PREFIX}{run}{SUFFIX}"
+
+
 def lease_path(root: str, run: str) -> str:
-    return os.path.join(root, FOLDER, f"{PREFIX}{run}{SUFFIX}")
+    return os.path.join(root, FOLDER, lease_name(run))
 
 
 def leased_runs(names: Iterable[str], prefix: str = PREFIX) -> list[str]:
@@ -177,14 +182,20 @@ def read_leases(storage: Storage, root: str, names: list[str] | None = None) -> 
     found, unreadable = [], {}
     runs = leased_runs(storage.list(os.path.join(root, FOLDER)) if names is None else names)
     here = _identity(storage, root) if runs else ""
-    for run in runs:
+
+    def read(run: str) -> LeaseHolder | str | None:
         try:
             holder = LeaseHolder.read(storage, lease_path(root, run))
-            found.append(replace(holder, is_copy=bool(here and holder.folder) and holder.folder != here))
+            return replace(holder, is_copy=bool(here and holder.folder) and holder.folder != here)
         except FileNotFoundError:               # its holder has just ended
-            continue
+            return None
         except (RecordError, OSError) as error:
-            unreadable[run] = str(error)
+            return str(error)
+    for run, holder in zip(runs, parallel(storage, read, runs), strict=True):
+        if isinstance(holder, LeaseHolder):
+            found.append(holder)
+        elif holder is not None:
+            unreadable[run] = holder
     return found, unreadable
 
 

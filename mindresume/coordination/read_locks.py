@@ -26,7 +26,9 @@ from mindresume.coordination.lease import (
     is_alive,
     is_job_lease,
     iteration_record_names,
+    lease_name,
     lease_path,
+    leased_runs,
     read_leases,
 )
 from mindresume.model.manifest import FOLDER, attempts, run_name, strip_trash
@@ -37,24 +39,30 @@ _LOOKS, _PAUSE = 20, 0.5        # checks of a reader while a removal is announce
 
 
 def acquire_read_lock(storage: Storage, root: str, attempt: str, commit_dir: str, beat: float = BEAT,
-                      sleep: Callable[[float], None] = time.sleep, purpose: str = LOADING) -> Lease | None:
+                      sleep: Callable[[float], None] = time.sleep, purpose: str = LOADING, outwaited: set[str] | None = None
+                      ) -> Lease | None:
     """Locks a checkpoint against removal.
 
     Args:
         attempt: the name of its folder of records.
         commit_dir: the folder whose rename un-commits it.
         purpose: LOADING or SCRUBBING.
+        outwaited: runs whose announcements an earlier call has waited for as long as it waits; more are added. So a process that
+            opens one checkpoint after the other waits once for all that do not go away.
     Returns:
         The lock, with heartbeats; None if the checkpoint is gone: select again.
     Raises:
         OSError: the lock cannot be written.
     """
     lease = _lease_without_number(storage, root, purpose, (attempt,), beat)
+    outwaited = set() if outwaited is None else outwaited
     try:
-        for _ in range(_LOOKS):
-            if not _is_removal_announced(storage, root, attempt):
-                break
+        stay: list[set[str]] = []
+        while len(stay) < _LOOKS and (announced := _announced_removals(storage, root, attempt) - outwaited):
+            stay.append(announced)
             sleep(_PAUSE)                 # the removal may have checked for read locks before this one existed
+        if len(stay) == _LOOKS:
+            outwaited |= set.intersection(*stay)
         there = storage.status(commit_dir) is not None
     except BaseException:
         lease.release()
@@ -83,12 +91,13 @@ def _lease_without_number(storage: Storage, root: str, purpose: str, names: tupl
     return lease
 
 
-def _is_removal_announced(storage: Storage, root: str, attempt: str) -> bool:
-    """Returns whether a removal of ``attempt`` is announced. An unreadable lease may be an announcement, and counts."""
-    found, unreadable = read_leases(storage, root)
-    return any(holder.purpose == REMOVING and attempt in holder.holds and is_alive(holder) is not False
-               for holder in found) or any(
-        not is_job_lease(run) for run in unreadable)
+def _announced_removals(storage: Storage, root: str, attempt: str) -> set[str]:
+    """Returns the runs of the leases that announce a removal of ``attempt``. An unreadable lease may be one, and counts. Leases
+    of jobs, which are none, are not read."""
+    names = storage.list(os.path.join(root, FOLDER))
+    found, unreadable = read_leases(storage, root, [lease_name(run) for run in leased_runs(names) if not is_job_lease(run)])
+    return {holder.run for holder in found if holder.purpose == REMOVING and attempt in holder.holds and
+            is_alive(holder) is not False} | unreadable.keys()
 
 
 class ReadLocks:

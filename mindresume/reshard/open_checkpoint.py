@@ -98,6 +98,7 @@ def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy
     """Opens a checkpoint as ``open_checkpoint`` does, and holds a read lock until the end of the block, so that neither a job nor
     ``prune`` removes it. A read-only folder is read without the lock, with a warning."""
     held: list[Lease] = []
+    outwaited: set[str] = set()
 
     def release() -> None:
         while held:
@@ -105,7 +106,7 @@ def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy
 
     def hold(root: str, candidate: Candidate) -> None:
         release()
-        lease = hold_candidate(storage, root, candidate, emit)
+        lease = hold_candidate(storage, root, candidate, emit, outwaited)
         if lease is not None:
             held.append(lease)
 
@@ -115,9 +116,11 @@ def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy
         release()
 
 
-def hold_candidate(storage: Storage, root: str, candidate: Candidate, emit: Emit = ignore) -> Lease | None:
+def hold_candidate(storage: Storage, root: str, candidate: Candidate, emit: Emit = ignore, outwaited: set[str] | None = None
+                   ) -> Lease | None:
     """Acquires a read lock, which keeps jobs and ``prune`` from removing a checkpoint until it is released. Returns None for a
-    checkpoint that nothing removes, and, with a warning, if the lock cannot be written.
+    checkpoint that nothing removes, and, with a warning, if the lock cannot be written. ``outwaited``: as for
+    ``acquire_read_lock``.
 
     Raises:
         MissingCheckpointError: the checkpoint was removed already.
@@ -125,7 +128,7 @@ def hold_candidate(storage: Storage, root: str, candidate: Candidate, emit: Emit
     if candidate.origin != OURS or not candidate.commit_dir:    # mindresume never removes it
         return None
     try:
-        lease = acquire_read_lock(storage, root, candidate.name, candidate.commit_dir)
+        lease = acquire_read_lock(storage, root, candidate.name, candidate.commit_dir, outwaited=outwaited)
     except OSError as error:
         emit(warning(f"step {candidate.step} of {root} is read without a lock and may be removed meanwhile: {error}"))
         return None

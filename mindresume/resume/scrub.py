@@ -98,6 +98,7 @@ class Scrubber:
     monotonic: Callable[[], float] = field(default=lambda: time.monotonic())
     wait: Callable[[float], object] = field(default=lambda seconds: time.sleep(seconds))
     progress: Callable[[int], None] = field(default=lambda count: None)
+    _outwaited: set[str] = field(default_factory=set, init=False)
 
     def scrub(self, rows: Iterable[CheckpointStatus]) -> Iterator[CheckpointScrub]:
         """Yields a result for each of ``rows`` in the order of the last scrub of each, those without one first.
@@ -139,7 +140,7 @@ class Scrubber:
         if reason:
             return CheckpointScrub(candidate, SKIPPED, reason)
         lock = acquire_read_lock(self.storage, self.root, candidate.name, candidate.commit_dir, sleep=self._pause,
-                                 purpose=SCRUBBING)
+                                 purpose=SCRUBBING, outwaited=self._outwaited)
         if lock is None:
             return CheckpointScrub(candidate, REMOVED)
         try:

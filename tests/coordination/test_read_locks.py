@@ -6,7 +6,7 @@ import pytest
 from lease_holders import ELSEWHERE, ManualClock, acquire_lease, dead_holder, publish_lease
 from rank_folders import RUN, STORAGE, save
 
-from mindresume.coordination.lease import BEAT, fence, lease_holders
+from mindresume.coordination.lease import BEAT, fence, lease_holders, lease_path
 from mindresume.coordination.read_locks import GIVEN_UP, ReadLocks, acquire_read_lock, announce_removal, read_locks
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.storage.posix import PosixStorage
@@ -55,6 +55,33 @@ def test_a_reader_stops_waiting_after_a_limit(tmp_path, holder, waits):
     lease = acquire_read_lock(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name), sleep=time.sleep)
     assert lease is not None and (5 < time.now < 20 if waits else time.now == 0)
     lease.release()
+
+
+@pytest.mark.parametrize("foreign", ["announcements", "garbage"])
+def test_a_process_waits_once_for_all_announcements_that_do_not_go_away(tmp_path, foreign):
+    """A conversion that refused ten steps, or a scrub of ten, waited ten times as long."""
+    for step in (5, 10, 15):
+        save(tmp_path, step, 1)
+    names, time, outwaited = os.listdir(tmp_path / FOLDER), ManualClock(), set()
+    for number in range(20):
+        announced = replace(ELSEWHERE, purpose="removing", holds=tuple(names), every=0.0, run=run_name(0, f"{number:08x}"))
+        path = lease_path(tmp_path, announced.run)
+        with open(path, "wb") as file:
+            file.write(announced.encode() if foreign == "announcements" else b"garbage")
+    for name in names:
+        acquire_read_lock(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name), sleep=time.sleep,
+                          outwaited=outwaited).release()
+    assert 5 < time.now < 20
+
+
+def test_a_later_announcement_is_waited_for(tmp_path):
+    save(tmp_path, 5, 1)
+    (name,), outwaited = os.listdir(tmp_path / FOLDER), {run_name(0, "0000bbbb")}
+    publish_lease(tmp_path, replace(ELSEWHERE, purpose="removing", holds=(name,), every=0.0), 0)
+    time = ManualClock()
+    commit_dir = str(tmp_path / FOLDER / name)
+    acquire_read_lock(STORAGE, str(tmp_path), name, commit_dir, sleep=time.sleep, outwaited=outwaited).release()
+    assert time.now > 5
 
 
 def test_a_reader_does_not_stop_a_job_from_saving(tmp_path):

@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from rank_folders import RUN, STORAGE, counters, flip_bit, name_of, path_of, save, state_of, write_foreign, write_rank
@@ -481,12 +482,12 @@ def test_the_scan_is_repeated_if_a_checkpoint_is_removed_before_the_lock(tmp_pat
     for step in (5, 10):
         save(tmp_path, step, replicas=1)
 
-    def late(storage, root, attempt, commit_dir):
+    def late(storage, root, attempt, commit_dir, **how):
         monkeypatch.undo()
         shutil.rmtree(commit_dir)
         for rank in range(4):
             path_of(tmp_path, 10, rank).unlink()
-        return source_module.acquire_read_lock(storage, root, attempt, commit_dir)
+        return source_module.acquire_read_lock(storage, root, attempt, commit_dir, **how)
     monkeypatch.setattr(source_module, "acquire_read_lock", late)
     with open_and_hold(STORAGE, str(tmp_path)) as source:
         assert source.state.step == 5 and source.refused == ()
@@ -513,14 +514,14 @@ def test_the_scan_is_repeated_if_a_checkpoint_is_renamed_while_it_is_opened(tmp_
 
 def test_a_folder_that_keeps_changing_is_an_error_in_the_end(tmp_path, monkeypatch):
     save(tmp_path, 5, replicas=1)
-    monkeypatch.setattr(source_module, "acquire_read_lock", lambda *_: None)
+    monkeypatch.setattr(source_module, "acquire_read_lock", lambda *_, **how: None)
     with pytest.raises(MissingCheckpointError, match="step 5 .* was removed before it could be read"), \
             open_and_hold(STORAGE, str(tmp_path)):
         pass
 
 
 def test_a_read_only_folder_is_read_without_a_lock(tmp_path, monkeypatch):
-    def refused(*_):
+    def refused(*_, **how):
         raise PermissionError(13, "Permission denied")
     save(tmp_path, 5, replicas=1)
     monkeypatch.setattr(source_module, "acquire_read_lock", refused)
@@ -528,3 +529,15 @@ def test_a_read_only_folder_is_read_without_a_lock(tmp_path, monkeypatch):
     with open_and_hold(STORAGE, str(tmp_path), emit=said.append) as source:
         assert source.state.step == 5
     assert len(said) == 1 and said[0].level == WARNING and "[Errno 13]" in said[0].text
+
+
+def test_refused_steps_do_not_wait_one_after_the_other_for_a_foreign_announcement(tmp_path, monkeypatch):
+    for step in (5, 10, 15):
+        save(tmp_path, step, replicas=1)
+    for step in (10, 15):
+        os.truncate(path_of(tmp_path, step, 2), 100)
+    (tmp_path / FOLDER / "claim-0000-0000aaaa.json").write_text("of a later version")
+    waits = []
+    monkeypatch.setattr(source_module, "acquire_read_lock", partial(source_module.acquire_read_lock, sleep=waits.append))
+    with open_and_hold(STORAGE, str(tmp_path)) as source:
+        assert source.state.step == 5 and len(source.refused) == 2 and sum(waits) < 15
