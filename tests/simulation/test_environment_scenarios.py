@@ -232,7 +232,7 @@ def test_a_conversion_without_a_read_lock_is_found(name, fmt, monkeypatch):
     class Nothing:
         def release(self):
             pass
-    monkeypatch.setattr(open_checkpoint, "acquire_read_lock", lambda *_: Nothing())
+    monkeypatch.setattr(open_checkpoint, "acquire_read_lock", lambda *_, **__: Nothing())
     assert "wrong" in found(name, 30, fmt)
 
 
