@@ -179,24 +179,21 @@ def lease_holders(storage: Storage, root: str, names: list[str] | None = None) -
 def read_leases(storage: Storage, root: str, names: list[str] | None = None) -> tuple[list[LeaseHolder], dict[str, str]]:
     """Returns the holder of every lease that can be read, and {run: reason} of the unreadable ones. Another host has just
     replaced such a file (ESTALE), a later version wrote it, or it is damaged: its holder counts as alive."""
-    found, unreadable = [], {}
+    unreadable: dict[str, str] = {}
     runs = leased_runs(storage.list(os.path.join(root, FOLDER)) if names is None else names)
     here = _identity(storage, root) if runs else ""
 
-    def read(run: str) -> LeaseHolder | str | None:
+    def read(run: str) -> LeaseHolder | None:
         try:
             holder = LeaseHolder.read(storage, lease_path(root, run))
             return replace(holder, is_copy=bool(here and holder.folder) and holder.folder != here)
-        except FileNotFoundError:               # its holder has just ended
-            return None
+        except FileNotFoundError:
+            pass                                # its holder has just ended
         except (RecordError, OSError) as error:
-            return str(error)
-    for run, holder in zip(runs, parallel(storage, read, runs), strict=True):
-        if isinstance(holder, LeaseHolder):
-            found.append(holder)
-        elif holder is not None:
-            unreadable[run] = holder
-    return found, unreadable
+            unreadable[run] = str(error)
+        return None
+    found = [holder for holder in parallel(storage, read, runs) if holder is not None]
+    return found, dict(sorted(unreadable.items()))
 
 
 def _identity(storage: Storage, root: str) -> str:
