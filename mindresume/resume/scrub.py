@@ -29,6 +29,7 @@ from mindresume.resume.repair import repair
 from mindresume.resume.verifier import find_damaged_files
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Status, Storage
+from mindresume.storage.operations import leads_through_a_link
 from mindresume.storage.throttled_reads import ReadStoppedError, ThrottledReads, TokenBucket
 
 INTACT, REPAIRED, DAMAGED, REMOVED, SKIPPED = "intact", "repaired", "damaged", "removed", "skipped"
@@ -116,6 +117,8 @@ class Scrubber:
             return "mindformers wrote no checksums"
         if not can_be_scrubbed(candidate):
             return "it is not complete"
+        if leads_through_a_link(self.storage, self.root, candidate.records_dir):
+            return "its folder of records is, or is in, a symbolic link: what a scrub writes would go elsewhere"
         if not self.options.rereads_damage and known_damage(self.storage, self.root, candidate) is not None:
             return "a scrub found it damaged, and its files are the same"
         if self.options.older_than and self._known_at(candidate) > self.clock() - self.options.older_than:

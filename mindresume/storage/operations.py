@@ -83,6 +83,13 @@ def read_json(storage: Storage, path: str, limit: int = 1 << 20) -> Any:
     return parse_json(read_bytes(storage, path, limit))
 
 
+def leads_through_a_link(storage: Storage, root: str, path: str) -> bool:
+    """Returns whether a folder between ``root`` and ``path``, or ``path`` itself, is a symbolic link."""
+    parts = os.path.relpath(path, root).split("/")
+    found = [storage.status(os.path.join(root, *parts[:count])) for count in range(1, len(parts) + 1)]
+    return any(status is not None and status.is_link for status in found)
+
+
 def remove_tree(storage: Storage, folder: str) -> None:
     """Removes a folder and everything in it, subfolders first. Removes symbolic links without following them."""
     paths = [os.path.join(folder, name) for name in storage.list(folder)]

@@ -588,3 +588,21 @@ def test_a_replaced_file_is_read_soon(tmp_path):
     path.with_name("new").write_bytes(good)
     os.replace(path.with_name("new"), path)
     assert states(tmp_path, **options) == {5: INTACT} and states(tmp_path, **options) == {5: SKIPPED}
+
+
+@pytest.mark.parametrize("linked", ["the folder of records", "the iteration folder"])
+def test_nothing_is_written_through_a_link(tmp_path, linked):
+    """An archive that is linked into the folder of checkpoints is not ours."""
+    root, archive = tmp_path / "checkpoint", tmp_path / "archive"
+    if linked == "the folder of records":
+        save(root, 5, replicas=1)
+        folder = root / FOLDER / attempt_name(5, RUN)
+        flip_bit(path_of(root, 5, 1))
+    else:
+        iteration_folders.save(root, 5, 10)
+        folder = iteration_folders.folder_of(root, 5)
+    folder.rename(archive)
+    folder.symlink_to(archive)
+    before = folder_contents(archive)
+    found = scrubbed(root, repairs=True)[5]
+    assert found.state == SKIPPED and "symbolic link" in found.reason and folder_contents(archive) == before

@@ -366,6 +366,14 @@ def counted(root):
     return [tuple(text.replace(str(copy), str(root)) for text in what) for what in storage.done]
 
 
+def test_a_checkpoint_is_removed_although_a_file_stands_where_a_rank_folder_should(saved):
+    shutil.rmtree(saved / "rank_1")
+    (saved / "rank_1").write_text("x")
+    said = []
+    carry_out(STORAGE, str(saved), planned(saved, KeepLast(1), ended=over), emit=said.append)
+    assert said == [] and not [name for name in os.listdir(saved / FOLDER) if name.startswith(TRASH)]
+
+
 def test_checkpoints_that_vanished_before_their_removal_are_no_error(saved):
     made = planned(saved, KeepLast(1), ended=over)
     shutil.rmtree(saved / FOLDER / attempt_name(10, RUN))
