@@ -37,8 +37,43 @@ from mindresume.model.manifest import (
     run_sequence,
 )
 from mindresume.model.record_details import Details
-from mindresume.storage.interface import Storage
+from mindresume.storage.interface import Status, Storage
 from mindresume.storage.operations import parallel
+
+_MOST_RANKS = 1 << 17                   # of all manifests that are remembered: some 80 MB
+
+
+class ReadManifests:
+    """Reads manifests, and remembers them between the scans of one process: a committed one never changes. One that was replaced
+    is known by its status."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Status, Manifest]] = {}
+        self._ranks = 0
+
+    def read(self, storage: Storage, path: str) -> Manifest:
+        """Returns the manifest in the file at ``path``. Raises RecordError or OSError if it cannot be read."""
+        status = storage.status(path)
+        before = self._known.get(path)
+        if before is not None and before[0] == status:
+            return before[1]
+        with storage.open(path) as file:
+            manifest = Manifest.read(file)
+        if status is not None and status.identity:
+            self._keep(path, status, manifest)
+        return manifest
+
+    def _keep(self, path: str, status: Status, manifest: Manifest) -> None:
+        """Remembers a manifest, and forgets the oldest ones if there are too many."""
+        self._forget(path)
+        self._known[path] = status, manifest
+        self._ranks += len(manifest.files)
+        while self._ranks > _MOST_RANKS:
+            self._forget(next(iter(self._known)))
+
+    def _forget(self, path: str) -> None:
+        if path in self._known:
+            self._ranks -= len(self._known.pop(path)[1].files)
 
 
 class Attempt(NamedTuple):
@@ -108,8 +143,8 @@ def attempts_within(storage: Storage, root: str, iteration_dir: str) -> list[Att
     return sorted(rows, key=lambda row: (run_sequence(row.run), row.step))[-1:]
 
 
-def scan_records(storage: Storage, root: str, names: list[str] | None = None, brief: bool = False, top: list[str] | None = None
-                 ) -> tuple[list[Candidate], set[str], list[str]]:
+def scan_records(storage: Storage, root: str, names: list[str] | None = None, brief: bool = False, top: list[str] | None = None,
+                 manifests: ReadManifests | None = None) -> tuple[list[Candidate], set[str], list[str]]:
     """Finds candidates from records and manifests alone, without listing a rank folder. Returns them, newest first, the paths of
     all files that they name, and notes.
 
@@ -119,13 +154,15 @@ def scan_records(storage: Storage, root: str, names: list[str] | None = None, br
         names: as for ``find_attempts``.
         brief: read only one record of a save that is certainly incomplete; its candidate then names the files of one rank.
         top: as for ``find_attempts``.
+        manifests: those that the caller has read before.
     """
-    return read_attempts(storage, root, find_attempts(storage, root, names, top), brief)
+    return read_attempts(storage, root, find_attempts(storage, root, names, top), brief, manifests)
 
 
-def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool = False
+def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool = False, manifests: ReadManifests | None = None
                   ) -> tuple[list[Candidate], set[str], list[str]]:
     """Works like ``scan_records`` for given folders of records."""
+    manifests = manifests or ReadManifests()
     candidates: list[Candidate] = []
     known: set[str] = set()
     notes: list[str] = []
@@ -139,8 +176,7 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
             continue
         if MANIFEST in attempt.content:
             try:
-                with storage.open(os.path.join(path, MANIFEST)) as file:
-                    manifest = Manifest.read(file)
+                manifest = manifests.read(storage, os.path.join(path, MANIFEST))
                 if (manifest.run, manifest.step) != (attempt.run, attempt.step):
                     raise RecordError(f"it is of run {manifest.run}, step {manifest.step}")
                 if not (manifest.local_ranks and {record_name(rank)

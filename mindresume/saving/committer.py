@@ -24,7 +24,7 @@ from mindresume.events import CheckpointsRemoved, CommitDelayed, Emit, Event, Sa
 from mindresume.formats import Candidate
 from mindresume.formats.rank_folder_naming import META, folder_name, meta_json, parse_name
 from mindresume.formats.rank_folders import ranks_of
-from mindresume.formats.records import find_attempts, scan_records
+from mindresume.formats.records import ReadManifests, find_attempts, scan_records
 from mindresume.formats.scan import scan
 from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, Record, read_record, record_name, record_rank, run_sequence
@@ -68,6 +68,7 @@ class Committer:
         self.pending: list[int] = []
         self.committed: list[int] = []
         self._emitted: set[Event] = set()
+        self._manifests = ReadManifests()
         self._pointers_are_old = False              # the pointers name an older step
         self._has_single_meta = False               # only one meta.json is left
         self._reasons: dict[int, str] = {}          # why a pending step was not committed at the last attempt
@@ -299,8 +300,9 @@ class Committer:
         """Removes what the policy does not keep, and saves that never completed (``mindresume.saving.garbage_collector``).
         Returns the steps of the former."""
         storage, root = self.target.storage, self.target.root
-        made = plan(storage, root, self.policy, self.read_locks(), self.target.run, self._has_ended, self.target.lineage)
-        removed = carry_out(storage, root, made, self.read_locks, self._emit_once)
+        made = plan(storage, root, self.policy, self.read_locks(), self.target.run, self._has_ended, self.target.lineage,
+                    self._manifests)
+        removed = carry_out(storage, root, made, self.read_locks, self._emit_once, self._manifests)
         steps = [candidate.step or 0 for candidate in made.to_delete if candidate in removed]
         if steps:
             self.emit(CheckpointsRemoved(tuple(steps), root, str(self.policy)))

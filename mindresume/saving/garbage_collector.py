@@ -28,7 +28,7 @@ from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import COMMON, iteration_name, parse_weight_file
 from mindresume.formats.rank_folder_naming import folder_name, name_for_rank, parse_label, parse_name
 from mindresume.formats.rank_folders import labelled_files
-from mindresume.formats.records import attempts_within, scan_records
+from mindresume.formats.records import ReadManifests, attempts_within, scan_records
 from mindresume.formats.weight_files import header_of, sizes_match
 from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import (
@@ -79,7 +79,8 @@ class Plan:
 # ---- deciding ------------------------------------------------------------------------------------------------------
 
 def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | None = None, active: str | None = None,
-         ended: Callable[[str], bool] = lambda run: False, lineage: str | None = None) -> Plan:
+         ended: Callable[[str], bool] = lambda run: False, lineage: str | None = None, manifests: ReadManifests | None = None
+         ) -> Plan:
     """Plans what to remove from ``root``. Checkpoints that mindformers wrote alone are neither counted nor removed.
 
     Args:
@@ -89,12 +90,13 @@ def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | 
         ended: returns whether a run is certainly over. It is called after the directory was read, so that a run that began
             meanwhile does not count as over. Incomplete saves of other runs stay, whatever their age.
         lineage: checkpoints of earlier runs of this training count; None: of any training.
+        manifests: those that the caller has read before.
 
     Saves that ``mindresume.saving.protection`` names are never removed, and some of them do not count. Committed checkpoints
     newer than the newest whole one are broken: the policy is applied to the others as if the broken ones did not exist, and a
     broken one is removed only if the policy would not keep it either. Without a whole checkpoint nothing is removed.
     """
-    found, _, _ = scan_records(storage, root)
+    found, _, _ = scan_records(storage, root, manifests=manifests)
     aside = not_counted(found, lineage)
     counted = [c for c in found if c.commit_dir not in aside]
     stays = {**protected(storage, root, counted), **aside}
@@ -161,7 +163,8 @@ def _keepers(policy: Policy, newest_first: Sequence[Candidate]) -> dict[int, lis
 
 # ---- carrying out --------------------------------------------------------------------------------------------------
 
-def carry_out(storage: Storage, root: str, made: Plan, read_locks: FindReadLocks = dict, emit: Emit = ignore) -> list[Candidate]:
+def carry_out(storage: Storage, root: str, made: Plan, read_locks: FindReadLocks = dict, emit: Emit = ignore,
+              manifests: ReadManifests | None = None) -> list[Candidate]:
     """Removes ``to_delete`` and ``orphans`` of a plan, and finishes removals of earlier processes. Returns the candidates that
     this call un-committed; those that another process removed, or that are being read by now, are left out. A failure is an event
     and concerns one candidate only; the next call tries again."""
@@ -176,7 +179,7 @@ def carry_out(storage: Storage, root: str, made: Plan, read_locks: FindReadLocks
                 continue
             if name:
                 trash[name] = candidate
-    empty_trash(storage, root, read_locks, trash, emit)
+    empty_trash(storage, root, read_locks, trash, emit, manifests)
     return list(trash.values())
 
 
@@ -255,7 +258,7 @@ def _restore(storage: Storage, trash: str, attempt: str) -> bool:
 
 
 def empty_trash(storage: Storage, root: str, read_locks: FindReadLocks = dict, checked: Collection[str] = (),
-                emit: Emit = ignore) -> None:
+                emit: Emit = ignore, manifests: ReadManifests | None = None) -> None:
     """Finishes every removal in progress. A failure is an event and concerns one of them only. ``checked``: names of trash
     folders without read locks, whose rename is durable.
 
@@ -281,7 +284,7 @@ def empty_trash(storage: Storage, root: str, read_locks: FindReadLocks = dict, c
     if not ready:
         return
     # Two saves can have files of one name, if rank folders were deleted by hand and their records were not: the later file stays.
-    found, referenced, _ = scan_records(storage, root)
+    found, referenced, _ = scan_records(storage, root, manifests=manifests)
     known = None if any(candidate.listing_error for candidate in found) else referenced        # None: not all are known
     for name in ready:
         try:

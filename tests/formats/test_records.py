@@ -1,14 +1,18 @@
 """Folders of records of both formats: where they are found, their candidates, and their problems."""
 import os
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import rank_folders
 from iteration_folders import folder_of, making, records_of, save, unname, write_all, write_rank
 from rank_folders import RUN, STORAGE
 
-from mindresume.formats.records import attempts_within, find_attempts, read_attempts, scan_records
+from mindresume.formats import records
+from mindresume.formats.records import ReadManifests, attempts_within, find_attempts, read_attempts, scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, record_name, run_name
+from mindresume.storage.atomic_publish import publish
 from mindresume.storage.posix import PosixStorage
 
 NEXT = run_name(2, "0000bbbb")
@@ -151,3 +155,45 @@ def test_a_manifest_is_read_back_with_every_file(tmp_path):
         manifest = Manifest.read(file)
     assert [len(files) for files in manifest.files] == [2, 2] and [file.path for file in manifest.metadata_files] == [
         "common.json", "metadata.json"]
+
+
+# ---- manifests between scans ---------------------------------------------------------------------------------------------
+
+class CountedReads(PosixStorage):
+    """Counts the manifests that are opened."""
+
+    def __init__(self):
+        self.opened = []
+
+    def open(self, path):
+        if path.endswith(MANIFEST):
+            self.opened.append(Path(path).parent.name)
+        return super().open(path)
+
+
+def test_a_manifest_that_another_process_replaced_is_read_again(tmp_path):
+    rank_folders.save(tmp_path, 5)
+    storage, manifests = CountedReads(), ReadManifests()
+    (path,) = (tmp_path / FOLDER).glob(f"*/{MANIFEST}")
+
+    def times():
+        return [candidate.saved_at for candidate in scan_records(storage, str(tmp_path), manifests=manifests)[0]]
+    first = times()
+    assert times() == first and len(storage.opened) == 1
+    with path.open("rb") as file:
+        other = replace(Manifest.read(file), saved_at=1.0)
+    publish(STORAGE, str(path), [other.encode()], "other")
+    assert times() == [1.0] and len(storage.opened) == 2
+    path.write_bytes(b"damaged")
+    ((candidate,), _, notes) = scan_records(storage, str(tmp_path), manifests=manifests)
+    assert candidate.manifest_problem and notes
+
+
+def test_few_manifests_are_remembered(tmp_path, monkeypatch):
+    for step in (5, 10, 15):
+        rank_folders.save(tmp_path, step)
+    monkeypatch.setattr(records, "_MOST_RANKS", 8)                  # of two checkpoints
+    storage, manifests = CountedReads(), ReadManifests()
+    for _ in range(2):
+        assert len(scan_records(storage, str(tmp_path), manifests=manifests)[0]) == 3
+    assert manifests._ranks == 8 and len(storage.opened) > 3

@@ -146,6 +146,23 @@ def test_retention_counts_earlier_runs_and_leaves_mindformers_files(tmp_path):
     assert sorted(os.listdir(tmp_path / FOLDER)) == [attempt_name(15, RUN), attempt_name(20, NEXT_RUN)]
 
 
+def test_a_commit_reads_no_manifest_that_it_has_read_before(tmp_path):
+    """Each commit read those of all kept checkpoints again, twice: seconds for thousands."""
+    opened = []
+
+    class Noting(PosixStorage):
+        def open(self, path):
+            if path.endswith(MANIFEST):
+                opened.append(path)
+            return super().open(path)
+    committer = Committer(replace(target_of(tmp_path, 0, 2), storage=Noting()), KeepLast(4))
+    for step in range(5, 55, 5):
+        for rank in range(2):
+            write_rank(tmp_path, step, rank, 2)
+        committer.saved(step)
+    assert steps(tmp_path) == [50, 45, 40, 35] and len(opened) == len(set(opened)) == 10
+
+
 def test_an_interrupted_removal_is_finished_by_the_next_one(tmp_path):
     save(tmp_path, 5, world=2)
     attempt = tmp_path / FOLDER / attempt_name(5, RUN)
