@@ -12,7 +12,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -29,7 +29,7 @@ class Finding:
     """Describes a symbol that differs from the table. ``found``: its signature, None: it is absent."""
     symbol: Symbol
     found: str | None
-    compatible: bool = False                            # only optional parameters or defaults differ: calls work as before
+    compatible: bool = False                            # only what no call of ours depends on differs: calls work as before
 
     def __str__(self) -> str:
         expected = "" if self.symbol.signature is None else f"expected ({self.symbol.signature}), "
@@ -124,7 +124,7 @@ def check(symbols: Iterable[Symbol]) -> list[Finding]:
             findings.append(Finding(symbol, None))
             continue
         if symbol.signature is not None and (text := signature_text(found)) != symbol.signature:
-            findings.append(Finding(symbol, text, _compatible(symbol.signature, text)))
+            findings.append(Finding(symbol, text, _compatible(symbol.signature, text, symbol.looked_up)))
     return findings
 
 
@@ -193,9 +193,9 @@ def _parameter_text(parameter: inspect.Parameter) -> str:
         f"{parameter.name}=..."
 
 
-def _compatible(expected: str, found: str) -> bool:
+def _compatible(expected: str, found: str, looked_up: Collection[str] | None = None) -> bool:
     """Returns whether every call that fits ``expected`` fits ``found`` with the same meaning. ``*args, **kwargs`` may take
-    optional parameters, as in another package's wrapper."""
+    optional parameters, as in another package's wrapper. ``looked_up``: the parameters whose names matter; None: all."""
     wanted, there = _parameters(expected), _parameters(found)
     takes_any = {"*args", "**kwargs"} <= there.keys()
     if found == "unknown" or any(name.startswith("*") and name not in there for name in wanted):
@@ -204,9 +204,11 @@ def _compatible(expected: str, found: str) -> bool:
     named = [row for row in there.items() if not row[0].startswith("*")]
     head, extra = named[:len(rows)], named[len(rows):]
     swallowed = rows[len(head):]
-    same = all(name == expected_name and (has_default or not expected_default)
+    def same(name: str, other: str) -> bool:
+        return name == other or looked_up is not None and {name, other}.isdisjoint(looked_up)
+    fits = all(same(name, expected_name) and (has_default or not expected_default)
                for (name, has_default), (expected_name, expected_default) in zip(head, rows, strict=False))
-    return same and all(has_default for _, has_default in extra) and (
+    return fits and all(has_default for _, has_default in extra) and (
         not swallowed or takes_any and all(has_default for _, has_default in swallowed))
 
 

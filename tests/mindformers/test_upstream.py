@@ -1,6 +1,8 @@
 """The table of upstream symbols: it is complete, it fits the installed release, and what does not fit is reported at once."""
 import ast
 import functools
+import inspect
+import re
 import subprocess
 import sys
 import types
@@ -18,6 +20,7 @@ pytest.importorskip("mindformers.tools")
 
 from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.mindformers import installation, patches, training_context, upstream, upstream_check  # noqa: E402
+from mindresume.mindformers.pynative import wrappers as pynative_wrappers  # noqa: E402
 from mindresume.mindformers.upstream import PROFILES, TENSORBOARD, Kind, Profile, Symbol  # noqa: E402
 
 INSTALLED = next(profile for profile in PROFILES if profile.versions["mindformers"] == "1.9.0")
@@ -202,8 +205,39 @@ def test_signatures_are_compared_for_compatibility(expected, found, compatible):
     assert upstream_check._compatible(expected, found) is compatible
 
 
+@pytest.mark.parametrize("found, compatible", [
+    ("file, network", True), ("path, cell", False), ("network, path", False), ("file, network, more", False), ("file", False)])
+def test_only_names_that_a_wrapper_looks_up_matter(found, compatible):
+    assert upstream_check._compatible("path, network", found, ("network",)) is compatible
+
+
+def test_a_renamed_parameter_that_a_wrapper_passes_on_switches_nothing_off(module):
+    module.get_resume_checkpoint = lambda folder, resume: None
+    symbol = row("get_resume_checkpoint", "checkpoint_dir, resume")
+    assert upstream_check.require(profile_of(symbol))[0] == frozenset()
+    assert "without an effect" in upstream_check.require(profile_of(symbol))[1][-1]
+    module.is_hf_checkpoint = lambda folder: None
+    with pytest.raises(ConfigError, match="is_hf_checkpoint"):
+        upstream_check.require(profile_of(row("is_hf_checkpoint", "checkpoint_path")))
+
+
+def looked_up_in(wrapper):
+    """Returns the names that a wrapper looks up in the arguments of a call."""
+    while isinstance(wrapper, functools.partial):
+        wrapper = wrapper.func
+    return set(re.findall(r"""(?:given|\)|arguments)(?:\[|\.get\()["'](\w+)["']""", inspect.getsource(wrapper)))
+
+
+@pytest.mark.parametrize("name, wrapper", [*patches.WRAPPERS.items(), *pynative_wrappers.WRAPPERS.items()])
+def test_the_names_that_a_wrapper_looks_up_are_in_the_table(name, wrapper):
+    if name != "CheckpointCallback":                                    # a class
+        shared = {"load_hf_checkpoint": {"optimizer"}}                  # looked up with a default, which is right there
+        assert looked_up_in(wrapper) - shared.get(name, set()) == set(upstream.LOOKED_UP.get(name, ()))
+
+
 def test_all_that_is_missing_is_in_one_error_and_nothing_is_patched(module, monkeypatch):
-    rows = (row("load", "path, cell, optimizer=None"), row("Trainer.get", "cls, name", Kind.REPLACED), row("gone", "path"))
+    rows = (row("load", "path, cell, optimizer=None", Kind.CALLED), row("Trainer.get", "cls, name", Kind.REPLACED),
+            row("gone", "path"))
     before = dict(vars(module)), vars(module.Trainer)["get"]
     monkeypatch.setattr(upstream_check, "profile_for", lambda versions: (profile_of(*rows), ""))
     with pytest.raises(ConfigError) as error:
