@@ -337,6 +337,9 @@ class RankStorage:
             self._invalidate(old, new)
         self._do("rename", old, act)
 
+    def copy_owner(self, source: str, path: str) -> None:
+        self.injector.inner.copy_owner(source, path)
+
     def sync(self, folder: str) -> None:
         def act() -> None:
             self.injector.inner.sync(folder)

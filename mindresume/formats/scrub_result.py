@@ -148,4 +148,7 @@ def publish_result(storage: Storage, candidate: Candidate, damage: Iterable[Refu
         rows[path] = DamagedFile(path, refusal.rank or 0, status.size, status.mtime, status.changed, refusal.reason[:MAX_TEXT],
                                  refusal.tensors[:MAX_NAMED])
     result = ScrubResult(read_at, fingerprint(candidate), tuple(rows.values())[:MAX_NAMED])
-    publish(storage, os.path.join(candidate.records_dir or "", SCRUB_RESULT), [result.encode()], tag)
+    folder = candidate.records_dir or ""
+    path = os.path.join(folder, SCRUB_RESULT)
+    publish(storage, path, [result.encode()], tag)
+    storage.copy_owner(folder, path)                # root scrubs, and the jobs of a user read the result

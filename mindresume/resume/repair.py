@@ -238,12 +238,19 @@ def _replace(storage: Storage, root: str, file: FileRecord, pieces: _Pieces, tag
         storage.write(temporary, hashed(), file.size or 0)
         if (whole.hexdigest(), size) != (file.checksum, file.size) or not is_as_recorded(storage, temporary, file):
             return False
-        storage.rename(temporary, path)
-        storage.sync(os.path.dirname(path))
+        _put(storage, temporary, path)
         return True
     finally:
         with suppress(OSError):                             # it is gone after the rename
             storage.remove(temporary)
+
+
+def _put(storage: Storage, temporary: str, path: str) -> None:
+    """Puts a new file in the place of ``path``, with the owner and the rights of that file, which jobs must still be able to
+    read and remove after a repair by root. If it is missing, with those of its folder. Raises OSError."""
+    storage.copy_owner(path if storage.status(path) is not None else os.path.dirname(path), temporary)
+    storage.rename(temporary, path)
+    storage.sync(os.path.dirname(path))
 
 
 def _from_bucket(storage: Storage, root: str, candidate: Candidate, file: FileRecord, tag: str, bucket: RemoteCheckpoints) -> str:
@@ -255,8 +262,7 @@ def _from_bucket(storage: Storage, root: str, candidate: Candidate, file: FileRe
         bucket.download(candidate.name, os.path.relpath(file.path, candidate.iteration_dir or "."), temporary)
         if not is_as_recorded(storage, temporary, file):
             return f"{bucket.url} holds other bytes"
-        storage.rename(temporary, path)
-        storage.sync(os.path.dirname(path))
+        _put(storage, temporary, path)
         return ""
     except RemoteError as error:
         return str(error)
@@ -282,4 +288,5 @@ def _repair_record(storage: Storage, root: str, candidate: Candidate, rank: int,
     if checksum != candidate.records[sorted(candidate.files).index(rank)]:
         return f"{os.path.relpath(path, root)} cannot be repaired: {bucket.url} holds another record"
     publish(storage, path, [data], tag)
+    storage.copy_owner(candidate.records_dir or "", path)
     return ""

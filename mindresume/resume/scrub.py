@@ -28,6 +28,7 @@ from mindresume.resume.listing import CheckpointStatus
 from mindresume.resume.repair import repair
 from mindresume.resume.verifier import find_damaged_files
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.saving.shard_writer import remove_temporary_files
 from mindresume.storage.interface import Status, Storage
 from mindresume.storage.operations import leads_through_a_link
 from mindresume.storage.throttled_reads import ReadStoppedError, ThrottledReads, TokenBucket
@@ -151,9 +152,18 @@ class Scrubber:
             if other is not None:
                 return CheckpointScrub(candidate, SKIPPED, f"process {other.pid} on host {other.host} is scrubbing this folder",
                                        is_elsewhere=True)
+            self._remove_temporary_files(candidate)
             return self._read(candidate, lock)
         finally:
             lock.release()
+
+    def _remove_temporary_files(self, candidate: Candidate) -> None:
+        """Removes what repairs left that were killed: files as large as a shard. Nothing else ever would in an iteration
+        folder."""
+        folders = {os.path.dirname(os.path.join(self.root, file.path)) for file in candidate.all_files}
+        for folder in sorted({*folders, candidate.records_dir or ""}):
+            with suppress(OSError):                 # on a full or read-only disk the reading goes on
+                remove_temporary_files(self.storage, self.root, folder)
 
     def _pause(self, seconds: float) -> None:
         """Waits. Raises ReadStoppedError if the scrub is to stop: ``wait`` has then returned too early for any conclusion."""

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mindresume.coordination.lease import fence
+from mindresume.coordination.lease import fence, half_written, is_job_lease, lease_path
 from mindresume.errors import OutOfSpaceError, RecordError, SaveError
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats.iteration_naming import MODEL, OPTIMIZER, WeightFile, iteration_name
+from mindresume.formats.iteration_naming import MODEL, OPTIMIZER, WeightFile, iteration_name, parse_iteration
 from mindresume.formats.rank_folder_naming import FileName, folder_name, label
 from mindresume.model.file_record import FileRecord
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import EMERGENCY, FOLDER, MANIFEST, Record, attempt_name, read_record, record_name, run_sequence
 from mindresume.model.record_details import Details, TensorRecord
 from mindresume.model.training_state import TrainingState
-from mindresume.storage.atomic_publish import TEMPORARY, UnknownOutcomeError, publish
+from mindresume.storage.atomic_publish import UnknownOutcomeError, publish
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import encode, encoded_size
 from mindresume.tensor_files.checksum import Checksums, checksummed, file_checksum
@@ -280,22 +280,28 @@ def details_of_shard(shard: Shard, sums: Sequence[Checksums]) -> Details:
 
 
 def clean_own_folder(target: SaveTarget) -> list[str]:
-    """Removes the temporary files of earlier runs from this rank's folder. Returns their names. Those runs are dead: the launch
-    of this run has ended them.
+    """Removes the temporary files of earlier runs from this rank's folder; the first rank, from the iteration folders, too.
+    Returns their names. Those runs are dead: the launch of this run has ended them.
 
     Flushes ``root``: a rank folder counts as durable, but its maker may have died right after ``mkdir``.
     """
-    folder, removed = os.path.join(target.root, folder_name(target.rank)), []
-    if target.storage.status(target.root) is not None:
-        target.storage.sync(target.root)
-    for name in target.storage.list(folder):
-        if not name.endswith(TEMPORARY):
-            continue
-        try:
-            earlier = run_sequence(name[:-len(TEMPORARY)].rpartition(".")[2]) < run_sequence(target.run)
-        except RecordError:
-            continue
-        if earlier:
-            target.storage.remove(os.path.join(folder, name))
-            removed.append(name)
+    storage, root = target.storage, target.root
+    if storage.status(root) is not None:
+        storage.sync(root)
+    folders = [folder_name(target.rank)]
+    if target.iterations and target.rank == target.ranks[0]:
+        folders += [name for name in storage.list(root) if parse_iteration(name) is not None]
+    return [name for folder in folders for name in remove_temporary_files(storage, root, os.path.join(root, folder), target.run)]
+
+
+def remove_temporary_files(storage: Storage, root: str, folder: str, run: str = "") -> list[str]:
+    """Removes from ``folder``, which is ``root`` or lies below it, the temporary files of runs before ``run``, and those of
+    repairs. A repair that still goes on has a lease, and keeps its own. Returns their names. Raises OSError."""
+    def is_left(writer: str) -> bool:
+        if is_job_lease(writer):
+            return bool(run) and run_sequence(writer) < run_sequence(run)
+        return storage.status(lease_path(root, writer)) is None
+    removed = [name for name, writer in half_written(storage.list(folder)) if is_left(writer)]
+    for name in removed:
+        storage.remove(os.path.join(folder, name))
     return removed

@@ -89,6 +89,9 @@ class Mount:
             self.cluster.renamed(self.process, old, new)
         self._do("rename", new, act, also=old)
 
+    def copy_owner(self, source: str, path: str) -> None:
+        """Does nothing: all simulated processes are of one user."""
+
     def sync(self, folder: str) -> None:
         self._do("sync", folder, lambda disk: disk.sync(folder))
 

@@ -55,8 +55,8 @@ class NewFile(Protocol):
 
 
 class Storage(Protocol):
-    """Declares ten operations, and for each what is atomic and what is durable when it returns. Several threads may call them at
-    once.
+    """Declares eleven operations, and for each what is atomic and what is durable when it returns. Several threads may call them
+    at once.
 
     Attributes:
         width: number of operations that are worth running at the same time (see ``operations.parallel``).
@@ -97,6 +97,10 @@ class Storage(Protocol):
 
     def rename(self, old: str, new: str) -> None:
         """Renames atomically. Replaces a file ``new``, never a folder that has content. Durable after ``sync`` of the folder."""
+
+    def copy_owner(self, source: str, path: str) -> None:
+        """Gives the file ``path`` the owner, the group and the rights of ``source``, a file or folder, as far as this process may
+        and the file system can. Raises no error."""
 
     def sync(self, folder: str) -> None:
         """Makes all names created, renamed or removed in ``folder`` so far durable, if the file system can flush a folder at

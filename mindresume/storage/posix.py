@@ -76,6 +76,12 @@ class PosixStorage:
     def rename(self, old: str, new: str) -> None:
         os.replace(old, new)
 
+    def copy_owner(self, source: str, path: str) -> None:
+        with suppress(OSError):
+            found = os.stat(source)
+            os.chmod(path, found.st_mode & 0o666)       # of a folder without the right to enter it
+            os.chown(path, found.st_uid, found.st_gid)
+
     def sync(self, folder: str) -> None:
         handle = os.open(folder, os.O_RDONLY)
         try:

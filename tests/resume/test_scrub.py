@@ -3,6 +3,7 @@ import errno
 import os
 import random
 import shutil
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from mindresume.saving.garbage_collector import carry_out, plan
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import clean_own_folder, rank_shard, write_shard
+from mindresume.storage.atomic_publish import temporary_name
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.throttled_reads import ReadStoppedError
 from mindresume.tensor_files import read_header
@@ -606,3 +608,46 @@ def test_nothing_is_written_through_a_link(tmp_path, linked):
     before = folder_contents(archive)
     found = scrubbed(root, repairs=True)[5]
     assert found.state == SKIPPED and "symbolic link" in found.reason and folder_contents(archive) == before
+
+
+@pytest.mark.parametrize("fmt", ["rank folders", "iteration"])
+def test_what_a_killed_repair_left_is_removed_by_the_next_scrub_or_job(tmp_path, fmt):
+    """A repair leaves a file as large as a shard. In an iteration folder nothing ever removed it."""
+    if fmt == "iteration":
+        iteration_folders.save(tmp_path, 5)
+        path, target = iteration_folders.weights_of(tmp_path, 5), iteration_folders.target_of(tmp_path, run="0002-0000bbbb")
+    else:
+        save(tmp_path, 5, replicas=1)
+        path, target = path_of(tmp_path, 5, 0), target_of(tmp_path, 0, 4, "0002-0000bbbb")
+    left = Path(temporary_name(str(path), "0000-0000cccc"))
+
+    def remains(lease):
+        left.write_bytes(b"half of a shard")
+        if lease:
+            leases.Lease(STORAGE, str(tmp_path), replace(leases.holder_of_this_process(SCRUBBING), run="0000-0000cccc")).publish()
+        return left.exists
+    is_there = remains(lease=False)
+    assert states(tmp_path) == {5: INTACT} and not is_there()
+    is_there = remains(lease=False)
+    assert clean_own_folder(target) == [left.name] and not is_there()
+    is_there = remains(lease=True)                                      # it goes on
+    assert clean_own_folder(target) == [] and is_there()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+def test_a_repair_by_root_leaves_the_files_to_their_owner(tmp_path):
+    """A job of that user could neither read nor replace them later."""
+    save(tmp_path, 5)
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, 1234, 2345)
+    os.chmod(path_of(tmp_path, 5, 1), 0o640)
+    flip_bit(path_of(tmp_path, 5, 1))
+    path_of(tmp_path, 5, 2).unlink()
+    before = os.umask(0o077)
+    try:
+        assert states(tmp_path, repairs=True) == {5: REPAIRED}
+    finally:
+        os.umask(before)
+    repaired, made, result = (os.stat(path) for path in (path_of(tmp_path, 5, 1), path_of(tmp_path, 5, 2), result_path(tmp_path, 5)))
+    assert [(status.st_uid, status.st_gid) for status in (repaired, made, result)] == [(1234, 2345)] * 3
+    assert [stat.S_IMODE(status.st_mode) for status in (repaired, made, result)] == [0o640, 0o644, 0o644]

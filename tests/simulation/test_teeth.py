@@ -146,7 +146,7 @@ MUTANTS = [
         Edit(shard_writer, "_resolve_unconfirmed", "may not be saved", "was not saved")],
         ("save", "iteration", ""), MISREPORTED, deaths=False, first=40, within=25, draws=each("ESTALE after")),
     mutant("retention removes checkpoints of another training", [
-        Edit(committer.Committer, "prune", "self._has_ended, self.target.lineage)", "self._has_ended, None)")],
+        Edit(committer.Committer, "prune", "self._has_ended, self.target.lineage,", "self._has_ended, None,")],
         ("afresh", "safetensors", ""), LOST),
     mutant("trash names are not unique, and one failed removal stops the rest", [
         Edit(manifest, "trash_name", ".{secrets.token_hex(4)}", ""), Edit(garbage_collector, "carry_out", "continue", "raise")],
@@ -363,7 +363,7 @@ MUTANTS = [
              "storage, temporary, file):", "if False:")],
         ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK} {WRONG}", deaths=False, first=11, within=4),
     mutant("repair: the file has its name before it is flushed", [
-        Edit(repair, "_replace", "storage.rename(temporary, path)", "made.finish()"),
+        Edit(repair, "_replace", "_put(storage, temporary, path)", "made.finish()"),
         Edit(repair, "_replace", "storage.write(temporary, hashed(), file.size or 0)",
              'made = storage.create(temporary, file.size or 0); made.write_at(0, memoryview(b"".join(hashed()))); '
              "storage.rename(temporary, path)"),
