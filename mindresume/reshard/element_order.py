@@ -3,6 +3,10 @@
 With ``use_contiguous_weight_layout_attention: True`` each rank splits its own piece of linear_qkv into [q, k, v], and with
 ``use_interleaved_weight_layout_mlp: False`` its own piece of linear_fc1 into [gate, up]. With another number of pieces, shapes
 and bytes would fit, and the network would compute another function.
+
+A ``metadata.json`` does not tell the optimizer shards of such a tensor from its tensor parallelism: data parallel 2 with
+optimizer shards and tensor parallel 2 give each rank the same rows. Both cut dimension 0, but the tensor behind it, linear_proj
+or linear_fc2, is cut by tensor parallelism along dimension 1, which no optimizer shard cuts: so that one tells.
 """
 from __future__ import annotations
 
@@ -11,16 +15,16 @@ from collections.abc import Mapping
 
 from mindresume.errors import ConfigError
 from mindresume.formats.huggingface import ATTENTION_KEY, FC1, MLP_KEY, QKV
-from mindresume.formats.slices import ordinals
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView
 
-_CONTIGUOUS = ((QKV, ATTENTION_KEY, True), (FC1, MLP_KEY, False))      # tensors, the key, its value that makes them contiguous
+# tensors, the key, its value that makes them contiguous, the tensors behind them
+_CONTIGUOUS = ((QKV, ATTENTION_KEY, True, "linear_proj"), (FC1, MLP_KEY, False, "linear_fc2"))
 
 
 def depends_on_pieces(arrangement: Mapping[str, bool]) -> bool:
     """Returns whether some tensor of a checkpoint with this ``arrangement`` must not be cut in another way."""
-    return any(arrangement.get(key) is contiguous for _, key, contiguous in _CONTIGUOUS)
+    return any(arrangement.get(key) is contiguous for _, key, contiguous, _ in _CONTIGUOUS)
 
 
 def pieces_of(layout: TensorLayout | None) -> int:
@@ -35,25 +39,32 @@ def check_order(weights: CheckpointView, name: str, wanted: TensorLayout | None)
         weights: the checkpoint. Without a key in its ``arrangement`` nothing is known, and nothing refused.
         name: of the tensor; optimizer states contain that of their parameter.
     Raises:
-        ConfigError: The numbers of pieces differ, and the order of the elements depends on them. Where it is unknown which of the
-            pieces are optimizer shards (``CheckpointView.split``), each rank must keep the part that it has.
+        ConfigError: The numbers of pieces differ, or are unknown, and the order of the elements depends on them.
     """
-    tensor = weights.tensors[name]
-    for part, key, contiguous in _CONTIGUOUS:
+    for part, key, contiguous, behind in _CONTIGUOUS:
         if f".{part}." not in name or weights.arrangement.get(key) is not contiguous:
             continue
-        pieces = pieces_of(tensor.layout), pieces_of(wanted)
-        if weights.split and pieces[0] == pieces[1] or not weights.split and _same_parts(tensor.layout, wanted, tensor.shape):
+        layout = weights.tensors[name].layout
+        stored = pieces_of(layout) if weights.split else _pieces_by(weights, name, part, behind)
+        if stored == pieces_of(wanted):
             continue
-        raise ConfigError(f"{weights.name}: {name} was trained with {key}: {contiguous}, so the order of its elements depends on "
-                          f"tensor parallelism. It is cut into {pieces[0]} there"
-                          + ("" if weights.split else ", optimizer shards perhaps among them (metadata.json does not tell),")
-                          + f" and cannot be cut into {pieces[1]}: keep the tensor parallelism of that job"
-                          + ("" if weights.split else " and its optimizer shards"))
+        reason = (f"{weights.name}: {name} was trained with {key}: {contiguous}, so the order of its elements depends on "
+                  f"tensor parallelism. ")
+        if stored is None:
+            raise ConfigError(f"{reason}It has {pieces_of(layout)} pieces there, optimizer shards perhaps among them: "
+                              f"metadata.json does not tell, and no {behind} beside it does. Only mindformers alone can "
+                              f"continue that job")
+        raise ConfigError(f"{reason}It is cut into {stored} there and cannot be cut into {pieces_of(wanted)}: keep the tensor "
+                          f"parallelism of that job")
 
 
-def _same_parts(stored: TensorLayout | None, wanted: TensorLayout | None, shape: tuple[int, ...]) -> bool:
-    """Returns whether each rank holds the same part of a tensor by both layouts, or all of it."""
-    if stored is None or wanted is None or stored.stage_size != wanted.stage_size:
-        return pieces_of(stored) == 1 and pieces_of(wanted) == 1
-    return ordinals(stored, shape) == ordinals(wanted, shape)
+def _pieces_by(weights: CheckpointView, name: str, part: str, behind: str) -> int | None:
+    """Returns ``pieces_of`` a tensor whose layout may contain optimizer shards, by the tensor ``behind`` it; None: unknown."""
+    layout = weights.tensors[name].layout
+    if pieces_of(layout) == 1:
+        return 1
+    other = weights.tensors.get(f"{name.split(f'.{part}.')[0]}.{behind}.weight")
+    if other is None or len(other.shape) != 2:
+        return None
+    found = other.layout.pieces(other.shape)[1] if other.layout is not None else 1
+    return found if pieces_of(layout) % found == 0 else None

@@ -1,6 +1,7 @@
 """A tensor whose elements are ordered within each piece is never cut in another way, whoever reads it."""
 import os
 
+import iteration_folders
 import pytest
 from reshard.plans import Plan, Spec, random_tensors, recorded
 
@@ -8,6 +9,7 @@ import mindresume
 from mindresume.errors import ConfigError
 from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
 from mindresume.formats.slices import fold_optimizer_shards
+from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.element_order import check_order, pieces_of
 from mindresume.reshard.open_checkpoint import open_checkpoint
@@ -75,10 +77,10 @@ def test_the_same_tensor_parallelism_is_converted(tmp_path):
         mindresume.convert(tmp_path / "new", tmp_path / "newer", to="tp=4")
 
 
-def view(arrangement, layout, split=True):
+def view(arrangement, layout):
     names = (QKV, FC1, f"adam_v.{QKV}", "decoder.layers.0.mlp.linear_fc2.weight")
     tensors = {name: Tensor(name, "float32", (24, 8), layout) for name in names}
-    return CheckpointView(PosixStorage(), "it", tensors, lambda rank, name: None, arrangement=arrangement, split=split)
+    return CheckpointView(PosixStorage(), "it", tensors, lambda rank, name: None, arrangement=arrangement)
 
 
 def test_each_tensor_has_its_key():
@@ -100,13 +102,56 @@ def test_an_optimizer_shard_is_no_tensor_parallelism_and_an_unknown_one_is_not_g
     check_order(view(CONTIGUOUS, four), QKV, two)
     with pytest.raises(ConfigError, match="cut into 1 there"):
         check_order(view(CONTIGUOUS, sharded), QKV, two)
-    unknown = view(CONTIGUOUS, fold_optimizer_shards(four), split=False)
-    check_order(unknown, QKV, four)                                         # each rank keeps its part
-    check_order(view(CONTIGUOUS, None, split=False), QKV, whole)
-    for other in (two, whole, Plan.parse("dp1tp4", MODEL).layouts(0)[QKV].normalized()):
-        if other.pieces((24, 8)) != four.pieces((24, 8)):
-            with pytest.raises(ConfigError, match="metadata.json does not tell"):
-                check_order(unknown, QKV, other)
+
+
+PROJ, FC2 = "decoder.layers.0.self_attention.linear_proj.weight", "decoder.layers.0.mlp.linear_fc2.weight"
+BEHIND = {**MODEL, PROJ: Spec((8, 24), 1, 0), f"adam_m.{PROJ}": Spec((8, 24), 1, 0), FC2: Spec((8, 16), 1, 0),
+          f"adam_m.{FC1}": Spec((32, 8), 0, 0), f"adam_m.{FC2}": Spec((8, 16), 1, 0)}
+
+
+def folded(plan, leave_out=()):
+    """Returns a checkpoint of this plan as a ``metadata.json`` of mindformers describes it."""
+    layouts = {name: fold_optimizer_shards(layout) for name, layout in Plan.parse(plan, BEHIND).layouts(0).items()}
+    tensors = {name: Tensor(name, "float32", BEHIND[name].shape, layout) for name, layout in layouts.items()
+               if name not in leave_out}
+    return CheckpointView(PosixStorage(), "it", tensors, lambda rank, name: None, arrangement=CONTIGUOUS, split=False)
+
+
+@pytest.mark.parametrize("name", [QKV, FC1, f"adam_m.{QKV}", f"adam_m.{FC1}"])
+@pytest.mark.parametrize("stored, right, wrong", [
+    ("dp2tp1opt2", ["dp2tp1opt2", "dp2tp1", "dp1tp1", "dp4tp1opt2"], ["dp1tp2", "dp2tp2opt2"]),
+    ("dp1tp2", ["dp1tp2", "dp2tp2opt2", "dp2tp2"], ["dp2tp1opt2", "dp1tp1", "dp1tp4"]),
+    ("dp2tp2opt2", ["dp2tp2opt2", "dp1tp2", "dp4tp2"], ["dp1tp4", "dp4tp1opt4", "dp2tp1opt2", "dp1tp1"]),
+    ("dp2tp1", ["dp2tp1opt2", "dp1tp1"], ["dp1tp2"])])
+def test_the_tensor_behind_tells_optimizer_shards_from_tensor_parallelism(stored, right, wrong, name):
+    """dp2 with optimizer shards, saved by mindformers alone, and tp2 give each rank the same rows, and are another function."""
+    weights = folded(stored)
+    for plan in right:
+        check_order(weights, name, Plan.parse(plan, BEHIND).layouts(0)[name])
+    for plan in wrong:
+        with pytest.raises(ConfigError, match="keep the tensor parallelism of that job"):
+            check_order(weights, name, Plan.parse(plan, BEHIND).layouts(0)[name])
+
+
+def test_a_checkpoint_of_mindformers_alone(tmp_path):
+    """Of four ranks, data parallel 2 with optimizer shards, tensor parallel 2."""
+    weights = open_checkpoint(PosixStorage(), str(iteration_folders.foreign(tmp_path))).weights
+    weights.arrangement = CONTIGUOUS
+    assert not weights.split
+    for name in (name for name in weights.tensors if QKV in name or FC1 in name):
+        check_order(weights, name, TensorLayout((2, 2), (0, -1), -1))
+        check_order(weights, name, TensorLayout((1, 2), (0, -1)))
+        for other in (TensorLayout((1, 4), (0, -1)), TensorLayout((4, 1), (0, -1), -1), None):
+            with pytest.raises(ConfigError, match="cut into 2 there"):
+                check_order(weights, name, other)
+
+
+def test_what_no_tensor_tells_is_not_guessed():
+    for plan in ("dp2tp1opt2", "dp1tp2"):
+        for wanted in ("dp2tp1opt2", "dp1tp2", "dp1tp1"):
+            with pytest.raises(ConfigError, match="metadata.json does not tell, and no linear_proj beside it does"):
+                check_order(folded(plan, leave_out=[PROJ]), QKV, Plan.parse(wanted, BEHIND).layouts(0)[QKV])
+    check_order(folded("dp2tp1", leave_out=[PROJ]), QKV, None)              # nothing is cut
 
 
 def test_an_iteration_folder_keeps_optimizer_shards_apart(tmp_path):
