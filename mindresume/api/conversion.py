@@ -247,8 +247,9 @@ def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
                if not tensor.is_counter}
     plan = ParallelPlan.parse(to)
     if plan.tp > 1 and not source.weights.split and any(pieces_of(layout) > 1 for _, layout, _ in tensors.values()):
-        raise ConfigError(f"{source.what}: metadata.json does not tell optimizer shards from tensor parallelism, so it is not "
-                          f"known what {to} has to cut. Give the strategy of the target: a strategy file or folder, or {SAME}")
+        raise ConfigError(f"{source.what}: its layouts do not tell shards over data parallelism from tensor parallelism, so it "
+                          f"is not known what {to} has to cut. Give the strategy of the target: a strategy file or folder, or "
+                          f"{SAME}")
     sizes = {tensor.layout.stage_size for tensor in source.weights.tensors.values() if tensor.layout}
     return strategy_from_plan(plan, tensors, source.weights.world_size // max(sizes, default=1))
 

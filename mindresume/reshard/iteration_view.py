@@ -92,7 +92,8 @@ def _described(storage: Storage, root: str, candidate: Candidate, records: _Reco
                ) -> tuple[Mapping[str, TensorMetadata], bool]:
     """Returns ({tensor: description}, whether optimizer shards stand apart) from the records, which hold the facts of
     ``metadata.json`` and more. After redundancy removal the records of all ranks would be needed, so unless they must be split
-    that file is read instead, if it has the recorded checksum."""
+    that file is read instead, if it has the recorded checksum. hyper_parallel, which cuts the parameters of the PyNative trainer
+    (only that one has counters of a trainer), gives one layout: its shards over data parallelism may lie in any dimension."""
     folder = os.path.join(root, candidate.iteration_dir)
     if candidate.records_dir is None:
         return load_metadata(storage, folder) if METADATA in storage.list(folder) else {}, False
@@ -104,7 +105,7 @@ def _described(storage: Storage, root: str, candidate: Candidate, records: _Reco
             data = load_metadata_bytes(storage, folder)
             if xxhash.xxh3_128_hexdigest(data) == written.checksum:
                 return read_metadata(data, os.path.join(folder, METADATA)), False
-    return records.tensor_metadata(), True
+    return records.tensor_metadata(), not (candidate.state and candidate.state.trainer)
 
 
 def _unnamed_tensors(storage: Storage, root: str, candidate: Candidate, named: Mapping[str, TensorMetadata],

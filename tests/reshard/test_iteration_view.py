@@ -2,15 +2,18 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from rank_folders import RUN, STORAGE, flip_bit, state_of
 from reshard.plans import MODEL, STEP, Plan, random_tensors
 
-from mindresume.errors import CorruptFileError, LoadError, StrategyError
+import mindresume
+from mindresume.errors import ConfigError, CorruptFileError, LoadError, StrategyError
 from mindresume.formats.iteration_naming import METADATA, iteration_name
 from mindresume.formats.scan import scan
+from mindresume.formats.slices import fold_optimizer_shards
 from mindresume.model.manifest import FOLDER
 from mindresume.reshard import iteration_view
 from mindresume.reshard.geometry import held, slices_of, whole
@@ -30,14 +33,14 @@ NAME = iteration_name(STEP)
 PLANS = ["dp1", "tp2", "dp2", "dp2tp2opt2", "dp2tp2pp2opt2", "dp4opt2", "pp4"]
 
 
-def iterated(root, plan, dedup=False, skip=()):
+def iterated(root, plan, dedup=False, skip=(), trainer=(), folds=lambda layout: layout):
     """Returns our checkpoint: weights in one file, moments and a counter in the other. ``skip``: tensors without a known
-    layout."""
+    layout. ``trainer``: counters of a PyNative trainer. ``folds(layout)``: what is recorded of a layout."""
     plan = Plan.parse(plan)
     shapes = {name: array.shape for name, array in TENSORS.items()}
     for rank in range(plan.world_size):
         place = SaveTarget(STORAGE, str(root), RUN, rank, plan.world_size, True)
-        layouts = {name: (layout, shapes[name]) for name, layout in plan.layouts(rank).items()} if plan.world_size > 1 else {}
+        layouts = {name: (folds(layout), shapes[name]) for name, layout in plan.layouts(rank).items() if plan.world_size > 1}
         mine = set(plan.layouts(rank))
         if dedup:
             held = {name: (layout, shape, 4) for name, (layout, shape) in layouts.items()}
@@ -46,7 +49,8 @@ def iterated(root, plan, dedup=False, skip=()):
         model = {name: array for name, array in arrays.items() if not name.startswith("adam_")}
         rest = {name: array for name, array in arrays.items() if name not in model} | {"global_step": np.array([STEP], np.int32)}
         layouts = {name: row for name, row in layouts.items() if name not in skip}
-        write_shard(place, iteration_shard("net", place, state_of(STEP), model, rest, layouts, deduplicated=dedup))
+        write_shard(place, iteration_shard("net", place, replace(state_of(STEP), trainer=trainer), model, rest, layouts,
+                                           deduplicated=dedup))
     Committer(SaveTarget(STORAGE, str(root), RUN, 0, plan.world_size, True)).saved(STEP)
     return root / NAME
 
@@ -75,6 +79,17 @@ def test_every_tensor_by_records_and_by_metadata(tmp_path, plan, dedup):
     right(values(tmp_path))
     if Plan.parse(plan).world_size > 1:
         right(values(without_records(tmp_path)))
+
+
+def test_no_plan_is_derived_from_a_checkpoint_of_the_pynative_trainer(tmp_path):
+    """hyper_parallel gives one layout, with the shards over data parallelism: tp=2 would cut vectors that no tensor parallelism
+    cuts."""
+    iterated(tmp_path / "run", "dp2tp1opt2", trainer=(("total_flops", 1.0),), folds=fold_optimizer_shards)
+    assert not open_checkpoint(STORAGE, str(tmp_path / "run")).weights.split
+    with pytest.raises(ConfigError, match="not known what tp=2 has to cut"):
+        mindresume.convert(tmp_path / "run", tmp_path / "new", to="tp=2")
+    mindresume.convert(tmp_path / "run", tmp_path / "new", to="dp=2")
+    right(values(tmp_path / "run"))
 
 
 def test_metadata_json_is_read_instead_of_many_records_if_intact(tmp_path, monkeypatch):
