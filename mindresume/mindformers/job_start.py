@@ -39,8 +39,8 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
     storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
     if load_iteration.applies(config):
         return load_iteration.select(config, context, storage)
-    if not config.resume_training:
-        return weights_only.select(config, TRAIN, context, storage)
+    if not config.resume_training or config.resume_training is True and not config.load_checkpoint:
+        return weights_only.select(config, TRAIN, context, storage)         # perhaps of pretrained_model_dir, as mindformers does
     if not config.load_checkpoint:
         return None
     path, requested = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None

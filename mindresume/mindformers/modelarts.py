@@ -53,8 +53,11 @@ def remote_of(config: Any, emit: Emit = ignore) -> RemoteCheckpoints | None:
 
 def checkpoint_roots(config: Any) -> set[str]:
     """Returns the real paths of the checkpoint directories of the CheckpointMonitor. In Checkpoint 1.0 the directory is
-    ``checkpoint`` below ``directory``, in 2.0 it is ``directory`` itself; both are returned."""
-    given = [callback.get("directory") for callback in config.get("callbacks") or [] if callback.get("type") == adapter.ALIAS]
+    ``checkpoint`` below ``directory``, in 2.0 it is ``directory`` itself, or ``save_path`` of the section ``checkpoint``, which
+    mindformers passes on only later; all are returned."""
+    section = config.get("checkpoint") or {}
+    given = [callback.get("directory") or section.get("save_path") for callback in config.get("callbacks") or []
+             if callback.get("type") == adapter.ALIAS]
     folders = [folder for folder in given if folder]
     found = [*folders, *(os.path.join(folder, CHECKPOINT) for folder in folders)]
     return {os.path.realpath(folder) for folder in found or [os.path.join(adapter.output_root(), CHECKPOINT)]}

@@ -82,16 +82,21 @@ def test_modelarts_without_moxing(monkeypatch):
         modelarts.require_moxing()
 
 
+@pytest.mark.parametrize("section", [False, True])
 @pytest.mark.parametrize("directory, path, looked_at", [
     (None, "output/checkpoint", True), (None, "output/checkpoint/", True), (None, "output/checkpoint/rank_0", True),
     (None, "output", True), (None, "pretrained", False), ("other", "other/checkpoint", True), ("other", "other", True),
     ("other", "output/checkpoint", False)])
-def test_downloads_go_only_to_the_folder_in_which_the_job_saves(monkeypatch, tmp_path, directory, path, looked_at):
+def test_downloads_go_only_to_the_folder_in_which_the_job_saves(monkeypatch, tmp_path, directory, path, looked_at,
+                                                                  section):
+    """``section``: the directory is save_path of the section checkpoint."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(adapter, "output_root", lambda: str(tmp_path / "output"))
     asked, events = [], []
     monkeypatch.setattr(remote_selection.RemoteSelection, "select", lambda self, pick: (asked.append(self.root), pick())[1])
-    config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor", "directory": directory}])
+    monitor = {"type": "CheckpointMonitor", **({} if section else {"directory": directory})}
+    config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, monitor],
+                              checkpoint={"save_path": directory} if section and directory else {})
     source = remote_selection.RemoteSource(RemoteCheckpoints(None, "obs://b/c"), lambda: modelarts.checkpoint_roots(config))
     picked = remote_selection.select_with_remote(lambda: "choice", path, source, SingleProcess(), PosixStorage(),
                                                  SelectionPolicy(1), events.append)

@@ -184,12 +184,14 @@ def test_resume_from_checkpoint_true_means_the_folder(current, monkeypatch, task
     assert patches._wrap_get_last_checkpoint(lambda self: "a file")(trainer) == found
 
 
-def test_an_empty_folder_begins_with_the_pretrained_weights(tmp_path, current):
+@pytest.mark.parametrize("is_given", [True, False])
+def test_an_empty_folder_begins_with_the_pretrained_weights(tmp_path, current, is_given):
+    """``is_given`` False: no folder is given."""
     save(tmp_path / "source", 5, world=1)
     weights = tmp_path / "weights"
     mindresume.merge(tmp_path / "source", weights)
     (tmp_path / "checkpoint").mkdir()
-    config = config_of(tmp_path / "checkpoint", pretrained_model_dir=str(weights))
+    config = config_of(tmp_path / "checkpoint" if is_given else "", pretrained_model_dir=str(weights))
     job_start.select_checkpoint(config, current)
     assert (config.resume_training, config.load_checkpoint, current.plan.resumes) == (False, str(weights), False)
     assert current.plan.request.path == str(weights)
