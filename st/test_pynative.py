@@ -15,7 +15,7 @@ import pytest
 from st.checkpoint_files import flip_bit, iteration_steps, tensors_in, tracker
 from st.pynative_cases import DECAY, DIED, OURS, STEPS, assert_same, build, dies, each, same_losses, steps_of, whole  # noqa: F401
 from st.pynative_run import PynativeRun
-from st.run_attempts import FIXTURES, LIMIT, assert_event, contains
+from st.run_attempts import FIXTURES, LIMIT, PROGRAMS, assert_event, contains
 from st.training_run import ROOT, Run
 
 # ruff: noqa: F811  build and whole are fixtures
@@ -89,6 +89,18 @@ def test_two_processes_that_save_each_tensor_once(whole, build, release, workers
         path.stat().st_size for path in (whole(release, workers).checkpoints / "iteration_00000045").glob("*-model-*"))
     run.resume({"training.steps": STEPS}, **OURS).wait_for_success()
     assert_same(run, whole(release, workers), 11)
+
+
+def test_a_callback_that_loads_weights_of_its_own_trains_no_step(build):
+    """Its ``on_step_begin`` comes after ours; and a training that saves nothing has no callback of ours."""
+    run = build("run")
+    run.start(CPU_CLUSTER_KILL="all@7", **OURS)
+    dies(run)
+    run.program = PROGRAMS / "pynative_loads_weights.py"
+    for saves in (True, False):
+        run.resume({"checkpoint.enable_save": saves}, **OURS).wait(LIMIT)
+        assert run.process.returncode == 1 and steps_of(run) == []
+        assert_event(run, "training_ended", outcome="failed", reason=contains("AlteredWeightsError", "LoadsWeights"))
 
 
 # ---- configurations of data and numbers ------------------------------------------------------------------------------
