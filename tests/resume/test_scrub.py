@@ -648,6 +648,6 @@ def test_a_repair_by_root_leaves_the_files_to_their_owner(tmp_path):
         assert states(tmp_path, repairs=True) == {5: REPAIRED}
     finally:
         os.umask(before)
-    repaired, made, result = (os.stat(path) for path in (path_of(tmp_path, 5, 1), path_of(tmp_path, 5, 2), result_path(tmp_path, 5)))
+    repaired, made, result = map(os.stat, (path_of(tmp_path, 5, 1), path_of(tmp_path, 5, 2), result_path(tmp_path, 5)))
     assert [(status.st_uid, status.st_gid) for status in (repaired, made, result)] == [(1234, 2345)] * 3
     assert [stat.S_IMODE(status.st_mode) for status in (repaired, made, result)] == [0o640, 0o644, 0o644]
