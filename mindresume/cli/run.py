@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Callable
 from typing import Annotated
 
@@ -102,7 +101,7 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
     from mindresume.storage.posix import PosixStorage
     from mindresume.supervisor.background import BackgroundHandler
     from mindresume.supervisor.background_states import BackgroundStates
-    from mindresume.supervisor.hang import HangLimits
+    from mindresume.supervisor.hang import AwakeClock, HangLimits
     from mindresume.supervisor.job import JobSettings
     from mindresume.supervisor.rendezvous import Rendezvous
     from mindresume.supervisor.restart_policy import RestartPolicy
@@ -125,7 +124,7 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
             raise ConfigError("--min-nodes: the command must change with the nodes that take part; write {nodes} or {workers}, "
                               "{node_rank} and {master_addr} into it")
         meeting = Rendezvous(PosixStorage(), os.path.abspath(rendezvous), node_rank, nodes, min_nodes or nodes, node_timeout,
-                             node_address or _own_address(), time.monotonic, states=BackgroundStates)
+                             node_address or _own_address(), AwakeClock(), states=BackgroundStates)
     printed = BackgroundHandler(_JsonLines() if json else _Lines())
     sys.exit(Supervisor(command, settings, Emitter(printed), meeting, flush=_flush_memory).run())
 

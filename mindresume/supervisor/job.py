@@ -9,11 +9,13 @@
 """
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,16 +39,28 @@ from mindresume.events import (
 from mindresume.events.log_lines import end_text
 from mindresume.storage.operations import call_within
 from mindresume.supervisor import stacks
-from mindresume.supervisor.hang import HangLimits, find_hang
+from mindresume.supervisor.hang import AwakeClock, HangLimits, find_hang
 from mindresume.supervisor.job_end import EndTimes, end_job
 from mindresume.supervisor.log_excerpt import PATIENCE, excerpt, tail
 from mindresume.supervisor.members import Ended, Member, Members
 from mindresume.supervisor.open_saves import first_lost_step, may_finish
 from mindresume.supervisor.process_table import RANK, SCHEDULER, WRITER, end_with_parent, shell_status
-from mindresume.supervisor.restart_policy import DIED, EXITED, HANG_STATUS, HUNG, TERMINATED, StartOutcome
+from mindresume.supervisor.restart_policy import (
+    DIED,
+    EXITED,
+    HANG_STATUS,
+    HUNG,
+    NOT_STARTED,
+    TERMINATED,
+    WRONG_USE,
+    StartOutcome,
+)
 from mindresume.supervisor.startup import startup_phases
 
 _STACKS = 30.0                          # seconds for the stacks of all ranks
+_JOINING = 300.0                        # seconds for a first heartbeat after a launcher that returns at once
+_MOMENT = 1.0                           # seconds for the command to start; if its disk hangs, the watch begins without
+_MOMENTARY = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ETXTBSY)
 TICK = 0.2                              # seconds between two looks; the end of a process is noticed at once
 _UNKNOWN_END = 3.0                      # seconds for the launcher to say how a rank ended whose status is not known
 
@@ -67,7 +81,7 @@ class JobEnd:
     """Says why a start ends.
 
     Attributes:
-        kind: EXITED, DIED, HUNG, STOPPED or PEER.
+        kind: EXITED, DIED, HUNG, STOPPED, PEER or NOT_STARTED.
         status: exit status, as of a shell.
         cause: for people.
         leave: the ranks may save before they end.
@@ -108,7 +122,11 @@ class Job:
         self._lost = False                                  # the heartbeat of a living rank was removed
         self.host = socket.gethostname()
         self._evidence, self._to_stderr = evidence, to_stderr
-        self._pid, self._status = 0, None
+        self._pid, self._status, self._had_ranks, self._is_noted = 0, None, False, False
+        self._start_error: OSError | None = None
+        self._is_tried, self._is_over = threading.Event(), threading.Event()
+        self._ended_early: dict[int, int | None] = {}       # {process: status} of those that ended before ``_pid`` was known
+        self._clock = AwakeClock()
         self._began = self._started = 0.0
         self._unknown: tuple[float, Ended] | None = None    # a rank whose end is not understood yet, and since when
         self._is_measured = False
@@ -117,14 +135,45 @@ class Job:
     # ---- start --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the command in a session of its own, so that Ctrl-C reaches this process alone. Raises OSError."""
+        """Starts the command in a session of its own, so that Ctrl-C reaches this process alone. In a thread, because the disk of
+        the command can hang; it lasts until the end of this start, because the kernel ends the command when the thread ends that
+        has started it. If that fails, ``watch`` returns why."""
         self._began, self._started = time.monotonic(), time.time()
-        parent = os.getpid()
-        process = subprocess.Popen(self.command, env=dict(self.environment), stdin=subprocess.DEVNULL, start_new_session=True,
-                                   stdout=2 if self._to_stderr else None, preexec_fn=lambda: end_with_parent(parent))
-        self._pid = process.pid
-        process.returncode = 0                  # this class reaps it, see ``Members.wait``
-        self.emit(JobStarted(self.number, self._pid))
+        thread = threading.Thread(target=self._start, args=(os.getpid(),), name="mindresume-start", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:                       # the limit of threads
+            self._start_error = OSError(errno.EAGAIN, str(error))
+        else:
+            self._is_tried.wait(_MOMENT)
+
+    def _start(self, parent: int) -> None:
+        try:
+            process = subprocess.Popen(self.command, env=dict(self.environment), stdin=subprocess.DEVNULL, start_new_session=True,
+                                       stdout=2 if self._to_stderr else None, preexec_fn=lambda: end_with_parent(parent))
+            process.returncode = 0              # this class reaps it, see ``Members.wait``
+            self._pid = process.pid
+        except OSError as error:
+            self._start_error = error
+        except (ValueError, subprocess.SubprocessError) as error:
+            self._start_error = OSError(errno.EINVAL, str(error))
+        self._is_tried.set()
+        self._is_over.wait()
+
+    def _note_start(self) -> JobEnd | None:
+        """Emits JobStarted once the command is started. Returns the end of this start if it cannot be."""
+        if (error := self._start_error) is not None:
+            status = 1 if error.errno in _MOMENTARY else WRONG_USE
+            return JobEnd(NOT_STARTED, status, f"the command cannot be started: {error}")
+        if self._pid and not self._is_noted:
+            self._is_noted = True
+            self.emit(JobStarted(self.number, self._pid))
+            if self._pid in self._ended_early:
+                self._take_status(self._ended_early[self._pid])
+        return None
+
+    def _take_status(self, status: int | None) -> None:
+        self._status = 1 if status is None else shell_status(status)
 
     # ---- watch --------------------------------------------------------------------------------------------------------
 
@@ -132,6 +181,9 @@ class Job:
         """Returns why this start ends, at the moment when it is known. ``stop``: asked several times a second."""
         has_looked = False
         while True:
+            self._clock()
+            if end := self._note_start():
+                return end
             self._refresh(now=False)
             for ended in self.members.wait(TICK):
                 if end := self._taken(ended):
@@ -149,12 +201,15 @@ class Job:
         self._readable = {heartbeat.pid for heartbeat in found}
         self.heartbeats.update((heartbeat.pid, heartbeat) for heartbeat in found)
         self.members.refresh(self.heartbeats.values(), now)
+        self._had_ranks = self._had_ranks or bool(self.heartbeats or self.members.alive(RANK))
 
     def _taken(self, ended: Ended) -> JobEnd | None:
         """Takes the end of a process. Returns the end of the job if it is a rank that had not finished, or the scheduler while a
         rank still trains: MindSpore's ranks lose each other without it, and would take 20 s until each sends itself SIGTERM."""
         if ended.member.pid == self._pid:
-            self._status = 1 if ended.status is None else shell_status(ended.status)
+            self._take_status(ended.status)
+        elif not self._pid:
+            self._ended_early[ended.member.pid] = ended.status
         ended = self._as_rank(ended)
         if ended.member.role == SCHEDULER and any(self._is_training(member.pid) for member in self.members.alive(RANK)):
             return self._died(ended)
@@ -194,7 +249,7 @@ class Job:
 
     def _died(self, ended: Ended) -> JobEnd:
         member, heartbeat = ended.member, self._last_heartbeat(ended.member.pid)
-        noticed, path = time.monotonic(), self.members.log_file(member)
+        noticed, path = time.monotonic(), call_within(PATIENCE, lambda: self.members.log_file(member), "")
         log = call_within(PATIENCE, lambda: excerpt(path), ()) if path else ()
         if ended.status is None and path:
             ended = Ended(member, call_within(PATIENCE, lambda: _status_in_message(os.path.dirname(path), member.pid), None))
@@ -209,13 +264,17 @@ class Job:
         ranks = self.members.alive(RANK)
         if self._unknown is not None and time.monotonic() - self._unknown[0] > _UNKNOWN_END and ranks:
             return self._died(self._unknown[1])
-        if self._status is None or ranks and self._status == 0:
+        if self._status is None or self._status == 0 and (ranks or self._may_have_ranks()):
             return None
         failed = [it for it in self.heartbeats.values() if it.outcome == FAILED]
         log = call_within(PATIENCE, lambda: excerpt(self._unknown[1].member.log), ()) if self._unknown is not None else ()
         rank = self._unknown[1].member.rank if self._unknown is not None else failed[0].rank if failed else None
         unasked = ", its ranks after SIGTERM of an unknown sender" if any(it.unasked for it in self.heartbeats.values()) else ""
         return JobEnd(EXITED, self._status, f"the command ended with status {self._status}{unasked}", rank=rank, log=log)
+
+    def _may_have_ranks(self) -> bool:
+        """Returns whether processes are left that may become ranks: a launcher can return at once. A job without ranks ends."""
+        return not self._had_ranks and bool(self.members.alive()) and time.monotonic() - self._began < _JOINING
 
     def _hang(self) -> JobEnd | None:
         known = [self.heartbeats[member.pid] for member in self.members.alive(RANK) if member.pid in self.heartbeats]
@@ -224,7 +283,7 @@ class Job:
             self._lost = True
             self.emit(warning(f"heartbeats in {self.folder} were removed while their ranks run, so a hang of these ranks is not "
                               f"noticed. systemd does that when a user logs out: set RemoveIPC=no, or loginctl enable-linger"))
-        hang = find_hang(alive, self._began, time.monotonic(), self.settings.limits)
+        hang = find_hang(alive, self._began, time.monotonic(), self.settings.limits, self._clock)
         if hang is None:
             return None
         noticed, first = time.monotonic(), hang.ranks[0]
@@ -294,9 +353,11 @@ class Job:
         preempted = self.is_preempted and end.kind == EXITED
         finished = self.has_finished and end.kind in (EXITED, DIED) and end.status != 0
         outcome = StartOutcome(self.number, self._started, time.monotonic() - self._began, end.kind, end.status, end.cause,
-                               end.rank, self.host, end.phase, preempted, finished, resumed, last, committed, end.log)
+                               end.rank, self.host, end.phase, preempted, bool(beats), finished, resumed, last, committed,
+                               end.log)
         self.emit(JobEnded(self.number, end.status, end.cause, outcome.seconds, time.monotonic() - end.noticed, _known(resumed),
                            _known(last), _known(committed), left))
+        self._is_over.set()
         self.members.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         return outcome, left

@@ -97,7 +97,11 @@ class Members:
         began, spent = time.monotonic(), time.process_time()
         if not now and began < self._next_scan:
             return
-        self._table = all_processes()
+        try:
+            self._table = all_processes()
+        except OSError:                             # the limit of open files: it is read again, and ends are noticed meanwhile
+            self._next_scan = began + _SCAN_SECONDS[1]
+            return
         ranks = {(heartbeat.pid, heartbeat.ticks): heartbeat for heartbeat in heartbeats}
         for process in descendants(self.root, self._table).values():
             if process.pid in self.ignored:

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from mindresume.coordination.process_identity import is_running, process_namespace, start_ticks
 from mindresume.supervisor.job_end import EndTimes
-from mindresume.supervisor.process_table import Process, all_processes, environment_of, read_process, send
+from mindresume.supervisor.process_table import Process, all_processes, ancestors, environment_of, read_process, send
 
 MARK = "MINDRESUME_SUPERVISOR"          # environment of every process of a job: which supervisor, and key of the job
 JOB_MARK, WRITER_MARK = "MSRUN_LAUNCHER_JOB", "MSRUN_LAUNCHER_WRITER"      # see scripts/msrun_launcher.sh and background_writer
@@ -40,8 +40,11 @@ def marks(command: Sequence[str]) -> dict[str, str]:
 def find_orphans(command: Sequence[str]) -> list[Process]:
     """Returns the processes of this command whose supervisor is gone. A host sees the processes of its containers, but their
     supervisors have other numbers there, so that those are never orphans of the host."""
-    suffix, found = f".{process_namespace()}.{job_key(command)}", []
-    for process in all_processes().values():
+    suffix, found, table = f".{process_namespace()}.{job_key(command)}", [], all_processes()
+    mine = {os.getpid(), *ancestors([os.getpid()], table, 0)}          # started by what that supervisor had started
+    for process in table.values():
+        if process.pid in mine:
+            continue
         mark = environment_of(process.pid).get(MARK, "")
         pid, _, ticks = mark.removesuffix(suffix).partition(".")
         if mark.endswith(suffix) and pid.isdigit() and ticks.isdigit() and is_running(int(pid), int(ticks)) is False:

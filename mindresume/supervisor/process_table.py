@@ -55,7 +55,7 @@ def read_process(pid: int) -> Process | None:
 
 
 def all_processes() -> dict[int, Process]:
-    """Returns {number: process} of this host."""
+    """Returns {number: process} of this host. Raises OSError if that cannot be read now."""
     found = (read_process(int(name)) for name in os.listdir(PROC) if name.isdigit())
     return {process.pid: process for process in found if process is not None}
 
@@ -159,4 +159,5 @@ def _names(folder: Path) -> list[str]:
 
 
 def _is_file(path: str) -> bool:
-    return path.startswith("/") and os.path.isfile(path)
+    """Returns whether an open file is one on a disk, by its name alone: its disk can hang."""
+    return path.startswith("/") and not path.startswith(("/dev/", "/proc/"))

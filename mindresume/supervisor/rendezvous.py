@@ -15,7 +15,7 @@ long for all nodes, then goes on with at least ``min_nodes``. A node that comes 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mindresume.errors import ConfigError
@@ -121,6 +121,8 @@ class Rendezvous:
             return None
         if len(ready) < self.min_nodes:
             missing = [node for node in range(self.nodes) if node not in ready]
+            if self._has_finished_with(missing):
+                return PeerEnd(0, "all nodes had finished the job before this one was started again", leaves=True)
             reason = (f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(map(str, missing))} did not come within "
                       f"{self.timeout:.0f} s (--node-timeout)" + (f"; {self.states.error}" if self.states.error else ""))
             self.leave(NODE_LOST, reason)
@@ -133,6 +135,15 @@ class Rendezvous:
             return None
         generation = max(state.generation for state in ready.values()) + 1
         return self._begin(generation, {node: state.session for node, state in sorted(ready.items())}, self.states.mine.address)
+
+    def _has_finished_with(self, missing: Sequence[int]) -> bool:
+        """Returns whether this node, in an earlier run of its supervisor, and ``missing`` have finished the same generation. A
+        platform started this one again, late; the others do not come back."""
+        generations = {seen.state.generation for (node, _), seen in self.states.seen.items()
+                       if node == self.node and _has_finished(seen.state)}
+        others = [seen.state for node in missing if (seen := self.states.newest(node))]
+        return bool(missing) and len(others) == len(missing) and all(
+            _has_finished(state) and state.generation in generations for state in others)
 
     def _is_ready(self, seen: SeenState) -> bool:
         return (seen.state.state == READY and self._is_fresh(seen)
@@ -218,6 +229,10 @@ class Rendezvous:
                 return PeerEnd(NODE_LOST, f"another supervisor of node {node} is alive (session {session}); give each node its "
                                           f"own --node-rank", leaves=True)
         return None
+
+
+def _has_finished(state: NodeState) -> bool:
+    return state.state in (FINISHED, LEFT) and state.status == 0 and state.generation > 0
 
 
 def _from_node(state: NodeState) -> str:

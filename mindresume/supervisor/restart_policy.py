@@ -7,7 +7,9 @@ a job that fails every hour and saves every ten minutes is started again for eve
     status 0                                  ─▶ exit
     all ranks have finished the training       ─▶ exit with the status: another start would find nothing to train
     stopped by a signal, preempted, Ctrl-C     ─▶ exit with 143 or 130: somebody wants the job to end
-    status 2: a wrong argument or setting      ─▶ exit: another start would fail in the same way
+    status 2: a wrong argument or setting      ─▶ exit: another start would fail in the same way; but restart if no rank began
+                                                  and an earlier start had one: the script or interpreter is away for now
+    the command cannot be started              ─▶ the same
     status 65: a callback loads other weights  ─▶ exit: the same
     progress                                   ─▶ restart at once
     no progress                                ─▶ restart after 1, 2, 4 ... 60 s; after ``max_restarts`` of them give up
@@ -21,6 +23,7 @@ from typing import Any
 from mindresume.coordination.rank_heartbeat import NONE
 
 EXITED, DIED, HUNG, STOPPED, PEER = "exited", "died", "hung", "stopped", "peer"     # kinds of ends of a start
+NOT_STARTED = "not started"
 EXIT, RESTART, GIVE_UP = "exit", "restart", "give up"                               # what follows
 WRONG_USE, ALTERED_WEIGHTS, HANG_STATUS, INTERRUPTED, TERMINATED = 2, 65, 124, 130, 143
 MAX_DELAY = 60.0                        # seconds
@@ -39,13 +42,14 @@ class StartOutcome:
         started: seconds since 1970.
         seconds: how long it lasted.
         kind: EXITED (the command ended), DIED (a rank ended badly), HUNG, STOPPED (this supervisor got a signal), PEER (another
-            node ended it).
+            node ended it), NOT_STARTED (there was no process).
         status: exit status, as of a shell.
         cause: how it ended, for people.
         rank: the rank that ended it; None: none, or not known.
         host: of that rank.
         phase: of that rank; empty: not known.
         is_preempted: the ranks were asked to stop, saved and stopped.
+        has_begun: a rank has got as far as a heartbeat.
         has_finished: all ranks finished the training and saved, before the command or a rank ended badly.
         resumed: step that it continued after; NONE: from the beginning, or not known.
         last_step: the last finished step of any rank; NONE: none, or not known.
@@ -63,6 +67,7 @@ class StartOutcome:
     host: str = ""
     phase: str = ""
     is_preempted: bool = False
+    has_begun: bool = False
     has_finished: bool = False
     resumed: int = NONE
     last_step: int = NONE
@@ -107,6 +112,13 @@ def fruitless_starts(starts: Sequence[StartOutcome]) -> int:
     return count
 
 
+def may_pass(starts: Sequence[StartOutcome]) -> bool:
+    """Returns whether status 2 of the last start may pass: no rank began, and the same command has worked before. Its script or
+    interpreter lies on a disk that is away."""
+    last = starts[-1]
+    return last.status == WRONG_USE and not last.has_begun and any(start.has_begun for start in starts)
+
+
 def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
     """Returns what follows the last of ``starts``, at least one."""
     last, fruitless = starts[-1], fruitless_starts(starts)
@@ -116,7 +128,9 @@ def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
         return Decision(EXIT, last.status, reason="the ranks were asked to stop and have saved", fruitless=fruitless)
     if last.has_finished:
         return Decision(EXIT, last.status, reason=f"all ranks have finished the training; {last.cause}", fruitless=fruitless)
-    if last.kind in (EXITED, DIED) and last.status in _FINAL:
+    if last.kind == NOT_STARTED and last.status == WRONG_USE and not may_pass(starts):
+        return Decision(EXIT, last.status, reason=last.cause, fruitless=fruitless)
+    if last.kind in (EXITED, DIED) and last.status in _FINAL and not may_pass(starts):
         return Decision(EXIT, last.status, reason=_FINAL[last.status], fruitless=fruitless)
     status = last.status or 1
     if not policy.max_restarts:

@@ -46,10 +46,10 @@ from mindresume.supervisor.restart_policy import (
     EXITED,
     GIVE_UP,
     HUNG,
+    NOT_STARTED,
     PEER,
     RESTART,
     STOPPED,
-    WRONG_USE,
     Decision,
     RestartPolicy,
     StartOutcome,
@@ -109,6 +109,7 @@ class Supervisor:
     def run(self) -> int:
         """Supervises until the end. Returns the exit status. Raises OSError if there is no place for heartbeats."""
         before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # ignored, the kernel keeps no exit status
         before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)        # closing the terminal does not end the job
         self.emit.add(self._recorder)
         if self.settings.events:
@@ -144,10 +145,7 @@ class Supervisor:
 
     def supervise(self) -> Decision:
         """Starts the command again and again. Returns the last decision, which the other nodes know too."""
-        try:
-            decision = self._supervise()
-        except OSError as error:                        # the others must not wait for this node
-            decision = Decision(EXIT, WRONG_USE, reason=f"the command cannot be started: {error}")
+        decision = self._supervise()
         if self.nodes is not None:
             self.nodes.leave(decision.status, decision.reason)
             until = time.monotonic() + _LEAVING
@@ -192,8 +190,15 @@ class Supervisor:
     def _one_start(self, members: Membership | None) -> tuple[StartOutcome, PeerEnd | None]:
         """Runs the command once. Returns its outcome, and the end of another node's part if that ended it."""
         self._keep_logs()
-        job = self.make_job(fill_in(self.command, members, self.settings.local_workers), len(self.starts) + 1)
-        self._peer_end = None
+        self._peer_end, number = None, len(self.starts) + 1
+        try:
+            job = self.make_job(fill_in(self.command, members, self.settings.local_workers), number)
+        except OSError as error:                        # no place for heartbeats, or the limit of open files
+            cause = f"the start cannot be prepared: {error}"
+            if self.nodes is not None:
+                self.nodes.fail(1, cause, NOT_STARTED)
+            self.emit(warning(cause))
+            return StartOutcome(number, time.time(), 0.0, NOT_STARTED, 1, cause, host=socket.gethostname()), None
         job.start()
         end = job.watch(self._observer(job))
         peer = self._peer_end

@@ -64,14 +64,15 @@ class Supervised:
         self.folder, self.process = folder, None
         (folder / "msrun.py").write_text(FAKE_MSRUN)
 
-    def start(self, program, *options, ranks=2, command=None, supervisor=("-m", "mindresume"), **environment):
-        """Starts ``program``, text of Python, on ``ranks`` ranks; or ``command``. ``supervisor``: arguments of Python."""
+    def start(self, program, *options, ranks=2, command=None, supervisor=("-m", "mindresume"), pipe=None, **environment):
+        """Starts ``program``, text of Python, on ``ranks`` ranks; or ``command``. ``supervisor``: arguments of Python. ``pipe``:
+        what it prints to."""
         (self.folder / "rank.py").write_text(PREAMBLE + program)
         out, errors = (open(self.folder / name, "w") for name in ("stdout", "stderr"))      # noqa: SIM115  the command keeps them
         command = command or [sys.executable, "msrun.py", str(ranks), "rank.py"]
         self.process = subprocess.Popen(
             [sys.executable, *supervisor, "run", "--json", *options, "--", *command], cwd=self.folder, text=True,
-            stdout=out, stderr=errors,
+            stdout=pipe or out, stderr=pipe or errors,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
         return self
 

@@ -1,6 +1,8 @@
 """supervisor/job.py: heartbeats that somebody removes are no hang; what the end of a process means for the job."""
+import errno
 import os
 import shutil
+import threading
 
 import pytest
 
@@ -8,12 +10,13 @@ from mindresume.coordination.process_identity import start_ticks
 from mindresume.coordination.rank_heartbeat import COMPILING, ENDED, ENDING, TRAINING, RankHeartbeat, read_heartbeats
 from mindresume.events import HangDetected, Notice, ignore
 from mindresume.events.emitter import Emitter
+from mindresume.supervisor import job as job_module
 from mindresume.supervisor import orphans
 from mindresume.supervisor.hang import HangLimits
-from mindresume.supervisor.job import Job, JobSettings
+from mindresume.supervisor.job import Job, JobEnd, JobSettings
 from mindresume.supervisor.members import Ended, Member
 from mindresume.supervisor.process_table import OTHER, RANK, SCHEDULER, Process
-from mindresume.supervisor.restart_policy import DIED
+from mindresume.supervisor.restart_policy import DIED, NOT_STARTED, STOPPED
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
 
@@ -108,3 +111,50 @@ def test_the_status_of_a_rank_that_ended_with_the_command_is_that_of_the_job(job
     job.members, job._pid = SeenLate(), 1
     end = job.watch(lambda: None)
     assert (end.kind, end.status, end.rank) == (DIED, 3, 0)
+
+
+# ---- the start ---------------------------------------------------------------------------------------------------------
+
+def test_a_disk_of_the_command_that_hangs_does_not_stop_the_watch(job, monkeypatch):
+    hanging = threading.Event()
+
+    def hang(*arguments, **more):
+        hanging.wait()
+        raise OSError(errno.EIO, "at last")
+    monkeypatch.setattr(job_module, "_MOMENT", 0.01)
+    monkeypatch.setattr(job_module.subprocess, "Popen", hang)
+    job.start()
+    asked = JobEnd(STOPPED, 143, "SIGTERM was received")
+    assert job.watch(lambda: asked) is asked
+    outcome, left = job.end(asked)
+    assert (outcome.kind, outcome.status, left) == (STOPPED, 143, ())
+    hanging.set()
+
+
+@pytest.mark.parametrize(("error", "status"), [
+    (FileNotFoundError(errno.ENOENT, "No such file"), 2), (PermissionError(errno.EACCES, "denied"), 2),
+    (OSError(errno.EAGAIN, "no more processes"), 1), (OSError(errno.ENOMEM, "no memory"), 1), (ValueError("embedded null"), 2)])
+def test_a_command_that_cannot_be_started_ends_the_start_and_says_why(job, monkeypatch, error, status):
+    def fail(*arguments, **more):
+        raise error
+    monkeypatch.setattr(job_module.subprocess, "Popen", fail)
+    job.start()
+    end = job.watch(lambda: None)
+    assert (end.kind, end.status) == (NOT_STARTED, status) and str(error) in end.cause
+    assert job.end(end)[0].has_begun is False
+
+
+def test_at_the_limit_of_threads_the_start_is_tried_again(job, monkeypatch):
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    job.start()
+    end = job.watch(lambda: None)
+    assert (end.kind, end.status) == (NOT_STARTED, 1)
+
+
+def test_a_command_that_ends_before_its_start_is_known_has_its_status(job):
+    job._taken(Ended(Member(Process(77, 0, 0, "Z", 5), OTHER), 3))
+    assert job._over() is None
+    job._pid = 77
+    assert job._note_start() is None and job._over().status == 3

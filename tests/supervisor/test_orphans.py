@@ -65,3 +65,13 @@ def test_folders_of_supervisors_that_are_gone_are_removed_and_those_of_living_on
     assert sorted(os.listdir(tmp_path)) != [] and orphans.make_folder() not in (first, second)
     assert not os.path.exists(first) and not os.path.exists(second)
     os.close(orphans._locks[2])
+
+
+def test_a_supervisor_that_was_started_by_what_a_dead_one_had_started_does_not_end_itself(monkeypatch):
+    program = ("from mindresume.supervisor import orphans; import os, sys; "
+               "print([p.pid for p in orphans.find_orphans(sys.argv[1:])], os.getpid(), os.getppid())")
+    mark = f"{GONE}.{process_namespace()}.{orphans.job_key(COMMAND)}"
+    shell = f"{sys.executable} -c '{program}' {' '.join(COMMAND)}; true"            # the shell has inherited the mark, too
+    out = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True, env={**os.environ, orphans.MARK: mark})
+    found, me, parent = out.stdout.strip().rsplit(" ", 2)
+    assert found == "[]" and me != parent

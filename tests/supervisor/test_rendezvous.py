@@ -2,7 +2,7 @@
 import pytest
 
 from mindresume.storage.posix import PosixStorage
-from mindresume.supervisor.rendezvous import Membership, Rendezvous
+from mindresume.supervisor.rendezvous import NODE_LOST, Membership, Rendezvous
 
 TIMEOUT = 60.0
 
@@ -71,3 +71,26 @@ def test_a_node_that_leaves_before_it_starts_ends_the_part_of_the_others(nodes):
     later()
     end = leader.check()
     assert end is not None and end.leaves and end.status == 143
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, 0), (9, NODE_LOST)])
+def test_a_node_that_is_started_again_after_all_have_finished_ends_with_their_status(tmp_path, nodes, status, expected):
+    """Kubernetes starts a pod again that was evicted after its work; the completed ones never come back."""
+    leader, other, later = nodes
+    start_of_leader(leader, other, later)
+    later()
+    other.agree()
+    later()
+    leader.finish(status)
+    later()
+    end = other.finish()
+    later()
+    assert leader.finish(status).leaves
+    for node in (leader, other):
+        node.leave(end.status, end.reason)
+    again = Rendezvous(PosixStorage(), str(tmp_path), 1, 2, 2, TIMEOUT, "host1", leader.clock, "a" * 8)
+    found = None
+    while found is None:
+        later()
+        found = again.agree()
+    assert found.leaves and found.status == expected

@@ -1,4 +1,6 @@
 """supervisor/restart_policy.py: when a job is started again, and when not."""
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from mindresume.supervisor.restart_policy import (
     EXITED,
     GIVE_UP,
     HUNG,
+    NOT_STARTED,
     PEER,
     RESTART,
     STOPPED,
@@ -94,3 +97,19 @@ def test_restarts_without_progress_end(starts, limit):
     """Whatever came before, ``limit`` + 1 starts that reach nothing new end the job."""
     stuck = [died(committed=-1, resumed=-1)] * (limit + 1)
     assert decide(RestartPolicy(limit), [*starts, *stuck]).action == GIVE_UP
+
+
+@pytest.mark.parametrize("kind", [EXITED, DIED, NOT_STARTED])
+def test_status_2_without_a_rank_is_final_unless_the_same_command_has_worked_before(kind):
+    """Script and interpreter can lie on a mount that is away for seconds."""
+    missing = died(status=2, kind=kind)
+    assert decide(POLICY, [missing]).action == EXIT
+    assert decide(POLICY, [died(has_begun=True), missing]).action == RESTART
+    if kind != NOT_STARTED:
+        assert decide(POLICY, [died(has_begun=True), replace(missing, has_begun=True)]).action == EXIT
+    assert decide(POLICY, [died(has_begun=True), *[missing] * 6]).action == GIVE_UP
+
+
+def test_a_command_that_cannot_be_started_for_the_moment_is_started_again():
+    decision = decide(POLICY, [died(status=1, kind=NOT_STARTED)])
+    assert (decision.action, decision.status) == (RESTART, 1)

@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -391,3 +392,103 @@ def test_a_job_that_ended_well_writes_nothing(job, memory):
     save(make_owned_tier(memory, root), 9, world=2)
     status, events = job.run("finish()")
     assert status == 0 and not of(events, "notice") and not scan(STORAGE, str(root)).candidates
+
+
+# ---- launchers and limits of the system --------------------------------------------------------------------------------
+
+def test_a_launcher_that_returns_at_once_ends_nothing(job):
+    """The ranks make their first heartbeat later, and the job ends when they have: killed by nobody, and judged by their ends."""
+    program = "time.sleep(1)\n" + FINISHED                 # the preamble has made the heartbeat; the launcher is gone by then
+    command = f"(sleep 1; exec {sys.executable} rank.py) & exit 0"
+    status, events = job.run(program, command=["sh", "-c", command])
+    [ended] = of(events, "job_ended")
+    assert status == ended["status"] == 0 and len(of(events, "job_started")) == 1
+    status, events = job.run("sys.exit(5 if start == 1 else 0)", command=["sh", "-c", command])
+    assert status == 0 and len(of(events, "job_started")) == 2 and of(events, "rank_died")[0]["status"] == 5
+
+
+def test_a_script_that_is_away_at_a_restart_is_tried_again(job):
+    program = """
+if start == 1:
+    beat.reach(5)
+    os.rename("rank.py", "away.py")
+    sys.exit(9)
+finish()
+"""
+    command = f"[ -e rank.py ] || {{ mv away.py rank.py; exec {sys.executable} nothing.py; }}; exec {sys.executable} rank.py"
+    status, events = job.run(program, command=["sh", "-c", command])
+    assert status == 0 and [event["status"] for event in of(events, "job_ended")] == [9, 2, 0]
+
+
+def test_a_script_whose_interpreter_does_not_exist_is_wrong_use(job):
+    (job.folder / "train").write_text("#!/no/such/interpreter\n")
+    (job.folder / "train").chmod(0o755)
+    status, events = job.run("", command=["./train"])
+    assert status == 2 and "cannot be started" in events[-1]["reason"] and not of(events, "job_restarted")
+
+
+def test_an_ignored_sigchld_changes_no_status(job):
+    supervisor = ("-c", "import signal, runpy; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+                        "runpy.run_module('mindresume', run_name='__main__')")
+    status, events = job.start("finish()", supervisor=supervisor).wait()
+    assert status == 0 and len(of(events, "job_started")) == 1
+
+
+def test_the_limit_of_open_files_ends_no_supervisor(job):
+    """It cannot read the process table for a while."""
+    supervisor = ("-c", """
+import os, runpy
+real, looks = os.listdir, iter(range(1000))
+def listdir(path="."):
+    if str(path) == "/proc" and 5 <= next(looks) < 9:
+        raise OSError(24, "Too many open files")
+    return real(path)
+os.listdir = listdir
+runpy.run_module('mindresume', run_name='__main__')
+""")
+    status, events = job.start("beat.reach(1); time.sleep(4); finish()", supervisor=supervisor).wait()
+    assert status == 0 and len(of(events, "job_started")) == 1, job.errors()
+
+
+# The disk of the job hangs for the supervisor, and the reader of its output is gone.
+HANGING = """
+import builtins, os, runpy, threading
+from mindresume.supervisor import background, event_recorder, job, supervisor
+for module, names in ((builtins, ["open"]), (os, ["open", "mkdir", "makedirs", "listdir", "scandir", "stat", "rename"])):
+    for name in names:
+        def call(path, *arguments, _real=getattr(module, name), **more):
+            if "hanging" in str(path):
+                threading.Event().wait()
+            return _real(path, *arguments, **more)
+        setattr(module, name, call)
+event_recorder._PATIENCE = job.PATIENCE = supervisor.PATIENCE = 0.5
+defaults = background.BackgroundHandler.__init__.__defaults__
+background.BackgroundHandler.__init__.__defaults__ = (*defaults[:-1], 0.5)
+runpy.run_module("mindresume", run_name="__main__")
+"""
+
+
+def test_a_hanging_disk_and_a_full_pipe_do_not_keep_a_supervisor_from_its_work(job):
+    """It notices a death, starts again, and ends everything when it is asked to."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(1 << 12))
+    os.set_blocking(writer, True)
+    job.start(f"""
+beat.set_output(os.path.join(folder, "hanging"))
+beat.reach(5)
+mark(f"up_{{start}}_{{rank}}")
+if start == 1 and rank == 0:
+    wait_for("up_1_1")
+    os._exit(7)
+{LINGER}
+""", supervisor=("-c", HANGING), pipe=writer)
+    job.pid("up_2_0"), job.pid("up_2_1")
+    job.process.send_signal(signal.SIGTERM)
+    job.wait_until(lambda: not job.processes())
+    job.process.send_signal(signal.SIGTERM)                     # gives up what memory may have: its disk hangs
+    assert job.process.wait(120) == 143
+    os.close(reader)
+    os.close(writer)
