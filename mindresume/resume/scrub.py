@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from mindresume.coordination.lease import BEAT, SCRUBBING, Lease, LeaseHolder, is_alive, lease_holders, lease_path
+from mindresume.coordination.lease import BEAT, SCRUBBING, Lease, LeaseHolder, is_alive, is_job_lease, lease_holders, lease_path
 from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.scrub_result import can_be_scrubbed, known_damage, publish_result, read_result
@@ -158,12 +158,13 @@ class Scrubber:
             lock.release()
 
     def _remove_temporary_files(self, candidate: Candidate) -> None:
-        """Removes what repairs left that were killed: files as large as a shard. Nothing else ever would in an iteration
-        folder."""
+        """Removes what repairs left that were killed, files as large as a shard: those without a lease."""
+        def is_over(run: str) -> bool:
+            return not is_job_lease(run) and self.storage.status(lease_path(self.root, run)) is None
         folders = {os.path.dirname(os.path.join(self.root, file.path)) for file in candidate.all_files}
         for folder in sorted({*folders, candidate.records_dir or ""}):
             with suppress(OSError):                 # on a full or read-only disk the reading goes on
-                remove_temporary_files(self.storage, self.root, folder)
+                remove_temporary_files(self.storage, folder, is_over)
 
     def _pause(self, seconds: float) -> None:
         """Waits. Raises ReadStoppedError if the scrub is to stop: ``wait`` has then returned too early for any conclusion."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mindresume.coordination.lease import fence, half_written, is_job_lease, lease_path
+from mindresume.coordination.lease import fence, half_written
 from mindresume.errors import OutOfSpaceError, RecordError, SaveError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats.iteration_naming import MODEL, OPTIMIZER, WeightFile, iteration_name, parse_iteration
@@ -280,8 +280,9 @@ def details_of_shard(shard: Shard, sums: Sequence[Checksums]) -> Details:
 
 
 def clean_own_folder(target: SaveTarget) -> list[str]:
-    """Removes the temporary files of earlier runs from this rank's folder; the first rank, from the iteration folders, too.
-    Returns their names. Those runs are dead: the launch of this run has ended them.
+    """Removes the temporary files of earlier runs and of repairs from this rank's folder; the first rank, from the iteration
+    folders, too. Returns their names. Those runs are dead: the launch of this run has ended them. A repair that still goes on
+    fails, and can be tried again.
 
     Flushes ``root``: a rank folder counts as durable, but its maker may have died right after ``mkdir``.
     """
@@ -291,17 +292,13 @@ def clean_own_folder(target: SaveTarget) -> list[str]:
     folders = [folder_name(target.rank)]
     if target.iterations and target.rank == target.ranks[0]:
         folders += [name for name in storage.list(root) if parse_iteration(name) is not None]
-    return [name for folder in folders for name in remove_temporary_files(storage, root, os.path.join(root, folder), target.run)]
+    return [name for folder in folders for name in remove_temporary_files(
+        storage, os.path.join(root, folder), lambda run: run_sequence(run) < run_sequence(target.run))]
 
 
-def remove_temporary_files(storage: Storage, root: str, folder: str, run: str = "") -> list[str]:
-    """Removes from ``folder``, which is ``root`` or lies below it, the temporary files of runs before ``run``, and those of
-    repairs. A repair that still goes on has a lease, and keeps its own. Returns their names. Raises OSError."""
-    def is_left(writer: str) -> bool:
-        if is_job_lease(writer):
-            return bool(run) and run_sequence(writer) < run_sequence(run)
-        return storage.status(lease_path(root, writer)) is None
-    removed = [name for name, writer in half_written(storage.list(folder)) if is_left(writer)]
+def remove_temporary_files(storage: Storage, folder: str, is_over: Callable[[str], bool]) -> list[str]:
+    """Removes from ``folder`` the temporary files of the runs that ``is_over`` names. Returns their names. Raises OSError."""
+    removed = [name for name, run in half_written(storage.list(folder)) if is_over(run)]
     for name in removed:
         storage.remove(os.path.join(folder, name))
     return removed

@@ -621,17 +621,13 @@ def test_what_a_killed_repair_left_is_removed_by_the_next_scrub_or_job(tmp_path,
         path, target = path_of(tmp_path, 5, 0), target_of(tmp_path, 0, 4, "0002-0000bbbb")
     left = Path(temporary_name(str(path), "0000-0000cccc"))
 
-    def remains(lease):
-        left.write_bytes(b"half of a shard")
-        if lease:
-            leases.Lease(STORAGE, str(tmp_path), replace(leases.holder_of_this_process(SCRUBBING), run="0000-0000cccc")).publish()
-        return left.exists
-    is_there = remains(lease=False)
-    assert states(tmp_path) == {5: INTACT} and not is_there()
-    is_there = remains(lease=False)
-    assert clean_own_folder(target) == [left.name] and not is_there()
-    is_there = remains(lease=True)                                      # it goes on
-    assert clean_own_folder(target) == [] and is_there()
+    left.write_bytes(b"half of a shard")
+    assert states(tmp_path) == {5: INTACT} and not left.exists()
+    left.write_bytes(b"half of a shard")
+    assert clean_own_folder(target) == [left.name] and not left.exists()
+    left.write_bytes(b"of a reader that goes on")
+    leases.Lease(STORAGE, str(tmp_path), replace(leases.holder_of_this_process("loading"), run="0000-0000cccc")).publish()
+    assert states(tmp_path) == {5: INTACT} and left.exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
@@ -648,6 +644,6 @@ def test_a_repair_by_root_leaves_the_files_to_their_owner(tmp_path):
         assert states(tmp_path, repairs=True) == {5: REPAIRED}
     finally:
         os.umask(before)
-    repaired, made, result = map(os.stat, (path_of(tmp_path, 5, 1), path_of(tmp_path, 5, 2), result_path(tmp_path, 5)))
-    assert [(status.st_uid, status.st_gid) for status in (repaired, made, result)] == [(1234, 2345)] * 3
-    assert [stat.S_IMODE(status.st_mode) for status in (repaired, made, result)] == [0o640, 0o644, 0o644]
+    found = [os.stat(path) for path in (path_of(tmp_path, 5, 1), path_of(tmp_path, 5, 2), result_path(tmp_path, 5))]
+    assert [(status.st_uid, status.st_gid) for status in found] == [(1234, 2345)] * 3
+    assert [stat.S_IMODE(status.st_mode) for status in found] == [0o640, 0o644, 0o644]

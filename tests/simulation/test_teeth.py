@@ -268,7 +268,7 @@ MUTANTS = [
         Edit(read_locks, "acquire_read_lock", "lease = _lease_without_number(",
              "early = storage.status(commit_dir) is not None; lease = _lease_without_number("),
         Edit(read_locks, "acquire_read_lock", "there = storage.status(commit_dir) is not None", "there = early")],
-        ("a reader", "safetensors", ""), WRONG, deaths=False, first=129, within=25, draws=ONE_SWITCH),
+        ("a reader", "safetensors", ""), WRONG, deaths=False, first=155, within=25, draws=ONE_SWITCH),
     mutant("a running job counts as ended", [
         Edit(lease, "ended", "return run not in living[0]", "return True")], ("readers", "safetensors", ""),
         LOST, deaths=False, first=410, within=30, draws=each("pause", 20)),
@@ -338,7 +338,7 @@ MUTANTS = [
         ("tier", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=395, within=10, draws=each("kill")),
     mutant("memory: a newer checkpoint on disk is missed", [
         Edit(memory_selection._MemorySelection, "select", 'least = tuple(elsewhere.get("order") or (0, 0))', "least = (0, 0)")],
-        ("tier", "safetensors", ""), LOST, deaths=False, first=252, within=10, draws=each("kill")),
+        ("tier", "safetensors", ""), LOST, deaths=False, first=258, within=10, draws=each("kill")),
     mutant("memory: the bytes of a save are not verified", [
         Edit(memory_selection._MemorySelection, "_first_verified", "policy.verifies_bytes, keep=keep)", "False, keep=keep)")],
         ("rot in memory", "safetensors", ""), WRONG, deaths=False, first=264, within=12, draws=each("kill")),
@@ -368,12 +368,12 @@ MUTANTS = [
              'made = storage.create(temporary, file.size or 0); made.write_at(0, memoryview(b"".join(hashed()))); '
              "storage.rename(temporary, path)"),
         Edit(repair, "_replace", "not is_as_recorded(storage, temporary, file)", "False")],
-        ("rot and scrub", "ckpt", ""), f"{LOST} {INCONSISTENT}", first=0, within=2),
+        ("rot and scrub", "ckpt", ""), f"{LOST} {INCONSISTENT} {STUCK}", first=0, within=2),
     mutant("scrub: a result is not bound to the times of the file", [
         Edit(scrub_result.DamagedFile, "is_unchanged",
              "(status.size, status.mtime, status.changed) == (self.size, self.mtime, self.changed)",
              "status.size == self.size")],
-        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=28, within=2),
+        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=27, within=2),
     mutant("scrub: only the files of one rank are read", [
         Edit(scrub.Scrubber, "_read", "seen = [row for rank in candidate.files for row",
              "seen = [row for rank in list(candidate.files)[:1] for row")],
