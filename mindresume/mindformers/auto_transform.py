@@ -39,7 +39,7 @@ from mindresume.reshard.engines import engine_for, writer
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, checkpoint_of, open_consolidated, with_world_size
 from mindresume.reshard.region_load import bytes_of, read_regions, wanted_regions
-from mindresume.reshard.strategy_store import identity_of, set_aside, strategy_for
+from mindresume.reshard.strategy_store import has_layouts, identity_of, set_aside, strategy_for
 from mindresume.resume.choice import Choice
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.shared_selection import select_shared
@@ -74,14 +74,18 @@ def prepare(config: Any, plan: ResumePlan, context: TrainingContext, storage: St
 def _strategy_of_source(storage: Storage, choice: Choice, given: str | None, folder: str | None, ranks: bool) -> dict[str, Any]:
     """Returns, on rank 0, the strategy of the selected checkpoint.
 
-    Records contain the layouts. A strategy that the user gives as well must agree with them; if it has another number of ranks it
-    is ignored, because after a change of layout the same command finds newer checkpoints in the folder.
+    Where records contain the layouts, a strategy that the user gives is not read: after a change of layout the same command finds
+    newer checkpoints in the folder, of the new layout.
     """
     candidate, notes, strategy, identity = choice.chosen, [], None, None
     if candidate.iteration_dir:                                      # an iteration folder contains its layouts
         return {"strategy": None, "notes": notes, "identity": identity_of(storage, choice.root, candidate)}
     if ranks:
         identity = identity_of(storage, choice.root, candidate)
+        if given and has_layouts(storage, candidate):
+            notes.append(f"src_strategy_path_or_dir: {given} is not needed; step {candidate.step} has records, which hold "
+                         f"its layouts")
+            given = None
         try:
             strategy = strategy_for(storage, choice.root, candidate, given, identity)
         except StrategyError as error:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import xxhash
 
-from mindresume.errors import StrategyError
+from mindresume.errors import RecordError, StrategyError
 from mindresume.formats import OURS, Candidate
+from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView
@@ -70,6 +72,15 @@ def _find_strategy(storage: Storage, root: str, candidate: Candidate, given: str
             if this in _marked(storage, other):
                 return other
     return path if given or storage.list(path) else None
+
+
+def has_layouts(storage: Storage, candidate: Candidate) -> bool:
+    """Returns whether the records of a checkpoint hold layouts. A job that was compiled from a cache can lack them."""
+    if candidate.origin != OURS or candidate.records_dir is None:
+        return False
+    with suppress(RecordError, OSError):            # it is reported when the checkpoint is opened
+        return any(row.layout for row in details_of(storage, candidate.records_dir, min(candidate.files)).tensors.values())
+    return False
 
 
 def own_strategy(weights: CheckpointView) -> Strategy | None:

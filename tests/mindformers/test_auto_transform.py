@@ -16,6 +16,7 @@ from mindformers import MindFormerConfig  # noqa: E402
 from mindresume.errors import CollectiveError, ConfigError, EngineError, MissingCheckpointError  # noqa: E402
 from mindresume.formats.strategy import write_strategy  # noqa: E402
 from mindresume.mindformers import adapter, auto_transform, job_start, state_restorer, training_context  # noqa: E402
+from mindresume.mindformers.tensorboard import MindFormersLog  # noqa: E402
 from mindresume.reshard.compare import compare  # noqa: E402
 from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
 from mindresume.resume.shared_selection import select_shared  # noqa: E402
@@ -141,13 +142,18 @@ def test_a_strategy_of_other_ranks_does_not_stop_what_has_records(tmp_path):
     right(plan, 1, found[1][0])
 
 
-def test_a_strategy_that_contradicts_the_records_is_an_error_on_all_ranks(tmp_path):
+def test_the_setting_of_the_first_conversion_stops_no_restart_from_checkpoints_of_the_new_layout(tmp_path, monkeypatch):
+    """The old layout had as many ranks, so each restart of the same command failed at the job's own checkpoints."""
     plan = Plan.parse("dp2", NET)
     recorded(tmp_path / "checkpoint", Plan.parse("tp4", NET), TENSORS)
-    write_strategy(Plan.parse("dp4opt4", NET).strategy(), str(tmp_path / "wrong"))
-    for error in run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path, plan,
-                                              src_strategy_path_or_dir=str(tmp_path / "wrong"))):
-        assert "the strategy that is given cuts it as" in str(error)
+    write_strategy(Plan.parse("dp4opt4", NET).strategy(), str(tmp_path / "old"))
+    said = []
+    monkeypatch.setattr(MindFormersLog, "handle", lambda self, event, time_s: said.append(str(event)))
+    for rank, found in enumerate(run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path, plan,
+                                                              src_strategy_path_or_dir=str(tmp_path / "old")))):
+        assert not isinstance(found, Exception), found
+        right(plan, rank, found[0])
+    assert any("old is not needed; step 15 has records, which hold its layouts" in text for text in said)
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path):
