@@ -57,8 +57,7 @@ class ReadManifests:
         before = self._known.get(path)
         if before is not None and before[0] == status:
             return before[1]
-        with storage.open(path) as file:
-            manifest = Manifest.read(file)
+        manifest = _manifest_in(storage, path)
         if status is not None and status.identity:
             self._keep(path, status, manifest)
         return manifest
@@ -74,6 +73,11 @@ class ReadManifests:
     def _forget(self, path: str) -> None:
         if path in self._known:
             self._ranks -= len(self._known.pop(path)[1].files)
+
+
+def _manifest_in(storage: Storage, path: str) -> Manifest:
+    with storage.open(path) as file:
+        return Manifest.read(file)
 
 
 class Attempt(NamedTuple):
@@ -162,7 +166,6 @@ def scan_records(storage: Storage, root: str, names: list[str] | None = None, br
 def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool = False, manifests: ReadManifests | None = None
                   ) -> tuple[list[Candidate], set[str], list[str]]:
     """Works like ``scan_records`` for given folders of records."""
-    manifests = manifests or ReadManifests()
     candidates: list[Candidate] = []
     known: set[str] = set()
     notes: list[str] = []
@@ -176,7 +179,7 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
             continue
         if MANIFEST in attempt.content:
             try:
-                manifest = manifests.read(storage, os.path.join(path, MANIFEST))
+                manifest = (_manifest_in if manifests is None else manifests.read)(storage, os.path.join(path, MANIFEST))
                 if (manifest.run, manifest.step) != (attempt.run, attempt.step):
                     raise RecordError(f"it is of run {manifest.run}, step {manifest.step}")
                 if not (manifest.local_ranks and {record_name(rank)

@@ -297,7 +297,7 @@ def prune_removes_unfinished_saves(patch: Patch) -> None:
 
 
 def removal_without_rename(patch: Patch) -> None:
-    def carry_out(disk, root, made, read_locks=dict, emit=print):
+    def carry_out(disk, root, made, read_locks=dict, emit=print, manifests=None):
         to_delete = [*made.to_delete, *made.orphans]
         for candidate in to_delete:
             garbage_collector._clear(disk, root, candidate.records_dir, ())
@@ -445,7 +445,7 @@ def renamed_without_sync(patch: Patch) -> None:
 
 
 def iteration_removed_without_rename(patch: Patch) -> None:
-    def carry_out(disk, root, made, read_locks=dict, emit=print):
+    def carry_out(disk, root, made, read_locks=dict, emit=print, manifests=None):
         to_delete = [*made.to_delete, *made.orphans]
         for candidate in to_delete:
             operations.remove_tree(disk, candidate.commit_dir)

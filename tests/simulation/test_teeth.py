@@ -268,7 +268,7 @@ MUTANTS = [
         Edit(read_locks, "acquire_read_lock", "lease = _lease_without_number(",
              "early = storage.status(commit_dir) is not None; lease = _lease_without_number("),
         Edit(read_locks, "acquire_read_lock", "there = storage.status(commit_dir) is not None", "there = early")],
-        ("a reader", "safetensors", ""), WRONG, deaths=False, first=155, within=25, draws=ONE_SWITCH),
+        ("a reader", "safetensors", ""), WRONG, deaths=False, first=129, within=25, draws=ONE_SWITCH),
     mutant("a running job counts as ended", [
         Edit(lease, "ended", "return run not in living[0]", "return True")], ("readers", "safetensors", ""),
         LOST, deaths=False, first=410, within=30, draws=each("pause", 20)),
