@@ -52,9 +52,13 @@ def choose_consolidated(storage: Storage, path: str, group: Group, full: bool, r
     def check() -> object:
         source = open_consolidated(storage, path)
         opened.append(source)
-        if full and source.made:
+        if full and source.made and source.made.shapes:
             check_tensors(source.weights, sorted(source.weights.tensors)[group.rank::group.size],
                           traffic=Traffic(progress=read.advance))
+        elif full and source.made:              # of an earlier version: only checksums of files cover dtypes and shapes
+            for file in source.made.files[group.rank::group.size]:
+                if problem := _file_problem(storage, source.weights.name, source.made, file, read.advance):
+                    raise CorruptFileError(os.path.join(source.weights.name, file.path), problem.reason)
         return source.state.to_json() if source.state else None
     state = gather_results(group, check, Watchdog(f"checking {path}", lambda: read.done))[0]
     if state is None and resume:

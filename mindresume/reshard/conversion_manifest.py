@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindresume.errors import CorruptFileError, RecordError
-from mindresume.formats.consolidated import FILE, ConsolidatedWeights
+from mindresume.formats.consolidated import FILE, ConsolidatedWeights, read_consolidated
 from mindresume.formatting import listed
 from mindresume.model.file_record import FileRecord
 from mindresume.model.record_codec import expect_checksum, expect_list, expect_shape, read_head
 from mindresume.model.training_state import is_count
+from mindresume.reshard.checkpoint_view import CheckpointView, view_of_consolidated
 from mindresume.storage.interface import Storage
 
 CONVERSION = "conversion.json"
@@ -98,6 +99,19 @@ def conversion_manifest_of(storage: Storage, path: str) -> ConversionManifest | 
     made = read_conversion_manifest(storage, folder or ".")
     files = tuple(file for file in made.files if file.path == name) if made and made.tensors else ()
     return replace(made, files=files) if made and files else None
+
+
+def read_weights(storage: Storage, path: str) -> tuple[ConsolidatedWeights, CheckpointView, ConversionManifest | None]:
+    """Reads consolidated weights of MindSpore or Hugging Face, a folder or a file. Returns them, a view of them, which compares
+    what it reads with the checksums of the manifest, and the manifest; None if mindresume did not write them. Raises the errors
+    of ``read_consolidated``, and CorruptFileError if other tensors were written."""
+    found = read_consolidated(storage, path)
+    view, made = view_of_consolidated(storage, found), conversion_manifest_of(storage, path)
+    if made is not None:
+        check_contents(made, found)
+        view = replace(view, checksum=lambda rank, name: made.tensors.get(name))
+        view.arrangement = dict(made.arrangement)
+    return found, view, made
 
 
 def check_contents(made: ConversionManifest, weights: ConsolidatedWeights) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from mindresume.errors import ConfigError, CorruptFileError, LoadError
-from mindresume.formats.consolidated import read_consolidated
 from mindresume.formats.huggingface import (
     CONFIG,
     CONTIGUOUS,
@@ -35,7 +34,7 @@ from mindresume.formats.huggingface_rules import compare_with_template, copies, 
 from mindresume.model.layout import TensorLayout
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.block_scales import with_scales
-from mindresume.reshard.checkpoint_view import view_of_consolidated
+from mindresume.reshard.conversion_manifest import read_weights
 from mindresume.reshard.direct_engine import TILE, Traffic
 from mindresume.reshard.geometry import Region, shape_of, view, within
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
@@ -98,7 +97,7 @@ def view_of_folder(storage: Storage, folder: str, attention: str = INTERLEAVED, 
         ConfigError: As ``model_from_config``.
         LoadError: A tensor is missing, has another shape, has a dtype that cannot be converted, has no rule, or is fp8 without
             scales that fit; the message names these tensors.
-        CorruptFileError: As ``read_consolidated``.
+        CorruptFileError: As ``read_weights``.
     """
     return _of_folder(storage, folder, read_model(storage, folder, attention, mlp, concatenated), wanted or {})
 
@@ -106,7 +105,7 @@ def view_of_folder(storage: Storage, folder: str, attention: str = INTERLEAVED, 
 def _of_folder(storage: Storage, folder: str, model: Model, wanted: Mapping[str, tuple[tuple[int, ...], str]],
                left_out: Iterable[str] = ()) -> TranslatedView:
     """Views the folder of ``model``. ``left_out``: patterns of stored tensors for which the network has no parameter."""
-    inner, known, repeated = view_of_consolidated(storage, read_consolidated(storage, folder)), rules(model), copies(model)
+    (_, inner, _), known, repeated = read_weights(storage, folder), rules(model), copies(model)
     tensors = with_scales(inner.tensors, model.block, os.path.join(folder, CONFIG))
     needed, ignored = shapes(known), (*IGNORED, *left_out)
     expected = needed | {name: needed[other] for name, other in repeated.items()}

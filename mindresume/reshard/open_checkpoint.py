@@ -25,15 +25,15 @@ from mindresume.errors import (
 )
 from mindresume.events import Emit, ignore, warning
 from mindresume.formats import OURS, Candidate, Refusal, steps_text
-from mindresume.formats.consolidated import FILE, is_consolidated, read_consolidated
+from mindresume.formats.consolidated import FILE, is_consolidated
 from mindresume.formats.rank_folder_naming import FileName, parse_name
 from mindresume.formats.scalar_state import is_weights_only, state_from_scalars
 from mindresume.formats.scrub_result import known_damage
 from mindresume.formats.strategy import Strategy
 from mindresume.formatting import ranks_count
 from mindresume.model.training_state import TrainingState, is_count, is_number
-from mindresume.reshard.checkpoint_view import CheckpointView, view_of_consolidated
-from mindresume.reshard.conversion_manifest import ConversionManifest, check_contents, conversion_manifest_of
+from mindresume.reshard.checkpoint_view import CheckpointView
+from mindresume.reshard.conversion_manifest import ConversionManifest, read_weights
 from mindresume.reshard.element_order import depends_on_pieces
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.iteration_view import view_of_iteration
@@ -254,19 +254,14 @@ def with_world_size(root: str, candidate: Candidate, strategy: Strategy | None) 
 
 
 def open_consolidated(storage: Storage, path: str, step: int | None = None) -> OpenCheckpoint:
-    """Opens consolidated weights of MindSpore or Hugging Face. Raises the errors of ``read_consolidated``, and CorruptFileError
-    if mindresume wrote other tensors."""
-    found = read_consolidated(storage, path)
+    """Opens consolidated weights of MindSpore or Hugging Face. Raises the errors of ``read_weights``."""
+    found, weights, made = read_weights(storage, path)
     state = state_of(found.scalars, None)
     if step is not None and (state is None or state.step != step):
         raise MissingCheckpointError(f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}")
     paths = [os.path.join(found.root, file) for file in found.files]
-    weights, made = view_of_consolidated(storage, found), conversion_manifest_of(storage, path)
-    if made is not None:
-        check_contents(made, found)
-        weights = replace(weights, checksum=lambda rank, name: made.tensors.get(name))
-        weights.arrangement = dict(made.arrangement)
-        state = replace(state, arrangement=made.arrangement) if state is not None else None
+    if made is not None and state is not None:
+        state = replace(state, arrangement=made.arrangement)
     return OpenCheckpoint(weights, state, None, [file_identity(storage, p) for p in paths],
                   f"{path}, consolidated weights{'' if state is None else f' of step {state.step}'}",
                   None if found.kind == FILE else found.root, notes=found.notes, made=made)

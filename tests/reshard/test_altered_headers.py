@@ -4,15 +4,24 @@ import struct
 
 import numpy as np
 import pytest
+from cli.test_export_hf import FIXTURES, TINY
+from rank_folders import flip_bit
 from reshard.plans import MODEL, Plan, random_tensors, recorded
 
 import mindresume
-from mindresume.errors import CorruptFileError, MindResumeError
-from mindresume.reshard.consolidated_checkpoint import survey, verify
+from mindresume.coordination.collectives import SingleProcess
+from mindresume.errors import CollectiveError, CorruptFileError, MindResumeError
+from mindresume.model.record_codec import encode_head
+from mindresume.reshard.consolidated_checkpoint import choose_consolidated, survey, verify
+from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT
+from mindresume.reshard.geometry import whole
+from mindresume.reshard.huggingface import view_of_folder
 from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.region_load import read_regions
 from mindresume.storage.posix import PosixStorage
 
 STORAGE = PosixStorage()
+SINGLE = FIXTURES / "mf190_10_safetensors_single" / "output" / "checkpoint"
 
 
 def alter(path, change):
@@ -76,3 +85,49 @@ def test_another_size_is_told_before_any_byte_is_read(merged, more):
     _, (problem, *_) = verify(STORAGE, str(merged), read.append)
     assert "bytes" in problem.reason and sum(read) < 1 << 20
     assert survey(STORAGE, str(merged))[1][0].problem is not None
+
+
+def earlier(folder):
+    """Makes the manifest one of a version that recorded no shapes."""
+    path = folder / CONVERSION
+    head = json.loads(path.read_bytes().split(b"\n")[1])
+    del head["shapes"]
+    path.write_bytes(encode_head(head, LIMIT))
+
+
+@pytest.mark.parametrize("change", [turn, retype, flatten])
+@pytest.mark.parametrize("by", [lambda folder: None, earlier], ids=["this version", "an earlier version"])
+def test_a_training_and_which_refuse_them(merged, change, by):
+    """Weights of an earlier version are still loaded, and protected by the checksums of their files."""
+    by(merged)
+    assert choose_consolidated(STORAGE, str(merged), SingleProcess(), full=True, resume=False)[0].chosen.step
+    alter(merged / "part0.safetensors", change)
+    with pytest.raises(CollectiveError, match="its header was changed|damaged: no tensor, but the header"):
+        choose_consolidated(STORAGE, str(merged), SingleProcess(), full=True, resume=False)
+    assert mindresume.open(merged).select().chosen is None
+    assert mindresume.open(merged).verify().damaged
+
+
+@pytest.mark.parametrize("change", [lambda row: row.update(dtype="F16"), lambda row: row["shape"].reverse()])
+def test_an_exported_folder_is_not_loaded_with_another_dtype_or_shape(tmp_path, change):
+    """bfloat16 that claims to be float16 has as many bytes, and both are converted to what the network has."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    target = tmp_path / "hf"
+    mindresume.export_hf(SINGLE, target, config=tmp_path / "model", dtype="bfloat16")
+    assert view_of_folder(STORAGE, str(target)).tensors
+    alter(target / "model.safetensors", lambda header: change(header["model.embed_tokens.weight"]))
+    with pytest.raises(CorruptFileError, match="its header was changed"):
+        view_of_folder(STORAGE, str(target))
+    with pytest.raises(CorruptFileError, match="its header was changed"):
+        open_checkpoint(STORAGE, str(target))
+
+
+def test_an_exported_tensor_with_other_bytes_is_not_loaded(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    mindresume.export_hf(SINGLE, tmp_path / "hf", config=tmp_path / "model", dtype="float32")
+    flip_bit(tmp_path / "hf" / "model.safetensors")
+    weights = view_of_folder(STORAGE, str(tmp_path / "hf"))
+    with pytest.raises(CorruptFileError, match="is not what was written"):
+        read_regions(weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()})
