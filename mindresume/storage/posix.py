@@ -74,7 +74,12 @@ class PosixStorage:
         return _PosixFile(path, size)
 
     def rename(self, old: str, new: str) -> None:
-        os.replace(old, new)
+        try:
+            os.replace(old, new)
+        except OSError as error:
+            if error.errno == errno.EXDEV and os.path.isdir(old):
+                raise OSError(errno.EXDEV, _OF_AN_IMAGE, old) from error
+            raise
 
     def copy_owner(self, source: str, path: str) -> None:
         with suppress(OSError):
@@ -171,6 +176,8 @@ class _PosixFile:
                 os.remove(self.path)
 
 
+_OF_AN_IMAGE = ("this folder cannot be renamed: it comes from the image of the container (overlayfs), or a file system is mounted "
+                "there; keep checkpoints and outputs on a mounted volume, or copy the folder and remove it")
 # no such file: a file or a link to itself stands where a folder should, or the name is too long for any file
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)

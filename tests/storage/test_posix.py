@@ -32,6 +32,16 @@ def test_below_what_is_no_folder_nothing_exists(tmp_path, folder):
         STORAGE.open(path)
 
 
+def test_a_folder_of_a_lower_layer_that_cannot_be_renamed_is_explained(tmp_path, monkeypatch):
+    """overlayfs renames no folder that lies in an image; "Invalid cross-device link" says that to nobody."""
+    def replace(old, new):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), old, None, new)
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(OSError, match="comes from the image of the container") as error:
+        STORAGE.rename(str(tmp_path), str(tmp_path) + "-new")
+    assert error.value.errno == errno.EXDEV and error.value.filename == str(tmp_path)
+
+
 def test_folders(tmp_path):
     deep = str(tmp_path / "a" / "b" / "c")
     STORAGE.make_folder(deep)
