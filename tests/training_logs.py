@@ -91,8 +91,8 @@ class Training(Log):
         self.event(at, ev.CheckpointSelected(step, 1, run, "./output/checkpoint", "1 rank, every byte verified", source=source))
         return self.event(at, ev.ProgressRestored(step if after is None else after, 0, step, scale))
 
-    def run(self, at: float, run: str) -> Training:
-        return self.event(at, ev.RunOpened(run, "/home/output/checkpoint", "net_rank_0-1", 1))
+    def run(self, at: float, run: str, save_steps: int | None = None, memory_steps: int | None = None) -> Training:
+        return self.event(at, ev.RunOpened(run, "/home/output/checkpoint", "net_rank_0-1", 1, save_steps, memory_steps))
 
     def save(self, at: float, step: int, seconds: float = 0.5) -> Training:
         """Adds a save that ends at ``at``."""

@@ -121,11 +121,22 @@ class TrainingStarted(Event):
 
 @dataclass(frozen=True)
 class RunOpened(Event):
-    """This run has acquired the checkpoint directory. ``file_prefix``: prefix of the names of its files."""
+    """This run has acquired the checkpoint directory.
+
+    Attributes:
+        run_id: of this run.
+        checkpoint_dir: the directory.
+        file_prefix: prefix of the names of its files.
+        world_size: ranks of the job.
+        save_steps: configured steps between two saves to disk; None: saves do not follow a number of steps.
+        memory_steps: the same of the tier in memory; None: there is none.
+    """
     run_id: str
     checkpoint_dir: str
     file_prefix: str
     world_size: int
+    save_steps: int | None = None
+    memory_steps: int | None = None
 
 
 @dataclass(frozen=True)

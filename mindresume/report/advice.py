@@ -25,7 +25,7 @@ SHARE = 0.9                     # probability of the ranges
 BOUND = 0.95                    # probability of the bound without a failure
 ENOUGH = 0.05                   # an interval that loses less than this more than the best one is as good
 FEW = 5                         # failures; with fewer, the ranges are wide
-KNOWN = 3                     # failures that tell whether memory survives; with fewer, the tier is not turned off
+KNOWN = 3                     # failures that tell whether memory survives; with fewer, or if it survived all, the tier stays on
 KEYS = {DISK: "save_checkpoint_steps", MEMORY: "every_steps"}      # settings; their places: texts advice.place.*
 
 
@@ -130,7 +130,7 @@ def advice_from(measured: Measured, output: str = "") -> Advice:
     rows = tuple(_tier_advice(costs, part, step) for costs, part in parts.values())
     now, tiers = [row.seconds_now for row in rows], [costs.tier for costs, _ in parts.values()]
     kept, best = tiers, [row.seconds_advised for row in rows]
-    if measured.memory and measured.intact + measured.lost >= KNOWN:
+    if measured.memory and measured.lost and measured.intact + measured.lost >= KNOWN:
         alone = _tier_advice(measured.disk, rate, step)
         if _goodput(tiers[1:], [alone.seconds_advised], expected) > _goodput(tiers, best, expected):
             rows = (replace(rows[0], steps_advised=0, seconds_advised=None), alone)

@@ -47,10 +47,10 @@ class RecordedEvent(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Describes the failure that one rank recorded. ``step`` None: the training ended with it; else a save of that step failed.
-    ``run_id``: None if the rank recorded no run."""
+    """Describes the failure that one rank, or a supervisor, recorded. ``rank``: None: not known. ``step`` None: the training
+    ended with it; else a save of that step failed. ``run_id``: None if the rank recorded no run."""
     time: float
-    rank: int
+    rank: int | None
     reason: str
     step: int | None = None
     run_id: str | None = None

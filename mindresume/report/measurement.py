@@ -43,7 +43,7 @@ class TierCosts:
         saves: number of saves that were measured; 0: none, the costs are assumed.
         restarts: number of restarts from this tier that were measured; 0: the restart is that of the other tier, or of a start.
         load_seconds: of selecting, verifying and loading from it; None: not measured.
-        steps_now: steps between two saves in the latest attempt that tells; None: none does.
+        steps_now: present steps between two saves; None: no attempt tells.
     """
     tier: Tier
     saves: int
@@ -113,8 +113,8 @@ def measure(rows: Sequence[AttemptAccount], where: str) -> Measured:
     restarts, attempts = _Restarts(rows, trained, step), [row.attempt for row in rows]
     stall = statistics.median(save.stall_seconds for save in saves)
     disk = restarts.costs(Tier(DISK, stall, statistics.median(save.write_seconds for save in saves) if background else 0.0, 0.0),
-                          len(saves), _usual_interval(attempts, lambda attempt: [save.step for save in attempt.saves
-                                                                                 if save.is_staged]))
+                          len(saves), _present_interval(attempts, lambda attempt: attempt.save_steps, lambda attempt: [
+                              save.step for save in attempt.saves if save.is_staged]))
     intact, lost = _survivals(attempts)
     survival = PartRate(rate, intact, lost).share
     copies = [save for attempt in attempts for save in attempt.memory_saves][-RECENT:]
@@ -123,8 +123,8 @@ def measure(rows: Sequence[AttemptAccount], where: str) -> Measured:
         # The end of the next step waits until the checksums are done.
         behind = statistics.median(save.background_seconds for save in copies)
         copy = statistics.median(save.stall_seconds for save in copies) + max(behind - step, 0.0)
-        memory = restarts.costs(Tier(MEMORY, copy, behind, 0.0, survival), len(copies), _usual_interval(
-            attempts, lambda attempt: [save.step for save in attempt.memory_saves]))
+        memory = restarts.costs(Tier(MEMORY, copy, behind, 0.0, survival), len(copies), _present_interval(
+            attempts, lambda attempt: attempt.memory_steps, lambda attempt: [save.step for save in attempt.memory_saves]))
     else:
         copy = stall if background else max(save.size_bytes or 0 for save in saves) / COPIED
         memory = restarts.costs(Tier(MEMORY, copy, copy, 0.0, survival), 0, None)
@@ -166,11 +166,17 @@ def _trained_seconds(row: AttemptAccount) -> float:
     return math.fsum(span.end - span.begin for span in row.timeline if span.kind in ("productive", "lost"))
 
 
-def _usual_interval(attempts: Sequence[RunAttempt], steps_of: Callable[[RunAttempt], Iterable[int]]) -> int | None:
-    """Returns the usual number of steps between two saves of the latest attempt with two; None if no attempt has two. The save at
-    the end of a training is not counted, which falls on any step. ``steps_of``: the saved steps of an attempt."""
+def _present_interval(attempts: Sequence[RunAttempt], configured_of: Callable[[RunAttempt], int | None],
+                      steps_of: Callable[[RunAttempt], Iterable[int]]) -> int | None:
+    """Returns the number of steps between two saves of the latest attempt that tells; None if none does.
+
+    It is the configured one, or in sink mode with longer sinks the least one that occurred; in event files of earlier versions
+    the usual one, if there are two saves. The save at the end of a training is not counted, which falls on any step.
+    """
     for attempt in reversed(attempts):
-        apart = np.diff(list(steps_of(attempt)))
+        apart, configured = np.diff(list(steps_of(attempt))), configured_of(attempt)
+        if configured:
+            return max(configured, int(min(apart[:-1], default=0)))
         if len(apart):
             return int(np.median(apart[:-1] if len(apart) > 1 else apart)) or None
     return None

@@ -2,12 +2,14 @@
 training to its end.
 
     event file of rank 0 ─▶ one attempt: run id, checkpoint, saves, outcome      event files of other ranks ─▶ why it failed
+    event file of a supervisor ─▶ when the attempt was started, and why it ended, if no rank could say so before
     log ─▶ losses, assigned to attempts by time      a start in the log without an event file ─▶ an attempt with losses alone
 
 Only this module infers what is not recorded; each field says from what.
 """
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -69,20 +71,29 @@ class RefusedCheckpoint:
 
 
 @dataclass(frozen=True)
+class SupervisedStart:
+    """Describes one start of the command by a supervisor. ``began``: in seconds since 1970. ``failure``: what the supervisor
+    noticed first; None: nothing."""
+    began: float
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
 class RunAttempt:
     """Describes one start of the training until its end.
 
-    ``started``, ``ended``: seconds since 1970, of the first and the last record; a killed process records no end. ``is_cut``: the
-    log begins after the attempt began. ``has_events``: there is an event file; without one, ``run_id``, ``world_size``,
-    ``saves``, ``skipped_saves``, ``refused`` and the reason of a failure are unknown. ``outcome``: one of TrainingEnded, RUNNING
-    or UNKNOWN; FAILED also if another start follows and no end was recorded. ``reason``: of the outcome. ``failed_rank``: the
-    rank that failed first, None: unknown. ``resumed_from``: step of the checkpoint, in the count of the run that saved it; None:
-    from the beginning. ``is_inferred``: it follows from the first loss. ``resumed_run_id``: the run that saved it.
-    ``resumed_source``: where it lay, "disk" or "memory"; empty: nothing was selected. ``checkpoint``: its description.
-    ``base_step``: the step after which this attempt counts, which differs after a change of the
-    batch size. ``step_scale``: steps of this attempt per step of the run that saved. ``first_step``, ``last_step``: steps done in
-    this attempt; None: none. ``has_true_loss``: False if the last rank has the true loss (pipeline stages). ``moments``: of its
-    start, as far as they were recorded.
+    ``started``: of the command, if a supervisor recorded it, else of the first record. ``ended``: of the last record of its
+    ranks; a killed process records no end. Both in seconds since 1970. ``is_cut``: the log begins after the attempt began.
+    ``has_events``: there is an event file; without one, ``run_id``, ``world_size``, ``saves``, ``skipped_saves``, ``refused`` and
+    the reason of a failure are unknown. ``outcome``: one of TrainingEnded, RUNNING or UNKNOWN; FAILED also if another start
+    follows and no end was recorded. ``reason``: of the outcome. ``failed_rank``: the rank that failed first, None: unknown.
+    ``resumed_from``: step of the checkpoint, in the count of the run that saved it; None: from the beginning. ``is_inferred``: it
+    follows from the first loss. ``resumed_run_id``: the run that saved it. ``resumed_source``: where it lay, "disk" or "memory";
+    empty: nothing was selected. ``checkpoint``: its description. ``base_step``: the step after which this attempt counts, which
+    differs after a change of the batch size. ``step_scale``: steps of this attempt per step of the run that saved.
+    ``first_step``, ``last_step``: steps done in this attempt; None: none. ``has_true_loss``: False if the last rank has the true
+    loss (pipeline stages). ``moments``: of its start, as far as they were recorded. ``save_steps``, ``memory_steps``: the
+    configured steps between two saves to disk, and into memory; None: not recorded, or not by steps.
     """
     number: int
     started: float
@@ -112,12 +123,14 @@ class RunAttempt:
     moments: Moments = Moments()
     resumed_source: str = ""
     memory_saves: tuple[MemorySave, ...] = ()
+    save_steps: int | None = None
+    memory_steps: int | None = None
 
 
-def attempts_of(event_logs: Iterable[Iterable[RecordedEvent]], lines: Iterable[LogLine], failures: Iterable[Failure] = ()
-                ) -> tuple[RunAttempt, ...]:
+def attempts_of(event_logs: Iterable[Iterable[RecordedEvent]], lines: Iterable[LogLine], failures: Iterable[Failure] = (),
+                starts: Sequence[SupervisedStart] = ()) -> tuple[RunAttempt, ...]:
     """Returns the attempts in order of time. ``event_logs``: the event files of rank 0. ``lines``: the log of one rank.
-    ``failures``: those of the other ranks."""
+    ``failures``: those of the other ranks. ``starts``: what supervisors recorded, in order of time."""
     builders = _with_lines([builder for events in event_logs for builder in _recorded(events)], lines)
     for index, builder in enumerate(builders):
         for run_id, step in builder.committed_for_others:
@@ -125,6 +138,10 @@ def attempts_of(event_logs: Iterable[Iterable[RecordedEvent]], lines: Iterable[L
             if owner is not None:
                 owner.saves[step] = replace(owner.saves[step], is_committed=True, failure="")
     _assign(builders, failures)
+    for start, until in zip(starts, [*(later.began for later in starts[1:]), math.inf], strict=False):
+        if rows := [row for row in builders if start.began <= row.started < until]:
+            rows[0].started = start.began
+            rows[-1].take_death(start.failure)
     ends = [*(builder.started for builder in builders[1:]), None]
     return tuple(builder.build(number, end) for number, builder, end in zip(count(1), builders, ends, strict=False))
 
@@ -223,6 +240,8 @@ class _AttemptBuilder:
         self.is_begun = self.has_start_line = False
         self.run_id: str | None = None
         self.world_size: int | None = None
+        self.save_steps: int | None = None
+        self.memory_steps: int | None = None
         self.choice: ev.CheckpointSelected | ev.FreshStart | None = None
         self.progress: ev.ProgressRestored | None = None
         self.load_seconds: float | None = None
@@ -272,6 +291,7 @@ class _AttemptBuilder:
             self._see(started=event.process_started, imported=event.imported, joined=at)
         elif isinstance(event, ev.RunOpened):
             self.run_id, self.world_size = event.run_id, event.world_size
+            self.save_steps, self.memory_steps = event.save_steps, event.memory_steps
         elif isinstance(event, (ev.CheckpointSelected, ev.FreshStart)):
             self.choice = event
             self._see(selected=at)
@@ -330,6 +350,12 @@ class _AttemptBuilder:
         if self.failure is None or failure.time < self.failure.time:
             self.failure = failure
 
+    def take_death(self, noticed: Failure | None) -> None:
+        """Takes what a supervisor noticed. A killed or hanging rank records nothing, and others fail later, because of it."""
+        ended_well = self.is_over if self.end is None else self.end.outcome != FAILED
+        if noticed is not None and (not ended_well if self.failure is None else noticed.time < self.failure.time):
+            self.failure = noticed
+
     # ---- the result
 
     def build(self, number: int, next_start: float | None) -> RunAttempt:
@@ -352,7 +378,8 @@ class _AttemptBuilder:
             self.world_size, isinstance(choice, ev.FreshStart), resumed, is_inferred, selected.run_id if selected else None,
             _description(selected) if selected else "", base, scale, base + 1 if last_step is not None else None, last_step,
             self.load_seconds, tuple(self.saves[step] for step in sorted(self.saves)), self.skipped_saves, tuple(self.refused),
-            not self.is_pipeline, losses, self.moments, selected.source if selected else "", tuple(self.memory_saves))
+            not self.is_pipeline, losses, self.moments, selected.source if selected else "", tuple(self.memory_saves),
+            self.save_steps, self.memory_steps)
 
     def _outcome(self, is_last: bool) -> tuple[str, str]:
         if self.failure is not None:

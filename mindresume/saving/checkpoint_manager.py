@@ -134,7 +134,8 @@ class CheckpointManager:
                                          self.settings.heartbeat, options.iterations, shared_groups, origin, number, leases)
         self.session.target = target = replace(self.session.target, samples_in_common=options.samples_in_common)
         prefix = options.prefix if options.iterations else stem(options.prefix, target.rank, self.session.suffix)
-        self.emit(RunOpened(target.run, target.root, prefix, target.world_size))
+        self.emit(RunOpened(target.run, target.root, prefix, target.world_size, max(options.every_steps or 0, 0) or None,
+                            self.settings.memory_tier.every_steps or None))
         return self.session
 
     def begin(self, step: int, resumed: Resumed | None = None, remote: RemoteCheckpoints | None = None) -> None:

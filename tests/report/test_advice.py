@@ -95,6 +95,13 @@ def test_a_tier_that_costs_more_than_it_saves_is_better_off():
     assert advice_from(with_memory(0, 2)).tiers[0].steps_advised > 0                    # too few to say so
 
 
+def test_a_tier_that_survived_every_failure_stays_on():
+    found = with_memory(20, 0)
+    dear = replace(found, memory=replace(found.memory, tier=replace(found.memory.tier, stall_seconds=30.0)))
+    assert advice_from(dear).tiers[0].steps_advised > 0 and "every_steps: 0" not in advice_from(dear).change
+    assert advice_from(replace(dear, intact=19, lost=1)).tiers[0].steps_advised == 0
+
+
 def test_failures_that_do_not_tell_count_for_the_rate_alone():
     found = advice_from(with_memory(3, 1, failures=40))
     rates = [1 / tier.seconds_between_failures for tier in found.tiers]

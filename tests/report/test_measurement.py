@@ -119,3 +119,17 @@ def test_without_a_tier_its_load_takes_a_copy_and_checksums():
     found = measure(accounts(training), "output")
     assert found.disk.load_seconds == 8.0
     assert found.possible.tier.restart_seconds == pytest.approx(found.disk.tier.restart_seconds - 8 + 2 * 0.5)
+
+
+@pytest.mark.parametrize("saved, configured, present", [
+    ([7, 8], 7, 7),                                 # the second save is that of a preemption
+    ([7, 8], None, 1), ([7, 14, 15], None, 7),      # of an earlier version
+    ([7], 7, 7), ([7, 14, 28], 7, 7),               # one of them failed
+    ([10, 20, 23], 4, 10)])                         # a sink has 10 steps
+def test_the_present_interval_is_the_configured_one(saved, configured, present):
+    training = Training().start(0).fresh(1).run(2, RUNS[0], configured, configured).steps(10, 1, max(saved))
+    for step in saved:
+        training.save(10.5 + step, step).event(10.5 + step, ev.TierSaved(step, 13_000_000, 0.1, 0.3))
+    training.event(90, ev.TrainingEnded(ev.PREEMPTED, "SIGTERM", max(saved)))
+    found = measure(accounts(training), "output")
+    assert (found.disk.steps_now, found.memory.steps_now) == (present, present)

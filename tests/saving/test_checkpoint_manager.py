@@ -74,7 +74,7 @@ def test_the_events_of_a_run_describe_each_step(tmp_path, iterations):
     job = Job(tmp_path, iterations=iterations).steps(5)
     opened, first, begun, committed, written = job.events
     assert first == FirstStepDone(1)
-    assert opened == RunOpened(job.manager.target.run, str(tmp_path), "net" if iterations else "net_rank_0", 1)
+    assert opened == RunOpened(job.manager.target.run, str(tmp_path), "net" if iterations else "net_rank_0", 1, 5)
     assert begun == SaveBegun(5)
     assert (committed.step, committed.ranks, committed.run_id) == (5, 1, None) and isinstance(committed, SaveCommitted)
     assert (written.step, written.size_bytes) == (5, committed.size_bytes) and 0 < written.write_seconds < written.stall_seconds
