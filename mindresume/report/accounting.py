@@ -22,9 +22,10 @@ class Seconds:
     """Splits the time between the first start and the last end, in seconds.
 
     ``productive``: steps that the training contains, and the gaps between them. ``lost``: the same for lost steps. ``saving``:
-    the training thread waited for a save. ``startup``: from the creation of the trainer to the first step, compilation included.
-    ``shutdown``: after the last step. ``downtime``: between a failure and the next start. ``idle``: between a normal end and the
-    next start. ``unknown``: attempts that did steps, but whose log is missing.
+    the training thread waited for a save. ``startup``: from the start of the command by a supervisor, or
+    without one from the creation of the trainer, to the first step, compilation included. ``shutdown``: after the last step.
+    ``downtime``: between a failure and the next start. ``idle``: between a normal end and the next start. ``unknown``: attempts
+    that did steps, but whose log is missing.
     """
     productive: float = 0.0
     lost: float = 0.0

@@ -20,7 +20,7 @@ from mindresume.report.log_parser import merged
 from mindresume.report.phrases import Phrase, phrase
 from mindresume.report.recoveries import Recovery, recoveries_of, totals_of
 from mindresume.report.runs import RunAttempt, attempts_of, with_losses, with_outcome
-from mindresume.report.supervisor_log import of_first_node, supervisor_moments
+from mindresume.report.supervisor_log import SUPERVISED, of_first_node, supervised_starts, supervisor_moments
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 
@@ -119,13 +119,14 @@ def build_report(storage: Storage, output: str, root: str, more: Sequence[str] =
     rank = min((log.rank for log in found), default=None)
     own, utc_offsets = [log for log in found if log.rank == rank], foreign_utc_offsets(recorded)
     utc_offset = utc_offsets[0] if len(utc_offsets) == 1 else None
+    supervisors = of_first_node(find_supervisor_logs(folders))
+    watched = [row for log in supervisors for row in read_events(log, SUPERVISED)]
     attempts = attempts_of((read_events(log) for log in recorded if log.rank == 0), merged(own, utc_offset),
-                           failures_in(recorded))
+                           failures_in(recorded), supervised_starts(watched))
     attempts, others = _with_true_losses(attempts, found, rank, utc_offset)
     if attempts:
         attempts = (*attempts[:-1], with_outcome(attempts[-1], disk.leases if disk.exists else None))
-    supervisors = of_first_node(find_supervisor_logs(folders))
-    supervised = supervisor_moments((row for log in supervisors for row in read_events(log)), attempts)
+    supervised = supervisor_moments(watched, attempts)
     read = [piece for log in found if log in own or log.rank in others for piece in log.pieces]
     read += [log.path for log in (*recorded, *supervisors)]
     return Report(output, folders, tuple(read), rank, max(others, default=None), accounts_of(attempts), disk,

@@ -6,11 +6,13 @@ from training_logs import RUNS, ZERO, Training
 from mindresume import events as ev
 from mindresume.events.event_file import SupervisorEventFile
 from mindresume.events.recovery_phases import Moments
+from mindresume.report.accounting import accounts_of
 from mindresume.report.builder import build_report, to_json
 from mindresume.report.event_log import EventLog, RecordedEvent
+from mindresume.report.log_parser import Clock, parse
 from mindresume.report.page import html
 from mindresume.report.runs import attempts_of
-from mindresume.report.supervisor_log import of_first_node, supervisor_moments
+from mindresume.report.supervisor_log import of_first_node, supervised_starts, supervisor_moments
 
 # Attempt 1 trains from 0 to 20, attempt 2 ends before its first step, attempt 3 trains from 60 on.
 TRAINING = Training().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 8).save(18.5, 5)
@@ -53,3 +55,50 @@ def test_the_report_shows_when_a_failure_was_noticed(tmp_path):
     assert [phase.end - ZERO for phase in found.phases][:3] == pytest.approx([21, 22.5, 57])     # the start between fails, too
     assert to_json(report)["recoveries"]["seconds"]["end"] == 1.5 and html(report, "")
     assert sum("supervisor" in path for path in report.read) == 1
+
+
+# ---- why a start ended, and when it began -----------------------------------------------------------------------------------
+
+def attempts(*events, end=None):
+    """Two starts; the first one has ``events`` of the supervisor and, of rank 0, ``end``."""
+    training = Training().start(10).fresh(11).run(12, RUNS[0]).steps(20, 1, 8)
+    if end is not None:
+        training.event(*end)
+    training.start(60).resume(61, 5, RUNS[0]).run(62, RUNS[1]).steps(70, 6, 9)
+    rows = [(0.0, ev.JobStarted(1, 2)), *events, (50.0, ev.JobStarted(2, 9))]
+    starts = supervised_starts([RecordedEvent(ZERO + at, event) for at, event in rows])
+    return attempts_of(training.recorded, [found for line in training.lines for found in parse(line, Clock())], (), starts)
+
+
+KILLED = (29.0, ev.RankDied(1, "node-0", 5, 3, -9, "training", 8))
+HUNG = (29.0, ev.HangDetected(1, "node-0", (2, 0), 120.0, "training", 8))
+ENDED = (31.0, ev.JobEnded(1, 137, "rank 3 was killed by SIGKILL", 31.0, 2.5))
+
+
+@pytest.mark.parametrize("events, end, rank, reason", [
+    ([KILLED, ENDED], None, 3, "was killed by SIGKILL"),
+    ([KILLED], None, 3, "was killed by SIGKILL"),                                       # the supervisor was killed, too
+    ([HUNG], None, 2, "made no progress for 120 s while training"),
+    ([HUNG, (31.0, ev.JobEnded(1, 124, "rank 2 made no progress (--hang-timeout)", 31.0, 2.5))], None, 2,
+     "made no progress (--hang-timeout)"),
+    ([(31.0, ev.JobEnded(1, 130, "SIGINT was received", 31.0, 2.5))], None, None, "SIGINT was received"),
+    ([KILLED, ENDED], (28.0, ev.TrainingEnded(ev.FAILED, "no such file")), 0, "no such file"),
+    ([KILLED, ENDED], (30.0, ev.TrainingEnded(ev.FAILED, "rank 3 is lost")), 3, "was killed by SIGKILL")])
+def test_a_killed_or_hanging_rank_is_the_reason_of_a_failure(events, end, rank, reason):
+    first, second = attempts(*events, end=end)
+    assert (first.outcome, first.failed_rank, first.reason) == (ev.FAILED, rank, reason)
+    assert second.outcome == "unknown"
+
+
+@pytest.mark.parametrize("end, events, outcome", [
+    (ev.TrainingEnded(ev.PREEMPTED, "", 8), [(31.0, ev.JobEnded(1, 143, "SIGTERM was received", 31.0, 2.5))], ev.PREEMPTED),
+    (ev.TrainingEnded(ev.FINISHED, "", 8), [(31.0, ev.JobEnded(1, 0, "it finished", 31.0, 2.5))], ev.FINISHED)])
+def test_an_end_that_rank_0_recorded_stays(end, events, outcome):
+    assert attempts(*events, end=(28.5, end))[0].outcome == outcome
+
+
+def test_a_start_begins_with_its_command():
+    first, second = attempts(KILLED, ENDED)
+    assert (first.started - ZERO, first.ended - ZERO, second.started - ZERO) == (0, 28, 50)
+    account, later = accounts_of([first, second])
+    assert (account.seconds.startup, account.seconds.downtime, later.seconds.startup) == (20, 22, 20)
