@@ -2,7 +2,7 @@
 
     storage = ThrottledReads(PosixStorage(), TokenBucket(50e6), stopped=stop.is_set)
     verify_rank(storage, root, candidate, rank)         # any code that reads: 50 MB/s, and ReadStoppedError once ``stop`` is set
-    storage.cached                                      # bytes that the kernel's cache may have answered
+    storage.cached                                      # bytes of ``read`` that the cache of the kernel may have answered
 
 Before a file is read the kernel is asked to drop it from its cache (posix_fadvise), and each piece again after it was read: the
 bytes come from the device, and the cache stays with the training. What a cache behind the kernel answers (of an NFS server, of a
@@ -95,7 +95,7 @@ class _ThrottledFile:
         with suppress(OSError, AttributeError, ValueError):     # a file in memory has no handle
             self._handle = file.fileno()
         self._drop(0, 0)
-        self._owner.cached += _bytes_in_cache(self._handle)
+        self._cached = _share_in_cache(self._handle)        # of what is read: a file can be opened several times
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -107,7 +107,7 @@ class _ThrottledFile:
         self._admit(len(view))
         start = self._file.tell()
         found: int = self._file.readinto(view) or 0             # type: ignore[attr-defined]  # BinaryIO lacks it
-        self._owner.read += found
+        self._count(found)
         self._drop(start, found)
         return found
 
@@ -115,7 +115,7 @@ class _ThrottledFile:
         if 0 <= count <= PIECE:
             self._admit(count)
             found = self._file.read(count)
-            self._owner.read += len(found)
+            self._count(len(found))
             return found
         pieces = []
         while count:
@@ -125,6 +125,10 @@ class _ThrottledFile:
             pieces.append(piece)
             count -= len(piece) if count > 0 else 0
         return b"".join(pieces)
+
+    def _count(self, count: int) -> None:
+        self._owner.read += count
+        self._owner.cached += round(count * self._cached)
 
     def _admit(self, count: int) -> None:
         if not self._owner.stopped():
@@ -144,19 +148,19 @@ class _ThrottledFile:
         self._file.close()
 
 
-def _bytes_in_cache(handle: int | None) -> int:
-    """Returns an estimate of the bytes of a file that the kernel still has in its cache, by some of its pages; 0 where it does
+def _share_in_cache(handle: int | None) -> float:
+    """Returns an estimate of the share of a file that the kernel still has in its cache, by some of its pages; 0 where it does
     not tell (RWF_NOWAIT)."""
     flag = getattr(os, "RWF_NOWAIT", None)
     if handle is None or flag is None:
-        return 0
+        return 0.0
     try:
         size = os.fstat(handle).st_size
         offsets = sorted({size * number // SAMPLES for number in range(SAMPLES)}) if size else []
         there = sum(_is_cached(handle, offset, flag) for offset in offsets)
     except OSError:
-        return 0
-    return size * there // len(offsets) if offsets else 0
+        return 0.0
+    return there / len(offsets) if offsets else 0.0
 
 
 def _is_cached(handle: int, offset: int, flag: int) -> bool:

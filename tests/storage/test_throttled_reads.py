@@ -3,6 +3,7 @@ import os
 
 import pytest
 
+from mindresume.storage import throttled_reads
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.throttled_reads import BURST, PIECE, ReadStoppedError, ThrottledReads, TokenBucket
 from mindresume.tensor_files.checksum import file_checksum
@@ -78,3 +79,14 @@ def test_other_operations_are_those_of_the_storage(path):
     with pytest.raises(FileNotFoundError):
         storage.open(path + "x")
     assert storage.cached >= 0
+
+
+def test_bytes_that_the_cache_answers_are_counted_as_often_as_they_are_read(path, monkeypatch):
+    """A scrub opens a file for its header, and again for its tensors."""
+    monkeypatch.setattr(throttled_reads, "_is_cached", lambda handle, offset, flag: True)
+    storage, size = ThrottledReads(PosixStorage()), os.path.getsize(path)
+    with storage.open(path) as file:
+        file.read(8)
+    with storage.open(path) as file:
+        file_checksum(file)
+    assert (storage.cached, storage.read) == (8 + size, 8 + size)
