@@ -10,8 +10,10 @@ MAX_LINES = 12
 PATIENCE = 10.0                 # seconds for the disk of a log to answer: it can hang, and the job is to be ended all the same
 _MAX_CHARACTERS = 2000          # of a line: messages end with what to do
 _ERROR = re.compile(r"error|exception|traceback|critical|fatal|abort|killed|out of memory|oom|refused|failed|signal \d", re.I)
-_NAMED = re.compile(r"^\s*[\w.]*(Error|Exception|Interrupt|Exit)\b.*")       # the last line of a traceback
-_NOISE = re.compile(r"^\s*(File \"|~*\^+|[\W_]+$)")           # also rulers of call stacks
+_NAMED = re.compile(r"^\s*[\w.]*(Error|Exception|Interrupt|Exit)\b(?! ignored in).*")       # the last line of a traceback
+# Lines of tracebacks, and of the call stacks that MindSpore appends to a message: rulers, headings, frames.
+_NOISE = re.compile(r"^\s*(File \"|~*\^+|[\W_]+$|- (C\+\+ Call Stack|The Traceback of Net)|# \d+ In file "
+                    r"|[\w/.]+\.(cc|cpp|h):\d+ )")
 
 
 def excerpt(path: str) -> tuple[str, ...]:
@@ -34,9 +36,15 @@ def error_lines(lines: Sequence[str]) -> tuple[str, ...]:
     named = [index for index, line in enumerate(lines) if _NAMED.match(line)]
     if named:
         begin = max((index for index, line in enumerate(lines[:named[-1]]) if line.startswith("Traceback")), default=named[-1])
-        lines = lines[max(begin, named[-1] - MAX_LINES):]
-        found = [line for line in lines if line.strip() and not _NOISE.match(line)]
-        found = [line for line in found if not line[:1].isspace() or _ERROR.search(line)] or found
+        after = _told(lines[named[-1]:])[:MAX_LINES]
+        before = _told(lines[max(begin, named[-1] - MAX_LINES):named[-1]])
+        found = [*before[:MAX_LINES - len(after)], *after]
     else:
-        found = [line for line in lines if _ERROR.search(line) and not _NOISE.match(line)]
-    return tuple(line.rstrip()[:_MAX_CHARACTERS] for line in found[-MAX_LINES:])
+        found = [line for line in lines if _ERROR.search(line) and not _NOISE.match(line)][-MAX_LINES:]
+    return tuple(line.rstrip()[:_MAX_CHARACTERS] for line in found)
+
+
+def _told(lines: Sequence[str]) -> list[str]:
+    """Returns the lines without code and frames."""
+    return [line for line in lines if line.strip() and not _NOISE.match(line)
+            and (not line[:1].isspace() or _ERROR.search(line) or _NAMED.match(line))]
