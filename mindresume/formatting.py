@@ -42,9 +42,14 @@ def listed(items: Sequence[object], most: int = 8, separator: str = ", ") -> str
     return text + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns '1 file' or '4 files'."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def ranks_count(count: int) -> str:
     """Returns '1 rank' or '4 ranks'."""
-    return f"{count} rank" + ("" if count == 1 else "s")
+    return counted(count, "rank")
 
 
 def span_text(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """Names and lists in a form for people."""
 import pytest
 
-from mindresume.formatting import listed, ranks_count, shown
+from mindresume.formatting import counted, listed, ranks_count, shown
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -19,4 +19,5 @@ def test_kept_characters_are_not_escaped():
 
 def test_texts():
     assert (ranks_count(1), ranks_count(4)) == ("1 rank", "4 ranks")
+    assert (counted(0, "file"), counted(1, "file"), counted(2, "file")) == ("0 files", "1 file", "2 files")
     assert listed(range(3)) == "0, 1, 2" and listed(range(10), 2) == "0, 1 and 8 more"

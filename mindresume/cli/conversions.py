@@ -8,7 +8,7 @@ import typer
 
 from mindresume.cli.common import print_json, say, step_text
 from mindresume.errors import ConfigError
-from mindresume.formatting import size_text
+from mindresume.formatting import counted, size_text
 
 if TYPE_CHECKING:
     from mindresume.api.conversion import ConversionResult
@@ -59,7 +59,7 @@ def show(result: ConversionResult, json: bool) -> None:
         say(f"not usable: step {step_text(refused.step)}: {refused.reason}")
     say(f"{result.source}\n  -> {result.target}" + (f", {result.model_type}, {' and '.join(result.dtypes)}" if result.model_type
                                                     else ""))
-    say(f"  {result.tensors} tensors in {result.files} {'file' if result.files == 1 else 'files'}, engine {result.engine}")
+    say(f"  {counted(result.tensors, 'tensor')} in {counted(result.files, 'file')}, engine {result.engine}")
     if result.seconds is not None:
         rate = result.bytes_written / result.seconds if result.seconds else 0
         say(f"  {size_text(result.bytes_read)} read, {size_text(result.bytes_written)} written in {result.seconds:.1f} s "

@@ -8,7 +8,7 @@ import typer
 
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, print_json, print_table, progress_bar, say, step_text
-from mindresume.formatting import size_text
+from mindresume.formatting import counted, size_text
 
 if TYPE_CHECKING:
     from mindresume.api.comparison import Comparison, TensorDifference
@@ -60,14 +60,14 @@ def _print(found: Comparison) -> None:
                     map(_row, found.differences[:MOST_SHOWN]))
     if len(found.differences) > MOST_SHOWN:
         say(f"and {len(found.differences) - MOST_SHOWN} more (--json lists all)")
-    same = f"{found.compared} tensors, {size_text(found.size_bytes)}"
+    same = f"{counted(found.compared, 'tensor')}, {size_text(found.size_bytes)}"
     outside = sum(not difference.within(found.tolerance) for difference in found.differences)
     if found.equal:
         say(f"equal: {same}, bit for bit")
     elif not outside:
         say(f"equal within {found.tolerance:g}: {same}; {len(found.differences)} of them differ in bits")
     else:
-        say(f"different: {outside} of {found.tensors} tensors"
+        say(f"different: {outside} of {counted(found.tensors, 'tensor')}"
             + ("" if found.tolerance is None else f" by more than {found.tolerance:g}, or in shape or dtype"))
 
 

@@ -9,7 +9,7 @@ import typer
 
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, origin_text, print_json, print_table, say, step_text
-from mindresume.formatting import size_text
+from mindresume.formatting import counted, size_text
 
 if TYPE_CHECKING:
     from mindresume.api.inspection import Inspection
@@ -50,7 +50,7 @@ def inspect(path: Path, json: AsJson = False, strategy: From = None, step: Step 
     if found.slices is None:
         _print_tensors([(row.name, [row]) for row in found.tensors] if everything else merge_similar_rows(found.tensors))
     elif not found.slices:
-        say(f"rank {rank} holds none of {len(found.tensors)} tensors")
+        say(f"rank {rank} holds none of {counted(len(found.tensors), 'tensor')}")
     else:
         _print_slices(found.tensors, found.slices, rank)
 
@@ -64,7 +64,7 @@ def _lines(found: Inspection) -> list[str]:
     return [*(f"not usable: step {step_text(refused.step)}: {refused.reason}" for refused in found.refused), found.source,
             *([f"written by {origin_text(found.origin, found.run_id)}, {found.format}; "
                f"{_ranks_text(found.world_size, found.stage_size)}"] if found.origin else []),
-            f"{found.tensor_count} tensors, {size_text(found.size_bytes)}: {dtypes}",
+            f"{counted(found.tensor_count, 'tensor')}, {size_text(found.size_bytes)}: {dtypes}",
             f"{size_text(found.bytes_on_disk)} on disk, files: {found.files}", *found.notes]
 
 

@@ -25,6 +25,7 @@ from mindresume.coordination.heartbeat_process import HeartbeatProcess
 from mindresume.coordination.process_identity import boot_id, is_running, process_namespace, start_ticks
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.formats.iteration_naming import parse_iteration
+from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FOLDER, attempts, run_name, run_sequence, strip_trash
 from mindresume.model.record_codec import encode_head, field_errors, read_head
 from mindresume.model.training_state import is_count, is_number
@@ -86,7 +87,7 @@ class LeaseHolder:
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        return f"run {self.run} on host {self.host} (process {self.pid}, {self.world_size} rank(s), since {since})"
+        return f"run {self.run} on host {self.host} (process {self.pid}, {ranks_count(self.world_size)}, since {since})"
 
     def encode(self) -> bytes:
         row = asdict(self)

@@ -38,6 +38,7 @@ from mindresume.coordination.lease import (
 )
 from mindresume.errors import LeaseHeldError
 from mindresume.events import Emit, LeaseWatched, StaleLeaseRemoved, ignore
+from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FOLDER, run_sequence
 from mindresume.storage.interface import Storage
 from mindresume.storage.stale_files import remove_stale
@@ -148,7 +149,8 @@ def _unknown_message(root: str, path: str, why: str, me: LeaseHolder) -> str:
 
 
 def _refused(me: LeaseHolder) -> str:
-    return f"This job (host {me.host}, process {me.pid}, {me.world_size} rank(s)) does not start, or their checkpoints would mix"
+    return (f"This job (host {me.host}, process {me.pid}, {ranks_count(me.world_size)}) does not start, or their "
+            f"checkpoints would mix")
 
 
 def _has_usable_heartbeat(holder: LeaseHolder) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from mindresume import events as ev
 from mindresume.events import Event
-from mindresume.formatting import size_text
+from mindresume.formatting import counted, size_text
 
 PREFIX = "mindresume: "
 _Kind = TypeVar("_Kind", bound=Event)
@@ -121,14 +121,14 @@ def _(event: ev.FreshStart) -> str:
 def _(event: ev.WeightsLoaded) -> str:
     source = f", of {event.source}" if event.source else ""
     read = "" if event.read_bytes is None else f": {size_text(event.read_bytes)} read"
-    return f"rank {event.rank} loaded {_plural(event.tensors, 'tensor')}, {size_text(event.size_bytes)}{source}{read}"
+    return f"rank {event.rank} loaded {counted(event.tensors, 'tensor')}, {size_text(event.size_bytes)}{source}{read}"
 
 
 @_line(ev.ProgressRestored)
 def _(event: ev.ProgressRestored) -> str:
     scaled = "" if event.step_scale == 1 else f"; steps scaled by {event.step_scale:g} from {event.saved_step}"
-    return (f"continues after step {event.step} ({event.epochs_done} epochs done), global batch size {event.global_batch_size}, "
-            f"loss scale {event.loss_scale}{scaled}")
+    return (f"continues after step {event.step} ({counted(event.epochs_done, 'epoch')} done), global batch size "
+            f"{event.global_batch_size}, loss scale {event.loss_scale}{scaled}")
 
 
 @_line(ev.Resumed)
@@ -141,7 +141,7 @@ def _(event: ev.Resumed) -> str:
 def _lost(event: ev.Resumed) -> str:
     if event.lost_steps is None:
         return ""
-    lost = (f"at least {_plural(event.lost_steps, 'step')} of the previous job lost" if event.lost_steps else
+    lost = (f"at least {counted(event.lost_steps, 'step')} of the previous job lost" if event.lost_steps else
             "how many steps the previous job lost is not known")
     since = "" if event.lost_seconds is None else f", {event.lost_seconds:.0f} s after the checkpoint was saved"
     return f": {lost}{since}"
@@ -165,7 +165,7 @@ def _(event: ev.SaveWritten) -> str:
 @_line(ev.SaveCommitted)
 def _(event: ev.SaveCommitted) -> str:
     earlier = f" of run {event.run_id}, which ended before it could commit it" if event.run_id else ""
-    return f"step {event.step}{earlier} committed: {_plural(event.ranks, 'rank')}, {size_text(event.size_bytes)}"
+    return f"step {event.step}{earlier} committed: {counted(event.ranks, 'rank')}, {size_text(event.size_bytes)}"
 
 
 @_line(ev.CommitDelayed, ev.WARNING)
@@ -317,8 +317,7 @@ def _(event: ev.JobEnded) -> str:
 @_line(ev.JobRestarted)
 def _(event: ev.JobRestarted) -> str:
     when = "now" if not event.delay_seconds else f"in {event.delay_seconds:.0f} s"
-    count = (f" ({_plural(event.fruitless_starts, 'start')} in a row without a later checkpoint on disk)"
-             if event.fruitless_starts else "")
+    count = f" ({counted(event.fruitless_starts, 'start')} in a row without progress)" if event.fruitless_starts else ""
     return f"start {event.start} follows {when}{count}"
 
 
@@ -329,7 +328,7 @@ def _(event: ev.LogsKept) -> str:
 
 @_line(ev.SupervisorEnded)
 def _(event: ev.SupervisorEnded) -> str:
-    return f"the job ended with status {event.status} after {_plural(event.starts, 'start')}: {event.reason}"
+    return f"the job ended with status {event.status} after {counted(event.starts, 'start')}: {event.reason}"
 
 
 @_line(ev.GaveUp, ev.ERROR)
@@ -358,10 +357,6 @@ def progress_text(event: ev.WorkProgress) -> str:
         text += f" of {amount(event.total)} ({min(100, 100 * event.done // event.total)} %)"
     text += f", {amount(rate)}/s"
     return text + (f", {max(event.total - event.done, 0) / rate:.0f} s left" if event.total and rate else "")
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _steps(steps: Iterable[int]) -> str:

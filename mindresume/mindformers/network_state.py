@@ -11,6 +11,7 @@ import numpy as np
 
 from mindresume.errors import LoadError, SaveError
 from mindresume.formats.slices import ordinals
+from mindresume.formatting import counted
 from mindresume.model.layout import TensorLayout, is_scalar, same_shape
 from mindresume.model.training_state import may_be_absent
 from mindresume.saving.shard_assignment import shares
@@ -217,7 +218,7 @@ def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple
         elif str(arrays[name].dtype) != dtype:
             problems.append(f"{name} is {arrays[name].dtype} in the checkpoint, {dtype} in the network")
     if problems:
-        raise LoadError(f"the checkpoint does not fit the network ({len(problems)} tensors): "
+        raise LoadError(f"the checkpoint does not fit the network ({counted(len(problems), 'tensor')}): "
                         + "; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else "")
                         + ". Was the model configuration or the parallel strategy changed? For another strategy set "
                           "auto_trans_ckpt: True" + ("." + allow_text(missing) if allow and missing else ""))

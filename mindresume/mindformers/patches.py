@@ -29,6 +29,7 @@ from mindresume.coordination.rank_heartbeat import COMPILING, LOADING
 from mindresume.errors import TrainingCompleteError
 from mindresume.events import Notice
 from mindresume.formats.rank_folder_naming import name_for_rank
+from mindresume.formatting import counted
 from mindresume.mindformers import (
     adapter,
     heartbeat,
@@ -213,8 +214,8 @@ def _wrap_check_runner_config(original: Any) -> Any:
         run.sink_size = runner.sink_size if runner.sink_mode else None
         if resumes and runner.initial_epoch >= runner.epochs:
             raise TrainingCompleteError(f"the training is complete: step {runner.initial_step} is the end of "
-                                        f"{runner.origin_epochs} epochs of {config.data_size} steps. Nothing was trained or "
-                                        f"saved. To train longer, raise runner_config.epochs")
+                                        f"{counted(runner.origin_epochs, 'epoch')} of {counted(config.data_size, 'step')}. "
+                                        f"Nothing was trained or saved. To train longer, raise runner_config.epochs")
     return check
 
 

@@ -24,7 +24,7 @@ from mindresume.events.progress import ProgressReporter
 from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.scan import is_root
 from mindresume.formats.weight_files import header_of
-from mindresume.formatting import listed
+from mindresume.formatting import counted, listed
 from mindresume.mindformers import adapter, arrangement, load_iteration, selection, state_restorer
 from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.balanced_load import BalancedLoad
@@ -269,4 +269,4 @@ def _convert(arrays: dict[str, np.ndarray], wanted: Wanted, emit: Emit) -> None:
         kinds[f"{array.dtype.name} to {dtype}"] = kinds.get(f"{array.dtype.name} to {dtype}", 0) + 1
         arrays[name] = found
     for kind, count in kinds.items():
-        emit(Notice(f"{count} tensors were converted from {kind}, the dtype of the network"))
+        emit(Notice(f"converted {counted(count, 'tensor')} from {kind}, the dtype of the network"))

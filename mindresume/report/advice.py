@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from mindresume.api.results import Result
 from mindresume.events import DISK, MEMORY
+from mindresume.formatting import counted
 from mindresume.report.failure_rate import FailureRate, PartRate
 from mindresume.report.measurement import Measured, TierCosts
 from mindresume.report.phrases import Phrase, joined, phrase, sentences
@@ -246,7 +247,7 @@ def _notes(measured: Measured, rows: Sequence[TierAdvice]) -> Iterable[str]:
     if not any(row.restarts for row in rows):
         yield "No restart was recorded: the time of a start is taken for it. It does not change the interval."
     if measured.failed_starts:
-        yield f"{measured.failed_starts} starts failed before their first step; their time counts to the restarts."
+        yield f"{counted(measured.failed_starts, 'start')} failed before a first step; that time counts to the restarts."
     if rows[-1].is_limited_by_write:
         yield ("The write in the background takes longer than the best interval by failures, and the next save waits for it: a "
                "faster disk, or remove_redundancy: True, would allow a shorter interval.")

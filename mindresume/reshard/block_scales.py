@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindresume.errors import LoadError
-from mindresume.formatting import listed
+from mindresume.formatting import counted, listed
 from mindresume.reshard.checkpoint_view import Tensor
 
 FP8, SCALE = "float8_e4m3fn", "_scale_inv"          # X.weight has its scales in X.weight_scale_inv
@@ -62,7 +62,8 @@ def with_scales(tensors: Mapping[str, Tensor], block: tuple[int, int] | None, so
             found[name] = ScaledTensor(name, tensor.dtype, tensor.shape, tensor.layout, tensor.first, tensor.copies,
                                        tensor.other_stages, scale, block)
     if problems:
-        raise LoadError(f"the fp8 weights of {source} cannot be read, {len(problems)} tensors: {listed(problems, 5, '; ')}")
+        raise LoadError(f"the fp8 weights of {source} cannot be read, {counted(len(problems), 'tensor')}: "
+                        f"{listed(problems, 5, '; ')}")
     return found
 
 

@@ -22,6 +22,7 @@ from mindresume.errors import CorruptFileError, EngineError, StrategyError
 from mindresume.events import Emit, Notice, ignore
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.strategy_codec import encode_strategy
+from mindresume.formatting import counted
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.direct_engine import transform
@@ -55,7 +56,8 @@ def rewrite(weights: CheckpointView, target: Strategy | None, work: str, *, work
     if task is None:
         emit(Notice(f"{weights.name} holds whole tensors already: MindSpore has nothing to convert"))
         return weights
-    emit(Notice(f"MindSpore converts {weights.name}: {len(task.held)} files of ranks, {len(task.jobs)} processes, below {work}"))
+    emit(Notice(f"MindSpore converts {weights.name}: {counted(len(task.held), 'file')} of ranks, "
+                f"processes: {len(task.jobs)}, below {work}"))
     run([[job] for job in task.jobs], task.work, timeout, command)
     return task.collect()
 

@@ -11,7 +11,7 @@ from mindresume.errors import LoadError, StrategyError
 from mindresume.formats import Candidate
 from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy
-from mindresume.formatting import listed
+from mindresume.formatting import counted, listed, ranks_count
 from mindresume.model.layout import TensorLayout, is_scalar
 from mindresume.model.record_details import Details
 from mindresume.model.training_state import may_be_absent
@@ -34,8 +34,9 @@ def view_of_rank_folders(storage: Storage, root: str, candidate: Candidate, stra
         LoadError: all files of a pipeline stage are missing, or the only file with some tensor is.
     """
     if strategy is not None and strategy.world_size != candidate.world_size:
-        raise StrategyError(f"{strategy.source}: a strategy of {strategy.world_size} ranks ({len(strategy.stages)} stages of "
-                            f"{strategy.stage_size}), the checkpoint {root}, step {candidate.step}, is of {candidate.world_size}")
+        raise StrategyError(f"{strategy.source}: a strategy of {ranks_count(strategy.world_size)} "
+                            f"({counted(len(strategy.stages), 'stage')} of {strategy.stage_size}), the checkpoint {root}, "
+                            f"step {candidate.step}, is of {candidate.world_size}")
     builder = _RankFolders(storage, root, candidate)
     tensors = builder.tensors(strategy)
     return CheckpointView(storage, root, tensors, lambda rank, name: builder.path(rank), builder.checksum,

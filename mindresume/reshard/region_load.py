@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from mindresume.errors import LoadError
+from mindresume.formatting import counted
 from mindresume.model.layout import TensorLayout, same_shape
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
@@ -64,7 +65,7 @@ def wanted_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int
         if name in regions:
             check_order(weights, name, layout)
     if problems:
-        raise LoadError(f"the checkpoint {weights.name} does not fit the network ({len(problems)} tensors): "
+        raise LoadError(f"the checkpoint {weights.name} does not fit the network ({counted(len(problems), 'tensor')}): "
                         + "; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else "")
                         + ". All shapes are those of whole tensors. Was the model configuration changed?"
                         + (allow_text(missing) if allow and missing else ""))

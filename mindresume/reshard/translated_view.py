@@ -15,7 +15,7 @@ from typing import Any
 
 from mindresume.errors import LoadError
 from mindresume.formats.huggingface_rules import Block, Rule
-from mindresume.formatting import listed
+from mindresume.formatting import counted, listed
 from mindresume.reshard.block_scales import ScaledTensor, scaled_dtype
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor
 from mindresume.reshard.geometry import Cut, Region
@@ -143,8 +143,8 @@ def translated(inner: CheckpointView, known: Mapping[str, Rule], dtypes: Mapping
             problems.append(f"{name} is {bad[0]}, expected {dtype}")
         tensors[name] = ComposedTensor(name, dtype, rule.shape, rule=rule, parts=own)
     if problems:
-        raise LoadError(f"{inner.name}: {len(problems)} tensors cannot be converted: {problems_text(problems)}. Possible: "
-                        f"bfloat16 or float16 to float32, float32 to bfloat16, float8_e4m3fn with scales to both")
+        raise LoadError(f"{inner.name}: {counted(len(problems), 'tensor')} cannot be converted: {problems_text(problems)}. "
+                        f"Possible: bfloat16 or float16 to float32, float32 to bfloat16, float8_e4m3fn with scales to both")
     return TranslatedView(inner, tensors)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from mindresume.formatting import counted
 from mindresume.model.data_position import MAX_IDENTITY, MAX_TEXT
 from mindresume.storage.interface import Storage
 
@@ -147,7 +148,7 @@ def _named(files: list[tuple[str, int]]) -> str:
     names = ", ".join(name for name, _ in files[:3]) + (", ..." if count > 3 else "")
     digest = "" if count <= 3 else f" ({_digest(files)})"
     sizes = "" if count == 1 or count > 3 else " of " + ", ".join(str(size) for _, size in files)
-    return f"{count} file{'' if count == 1 else 's'}, {size} bytes{sizes}: {names}{digest}"
+    return f"{counted(count, 'file')}, {size} bytes{sizes}: {names}{digest}"
 
 
 def _bounded(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.scrub_result import known_damage
 from mindresume.formats.weight_files import file_sizes
-from mindresume.formatting import listed
+from mindresume.formatting import listed, ranks_count
 from mindresume.model.file_record import FileRecord
 from mindresume.resume.metadata_verifier import MetadataVerifier, needs_metadata
 from mindresume.resume.replica_files import replica_files
@@ -31,7 +31,7 @@ def check_files(storage: Storage, root: str, candidate: Candidate, world_size: i
             f"disk saved it. A job on these nodes takes the newest step that all of them have; for any other job, copy the "
             f"folders of all nodes to one shared disk")
     elif world_size is not None and candidate.world_size != world_size and not candidate.iteration_dir:
-        problem = candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {world_size}; to change the "
+        problem = candidate.refuse(f"saved by {ranks_count(candidate.world_size)}, this job has {world_size}; to change the "
                                    f"number of ranks set auto_trans_ckpt: True")
     else:
         problem = None

@@ -25,7 +25,7 @@ from mindresume.events import Emit, Notice, ignore
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.records import scan_records
-from mindresume.formatting import listed
+from mindresume.formatting import listed, ranks_count
 from mindresume.model.manifest import FOLDER, parse_attempt, record_name, run_sequence
 from mindresume.resume.candidates import find_candidates
 from mindresume.resume.choice import Choice
@@ -186,7 +186,7 @@ class _MemorySelection:
                 ", and regions of tensors are read from all ranks"))
         wanted = self.policy.world_size if self.policy.world_size is not None else candidate.world_size
         if candidate.world_size != wanted:
-            return candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {wanted}")
+            return candidate.refuse(f"saved by {ranks_count(candidate.world_size)}, this job has {wanted}")
         if candidate.local_ranks and (candidate.world_size != size or self.group.rank not in candidate.files):
             return candidate.refuse(f"this node has rank {listed(candidate.local_ranks)} of {candidate.world_size}, not rank "
                                     f"{self.group.rank} of {size}")

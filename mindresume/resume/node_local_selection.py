@@ -16,7 +16,7 @@ from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import Candidate, Refusal, Scan
 from mindresume.formats.rank_folder_naming import parse_name
 from mindresume.formats.scrub_result import known_damage
-from mindresume.formatting import listed
+from mindresume.formatting import listed, ranks_count
 from mindresume.resume.candidates import find_candidates
 from mindresume.resume.choice import Choice
 from mindresume.resume.group_verification import collect_warnings, drop_cached_files, verify_on_all_ranks
@@ -108,8 +108,8 @@ def _refuse_for_rank(candidate: Candidate, group: Group) -> Refusal | None:
     if candidate.iteration_dir:
         return candidate.refuse("an iteration folder needs a disk that all nodes share", candidate.iteration_dir)
     if candidate.records_dir and candidate.world_size != group.size:
-        return candidate.refuse(f"saved by {candidate.world_size} ranks, this job has {group.size}; another number of ranks "
-                                f"needs a disk that all nodes share")
+        return candidate.refuse(f"saved by {ranks_count(candidate.world_size)}, this job has {group.size}; another number of "
+                                f"ranks needs a disk that all nodes share")
     if candidate.records_dir is None and max(candidate.files) >= group.size:
         return candidate.refuse(f"saved by at least {max(candidate.files) + 1} ranks, this job has {group.size}; another number "
                                 f"of ranks needs a disk that all nodes share", rank=max(candidate.files))

@@ -24,7 +24,8 @@ from mindresume.events import Emit, Notice, warning
 from mindresume.formats import Candidate
 from mindresume.formats.rank_folder_naming import folder_name, free_suffix, parse_name
 from mindresume.formats.records import scan_records
-from mindresume.formatting import listed
+from mindresume.formatting import counted, listed
+from mindresume.model.manifest import FOLDER
 from mindresume.saving.lineage import continued, others
 from mindresume.saving.preflight import check_directory
 from mindresume.saving.shard_writer import SaveTarget
@@ -111,9 +112,9 @@ class SaveSession:
             return
         if rows:
             steps = sorted({candidate.step or 0 for candidate in rows})
-            self.emit(warning(f"{root} holds {len(rows)} checkpoint(s) of another training, step {listed(steps)}, which this run "
-                              f"does not continue. They are not counted and never removed: mindresume prune --all-trainings "
-                              f"removes them; or give each training an output_dir of its own"))
+            self.emit(warning(f"{root} holds {counted(len(rows), 'checkpoint')} of another training, step {listed(steps)}, "
+                              f"which this run does not continue. They are not counted and never removed: "
+                              f"mindresume prune --all-trainings removes them; or give each training an output_dir of its own"))
 
 
 def open_save_session(storage: Storage, root: str, prefix: str, group: Group, emit: Emit, heartbeat: float,

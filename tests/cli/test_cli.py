@@ -449,7 +449,7 @@ def test_ls_names_the_job_that_saves_there(tmp_path, call, read):
     save(tmp_path, 5, 1)
     lease = acquire(STORAGE, str(tmp_path), holder_of_this_process(SAVING, 8))
     out = call("ls", tmp_path)[1]
-    assert f"saving: run {lease.run} on host" in out and f"(process {os.getpid()}, 8 rank(s)" in out and "; alive" in out
+    assert f"saving: run {lease.run} on host" in out and f"(process {os.getpid()}, 8 ranks" in out and "; alive" in out
     (holder,) = read("ls", tmp_path)[1]["in_use_by"]
     assert holder["run"] == lease.run and holder["alive"] is True
     lease.release()

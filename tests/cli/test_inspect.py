@@ -138,7 +138,7 @@ def test_slices_are_printed_as_a_table(saved, call):
     (row,) = [line for line in call(saved["mindresume"], "--tensor", "step_num")[1].splitlines() if line.startswith("step_num")]
     assert row.split()[-2:] == ["whole", "0-7"]
     assert "[6:12, :]" in call(saved["mindresume"], "--rank", 2, "--tensor", "*.qkv.weight")[1]
-    assert call(saved["mindresume"], "--rank", 2, "--tensor", "head.weight")[1].endswith("rank 2 holds none of 1 tensors\n")
+    assert call(saved["mindresume"], "--rank", 2, "--tensor", "head.weight")[1].endswith("rank 2 holds none of 1 tensor\n")
 
 
 def test_a_lost_file(tmp_path, read_ok):

@@ -277,7 +277,7 @@ def test_a_fresh_start_beside_another_training_keeps_its_checkpoints_with_a_warn
     Job(build(tmp_path, keep_checkpoint_max=2)).steps(15).end()
     caplog.clear()
     Job(build(tmp_path, keep_checkpoint_max=1)).steps(12).end()
-    assert "holds 2 checkpoint(s) of another training, step 10, 15, which this run does not continue" in caplog.text
+    assert "holds 2 checkpoints of another training, step 10, 15, which this run does not continue" in caplog.text
     assert committed(tmp_path) == [10, 12, 15]
     resume(tmp_path / "checkpoint", 12)
     Job(build(tmp_path, done=12, keep_checkpoint_max=1), 12).steps(8).end()        # its own are counted over its runs

@@ -201,7 +201,7 @@ def test_errors_name_the_tensor_what_was_found_and_what_is_expected(name, array,
     arrays = {**fitting(), name: array}
     if array is None:
         del arrays[name]
-    with pytest.raises(LoadError, match=rf"does not fit the network \(1 tensors\): {said}\..*auto_trans_ckpt: True"):
+    with pytest.raises(LoadError, match=rf"does not fit the network \(1 tensor\): {said}\..*auto_trans_ckpt: True"):
         check_fit(arrays, WANTED)
 
 

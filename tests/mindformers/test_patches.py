@@ -672,7 +672,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(tm
     saved_network(tmp_path, network(1.0), drop=(name,))
     job_start.select_checkpoint(config_of(tmp_path), current)
     net = network(5.0)
-    with pytest.raises(CollectiveError, match=rf"LoadError: .*\(1 tensors\): {name} is not in the checkpoint"):
+    with pytest.raises(CollectiveError, match=rf"LoadError: .*\(1 tensor\): {name} is not in the checkpoint"):
         state_restorer.load_shard(net, current, STORAGE)
     assert float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == 5.0
 

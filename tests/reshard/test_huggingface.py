@@ -199,7 +199,7 @@ def test_other_conversions_are_refused(tmp_path, stored, wanted):
     tensors = random(GROUPED)
     tensors["model.layers.1.self_attn.k_proj.weight"] = tensors["model.layers.1.self_attn.k_proj.weight"].astype(DTYPES[stored])
     folder = folder_of(tmp_path / "hf", GROUPED, tensors)
-    with pytest.raises(LoadError, match=rf"1 tensors cannot be converted: {QKV} (is|would have)"):
+    with pytest.raises(LoadError, match=rf"1 tensor cannot be converted: {QKV} (is|would have)"):
         view_of_folder(STORAGE, folder, wanted={QKV: ((96, 16), wanted)})
 
 

@@ -280,7 +280,7 @@ def test_a_strategy_that_contradicts_the_records(tmp_path):
     with pytest.raises(StrategyError, match=r"embedding.weight: the strategy that is given cuts it as .*, the record of the "
                                             r"checkpoint as .*Leave .*--from\) away"):
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "wrong", Plan.parse("tp2pp2", model)))
-    with pytest.raises(StrategyError, match=r"a strategy of 2 ranks \(1 stages of 2\), the checkpoint .*, step 15, is of 4"):
+    with pytest.raises(StrategyError, match=r"a strategy of 2 ranks \(1 stage of 2\), the checkpoint .*, step 15, is of 4"):
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "smaller", Plan.parse("tp2", MODEL)))
     check(opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "right")))
 

@@ -14,7 +14,7 @@ from mindresume.coordination.visibility import PATIENCE
 from mindresume.errors import CollectiveError
 from mindresume.events import Emit, Notice, TierRefused
 from mindresume.formats.records import find_attempts
-from mindresume.formatting import ranks_count
+from mindresume.formatting import counted, ranks_count
 from mindresume.model.manifest import FOLDER, run_sequence
 from mindresume.saving.crash_loop import key_of
 from mindresume.saving.memory_tier.directory import (
@@ -85,7 +85,8 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
     chosen, origin = (resumed.chosen, resumed.root) if resumed is not None else (None, "")
     loaded = chosen if origin == tier else None
     on_disk = key_of(chosen) if chosen is not None and os.path.realpath(origin) == os.path.realpath(root) else ""
-    emit(Notice(f"every {settings.every_steps} steps are also saved into memory of this node, {tier}: {ranks_count(len(ranks))}, "
+    emit(Notice(f"memory of this node, {tier}, also receives a save every {counted(settings.every_steps, 'step')}: "
+                f"{ranks_count(len(ranks))}, "
                 f"for a restart on the same nodes"))
     return MemoryTier(target, group, settings, emit, share, loaded, is_leader, timeout, on_disk)
 
