@@ -11,7 +11,8 @@ write can have left a torn one. One warning says so, and one line when the file 
 
 The size of a file and the number of files are bounded. When a file is half full, only every fourth event of a kind that occurs
 often is written, when three quarters are full every sixteenth, and so on, so that later ones are always there; one warning says
-so. Other kinds are written up to ``LIMIT`` bytes, failures and the end of the run beyond it, too.
+so. Of a save all events are written, or none. Other kinds are written up to ``LIMIT`` bytes, failures and the end of the run
+beyond it, too.
 When a new run begins, only the files of the newest ``MAX_FILES`` runs are kept, and for each of them those of the ``MAX_FAILED``
 ranks that failed first: when one of 8,192 ranks fails, all of them do.
 """
@@ -31,7 +32,11 @@ from mindresume.events import (
     Emit,
     Event,
     Notice,
+    SaveBegun,
+    SaveCommitted,
     SaveFailed,
+    SaveStaged,
+    SaveWritten,
     TrainingEnded,
     WorkProgress,
     ignore,
@@ -72,6 +77,7 @@ class EventFile:
         self._last_warning: float | None = None
         self._is_closed = False
         self._counts: Counter[str] = Counter()          # events of each kind so far
+        self._left_out: deque[int] = deque(maxlen=KEPT)         # steps of the newest saves that are not recorded
         self._is_thinned = False                        # a warning was emitted
         self._writer = f"rank_{rank}"                   # in the name of the file
         self._lock = threading.RLock()                  # reentrant: a signal handler can interrupt the thread that holds it
@@ -111,10 +117,16 @@ class EventFile:
         return False
 
     def _is_left_out(self, event: Event) -> bool:
-        """Returns whether an event is left out because its kind occurs often and the file fills."""
+        """Returns whether an event is left out because its kind occurs often and the file fills. Of a save the first one decides:
+        else a report would take it for one that was never committed."""
         self._counts[event.kind] += 1
+        if isinstance(event, (SaveStaged, SaveWritten, SaveCommitted)):
+            return event.step in self._left_out
         number = self._counts[event.kind]
-        return number > OFTEN and number % self._stride() != 0 and not _says_more(event)
+        is_left_out = number > OFTEN and number % self._stride() != 0 and not _says_more(event)
+        if is_left_out and isinstance(event, SaveBegun):
+            self._left_out.append(event.step)
+        return is_left_out
 
     def _stride(self) -> int:
         """Returns of how many events that occur often one is written: 1, 4, 16 ... as each half of what is left is full. So each

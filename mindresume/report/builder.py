@@ -14,7 +14,15 @@ from mindresume.formats.location import locate
 from mindresume.report import accounting, event_log, log_discovery
 from mindresume.report.accounting import AttemptAccount, Seconds, accounts_of, total_of
 from mindresume.report.checkpoint_state import CheckpointState, read_checkpoint_state
-from mindresume.report.event_log import failures_in, find_event_logs, find_supervisor_logs, foreign_utc_offsets, read_events
+from mindresume.report.event_log import (
+    EventLog,
+    failures_in,
+    find_event_logs,
+    find_supervisor_logs,
+    foreign_utc_offsets,
+    is_thinned,
+    read_events,
+)
 from mindresume.report.log_discovery import LogFile, find_logs
 from mindresume.report.log_parser import merged
 from mindresume.report.phrases import Phrase, phrase
@@ -130,7 +138,7 @@ def build_report(storage: Storage, output: str, root: str, more: Sequence[str] =
     read = [piece for log in found if log in own or log.rank in others for piece in log.pieces]
     read += [log.path for log in (*recorded, *supervisors)]
     return Report(output, folders, tuple(read), rank, max(others, default=None), accounts_of(attempts), disk,
-                  (*_notes(attempts, rank, others), *_time_notes(utc_offsets)), supervised)
+                  (*_notes(attempts, rank, others), *_time_notes(utc_offsets), *_thinned_notes(recorded)), supervised)
 
 
 def _with_true_losses(attempts: tuple[RunAttempt, ...], found: Iterable[LogFile], rank: int | None, utc_offset: int | None
@@ -181,6 +189,12 @@ def _notes(attempts: Sequence[RunAttempt], rank: int | None, others: Sequence[in
 def _time_notes(utc_offsets: Sequence[int]) -> Iterable[str]:
     if len(utc_offsets) > 1:
         yield phrase("note.offsets", offsets=", ".join(f"{offset / 3600:+g} h" for offset in utc_offsets))
+
+
+def _thinned_notes(recorded: Sequence[EventLog]) -> Iterable[str]:
+    thinned = [os.path.basename(log.path) for log in recorded if log.rank == 0 and is_thinned(log)]
+    if thinned:
+        yield phrase("note.thinned", files=", ".join(thinned))
 
 
 def _named(numbers: Sequence[int]) -> Phrase:

@@ -95,6 +95,14 @@ def read_events(log: EventLog, kinds: tuple[type[Event], ...] = ()) -> Iterator[
         return
 
 
+def is_thinned(log: EventLog) -> bool:
+    """Returns whether a file is so full that only a part of the events that occur often was recorded."""
+    try:
+        return os.path.getsize(log.path) > LIMIT // 2
+    except OSError:
+        return False
+
+
 def parse_event(line: bytes) -> RecordedEvent | None:
     """Returns the event of a line; None if this version understands none. If a whole line follows a torn one on the same line,
     the whole one is returned."""

@@ -401,6 +401,10 @@ TEXTS: dict[str, tuple[str, str]] = {
     "note.interval": (
         "The log has a loss every {interval} steps. A failed attempt may have done up to {more} more steps than are counted.",
         "日志每 {interval} 步记录一次 loss。发生故障的启动实际执行的步数可能比统计的多至多 {more} 步。"),
+    "note.thinned": (
+        "More than half of the room of an event file is used ({files}), so only a part of the saves is recorded: their number "
+        "and the time that they took are larger than is counted.",
+        "事件文件已用过半（{files}），此后只记录部分保存：实际的保存次数与耗时大于所统计的值。"),
     "note.not_finite": ("The loss is not finite (nan or inf) at {steps} steps; the curve has gaps there.",
                         "有 {steps} 步的 loss 不是有限值（nan 或 inf），曲线在这些位置断开。"),
     "note.renumbered": (

@@ -3,7 +3,7 @@ import json
 import os
 from pathlib import Path
 
-from mindresume.events import CandidateRefused, Notice, TrainingEnded
+from mindresume.events import CandidateRefused, Notice, SaveBegun, SaveCommitted, SaveWritten, TrainingEnded
 from mindresume.events.event_file import OFTEN, EventFile
 
 LIMIT = 400_000
@@ -42,3 +42,17 @@ def test_what_occurs_rarely_is_always_recorded(tmp_path):
     file.handle(TrainingEnded("finished"), 100_000)
     kinds = [row["event"] for row in recorded(file.path)]
     assert kinds.count(CandidateRefused.kind) == 10 and kinds[-1] == TrainingEnded.kind
+
+
+def test_of_a_save_all_events_are_recorded_or_none(tmp_path):
+    """Although the first commit is that of a save of an earlier run."""
+    file = EventFile(str(tmp_path), 0, LIMIT)
+    file.handle(SaveCommitted(5, 1, 10, "0001-0000aaaa"), 0)
+    for step in range(1, 20_000):
+        for event in (SaveBegun(step), SaveWritten(step, 10, 0.5, 0.5), SaveCommitted(step, 1, 10)):
+            file.handle(event, step)
+    kinds = {}
+    for row in recorded(file.path)[1:]:
+        kinds.setdefault(row.get("step"), set()).add(row["event"])
+    assert 1000 < len(kinds) < 10_000
+    assert [step for step, found in kinds.items() if step is not None and len(found) != 3] == []

@@ -186,3 +186,14 @@ def test_an_empty_folder_has_no_attempts(tmp_path):
     report = made(tmp_path, tmp_path / "more")
     assert (report.rank, report.attempts, report.reached, report.steps_at_risk, report.steps_lost) == (None, (), None, None, 0)
     assert len(to_json(report)["sources"]["looked_for"]) == 6
+
+
+def test_a_note_names_event_files_that_record_a_part_of_the_saves(tmp_path, monkeypatch):
+    two_attempts().write_all(tmp_path)
+    monkeypatch.setattr("mindresume.report.event_log.LIMIT", 900)
+    first, second = sorted((tmp_path / "mindresume_events").iterdir())
+    assert first.stat().st_size > 450 and second.stat().st_size > 450
+    note, = made(tmp_path).notes
+    assert note.endswith("larger than is counted.") and f"({first.name}, {second.name})" in note
+    monkeypatch.setattr("mindresume.report.event_log.LIMIT", 1 << 24)
+    assert made(tmp_path).notes == ()
