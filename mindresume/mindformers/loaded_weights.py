@@ -19,6 +19,7 @@ import xxhash
 
 from mindresume.formatting import listed
 from mindresume.mindformers.network_state import to_numpy
+from mindresume.model.layout import is_scalar
 
 BUDGET = 1 << 30                # bytes of parameters that a rank copies from its device for the comparison, the smallest first
 _WHOLE, _BLOCK, _BLOCKS = 1 << 20, 1 << 12, 64          # a larger tensor is compared in 64 blocks of 4 KiB
@@ -26,7 +27,9 @@ _WHOLE, _BLOCK, _BLOCKS = 1 << 20, 1 << 12, 64          # a larger tensor is com
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """Holds {name: fingerprint} of the tensors that this rank has loaded."""
+    """Holds {name: fingerprint} of the tensors that this rank has loaded. Single numbers are left out: callbacks have reasons to
+    set a learning rate, or the flag of a graceful exit, before the first step, and whoever loads other weights is noticed by the
+    tensors."""
     fingerprints: Mapping[str, str]
 
     @classmethod
@@ -34,6 +37,8 @@ class LoadedWeights:
         """Fingerprints arrays. ``budget``: bytes of all tensors that are compared."""
         found = {}
         for name, array in sorted(arrays.items(), key=lambda row: (row[1].nbytes, row[0])):
+            if is_scalar(array.shape):
+                continue
             budget -= array.nbytes
             if budget < 0:
                 break
