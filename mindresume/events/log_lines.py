@@ -317,7 +317,8 @@ def _(event: ev.JobEnded) -> str:
 @_line(ev.JobRestarted)
 def _(event: ev.JobRestarted) -> str:
     when = "now" if not event.delay_seconds else f"in {event.delay_seconds:.0f} s"
-    count = f" ({counted(event.fruitless_starts, 'start')} in a row without progress)" if event.fruitless_starts else ""
+    count = (f" ({counted(event.fruitless_starts, 'start')} in a row without a later checkpoint on disk)"
+             if event.fruitless_starts else "")
     return f"start {event.start} follows {when}{count}"
 
 

@@ -25,7 +25,6 @@ from mindresume.formats import Candidate
 from mindresume.formats.rank_folder_naming import folder_name, free_suffix, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.formatting import counted, listed
-from mindresume.model.manifest import FOLDER
 from mindresume.saving.lineage import continued, others
 from mindresume.saving.preflight import check_directory
 from mindresume.saving.shard_writer import SaveTarget

@@ -176,8 +176,8 @@ class _PosixFile:
                 os.remove(self.path)
 
 
-_OF_AN_IMAGE = ("this folder cannot be renamed: it comes from the image of the container (overlayfs), or a file system is mounted "
-                "there; keep checkpoints and outputs on a mounted volume, or copy the folder and remove it")
+_OF_AN_IMAGE = ("this folder cannot be renamed: it comes from the image of the container (overlayfs), or a file system is "
+                "mounted there; keep checkpoints and outputs on a mounted volume, or copy the folder and remove it")
 # no such file: a file or a link to itself stands where a folder should, or the name is too long for any file
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
