@@ -327,6 +327,7 @@ LOOKED_UP: Mapping[str, tuple[str, ...]] = {
     "transform_and_load_checkpoint": ("config", "model", "network", "dataset", "do_eval", "do_predict"),
     "BaseTrainer._train_dataset_postprocess": ("config",),
     "CommonInfo.load_common": ("common_filename",),
+    "Model.train": ("callbacks",),
     "compile_model": ("model", "dataset"),
     "load_checkpoint": ("network", "optimizer"),
     "load_hf_checkpoint": ("network",),

@@ -1,5 +1,6 @@
 """What every training of the graph trainer does between the load and its first step, with MindSpore's own ``Model.train``: the
 parameters are compared behind all callbacks, with and without a CheckpointMonitor."""
+import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,6 +42,13 @@ class Counter(ms.Callback):
 def pairs():
     for row in range(4):
         yield np.full(3, row, np.float32), np.zeros(2, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def interrupts():
+    """MindSpore replaces the handler of SIGINT in C when it compiles, and Ctrl-C would end the process of the tests."""
+    yield
+    signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
 
 
 @pytest.fixture(params=[ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["graph", "pynative"])
