@@ -22,6 +22,7 @@ from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import (
     DAMAGED,
     INCOMPLETE,
+    UNREADABLE,
     UNVERIFIABLE,
     VERIFIED,
     CheckpointInfo,
@@ -246,7 +247,7 @@ class Catalog:
             group: The processes that share the files; all make the same call, and all return the same report.
 
         Returns:
-            A VerificationReport; ``damaged`` is the answer.
+            A VerificationReport; ``damaged`` and ``unreadable`` are the answer.
 
         Raises:
             MissingCheckpointError: There is no such step.
@@ -285,11 +286,11 @@ class Catalog:
             read[0] = sum(gather_results(group, lambda: read[0]))
         there = {candidate.step for candidate, _ in verdicts}
         removed = {step for row in wanted if (step := row.candidate.step) is not None} - there
+        results = tuple(_verification(found.root, candidate, bad) for candidate, bad in verdicts)
+        states = {result.state for result in results}
         return VerificationReport(
-            found.root, any(bad for candidate, bad in verdicts if candidate.maybe_completed),
-            tuple(_verification(found.root, candidate, bad) for candidate, bad in verdicts), tuple(sorted(removed)), read[0],
-            round(time.monotonic() - started, 3), self._notes(found),
-            tuple(_verification(tier, candidate, bad) for candidate, bad in held))
+            found.root, DAMAGED in states, results, tuple(sorted(removed)), read[0], round(time.monotonic() - started, 3),
+            self._notes(found), tuple(_verification(tier, candidate, bad) for candidate, bad in held), UNREADABLE in states)
 
     # ---- release -----------------------------------------------------------------------------------------------------
 
@@ -357,7 +358,9 @@ def _verification(root: str, candidate: Candidate, bad: list[Refusal]) -> Checkp
     if not candidate.maybe_completed:
         state = INCOMPLETE
     else:
-        state = DAMAGED if bad else UNVERIFIABLE if candidate.origin == MINDFORMERS else VERIFIED
+        state = UNVERIFIABLE if candidate.origin == MINDFORMERS else VERIFIED
+        if bad:                                                 # what cannot be read now may be as it was written
+            state = UNREADABLE if all(refusal.is_unreadable for refusal in bad) else DAMAGED
     return CheckpointVerification(candidate.step, candidate.run, candidate.origin, state, candidate.world_size,
                                   candidate.missing_ranks,
                                   candidate.local_ranks, tuple(problem_of(root, refusal) for refusal in bad),

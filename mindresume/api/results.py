@@ -16,10 +16,10 @@ from mindresume.formats import Candidate, Refusal
 from mindresume.resume.listing import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
 from mindresume.storage.interface import Storage
 
-VERIFIED, UNVERIFIABLE, DAMAGED = "verified", "unverifiable", "damaged"
+VERIFIED, UNVERIFIABLE, DAMAGED, UNREADABLE = "verified", "unverifiable", "damaged", "unreadable"
 
-__all__ = ["COMPLETE", "DAMAGED", "INCOMPLETE", "NODE_LOCAL", "UNUSABLE", "UNVERIFIABLE", "VERIFIED", "CheckpointInfo",
-           "CheckpointVerification", "DirectoryUser", "Listing", "Problem", "Result", "VerificationReport"]
+__all__ = ["COMPLETE", "DAMAGED", "INCOMPLETE", "NODE_LOCAL", "UNREADABLE", "UNUSABLE", "UNVERIFIABLE", "VERIFIED",
+           "CheckpointInfo", "CheckpointVerification", "DirectoryUser", "Listing", "Problem", "Result", "VerificationReport"]
 
 
 def json_value(value: Any) -> Any:
@@ -180,11 +180,12 @@ class CheckpointVerification(Result):
         run_id: None unless mindresume saved it.
         origin: "mindresume", "mindformers" or "merged".
         state: "verified" (every byte is as written), "unverifiable" (mindformers wrote no checksums; headers, sizes and counters
-            are right), "damaged", or "incomplete" (the save never completed).
+            are right), "damaged", "unreadable" (no damage is known, and some files could not be read now), or "incomplete" (the
+            save never completed).
         world_size: Number of ranks that saved it.
         missing_ranks: Ranks that wrote nothing to it.
         local_ranks: Where nodes share no disk, the ranks that were read; empty: all.
-        problems: What is damaged or missing, each with its file and, where checksums show them, its tensors.
+        problems: What is damaged, missing or cannot be read, each with its file and, where checksums show them, its tensors.
         notes: What is unusual about it but no damage, as sentences.
         is_usable: Whether a resume takes it: nothing is damaged, or replicas or records replace all that is.
     """
@@ -213,6 +214,7 @@ class VerificationReport(Result):
         seconds: Duration.
         notes: What was assumed or ignored, as sentences.
         memory: Saves of this training in memory of this node, newest first. ``damaged`` does not refer to them.
+        unreadable: Whether a checkpoint that was complete once, without known damage, has files that could not be read now.
     """
     root: str
     damaged: bool
@@ -222,6 +224,7 @@ class VerificationReport(Result):
     seconds: float
     notes: tuple[str, ...] = ()
     memory: tuple[CheckpointVerification, ...] = ()
+    unreadable: bool = False
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> VerificationReport:
@@ -230,7 +233,7 @@ class VerificationReport(Result):
             problems = tuple(Problem(**{**bad, "tensors": tuple(bad["tensors"])}) for bad in found["problems"])
             lists = {name: tuple(found[name]) for name in ("missing_ranks", "local_ranks", "notes")}
             return CheckpointVerification(**{**found, **lists, "problems": problems})
-        return cls(**{**value, "checkpoints": tuple(map(row, value["checkpoints"])),
+        return cls(**{**value, **{name: tuple(map(row, value[name])) for name in ("checkpoints", "memory")},
                       "removed_steps": tuple(value["removed_steps"]), "notes": tuple(value["notes"])})
 
     @property

@@ -23,7 +23,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
 
     What mindformers wrote has no checksums: its headers, sizes and counters are checked, and the output says so. What a job
     removes while it is read is no damage. Under msrun, mpirun or srun, the processes share the files.
-    Exit status: 0 everything is as written, 1 something is damaged or missing, 3 there is no checkpoint.
+    Exit status: 0 everything is as written, 1 something is damaged, missing or cannot be read, 3 there is no checkpoint.
     """
     from mindresume.api import catalog
     with launched_group(folder, "verify", timeout) as group:
@@ -35,7 +35,7 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
             print_json(report.to_json())
         else:
             _show(report)
-    sys.exit(NOTHING if not report.checkpoints else 1 if report.damaged else 0)
+    sys.exit(NOTHING if not report.checkpoints else 1 if report.damaged or report.unreadable else 0)
 
 
 def _show(report: VerificationReport) -> None:
@@ -56,6 +56,7 @@ def _print(found: CheckpointVerification, where: str = "") -> None:
     from mindresume.formatting import listed, ranks_count
     text = {"incomplete": "the save never completed; nothing is lost with it",
             "damaged": "DAMAGED" + ", but a resume takes it" * found.is_usable,
+            "unreadable": "some files CANNOT BE READ now, which is no damage; verify it again",
             "unverifiable": "headers and sizes are right; mindformers wrote no checksums",
             "verified": f"every byte of {ranks_count(found.world_size)} is as it was written" if not found.local_ranks else
             f"every byte of rank {listed(found.local_ranks)} of {found.world_size}, which are on this node, is as it was written"

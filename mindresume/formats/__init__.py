@@ -79,6 +79,7 @@ class Candidate:
         missing_ranks: ranks without files, lost before the last save; the other ranks provably hold all of their slices.
         local_ranks: where nodes share no disk, the ranks of the node whose files these are; else empty.
         manifest_problem: why the manifest cannot be used; the records, which are the commit, then decide.
+        manifest_unreadable: the reason is an error of the file system, which may pass.
         listing_error: why its folder cannot be listed, also given in ``problem``. Its content is unknown, so it is never removed,
             and it prevents a fresh start.
         lineage: the run that began its training; empty if its records do not tell.
@@ -105,6 +106,7 @@ class Candidate:
     missing_ranks: tuple[int, ...] = ()
     local_ranks: tuple[int, ...] = ()
     manifest_problem: str = ""
+    manifest_unreadable: bool = False
     listing_error: str = ""
     lineage: str = ""
     has_scrub_result: bool = False
@@ -145,7 +147,12 @@ class Candidate:
     def refuse(self, reason: str, file: str | None = None, rank: int | None = None, tensors: Sequence[str] = (),
                error: Exception | None = None) -> Refusal:
         """Returns a refusal of this candidate. ``error``: from which it follows."""
-        return Refusal(self.step, reason, file, rank, tuple(tensors), isinstance(error, (OSError, UnreadableFileError)))
+        return Refusal(self.step, reason, file, rank, tuple(tensors), may_pass(error))
+
+
+def may_pass(error: Exception | None) -> bool:
+    """Returns whether an error of reading says nothing about the content: the file system failed. A missing file is missing."""
+    return isinstance(error, (OSError, UnreadableFileError)) and not isinstance(error, (FileNotFoundError, NotADirectoryError))
 
 
 def unlisted_candidate(error: OSError, place: str, rank: int | None = None, **known: Any) -> Candidate:
@@ -153,7 +160,7 @@ def unlisted_candidate(error: OSError, place: str, rank: int | None = None, **kn
     reason = f"{place} cannot be listed: {error.strerror or error}"
     step = known.setdefault("step", None)
     return Candidate(**{"origin": MINDFORMERS, "format": "", "files": {}, "world_size": 0, "order": FIRST, **known},
-                     listing_error=reason, problem=Refusal(step, reason, place, rank))
+                     listing_error=reason, problem=Refusal(step, reason, place, rank, is_unreadable=True))
 
 
 @dataclass(frozen=True)

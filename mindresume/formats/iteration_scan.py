@@ -18,7 +18,7 @@ import re
 from dataclasses import replace
 from itertools import islice
 
-from mindresume.errors import CorruptFileError
+from mindresume.errors import CorruptFileError, UnreadableFileError
 from mindresume.formats import FIRST, MINDFORMERS, Candidate, Refusal, unlisted_candidate
 from mindresume.formats.iteration_naming import (
     COMMON,
@@ -178,7 +178,7 @@ def candidate_without_records(storage: Storage, root: str, name: str, tracked: b
     try:
         common = load_common(storage, root, name)
     except CorruptFileError as error:
-        return replace(candidate, problem=candidate.refuse(f"{COMMON}: {error.reason}", f"{name}/{COMMON}"))
+        return replace(candidate, problem=candidate.refuse(f"{COMMON}: {error.reason}", f"{name}/{COMMON}", error=error))
     if step is not None and step == common.global_step and (common.step_num or 0) > step:
         common = replace(common, step_num=step)         # mindformers' PyNative trainer writes the last step of the training there
     if step not in (None, common.step_num):
@@ -232,15 +232,20 @@ def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str,
     return (f"{COMMON} is missing", f"{name}/{COMMON}") if COMMON not in names else None
 
 
+def _unreadable(path: str, error: OSError) -> CorruptFileError:
+    kind = CorruptFileError if isinstance(error, FileNotFoundError) else UnreadableFileError
+    return kind(path, f"it cannot be read: {error.strerror or error}")
+
+
 def load_common(storage: Storage, root: str, name: str) -> CommonInfo:
     """Reads ``common.json`` of iteration folder ``name``. Raises CorruptFileError if it is missing, or not as mindformers
-    writes it."""
+    writes it; UnreadableFileError if that is not known."""
     path = os.path.join(root, name, COMMON)
     try:
         with storage.open(path) as file:
             return parse_common(file.read(MAX_COMMON + 1), path)
     except OSError as error:
-        raise CorruptFileError(path, f"it cannot be read: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
 
 
 def load_metadata(storage: Storage, folder: str) -> dict[str, TensorMetadata]:
@@ -249,13 +254,14 @@ def load_metadata(storage: Storage, folder: str) -> dict[str, TensorMetadata]:
 
 
 def load_metadata_bytes(storage: Storage, folder: str) -> bytes:
-    """Reads the bytes of ``metadata.json``, up to its size limit. Raises CorruptFileError if it cannot be read."""
+    """Reads the bytes of ``metadata.json``, up to its size limit. Raises CorruptFileError if it is missing,
+    UnreadableFileError if that is not known."""
     path = os.path.join(folder, METADATA)
     try:
         with storage.open(path) as file:
             return file.read(MAX_METADATA + 1)
     except OSError as error:
-        raise CorruptFileError(path, f"it cannot be read: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
 
 
 def state_from_common(common: CommonInfo) -> TrainingState:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mindresume.errors import RecordError
-from mindresume.formats import OURS, Candidate, Refusal, unlisted_candidate
+from mindresume.formats import OURS, Candidate, Refusal, may_pass, unlisted_candidate
 from mindresume.formats.iteration_naming import parse_iteration
 from mindresume.formats.metadata_from_records import missing_slices
 from mindresume.formatting import listed
@@ -170,7 +170,7 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
     known: set[str] = set()
     notes: list[str] = []
     for attempt in found:
-        path, candidate, damage = attempt.path(root), None, ""
+        path, candidate, damage, unreadable = attempt.path(root), None, "", False
         if attempt.error is not None:
             candidates.append(unlisted_candidate(attempt.error, os.path.relpath(path, root), step=attempt.step, origin=OURS,
                                                  run=attempt.run,
@@ -186,10 +186,11 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
                                                   for rank in range(manifest.world_size)}.issubset(attempt.content)):
                     candidate = _from_manifest(manifest, path, attempt.content)     # else the files of all nodes are here
             except (RecordError, OSError) as error:
-                damage = str(error)
+                damage, unreadable = str(error), may_pass(error)
                 notes.append(f"{os.path.relpath(path, root)}/{MANIFEST}: {error}; using the records of the ranks instead")
         if candidate is None:
-            candidate = replace(_from_records(storage, path, attempt, brief), manifest_problem=damage)
+            candidate = replace(_from_records(storage, path, attempt, brief), manifest_problem=damage,
+                                manifest_unreadable=unreadable)
         stray = next((file.path for file in candidate.all_files if ("/" in file.path) is bool(attempt.iteration_dir)), None)
         if stray is not None:
             candidate = replace(candidate, problem=candidate.refuse(
@@ -254,7 +255,8 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
     named = {rank for rank in map(record_rank, content) if rank is not None}
     for rank, found in _heads(storage, path, sorted(named), last or not brief):
         if isinstance(found, Exception):
-            problem = problem or Refusal(step, f"the record of rank {rank} cannot be read: {found}", rank=rank)
+            problem = problem or Refusal(step, f"the record of rank {rank} cannot be read: {found}", rank=rank,
+                                         is_unreadable=may_pass(found))
             continue
         records[rank], checksums[rank] = found
         if (records[rank].run, records[rank].step, records[rank].rank) != (run, step, rank):

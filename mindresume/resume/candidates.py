@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 
 from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError
-from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formats import MINDFORMERS, Candidate, Scan
 from mindresume.formats.iteration_naming import parse_iteration, parse_weight_file
 from mindresume.formats.iteration_scan import is_iteration
 from mindresume.formats.location import below, fresh_start_refusal
@@ -40,6 +40,8 @@ def find_candidates(storage: Storage, path: str, requested: str | None = None, w
         return scan_one(storage, path), True
     root = os.path.dirname(os.path.abspath(path)) if folder_rank(os.path.basename(path)) is not None else path
     found = scan(storage, root)
+    if found.exists and not any(candidate.maybe_completed for candidate in found.candidates):
+        found = scan(storage, root)     # a job may have saved later ones, and removed what was listed, while it was read
     if found.exists and not any(candidate.maybe_completed for candidate in found.candidates):
         inner = below(storage, path)
         if inner:
@@ -84,9 +86,10 @@ def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
     try:
         scalars = scalars_of(storage, folder, file, header_of(storage, folder, file))
     except CorruptFileError as error:
-        return Scan(folder, (replace(candidate, problem=Refusal(None, error.reason, name)),))
+        return Scan(folder, (replace(candidate, problem=candidate.refuse(error.reason, name, error=error)),))
     except OSError as error:
-        return Scan(folder, (replace(candidate, problem=Refusal(None, f"cannot be read: {error.strerror or error}", name)),))
+        return Scan(folder, (replace(candidate, problem=candidate.refuse(f"cannot be read: {error.strerror or error}", name,
+                                                                         error=error)),))
     step, epoch = scalars.get("step_num"), scalars.get("epoch_num")
     if not is_count(step):
         return Scan(folder, (replace(candidate, problem=no_step(name)),))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 
 from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats import Candidate, Refusal
@@ -21,6 +22,8 @@ from mindresume.formats.weight_files import is_as_recorded
 from mindresume.formatting import listed
 from mindresume.model.manifest import MANIFEST
 from mindresume.storage.interface import Storage
+
+_Problem = tuple[str, str, Exception | None]        # (text, file, error from which it follows)
 
 
 def replica_warning(missing: Iterable[tuple[int, str]]) -> list[str]:
@@ -44,48 +47,50 @@ def damaged_metadata_files(storage: Storage, root: str, candidate: Candidate) ->
     """Returns a refusal for each of the manifest, ``common.json`` and ``metadata.json`` that differs from what was written. A
     resume by mindresume does not need them; mindformers without mindresume needs the last two."""
     path = os.path.relpath(os.path.join(candidate.records_dir or "", MANIFEST), root)
-    found = [candidate.refuse(text, path) for text in manifest_warning(candidate)]
+    found = [replace(candidate.refuse(text, path), is_unreadable=candidate.manifest_unreadable)
+             for text in manifest_warning(candidate)]
     if not found:
         damaged = _by_checksums(storage, root, candidate)
     else:
         damaged = _by_records(storage, root, candidate) if candidate.iteration_dir else []
-    return found + [candidate.refuse(f"{text}; a resume uses the records, mindformers without mindresume cannot", file)
-                    for text, file in damaged]
+    return found + [candidate.refuse(f"{text}; a resume uses the records, mindformers without mindresume cannot", file,
+                                     error=error) for text, file, error in damaged]
 
 
-def _by_checksums(storage: Storage, root: str, candidate: Candidate) -> list[tuple[str, str]]:
-    """Returns (problem, file) for each metadata file whose checksum differs from the one in the manifest."""
-    found = []
+def _by_checksums(storage: Storage, root: str, candidate: Candidate) -> list[_Problem]:
+    """Returns a row for each metadata file whose checksum differs from the one in the manifest."""
+    found: list[_Problem] = []
     for file in candidate.metadata_files:
         path = os.path.join(root, file.path)
         try:
             if not is_as_recorded(storage, path, file):
                 status = storage.status(path)
                 found.append((f"{file.path} is not what was written: it has {status.size if status else 0} bytes, "
-                              f"{file.size} bytes of checksum {file.checksum} were written", file.path))
+                              f"{file.size} bytes of checksum {file.checksum} were written", file.path, None))
         except OSError as error:
-            found.append((f"{file.path} cannot be read: {error.strerror or error}", file.path))
+            found.append((f"{file.path} cannot be read: {error.strerror or error}", file.path, error))
     return found
 
 
-def _by_records(storage: Storage, root: str, candidate: Candidate) -> list[tuple[str, str]]:
-    """Returns (problem, file) for each metadata file that contradicts the records. Values are compared, not bytes: another
-    version may have encoded them differently."""
-    common, metadata, found = f"{candidate.iteration_dir}/{COMMON}", f"{candidate.iteration_dir}/{METADATA}", []
+def _by_records(storage: Storage, root: str, candidate: Candidate) -> list[_Problem]:
+    """Returns a row for each metadata file that contradicts the records. Values are compared, not bytes: another version may have
+    encoded them differently."""
+    common, metadata = f"{candidate.iteration_dir}/{COMMON}", f"{candidate.iteration_dir}/{METADATA}"
+    found: list[_Problem] = []
     try:
         there, expected = load_common(storage, root, candidate.iteration_dir), common_from_state(candidate.state)
         if there != expected:
-            found.append((f"{common} is not what was written: it holds {there}, the records {expected}", common))
+            found.append((f"{common} is not what was written: it holds {there}, the records {expected}", common, None))
     except CorruptFileError as error:
-        found.append((f"{common}: {error.reason}", common))
+        found.append((f"{common}: {error.reason}", common, error))
     try:
         if candidate.world_size > 1 and (load_metadata(storage, os.path.join(root, candidate.iteration_dir)) !=
                                          _metadata_by_records(storage, candidate)):
-            found.append((f"{metadata} is not what was written: the records hold other values", metadata))
+            found.append((f"{metadata} is not what was written: the records hold other values", metadata, None))
     except CorruptFileError as error:
-        found.append((f"{metadata}: {error.reason}", metadata))
+        found.append((f"{metadata}: {error.reason}", metadata, error))
     except (RecordError, ValueError, OSError) as error:
-        found.append((f"{metadata} cannot be compared with the records: {error}", metadata))
+        found.append((f"{metadata} cannot be compared with the records: {error}", metadata, error))
     return found
 
 

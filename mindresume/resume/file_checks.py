@@ -47,7 +47,7 @@ def _wrong_files(storage: Storage, root: str, candidate: Candidate) -> Refusal |
     try:
         found = file_sizes(storage, root, candidate.all_files)
     except OSError as error:
-        return candidate.refuse(f"its files cannot be checked: {error}")
+        return candidate.refuse(f"its files cannot be checked: {error}", error=error)
     rows = [(rank, file) for rank, files in candidate.files.items() for file in files]
     for (rank, file), size in zip(rows, found, strict=True):
         if size is None and candidate.records_dir:

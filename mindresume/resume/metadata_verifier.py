@@ -56,9 +56,9 @@ class MetadataVerifier:
                 return None                                             # optional for one rank; else the scan refuses it
             self._rows = load_metadata(self.storage, folder)
         except CorruptFileError as error:
-            return self.candidate.refuse(f"{METADATA}: {error.reason}", path)
+            return self.candidate.refuse(f"{METADATA}: {error.reason}", path, error=error)
         except OSError as error:
-            return self.candidate.refuse(f"{METADATA}: it cannot be read: {error.strerror or error}", path)
+            return self.candidate.refuse(f"{METADATA}: it cannot be read: {error.strerror or error}", path, error=error)
         present = {os.path.basename(file.path) for file in self.candidate.all_files}
         for row in self._rows.values():
             for number, copies in row.stored.items():

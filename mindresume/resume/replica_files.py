@@ -35,7 +35,7 @@ def replica_files(storage: Storage, root: str, candidate: Candidate, rank: int) 
                     sources.append(ShardSource(file, names))
                     wanted = {name: row for name, row in wanted.items() if name not in names}
     except (RecordError, OSError) as error:
-        return candidate.refuse(f"the file of rank {rank} is missing, and {error_text(error)}", missing.path, rank)
+        return candidate.refuse(f"the file of rank {rank} is missing, and {error_text(error)}", missing.path, rank, error=error)
     if wanted:
         return candidate.refuse(f"the file of rank {rank} is missing, and {len(wanted)} of its tensors are on no other "
                                 f"rank, for example {next(iter(wanted))}", missing.path, rank)

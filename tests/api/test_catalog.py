@@ -1,7 +1,9 @@
 """A folder of checkpoints through the API: list, select, verify."""
+import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import iteration_folders
 import pytest
@@ -11,10 +13,12 @@ from reshard.plans import COUNTERS, MODEL, STEP, complete, put, random_tensors
 
 import mindresume
 from mindresume.api.catalog import Catalog
+from mindresume.api.results import VerificationReport
 from mindresume.coordination.lease import SAVING, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import ConfigError, MissingCheckpointError
 from mindresume.model.manifest import FOLDER, attempt_name
+from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
 
@@ -238,7 +242,7 @@ def test_verify_names_files_and_tensors(tmp_path):
         (paths[0], ("layer.bias",)), (paths[1], ("embedding.weight",))]
     assert report.bytes_read >= sum(path_of(tmp_path, step, rank).stat().st_size for step in (5, 10) for rank in range(4))
     assert set(plain(report)) == {"root", "damaged", "checkpoints", "removed_steps", "bytes_read", "seconds", "notes",
-                                  "memory"}
+                                  "memory", "unreadable"}
     assert not mindresume.open(tmp_path).verify(step=5).damaged
     with pytest.raises(MissingCheckpointError):
         mindresume.open(tmp_path).verify(step=6)
@@ -283,3 +287,51 @@ def test_nothing_is_changed(saved, call):
     before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
     getattr(mindresume.open(saved), call)()
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
+
+
+# ---- files that cannot be read now -----------------------------------------------------------------------------------
+
+class Failing(PosixStorage):
+    """Cannot open, or with ``at`` "status" look at, files whose names contain ``name``."""
+
+    def __init__(self, name, at="open"):
+        self.name, self.at = name, at
+
+    def open(self, path):
+        return self._checked(path, "open") or super().open(path)
+
+    def status(self, path):
+        return self._checked(path, "status") or super().status(path)
+
+    def _checked(self, path, at):
+        if at == self.at and self.name in os.path.basename(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+
+
+@pytest.mark.parametrize("iterations, name, at", [
+    (False, "rank_1-", "open"), (False, "rank_1-", "status"), (False, "rank_00001.json", "open"),
+    (False, "manifest.json", "open"), (True, "common.json", "open"), (True, "metadata.json", "open"),
+    (True, "manifest.json", "open"), (True, "model-0000001", "open")])
+def test_what_cannot_be_read_now_is_not_damaged(tmp_path, iterations, name, at):
+    (iteration_folders.save if iterations else save)(tmp_path, 5)
+    (found,) = Catalog(Failing(name, at), str(tmp_path)).verify().checkpoints
+    assert found.state == "unreadable" and "Stale" in found.problems[0].reason
+    report = Catalog(STORAGE, str(tmp_path)).verify()
+    assert (report.damaged, report.unreadable) == (False, False)
+
+
+@pytest.mark.parametrize("iterations, name", [(False, "rank_00001.json"), (True, "common.json"), (True, "metadata.json")])
+def test_what_is_missing_is_damaged(tmp_path, iterations, name):
+    (iteration_folders.save if iterations else save)(tmp_path, 5)
+    (path,) = tmp_path.glob(f"**/{name}")
+    path.unlink()
+    report = Catalog(STORAGE, str(tmp_path)).verify()
+    assert report.checkpoints[0].state == "damaged" and (report.damaged, report.unreadable) == (True, False)
+
+
+def test_a_report_survives_json(tmp_path):
+    """As process 0 sends it to the others, which share the work."""
+    save(tmp_path, 5)
+    report = mindresume.open(tmp_path).verify()
+    report = replace(report, memory=report.checkpoints)
+    assert VerificationReport.from_json(json.loads(json.dumps(report.to_json()))) == report

@@ -1,6 +1,7 @@
 """``ls``, ``verify`` and the report agree with what a resume selects."""
 import shutil
 
+import iteration_folders
 import pytest
 from rank_folders import STORAGE
 from reshard.plans import MODEL, Plan, foreign, random_tensors
@@ -12,6 +13,7 @@ from mindresume.reshard.strategy_store import identity_of, set_aside, strategy_f
 from mindresume.resume.listing import COMPLETE, UNUSABLE, list_checkpoints, size_of
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
+from mindresume.storage.posix import PosixStorage
 
 TENSORS = random_tensors(MODEL)
 FOUR = Plan.parse("dp2tp2", MODEL)
@@ -63,3 +65,18 @@ def test_size_is_of_the_files_that_are_there(root):
     assert size_of(STORAGE, str(root), candidate) == sum(file.stat().st_size for file in files) > 0
     files[0].unlink()
     assert size_of(STORAGE, str(root), candidate) == sum(file.stat().st_size for file in files[1:])
+
+
+def test_a_job_that_replaces_all_that_was_listed_hides_no_checkpoint(tmp_path):
+    """It keeps one, and has saved another one since the folder was listed."""
+    iteration_folders.save(tmp_path, 5)
+
+    class Beside(PosixStorage):
+        def list(self, folder):
+            listed = iteration_folders.folder_of(tmp_path, 5)
+            if folder.startswith(str(listed)) and listed.exists():
+                iteration_folders.save(tmp_path, 10)
+                shutil.rmtree(listed)
+            return super().list(folder)
+    found, rows = list_checkpoints(Beside(), str(tmp_path), strategy_lookup(STORAGE))
+    assert [(row.candidate.step, row.state) for row in rows] == [(10, COMPLETE)] and not found.fresh_start_refusal
