@@ -2,7 +2,8 @@
 
 The loop of ``supervisor.Supervisor`` and the files of ``supervisor.rendezvous`` run as they are; a start of the job is simulated:
 its ranks train while all nodes of the generation train, hang if one is missing, and fail as the seed says. The ranks of
-a node die with its supervisor.
+a node die with its supervisor. In "hanging disk" the states are exchanged in a thread, as ``mindresume run`` does, and nobody
+reads what a supervisor prints.
 """
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from mindresume.events import Event
 from mindresume.events.emitter import Emitter
 from mindresume.simulation.cluster import Process, current_cluster, current_process
 from mindresume.simulation.environment_scenarios import SCENARIOS
@@ -19,7 +21,10 @@ from mindresume.simulation.mount import Mount
 from mindresume.simulation.oracle import STUCK, WRONG, Finding
 from mindresume.simulation.scenarios import FORMATS, Scenario, Simulation
 from mindresume.simulation.schedule import ERRORS
+from mindresume.supervisor.background import BackgroundHandler
+from mindresume.supervisor.background_states import BackgroundStates
 from mindresume.supervisor.job import JobEnd
+from mindresume.supervisor.node_states import NodeStates
 from mindresume.supervisor.rendezvous import Rendezvous
 from mindresume.supervisor.restart_policy import DIED, EXITED, RestartPolicy, StartOutcome
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
@@ -28,6 +33,7 @@ FOLDER = "/out/supervisor"
 TIMEOUT = 240.0                 # --node-timeout: a state is listed up to 65 s late, and others see the answer as late
 NODES, FEWEST = 3, 2
 TRAINING = 5.0                  # seconds of training after which a start has finished
+WATCHED = 5.0                   # simulated seconds within which a supervisor looks at its job again, whatever its disk does
 LIMIT, LIMIT_AFTER_DEATHS = 900.0, 3600.0           # simulated seconds after which every supervisor must have ended
 _KINDS = (*ERRORS, "kill", "kill host", "slow", "pause", "clock")
 
@@ -65,9 +71,10 @@ class Jobs:
     status: int = 0
 
     def bury(self) -> None:
-        """Removes the parts whose supervisor is dead. Their ranks died with it, and their generation trains no more."""
+        """Removes the parts whose supervisor is dead. Their ranks died with it, and their generation trains no more, unless they
+        had finished."""
         for other in [other for other in self.parts.values() if other.process.dead]:
-            self.broken.add(other.generation)
+            self.broken |= set() if other.finished else {other.generation}
             self.lost.add((other.node, other.generation))
             del self.parts[other.node]
 
@@ -90,9 +97,18 @@ class Jobs:
     def all_train(self, part: _Part) -> bool:
         """Returns whether all members run the generation of ``part``, or have finished it."""
         self.bury()
-        found = [self.parts.get(node) for node in part.members]
-        return part.generation not in self.broken and all(
-            other is not None and other.generation == part.generation for other in found)
+        there = {(other.node, other.generation) for other in self.parts.values()} | self.lost
+        return part.generation not in self.broken and all((node, part.generation) in there for node in part.members)
+
+
+class _FullPipe:
+    """An output whose reader has stopped: nothing can be printed any more."""
+
+    def handle(self, event: Event, time_s: float) -> None:
+        current_cluster().scheduler.block(None, "prints into a full pipe")
+
+    def close(self) -> None:
+        pass
 
 
 _jobs: WeakKeyDictionary[Simulation, Jobs] = WeakKeyDictionary()
@@ -107,6 +123,7 @@ class _SimulatedJob:
         members = tuple(sorted(nodes.states.mine.members))
         self.jobs, self.number, self.fewest, self.chance = jobs, number, fewest, chance
         self.part = _Part(nodes.node, nodes.generation, members, current_process())
+        self.states = nodes.states
 
     def start(self) -> None:
         self.jobs.start(self.part, self.fewest)
@@ -115,7 +132,7 @@ class _SimulatedJob:
         part, jobs = self.part, self.jobs
         while True:
             current_cluster().scheduler.sleep(0.5)
-            if end := stop():
+            if end := self._look(stop):
                 return end
             if not jobs.all_train(part):
                 continue                                        # hangs in a collective
@@ -129,6 +146,15 @@ class _SimulatedJob:
                 part.finished = True
                 return JobEnd(EXITED, 0, "the command ended with status 0", noticed=0.0)
 
+    def _look(self, stop: Callable[[], JobEnd | None]) -> JobEnd | None:
+        """Returns what ``stop`` returns, which must not take long."""
+        began, cluster = current_cluster().scheduler.now, current_cluster()
+        end, waited = stop(), cluster.scheduler.now - began
+        paused = any(row.fault.kind == "pause" and row.process == current_process().name for row in cluster.injected)
+        if waited > WATCHED + 60 * cluster.schedule.tick and isinstance(self.states, BackgroundStates) and not paused:
+            self.jobs.wrong.append(f"the supervisor of node {self.part.node} did not look at its job for {waited:.0f} s")
+        return end
+
     def end(self, end: JobEnd, at_once: Callable[[], bool]) -> tuple[StartOutcome, tuple[int, ...]]:
         for _ in range(self.chance.randrange(4)):
             at_once()
@@ -141,15 +167,17 @@ class _SimulatedJob:
 class _SimulatedSupervisor(Supervisor):
     def __init__(self, jobs: Jobs, nodes: Rendezvous, fewest: int, chance: random.Random):
         policy = RestartPolicy(0) if jobs.status else RestartPolicy()       # 0: the first failure ends the job on all nodes
-        super().__init__(("train",), SupervisorSettings(policy), Emitter(), nodes, {})
+        printer = [BackgroundHandler(_FullPipe())] if isinstance(nodes.states, BackgroundStates) else []
+        super().__init__(("train",), SupervisorSettings(policy), Emitter(*printer), nodes, {})
         self.jobs, self.fewest, self.chance = jobs, fewest, chance
 
     def make_job(self, command: Sequence[str], number: int) -> _SimulatedJob:
         return _SimulatedJob(self.jobs, self.nodes, number, self.fewest, self.chance)
 
 
-def _supervised(fewest: int) -> Callable[[Simulation], None]:
-    """Returns a workload: supervisors of all nodes. A platform starts a killed one again, unless the job goes on without it."""
+def _supervised(fewest: int, states: type[NodeStates] = NodeStates) -> Callable[[Simulation], None]:
+    """Returns a workload: supervisors of all nodes. A platform starts a killed one again, unless the job goes on without it.
+    ``states``: how they exchange their states."""
     def workload(sim: Simulation) -> None:
         chance = random.Random(sim.schedule.seed)
         failures = [(chance.randrange(NODES), chance.choice((0.5, 2.0, 4.0))) for _ in range(chance.randrange(3))]
@@ -159,7 +187,7 @@ def _supervised(fewest: int) -> Callable[[Simulation], None]:
         def supervise(node: int) -> None:
             storage = Mount(sim.cluster, current_process())
             nodes = Rendezvous(storage, FOLDER, node, NODES, fewest, TIMEOUT, f"host{node}", lambda: sim.cluster.scheduler.now,
-                               sim.cluster.token(4))
+                               sim.cluster.token(4), states)
             decision = _SimulatedSupervisor(jobs, nodes, fewest, random.Random(sim.schedule.seed + node)).supervise()
             jobs.ends.setdefault(node, []).append(decision.status)
 
@@ -202,6 +230,9 @@ SCENARIOS.update({scenario.name: scenario for scenario in (
              formats=FORMATS[:1], ways=("",), kinds=_KINDS, oracle=_no_checkpoints, check_run=_check),
     Scenario("fewer nodes", "the supervisors of three nodes go on with two if one does not come back", _supervised(FEWEST),
              past=None, formats=FORMATS[:1], ways=("",), kinds=_KINDS, oracle=_no_checkpoints, check_run=_check),
+    Scenario("hanging disk", "the same, and the disk hangs while nobody reads what the supervisors print",
+             _supervised(FEWEST, BackgroundStates), past=None, formats=FORMATS[:1], ways=("",), kinds=(*_KINDS, *("slow",) * 10),
+             oracle=_no_checkpoints, check_run=_check),
 )})
 
 __all__ = ["SCENARIOS"]
