@@ -19,9 +19,12 @@ from mindresume.simulation.schedule import (
     OUTAGE,
     QUOTA,
     QUOTA_OF_HOST,
+    READS,
     ROT,
     ROT_IN_MEMORY,
     UNREADABLE,
+    UNREADABLE_DISK,
+    UNREADABLE_FILE,
     Fault,
     Schedule,
 )
@@ -181,6 +184,7 @@ class Cluster:
         self._faults = {fault.at: fault for fault in schedule.faults}
         self._full_until = self._out_until = 0
         self._quotas: dict[str, int] = {}               # name of a rank or a host -> its quota is exhausted until this operation
+        self._unreadable: dict[str, int] = {}           # path, "" for the file that is opened next, or name of a host -> the same
         self.scheduler.ended.append(self._on_task_end)
 
     # ---- hosts and processes ---------------------------------------------------------------------------------------
@@ -265,9 +269,17 @@ class Cluster:
             if self._quotas and name in ERRORS["EDQUOT"][1] and any(
                     self._quotas.get(whose, 0) >= number for whose in (_rank_name(process), process.host.name)):
                 return errno.EDQUOT, False
-        if fault is None:
-            return 0, False
-        return self._inject(fault, number, process, name, path)
+        if fault is not None:
+            code, after = self._inject(fault, number, process, name, path)
+            if code:
+                return code, after
+        return errno.ESTALE if name in READS and self._unreadable.get(process.host.name, 0) >= number else 0, False
+
+    def is_unreadable(self, path: str) -> bool:
+        """Returns whether the file at ``path``, which was opened right now, cannot be read."""
+        if "" in self._unreadable:
+            self._unreadable[path] = self._unreadable.pop("")
+        return self._unreadable.get(path, 0) >= self.at
 
     def _inject(self, fault: Fault, number: int, process: Process, name: str, path: str) -> tuple[int, bool]:
         kind = fault.kind
@@ -312,6 +324,8 @@ class Cluster:
             self._quotas[_rank_name(process) if kind == QUOTA else process.host.name] = number + fault.amount
         elif kind == MEMORY:
             process.host.memory = fault.amount
+        elif kind in (UNREADABLE_FILE, UNREADABLE_DISK):
+            self._unreadable["" if kind == UNREADABLE_FILE else process.host.name] = number + fault.amount
         elif kind == KILL_LAUNCHER:
             for other in self.processes:
                 if other.name == f"{process.name.partition('.')[0]}.launcher":

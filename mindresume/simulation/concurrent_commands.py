@@ -34,7 +34,7 @@ from mindresume.simulation.mount import Mount
 from mindresume.simulation.oracle import WRONG, Finding, check_disks, run_alone
 from mindresume.simulation.saved_content import wrong_content
 from mindresume.simulation.scenarios import Simulation
-from mindresume.simulation.schedule import SILENT
+from mindresume.simulation.schedule import PASSING, SILENT
 
 TARGETS = "/converted"
 REPEATS = 3                     # number of conversions or verifications
@@ -106,6 +106,7 @@ def verify(sim: Simulation) -> None:
             found, rows = list_checkpoints(storage, training.root, unknown_strategy)
             for candidate, bad in verify_checkpoints(storage, found.root, rows,
                                                      lambda: list_checkpoints(storage, training.root, unknown_strategy)[1]):
+                bad = [row for row in bad if not row.is_unreadable]
                 if bad and candidate.maybe_completed and not is_affected(sim):
                     sim.history.wrong.append(f"verify reports step {candidate.step} as damaged: {bad[0].reason}")
 
@@ -118,8 +119,8 @@ def scrub(sim: Simulation) -> None:
         with errors_recorded(sim, "scrub"):
             found, rows = list_checkpoints(storage, training.root, unknown_strategy)
             for result in Scrubber(storage, found.root, ScrubOptions(repairs=True), wait=sleep).scrub(rows):
-                if (result.damaged or result.repaired) and not is_affected(sim):
-                    row = (*result.damaged, *result.repaired)[0]
+                row = next((row for row in (*result.damaged, *result.repaired) if not row.is_unreadable), None)
+                if row is not None and not is_affected(sim):
                     sim.history.wrong.append(f"scrub takes step {result.candidate.step} for damaged: {row.reason}")
 
 
@@ -130,18 +131,20 @@ def pauses(sim: Simulation) -> list[float]:
 
 @contextmanager
 def errors_recorded(sim: Simulation, what: str) -> Iterator[None]:
-    """Records an error inside the block as a violation, unless a fault affected this process."""
+    """Records an error inside the block as a violation, unless a fault affected this process, or something cannot be read."""
     try:
         yield
     except (MindResumeError, OSError) as error:
         current_process().emit(warning(f"{what}: {type(error).__name__}: {error}"))
-        if not is_affected(sim):
+        if not (is_affected(sim) or any(row.fault.kind in PASSING for row in sim.cluster.injected)):
             sim.history.wrong.append(f"{what} beside a job, without a fault: {type(error).__name__}: {error}")
 
 
 def is_affected(sim: Simulation) -> bool:
+    """Returns whether a fault hit this process that excuses what it says. Errors of reading that pass are no excuse for calling
+    something damaged."""
     return bool(sim.cluster.lag) or any(row.process == current_process().name or row.fault.kind in BEYOND_THE_PROCESS
-                                        for row in sim.cluster.injected if row.fault.kind not in SILENT)
+                                        for row in sim.cluster.injected if row.fault.kind not in (*SILENT, *PASSING))
 
 
 # ---- invariants of the disks -------------------------------------------------------------------------------------------

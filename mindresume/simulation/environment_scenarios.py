@@ -17,7 +17,7 @@ from mindresume.simulation.disk import Disk, File, Folder
 from mindresume.simulation.jobs import History, Job, Training
 from mindresume.simulation.oracle import STUCK, WRONG, Finding
 from mindresume.simulation.scenarios import ATTEMPTS, TIER, Scenario, Simulation, restarted
-from mindresume.simulation.schedule import KILL_LAUNCHER, KINDS, MEMORY, QUOTA, QUOTA_OF_HOST
+from mindresume.simulation.schedule import KILL_LAUNCHER, KINDS, MEMORY, PASSING, QUOTA, QUOTA_OF_HOST
 
 OTHER = "/other"                # output folder of the job whose folder is copied
 SOON = replace(Training().settings, heartbeat=2.0)  # a second job must see the first one's heartbeat before it ends
@@ -26,6 +26,7 @@ LATE = 3.0                      # seconds between a copy and the start of a job 
 OUTLIVING = 80                  # steps of a job that still runs when another has waited for three of its heartbeats
 MOMENTS = (1.0, 3.0, 5.0, 6.5, 7.0, 9.0)            # moments of the snapshot, in seconds after the start of the first job
 MEMORIES = (1 << 40, 0)         # memory limits in bytes: enough for every copy, and for none
+_READING = (*KINDS, *PASSING * 6)                   # faults of scenarios in which somebody reads checkpoints
 COPIED = ("at once", "in order", "backwards", "in any order")
 
 
@@ -198,13 +199,13 @@ SCENARIOS.update({scenario.name: scenario for scenario in (
              check_run=_check_sources),
     Scenario("conversion", "the newest checkpoint is converted beside a job that keeps one", _with_converter,
              Training(steps=8, keep=1), formats=(ITERATION,), oracle=concurrent_commands.check_conversions,
-             check_run=_check_success),
+             kinds=_READING, check_run=_check_success),
     Scenario("conversion of files", "the same for a job of one rank", _with_converter, Training(ranks=1, steps=8, keep=1),
-             Training(ranks=1, steps=2), oracle=concurrent_commands.check_conversions, check_run=_check_success),
+             Training(ranks=1, steps=2), oracle=concurrent_commands.check_conversions, kinds=_READING, check_run=_check_success),
     Scenario("verify", "all checkpoints are verified beside a job that keeps one", _with_verifier,
-             Training(steps=8, keep=1), check_run=_check_success),
+             Training(steps=8, keep=1), kinds=_READING, check_run=_check_success),
     Scenario("scrub", "all checkpoints are scrubbed and repaired beside a job that keeps one", _with_scrub,
-             Training(steps=8, keep=1), check_run=_check_success),
+             Training(steps=8, keep=1), kinds=_READING, check_run=_check_success),
 )})
 
 __all__ = ["SCENARIOS", "clone_folder"]

@@ -36,7 +36,7 @@ from mindresume.simulation.communicator import LIMIT, Communicator, ExchangeErro
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.saved_content import make_shard, wrong_content
-from mindresume.simulation.schedule import ERRORS, SILENT
+from mindresume.simulation.schedule import ERRORS, PASSING, SILENT
 from mindresume.simulation.scheduler import Killed
 from mindresume.simulation.threads import Event
 
@@ -248,7 +248,7 @@ def _run_rank(job: Job, rank: int) -> None:
     try:
         _train_as_rank(job, rank, opened)
     except LeaseHeldError as error:
-        if opened and not job.is_affected(("ENOSPC", "EDQUOT")):
+        if opened and not job.is_affected(("ENOSPC", "EDQUOT", *PASSING)):
             job.history.lease_losses.append(f"{job.name}, which no fault affected, has lost its lease: {error}")
         raise
 
@@ -344,11 +344,12 @@ class _Known:
 
 def _check_choice(job: Job, choice: Choice | None, known: _Known) -> None:
     """Records a violation if the job resumes from something older than what is required. After an I/O error, or if jobs have died
-    after loading it, a checkpoint may be skipped."""
+    after loading it, a checkpoint may be skipped; no error makes a fresh start of a resume."""
     refused, required = choice.refused if choice is not None else (), known.required()
-    if required is None or job.is_affected(tuple(ERRORS)) or any("suspected" in row.reason for row in refused):
-        return
     chosen = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
+    may_skip = job.is_affected((*ERRORS, *PASSING)) or any("suspected" in row.reason for row in refused)
+    if required is None or chosen is not None and may_skip:
+        return
     if chosen is None or save_order(chosen) < save_order(required):
         job.history.stale_choices.append(f"{job.name} takes {chosen}, though all ranks were told that {required} is saved")
 

@@ -11,7 +11,7 @@ import io
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from mindresume.simulation.cluster import Cluster, Process
 from mindresume.simulation.disk import UNLIMITED, Disk, File, Folder, fail
@@ -47,7 +47,7 @@ class Mount:
                 fail(errno.ENOENT, path)
             if isinstance(node, Folder):
                 fail(errno.EISDIR, path)
-            return io.BytesIO(node.data)
+            return _UnreadableFile(node.data, path) if self.cluster.is_unreadable(path) else io.BytesIO(node.data)
         return self._do("open", path, act)
 
     def free_space(self, folder: str) -> int:
@@ -128,6 +128,19 @@ class Mount:
         if code and fails:
             fail(code, path)
         return found
+
+
+class _UnreadableFile(io.BytesIO):
+    """An open file whose bytes cannot be read."""
+
+    def __init__(self, data: bytes, path: str):
+        super().__init__(data)
+        self.path = path
+
+    def _fail(self, *_: Any) -> NoReturn:
+        fail(errno.EIO, self.path)
+
+    read = readinto = readline = _fail
 
 
 class _NewFile(NewFile):

@@ -27,6 +27,7 @@ from mindresume.formats.iteration_naming import TRACKER, iteration_name
 from mindresume.formats.iteration_scan import tracked
 from mindresume.formats.rank_folder_naming import META, folder_name
 from mindresume.formats.records import scan_records
+from mindresume.formats.scrub_result import known_damage
 from mindresume.model.manifest import attempt_name
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files
 from mindresume.resume.listing import COMPLETE, list_checkpoints
@@ -155,6 +156,7 @@ def _inspect(disks: Mapping[str, Disk], history: History, training: Training, ro
         findings.extend(_check_failed_saves(candidates, history))
         findings.extend(_check_retention(candidates, history, training, rotted) if not training.pruned_by_others else ())
         findings.extend(_check_load_attempts(storage, history, training))
+        findings.extend(_check_damage(storage, training, candidates, rotted))
         findings.extend(_check_pointers(storage, training))
     cluster = run_alone(disks, work)
     error = cluster.processes[0].error
@@ -203,6 +205,15 @@ def _check_load_attempts(storage: Mount, history: History, training: Training) -
         for death in deaths or ():
             if death.run not in history.started_runs:
                 yield Finding(LOST, f"run {death.run} counts as a failed load of {key}, though it had not begun its first step")
+
+
+def _check_damage(storage: Mount, training: Training, candidates: Sequence[Candidate], rotted: Collection[Saved]
+                  ) -> Iterator[Finding]:
+    """Checks that no checkpoint is recorded as damaged of which no file has rotted."""
+    for candidate in candidates:
+        damage = known_damage(storage, training.root, candidate)
+        if damage is not None and (candidate.run, candidate.step) not in rotted:
+            yield Finding(WRONG, f"{candidate.name} is intact, and recorded as damaged: {damage.reason}")
 
 
 def check_pointers(disks: Mapping[str, Disk], history: History, training: Training) -> list[Finding]:

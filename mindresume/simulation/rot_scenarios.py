@@ -1,4 +1,5 @@
-"""Scenarios in which kept checkpoints rot (``bit_rot``): on disk, beside a scrub that repairs, and in memory of the hosts.
+"""Scenarios in which kept checkpoints rot (``bit_rot``): on disk, beside a scrub that repairs, and in memory of the hosts; or in
+which they cannot be read for a while.
 
 Some files have rotted before the job starts, as the seed says; the fault ``schedule.ROT`` lets others rot at any operation.
 """
@@ -24,7 +25,7 @@ from mindresume.simulation.jobs import Job, Training
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.oracle import STUCK, Finding
 from mindresume.simulation.scenarios import FORMATS, TIER, Scenario, Simulation, check_memory, restarted
-from mindresume.simulation.schedule import KINDS, ROT, ROT_IN_MEMORY
+from mindresume.simulation.schedule import KINDS, PASSING, ROT, ROT_IN_MEMORY
 from mindresume.simulation.supervisor_scenarios import SCENARIOS
 
 EARLIER = (0, 1, 1, 2)          # number of files that have rotted before the job starts
@@ -49,7 +50,7 @@ class _ObservedScrubber(Scrubber):
         if found.state == REMOVED or is_affected(self.sim):
             return found
         repaired = {f"{self.root}/{row.file}" for row in found.repaired}
-        named = repaired | {f"{self.root}/{row.file}" for row in found.damaged}
+        named = {f"{self.root}/{row.file}" for row in (*found.damaged, *found.repaired) if not row.is_unreadable}
         unreadable = {f"{self.root}/{file.path}" for rank, files in candidate.files.items() for file in files
                       if f"{candidate.records_dir}/{record_name(rank)}" in named}       # nothing tells what these should hold
         text = " ".join(found.notes)
@@ -146,6 +147,8 @@ SCENARIOS.update({scenario.name: scenario for scenario in (
              _REPLICAS, _PAST, kinds=_KINDS, check_run=_check),
     Scenario("rot in training", "checkpoints rot, and a job on two hosts scrubs and repairs them in the background",
              _rotten(_in_training), replace(_REPLICAS, settings=_IN_TRAINING), _PAST, kinds=_KINDS, check_run=_check),
+    Scenario("unreadable", "files of intact checkpoints cannot be read for a while, beside a job on two hosts and a scrub that "
+             "repairs", _beside, _REPLICAS, _PAST, kinds=(*KINDS, *PASSING * 8)),
     Scenario("rot in memory", "saves in memory rot, and a job on two hosts is restarted on them", _in_memory,
              Training(hosts=2, steps=10, every=6, keep=2, settings=TIER), formats=FORMATS[:2], kinds=_IN_MEMORY,
              check_run=check_memory),

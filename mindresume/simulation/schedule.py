@@ -44,14 +44,19 @@ EXPLAINED = {
     "kill launcher": "the launcher of the job is killed, but not its ranks",
     "unreadable": "one object in the bucket becomes unreadable",
     "rot": "one bit of a file of a checkpoint flips on a disk or in a bucket; no size and no time changes",
-    "rot in memory": "one bit of a file of a save in memory of the host flips"}
+    "rot in memory": "one bit of a file of a save in memory of the host flips",
+    "unreadable file": "the file that is opened next cannot be read, by anybody, for some operations (EIO); then it can",
+    "unreadable disk": "the host can read nothing on its disk for some operations (ESTALE); then it can"}
 _PICKS = 24                     # picks are drawn for the first moments at which a task blocks
 _TICKS = (TICK, TICK, TICK, 0.05, 0.25)
 OUTAGE = "outage"               # every call to the object store fails
 QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE = "quota", "quota of the host", "memory", "kill launcher", "unreadable"
 ROT, ROT_IN_MEMORY = SILENT = "rot", "rot in memory"
+UNREADABLE_FILE, UNREADABLE_DISK = PASSING = "unreadable file", "unreadable disk"       # errors of reading that pass
+READS = ("open", "list", "status")
 _AMOUNTS = {OUTAGE: (3, 30, 300), QUOTA: (20, 200, 2000), QUOTA_OF_HOST: (20, 200, 2000), MEMORY: (0, 100, 1 << 40),
-            UNREADABLE: range(1000), ROT: range(1000), ROT_IN_MEMORY: range(1000)}      # of the faults of few scenarios
+            UNREADABLE: range(1000), ROT: range(1000), ROT_IN_MEMORY: range(1000), UNREADABLE_FILE: (10, 100, 1000),
+            UNREADABLE_DISK: (10, 50, 200)}     # of the faults of few scenarios
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Fault:
     Args:
         at: number of the operation, counted over all processes from 1.
         kind: one of ``EXPLAINED``.
-        amount: seconds of a slow operation, a pause or a clock jump; operations for which a full disk, quota or outage lasts;
+        amount: seconds of a slow operation, a pause or a clock jump; operations for which a full disk, quota or outage lasts, or
+            something cannot be read;
             what is left by a power loss (0: flushed data only; else a seed); bytes of memory; the number of an unreadable object;
             the seed that draws the bit that rots.
     """

@@ -7,7 +7,7 @@ from mindresume.simulation.cluster import SHARED, Cluster, current_cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.runtime_fakes import use_cluster
-from mindresume.simulation.schedule import Fault, Schedule
+from mindresume.simulation.schedule import UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule
 from mindresume.simulation.scheduler import Killed
 
 
@@ -74,6 +74,52 @@ def test_an_error_after_the_effect_is_reported_all_the_same(name):
 def test_reads_have_no_errors_after_the_effect(name):
     cluster, (found,) = run(OPERATIONS[name], faults=(Fault(1, "EIO after"),))
     assert not isinstance(found, OSError) and cluster.injected == []
+
+
+READS = ("open", "status", "list")
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_disk_that_is_unreadable_for_a_while(name):
+    def work(mount):
+        found = []
+        for _ in range(5):
+            try:
+                found.append(bool(OPERATIONS[name](mount)))
+            except OSError as error:
+                found.append(error.errno)
+        return found
+    cluster, found = run(work, faults=(Fault(2, UNREADABLE_DISK, 2),))
+    assert found == [[True, *[errno.ESTALE] * 3, True]] and files(cluster) == {"/c/a": b"old"}
+
+
+@pytest.mark.parametrize("name", ["write", "rename", "remove", "make_folder", "sync"])
+def test_an_unreadable_disk_takes_changes(name):
+    _, (found,) = run(OPERATIONS[name], faults=(Fault(1, UNREADABLE_DISK, 9),))
+    assert not isinstance(found, OSError)
+
+
+def test_an_unreadable_disk_is_one_host_s():
+    _, found = run(OPERATIONS["list"], OPERATIONS["list"], faults=(Fault(1, UNREADABLE_DISK, 9),))
+    assert found[0].errno == errno.ESTALE and found[1] == ["a"]
+
+
+@pytest.mark.parametrize("read", [lambda file: file.read(1), lambda file: file.readinto(bytearray(2)),
+                                  lambda file: file.readline()])
+def test_the_bytes_of_the_next_file_are_unreadable_for_a_while_for_everybody(read):
+    def work(mount):
+        found = []
+        for path in ("/c/a", "/c/other", "/c/a", "/c/a"):
+            opened = mount.open(path)
+            try:
+                found.append(bool(read(opened)) and opened.seek(0, 2))
+            except OSError as error:
+                found.append(error.errno)
+        return found
+    disk = disk_with_files()
+    disk.create("/c/other", b"other")
+    _, found = run(work, lambda mount: mount.open("/c/a").read(), disk=disk, faults=(Fault(1, UNREADABLE_FILE, 2),))
+    assert found == [[errno.EIO, 5, errno.EIO, 3], b"old"]
 
 
 @pytest.mark.parametrize("kind", ["EIO", "EIO after", "ENOSPC"])

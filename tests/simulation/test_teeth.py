@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from mindresume import formats
 from mindresume.coordination import lease, lease_acquisition, preemption, read_locks
 from mindresume.formats import iteration_scan, records, scrub_result
 from mindresume.model import manifest
@@ -43,10 +44,10 @@ from mindresume.saving import (
 from mindresume.saving.memory_tier import directory, opening, slots
 from mindresume.simulation.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
 from mindresume.simulation.runtime_fakes import patched_product
-from mindresume.simulation.schedule import Fault, Schedule, random_schedule
+from mindresume.simulation.schedule import UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule, random_schedule
 from mindresume.simulation.search import SCENARIOS, SHARE, Counts, Failure, KnownStates, count_operations, replay, run
 from mindresume.storage import atomic_publish
-from mindresume.supervisor import rendezvous, supervisor
+from mindresume.supervisor import background, background_states, rendezvous, supervisor
 
 Patch = pytest.MonkeyPatch
 
@@ -276,6 +277,12 @@ MUTANTS = [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {common_to_all_nodes}:")],
         ("nodes", "safetensors", ""), f"{LOST} {STUCK}", first=1),
 
+    mutant("a save whose folder cannot be listed now counts as one that never completed", [
+        Edit(formats, "unlisted_candidate", "listing_error=reason", "maybe_completed=False"),
+        Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {not_looked_into}:")],
+        ("unreadable", "safetensors", ""), LOST, deaths=False, first=365, within=25,
+        draws=each(UNREADABLE_DISK, 2)),
+
     # ---- common starts and ends ----------------------------------------------------------------------------------------
     mutant("an unreadable lease is ignored", [
         Edit(lease, "read_leases", "unreadable[run] = str(error)", "pass")],
@@ -329,6 +336,14 @@ MUTANTS = [
              "self.nodes.states.set(state='ready'); outcome, left = job.end(end, self._is_hurried)")],
         ("supervisors", "safetensors", ""), WRONG, deaths=False, within=40, draws=undisturbed()),
 
+    mutant("the supervisor waits for its disk", [
+        Edit(background_states.BackgroundStates, "_ask", "_MOMENT)", "None)")],
+        ("hanging disk", "safetensors", ""), f"{STUCK} {WRONG}", deaths=False, first=120, within=40, draws=each("slow", 1000)),
+    mutant("the supervisor prints what it says by itself", [
+        Edit(background.BackgroundHandler, "handle", "self._waiting.append((event, time_s))",
+             "self._handler.handle(event, time_s)")],
+        ("hanging disk", "safetensors", ""), STUCK, deaths=False, draws=undisturbed()),
+
     # ---- the tier in memory ----------------------------------------------------------------------------------------------
     mutant("memory: the newest save is overwritten", [
         Edit(slots, "step_to_overwrite", "held[-1] if is_whole(common) else common", "held[0]")],
@@ -373,7 +388,11 @@ MUTANTS = [
         Edit(scrub_result.DamagedFile, "is_unchanged",
              "(status.size, status.mtime, status.changed) == (self.size, self.mtime, self.changed)",
              "status.size == self.size")],
-        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=28, within=2),
+        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=19, within=2),
+    mutant("scrub: an error of reading is recorded as damage", [
+        Edit(scrub.Scrubber, "_read", "found = [row for row in left if not row.is_unreadable]", "found = left")],
+        ("unreadable", "safetensors", ""), f"{LOST} {WRONG}", deaths=False, first=225, within=25,
+        draws=each(UNREADABLE_FILE, 1000)),
     mutant("scrub: only the files of one rank are read", [
         Edit(scrub.Scrubber, "_read", "seen = [row for rank in candidate.files for row",
              "seen = [row for rank in list(candidate.files)[:1] for row")],
