@@ -34,7 +34,7 @@ from mindresume.saving.memory_tier.leftovers import remove_leftovers
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.save_session import Resumed, SaveSession
 from mindresume.settings import MemoryTierSettings
-from mindresume.storage.atomic_publish import publish_json
+from mindresume.storage.atomic_publish import publish_json, temporary_name
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import call_within
 
@@ -72,6 +72,8 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
         ranks, is_leader = nodes.ranks(group.rank), nodes.is_leader(group.rank)
         if is_leader:
             def publish_owner() -> None:
+                if not session.is_leader:
+                    _look_anew(storage, root, f"{run}-{group.rank}")
                 owner = owner_of(storage, root, mark, run, [rows[rank][1:] for rank in ranks])
                 publish_json(storage, os.path.join(tier, OWNER), owner.to_json(), run)
             run_on_all(group, publish_owner)
@@ -114,6 +116,16 @@ def _remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit)
 def _mark(storage: Storage, root: str, settings: MemoryTierSettings, run: str, keep: bool) -> list[str]:
     mark = make_mark(storage, root, os.path.abspath(settings.dir), run, keep)
     return [mark.token, mark.dir]
+
+
+def _look_anew(storage: Storage, root: str, tag: str) -> None:
+    """Makes this host see a mark that another one has just published: an NFS client that did not find it before goes on to say so
+    for up to a minute, or until it changes the folder itself. Without its identity the tier would not be found again."""
+    folder = os.path.join(root, FOLDER)
+    path = temporary_name(os.path.join(folder, MARK), tag)
+    storage.write(path, [b"anew"])
+    storage.remove(path)
+    storage.list(folder)
 
 
 def groups_of(identities: list[str]) -> SharedGroups:
