@@ -59,7 +59,7 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
         keep = any(found[rank] for rank in session.shared_groups.ranks(group.rank))
         marks = gather_results(group, lambda: _mark(storage, root, settings, run, keep) if session.is_leader else None)
         mark = TierMark(*marks[session.shared_groups.leaders[group.rank]])
-        _wait_for_mark(storage, root, mark, group)
+        _wait_for_mark(storage, root, mark, run, group)
         tier = tier_path(mark)
 
         def make() -> list[Any]:
@@ -72,8 +72,6 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
         ranks, is_leader = nodes.ranks(group.rank), nodes.is_leader(group.rank)
         if is_leader:
             def publish_owner() -> None:
-                if not session.is_leader:
-                    _look_anew(storage, root, f"{run}-{group.rank}")
                 owner = owner_of(storage, root, mark, run, [rows[rank][1:] for rank in ranks])
                 publish_json(storage, os.path.join(tier, OWNER), owner.to_json(), run)
             run_on_all(group, publish_owner)
@@ -93,13 +91,17 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
     return MemoryTier(target, group, settings, emit, share, loaded, is_leader, timeout, on_disk)
 
 
-def _wait_for_mark(storage: Storage, root: str, mark: TierMark, group: Group) -> None:
+def _wait_for_mark(storage: Storage, root: str, mark: TierMark, run: str, group: Group) -> None:
     """Waits, on all ranks together, until each of them sees ``mark``, which another host may just have made: a node that reads
     the identity of the directory before would not know its own tier again. Raises CollectiveError after ``PATIENCE`` seconds."""
+    def is_seen() -> bool:
+        if read_mark(storage, root) != mark:
+            _look_anew(storage, root, f"{run}-{group.rank}")
+        return read_mark(storage, root) == mark
     for look in range(PATIENCE):
         if look:
             time.sleep(1.0)
-        seen = gather_results(group, lambda: read_mark(storage, root) == mark)
+        seen = gather_results(group, is_seen)
         if all(seen):
             return
     raise CollectiveError(f"rank {seen.index(False)} does not see {os.path.join(root, FOLDER, MARK)} after {PATIENCE} s")
@@ -119,8 +121,8 @@ def _mark(storage: Storage, root: str, settings: MemoryTierSettings, run: str, k
 
 
 def _look_anew(storage: Storage, root: str, tag: str) -> None:
-    """Makes this host see a mark that another one has just published: an NFS client that did not find it before goes on to say so
-    for up to a minute, or until it changes the folder itself. Without its identity the tier would not be found again."""
+    """Makes this host look into the folder again: an NFS client that did not find a file goes on to say so for up to a minute, or
+    until it changes the folder itself."""
     folder = os.path.join(root, FOLDER)
     path = temporary_name(os.path.join(folder, MARK), tag)
     storage.write(path, [b"anew"])
