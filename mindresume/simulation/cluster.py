@@ -17,6 +17,7 @@ from mindresume.simulation.schedule import (
     MEMORY,
     OF_A_STORE,
     OUTAGE,
+    OWN_SIGNAL,
     QUOTA,
     QUOTA_OF_HOST,
     READS,
@@ -118,6 +119,9 @@ class Process:
         self.exit: int | None = None
         self.error: BaseException | None = None
         self.sigterm_handler: Callable[[], None] | None = None
+        self.own_signals: list[bool] = []               # of each SIGTERM that it got, whether it came from this process
+        self.on_signal: Callable[[], object] | None = None      # what a thread does that learns of each
+        self.hangs = False                              # its main thread waits for ever in the next step of the training
         self.at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self.main: Task | None = None
         self.events: list[tuple[float, Event]] = []     # (simulated time in seconds, event)
@@ -230,18 +234,21 @@ class Cluster:
         for tell in process.on_death:
             tell(process)
 
-    def kill(self, process: Process) -> None:
-        """Ends ``process`` by SIGKILL."""
+    def kill(self, process: Process, status: int = -9) -> None:
+        """Ends ``process`` at once, by SIGKILL."""
         if not process.dead:
-            process.exit = -9
+            process.exit = status
             self._mark_dead(process)
 
-    def terminate(self, process: Process) -> None:
-        """Sends SIGTERM to ``process``: runs its handler, or ends it if it has none."""
+    def terminate(self, process: Process, own: bool = False) -> None:
+        """Sends SIGTERM to ``process``: runs its handler, or ends it if it has none. ``own``: the process sends it."""
         if process.dead:
             return
+        process.own_signals.append(own)
         if process.sigterm_handler is not None:
             process.sigterm_handler()
+            if process.on_signal is not None:
+                self.scheduler.start(process, process.on_signal, f"{process.name}/signals")
         else:
             process.exit = -15
             self._mark_dead(process)
@@ -313,6 +320,9 @@ class Cluster:
             self.scheduler.block(0.0)
         elif kind == "term":
             self.terminate(process)
+        elif kind == OWN_SIGNAL:
+            process.hangs = bool(fault.amount)
+            self.terminate(process, own=True)
         elif kind == "term all":
             for other in self.processes:
                 self.terminate(other)

@@ -9,19 +9,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from mindresume.coordination.preemption import BY_UNKNOWN
+from mindresume.events import PreemptionRequested
 from mindresume.fault_injection.tiny_checkpoints import ITERATION
 from mindresume.simulation import concurrent_commands
 from mindresume.simulation.bucket_fault_scenarios import SCENARIOS
 from mindresume.simulation.cluster import SHARED, Host, current_cluster
 from mindresume.simulation.disk import Disk, File, Folder
-from mindresume.simulation.jobs import History, Job, Training
+from mindresume.simulation.jobs import History, Job, Training, newest_acknowledged
 from mindresume.simulation.oracle import STUCK, WRONG, Finding
 from mindresume.simulation.scenarios import ATTEMPTS, TIER, Scenario, Simulation, restarted
-from mindresume.simulation.schedule import KILL_LAUNCHER, KINDS, MEMORY, PASSING, QUOTA, QUOTA_OF_HOST
+from mindresume.simulation.schedule import KILL_LAUNCHER, KINDS, MEMORY, OWN_SIGNAL, PASSING, QUOTA, QUOTA_OF_HOST
+from mindresume.supervisor.restart_policy import DIED, EXITED, RESTART, TERMINATED, RestartPolicy, StartOutcome, decide
 
 OTHER = "/other"                # output folder of the job whose folder is copied
 SOON = replace(Training().settings, heartbeat=2.0)  # a second job must see the first one's heartbeat before it ends
 LONG = 0.1                      # seconds of an operation from which a save may exceed the timeouts of others
+HANGING = 3000.0                # seconds after which a job hangs
 LATE = 3.0                      # seconds between a copy and the start of a job in it
 OUTLIVING = 80                  # steps of a job that still runs when another has waited for three of its heartbeats
 MOMENTS = (1.0, 3.0, 5.0, 6.5, 7.0, 9.0)            # moments of the snapshot, in seconds after the start of the first job
@@ -66,6 +70,34 @@ def _hidden(sim: Simulation) -> None:
     host = sim.cluster.host()
     host.hides_processes = True
     _relaunched(sim, [host])
+
+
+def _supervised(sim: Simulation) -> None:
+    """A platform that decides as the supervisor does starts the job again. It ends a job that hangs."""
+    cluster = sim.cluster
+
+    def work() -> None:
+        starts: list[StartOutcome] = []
+        while len(starts) <= ATTEMPTS:
+            job, until = sim.job(sim.training), cluster.scheduler.now + HANGING
+            job.start()
+            while (not job.launcher.dead or job.ranks and not job.over) and cluster.scheduler.now < until:
+                cluster.scheduler.sleep(1.0)
+            for process in (*job.ranks, job.launcher):
+                cluster.kill(process)
+            kind = EXITED if job.ranks and not any(process.exit for process in job.ranks) else DIED
+            asked = kind == EXITED and _was_asked(job)
+            starts.append(StartOutcome(len(starts) + 1, 0.0, 0.0, kind, 1 if kind == DIED else TERMINATED * asked, "",
+                                       is_preempted=asked))
+            if decide(RestartPolicy(), starts).action != RESTART:
+                return
+    cluster.process(cluster.host("platform"), "platform", work)
+
+
+def _was_asked(job: Job) -> bool:
+    """Returns whether the ranks have agreed to stop because somebody else has asked them."""
+    return any(isinstance(event, PreemptionRequested) and event.reason != BY_UNKNOWN
+               for process in job.ranks for _, event in process.events)
 
 
 def _with_converter(sim: Simulation) -> None:
@@ -163,6 +195,20 @@ def _check_orphans(sim: Simulation) -> list[Finding]:
                            f"{process.error}") for process in sim.jobs[0].ranks if process.exit]
 
 
+def _check_signals(sim: Simulation) -> list[Finding]:
+    """Checks that a job that has sent SIGTERM to itself ends at once and is started again until it has finished; one that was
+    asked to stop is not."""
+    kinds, newest = {row.fault.kind for row in sim.cluster.injected}, newest_acknowledged(sim.history)
+    if kinds <= {OWN_SIGNAL} and (late := [process for process in sim.cluster.processes if process.hangs and process.exit == -9]):
+        return [Finding(STUCK, f"{late[0].name} has failed, and did not end by itself")]
+    if kinds <= {OWN_SIGNAL} and (newest is None or newest[1] < sim.training.steps):
+        return [Finding(STUCK, f"the training ended with {newest}, though nobody had asked it to stop")]
+    if not kinds <= {"term", "term all"}:
+        return []
+    return [Finding(WRONG, f"{job.name} was asked to stop, and was started again")
+            for job in sim.jobs[:-1] if _was_asked(job) and not any(process.exit for process in job.ranks)]
+
+
 def _check_sources(sim: Simulation) -> list[Finding]:
     """Checks that no job in the copy resumes from a save that the job in the original has made after the snapshot."""
     return [*_check_success(sim), *(
@@ -188,6 +234,9 @@ SCENARIOS.update({scenario.name: scenario for scenario in (
     Scenario("hidden", "the same on a host where no process can be looked at: its heartbeats alone tell whether it is alive",
              _hidden, Training(steps=8, keep=2, pace=3.0, settings=SOON), kinds=(*KINDS, *(KILL_LAUNCHER,) * 20),
              check_run=_check_orphans),
+    Scenario("own signal", "ranks send SIGTERM to themselves after a failure, under a supervisor; others are asked to stop",
+             _supervised, Training(steps=8, keep=2), kinds=(*(OWN_SIGNAL,) * 8, "term", "term all", "kill", "pause", "EIO"),
+             check_run=_check_signals),
     Scenario("copied", "a job resumes in a copy of a folder whose files have new modification times", _copied,
              Training(steps=12, keep=2), Training(steps=8), check_run=_check_success),
     Scenario("snapshot", "a job resumes from a snapshot of the folder of another job that still runs", _snapshot,

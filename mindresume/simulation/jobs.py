@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from mindresume.coordination.collectives import Group, gather_results
-from mindresume.errors import LeaseHeldError
+from mindresume.errors import LeaseHeldError, MindResumeError
 from mindresume.fault_injection.tiny_checkpoints import ITERATION, Saved
 from mindresume.model.manifest import run_sequence
 from mindresume.resume.background_scrub import BackgroundScrub
@@ -184,6 +184,12 @@ class _Manager(CheckpointManager):
     def _start_uploader(self, remote: RemoteCheckpoints) -> Any:
         self.uploader = super()._start_uploader(remote)
         return self.uploader
+
+    def _end_after_own_signal(self) -> None:
+        """Ends this process. What it overrides ends the real one, after it has said so."""
+        self.pending.end(MindResumeError("SIGTERM of its own"))
+        current_cluster().kill(current_process(), 1)
+        raise Killed
 
     def _record_outcome(self, outcome: Outcome) -> None:
         key = (self.target.run, outcome.step)
@@ -357,6 +363,8 @@ def _check_choice(job: Job, choice: Choice | None, known: _Known) -> None:
 def _train(group: Group, seconds: float) -> None:
     """Trains one step: a collective that ends with the slowest rank."""
     current_cluster().scheduler.sleep(seconds)
+    if current_process().hangs:
+        current_cluster().scheduler.block(None, "waits for a data set that has failed")
     group.gather(b"")
 
 

@@ -30,7 +30,7 @@ from functools import cache
 from typing import Any
 
 from mindresume.coordination import host_memory, lease
-from mindresume.coordination.signal_sender import OTHER, SignalSenders
+from mindresume.coordination.signal_sender import OTHER, OWN, SignalSenders
 from mindresume.resume import background_scrub
 from mindresume.saving import background_writer, crash_loop, shard_writer
 from mindresume.saving.staging import Staging
@@ -185,12 +185,18 @@ def _capture_signals(load_attempt: Any) -> None:
     """Does nothing: the signal file would be one of the real disk."""
 
 
+def _watch_signals(senders: Any) -> None:
+    process = current_process()
+    process.own_signals.clear()
+    process.on_signal = lambda: senders.on_own() if senders.look() == OWN else None
+
+
 def _watch_no_signals(senders: Any) -> None:
-    """Does nothing: the real process of the simulation gets no signal."""
+    current_process().on_signal = None
 
 
-def _sent_by_another(senders: Any) -> str:
-    return OTHER
+def _sender(senders: Any) -> str:
+    return OWN if all(current_process().own_signals) else OTHER
 
 
 def _keep_priority() -> None:
@@ -233,8 +239,8 @@ def _fakes() -> dict[Any, Any]:
     """Returns {function or class of the product or of Python: its fake}."""
     return {**_FUNCTIONS, lease.holder_of_this_process: _holder_of_this_process, lease.is_alive: _is_alive,
             host_memory.levels: _memory_levels, mounts.is_local: _is_local,
-            crash_loop.LoadAttempt._capture_signals: _capture_signals, SignalSenders.begin: _watch_no_signals,
-            SignalSenders.close: _watch_no_signals, SignalSenders.look: _sent_by_another, Staging: _Staging,
+            crash_loop.LoadAttempt._capture_signals: _capture_signals, SignalSenders.begin: _watch_signals,
+            SignalSenders.close: _watch_no_signals, SignalSenders.look: _sender, Staging: _Staging,
             background_scrub.lower_priority: _keep_priority, **memory_disk.FAKES}
 
 

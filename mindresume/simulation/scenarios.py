@@ -146,7 +146,8 @@ class Simulation:
                   for process in self.cluster.processes if not _may_end_with(process.error)]
         work = SHORT_WORK + (SCRUBS if self.training.settings.scrub.every_hours else 0)
         limit = LONGEST_EXCHANGE + work * self.schedule.tick
-        if not any(injected.fault.kind in ("slow", "pause") for injected in self.cluster.injected):
+        if not (any(injected.fault.kind in ("slow", "pause") for injected in self.cluster.injected)
+                or any(process.hangs for process in self.cluster.processes)):
             found += [Finding(STUCK, f"{job.name}: a rank waited in a collective for {job.communicator.longest_wait:.0f} s while "
                                      f"others did file operations")
                       for job in self.jobs if job.communicator.longest_wait > limit]

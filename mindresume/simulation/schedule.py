@@ -45,6 +45,7 @@ EXPLAINED = {
     "unreadable": "one object in the bucket becomes unreadable",
     "rot": "one bit of a file of a checkpoint flips on a disk or in a bucket; no size and no time changes",
     "rot in memory": "one bit of a file of a save in memory of the host flips",
+    "own signal": "the process sends SIGTERM to itself, as MindSpore does after a failure; AMOUNT 1: its training never goes on",
     "unreadable file": "the file that is opened next cannot be read, by anybody, for some operations (EIO); then it can",
     "unreadable disk": "the host can read nothing on its disk for some operations (ESTALE); then it can"}
 _PICKS = 24                     # picks are drawn for the first moments at which a task blocks
@@ -54,9 +55,10 @@ QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE = "quota", "quota of the
 ROT, ROT_IN_MEMORY = SILENT = "rot", "rot in memory"
 UNREADABLE_FILE, UNREADABLE_DISK = PASSING = "unreadable file", "unreadable disk"       # errors of reading that pass
 READS = ("open", "list", "status")
+OWN_SIGNAL = "own signal"       # SIGTERM from itself
 _AMOUNTS = {OUTAGE: (3, 30, 300), QUOTA: (20, 200, 2000), QUOTA_OF_HOST: (20, 200, 2000), MEMORY: (0, 100, 1 << 40),
             UNREADABLE: range(1000), ROT: range(1000), ROT_IN_MEMORY: range(1000), UNREADABLE_FILE: (10, 100, 1000),
-            UNREADABLE_DISK: (10, 50, 200)}     # of the faults of few scenarios
+            UNREADABLE_DISK: (10, 50, 200), OWN_SIGNAL: (0, 1)}     # of the faults of few scenarios
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from mindresume.simulation.scenarios import Simulation
 from mindresume.simulation.schedule import (
     KILL_LAUNCHER,
     MEMORY,
+    OWN_SIGNAL,
     PASSING,
     QUOTA,
     QUOTA_OF_HOST,
@@ -35,9 +36,9 @@ from mindresume.simulation.schedule import (
 )
 from mindresume.simulation.search import SCENARIOS, Counts, KnownStates, count_operations, run
 
-NAMES = ("quota", "memory", "launcher", "hidden", "copied", "snapshot", "copy", "copy with a tier", "conversion",
+NAMES = ("quota", "memory", "launcher", "hidden", "own signal", "copied", "snapshot", "copy", "copy with a tier", "conversion",
          "conversion of files", "verify", "scrub", "unreadable", "bucket unreadable", "bucket health")
-RARE = {QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE, *PASSING}
+RARE = {QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE, OWN_SIGNAL, *PASSING}
 
 
 NOTHING = Schedule()
@@ -83,7 +84,7 @@ def test_random_schedules(name):
 def test_faults_of_these_scenarios_occur_in_no_other():
     assert {name for name, scenario in SCENARIOS.items() if RARE & set(scenario.kinds)} == {
         "quota", "memory", "launcher", "hidden", "bucket unreadable", "conversion", "conversion of files", "verify", "scrub",
-        "unreadable"}
+        "unreadable", "own signal"}
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

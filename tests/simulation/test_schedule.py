@@ -12,6 +12,7 @@ from mindresume.simulation.schedule import (
     KINDS,
     MEMORY,
     OUTAGE,
+    OWN_SIGNAL,
     PASSING,
     QUOTA,
     QUOTA_OF_HOST,
@@ -61,7 +62,7 @@ def test_faults_of_few_scenarios_have_their_own_amounts():
     amounts = {kind: {fault.amount for fault in faults if fault.kind == kind} for kind in rare}
     assert amounts[QUOTA] == amounts[QUOTA_OF_HOST] == {20, 200, 2000} and amounts[OUTAGE] == {3, 30, 300}
     assert amounts[MEMORY] == {0, 100, 1 << 40} and amounts[KILL_LAUNCHER] == {0} and len(amounts[UNREADABLE]) > 20
-    assert not set(rare) & set(KINDS) and {*rare, ROT, ROT_IN_MEMORY, *PASSING, *KINDS} == set(EXPLAINED)
+    assert not set(rare) & set(KINDS) and {*rare, ROT, ROT_IN_MEMORY, OWN_SIGNAL, *PASSING, *KINDS} == set(EXPLAINED)
 
 
 @pytest.mark.parametrize("schedule", [Schedule(), *DRAWN[:40]])

@@ -44,10 +44,10 @@ from mindresume.saving import (
 from mindresume.saving.memory_tier import directory, opening, slots
 from mindresume.simulation.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
 from mindresume.simulation.runtime_fakes import patched_product
-from mindresume.simulation.schedule import UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule, random_schedule
+from mindresume.simulation.schedule import OWN_SIGNAL, UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule, random_schedule
 from mindresume.simulation.search import SCENARIOS, SHARE, Counts, Failure, KnownStates, count_operations, replay, run
 from mindresume.storage import atomic_publish
-from mindresume.supervisor import background, background_states, rendezvous, supervisor
+from mindresume.supervisor import background, background_states, rendezvous, restart_policy, supervisor
 
 Patch = pytest.MonkeyPatch
 
@@ -308,6 +308,19 @@ MUTANTS = [
     mutant("the last step is saved again by one rank alone", [
         Edit(training_end.TrainingEnd, "save_last", "request.collect if", "(lambda: None) if")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=226, within=25, draws=each("EIO")),
+
+    mutant("SIGTERM of a rank's own counts as a request of others", [
+        Edit(preemption.PreemptionHandler, "local_request", "if sender != OWN:", "if True:"),
+        Edit(preemption.PreemptionHandler, "local_request", "BY_SIGNAL if sender == OTHER else BY_UNKNOWN", "BY_SIGNAL"),
+        Edit(preemption.PreemptionHandler, "_end_by_own_signal", "self._on_own_signal()", "pass")],
+        ("own signal", "safetensors", ""), STUCK, deaths=False, first=135, within=25, draws=each(OWN_SIGNAL)),
+    mutant("nobody learns of SIGTERM of its own before the next step, which never comes", [
+        Edit(preemption.PreemptionHandler, "__init__", "SignalSenders(self._end_by_own_signal)", "SignalSenders(lambda: None)")],
+        ("own signal", "safetensors", ""), STUCK, deaths=False, first=135, within=25, draws=each(OWN_SIGNAL, 1)),
+    mutant("who was asked to stop is started again", [
+        Edit(restart_policy, "decide", "if last.is_preempted:", "if False:"),
+        Edit(restart_policy, "decide", "in _FINAL:", "in ():")],
+        ("own signal", "safetensors", ""), WRONG, deaths=False, first=125, within=25, draws=each("term")),
 
     # ---- supervisors ---------------------------------------------------------------------------------------------------
     mutant("a node starts in a generation that counts on its dead supervisor", [
