@@ -22,17 +22,20 @@ from mindresume.storage.interface import Status, Storage
 LAG = 30.0                          # seconds for which an NFS client caches a listing (acdirmin is 30, acdirmax 60)
 _TICK = 0.1                         # seconds of simulated time per operation
 _FULL = ("write", "rename", "make_folder")
+_READS = ("list", "status", "open")
 
 # name -> (errno, operations it can hit; () = all)
 ERRORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "EIO": (errno.EIO, ()), "ESTALE": (errno.ESTALE, ()), "ENOSPC": (errno.ENOSPC, _FULL), "EDQUOT": (errno.EDQUOT, _FULL),
-    "EIO after": (errno.EIO, ("write", "rename", "sync", "remove", "make_folder"))}
+    "EIO after": (errno.EIO, ("write", "rename", "sync", "remove", "make_folder")),
+    "unreadable": (errno.ESTALE, _READS)}
 DEATHS = ("kill one", "kill some", "kill all", "torn", "power", "reorder", "late")
 FAULTS = (*ERRORS, *DEATHS)
 EXPLAINED = {
     "EIO": "the operation fails once", "ESTALE": "it fails once, as on NFS after the server forgot a file",
     "ENOSPC": "the disk is full from here on", "EDQUOT": "the quota is exhausted from here on",
     "EIO after": "the operation takes effect and reports an error nevertheless",
+    "unreadable": "nothing can be read from here on; after the run it can",
     "kill one": "this rank is killed right before the operation",
     "kill some": "this rank and some others are killed", "kill all": "all ranks are killed",
     "torn": "all ranks are killed in the middle of a write", "power": "power loss: all unflushed data is lost",
@@ -131,8 +134,8 @@ class FaultInjector:
                 self._inject(rank, half if name == "write" else lambda: None)
                 raise Killed
             if fault.kind in ERRORS:
-                full = ERRORS[fault.kind][1] == _FULL
-                if number == fault.at or (full and number > fault.at):
+                lasts = ERRORS[fault.kind][1] in (_FULL, _READS)
+                if number == fault.at or (lasts and number > fault.at):
                     if fault.kind == "EIO after":
                         act()
                     code = ERRORS[fault.kind][0]

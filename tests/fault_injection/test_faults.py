@@ -88,9 +88,21 @@ def test_an_error_that_is_reported_late_has_taken_effect(root):
     assert storage.list(root) == ["a"]                               # a listing changes nothing: not hit
 
 
+def test_nothing_can_be_read_from_there_on_and_everything_can_be_written(root):
+    storage = injector_for("unreadable", at=2).storage_of(0)
+    path = os.path.join(root, "a", "f")
+    assert storage.list(root) == ["a"]
+    for call in (lambda: storage.list(root), lambda: storage.status(path), lambda: storage.open(path)) * 2:
+        assert attempt(call) == errno.ESTALE
+    storage.remove(path)
+    assert not os.path.exists(path)
+
+
 def test_combinations_that_cannot_be():
     assert not Fault("ENOSPC", 1).hits("list") and not Fault("torn", 1).hits("rename") and not Fault("EIO after", 1).hits("open")
-    assert all(Fault(kind, 1).hits("write") for kind in FAULTS)
+    assert all(Fault(kind, 1).hits("write") for kind in FAULTS if kind != "unreadable")
+    assert [name for name in ("open", "list", "status", "write", "sync") if Fault("unreadable", 1).hits(name)] == [
+        "open", "list", "status"]
     assert all(Fault(kind, 1).hits("sync") for kind in DEATHS if kind != "torn")
 
 
