@@ -42,6 +42,10 @@ from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES
 
 _FLOATS, _INTS = ("float16", "float32", "float64", "bfloat16"), ("int8", "int16", "int32", "int64")
+# first part of the names of the states of the optimizers of MindSpore and mindformers (nn/optim, mint/optim, core/optim)
+_STATES = frozenset(("adam_m", "adam_v", "lamb_m", "lamb_v", "muon_m", "momentum_buf", "moments", "moment", "moment1", "moment2",
+                     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "accum", "accum_update", "mean_grad", "mean_square",
+                     "step_size", "vhat"))
 _ADAPTERS = ("lora", "mindpet_delta")           # in the names of parameters that mindformers adds for pet_config
 
 Wanted = Mapping[str, tuple[tuple[int, ...], str]]          # {parameter: (shape, dtype)}
@@ -208,7 +212,7 @@ def _parameters_of_network(cell: Any, network: Any, offered: Collection[str]) ->
 def checkpoint_names(wanted: Collection[str], tensors: Mapping[str, Any], what: str, optional: Callable[[str], bool],
                      emit: Emit) -> dict[str, str]:
     """Returns {parameter: its name in the checkpoint} where the names differ, by the rules of MindSpore and mindformers: tk_delta
-    for mindpet_delta, and one common prefix of all parameters that are not found.
+    for mindpet_delta, and one common prefix of all parameters that are not found, but none of optimizer states.
 
     Raises:
         LoadError: No parameter is in the checkpoint.
@@ -219,7 +223,7 @@ def checkpoint_names(wanted: Collection[str], tensors: Mapping[str, Any], what: 
     if left:
         ends = (name for name in tensors if name.endswith(f".{left[0]}"))
         prefixes = [prefix for prefix in (name.removesuffix(left[0]) for name in ends)
-                    if all(prefix + name in tensors for name in left)]
+                    if prefix.partition(".")[0] not in _STATES and all(prefix + name in tensors for name in left)]
         if len(prefixes) == 1:
             emit(warning(f"{what} has {len(left)} parameters under another name, with the prefix {prefixes[0]}"))
             found |= {name: prefixes[0] + name for name in left}

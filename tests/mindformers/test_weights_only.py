@@ -275,6 +275,14 @@ def test_a_common_prefix_and_old_adapter_names_are_accepted(tmp_path):
     assert network.loaded["w.mindpet_delta_lora_a"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("state", ["adam_m", "moments", "exp_avg"])
+def test_the_states_of_an_optimizer_are_no_weights(tmp_path, state):
+    """A file of one momentum alone was loaded as weights, with a warning about a prefix."""
+    states = {f"{state}.{name}": array for name, array in TENSORS.items() if name in WEIGHTS}
+    with pytest.raises(CollectiveError, match=r"holds none of the \d+ parameters of the network"):
+        load(complete(tmp_path / "states", states), tmp_path, SINGLE)
+
+
 @pytest.mark.parametrize("stored, wanted, values", [
     ("float32", "bfloat16", [1.0, -0.5, np.inf]), ("bfloat16", "float32", [1.0, 3.0, -2.0]),
     ("float32", "float16", [1.0, 2.5, 7.0]), ("int64", "int32", [1, -5, 2**31 - 1])])

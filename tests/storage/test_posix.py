@@ -33,7 +33,7 @@ def test_below_what_is_no_folder_nothing_exists(tmp_path, folder):
 
 
 def test_a_folder_of_a_lower_layer_that_cannot_be_renamed_is_explained(tmp_path, monkeypatch):
-    """overlayfs renames no folder that lies in an image; "Invalid cross-device link" says that to nobody."""
+    """overlayfs renames no folder of an image. "Invalid cross-device link" tells nobody that."""
     def replace(old, new):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), old, None, new)
     monkeypatch.setattr(os, "replace", replace)
