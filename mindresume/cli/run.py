@@ -98,10 +98,11 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
 
     Exit status: the job's, 128 + N if signal N ended it, 124 after a hang.
     """
+    from mindresume.coordination.awake_clock import AwakeClock
     from mindresume.storage.posix import PosixStorage
     from mindresume.supervisor.background import BackgroundHandler
     from mindresume.supervisor.background_states import BackgroundStates
-    from mindresume.supervisor.hang import AwakeClock, HangLimits
+    from mindresume.supervisor.hang import HangLimits
     from mindresume.supervisor.job import JobSettings
     from mindresume.supervisor.rendezvous import Rendezvous
     from mindresume.supervisor.restart_policy import RestartPolicy

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 
+from mindresume.coordination.awake_clock import AwakeClock
 from mindresume.coordination.lease import (
     BEAT,
     ENDED,
@@ -161,10 +162,11 @@ def _watch(storage: Storage, root: str, me: LeaseHolder, emit: Emit, clock: Call
            besides: Collection[str] = ()) -> list[LeaseHolder]:
     """Returns the dead holders of leases on ``root``, without the runs ``besides``. A holder on another machine is alive if a
     heartbeat comes, and dead after ``PATIENCE`` of its heartbeats without one. A process of this machine may end in this time,
-    and an unreadable lease may become readable. Raises LeaseHeldError if a holder is or may be alive."""
+    and an unreadable lease may become readable. Time in which this process was suspended itself does not count: a holder may have
+    been, too. Raises LeaseHeldError if a holder is or may be alive."""
     beats: dict[str, int] = {}                      # {run: heartbeats when first read}
     since: dict[tuple[str, bool], float] = {}       # {(run, readable): when that was first seen}
-    said = False
+    said, clock = False, AwakeClock(clock)
     while True:
         now, (found, unreadable) = clock(), read_leases(storage, root)
         owners = [holder for holder in found if holder.purpose == SAVING and holder.run not in besides]

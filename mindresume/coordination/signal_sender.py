@@ -52,6 +52,7 @@ class SignalSenders:
         """Begins to watch. Only in the main thread, after ``signal.signal``."""
         self.arm()
         _drain(_pipe()[0])
+        _take_senders()                         # of signals before, which nobody has looked for
         signal.set_wakeup_fd(_pipe()[1], warn_on_full_buffer=False)
         with suppress(RuntimeError):            # the limit of threads is reached: ``look`` notices the signal
             threading.Thread(target=self._watch, name="mindresume-signals", daemon=True).start()

@@ -1,38 +1,12 @@
 """Decides from heartbeats whether a job hangs. The silence of a log decides nothing: a long compilation is silent too."""
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mindresume.coordination.awake_clock import AwakeClock
 from mindresume.coordination.rank_heartbeat import ENDED, ENDING, INFERENCE, PHASES, SAVING, TRAINING, Heartbeat
 from mindresume.events import FAILED
-
-_GAP = 10.0                     # seconds between two readings of an AwakeClock from which on this process was suspended
-
-
-class AwakeClock:
-    """A monotonic clock that stands still while this process is suspended (SIGSTOP, Slurm's suspend, a paused container or
-    machine): nobody could make progress then, or be heard of. It is read several times a second, and a gap between two readings
-    shows that nobody could."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock, self._last, self._lock = clock, clock(), threading.Lock()
-        self._gaps: list[tuple[float, float]] = []              # (end, seconds)
-
-    def __call__(self) -> float:
-        with self._lock:
-            now = self._clock()
-            if now - self._last > _GAP:
-                self._gaps.append((now, now - self._last))
-            self._last = now
-        return self.at(now)
-
-    def at(self, moment: float) -> float:
-        """Returns the reading at a moment of the monotonic clock."""
-        return moment - sum(seconds for end, seconds in self._gaps if end <= moment)
-
 
 _ALWAYS_AWAKE = AwakeClock()
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mindresume.coordination import rank_heartbeat
+from mindresume.coordination.awake_clock import AwakeClock
 from mindresume.coordination.process_identity import process_namespace
 from mindresume.coordination.rank_heartbeat import ENDED, ENDING, NONE, Heartbeat, read_heartbeats
 from mindresume.events import (
@@ -39,7 +40,7 @@ from mindresume.events import (
 from mindresume.events.log_lines import end_text
 from mindresume.storage.operations import call_within
 from mindresume.supervisor import stacks
-from mindresume.supervisor.hang import AwakeClock, HangLimits, find_hang
+from mindresume.supervisor.hang import HangLimits, find_hang
 from mindresume.supervisor.job_end import EndTimes, end_job
 from mindresume.supervisor.log_excerpt import PATIENCE, excerpt, tail
 from mindresume.supervisor.members import Ended, Member, Members

@@ -199,6 +199,19 @@ def test_a_holder_on_another_host_that_sends_heartbeats_is_alive(tmp_path):
     assert time.now < 30
 
 
+def test_a_watcher_that_was_suspended_with_the_holder_goes_on_watching(tmp_path):
+    other, beaten = publish_lease(tmp_path, ELSEWHERE), []
+
+    def sleep(now):
+        if 5 < now < 1000:
+            time.now += 5000                                # the whole cluster was
+        elif now > 5010 and not beaten:
+            beaten.append(other.beat())
+    time = ManualClock(sleep)
+    with pytest.raises(LeaseHeldError, match="node7"):
+        acquire_lease(tmp_path, time=time)
+
+
 class During(PosixStorage):
     """Calls ``act`` right before its operation number ``at``."""
 

@@ -71,6 +71,18 @@ def test_a_signal_that_another_thread_has_taken_has_no_known_sender(senders):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
+def test_a_signal_from_before_has_no_part_in_it(senders):
+    senders.close()
+    from_outside()                              # its sender stays on the stack
+    later = SignalSenders()
+    later.begin()
+    assert later.look() == UNKNOWN
+    from_itself()
+    assert later.look() == OWN
+    later.close()
+    signal.set_wakeup_fd(-1)
+
+
 def test_a_handler_that_was_installed_later_is_armed_again(senders):
     signal.signal(signal.SIGTERM, lambda *_: None)
     from_outside()
