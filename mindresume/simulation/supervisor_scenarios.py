@@ -102,10 +102,10 @@ class Jobs:
 
 
 class _FullPipe:
-    """An output whose reader has stopped: nothing can be printed any more."""
+    """An output whose reader has stopped. Who prints waits for longer than the supervisors may take."""
 
     def handle(self, event: Event, time_s: float) -> None:
-        current_cluster().scheduler.block(None, "prints into a full pipe")
+        current_cluster().scheduler.sleep(LIMIT_AFTER_DEATHS)
 
     def close(self) -> None:
         pass
