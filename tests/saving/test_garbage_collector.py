@@ -606,3 +606,39 @@ def test_a_pointer_that_may_not_be_read_stops_no_removal(tmp_path):
             return super().open(path)
     made = plan(Private(), str(tmp_path), KeepLast(1), {}, ended=over)
     assert steps(made.to_delete) == [6, 5]
+
+
+# ---- what cannot be read now -------------------------------------------------------------------------------------------
+
+class Unreadable(PosixStorage):
+    """Reports EIO for files with one of ``names`` in their path."""
+
+    def __init__(self, *names):
+        self.names = names
+
+    def open(self, path):
+        if any(name in path for name in self.names):
+            raise OSError(errno.EIO, "Input/output error", path)
+        return super().open(path)
+
+    def list(self, path):
+        if os.path.basename(path) in self.names:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return super().list(path)
+
+
+WEIGHTS, RECORDS = "-1_5.safetensors", f"{FOLDER}/{TRASH}"
+
+
+@pytest.mark.parametrize("names", [
+    (RECORDS, WEIGHTS),                                     # neither the records nor the labels of the weights
+    (WEIGHTS, attempt_name(20, RUN))])                      # and not all saves are known, so the labels would have to decide
+def test_a_removal_whose_files_cannot_be_told_from_others_is_postponed(saved, names):
+    """Without its records nobody would ever find its weights: they would fill the disk."""
+    made, events = planned(saved, KeepEverySteps(10)), []
+    assert steps(made.to_delete) == [15, 5]
+    carry_out(Unreadable(*names), str(saved), Plan(to_delete=made.to_delete[1:]), emit=events.append)
+    assert path_of(saved, 5, 0).exists() and any(name.startswith(TRASH) for name in os.listdir(saved / FOLDER))
+    assert [type(event) for event in events] == [RemovalPostponed] and "Input/output error" in events[0].reason
+    carry_out(STORAGE, str(saved), Plan())
+    assert not path_of(saved, 5, 0).exists() and not any(name.startswith(TRASH) for name in os.listdir(saved / FOLDER))
