@@ -12,7 +12,7 @@ import iteration_folders
 import numpy as np
 import pytest
 from memory_tiers import make_owned_tier, memory  # noqa: F401  a fixture
-from rank_folders import RUN, STORAGE, flip_bit, path_of, save, state_of, target_of, write_foreign
+from rank_folders import RUN, STORAGE, counters, flip_bit, path_of, save, state_of, target_of, write_foreign
 
 pytest.importorskip("mindformers.tools")
 
@@ -452,6 +452,28 @@ def test_a_training_that_is_complete_with_a_save_in_memory_writes_it_to_disk(tmp
     assert [(c.step, c.committed) for c in scan_records(STORAGE, str(tmp_path / "checkpoint"))[0]] == [(40, True)]
 
 
+def test_a_training_that_is_complete_commits_its_last_step_if_the_run_before_had_died(tmp_path):
+    root = tmp_path / "checkpoint"
+    save(root, 40, world=1)
+    next(root.glob(f"{FOLDER}/*/manifest.json")).unlink()
+    (chosen,) = scan_records(STORAGE, str(root))[0]
+    assert not chosen.committed
+
+    def done(self):
+        choice, current = Choice(chosen, (), (), False, (), str(root)), training_context.current()
+        current.plan, current.resources.storage = training_context.ResumePlan(choice=choice, selected=choice), STORAGE
+        raise TrainingCompleteError("the training is complete: step 40")
+    assert patches._wrap_train(done)(FakeTrainer()) is None
+    assert [(c.step, c.committed) for c in scan_records(STORAGE, str(root))[0]] == [(40, True)]
+
+
+def test_processes_of_msrun_that_do_not_communicate_do_not_train(monkeypatch):
+    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
+    monkeypatch.setenv("MS_WORKER_NUM", "2")
+    with pytest.raises(ConfigError, match="2 processes, but they do not communicate"):
+        patches._wrap_train(lambda self: pytest.fail("it trains"))(FakeTrainer())
+
+
 def test_settings_come_from_the_yaml_section():
     class Trainer:
         config = MindFormerConfig(mindresume={"on_save_error": "raise"})
@@ -695,6 +717,21 @@ def test_the_file_of_one_rank_is_not_loaded_by_all_ranks_of_a_job_that_cuts_tens
         return
     with pytest.raises(LoadError, match="/run/net_rank_0-1_5.safetensors is one file.*so the file holds the slices of one rank"):
         check([(one,), (one,)])
+
+
+def test_the_load_looks_for_the_file_of_one_rank(tmp_path, current, monkeypatch):
+    class Pair(SingleProcess):
+        def gather(self, message):
+            return [message, message]
+    tensors = {**snapshot([(p.name, p) for p in network(1.0).get_parameters()]), **counters(5)}
+    write_shard(target_of(tmp_path / "other", 0, 1), rank_shard(FileName("net", 0, 0, 1, 5, "safetensors"), state_of(5), tensors))
+    path = shutil.copy(tmp_path / "other" / "rank_0" / "net_rank_0-1_5.safetensors", tmp_path)
+    current.resources.group = Pair(0, 2)
+    job_start.select_checkpoint(config_of(path), current)
+    cut = TensorLayout((2,), (0, -1)), (4, 3)               # of a network that was compiled for two ranks
+    monkeypatch.setattr(state_restorer, "job_layouts", lambda *given: {"weight": cut})
+    with pytest.raises(CollectiveError, match="is one file, which each of the 2 ranks would load"):
+        state_restorer.load_shard(network(5.0), current, STORAGE)
 
 
 def test_a_file_that_changed_between_proof_and_load_is_not_loaded(tmp_path, current):
