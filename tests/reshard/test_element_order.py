@@ -168,7 +168,7 @@ def test_an_iteration_folder_keeps_optimizer_shards_apart(tmp_path):
 def test_no_plan_is_derived_from_metadata_json_alone(tmp_path):
     """It does not tell which cuts are those of optimizer shards: norms would be cut, too."""
     iteration_folders.foreign(tmp_path / "source", "mf190_20_dp2tp2opt")
-    with pytest.raises(ConfigError, match="metadata.json does not tell optimizer shards"):
+    with pytest.raises(ConfigError, match="do not tell shards over data parallelism"):
         mindresume.convert(tmp_path / "source", tmp_path / "new", to="tp=4")
     mindresume.convert(tmp_path / "source", tmp_path / "new", to="dp=4,tp=1")
     assert os.path.isdir(tmp_path / "new")
