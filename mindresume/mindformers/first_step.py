@@ -17,11 +17,8 @@ from mindresume.mindformers import adapter, heartbeat, training_context
 
 
 class FirstStep(Callback):
-    """Compares the parameters with what was loaded, and begins the load attempt, once after each load.
-
-    Raises:
-        AlteredWeightsError: On all ranks, if the parameters of one are others.
-    """
+    """Compares the parameters with what was loaded, and begins the load attempt, once after each load. Raises
+    AlteredWeightsError as ``Resources.check_loaded``."""
 
     def on_train_step_begin(self, run_context: Any) -> None:
         resources, cb_params = training_context.current().resources, run_context.original_args()
@@ -33,7 +30,7 @@ class FirstStep(Callback):
     @staticmethod
     def _begin(network: Any, callbacks: Iterable[object]) -> None:
         context = training_context.current()
-        context.resources.check_loaded(((it.name, it) for it in network.get_parameters()), callbacks)
+        context.resources.check_loaded(((it.name, it) for it in network.get_parameters()), callbacks, context.plan.resumes)
         heartbeat.enter(FIRST_STEP)
         if context.monitor is not None:
             context.monitor.begin_load_attempt()

@@ -27,7 +27,7 @@ from mindresume.coordination.lease import Lease
 from mindresume.coordination.rank_heartbeat import ENDING, INFERENCE
 from mindresume.coordination.storage_topology import SharedGroups, single_group
 from mindresume.errors import AlteredWeightsError, ConfigError, RemoteError, TrainingCompleteError
-from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, Notice, TrainingEnded, TrainingStarted
+from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, Notice, TrainingEnded, TrainingStarted, warning
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import EventFile
 from mindresume.mindformers import adapter, heartbeat, modelarts, process_times
@@ -201,15 +201,19 @@ class Resources:
     loaded: LoadedWeights | None = None
     scrub: BackgroundScrub | None = None
 
-    def check_loaded(self, parameters: Iterable[tuple[str, Any]], callbacks: Iterable[object]) -> None:
-        """Compares the parameters with what was loaded, on all ranks, at the first call after a load. Raises AlteredWeightsError
-        on all ranks if one has others."""
+    def check_loaded(self, parameters: Iterable[tuple[str, Any]], callbacks: Iterable[object], resumes: bool) -> None:
+        """Compares the parameters with what was loaded, on all ranks, at the first call after a load. If one has others, a resume
+        raises AlteredWeightsError on all ranks. Where weights alone were loaded it is a warning: a callback of the user may have
+        reasons to put others on top of them."""
         loaded, self.loaded = self.loaded, None
         if loaded is None:
             return
         found = gather_results(self.group, lambda: loaded.difference(parameters, callbacks))
-        if problem := next(((rank, text) for rank, text in enumerate(found) if text), None):
-            raise AlteredWeightsError(f"rank {problem[0]}: {problem[1]}")
+        problem = next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text), "")
+        if problem and resumes:
+            raise AlteredWeightsError(problem)
+        if problem and self.group.rank == 0:
+            self.emit(warning(problem))
 
     def stop_scrub(self) -> None:
         """Ends the scrub in the background. Idempotent."""

@@ -64,7 +64,19 @@ def test_all_ranks_end_if_one_has_other_weights():
         if group.rank == 1:
             found["w"] *= 2
         with pytest.raises(AlteredWeightsError, match="rank 1: 1 of 3 tensors are not what was loaded: w"):
-            resources.check_loaded(found.items(), ())
-        resources.check_loaded(found.items(), ())               # once is enough
+            resources.check_loaded(found.items(), (), True)
+        resources.check_loaded(found.items(), (), True)         # once is enough
         return True
     assert Threads(3).run(start) == [True] * 3
+
+
+def test_other_weights_on_top_of_loaded_ones_are_a_warning_where_nothing_is_resumed():
+    def start(group):
+        events, found = [], arrays()
+        resources = Resources(group, events.append)
+        resources.loaded = LoadedWeights.of(found)
+        found["w"] *= 2
+        resources.check_loaded(found.items(), [Backup()], False)
+        return [event.text for event in events]
+    (text,), *others = Threads(2).run(start)
+    assert others == [[]] and "rank 0: 1 of 3 tensors are not what was loaded: w" in text and "Backup" in text

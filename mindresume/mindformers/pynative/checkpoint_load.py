@@ -232,7 +232,7 @@ def check_loaded(run: TrainingRun) -> None:
         model = parameters.model_parameters(trainer.model)
         held = {**model, **parameters.optimizer_parameters(trainer.optimizer, model)}
         resources.check_loaded(((name, parameters.local(parameter)) for name, parameter in held.items()),
-                               trainer.callback_handler.callbacks)
+                               trainer.callback_handler.callbacks, run.context.plan.resumes)
 
 
 def _regions(run: TrainingRun, weights: CheckpointView, shapes: Mapping[str, Any], layouts: parameters.Layouts,
