@@ -4,6 +4,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from mindresume.storage.interface import Storage
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+_TICK = 0.2                     # seconds between two questions whether to go on waiting
 
 
 def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -54,14 +56,19 @@ def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterab
     return [results[number] for number in range(len(rows))]
 
 
-def call_within(seconds: float, work: Callable[[], Result], default: Result) -> Result:
-    """Returns what ``work`` returns, which reads a disk that can hang for ever; ``default`` if that takes longer than
-    ``seconds``, or no thread can be started. ``work`` goes on in its thread. It must not raise."""
+def call_within(seconds: float, work: Callable[[], Result], default: Result, may_go_on: Callable[[], bool] | None = None
+                ) -> Result:
+    """Returns what ``work`` returns, which uses a disk that can hang for ever; ``default`` if that takes longer than ``seconds``,
+    if ``may_go_on``, which is asked several times a second, returns False, or if no thread can be started. ``work`` goes on in
+    its thread. It must not raise."""
     found: list[Result] = []
     thread = threading.Thread(target=lambda: found.append(work()), name="mindresume-bounded", daemon=True)
+    until = time.monotonic() + seconds
     with suppress(RuntimeError):                # the limit of threads is reached
         thread.start()
-        thread.join(seconds)
+        thread.join(seconds if may_go_on is None else _TICK)
+        while may_go_on is not None and thread.is_alive() and may_go_on() and time.monotonic() < until:
+            thread.join(_TICK)
     return found[0] if found else default
 
 

@@ -1,24 +1,19 @@
 """Lets what can block wait in a thread of its own: the supervisor, which watches and ends a job, waits for nobody.
 
     emit.add(BackgroundHandler(handler))        # a terminal or a pipe whose reader stops, a disk that hangs
-    call_while(lambda: signals < 2, 1800.0, work, None)     # at the end of a job: until it is done, given up, or out of time
 """
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
 
 from mindresume.events import Event
 from mindresume.events.emitter import Handler
 
-Result = TypeVar("Result")
 KEPT = 1000                     # events that wait for a handler; while more do, the oldest are dropped
 PATIENCE = 10.0                 # seconds for which the end waits for a handler
-_TICK = 0.2
 
 
 class BackgroundHandler:
@@ -75,16 +70,3 @@ class BackgroundHandler:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(self._patience)
-
-
-def call_while(may_go_on: Callable[[], bool], seconds: float, work: Callable[[], Result], default: Result) -> Result:
-    """Returns what ``work`` returns; ``default`` if it takes longer than ``seconds``, if ``may_go_on``, which is asked several
-    times a second, returns False, or if no thread can be started. ``work`` goes on in its thread. It must not raise."""
-    found: list[Result] = []
-    thread = threading.Thread(target=lambda: found.append(work()), name="mindresume-bounded", daemon=True)
-    until = time.monotonic() + seconds
-    with suppress(RuntimeError):
-        thread.start()
-        while thread.is_alive() and may_go_on() and time.monotonic() < until:
-            thread.join(_TICK)
-    return found[0] if found else default

@@ -32,7 +32,7 @@ from mindresume.events import (
 from mindresume.events.emitter import Emitter
 from mindresume.storage.operations import call_within
 from mindresume.supervisor import orphans
-from mindresume.supervisor.background import PATIENCE, call_while
+from mindresume.supervisor.background import PATIENCE
 from mindresume.supervisor.earlier_logs import keep_logs
 from mindresume.supervisor.event_recorder import EventRecorder
 from mindresume.supervisor.failure_page import page
@@ -132,8 +132,8 @@ class Supervisor:
         decision = self.supervise()
         if decision.status and self._output and self.flush is not None:
             output = self._output
-            done = call_while(lambda: len(self._signals) < 2, _FLUSHING,
-                              lambda: self.flush(output, lambda: len(self._signals) > 1), None)
+            done = call_within(_FLUSHING, lambda: self.flush(output, lambda: len(self._signals) > 1), None,
+                               lambda: len(self._signals) < 2)
             if done is not None:
                 self.emit(done)
         if decision.action == GIVE_UP:

@@ -6,8 +6,9 @@ import pytest
 
 from mindresume.events import Notice
 from mindresume.events.emitter import Emitter
+from mindresume.storage.operations import call_within
 from mindresume.supervisor import background
-from mindresume.supervisor.background import KEPT, BackgroundHandler, call_while
+from mindresume.supervisor.background import KEPT, BackgroundHandler
 
 
 class Recorder:
@@ -64,7 +65,7 @@ def test_without_a_thread_the_events_wait_for_one(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(background.threading, "Thread", NoThread)
         handler.handle(Notice("1"), 0.0)
-        assert call_while(lambda: True, 60, lambda: 1, "none") == "none"
+        assert call_within(60, lambda: 1, "none", lambda: True) == "none"
     handler.handle(Notice("2"), 0.0)
     handler.close()
     assert inner.seen == ["1", "2"]
@@ -96,5 +97,5 @@ def test_work_that_hangs_is_left(answers, found):
             hangs.wait()
         return "done"
     rows = iter(answers)
-    assert call_while(lambda: next(rows, True), 600, work, "gave up") == found
+    assert call_within(600, work, "gave up", lambda: next(rows, True)) == found
     hangs.set()
