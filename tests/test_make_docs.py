@@ -75,8 +75,8 @@ def where_text(path):
 def check(name, value, rows, path):
     more = "; ..." if len(rows) > 3 else ""
     if name:
-        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(CHOICES)}"[:400] + (f" ({len(rows)} rows)" if rows else
-                                                                                              ""))
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(CHOICES)}"[:400]
+                          + (f" ({counted(len(rows), 'row')})" if rows else ""))
     raise CorruptFileError(path, f"it has {self.size} bytes, {'none' if more else value.count} expected: "
                                  f"{where_text(path)}{more}")
 def choose(step, error):
@@ -95,7 +95,7 @@ def test_templates_of_texts():
     path = PACKAGE / "formats" / "x.py"
     found = messages_of(Source.of({path: tree}), {"ConfigError", "CorruptFileError"})
     assert found == [Message(error, template, "formats") for error, template in (
-        ("ConfigError", "<name> is <value>; choose one of a, b[ (<number of rows> rows)]"),
+        ("ConfigError", "<name> is <value>; choose one of a, b[ (<number of rows> row[s])]"),
         ("CorruptFileError", "<path>: it has <size> bytes, [none | <count>] expected: the folder above <path>[; ...]"),
         ("ConfigError", "there is no step at all"),
         ("ConfigError", "there is no step <step + 1>: ⏎ <error>"),

@@ -255,6 +255,8 @@ class _Renderer:
             name = function.attr if isinstance(function.value, ast.Name) and function.value.id == "self" else ""
         if name == "listed" and arguments:
             return f"<{_name(arguments[0])}>, ..."
+        if name == "counted" and isinstance(arguments[-1], ast.Constant):
+            return f"<{_name(arguments[0])}> {arguments[-1].value}[s]"
         made = self.source.functions.get(name)
         if made is None or self.depth >= DEPTH:
             return None
