@@ -17,7 +17,7 @@ WORDS = {                       # {page: heads of its table, and the cell of an 
 BEGIN, END = "<!-- examples: made by tests/events/examples.py -->", "<!-- end of examples -->"
 EXAMPLES = (
     ev.TrainingStarted("node-0", 4711, 8, "0.1.0", 3600, 1795324920.0, 1795324941.5),
-    ev.RunOpened("3-5f0c21aa", "/data/output/checkpoint", "qwen3_rank_0-3", 8),
+    ev.RunOpened("3-5f0c21aa", "/data/output/checkpoint", "qwen3_rank_0-3", 8, 500, 10),
     ev.LeaseWatched("/data/output/checkpoint/.mindresume/claim-2-5f0c21aa.json", "2-5f0c21aa", "node-7", 45.0),
     ev.StaleLeaseRemoved("2-5f0c21aa", "node-7", 4242),
     ev.CandidateRefused(600, "rank 5 has no record: the save never completed"),

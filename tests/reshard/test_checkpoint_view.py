@@ -226,7 +226,7 @@ def test_a_strategy_completes_records_without_layouts(tmp_path):
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("text, wanted", [("tp4", r"a strategy of 4 ranks \(1 stages of 4\)"),
+@pytest.mark.parametrize("text, wanted", [("tp4", r"a strategy of 4 ranks \(1 stage of 4\)"),
                                           ("pp4", r"a strategy of 4 ranks \(4 stages of 1\)")])
 def test_a_strategy_of_another_number_of_ranks(tmp_path, text, wanted):
     with pytest.raises(StrategyError, match=wanted) as found:
