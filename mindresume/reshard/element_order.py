@@ -4,9 +4,10 @@ With ``use_contiguous_weight_layout_attention: True`` each rank splits its own p
 ``use_interleaved_weight_layout_mlp: False`` its own piece of linear_fc1 into [gate, up]. With another number of pieces, shapes
 and bytes would fit, and the network would compute another function.
 
-A ``metadata.json`` does not tell the optimizer shards of such a tensor from its tensor parallelism: data parallel 2 with
-optimizer shards and tensor parallel 2 give each rank the same rows. Both cut dimension 0, but the tensor behind it, linear_proj
-or linear_fc2, is cut by tensor parallelism along dimension 1, which no optimizer shard cuts: so that one tells.
+A ``metadata.json``, and a record of Checkpoint 2.0 by mindresume 0.1.0, does not tell the optimizer shards of such a tensor from
+its tensor parallelism: data parallel 2 with optimizer shards and tensor parallel 2 give each rank the same rows. Both cut
+dimension 0, but the tensor behind it, linear_proj or linear_fc2, is cut by tensor parallelism along dimension 1, which no
+optimizer shard cuts: so that one tells.
 """
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def check_order(weights: CheckpointView, name: str, wanted: TensorLayout | None)
         if f".{part}." not in name or weights.arrangement.get(key) is not contiguous:
             continue
         layout = weights.tensors[name].layout
-        stored = pieces_of(layout) if weights.split else _pieces_by(weights, name, part, behind)
+        stored = _pieces_by(weights, name, part, behind)
         if stored == pieces_of(wanted):
             continue
         reason = (f"{weights.name}: {name} was trained with {key}: {contiguous}, so the order of its elements depends on "
@@ -59,12 +60,13 @@ def check_order(weights: CheckpointView, name: str, wanted: TensorLayout | None)
 
 
 def _pieces_by(weights: CheckpointView, name: str, part: str, behind: str) -> int | None:
-    """Returns ``pieces_of`` a tensor whose layout may contain optimizer shards, by the tensor ``behind`` it; None: unknown."""
-    layout = weights.tensors[name].layout
-    if pieces_of(layout) == 1:
+    """Returns ``pieces_of`` a tensor whose layout may contain optimizer shards, by the tensor ``behind`` it; None: unknown.
+    Without that tensor the layout itself decides if it keeps them apart (``CheckpointView.split``)."""
+    cut = pieces_of(weights.tensors[name].layout)
+    if cut == 1:
         return 1
     other = weights.tensors.get(f"{name.split(f'.{part}.')[0]}.{behind}.weight")
-    if other is None or len(other.shape) != 2:
-        return None
+    if other is None or len(other.shape) != 2 or weights.split and other.layout is None:
+        return cut if weights.split else None
     found = other.layout.pieces(other.shape)[1] if other.layout is not None else 1
-    return found if pieces_of(layout) % found == 0 else None
+    return found if cut % found == 0 else None

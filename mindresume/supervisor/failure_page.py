@@ -9,6 +9,7 @@ from mindresume.formatting import shown
 from mindresume.supervisor.restart_policy import StartOutcome
 
 SHOWN = 20                      # starts on a page: a job that makes progress is started again thousands of times
+_WIDTH = 300                    # characters of a line of a log, except of the last start: the page is one event
 
 
 def page(starts: Sequence[StartOutcome], advice: Sequence[str] = ()) -> tuple[str, ...]:
@@ -17,7 +18,8 @@ def page(starts: Sequence[StartOutcome], advice: Sequence[str] = ()) -> tuple[st
     for start in starts[-SHOWN:]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.started))
         lines += [f"start {start.number}, {when}, {start.seconds:.0f} s: {_work(start)}", f"    {_death(start)}"]
-        lines += [f"      | {shown(line)}" for line in start.log]
+        width = None if start is starts[-1] else _WIDTH
+        lines += [f"      | {shown(line)[:width]}" for line in start.log]
         lines += [f"    logs: {shown(folder)}" for folder in start.log_folders]
     return (*lines, *advice)
 

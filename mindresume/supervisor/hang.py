@@ -8,8 +8,6 @@ from mindresume.coordination.awake_clock import AwakeClock
 from mindresume.coordination.rank_heartbeat import ENDED, ENDING, INFERENCE, PHASES, SAVING, TRAINING, Heartbeat
 from mindresume.events import FAILED
 
-_ALWAYS_AWAKE = AwakeClock()
-
 
 @dataclass(frozen=True)
 class HangLimits:
@@ -30,9 +28,9 @@ class Hang:
 
 
 def find_hang(heartbeats: Sequence[Heartbeat], started: float, now: float, limits: HangLimits,
-              clock: AwakeClock = _ALWAYS_AWAKE) -> Hang | None:
+              clock: AwakeClock | None = None) -> Hang | None:
     """Returns the ranks that exceed their limit, None if none does. ``started``: when the command was started. Both times are
-    those of ``time.monotonic``; ``clock`` tells how much of the time between them counts."""
+    those of ``time.monotonic``; ``clock`` tells how much of the time between them counts, None: all of it."""
     stuck: list[tuple[float, Heartbeat, str]] = []
     for heartbeat in heartbeats:
         if heartbeat.phase == INFERENCE or heartbeat.phase == ENDED and heartbeat.outcome != FAILED:
@@ -42,7 +40,7 @@ def find_hang(heartbeats: Sequence[Heartbeat], started: float, now: float, limit
         else:
             since = heartbeat.changed if heartbeat.phase in (ENDING, ENDED) else started
             limit, name = limits.start, "--start-timeout"
-        seconds = clock.at(now) - clock.at(since)
+        seconds = clock.at(now) - clock.at(since) if clock is not None else now - since
         if limit and seconds > limit:
             stuck.append((seconds, heartbeat, name))
     if not stuck:

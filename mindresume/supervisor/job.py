@@ -289,12 +289,13 @@ class Job:
             return None
         noticed, first = time.monotonic(), hang.ranks[0]
 
-        def write() -> tuple[str, ...]:
+        def write() -> tuple[str, ...] | None:
             target = self._evidence()
-            return stacks.write_stacks(alive, self.folder, f"{target}-start_{self.number}") if target is not None else ()
-        paths = call_within(_STACKS, write, ())             # py-spy, and a disk that can hang
-        if paths and (absent := stacks.without_stacks(alive, paths)):
+            return None if target is None else stacks.write_stacks(alive, self.folder, f"{target}-start_{self.number}")
+        paths = call_within(_STACKS, write, ())             # py-spy, and a disk that can hang; None: there is no place for them
+        if paths is not None and (absent := stacks.without_stacks(alive, paths)):
             self.emit(warning(f"no stacks of {absent}"))
+        paths = paths or ()
         self.emit(HangDetected(self.number, self.host, tuple(max(it.rank, 0) for it in hang.ranks), hang.seconds, first.phase,
                                _known(first.step), paths))
         cause = (f"{_name(first.rank)} made no progress for {hang.seconds:.0f} s while {first.phase} ({hang.limit})"

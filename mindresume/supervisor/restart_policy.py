@@ -130,7 +130,8 @@ def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
         return Decision(EXIT, last.status, reason=f"all ranks have finished the training; {last.cause}", fruitless=fruitless)
     if last.kind == NOT_STARTED and last.status == WRONG_USE and not may_pass(starts):
         return Decision(EXIT, last.status, reason=last.cause, fruitless=fruitless)
-    if last.kind in (EXITED, DIED) and last.status in _FINAL and not may_pass(starts):
+    if last.kind in (EXITED, DIED) and last.status in _FINAL and not may_pass(starts) and (
+            last.status != ALTERED_WEIGHTS or last.has_begun):             # any program can end with 65
         return Decision(EXIT, last.status, reason=_FINAL[last.status], fruitless=fruitless)
     status = last.status or 1
     if not policy.max_restarts:

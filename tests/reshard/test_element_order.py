@@ -79,7 +79,9 @@ def test_the_same_tensor_parallelism_is_converted(tmp_path):
 
 def view(arrangement, layout):
     names = (QKV, FC1, f"adam_v.{QKV}", "decoder.layers.0.mlp.linear_fc2.weight")
-    tensors = {name: Tensor(name, "float32", (24, 8), layout) for name in names}
+    tensors = {name: Tensor(name, "float32", (24, 8), layout) for name in names[:-1]}
+    behind = Plan.parse("dp1tp2" if pieces_of(layout) == 2 else "dp2tp1", MODEL).layouts(0)[names[-1]]
+    tensors[names[-1]] = Tensor(names[-1], "float32", (8, 16), behind)
     return CheckpointView(PosixStorage(), "it", tensors, lambda rank, name: None, arrangement=arrangement)
 
 
@@ -109,23 +111,25 @@ BEHIND = {**MODEL, PROJ: Spec((8, 24), 1, 0), f"adam_m.{PROJ}": Spec((8, 24), 1,
           f"adam_m.{FC1}": Spec((32, 8), 0, 0), f"adam_m.{FC2}": Spec((8, 16), 1, 0)}
 
 
-def folded(plan, leave_out=()):
-    """Returns a checkpoint of this plan as a ``metadata.json`` of mindformers describes it."""
+def folded(plan, leave_out=(), split=False):
+    """Returns a checkpoint of this plan as a ``metadata.json`` of mindformers describes it; ``split``: as records of mindresume
+    0.1.0 did."""
     layouts = {name: fold_optimizer_shards(layout) for name, layout in Plan.parse(plan, BEHIND).layouts(0).items()}
     tensors = {name: Tensor(name, "float32", BEHIND[name].shape, layout) for name, layout in layouts.items()
                if name not in leave_out}
-    return CheckpointView(PosixStorage(), "it", tensors, lambda rank, name: None, arrangement=CONTIGUOUS, split=False)
+    return CheckpointView(PosixStorage(), "it", tensors, lambda rank, name: None, arrangement=CONTIGUOUS, split=split)
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", [QKV, FC1, f"adam_m.{QKV}", f"adam_m.{FC1}"])
 @pytest.mark.parametrize("stored, right, wrong", [
     ("dp2tp1opt2", ["dp2tp1opt2", "dp2tp1", "dp1tp1", "dp4tp1opt2"], ["dp1tp2", "dp2tp2opt2"]),
     ("dp1tp2", ["dp1tp2", "dp2tp2opt2", "dp2tp2"], ["dp2tp1opt2", "dp1tp1", "dp1tp4"]),
     ("dp2tp2opt2", ["dp2tp2opt2", "dp1tp2", "dp4tp2"], ["dp1tp4", "dp4tp1opt4", "dp2tp1opt2", "dp1tp1"]),
     ("dp2tp1", ["dp2tp1opt2", "dp1tp1"], ["dp1tp2"])])
-def test_the_tensor_behind_tells_optimizer_shards_from_tensor_parallelism(stored, right, wrong, name):
+def test_the_tensor_behind_tells_optimizer_shards_from_tensor_parallelism(stored, right, wrong, name, split):
     """dp2 with optimizer shards, saved by mindformers alone, and tp2 give each rank the same rows, and are another function."""
-    weights = folded(stored)
+    weights = folded(stored, split=split)
     for plan in right:
         check_order(weights, name, Plan.parse(plan, BEHIND).layouts(0)[name])
     for plan in wrong:

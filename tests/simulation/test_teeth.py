@@ -319,7 +319,7 @@ MUTANTS = [
         ("own signal", "safetensors", ""), STUCK, deaths=False, first=135, within=25, draws=each(OWN_SIGNAL, 1)),
     mutant("who was asked to stop is started again", [
         Edit(restart_policy, "decide", "if last.is_preempted:", "if False:"),
-        Edit(restart_policy, "decide", "in _FINAL:", "in ():")],
+        Edit(restart_policy, "decide", "last.status in _FINAL and", "False and")],
         ("own signal", "safetensors", ""), WRONG, deaths=False, first=125, within=25, draws=each("term")),
 
     # ---- supervisors ---------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ MUTANTS = [
         ("copy with a tier", "safetensors", ""), WRONG, deaths=False, within=1, draws=undisturbed()),
     mutant("memory: a copy keeps the token of the original", [
         Edit(opening, "open_tier", "any(found[rank] for rank in session.shared_groups.ranks(group.rank))", "True")],
-        ("copy with a tier", "safetensors", ""), WRONG, deaths=False, first=2103, within=6, draws=each("kill")),
+        ("copy with a tier", "safetensors", ""), WRONG, deaths=False, first=2115, within=6, draws=each("kill")),
 
     # ---- scrubs and repairs ----------------------------------------------------------------------------------------------
     mutant("repair: the damaged file is written in place", [
@@ -401,7 +401,7 @@ MUTANTS = [
         Edit(scrub_result.DamagedFile, "is_unchanged",
              "(status.size, status.mtime, status.changed) == (self.size, self.mtime, self.changed)",
              "status.size == self.size")],
-        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=19, within=2),
+        ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK} {WRONG}", first=19, within=2),
     mutant("scrub: an error of reading is recorded as damage", [
         Edit(scrub.Scrubber, "_read", "found = [row for row in left if not row.is_unreadable]", "found = left")],
         ("unreadable", "safetensors", ""), f"{LOST} {WRONG}", deaths=False, first=225, within=25,

@@ -36,6 +36,7 @@ outcomes = st.builds(died, resumed=steps, committed=steps, status=st.integers(1,
 
 @pytest.mark.parametrize("outcome, status", [
     (died(status=0, kind=EXITED), 0), (died(status=2, kind=EXITED), 2), (died(status=2), 2), (died(status=130, kind=EXITED), 130),
+    (died(status=65, has_begun=True), 65),
     (died(status=143, kind=STOPPED), 143), (died(status=143, kind=EXITED, is_preempted=True), 143),
     (died(status=1, kind=EXITED, has_finished=True), 1), (died(status=139, has_finished=True), 139)])
 def test_what_is_never_started_again(outcome, status):
@@ -44,7 +45,8 @@ def test_what_is_never_started_again(outcome, status):
 
 
 @pytest.mark.parametrize("outcome", [died(), died(status=1, kind=EXITED), died(status=143), died(status=124, kind=HUNG),
-                                     died(status=2, kind=PEER), died(status=139)])
+                                     died(status=2, kind=PEER), died(status=139),
+                                     died(status=65)])
 def test_what_is_started_again(outcome):
     decision = decide(POLICY, [outcome])
     assert (decision.action, decision.delay, decision.fruitless) == (RESTART, 1.0, 1)
