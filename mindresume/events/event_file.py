@@ -31,12 +31,14 @@ from mindresume.events import (
     CandidateRefused,
     Emit,
     Event,
+    GaveUp,
     Notice,
     SaveBegun,
     SaveCommitted,
     SaveFailed,
     SaveStaged,
     SaveWritten,
+    SupervisorEnded,
     TrainingEnded,
     WorkProgress,
     ignore,
@@ -199,7 +201,7 @@ def _is_failure(event: Event) -> bool:
 
 def _says_more(event: Event) -> bool:
     """Returns whether an event is written beyond the limit of the file."""
-    return isinstance(event, (SaveFailed, TrainingEnded, CandidateRefused))
+    return isinstance(event, (SaveFailed, TrainingEnded, CandidateRefused, GaveUp, SupervisorEnded))
 
 
 def _remove_oldest(folder: str) -> None:

@@ -3,8 +3,18 @@ import json
 import os
 from pathlib import Path
 
-from mindresume.events import CandidateRefused, Notice, SaveBegun, SaveCommitted, SaveWritten, TrainingEnded
-from mindresume.events.event_file import OFTEN, EventFile
+from mindresume.events import (
+    CandidateRefused,
+    GaveUp,
+    Notice,
+    RankDied,
+    SaveBegun,
+    SaveCommitted,
+    SaveWritten,
+    SupervisorEnded,
+    TrainingEnded,
+)
+from mindresume.events.event_file import OFTEN, EventFile, SupervisorEventFile
 
 LIMIT = 400_000
 
@@ -56,3 +66,15 @@ def test_of_a_save_all_events_are_recorded_or_none(tmp_path):
         kinds.setdefault(row.get("step"), set()).add(row["event"])
     assert 1000 < len(kinds) < 10_000
     assert [step for step, found in kinds.items() if step is not None and len(found) != 3] == []
+
+
+def test_the_end_of_a_supervisor_is_recorded_after_thousands_of_starts(tmp_path):
+    file = SupervisorEventFile(str(tmp_path), 0, LIMIT)
+    for number in range(100):
+        file.handle(RankDied(number, "node-0", 1, 0, -9, "training", 5, ("error " * 300,) * 12), number)
+    for number in range(OFTEN):
+        file.handle(Notice(f"notice {number}"), 100)                # until nothing more fits
+    file.handle(GaveUp(137, "a crash loop", 100), 100)
+    file.handle(SupervisorEnded(137, "a crash loop", 100), 101)
+    kinds = [row["event"] for row in recorded(file.path)]
+    assert kinds.count(RankDied.kind) < 100 and kinds[-2:] == [GaveUp.kind, SupervisorEnded.kind]
