@@ -166,7 +166,7 @@ def test_mindspore_runs_in_its_own_processes(tmp_path):
     (tmp_path / "work").mkdir()
     found = rewrite(weights_of(tmp_path / "src", source, quiet(random_tensors(PLAIN)), "ckpt"), target.strategy(),
                     str(tmp_path / "work"), workers=2, timeout=120.0, emit=said.append)
-    assert "4 files of ranks, 2 processes" in said[0].text
+    assert "4 files of ranks, processes: 2" in said[0].text
     assert [bits(rank) for rank in final(found, target.strategy(), tmp_path / "out")] == [
         bits({**target.shard(quiet(random_tensors(PLAIN)), rank), **COUNTERS}) for rank in range(4)]
 

@@ -38,13 +38,16 @@ from mindresume.storage.operations import parallel, read_json
 
 
 def is_in_meta(storage: Storage, root: str, candidate: Candidate) -> bool:
-    """Returns whether ``meta.json`` names ``candidate``, which lies in rank folders."""
+    """Returns whether ``meta.json`` names ``candidate``, which lies in rank folders; also if it cannot be read now: it is left
+    alone."""
     path = candidate.first.path if candidate.first else ""
     parsed = parse_name(os.path.basename(path))
     try:
         return parsed is None or read_json(storage, os.path.join(root, os.path.dirname(path), META)) == meta_json(parsed)
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return False
+    except OSError:
+        return True
 
 
 class Committer:
