@@ -21,7 +21,7 @@ from mindresume.coordination.collectives import Group, gather_results
 
 UNKNOWN = sys.maxsize
 _NO_LIMIT = 1 << 60                     # version 1 writes a number near 2^63
-RESERVE = 10                           # one part in so many of what is left is for everything else that grows
+RESERVE = 10                            # one part in so many of what is left is for everything else that grows
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,14 @@ _ENDED = (b"Z", b"X")           # states of a process that runs no code any more
 
 def stat_fields(pid: int) -> list[bytes] | None:
     """Returns the fields of /proc/PID/stat after the name of the program; None if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
+    with suppress(OSError):
+        return _read_stat(pid)
+    return None
+
+
+def _read_stat(pid: int) -> list[bytes]:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
 
 
 def start_ticks(pid: int) -> int | None:
@@ -46,8 +49,7 @@ def is_running(pid: int, ticks: int) -> bool | None:
     if not ticks:
         return _without_entry(pid)
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+        fields = _read_stat(pid)
         if fields[_STATE] in _ENDED or int(fields[_START]) != ticks:
             return False
         return None if _is_being_killed(pid) else True
@@ -66,7 +68,7 @@ def _without_entry(pid: int) -> bool | None:
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
-        return None
+        pass
     return None
 
 

@@ -88,8 +88,7 @@ def _free_iteration_name(target: SaveTarget, step: int, emit: Emit) -> None:
         removable, replaced = ours[0].step == step and ours[0].lineage == target.lineage, ours[0].name
     else:
         foreign = candidate_without_records(storage, root, name)
-        removable = foreign is not None and foreign.problem is not None and not (
-            foreign.listing_error or foreign.problem.is_unreadable)
+        removable = foreign is not None and foreign.problem is not None and not foreign.problem.is_unreadable
         replaced = attempt_name(step, run_name(0, secrets.token_hex(4)))        # mindformers has no run ids
     free = os.path.join(FOLDER, trash_name(replaced)) if removable else f"{name}.kept-{secrets.token_hex(4)}"
     storage.rename(os.path.join(root, name), os.path.join(root, free))

@@ -112,9 +112,9 @@ def fruitless_starts(starts: Sequence[StartOutcome]) -> int:
     return count
 
 
-def may_pass(starts: Sequence[StartOutcome]) -> bool:
-    """Returns whether status 2 of the last start may pass: no rank began, and the same command has worked before. Its script or
-    interpreter lies on a disk that is away."""
+def _command_is_away(starts: Sequence[StartOutcome]) -> bool:
+    """Returns whether status 2 of the last start says that its script or interpreter cannot be read now: no rank began, and the
+    same command has worked before."""
     last = starts[-1]
     return last.status == WRONG_USE and not last.has_begun and any(start.has_begun for start in starts)
 
@@ -128,9 +128,9 @@ def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
         return Decision(EXIT, last.status, reason="the ranks were asked to stop and have saved", fruitless=fruitless)
     if last.has_finished:
         return Decision(EXIT, last.status, reason=f"all ranks have finished the training; {last.cause}", fruitless=fruitless)
-    if last.kind == NOT_STARTED and last.status == WRONG_USE and not may_pass(starts):
+    if last.kind == NOT_STARTED and last.status == WRONG_USE and not _command_is_away(starts):
         return Decision(EXIT, last.status, reason=last.cause, fruitless=fruitless)
-    if last.kind in (EXITED, DIED) and last.status in _FINAL and not may_pass(starts) and (
+    if last.kind in (EXITED, DIED) and last.status in _FINAL and not _command_is_away(starts) and (
             last.status != ALTERED_WEIGHTS or last.has_begun):             # any program can end with 65
         return Decision(EXIT, last.status, reason=_FINAL[last.status], fruitless=fruitless)
     status = last.status or 1
