@@ -16,9 +16,10 @@ draws       what Python's, numpy's and MindSpore's generators gave at the beginn
 epoch, epoch_step    as the callbacks see them: in sink mode "epoch" is the sink, after a resume epoch_step restarts
 In sink mode there is a line for each step within the sink too; only the last one comes after the callbacks.
 
-``CPU_CLUSTER_KILL=RANK@STEP`` (or ``all@STEP``): that rank (every rank) sends itself SIGKILL at the end of step STEP,
-after all callbacks of the step, a checkpoint save included; within a sink right after the step. With ``CPU_CLUSTER_KILLED=path``
-only once, for jobs that start again by themselves: ``path`` is made before the kill, and a process that finds it kills nothing.
+``CPU_CLUSTER_KILL=RANK@STEP`` (or ``all@STEP``): that rank (every rank, once each one has recorded the step) sends itself
+SIGKILL at the end of step STEP, after all callbacks of the step, a checkpoint save included; within a sink right after the
+step. With ``CPU_CLUSTER_KILLED=path`` only once, for jobs that start again by themselves: ``path`` is made before the kill, and
+a process that finds it kills nothing.
 
 ``CPU_CLUSTER_LOSE=0,3@STEP``: at the end of step STEP all ranks but 0 and 3 hang as if lost, and these save what they have as
 MindIO TTP makes them, which does not exist here: mindformers' ``ckpt_save_func`` (trainer/base_trainer.py) is called with the
@@ -26,6 +27,7 @@ arguments of mindspore's ``_save_checkpoint_on_failure``, on a CheckpointMonitor
 
 Why: a resumed run must equal the uninterrupted one bit by bit and sample by sample, and a log rounds.
 """
+import contextlib
 import hashlib
 import json
 import os
@@ -82,18 +84,32 @@ class StepRecorder(Callback):
         self.file.flush()
 
 
-class KillSelf(Callback):
-    """Ends this process as a crash would, at the end of the first step >= ``step``. ``note``: a file that it makes before."""
+def wait_for_records(step: int) -> None:
+    """Returns once each rank that records has recorded ``step``, or after a minute: who dies first takes the others with it."""
+    path, size = os.environ.get("CPU_CLUSTER_STEPS", ""), int(os.environ.get("MS_WORKER_NUM", "1"))
+    for record in {path.replace("{rank}", str(rank)) for rank in range(size if path else 0)}:
+        for _ in range(1200):
+            with contextlib.suppress(OSError, IndexError, ValueError), open(record, encoding="utf-8") as file:
+                if json.loads(file.readlines()[-1])["step"] >= step:
+                    break
+            time.sleep(0.05)
 
-    def __init__(self, step: int, note: str = ""):
+
+class KillSelf(Callback):
+    """Ends this process as a crash would, at the end of the first step >= ``step``. ``note``: a file that it makes before.
+    ``all_die``: each rank does the same."""
+
+    def __init__(self, step: int, note: str = "", all_die: bool = False):
         super().__init__()
-        self.step, self.note = step, note
+        self.step, self.note, self.all_die = step, note, all_die
 
     def step_end(self, run_context):
         self.step_in_sink(run_context.original_args())
 
     def step_in_sink(self, cb, *_):
         if global_step(cb) >= self.step:
+            if self.all_die:
+                wait_for_records(global_step(cb))
             if self.note:
                 with open(self.note, "w", encoding="utf-8"):
                     pass
@@ -134,7 +150,7 @@ def from_environment() -> list[Callback]:
     who, _, step = os.environ.get("CPU_CLUSTER_KILL", "").partition("@")
     note = os.environ.get("CPU_CLUSTER_KILLED", "")
     if who in ("all", rank) and step and not os.path.exists(note):
-        callbacks.append(KillSelf(int(step), note))
+        callbacks.append(KillSelf(int(step), note, who == "all"))
     left, _, step = os.environ.get("CPU_CLUSTER_LOSE", "").partition("@")
     if step:
         callbacks.append(LoseRanks(int(rank), [int(one) for one in left.split(",")], int(step), path))

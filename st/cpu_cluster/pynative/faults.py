@@ -26,6 +26,8 @@ import signal
 import sys
 from typing import Any
 
+from ..recorder import wait_for_records
+
 CHANGES = frozenset({"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.truncate", "os.link", "os.symlink",
                      "shutil.rmtree"})
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -147,6 +149,8 @@ def install() -> None:
                 in_save.folder = os.path.join(os.path.abspath(args.checkpoint.save_path), "")
         result = call_event(self, event, args, state, **values)
         if event == "on_step_end" and at_end is not None and at_end.is_due:
+            if at_end.rank == "all":
+                wait_for_records(Place.step)
             end_process(f"at the end of step {Place.step}")
         return result
     CallbackHandler.call_event = call_event_and_kill
