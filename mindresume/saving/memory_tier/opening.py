@@ -96,7 +96,7 @@ def _wait_for_mark(storage: Storage, root: str, mark: TierMark, run: str, group:
     the identity of the directory before would not know its own tier again. Raises CollectiveError after ``PATIENCE`` seconds."""
     def is_seen() -> bool:
         if read_mark(storage, root) != mark:
-            _look_anew(storage, root, f"{run}-{group.rank}")
+            _look_anew(storage, root, group.rank, run)
         return read_mark(storage, root) == mark
     for look in range(PATIENCE):
         if look:
@@ -120,11 +120,11 @@ def _mark(storage: Storage, root: str, settings: MemoryTierSettings, run: str, k
     return [mark.token, mark.dir]
 
 
-def _look_anew(storage: Storage, root: str, tag: str) -> None:
+def _look_anew(storage: Storage, root: str, rank: int, run: str) -> None:
     """Makes this host look into the folder again: an NFS client that did not find a file goes on to say so for up to a minute, or
-    until it changes the folder itself."""
+    until it changes the folder itself. A later run finds by its name whose the file is, if this process dies meanwhile."""
     folder = os.path.join(root, FOLDER)
-    path = temporary_name(os.path.join(folder, MARK), tag)
+    path = temporary_name(os.path.join(folder, f"{MARK}-{rank}"), run)
     storage.write(path, [b"anew"])
     storage.remove(path)
     storage.list(folder)
