@@ -4,13 +4,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mindresume import runtime
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, Stopped, print_json, progress_bar, say, stopped_by_signals
 from mindresume.errors import ConfigError
@@ -112,7 +112,7 @@ def _on_disk(folder: str | None, scenario: list[str] | None, fmt: list[str] | No
     faults, formats = _chosen("fault", fault, FAULTS), _chosen("format", fmt, LAYOUTS)
     if folder is not None and not os.path.isdir(folder):
         raise ConfigError(f"{folder} is not a folder; give a folder on the file system to test")
-    started = time.monotonic()
+    started = runtime.monotonic()
     cells: list[Cell] = []
     tasks: list[Task] = []
     expected, possible, stopped = 0, 0, None
@@ -136,7 +136,7 @@ def _on_disk(folder: str | None, scenario: list[str] | None, fmt: list[str] | No
     if json:
         print_json({"cells": [cell.to_json() for cell in cells], "possible": possible, "every": every})
     else:
-        _print(tasks, cells, time.monotonic() - started, f"{ranks} rank(s), seed {seed}, {folder or tempfile.gettempdir()}")
+        _print(tasks, cells, runtime.monotonic() - started, f"{ranks} rank(s), seed {seed}, {folder or tempfile.gettempdir()}")
         if expected < possible:
             say(f"{len(cells):,} of {possible:,} cells, sampled: one of {every} operations for each scenario, format and fault; "
                 f"--full takes every operation, another --seed takes others")

@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import json as jsons
 import shlex
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from mindresume import runtime
 from mindresume.cli.common import Stopped, print_json, progress_bar, say, stopped_by_signals
 from mindresume.errors import ConfigError
 
@@ -70,7 +70,7 @@ def run_search(options: SearchOptions) -> int:
     else:
         what, work = f"simulating at most {options.systematic} switches", search_shards.search_switches
         parts = search_shards.systematic_shards(wanted, options.systematic)
-    counts, found, stopped, began = Counts(), {}, None, time.monotonic()
+    counts, found, stopped, began = Counts(), {}, None, runtime.monotonic()
     try:
         with stopped_by_signals(), Workers(options.jobs) as workers, progress_bar(what, options.json, unit="schedules") as meter:
             for more, rows in workers.map(work, parts):
@@ -80,7 +80,7 @@ def run_search(options: SearchOptions) -> int:
                     found.setdefault((row["scenario"], row["findings"][0].partition(":")[0]), row)
     except Stopped as error:
         stopped = error
-    _print_found(options, counts, list(found.values()), time.monotonic() - began)
+    _print_found(options, counts, list(found.values()), runtime.monotonic() - began)
     if stopped is not None:
         raise Stopped(stopped.signal, f"the simulation was stopped after {counts.runs:,} runs")
     return 1 if found else 0

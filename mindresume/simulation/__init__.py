@@ -8,7 +8,7 @@
     cluster.py               hosts, processes, signals, clocks
     threads.py               threads, locks and queues of simulated processes
     writer_process.py        the writer of ``async_save: process`` as a simulated process
-    runtime_fakes.py         replaces time, threads and names in the product's modules by simulated ones
+    machine.py               answers what the product asks of the machine: time, threads, signals, names, memory
     communicator.py          the collectives of a job
     bit_rot.py               lets a bit of a kept file flip, and remembers what was written
     saved_content.py         what the ranks save, and whether a checkpoint holds it

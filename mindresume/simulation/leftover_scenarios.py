@@ -9,8 +9,8 @@ from mindresume.saving.shard_writer import SaveTarget, write_shard
 from mindresume.simulation.cluster import SHARED, Cluster, current_process
 from mindresume.simulation.disk import File
 from mindresume.simulation.jobs import Job, Training
+from mindresume.simulation.machine import use_cluster
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.saved_content import make_shard
 from mindresume.simulation.scenarios import RUN, SCENARIOS, Scenario, Simulation, restarted
 from mindresume.simulation.schedule import Schedule

@@ -53,17 +53,13 @@ def _is_simulated() -> bool:
     return bool(current_process().host.disk.root.entries)
 
 
-_REAL_FILE, _REAL_MAKE, _REAL_FOREIGN = mapped_file.MappedFile, directory.make_tier, directory.foreign_folder
-_REAL_IDENTITY = directory.memory_identity
-
-
-def _make_file(path: str, size: int) -> Any:
-    return (MappedFile if _is_simulated() else _REAL_FILE)(path, size)
+def _mapped_file(path: str, size: int) -> Any:
+    return MappedFile(path, size) if _is_simulated() else mapped_file.MappedFile(path, size)
 
 
 def _make_tier(path: str) -> None:
     if not _is_simulated():
-        _REAL_MAKE(path)
+        directory.make_tier.__wrapped__(path)
         return
     disk, folder = current_process().host.disk_of(path), ""
     for name in filter(None, path.split("/")):
@@ -73,14 +69,15 @@ def _make_tier(path: str) -> None:
 
 
 def _foreign_folder(path: str) -> str:
-    return "" if _is_simulated() else _REAL_FOREIGN(path)
+    return "" if _is_simulated() else directory.foreign_folder.__wrapped__(path)
 
 
-def _memory_identity(path: str) -> str:
-    return current_process().host.name if _is_simulated() else _REAL_IDENTITY(path)
+def _memory_identity(tier: str) -> str:
+    return current_process().host.name if _is_simulated() else directory.memory_identity.__wrapped__(tier)
 
 
-FAKES = {_REAL_FILE: _make_file, _REAL_MAKE: _make_tier, _REAL_FOREIGN: _foreign_folder, _REAL_IDENTITY: _memory_identity}
+ANSWERS = {mapped_file.mapped_file: _mapped_file, directory.make_tier: _make_tier, directory.foreign_folder: _foreign_folder,
+           directory.memory_identity: _memory_identity}
 
 
 def common_saves(job: Any) -> list[tuple[str, int]]:

@@ -41,8 +41,8 @@ from mindresume.simulation.bit_rot import rotted_files, rotted_saves, unreadable
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Job, Training, intact_saves, newest_acknowledged, save_order
+from mindresume.simulation.machine import use_cluster
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.saved_content import wrong_content
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.scheduler import Deadlock, OperationLimit

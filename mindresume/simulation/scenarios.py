@@ -40,10 +40,10 @@ from mindresume.simulation.cluster import (
 from mindresume.simulation.communicator import ExchangeError
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History, Job, Training, save_order
+from mindresume.simulation.machine import use_cluster
 from mindresume.simulation.memory_disk import common_saves
 from mindresume.simulation.mount import Mount
 from mindresume.simulation.oracle import LOST, STUCK, Finding, check_disks, check_pointers
-from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.saved_content import make_shard, wrong_content
 from mindresume.simulation.schedule import KINDS, ROT_IN_MEMORY, Schedule
 from mindresume.simulation.scheduler import TICK, Deadlock, Killed, OperationLimit

@@ -23,7 +23,6 @@ from mindresume.simulation.disk import Disk
 from mindresume.simulation.jobs import History
 from mindresume.simulation.oracle import Finding
 from mindresume.simulation.rot_scenarios import SCENARIOS
-from mindresume.simulation.runtime_fakes import patched_product
 from mindresume.simulation.scenarios import FORMATS, WAYS, Scenario, Simulation
 from mindresume.simulation.schedule import Fault, Schedule, random_schedule
 from mindresume.simulation.scheduler import Task
@@ -236,17 +235,16 @@ def search_seeds(wanted: SearchRequest, seen: set[tuple[str, str]] | None = None
     ``seen``: kinds that are not reported again; new ones are added."""
     counts, found, configurations, seen = Counts(), [], wanted.configurations(), set() if seen is None else seen
     first, count = wanted.seeds
-    with patched_product():
-        for seed in range(first, first + count):
-            rng = random.Random(seed)
-            scenario, fmt, way = configurations[rng.randrange(len(configurations))]
-            size = _sizes.setdefault((scenario.name, fmt, way), 0) or count_operations(scenario, fmt, way)
-            _sizes[scenario.name, fmt, way] = size
-            failure = run(scenario, fmt, way, random_schedule(rng, size, scenario.kinds), known_states, counts,
-                          share=wanted.share)
-            if failure is not None and failure.kind not in seen:
-                seen.add(failure.kind)
-                found.append((seed, shrink(failure)))
+    for seed in range(first, first + count):
+        rng = random.Random(seed)
+        scenario, fmt, way = configurations[rng.randrange(len(configurations))]
+        size = _sizes.setdefault((scenario.name, fmt, way), 0) or count_operations(scenario, fmt, way)
+        _sizes[scenario.name, fmt, way] = size
+        failure = run(scenario, fmt, way, random_schedule(rng, size, scenario.kinds), known_states, counts,
+                      share=wanted.share)
+        if failure is not None and failure.kind not in seen:
+            seen.add(failure.kind)
+            found.append((seed, shrink(failure)))
     return counts, found
 
 
@@ -282,17 +280,16 @@ def systematic(scenario: Scenario, fmt: str, way: str = "", switches: int = 2, c
     switch is at operation i modulo n, for processes that share the work."""
     known, counts = known or KnownStates(), counts or Counts()
     stack: list[tuple[tuple[int, int], ...]] = [()]
-    with patched_product():
-        while stack:
-            chosen = stack.pop()
-            recorder, mine = BranchRecorder(chosen), bool(chosen) or part[0] == 0
-            found = run(scenario, fmt, way, Schedule(switches=chosen), known, counts if mine else Counts(), deaths and mine,
-                        recorder=recorder)
-            if found is not None and mine:
-                yield found
-            if len(chosen) < switches:
-                stack += [more for more in recorder.further(every)
-                          if chosen or (more[-1][0] - 1) // every % part[1] == part[0]]
+    while stack:
+        chosen = stack.pop()
+        recorder, mine = BranchRecorder(chosen), bool(chosen) or part[0] == 0
+        found = run(scenario, fmt, way, Schedule(switches=chosen), known, counts if mine else Counts(), deaths and mine,
+                    recorder=recorder)
+        if found is not None and mine:
+            yield found
+        if len(chosen) < switches:
+            stack += [more for more in recorder.further(every)
+                      if chosen or (more[-1][0] - 1) // every % part[1] == part[0]]
 
 
 def replay(failure: Failure) -> list[Finding]:

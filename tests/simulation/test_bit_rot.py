@@ -5,7 +5,6 @@ from mindresume.simulation.bit_rot import is_of_checkpoint, rot, rotted_files, r
 from mindresume.simulation.cluster import SHARED
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.oracle import check_disks
-from mindresume.simulation.runtime_fakes import patched_product
 from mindresume.simulation.scenarios import Simulation
 from mindresume.simulation.schedule import ROT, Fault, Schedule
 from mindresume.simulation.search import SCENARIOS
@@ -78,8 +77,7 @@ def test_which_files_rot(path, expected):
 # ---- the oracle ----------------------------------------------------------------------------------------------------------------
 
 def findings(sim):
-    with patched_product():
-        return [finding.kind for finding in check_disks(sim.cluster.disks, sim.history, sim.training)]
+    return [finding.kind for finding in check_disks(sim.cluster.disks, sim.history, sim.training)]
 
 
 def test_the_next_older_checkpoint_is_required_if_the_newest_has_rotted(trained):

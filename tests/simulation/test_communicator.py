@@ -3,8 +3,8 @@ import pytest
 
 from mindresume.simulation.cluster import Cluster, current_cluster, current_process
 from mindresume.simulation.communicator import LIMIT, Communicator, ExchangeError, MismatchError
+from mindresume.simulation.machine import use_cluster
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.schedule import Schedule
 from mindresume.simulation.scheduler import TICK
 

@@ -8,8 +8,8 @@ import pytest
 
 from mindresume.simulation.cluster import Cluster
 from mindresume.simulation.disk import Disk
+from mindresume.simulation.machine import use_cluster
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.schedule import Schedule
 from mindresume.storage.posix import PosixStorage
 

@@ -20,7 +20,6 @@ from mindresume.simulation.bucket import BUCKET
 from mindresume.simulation.cluster import SHARED
 from mindresume.simulation.disk import Disk
 from mindresume.simulation.environment_scenarios import MOMENTS, clone_folder
-from mindresume.simulation.runtime_fakes import patched_product
 from mindresume.simulation.scenarios import Simulation
 from mindresume.simulation.schedule import (
     KILL_LAUNCHER,
@@ -55,13 +54,12 @@ def kinds_of(sim):
 def found(name, seeds, fmt="ckpt", way=""):
     """Returns the kinds of findings of the first seed that has any; kills are not tried at every moment."""
     scenario = SCENARIOS[name]
-    with patched_product():
-        size = count_operations(scenario, fmt, way)
-        for seed in range(seeds):
-            failure = run(scenario, fmt, way, random_schedule(random.Random(seed), size, scenario.kinds), KnownStates(), Counts(),
-                          deaths=False)
-            if failure is not None:
-                return {finding.kind for finding in failure.findings}
+    size = count_operations(scenario, fmt, way)
+    for seed in range(seeds):
+        failure = run(scenario, fmt, way, random_schedule(random.Random(seed), size, scenario.kinds), KnownStates(), Counts(),
+                      deaths=False)
+        if failure is not None:
+            return {finding.kind for finding in failure.findings}
     return set()
 
 

@@ -3,8 +3,8 @@ import pytest
 
 from mindresume.events import CheckpointSelected
 from mindresume.simulation.cluster import Cluster, current_process
+from mindresume.simulation.machine import use_cluster
 from mindresume.simulation.memory_disk import MappedFile, common_saves
-from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.scenarios import SCENARIOS, Simulation
 from mindresume.simulation.schedule import Fault, Schedule
 

@@ -5,8 +5,8 @@ import pytest
 
 from mindresume.simulation.cluster import SHARED, Cluster, current_cluster
 from mindresume.simulation.disk import Disk
+from mindresume.simulation.machine import use_cluster
 from mindresume.simulation.mount import Mount
-from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.schedule import UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule
 from mindresume.simulation.scheduler import Killed
 

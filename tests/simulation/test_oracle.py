@@ -10,8 +10,8 @@ from mindresume.simulation import jobs, oracle, saved_content
 from mindresume.simulation.cluster import SHARED, Cluster
 from mindresume.simulation.disk import Disk, Folder
 from mindresume.simulation.jobs import History, Job, Training
+from mindresume.simulation.machine import use_cluster
 from mindresume.simulation.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG, check_disks
-from mindresume.simulation.runtime_fakes import use_cluster
 from mindresume.simulation.schedule import Schedule
 
 FORMATS = ("safetensors", "ckpt", ITERATION)
