@@ -66,6 +66,21 @@ def print_json(value: Any) -> None:
     print(text)
 
 
+def print_explanations(tables: dict[str, dict[str, str]]) -> None:
+    """Prints {title: {name: what happens}} as tables."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+    for title, rows in tables.items():
+        table = Table(box=None, pad_edge=False)
+        table.add_column(title)
+        table.add_column("what happens")
+        for name, about in rows.items():
+            table.add_row(name, Text(about))
+        Console().print(table)
+        say()
+
+
 def time_text(seconds: float | None) -> str:
     """Returns a local time as text, or "?" if it is unknown."""
     return "?" if not seconds else runtime.strftime("%Y-%m-%d %H:%M", runtime.localtime(seconds))

@@ -15,9 +15,9 @@ from mindresume.coordination.collectives import (
     run_on_rank0,
     run_until_all_done,
 )
-from mindresume.simulation import threads
-from mindresume.simulation.cluster import current_cluster
-from mindresume.simulation.communicator import ExchangeError
+from sim import threads
+from sim.cluster import current_cluster
+from sim.communicator import ExchangeError
 
 
 def fail(rank, on):

@@ -4,7 +4,7 @@ from rank_folders import Ranks
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.host_memory import UNKNOWN, left, levels, share_of_rank
-from mindresume.simulation.machine import ANSWERS
+from sim.machine import ANSWERS
 
 GIB = 1 << 30
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw"

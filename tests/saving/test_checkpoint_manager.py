@@ -36,8 +36,8 @@ from mindresume.saving.crash_loop import PendingLoadAttempt, explanation
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.save_request import SaveOptions
 from mindresume.settings import Settings
-from mindresume.simulation import machine
-from mindresume.simulation.cluster import current_process
+from sim import machine
+from sim.cluster import current_process
 
 
 @pytest.fixture(autouse=True)

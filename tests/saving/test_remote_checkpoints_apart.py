@@ -25,10 +25,10 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.uploader import Uploader
-from mindresume.simulation import machine
-from mindresume.simulation.cluster import current_process
 from mindresume.storage.object_store import MoxingStore
 from mindresume.storage.read_cache import ReadCache
+from sim import machine
+from sim.cluster import current_process
 
 URL = "obs://bucket/job/checkpoint"
 GROUPS = SharedGroups((0, 0, 2, 2))

@@ -15,13 +15,13 @@ from mindresume.resume.remote_selection import RemoteSelection
 from mindresume.saving import remote_checkpoints
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.sync_saver import SaveJob
-from mindresume.simulation import concurrent_commands
-from mindresume.simulation.bucket import BUCKET
-from mindresume.simulation.cluster import SHARED
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.environment_scenarios import MOMENTS, clone_folder
-from mindresume.simulation.scenarios import Simulation
-from mindresume.simulation.schedule import (
+from sim import concurrent_commands
+from sim.bucket import BUCKET
+from sim.cluster import SHARED
+from sim.disk import Disk
+from sim.environment_scenarios import MOMENTS, clone_folder
+from sim.scenarios import Simulation
+from sim.schedule import (
     KILL_LAUNCHER,
     MEMORY,
     OWN_SIGNAL,
@@ -33,7 +33,7 @@ from mindresume.simulation.schedule import (
     Schedule,
     random_schedule,
 )
-from mindresume.simulation.search import SCENARIOS, Counts, KnownStates, count_operations, run
+from sim.search import SCENARIOS, Counts, KnownStates, count_operations, run
 
 NAMES = ("quota", "memory", "launcher", "hidden", "own signal", "copied", "snapshot", "copy", "copy with a tier", "conversion",
          "conversion of files", "verify", "scrub", "unreadable", "bucket unreadable", "bucket health")

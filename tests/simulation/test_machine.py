@@ -13,13 +13,13 @@ from mindresume.coordination import host_memory, lease
 from mindresume.events import ERROR
 from mindresume.saving import staging
 from mindresume.saving.memory_tier import directory, mapped_file
-from mindresume.simulation import machine
-from mindresume.simulation.cluster import EPOCH, Cluster, current_cluster, current_process
-from mindresume.simulation.machine import use_cluster
-from mindresume.simulation.schedule import Schedule
-from mindresume.simulation.scheduler import Deadlock
-from mindresume.simulation.threads import Event, Lock
 from mindresume.storage import mounts
+from sim import machine
+from sim.cluster import EPOCH, Cluster, current_cluster, current_process
+from sim.machine import use_cluster
+from sim.schedule import Schedule
+from sim.scheduler import Deadlock
+from sim.threads import Event, Lock
 
 
 def simulated(work, **schedule):

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import History
-from mindresume.simulation.scenarios import SCENARIOS, Simulation
-from mindresume.simulation.schedule import EXPLAINED, Fault, Schedule, random_schedule
-from mindresume.simulation.search import (
+from sim.disk import Disk
+from sim.jobs import History
+from sim.scenarios import SCENARIOS, Simulation
+from sim.schedule import EXPLAINED, Fault, Schedule, random_schedule
+from sim.search import (
     SHARE,
     BranchRecorder,
     Counts,
@@ -246,9 +246,9 @@ def test_a_search_accepts_only_the_requested_kinds():
 
 _PROGRAM = """
 import gc, hashlib, sys
-from mindresume.simulation.search import Counts, KnownStates, SearchRequest, count_operations, run
-from mindresume.simulation.scenarios import Simulation
-from mindresume.simulation.schedule import random_schedule
+from sim.search import Counts, KnownStates, SearchRequest, count_operations, run
+from sim.scenarios import Simulation
+from sim.schedule import random_schedule
 import random
 if sys.argv[1] == "other":                              # memory addresses, and when garbage is collected
     ballast = [object() for _ in range(100_000)]

@@ -42,11 +42,11 @@ from mindresume.saving import (
     uploader,
 )
 from mindresume.saving.memory_tier import directory, opening, slots
-from mindresume.simulation.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
-from mindresume.simulation.schedule import OWN_SIGNAL, UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule, random_schedule
-from mindresume.simulation.search import SCENARIOS, SHARE, Counts, Failure, KnownStates, count_operations, replay, run
 from mindresume.storage import atomic_publish
 from mindresume.supervisor import background, background_states, rendezvous, restart_policy, supervisor
+from sim.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
+from sim.schedule import OWN_SIGNAL, UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule, random_schedule
+from sim.search import SCENARIOS, SHARE, Counts, Failure, KnownStates, count_operations, replay, run
 
 Patch = pytest.MonkeyPatch
 
@@ -74,7 +74,7 @@ def mutate(patch: Patch, edits: Sequence[Edit]) -> None:
         if isinstance(owner, type):
             patch.setattr(owner, name, made[name])
             continue
-        for module in [module for module_name, module in sys.modules.items() if module_name.startswith("mindresume.")]:
+        for module in [module for module_name, module in sys.modules.items() if module_name.startswith(("mindresume.", "sim."))]:
             for key, value in list(vars(module).items()):
                 if value is function:                           # whoever has imported it
                     patch.setattr(module, key, made[name])

@@ -25,8 +25,8 @@ from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.sync_saver import Outcome, Save, SyncSaver, save_job_for
 from mindresume.settings import MemoryTierSettings
-from mindresume.simulation.bucket import BUCKET, Bucket
-from mindresume.simulation.cluster import (
+from sim.bucket import BUCKET, Bucket
+from sim.cluster import (
     SHARED,
     SHM,
     Cluster,
@@ -37,16 +37,16 @@ from mindresume.simulation.cluster import (
     current_process,
     lose_power,
 )
-from mindresume.simulation.communicator import ExchangeError
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import History, Job, Training, save_order
-from mindresume.simulation.machine import use_cluster
-from mindresume.simulation.memory_disk import common_saves
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.oracle import LOST, STUCK, Finding, check_disks, check_pointers
-from mindresume.simulation.saved_content import make_shard, wrong_content
-from mindresume.simulation.schedule import KINDS, ROT_IN_MEMORY, Schedule
-from mindresume.simulation.scheduler import TICK, Deadlock, Killed, OperationLimit
+from sim.communicator import ExchangeError
+from sim.disk import Disk
+from sim.jobs import History, Job, Training, save_order
+from sim.machine import use_cluster
+from sim.memory_disk import common_saves
+from sim.mount import Mount
+from sim.oracle import LOST, STUCK, Finding, check_disks, check_pointers
+from sim.saved_content import make_shard, wrong_content
+from sim.schedule import KINDS, ROT_IN_MEMORY, Schedule
+from sim.scheduler import TICK, Deadlock, Killed, OperationLimit
 
 TIER = replace(Training().settings, memory_tier=MemoryTierSettings(1, SHM.rstrip("/")))
 FORMATS = ("safetensors", "ckpt", ITERATION)

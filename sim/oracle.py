@@ -37,16 +37,16 @@ from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.crash_loop import load_attempts
 from mindresume.saving.memory_tier.directory import MARK
 from mindresume.settings import ScrubSettings
-from mindresume.simulation.bit_rot import rotted_files, rotted_saves, unreadable_saves
-from mindresume.simulation.cluster import Cluster
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import History, Job, Training, intact_saves, newest_acknowledged, save_order
-from mindresume.simulation.machine import use_cluster
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.saved_content import wrong_content
-from mindresume.simulation.schedule import Schedule
-from mindresume.simulation.scheduler import Deadlock, OperationLimit
 from mindresume.storage.operations import read_json
+from sim.bit_rot import rotted_files, rotted_saves, unreadable_saves
+from sim.cluster import Cluster
+from sim.disk import Disk
+from sim.jobs import History, Job, Training, intact_saves, newest_acknowledged, save_order
+from sim.machine import use_cluster
+from sim.mount import Mount
+from sim.saved_content import wrong_content
+from sim.schedule import Schedule
+from sim.scheduler import Deadlock, OperationLimit
 
 UNKNOWN, UNUSABLE = "?", "nothing can be used"
 WRONG, LOST, STUCK, LEFTOVER, MISREPORTED, INCONSISTENT = "wrong", "lost", "stuck", "leftover", "misreported", "inconsistent"

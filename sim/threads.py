@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mindresume.events import ERROR, Notice
-from mindresume.simulation.cluster import current_cluster, current_process
-from mindresume.simulation.scheduler import Killed, Task
+from sim.cluster import current_cluster, current_process
+from sim.scheduler import Killed, Task
 
 
 class WaitQueue:

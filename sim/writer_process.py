@@ -16,9 +16,9 @@ from mindresume.saving.background_writer import serve
 from mindresume.saving.retention import Policy
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.staging import Staging
-from mindresume.simulation.cluster import current_cluster, current_process
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.threads import SimpleQueue
+from sim.cluster import current_cluster, current_process
+from sim.mount import Mount
+from sim.threads import SimpleQueue
 
 _CHECK = 1.0                    # seconds between checks of the training
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from mindresume.simulation.scheduler import TICK, Task
+from sim.scheduler import TICK, Task
 
 _FULL = ("write", "create", "flush", "rename", "make_folder")
 _EFFECTS = ("write", "create", "flush", "rename", "sync", "remove", "make_folder", "put", "delete")

@@ -29,16 +29,16 @@ from mindresume.saving.save_request import SaveOptions, SaveRequest
 from mindresume.saving.shard_writer import SaveTarget, Shard
 from mindresume.saving.sync_saver import Outcome, Save
 from mindresume.settings import Settings
-from mindresume.simulation.bit_rot import rotted_saves, saves_on
-from mindresume.simulation.bucket import PodStore
-from mindresume.simulation.cluster import Cluster, Host, Process, current_cluster, current_process
-from mindresume.simulation.communicator import LIMIT, Communicator, ExchangeError
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.saved_content import make_shard, wrong_content
-from mindresume.simulation.schedule import ERRORS, PASSING, SILENT
-from mindresume.simulation.scheduler import Killed
-from mindresume.simulation.threads import Event
+from sim.bit_rot import rotted_saves, saves_on
+from sim.bucket import PodStore
+from sim.cluster import Cluster, Host, Process, current_cluster, current_process
+from sim.communicator import LIMIT, Communicator, ExchangeError
+from sim.disk import Disk
+from sim.mount import Mount
+from sim.saved_content import make_shard, wrong_content
+from sim.schedule import ERRORS, PASSING, SILENT
+from sim.scheduler import Killed
+from sim.threads import Event
 
 FIRST_SCRUB, NEXT_SCRUB = 0.5, 4.0                      # seconds before the first scrub in a training, and between two
 

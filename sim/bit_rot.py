@@ -18,7 +18,7 @@ from mindresume.errors import RecordError
 from mindresume.formats.iteration_naming import COMMON, METADATA
 from mindresume.model.manifest import FOLDER, MANIFEST, parse_attempt, read_record, record_rank
 from mindresume.saving.memory_tier.directory import SLOTS
-from mindresume.simulation.disk import Disk, File
+from sim.disk import Disk, File
 
 _WEIGHTS = (".safetensors", ".ckpt")
 _WEIGHTS_RATIO = 0.7            # of the files that rot, so many hold weights

@@ -6,14 +6,14 @@ from dataclasses import replace
 from mindresume.fault_injection.tiny_checkpoints import ITERATION
 from mindresume.formats.records import scan_records
 from mindresume.saving.shard_writer import SaveTarget, write_shard
-from mindresume.simulation.cluster import SHARED, Cluster, current_process
-from mindresume.simulation.disk import File
-from mindresume.simulation.jobs import Job, Training
-from mindresume.simulation.machine import use_cluster
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.saved_content import make_shard
-from mindresume.simulation.scenarios import RUN, SCENARIOS, Scenario, Simulation, restarted
-from mindresume.simulation.schedule import Schedule
+from sim.cluster import SHARED, Cluster, current_process
+from sim.disk import File
+from sim.jobs import Job, Training
+from sim.machine import use_cluster
+from sim.mount import Mount
+from sim.saved_content import make_shard
+from sim.scenarios import RUN, SCENARIOS, Scenario, Simulation, restarted
+from sim.schedule import Schedule
 
 
 def _uncommitted(sim: Simulation) -> None:

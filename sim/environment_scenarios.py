@@ -12,15 +12,15 @@ from functools import partial
 from mindresume.coordination.preemption import BY_UNKNOWN
 from mindresume.events import PreemptionRequested
 from mindresume.fault_injection.tiny_checkpoints import ITERATION
-from mindresume.simulation import concurrent_commands
-from mindresume.simulation.bucket_fault_scenarios import SCENARIOS
-from mindresume.simulation.cluster import SHARED, Host, current_cluster
-from mindresume.simulation.disk import Disk, File, Folder
-from mindresume.simulation.jobs import History, Job, Training, newest_acknowledged
-from mindresume.simulation.oracle import STUCK, WRONG, Finding
-from mindresume.simulation.scenarios import ATTEMPTS, TIER, Scenario, Simulation, restarted
-from mindresume.simulation.schedule import KILL_LAUNCHER, KINDS, MEMORY, OWN_SIGNAL, PASSING, QUOTA, QUOTA_OF_HOST
 from mindresume.supervisor.restart_policy import DIED, EXITED, RESTART, TERMINATED, RestartPolicy, StartOutcome, decide
+from sim import concurrent_commands
+from sim.bucket_fault_scenarios import SCENARIOS
+from sim.cluster import SHARED, Host, current_cluster
+from sim.disk import Disk, File, Folder
+from sim.jobs import History, Job, Training, newest_acknowledged
+from sim.oracle import STUCK, WRONG, Finding
+from sim.scenarios import ATTEMPTS, TIER, Scenario, Simulation, restarted
+from sim.schedule import KILL_LAUNCHER, KINDS, MEMORY, OWN_SIGNAL, PASSING, QUOTA, QUOTA_OF_HOST
 
 OTHER = "/other"                # output folder of the job whose folder is copied
 SOON = replace(Training().settings, heartbeat=2.0)  # a second job must see the first one's heartbeat before it ends

@@ -18,15 +18,15 @@ from typing import Any
 
 import xxhash
 
-from mindresume.simulation.cluster import lose_power
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import History
-from mindresume.simulation.oracle import Finding
-from mindresume.simulation.rot_scenarios import SCENARIOS
-from mindresume.simulation.scenarios import FORMATS, WAYS, Scenario, Simulation
-from mindresume.simulation.schedule import Fault, Schedule, random_schedule
-from mindresume.simulation.scheduler import Task
 from mindresume.storage.atomic_publish import TEMPORARY
+from sim.cluster import lose_power
+from sim.disk import Disk
+from sim.jobs import History
+from sim.oracle import Finding
+from sim.rot_scenarios import SCENARIOS
+from sim.scenarios import FORMATS, WAYS, Scenario, Simulation
+from sim.schedule import Fault, Schedule, random_schedule
+from sim.scheduler import Task
 
 SHARE = 4                       # the command is restarted on one of so many states
 

@@ -15,11 +15,12 @@ from mindresume.errors import MindResumeError
 from mindresume.fault_injection.tiny_checkpoints import Saved
 from mindresume.model.manifest import MANIFEST, parse_attempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, record_path
-from mindresume.simulation.bucket import BUCKET, PodStore
-from mindresume.simulation.cluster import Cluster
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import History, Training
-from mindresume.simulation.oracle import (
+from mindresume.tensor_files.checksum import file_checksum
+from sim.bucket import BUCKET, PodStore
+from sim.cluster import Cluster
+from sim.disk import Disk
+from sim.jobs import History, Training
+from sim.oracle import (
     LEFTOVER,
     LOST,
     STUCK,
@@ -31,7 +32,6 @@ from mindresume.simulation.oracle import (
     run_alone,
     save_order,
 )
-from mindresume.tensor_files.checksum import file_checksum
 
 
 def check_bucket(disks: Mapping[str, Disk], history: History, training: Training, restart: bool = True) -> list[Finding]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mindresume.simulation.cluster import Host, Process, current_cluster
-from mindresume.simulation.threads import WaitQueue
+from sim.cluster import Host, Process, current_cluster
+from sim.threads import WaitQueue
 
 LIMIT = 600.0                   # seconds; HCCL_EXEC_TIMEOUT is 1836 by default
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, BinaryIO, NoReturn
 
-from mindresume.simulation.cluster import Cluster, Process
-from mindresume.simulation.disk import UNLIMITED, Disk, File, Folder, fail
 from mindresume.storage.interface import UNKNOWN_SPACE, NewFile, Status
+from sim.cluster import Cluster, Process
+from sim.disk import UNLIMITED, Disk, File, Folder, fail
 
 
 class Mount:

@@ -27,14 +27,14 @@ from mindresume.resume.missing_ranks import unknown_strategy
 from mindresume.resume.scrub import Scrubber, ScrubOptions
 from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
-from mindresume.simulation.cluster import Cluster, current_cluster, current_process
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import History, Training
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.oracle import WRONG, Finding, check_disks, run_alone
-from mindresume.simulation.saved_content import wrong_content
-from mindresume.simulation.scenarios import Simulation
-from mindresume.simulation.schedule import PASSING, SILENT
+from sim.cluster import Cluster, current_cluster, current_process
+from sim.disk import Disk
+from sim.jobs import History, Training
+from sim.mount import Mount
+from sim.oracle import WRONG, Finding, check_disks, run_alone
+from sim.saved_content import wrong_content
+from sim.scenarios import Simulation
+from sim.schedule import PASSING, SILENT
 
 TARGETS = "/converted"
 REPEATS = 3                     # number of conversions or verifications

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindresume.simulation import search
-from mindresume.simulation.search import SCENARIOS, Counts, SearchRequest, search_seeds, shrink, systematic
+from sim import search
+from sim.search import SCENARIOS, Counts, SearchRequest, search_seeds, shrink, systematic
 
 SEEDS = 4                       # seeds of a shard: about a second, which is lost if the search is stopped
 PARTS = 16                      # number of shards of one scenario, format and way

@@ -8,13 +8,13 @@ from dataclasses import replace
 from mindresume.fault_injection.tiny_checkpoints import Saved
 from mindresume.model.manifest import MANIFEST, Manifest, attempts, record_name, run_sequence
 from mindresume.saving.remote_checkpoints import record_path
-from mindresume.simulation.bucket import BUCKET, Bucket
-from mindresume.simulation.bucket_scenarios import SCENARIOS, URL, _pods
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import History, Training, save_order
-from mindresume.simulation.oracle import LOST, WRONG, Finding, restart_and_check
-from mindresume.simulation.scenarios import Scenario
-from mindresume.simulation.schedule import KINDS, OUTAGE, UNREADABLE
+from sim.bucket import BUCKET, Bucket
+from sim.bucket_scenarios import SCENARIOS, URL, _pods
+from sim.disk import Disk
+from sim.jobs import History, Training, save_order
+from sim.oracle import LOST, WRONG, Finding, restart_and_check
+from sim.scenarios import Scenario
+from sim.schedule import KINDS, OUTAGE, UNREADABLE
 
 EXPECTED_ERRORS = ("NoUsableCheckpointError", "RemoteError")  # errors that name the checkpoints and why they are refused
 

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mindresume.model.manifest import attempt_name
-from mindresume.simulation.bucket import BUCKET
-from mindresume.simulation.bucket_oracle import check_bucket, manifest_url
-from mindresume.simulation.cluster import current_cluster
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import Job, Training
-from mindresume.simulation.leftover_scenarios import SCENARIOS
-from mindresume.simulation.oracle import LOST, MISREPORTED, STUCK, Finding
-from mindresume.simulation.scenarios import FORMATS, Scenario, Simulation, restarted
-from mindresume.simulation.schedule import KINDS, OUTAGE
+from sim.bucket import BUCKET
+from sim.bucket_oracle import check_bucket, manifest_url
+from sim.cluster import current_cluster
+from sim.disk import Disk
+from sim.jobs import Job, Training
+from sim.leftover_scenarios import SCENARIOS
+from sim.oracle import LOST, MISREPORTED, STUCK, Finding
+from sim.scenarios import FORMATS, Scenario, Simulation, restarted
+from sim.schedule import KINDS, OUTAGE
 
 URL = "obs://bucket/job/checkpoint"
 SLOW = 3.0                      # seconds of an upload in the scenarios with slow uploads

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindresume.events import Event
-from mindresume.simulation.bit_rot import Rot, rot
-from mindresume.simulation.disk import Disk, File, Folder
-from mindresume.simulation.schedule import (
+from sim.bit_rot import Rot, rot
+from sim.disk import Disk, File, Folder
+from sim.schedule import (
     ERRORS,
     KILL_LAUNCHER,
     MEMORY,
@@ -29,7 +29,7 @@ from mindresume.simulation.schedule import (
     Fault,
     Schedule,
 )
-from mindresume.simulation.scheduler import Killed, Scheduler, Task
+from sim.scheduler import Killed, Scheduler, Task
 
 SHARED = "shared"
 SHM = "/dev/shm/"               # paths below it lie in memory of the host

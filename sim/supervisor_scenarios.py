@@ -15,12 +15,6 @@ from weakref import WeakKeyDictionary
 
 from mindresume.events import Event
 from mindresume.events.emitter import Emitter
-from mindresume.simulation.cluster import Process, current_cluster, current_process
-from mindresume.simulation.environment_scenarios import SCENARIOS
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.oracle import STUCK, WRONG, Finding
-from mindresume.simulation.scenarios import FORMATS, Scenario, Simulation
-from mindresume.simulation.schedule import ERRORS
 from mindresume.supervisor.background import BackgroundHandler
 from mindresume.supervisor.background_states import BackgroundStates
 from mindresume.supervisor.job import JobEnd
@@ -28,6 +22,12 @@ from mindresume.supervisor.node_states import NodeStates
 from mindresume.supervisor.rendezvous import Rendezvous
 from mindresume.supervisor.restart_policy import DIED, EXITED, RestartPolicy, StartOutcome
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
+from sim.cluster import Process, current_cluster, current_process
+from sim.environment_scenarios import SCENARIOS
+from sim.mount import Mount
+from sim.oracle import STUCK, WRONG, Finding
+from sim.scenarios import FORMATS, Scenario, Simulation
+from sim.schedule import ERRORS
 
 FOLDER = "/out/supervisor"
 TIMEOUT = 240.0                 # --node-timeout: a state is listed up to 65 s late, and others see the answer as late

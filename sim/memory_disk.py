@@ -11,8 +11,8 @@ import numpy as np
 
 from mindresume.events import TierSaved
 from mindresume.saving.memory_tier import directory, mapped_file
-from mindresume.simulation.cluster import current_cluster, current_process
-from mindresume.simulation.disk import Disk, Folder, fail
+from sim.cluster import current_cluster, current_process
+from sim.disk import Disk, Folder, fail
 
 
 class MappedFile:

@@ -1,5 +1,4 @@
-"""``mindresume drill --simulate``: what is asked, what is printed, and that what it finds can be shown again."""
-import builtins
+"""``python -m sim``: what is asked, what is printed, and that what it finds can be shown again."""
 import json
 import re
 import shlex
@@ -11,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from mindresume.cli import run_app
 from mindresume.fault_injection import workers
-from mindresume.simulation import search, search_shards
-from mindresume.simulation.mount import Mount
+from sim import search, search_shards
+from sim.__main__ import app
+from sim.mount import Mount
 
-COMMAND = "drill"
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("--simulate", "--scenario", "save", "--format", "ckpt", "--way", "foreground")
+SMALL = ("--scenario", "save", "--format", "ckpt", "--way", "foreground")
 PATIENCE = 600.0
 
 
@@ -35,6 +35,27 @@ class InThisProcess:
 
     def map(self, function, arguments):
         return map(function, arguments)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs the command; returns (exit status, stdout, stderr)."""
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["sim", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            run_app(app, "sim")
+        return ended.value.code or 0, *capsys.readouterr()
+    return run
+
+
+@pytest.fixture
+def read(call):
+    """Runs the command with --json; returns (exit status, JSON document)."""
+    def run(*arguments):
+        status, out, err = call(*arguments, "--json")
+        assert err == ""
+        return status, json.loads(out)
+    return run
 
 
 @pytest.fixture
@@ -60,23 +81,22 @@ def test_a_finding_is_printed_and_can_be_replayed(call, unflushed, monkeypatch, 
     assert re.fullmatch(r"LOST: save, ckpt, foreground, seed \d+", head) and "all ranks were told" in text
     found = json.loads(line)["schedule"]
     assert [fault["kind"] for fault in found["faults"]] == ["power"] and not found["switches"]
-    program, *arguments = shlex.split(command)
-    assert program == "mindresume" and arguments[-1] == line.strip()
-    status, out, err = call(*arguments[1:])
+    *program, option, schedule = shlex.split(command)
+    assert program == ["python", "-m", "sim"] and schedule == line.strip()
+    status, out, err = call(option, schedule)
     assert status == 1 and out.splitlines()[-1].startswith("lost: ")
     assert re.search(r"^ +1 rank0 +list +/out/checkpoint", out, re.MULTILINE)
     assert re.search(r"<- power( \d+)?$", out, re.MULTILINE)
     assert "rank0: exit status -9" in out
     monkeypatch.undo()
     (tmp_path / "schedule").write_text(line)
-    monkeypatch.setattr(sys, "argv", ["mindresume"])
-    status, out, err = call("--simulate", "--replay", f"@{tmp_path / 'schedule'}")
+    status, out, err = call("--replay", f"@{tmp_path / 'schedule'}")
     assert status == 0 and out.splitlines()[-1] == "nothing found"
 
 
 def test_a_replay_as_json(read):
     faults = [{"at": 9, "kind": "power"}]
-    status, found = read("--simulate", "--replay", json.dumps(
+    status, found = read("--replay", json.dumps(
         {"scenario": "save", "format": "ckpt", "way": "", "schedule": {"faults": faults}}))
     assert status == 0 and found["findings"] == [] and found["faults"][0]["at"] == 9
     assert [row[0] for row in found["operations"]] == list(range(1, 10))
@@ -84,7 +104,7 @@ def test_a_replay_as_json(read):
 
 
 def test_power_that_fails_after_the_end(call, unflushed):
-    status, out, err = call("--simulate", "--replay", json.dumps(
+    status, out, err = call("--replay", json.dumps(
         {"scenario": "save", "format": "ckpt", "way": "", "schedule": {"faults": [{"at": 1000, "kind": "power"}]}}))
     assert status == 1 and re.search(r"^ 1000 +the end   <- power$", out, re.MULTILINE) and "rank1: exit status 0" in out
     assert out.splitlines()[-1].startswith("lost: ")
@@ -97,61 +117,32 @@ def test_all_schedules_with_few_switches(call, unflushed):
 
 
 @pytest.mark.parametrize("arguments, says", [
-    (("--simulate", "--dir", "/tmp"), "--dir is of the drill on a file system"),
-    (("--simulate", "--fault", "EIO"), "--fault is of"),
-    (("--simulate", "--every", "1"), "--every is of"), (("--simulate", "--ranks", "2"), "--ranks is of"),
-    (("--simulate", "--seed", "0"), "--seed is of"), (("--seeds", "7"), "--seeds needs --simulate"),
-    (("--scenario", "x"), "there is no scenario 'x'; choose from:"), (("--replay", "{}"), "--replay needs --simulate"),
-    (("--simulate", "--systematic", "1"), "--systematic needs --scenario"),
-    (("--simulate", "--scenario", "x"), "there is no scenario 'x'; choose from: save, prune"),
-    (("--simulate", "--way", "x"), "choose from: foreground, thread, process"),
-    (("--simulate", "--format", "x"), "there is no format 'x'"),
-    (("--simulate", "--scenario", "nodes", "--format", "iteration"), "no scenario of nodes exists in iteration"),
-    (("--simulate", "--replay", "{}", "--seeds", "2"), "it does not go with --seeds"),
-    (("--simulate", "--replay", "@/nowhere"), "/nowhere"),
-    *((("--simulate", "--replay", text), "not a schedule") for text in (
+    (("--systematic", "1"), "--systematic needs --scenario"),
+    (("--scenario", "x"), "there is no scenario 'x'; choose from: save, prune"),
+    (("--way", "x"), "choose from: foreground, thread, process"),
+    (("--format", "x"), "there is no format 'x'"),
+    (("--scenario", "nodes", "--format", "iteration"), "no scenario of nodes exists in iteration"),
+    (("--replay", "{}", "--seeds", "2"), "it does not go with --seeds"),
+    (("--replay", "@/nowhere"), "/nowhere"),
+    *((("--replay", text), "not a schedule") for text in (
         "", "[]", "{}", '{"scenario": "x"}', "[" * 10_000, '{"scenario":"save","format":"x","way":"","schedule":{}}',
         '{"scenario":"save","format":"ckpt","way":"","schedule":{"switches":[1]}}',
         '{"scenario":"save","format":"ckpt","way":"","schedule":{"faults":[{"at":"x"}]}}')),
-    (("--simulate", "--replay", '{"scenario":"save","format":"ckpt","way":"","schedule":{"faults":[{"at":1,"kind":"x"}]}}'),
+    (("--replay", '{"scenario":"save","format":"ckpt","way":"","schedule":{"faults":[{"at":1,"kind":"x"}]}}'),
      "there is no fault 'x'")])
 def test_invalid_options_are_errors(call, arguments, says):
     status, out, err = call(*arguments)
     assert (status, out) == (2, "") and says in err and err.count("\n") == 1
 
 
-def test_one_line_names_the_package_to_install_without_greenlet(call, monkeypatch):
-    usual = builtins.__import__
-
-    def missing(name, *arguments, **named):
-        if name == "greenlet":
-            raise ModuleNotFoundError("No module named 'greenlet'")
-        return usual(name, *arguments, **named)
-    monkeypatch.setattr(builtins, "__import__", missing)
-    for arguments in (("--seeds", "1"), ("--replay", "{}")):
-        status, out, err = call("--simulate", *arguments)
-        assert (status, out) == (2, "") and 'pip install "mindresume[simulate]"' in err and err.count("\n") == 1
-    status, out, err = call("--explain")
-    assert status == 0 and "first save" in out and "mindresume[simulate]" in out
-
-
 def test_explain_describes_scenarios_and_faults(call):
     status, out, err = call("--explain")
-    assert status == 0 and all(f"\n{name} " in out for name in ("first save", "late", "two hosts", "kill host", "ESTALE after"))
-
-
-def test_help_imports_nothing_heavy():
-    program = ("import sys; sys.argv[1:] = ['--help']\nfrom mindresume.cli import main\n"
-               "try: main()\nexcept SystemExit: pass\n"
-               "print(sorted(name for name in sys.modules if name.startswith(('mindresume.simulation',\n"
-               "                                           'mindresume.fault_injection.', 'greenlet', 'mindspore'))))")
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert status == 0 and all(f"\n{name} " in out for name in ("two hosts", "kill host", "ESTALE after"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_with_the_findings_so_far(number):
-    program = subprocess.Popen([sys.executable, "-m", "mindresume", *(COMMAND, *SMALL), "--seeds", "1000000", "--jobs", "2"],
+    program = subprocess.Popen([sys.executable, "-m", "sim", *SMALL, "--seeds", "1000000", "--jobs", "2"],
                                cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     children, late = Path(f"/proc/{program.pid}/task/{program.pid}/children"), time.monotonic() + PATIENCE
     while len(children.read_text().split()) < 2:

@@ -17,9 +17,9 @@ from typing import Any
 import xxhash
 
 from mindresume.errors import RemoteError
-from mindresume.simulation.cluster import Cluster, Process
-from mindresume.simulation.disk import Disk, File
-from mindresume.simulation.mount import Mount
+from sim.cluster import Cluster, Process
+from sim.disk import Disk, File
+from sim.mount import Mount
 
 BUCKET = "bucket"
 LISTING_LAG_RATIO = 0.1         # longest lag of a listing of the bucket, as a fraction of ``cluster.lag``

@@ -1,19 +1,27 @@
-"""``mindresume drill --simulate``: searches for a schedule of a simulated cluster that breaks a promise, or replays one."""
+"""``python -m sim``: searches for a schedule of a simulated cluster that breaks a promise, or replays one."""
 from __future__ import annotations
 
 import json as jsons
+import os
 import shlex
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from mindresume import runtime
-from mindresume.cli.common import Stopped, print_json, progress_bar, say, stopped_by_signals
+import typer
+
+from mindresume.bounded_json import parse_json
+from mindresume.cli import run_app
+from mindresume.cli.common import AsJson, Stopped, print_explanations, print_json, progress_bar, say, stopped_by_signals
 from mindresume.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mindresume.simulation.scenarios import Simulation
-    from mindresume.simulation.search import Counts, Failure, SearchRequest
+from mindresume.events.log_lines import line_of
+from mindresume.fault_injection import workers
+from sim import search_shards
+from sim.scenarios import FORMATS, WAYS, Simulation
+from sim.schedule import EXPLAINED
+from sim.search import SCENARIOS, Counts, Failure, SearchRequest
 
 FOREGROUND = "foreground"                   # the way of saving that is "" in the simulation
 _REPLAYED = ("scenario", "format", "way", "schedule")
@@ -32,25 +40,44 @@ class SearchOptions:
     json: bool = False
 
 
-def needs_greenlet() -> None:
-    """Raises ConfigError if greenlet is not installed."""
-    try:
-        import greenlet  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f'--simulate needs the package greenlet ({error}); install it: pip install "mindresume[simulate]"'
-                          ) from error
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings={"help_option_names": ["-h", "--help"]})
 
 
-def explanations() -> dict[str, dict[str, str]]:
-    """Returns {title: {name: description}} for the simulation."""
-    try:
-        needs_greenlet()
-    except ConfigError as error:
-        return {"--simulate": {"": str(error)}}
-    from mindresume.simulation.schedule import EXPLAINED
-    from mindresume.simulation.search import SCENARIOS
-    return {"scenario (--simulate)": {name: it.about for name, it in SCENARIOS.items()},
-            "fault at an operation (--simulate)": EXPLAINED}
+@app.command()
+def simulate(context: typer.Context,
+             seeds: Annotated[int, typer.Option("--seeds", min=1, max=10**9, metavar="N", help="Number of random runs.")] = 200,
+             first_seed: Annotated[int, typer.Option("--first-seed", min=0, metavar="S", help="Seed of the first run.")] = 0,
+             scenario: Annotated[list[str] | None, typer.Option("--scenario", metavar="NAME", help="Only this scenario "
+                                                                "(repeat for more; --explain lists them).")] = None,
+             fmt: Annotated[list[str] | None, typer.Option("--format", metavar="safetensors|ckpt|iteration",
+                                                           help="Only this format (iteration: Checkpoint 2.0).")] = None,
+             way: Annotated[list[str] | None, typer.Option("--way", metavar="foreground|thread|process",
+                                                           help="Only this way of saving.")] = None,
+             systematic: Annotated[int | None, typer.Option("--systematic", min=0, max=5, metavar="K",
+                                                            help="Run all schedules of these scenarios with at most K switches "
+                                                            "between ranks, and no random ones.")] = None,
+             replayed: Annotated[str | None, typer.Option("--replay", metavar="JSON|@FILE",
+                                                          help="Run this schedule and print every operation.")] = None,
+             jobs: Annotated[int, typer.Option("--jobs", min=1, max=1024, metavar="N",
+                                               help="Number of processes. Default: one for each core.")] = os.cpu_count() or 1,
+             explain: Annotated[bool, typer.Option("--explain", help="Describe the scenarios and faults, and stop.")] = False,
+             json: AsJson = False) -> None:
+    """Runs whole jobs on in-memory hosts, disks and clocks, in random orders with random faults, checked as if all processes had
+    died before each operation. It shrinks each failure and prints the command that replays it. Exit status: 0 nothing was found,
+    1 something, 130 stopped by Ctrl-C.
+    """
+    if explain:
+        print_explanations({"scenario": {name: it.about for name, it in SCENARIOS.items()},
+                            "fault at an operation": EXPLAINED})
+        return
+    if replayed is None:
+        sys.exit(run_search(SearchOptions(seeds, first_seed, tuple(scenario or ()), tuple(fmt or ()), tuple(way or ()),
+                                          systematic, jobs, json)))
+    for name, option in {"seeds": "--seeds", "first_seed": "--first-seed", "scenario": "--scenario", "fmt": "--format",
+                         "way": "--way", "systematic": "--systematic"}.items():
+        if context.get_parameter_source(name).name == "COMMANDLINE":
+            raise ConfigError(f"--replay runs one schedule; it does not go with {option}")
+    sys.exit(replay(replayed, json))
 
 
 # ---- searching -------------------------------------------------------------------------------------------------------
@@ -58,10 +85,6 @@ def explanations() -> dict[str, dict[str, str]]:
 def run_search(options: SearchOptions) -> int:
     """Runs the requested schedules in worker processes. Returns the exit status. Raises Stopped after Ctrl-C, when it has printed
     the findings so far."""
-    needs_greenlet()
-    from mindresume.fault_injection.workers import Workers
-    from mindresume.simulation import search_shards
-    from mindresume.simulation.search import Counts
     wanted = _search(options)
     work: Callable[[Any], search_shards.Found]
     if options.systematic is None:
@@ -70,25 +93,24 @@ def run_search(options: SearchOptions) -> int:
     else:
         what, work = f"simulating at most {options.systematic} switches", search_shards.search_switches
         parts = search_shards.systematic_shards(wanted, options.systematic)
-    counts, found, stopped, began = Counts(), {}, None, runtime.monotonic()
+    counts, found, stopped, began = Counts(), {}, None, time.monotonic()
     try:
-        with stopped_by_signals(), Workers(options.jobs) as workers, progress_bar(what, options.json, unit="schedules") as meter:
-            for more, rows in workers.map(work, parts):
+        with (stopped_by_signals(), workers.Workers(options.jobs) as pool,
+              progress_bar(what, options.json, unit="schedules") as meter):
+            for more, rows in pool.map(work, parts):
                 counts.add(more)
                 meter.advance(more.schedules)
                 for row in rows:
                     found.setdefault((row["scenario"], row["findings"][0].partition(":")[0]), row)
     except Stopped as error:
         stopped = error
-    _print_found(options, counts, list(found.values()), runtime.monotonic() - began)
+    _print_found(options, counts, list(found.values()), time.monotonic() - began)
     if stopped is not None:
         raise Stopped(stopped.signal, f"the simulation was stopped after {counts.runs:,} runs")
     return 1 if found else 0
 
 
 def _search(options: SearchOptions) -> SearchRequest:
-    from mindresume.simulation.scenarios import FORMATS, WAYS
-    from mindresume.simulation.search import SCENARIOS, SearchRequest
     if options.systematic is not None and not options.scenarios:
         raise ConfigError("--systematic needs --scenario: large scenarios have too many schedules")
     ways = tuple("" if way == FOREGROUND else way for way in options.ways)
@@ -104,7 +126,7 @@ def _search(options: SearchOptions) -> SearchRequest:
 
 
 def replay_command(row: dict[str, Any]) -> str:
-    return f"mindresume drill --simulate --replay {shlex.quote(_line(row))}"
+    return f"python -m sim --replay {shlex.quote(_line(row))}"
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -133,8 +155,6 @@ def _print_found(options: SearchOptions, counts: Counts, found: Sequence[dict[st
 
 def replay(text: str, json: bool = False) -> int:
     """Runs the schedule ``text`` (JSON, or @FILE) and prints every operation and event. Returns the exit status."""
-    needs_greenlet()
-    from mindresume.simulation.scenarios import Simulation
     failure = _failure(text)
     sim = Simulation(failure.scenario, failure.format, failure.schedule, failure.way)
     sim.cluster.trace.wanted = True
@@ -148,9 +168,6 @@ def replay(text: str, json: bool = False) -> int:
 
 
 def _failure(text: str) -> Failure:
-    from mindresume.bounded_json import parse_json
-    from mindresume.simulation.schedule import EXPLAINED
-    from mindresume.simulation.search import Failure
     try:
         if text.startswith("@"):
             with open(text[1:], "rb") as file:
@@ -178,7 +195,6 @@ def _replay_json(sim: Simulation, findings: list[str]) -> dict[str, Any]:
 
 
 def _print_replay(sim: Simulation, findings: list[str]) -> None:
-    from mindresume.events.log_lines import line_of
     found = _replay_json(sim, findings)
     injected = {row["at"]: f"   <- {row['kind']}{' ' + str(row['amount']) if row['amount'] else ''}" for row in found["faults"]}
     wide = max((len(row[1]) for row in found["operations"]), default=0)
@@ -195,3 +211,7 @@ def _print_replay(sim: Simulation, findings: list[str]) -> None:
     say()
     for finding in findings or ["nothing found"]:
         say(finding)
+
+
+if __name__ == "__main__":
+    run_app(app, "sim")

@@ -19,12 +19,12 @@ from mindresume.coordination.signal_sender import OTHER, OWN, SignalSenders
 from mindresume.resume import background_scrub
 from mindresume.saving import background_writer, crash_loop, staging
 from mindresume.saving.staging import Staging
-from mindresume.simulation import memory_disk
-from mindresume.simulation.cluster import Cluster, active_clusters, current_cluster, current_process
-from mindresume.simulation.scheduler import Killed
-from mindresume.simulation.threads import Condition, Event, Lock, RLock, SimpleQueue, Thread
-from mindresume.simulation.writer_process import WriterProcess
 from mindresume.storage import mounts
+from sim import memory_disk
+from sim.cluster import Cluster, active_clusters, current_cluster, current_process
+from sim.scheduler import Killed
+from sim.threads import Condition, Event, Lock, RLock, SimpleQueue, Thread
+from sim.writer_process import WriterProcess
 
 # ---- time, threads, signals ----------------------------------------------------------------------------------------
 

@@ -17,16 +17,16 @@ from mindresume.resume.listing import list_checkpoints
 from mindresume.resume.missing_ranks import unknown_strategy
 from mindresume.resume.scrub import REMOVED, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.settings import ScrubSettings
-from mindresume.simulation.bit_rot import rot, rotted_files
-from mindresume.simulation.cluster import SHARED, current_cluster, current_process
-from mindresume.simulation.concurrent_commands import errors_recorded, is_affected, pauses
-from mindresume.simulation.disk import File
-from mindresume.simulation.jobs import Job, Training
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.oracle import STUCK, Finding
-from mindresume.simulation.scenarios import FORMATS, TIER, Scenario, Simulation, check_memory, restarted
-from mindresume.simulation.schedule import KINDS, PASSING, ROT, ROT_IN_MEMORY
-from mindresume.simulation.supervisor_scenarios import SCENARIOS
+from sim.bit_rot import rot, rotted_files
+from sim.cluster import SHARED, current_cluster, current_process
+from sim.concurrent_commands import errors_recorded, is_affected, pauses
+from sim.disk import File
+from sim.jobs import Job, Training
+from sim.mount import Mount
+from sim.oracle import STUCK, Finding
+from sim.scenarios import FORMATS, TIER, Scenario, Simulation, check_memory, restarted
+from sim.schedule import KINDS, PASSING, ROT, ROT_IN_MEMORY
+from sim.supervisor_scenarios import SCENARIOS
 
 EARLIER = (0, 1, 1, 2)          # number of files that have rotted before the job starts
 STARTS = 3                      # number of times that the scrub is started if it is killed
