@@ -8,7 +8,7 @@ choice      a resume of as many ranks: rank 0's part, and the proof of its own f
 mindformers the same of a folder that mindformers wrote: no records, a meta.json in every rank folder
 clean-up    the next run removes a save that died with all its weights and none of its records
 
-The disk is the one of ``mindresume.simulation`` (in memory), so that all seconds are ours but ``delay``, which every operation
+The disk is the one of ``sim`` (in memory), so that all seconds are ours but ``delay``, which every operation
 really waits in its thread, as for a metadata server; as many wait side by side as the seam says (``width``). Bars: a commit of
 8,192 ranks within 5 s, a choice within 3 s, with 2 ms an operation.
 """
@@ -35,10 +35,10 @@ from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard, write_shard
-from mindresume.simulation.disk import Disk, File, Folder
 from mindresume.storage.interface import UNKNOWN_SPACE, Status
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode
+from sim.disk import Disk, File, Folder
 
 ROOT, RUN, PER_EPOCH = "/c", run_name(1, "00000000"), 1000
 ACTIONS = ("commit", "prune", "choice", "mindformers", "clean-up")

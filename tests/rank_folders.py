@@ -17,12 +17,12 @@ from mindresume.model.training_state import TrainingState
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
-from mindresume.simulation.cluster import Cluster, current_process
-from mindresume.simulation.communicator import Communicator
-from mindresume.simulation.runtime_fakes import use_cluster
-from mindresume.simulation.schedule import Schedule
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode, read_header, read_tensor
+from sim.cluster import Cluster, current_process
+from sim.communicator import Communicator
+from sim.machine import use_cluster
+from sim.schedule import Schedule
 
 STORAGE = PosixStorage()
 RUN = run_name(1, "0000aaaa")

@@ -13,8 +13,8 @@ import pytest
 from mindresume.settings import Settings
 
 ROOT = Path(__file__).parents[1]
-ROOMS = [ROOT, ROOT / "mindresume", *(path for path in (ROOT / "mindresume").iterdir() if path.is_dir())]
-FILES = sorted((ROOT / "mindresume").rglob("*.py"))
+ROOMS = [ROOT, ROOT / "mindresume", ROOT / "sim", *(path for path in (ROOT / "mindresume").iterdir() if path.is_dir())]
+FILES = sorted([*(ROOT / "mindresume").rglob("*.py"), *(ROOT / "sim").glob("*.py")])
 ABOUT_MODULES = {"architecture.md", "design_rules.md", "simulation.md"}         # elsewhere `report.x` can be a variable
 DOCUMENTS = pytest.mark.parametrize(
     "document", [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)

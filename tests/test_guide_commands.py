@@ -33,7 +33,6 @@ from mindresume.formats.parallel_plan import ParallelPlan, is_plan
 from mindresume.launch import arguments
 from mindresume.mindformers import upstream
 from mindresume.settings import Settings
-from mindresume.simulation.search import SCENARIOS as SIMULATED
 
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 LAUNCHERS = ("srun", "msrun", "mpirun", "chrt", "nice", "kubectl", "docker", "sudo")
@@ -56,9 +55,10 @@ COVERED = (
     (r"mindresume run .*-- (bash|msrun) ", "st/test_supervisor.py", ("mindresume", "run")),
     (r"mindresume export-hf ", "tests/cli/test_export_hf.py", ("export-hf",)),
     (r"mindresume scrub .*--remote ", "tests/cli/test_scrub.py", ("--remote",)),
-    (r"mindresume drill --simulate .*--seeds", "tests/cli/test_simulate.py", ("--seeds", "--first-seed")),
-    (r"mindresume drill --simulate .*--systematic", "tests/cli/test_simulate.py", ("--systematic",)),
-    (r"mindresume drill --simulate .*--replay", "tests/cli/test_simulate.py", ("--replay",)),
+    (r"python -m sim .*--seeds", "tests/simulation/test_command.py", ("--seeds", "--first-seed")),
+    (r"python -m sim .*--systematic", "tests/simulation/test_command.py", ("--systematic",)),
+    (r"python -m sim .*--replay", "tests/simulation/test_command.py", ("--replay",)),
+    (r"python -m sim --explain", "tests/simulation/test_command.py", ("--explain",)),
     (r"python run_mindformer\.py .*--remote_save_url s3://", "st/test_remote.py", ("remote_save_url", "s3://")),
 )
 
@@ -120,7 +120,7 @@ def problem_of_arguments(words: list[str]) -> str:
             if texts and not any(map(PLACEHOLDER.fullmatch, texts)):
                 parameter.process_value(context, value)
                 for text in texts:
-                    check_value(words[0], parameter.name, text, "--simulate" in rest)
+                    check_value(words[0], parameter.name, text)
             missing = parameter.param_type_name == "argument" and parameter.required and not texts
             if missing and rest and "..." not in words and "--help" not in rest:
                 return f"{parameter.human_readable_name} is missing"
@@ -129,11 +129,11 @@ def problem_of_arguments(words: list[str]) -> str:
     return f"unexpected: {left}" if left else ""
 
 
-def check_value(command: str, name: str, text: str, simulate: bool) -> None:
+def check_value(command: str, name: str, text: str) -> None:
     """Raises an error for a value that the command checks itself."""
     if (command, name) == ("convert", "to") and is_plan(text):
         ParallelPlan.parse(text)
-    if (command, name) == ("drill", "scenario") and text not in (SIMULATED if simulate else {*ON_DISK, *SIMULATED}):
+    if (command, name) == ("drill", "scenario") and text not in ON_DISK:
         raise ValueError(f"there is no scenario {text!r}")
 
 
@@ -145,7 +145,7 @@ def test_every_mindresume_command_parses(page):
 
 def test_a_wrong_command_is_noticed():
     for words in ("frobnicate DIR", "ls DIR --frobnicate", "verify", "convert A", "convert A B --to dp=x", "ls DIR --every fast",
-                  "drill --simulate --scenario frobnicate", "diff A B C", "prune DIR --keep-last many"):
+                  "drill --scenario frobnicate", "diff A B C", "prune DIR --keep-last many"):
         assert problem_of_arguments(words.split()) or words == "verify", words
     for words in ("ls DIR", "verify", "scrub DIR --rate MB/s --repair", "run -- COMMAND...", "COMMAND --help", "convert ..."):
         assert problem_of_arguments(words.split()) == "", words

@@ -10,13 +10,13 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
+from mindresume import runtime
 from mindresume.api.checkpoint import Checkpoint
 from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import (
@@ -259,7 +259,7 @@ class Catalog:
         return VerificationReport.from_json(run_on_rank0(group, own.to_json))
 
     def _verify(self, step: int | None, progress: Progress, group: Group) -> VerificationReport:
-        started, read, location = time.monotonic(), [0], self._locate()
+        started, read, location = runtime.monotonic(), [0], self._locate()
         found, rows = self._list(location)
         wanted = [row for row in rows if step is None or row.candidate.step == step]
         if step is not None and not wanted:
@@ -289,7 +289,7 @@ class Catalog:
         results = tuple(_verification(found.root, candidate, bad) for candidate, bad in verdicts)
         states = {result.state for result in results}
         return VerificationReport(
-            found.root, DAMAGED in states, results, tuple(sorted(removed)), read[0], round(time.monotonic() - started, 3),
+            found.root, DAMAGED in states, results, tuple(sorted(removed)), read[0], round(runtime.monotonic() - started, 3),
             self._notes(found), tuple(_verification(tier, candidate, bad) for candidate, bad in held), UNREADABLE in states)
 
     # ---- release -----------------------------------------------------------------------------------------------------

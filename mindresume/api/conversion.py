@@ -10,10 +10,10 @@ nothing behind; after a kill, the same call continues with what is missing.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from mindresume import runtime
 from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import Problem, Result, problem_of
 from mindresume.api.shared_conversion import run_shared, total_traffic
@@ -297,7 +297,7 @@ def _carry_out(conversion: Conversion, check: Callable[[], None], write: Callabl
                progress: Progress, group: Group) -> float:
     """Prepares, checks, writes and commits; a failure of one process alone leaves nothing behind. Returns the seconds that it
     took."""
-    started = time.monotonic()
+    started = runtime.monotonic()
     numbers = None if group.size == 1 else range(group.rank, len(conversion.plan.groups), group.size)
 
     def work() -> None:
@@ -309,7 +309,7 @@ def _carry_out(conversion: Conversion, check: Callable[[], None], write: Callabl
         conversion.run(work)
     else:
         run_shared(conversion, work, traffic, group)
-    return round(time.monotonic() - started, 3)
+    return round(runtime.monotonic() - started, 3)
 
 
 def _planned(job: ConversionPlan, target: str, engine: str, memory_bytes: int, dry_run: bool, finished: bool,

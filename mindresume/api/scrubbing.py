@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 
+from mindresume import runtime
 from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import Problem, Result, problem_of
 from mindresume.api.sources import existing
@@ -104,7 +104,7 @@ def scrub(path: str | os.PathLike[str], *, rate_mb: float = 0.0, repair: bool = 
         raise ConfigError(f"scrub: rate_mb is {rate_mb}, older_than_hours {older_than_hours}; expected numbers of at least 0")
     if remote is not None and not repair:
         raise ConfigError("scrub: remote is given without repair; set repair, or leave out remote")
-    started, storage = time.monotonic(), PosixStorage()
+    started, storage = runtime.monotonic(), PosixStorage()
     place = locate(storage, existing(path))
     if is_consolidated(storage, place):
         raise ConfigError(f"{place} holds merged weights, which have no records; mindresume verify reads every byte of them")
@@ -120,7 +120,7 @@ def scrub(path: str | os.PathLike[str], *, rate_mb: float = 0.0, repair: bool = 
     states = {row.state for row in results}
     return ScrubReport(found.root, DAMAGED in states, UNREADABLE in states, sum(len(row.repaired) for row in results),
                        tuple(_scrubbed(found.root, row) for row in results), sum(row.bytes_read for row in results),
-                       round(time.monotonic() - started, 3))
+                       round(runtime.monotonic() - started, 3))
 
 
 def _scrubbed(root: str, row: CheckpointScrub) -> ScrubbedCheckpoint:

@@ -53,8 +53,6 @@ def _before_each_command(version: Annotated[bool, typer.Option(
 def main() -> None:
     """Runs the console script. Errors of mindresume and of the system print one line and exit with status 2, as wrong arguments
     do."""
-    import sys
-
     from mindresume.cli import (  # noqa: F401  each module registers its command
         advise,
         convert,
@@ -73,14 +71,21 @@ def main() -> None:
         verify,
         which,
     )
+    run_app(app, "mindresume")
+
+
+def run_app(commands: typer.Typer, program: str) -> None:
+    """Runs commands as ``program``. An error of mindresume or of the system is one line."""
+    import sys
+
     from mindresume.cli.common import Stopped, say
     from mindresume.errors import MindResumeError
     from mindresume.storage.atomic_publish import error_text
     try:
-        app()
+        commands()
     except Stopped as stopped:
-        say(f"mindresume: {stopped}", error=True)
+        say(f"{program}: {stopped}", error=True)
         sys.exit(128 + stopped.signal)
     except (MindResumeError, OSError) as error:
-        say(f"mindresume: {error_text(error)}", error=True)
+        say(f"{program}: {error_text(error)}", error=True)
         sys.exit(2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mindresume import runtime
 from mindresume.api.progress import SILENT, Progress
 from mindresume.bounded_json import finite
 from mindresume.events.log_lines import progress_text
@@ -66,9 +66,24 @@ def print_json(value: Any) -> None:
     print(text)
 
 
+def print_explanations(tables: dict[str, dict[str, str]]) -> None:
+    """Prints {title: {name: what happens}} as tables."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+    for title, rows in tables.items():
+        table = Table(box=None, pad_edge=False)
+        table.add_column(title)
+        table.add_column("what happens")
+        for name, about in rows.items():
+            table.add_row(name, Text(about))
+        Console().print(table)
+        say()
+
+
 def time_text(seconds: float | None) -> str:
     """Returns a local time as text, or "?" if it is unknown."""
-    return "?" if not seconds else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    return "?" if not seconds else runtime.strftime("%Y-%m-%d %H:%M", runtime.localtime(seconds))
 
 
 def step_text(step: int | None) -> str:
@@ -112,12 +127,12 @@ def stopped_by_signals() -> Iterator[None]:
     """Makes Ctrl-C and SIGTERM raise Stopped in the main thread. Only for work that cleans up after itself."""
     def stop(number: int, frame: object) -> None:
         raise Stopped(number)
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: runtime.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            runtime.signal(number, handler)
 
 
 @contextmanager

@@ -4,66 +4,43 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mindresume import runtime
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, Stopped, print_json, progress_bar, say, stopped_by_signals
+from mindresume.cli.common import AsJson, Stopped, print_explanations, print_json, progress_bar, say, stopped_by_signals
 from mindresume.errors import ConfigError
 
 if TYPE_CHECKING:
     from mindresume.fault_injection.runner import Cell, Task
 
 
-_DISK, _SIMULATED = "On a file system", "In the simulation (--simulate)"
-# parameter -> option, for the options of one mode only
-_OF_THE_DISK = {"folder": "--dir", "fault": "--fault", "ranks": "--ranks", "full": "--full", "every": "--every",
-                "seed": "--seed"}
-_OF_THE_SIMULATION = {"seeds": "--seeds", "first_seed": "--first-seed", "way": "--way", "systematic": "--systematic",
-                      "replay": "--replay"}
-
-
 @app.command()
-def drill(context: typer.Context,
-          folder: Annotated[str | None, typer.Option("--dir", metavar="DIR", rich_help_panel=_DISK,
+def drill(folder: Annotated[str | None, typer.Option("--dir", metavar="DIR",
                                                      help="A folder on the file system to test, for example the shared one of "
                                                      "the training. The drill creates its own folder there and removes it. "
                                                      "Default: the folder for temporary files.")] = None,
-          fault: Annotated[list[str] | None, typer.Option("--fault", metavar="NAME", rich_help_panel=_DISK,
+          fault: Annotated[list[str] | None, typer.Option("--fault", metavar="NAME",
                                                           help="Only this fault (repeat for more).")] = None,
-          ranks: Annotated[int, typer.Option("--ranks", min=1, max=64, rich_help_panel=_DISK, help="Simulated ranks.")] = 2,
-          full: Annotated[bool, typer.Option("--full", rich_help_panel=_DISK, help="Inject a fault at every operation: some "
+          ranks: Annotated[int, typer.Option("--ranks", min=1, max=64, help="Simulated ranks.")] = 2,
+          full: Annotated[bool, typer.Option("--full", help="Inject a fault at every operation: some "
                                              "minutes on a local disk. Default: a sample of the operations of each scenario, "
                                              "format and fault, which takes a minute or two.")] = False,
-          every: Annotated[int | None, typer.Option("--every", min=1, metavar="K", rich_help_panel=_DISK,
+          every: Annotated[int | None, typer.Option("--every", min=1, metavar="K",
                                                     help="Inject a fault at every K-th operation.")] = None,
-          seed: Annotated[int, typer.Option("--seed", rich_help_panel=_DISK,
+          seed: Annotated[int, typer.Option("--seed",
                                             help="Seed: order of the ranks, which ranks die, which data survives.")] = 0,
-          simulate: Annotated[bool, typer.Option("--simulate", rich_help_panel=_SIMULATED, help="Run whole jobs on a "
-                                                 "simulated in-memory cluster instead.")] = False,
-          seeds: Annotated[int, typer.Option("--seeds", min=1, max=10**9, metavar="N", rich_help_panel=_SIMULATED,
-                                             help="Number of random runs.")] = 200,
-          first_seed: Annotated[int, typer.Option("--first-seed", min=0, metavar="S", rich_help_panel=_SIMULATED,
-                                                  help="Seed of the first run.")] = 0,
-          way: Annotated[list[str] | None, typer.Option("--way", metavar="foreground|thread|process", help="Only this way of "
-                                                        "saving.", rich_help_panel=_SIMULATED)] = None,
-          systematic: Annotated[int | None, typer.Option("--systematic", min=0, max=5, metavar="K", rich_help_panel=_SIMULATED,
-                                                         help="Run all schedules of these scenarios with at most K switches "
-                                                         "between ranks, and no random ones.")] = None,
-          replay: Annotated[str | None, typer.Option("--replay", metavar="JSON|@FILE", rich_help_panel=_SIMULATED,
-                                                     help="Run this schedule and print every operation.")] = None,
-          scenario: Annotated[list[str] | None, typer.Option("--scenario", metavar="NAME", help="Only this scenario of the mode "
+          scenario: Annotated[list[str] | None, typer.Option("--scenario", metavar="NAME", help="Only this scenario "
                                                              "(repeat for more; --explain lists them).")] = None,
           fmt: Annotated[list[str] | None, typer.Option("--format", metavar="safetensors|ckpt|iteration",
                                                         help="Only this format (iteration: Checkpoint 2.0).")] = None,
           jobs: Annotated[int, typer.Option("--jobs", min=1, max=1024, metavar="N",
                                             help="Number of processes. Default: one for each core.")] = os.cpu_count() or 1,
-          explain: Annotated[bool, typer.Option("--explain", help="Describe the scenarios and faults of both modes, and "
-                                                "stop.")] = False,
+          explain: Annotated[bool, typer.Option("--explain", help="Describe the scenarios and faults, and stop.")] = False,
           json: AsJson = False) -> None:
     """Tests on your file system that no crash loses a checkpoint, or shows which one does.
 
@@ -74,28 +51,10 @@ def drill(context: typer.Context,
     PASS: the newest complete checkpoint, bit for bit. LOST_WORK: an older one. HARD_FAIL: none, though one is complete.
     SILENT_DIVERGENCE: a wrong one. The default is a sample of the operations, in a minute or two; --full takes every one. Ctrl-C
     stops it and prints the results so far. Exit status: 0 all PASS, 1 not, 130 stopped by Ctrl-C.
-
-    --simulate tests mindresume itself instead: whole jobs on in-memory hosts, disks and clocks, in random orders with random
-    faults, checked as if all processes had died before each operation. It shrinks each failure and prints the command that
-    replays it.
     """
     if explain:
         _explain()
         return
-    given = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
-    for name in sorted(given & (_OF_THE_DISK if simulate else _OF_THE_SIMULATION).keys()):
-        raise ConfigError(f"{_OF_THE_DISK[name]} is of the drill on a file system, not of --simulate" if simulate else
-                          f"{_OF_THE_SIMULATION[name]} needs --simulate")
-    if simulate:
-        from mindresume.cli.simulate import SearchOptions, run_search
-        from mindresume.cli.simulate import replay as run_again
-        others = [_OF_THE_SIMULATION[name] for name in sorted(given & _OF_THE_SIMULATION.keys() - {"replay"})]
-        others += [option for option, values in (("--scenario", scenario), ("--format", fmt)) if values]
-        if replay is not None and others:
-            raise ConfigError(f"--replay runs one schedule; it does not go with {', '.join(others)}")
-        options = SearchOptions(seeds, first_seed, tuple(scenario or ()), tuple(fmt or ()), tuple(way or ()), systematic,
-                                jobs, json)
-        sys.exit(run_search(options) if replay is None else run_again(replay, json))
     if full and every is not None:
         raise ConfigError("--full takes every operation; it does not go with --every")
     sys.exit(_on_disk(folder, scenario, fmt, fault, ranks, 1 if full else every, seed, jobs, json))
@@ -112,7 +71,7 @@ def _on_disk(folder: str | None, scenario: list[str] | None, fmt: list[str] | No
     faults, formats = _chosen("fault", fault, FAULTS), _chosen("format", fmt, LAYOUTS)
     if folder is not None and not os.path.isdir(folder):
         raise ConfigError(f"{folder} is not a folder; give a folder on the file system to test")
-    started = time.monotonic()
+    started = runtime.monotonic()
     cells: list[Cell] = []
     tasks: list[Task] = []
     expected, possible, stopped = 0, 0, None
@@ -136,7 +95,7 @@ def _on_disk(folder: str | None, scenario: list[str] | None, fmt: list[str] | No
     if json:
         print_json({"cells": [cell.to_json() for cell in cells], "possible": possible, "every": every})
     else:
-        _print(tasks, cells, time.monotonic() - started, f"{ranks} rank(s), seed {seed}, {folder or tempfile.gettempdir()}")
+        _print(tasks, cells, runtime.monotonic() - started, f"{ranks} rank(s), seed {seed}, {folder or tempfile.gettempdir()}")
         if expected < possible:
             say(f"{len(cells):,} of {possible:,} cells, sampled: one of {every} operations for each scenario, format and fault; "
                 f"--full takes every operation, another --seed takes others")
@@ -154,23 +113,9 @@ def _chosen(what: str, asked: list[str] | None, known: Sequence[str]) -> list[st
 
 
 def _explain() -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from mindresume.cli.simulate import explanations
     from mindresume.fault_injection.faults import EXPLAINED
     from mindresume.fault_injection.scenarios import SCENARIOS
-    tables = {"scenario": {name: it.about for name, it in SCENARIOS.items()}, "fault at an operation": EXPLAINED,
-              **explanations()}
-    for title, rows in tables.items():
-        table = Table(box=None, pad_edge=False)
-        table.add_column(title)
-        table.add_column("what happens")
-        for name, about in rows.items():
-            table.add_row(name, Text(about))
-        Console().print(table)
-        say()
+    print_explanations({"scenario": {name: it.about for name, it in SCENARIOS.items()}, "fault at an operation": EXPLAINED})
 
 
 def _print(tasks: Sequence[Task], cells: Sequence[Cell], seconds: float, where: str) -> None:

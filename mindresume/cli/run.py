@@ -4,13 +4,13 @@ from __future__ import annotations
 import json as json_module
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
+from mindresume import runtime
 from mindresume.cli import app
 from mindresume.cli.common import say
 from mindresume.errors import ConfigError, MindResumeError
@@ -154,9 +154,9 @@ def _flush_memory(output: str, is_hurried: Callable[[], bool]) -> Event | None:
 
 def _own_address() -> str:
     """Returns the address of this host by its name; the name if it has none."""
-    name = socket.gethostname()
+    name = runtime.gethostname()
     try:
-        return socket.gethostbyname(name)
+        return runtime.gethostbyname(name)
     except OSError:
         return name
 

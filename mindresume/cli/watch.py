@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mindresume import runtime
 from mindresume.api.observation import Heartbeat, Observation
 from mindresume.api.results import COMPLETE, INCOMPLETE, NODE_LOCAL, CheckpointInfo, Listing
 from mindresume.bounded_json import finite
@@ -251,7 +250,7 @@ class BoundedLook:
 
     def __init__(self, look: Callable[[], Observation | None], clock: Callable[[], float]):
         self._look, self._clock = look, clock
-        self._running = threading.Lock()
+        self._running = runtime.Lock()
         self._ended: list[Look] = []
 
     def __call__(self) -> Look | None:
@@ -278,8 +277,8 @@ class BoundedLook:
             self._running.release()
 
 
-def watch(look: Callable[[], Observation | None], view: View, every: float = EVERY, clock: Callable[[], float] = time.time,
-          wait: Callable[[float], object] = time.sleep) -> None:
+def watch(look: Callable[[], Observation | None], view: View, every: float = EVERY, clock: Callable[[], float] = runtime.time,
+          wait: Callable[[float], object] = runtime.sleep) -> None:
     """Looks, shows what it found, and waits ``every`` seconds, or longer where a look takes long, until a signal ends it.
 
     Raises:
@@ -316,7 +315,7 @@ class Lines:
         if self._as_json:
             print(json.dumps(finite(_document(history, now)), allow_nan=False))
         else:
-            say(f"---- {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))}")
+            say(f"---- {runtime.strftime('%Y-%m-%d %H:%M:%S', runtime.localtime(now))}")
             for text in _sentences(history, self._path):
                 say(text)
             if history.listing is not None and not history.error:
@@ -341,4 +340,4 @@ def error_sentence(history: History, path: str) -> str:
     """Returns why the listing is old or missing, and since when."""
     if history.seen_at is None or history.observation is None:
         return f"{path}: {history.error}; waiting for it"
-    return f"{path}: {history.error}; the listing is from {time.strftime('%H:%M:%S', time.localtime(history.seen_at))}"
+    return f"{path}: {history.error}; the listing is from {runtime.strftime('%H:%M:%S', runtime.localtime(history.seen_at))}"

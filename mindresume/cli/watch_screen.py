@@ -1,7 +1,6 @@
 """Draws the history of a folder of checkpoints on a terminal, fitted to its height: ``mindresume ls --watch``."""
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -10,6 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from mindresume import runtime
 from mindresume.api.results import CheckpointInfo, DirectoryUser
 from mindresume.cli.common import CHECKPOINT_COLUMNS, RIGHT_ALIGNED, checkpoint_cells, step_text
 from mindresume.cli.watch import (
@@ -130,7 +130,7 @@ def _head(history: History, path: str, every: float, now: float) -> Iterator[Tex
 
 
 def _clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(seconds))
+    return runtime.strftime("%H:%M:%S", runtime.localtime(seconds))
 
 
 def _span(seconds: float) -> str:

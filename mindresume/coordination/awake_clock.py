@@ -1,9 +1,9 @@
 """A clock for those who watch others: what is silent while the watcher itself is suspended is not dead."""
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
+
+from mindresume import runtime
 
 _GAP = 10.0                     # seconds between two readings; of a longer gap no more count
 
@@ -13,8 +13,8 @@ class AwakeClock:
     machine): nobody could make progress then, or be heard of. It is read several times a second, and a gap between two readings
     shows that nobody could."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock, self._last, self._lock = clock, clock(), threading.Lock()
+    def __init__(self, clock: Callable[[], float] = runtime.monotonic):
+        self._clock, self._last, self._lock = clock, clock(), runtime.Lock()
         self._gaps: list[tuple[float, float]] = []              # (end, seconds that do not count)
 
     def __call__(self) -> float:

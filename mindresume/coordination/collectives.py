@@ -9,12 +9,11 @@ An error on one rank reaches all ranks as text and is raised there as Collective
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from mindresume import runtime
 from mindresume.errors import CollectiveError
 
 Result = TypeVar("Result")
@@ -64,8 +63,8 @@ class Watchdog:
     what: str = "long work"
     progress: Callable[[], float] = lambda: 0
     stall_timeout: float = 1800.0
-    clock: Callable[[], float] = time.monotonic
-    pause: Callable[[threading.Event, float], object] = lambda done, seconds: done.wait(seconds)
+    clock: Callable[[], float] = runtime.monotonic
+    pause: Callable[[runtime.Event, float], object] = lambda done, seconds: done.wait(seconds)
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0              # seconds between two exchanges; doubled each time
@@ -73,7 +72,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0              # seconds between two exchan
 
 def always_advancing() -> float:
     """Returns the progress of work that has a timeout of its own: it never stalls."""
-    return time.monotonic()
+    return runtime.monotonic()
 
 
 def run_on_rank0(group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None) -> Any:
@@ -107,7 +106,7 @@ def run_on_all(group: Group, work: Callable[[], Result], watchdog: Watchdog | No
 def run_until_all_done(group: Group, work: Callable[[], object], watchdog: Watchdog) -> None:
     """Runs ``work``, which must not raise, on every rank, and returns when all ranks are done. Raises the error of a failed
     exchange only when this rank is done, or after ``stall_timeout``: its work must end, whether or not other ranks know."""
-    done = threading.Event()
+    done = runtime.Event()
 
     def run() -> None:
         try:
@@ -138,7 +137,7 @@ def _supervised(group: Group, work: Callable[[], Any], watchdog: Watchdog | None
     if watchdog is None or group.size == 1:
         return lambda: _attempt(work)
     found: list[dict[str, Any]] = []
-    done, idle = threading.Event(), threading.Event()
+    done, idle = runtime.Event(), runtime.Event()
 
     def run() -> None:
         try:
@@ -147,7 +146,7 @@ def _supervised(group: Group, work: Callable[[], Any], watchdog: Watchdog | None
             found.append({"error": f"the work was interrupted: {error!r}"})
         done.set()
     try:
-        threading.Thread(target=run, name="mindresume-work", daemon=True).start()
+        runtime.Thread(target=run, name="mindresume-work", daemon=True).start()
     except RuntimeError:                        # the limit of threads is reached; the other ranks wait all the same
         run()
     pause, before, since = FIRST_PAUSE, None, 0.0

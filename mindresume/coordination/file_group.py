@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from mindresume import runtime
 from mindresume.coordination.launched_process import LaunchedProcess
 from mindresume.coordination.lease import LeaseHolder, holder_of_this_process, is_alive
 from mindresume.errors import ProcessLostError
@@ -39,7 +38,7 @@ _START, _JOINED, _GONE, _SESSION = "start", "joined-", "gone-", "-session-"
 
 @contextmanager
 def file_group(storage: Storage, folder: str, process: LaunchedProcess, arguments: Sequence[str], timeout: float = TIMEOUT,
-               emit: Emit = ignore, clock: Callable[[], float] = time.monotonic, pause: Callable[[float], Any] = time.sleep
+               emit: Emit = ignore, clock: Callable[[], float] = runtime.monotonic, pause: Callable[[float], Any] = runtime.sleep
                ) -> Iterator[FileGroup]:
     """Waits until all processes of the launch have come, and leaves at the end of the block; process 0 then removes the files.
 
@@ -72,7 +71,7 @@ class FileGroup:
                  emit: Emit, clock: Callable[[], float], pause: Callable[[float], Any]):
         self.storage, self.folder, self.process, self.rank, self.size = storage, folder, process, process.rank, process.size
         self.arguments, self.timeout, self.emit, self.clock, self.pause = list(arguments), timeout, emit, clock, pause
-        self._nonce = secrets.token_hex(8)
+        self._nonce = runtime.token_hex(8)
         self._session, self._round = "", 0
         self._holders: dict[int, LeaseHolder] = {}
 

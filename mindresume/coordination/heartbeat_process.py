@@ -19,12 +19,12 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
+from mindresume import runtime
 from mindresume.coordination.process_identity import can_go_on
 from mindresume.model.record_codec import encode_head, read_head
 from mindresume.storage.atomic_publish import publish
@@ -103,10 +103,10 @@ class HeartbeatProcess:
 def main(path: str, encoded: str, every: str, tag: str, parent: str) -> None:
     """Runs the process. Arguments: as of ``start``, and the number of the parent."""
     head, _ = read_head(io.BytesIO(bytes.fromhex(encoded)), "claim")
-    storage, due, poll, heard = PosixStorage(), time.monotonic() + float(every), select.poll(), b""
+    storage, due, poll, heard = PosixStorage(), runtime.monotonic() + float(every), select.poll(), b""
     poll.register(0, select.POLLIN)
     while True:
-        if poll.poll(max(0.0, min(_CHECK, due - time.monotonic())) * 1000):
+        if poll.poll(max(0.0, min(_CHECK, due - runtime.monotonic())) * 1000):
             found = os.read(0, 1 << 16)
             *lines, heard = (heard + found).split(b"\n")
             if not found or _END in lines:
@@ -114,11 +114,11 @@ def main(path: str, encoded: str, every: str, tag: str, parent: str) -> None:
             head["step"] = int(lines[-1]) if lines else head["step"]
         if os.getppid() != int(parent):
             return
-        if time.monotonic() >= due:
+        if runtime.monotonic() >= due:
             if not can_go_on(int(parent)):
-                time.sleep(_CHECK)
+                runtime.sleep(_CHECK)
                 continue
-            due = time.monotonic() + float(every)
+            due = runtime.monotonic() + float(every)
             head["beat"] += 1
             with suppress(OSError):             # the next heartbeat tries again
                 publish(storage, path, [encode_head(head)], tag)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results
 
 UNKNOWN = sys.maxsize
@@ -47,6 +47,7 @@ def left(root: str = "/") -> int:
     return min((level.left for level in levels(root)), default=UNKNOWN)
 
 
+@runtime.asks_machine
 def levels(root: str = "/") -> list[Level]:
     """Returns the host and every control group of this process that has a limit, as far as they can be read. ``root``: the folder
     of ``proc`` and ``sys``."""
@@ -86,7 +87,7 @@ def _level(root: str, folder: str, limits: list[int | None], usage: str, prefix:
 
 def _kernel(root: str) -> str:
     """Returns the identity of one boot of one kernel; its containers have other host names."""
-    return _text(os.path.join(root, "proc/sys/kernel/random/boot_id")) or socket.gethostname()
+    return _text(os.path.join(root, "proc/sys/kernel/random/boot_id")) or runtime.gethostname()
 
 
 def _folders(root: str, kind: str, controller: str) -> Iterator[str]:

@@ -13,14 +13,11 @@ on finds the lease of its successor and stops saving.
 from __future__ import annotations
 
 import os
-import secrets
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
+from mindresume import runtime
 from mindresume.coordination.heartbeat_process import HeartbeatProcess
 from mindresume.coordination.process_identity import boot_id, is_running, process_namespace, start_ticks
 from mindresume.errors import LeaseHeldError, RecordError
@@ -86,7 +83,7 @@ class LeaseHolder:
         return (run_sequence(self.run), self.run)
 
     def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        since = runtime.strftime("%Y-%m-%d %H:%M:%S", runtime.localtime(self.since))
         return f"run {self.run} on host {self.host} (process {self.pid}, {ranks_count(self.world_size)}, since {since})"
 
     def encode(self) -> bytes:
@@ -117,9 +114,10 @@ class LeaseHolder:
                        folder)
 
 
+@runtime.asks_machine
 def holder_of_this_process(purpose: str, world_size: int = 1, holds: Iterable[str] = ()) -> LeaseHolder:
     """Returns a holder that describes this process. Its ``run`` is empty: ``acquire`` chooses it."""
-    return LeaseHolder(purpose, "", socket.gethostname(), _machine(), os.getpid(), start_ticks(os.getpid()) or 0, time.time(),
+    return LeaseHolder(purpose, "", runtime.gethostname(), _machine(), os.getpid(), start_ticks(os.getpid()) or 0, runtime.time(),
                        world_size, tuple(holds))
 
 
@@ -129,6 +127,7 @@ def _machine() -> str:
     return f"{boot}/{namespace}" if boot and namespace else ""
 
 
+@runtime.asks_machine
 def is_alive(holder: LeaseHolder) -> bool | None:
     """Returns whether the process of a holder runs and holds this lease. None: only its heartbeats can tell, because the process
     is on another machine, cannot be looked at (``process_identity.is_running``), or has published the lease in another folder."""
@@ -224,7 +223,7 @@ def next_run(names: Iterable[str]) -> str:
     names = list(names)
     used = past_runs(names) + leased_runs(names)
     used += [run for _, run in half_written(names)]        # of a run that died while it acquired the directory
-    return run_name(max(map(run_sequence, used), default=0) + 1, secrets.token_hex(4))
+    return run_name(max(map(run_sequence, used), default=0) + 1, runtime.token_hex(4))
 
 
 def past_runs(names: list[str]) -> list[str]:
@@ -289,8 +288,8 @@ class Lease:
     def __init__(self, storage: Storage, root: str, holder: LeaseHolder, keep_run_marker: bool = False):
         self.storage, self.root, self.holder, self.keep_run_marker = storage, root, holder, keep_run_marker
         self.step = 0                           # reached by the training; published with the next heartbeat
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
+        self._stop = runtime.Event()
+        self._lock = runtime.Lock()
         self._process = os.getpid()
         self._beating: HeartbeatProcess | None = None
         self._tries = _TRIES
@@ -322,7 +321,7 @@ class Lease:
                 self._end_process()
         if self.holder.every:
             self._start_process()
-            threading.Thread(target=work, name="mindresume-heartbeat", daemon=True).start()
+            runtime.Thread(target=work, name="mindresume-heartbeat", daemon=True).start()
         return self
 
     def _start_process(self) -> None:

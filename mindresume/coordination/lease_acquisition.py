@@ -10,11 +10,11 @@ has acquired the directory.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 
+from mindresume import runtime
 from mindresume.coordination.awake_clock import AwakeClock
 from mindresume.coordination.lease import (
     BEAT,
@@ -49,7 +49,7 @@ LONGEST = 600.0                 # longest watch in seconds; a holder with rarer 
 
 
 def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT, emit: Emit = ignore,
-            clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+            clock: Callable[[], float] = runtime.monotonic, sleep: Callable[[float], None] = runtime.sleep,
             keep_run_marker: bool = False) -> Lease:
     """Acquires ``root`` for a job that saves there, as a run later than all before.
 
@@ -101,8 +101,8 @@ def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT
     return lease
 
 
-def check_no_live_job(storage: Storage, root: str, emit: Emit = ignore, clock: Callable[[], float] = time.monotonic,
-                      sleep: Callable[[float], None] = time.sleep) -> None:
+def check_no_live_job(storage: Storage, root: str, emit: Emit = ignore, clock: Callable[[], float] = runtime.monotonic,
+                      sleep: Callable[[float], None] = runtime.sleep) -> None:
     """Waits like ``acquire``, and acquires nothing. Raises LeaseHeldError if a job that saves into ``root`` is or may be alive. A
     lease that an earlier job of this process has left does not count."""
     me = holder_of_this_process(SAVING)

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from mindresume import runtime
 from mindresume.bounded_json import parse_json
 from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.signal_sender import OTHER, OWN, SignalSenders
@@ -59,7 +58,7 @@ class PreemptionHandler:
                  local_state: Callable[[], Any] = lambda: None, on_peer_state: Callable[[list[Any]], None] = lambda rows: None,
                  before: Mapping[str, Version | None] | None = None, on_own_signal: Callable[[], None] = lambda: None):
         self.group, self.seconds, self.local_state, self.on_peer_state = group, seconds, local_state, on_peer_state
-        self.clock = clock or (lambda: time.monotonic())
+        self.clock = clock or (lambda: runtime.monotonic())
         self.others = [callback for callback in callbacks if hasattr(callback, "remote_config_file")]
         self.file = next((str(other.remote_config_file) for other in self.others if other.remote_config_file),
                          FILE if os.environ.get("MS_ENABLE_GRACEFUL_EXIT") == "1" else "")
@@ -86,20 +85,20 @@ class PreemptionHandler:
 
     def install(self) -> None:
         """Installs a handler of SIGTERM, so that the signal does not end the process at once. Only in the main thread."""
-        if self.seconds and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+        if self.seconds and runtime.current_thread() is runtime.main_thread():
+            self._before = runtime.signal(signal.SIGTERM, self._note)
             self._senders.begin()
 
     def close(self) -> None:
         """Restores the former handler of SIGTERM."""
         if self._before is not None:
             self._senders.close()
-            signal.signal(signal.SIGTERM, self._before)
+            runtime.signal(signal.SIGTERM, self._before)
             self._before = None
 
     def _note(self, *_: Any) -> None:
         if os.getpid() != self._pid:                            # a fork of this process: nobody asks for its signals
-            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+            runtime.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         self.signalled = True
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import time
 from contextlib import suppress
+
+from mindresume import runtime
 
 _STATE, _START = 0, 19          # fields of /proc/PID/stat after the name of the program (proc(5): 3 and 22)
 _STOPPED = (b"T", b"t")         # by a signal, by a debugger
@@ -96,7 +96,7 @@ def start_time(ticks: int) -> float | None:
             up = float(file.read().split()[0])
     except (OSError, ValueError, IndexError):
         return None
-    return time.time() - max(up - ticks / os.sysconf("SC_CLK_TCK"), 0.0) if ticks else None
+    return runtime.time() - max(up - ticks / os.sysconf("SC_CLK_TCK"), 0.0) if ticks else None
 
 
 def process_namespace() -> int:
@@ -119,7 +119,7 @@ def _namespace(kind: str) -> int:
 def host_identity() -> str:
     """Returns a text that is the same for all processes of one host, or of one container of it, and for no other: the boot of the
     kernel and the host name. Several nodes can have one host name."""
-    return f"{boot_id()} {socket.gethostname()}"
+    return f"{boot_id()} {runtime.gethostname()}"
 
 
 def boot_id() -> str:

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mindresume import runtime
 from mindresume.coordination.process_identity import process_namespace, start_ticks
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 
@@ -98,7 +98,7 @@ class Heartbeat:
 class RankHeartbeat:
     """Writes the heartbeat of this process. ``path``: the file. Use ``create``."""
 
-    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time):
+    def __init__(self, path: str, clock: Callable[[], float] = runtime.monotonic, wall: Callable[[], float] = runtime.time):
         self.path, self._clock, self._wall, self._phase = path, clock, wall, 0
         with open(path, "xb+") as file:
             try:            # a write to a page that a full tmpfs cannot provide would kill the process (SIGBUS)

@@ -9,12 +9,11 @@ Both are leases whose run has the number 0: ``mindresume.coordination.lease``.
 from __future__ import annotations
 
 import os
-import secrets
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
+from mindresume import runtime
 from mindresume.coordination.lease import (
     BEAT,
     LOADING,
@@ -39,7 +38,7 @@ _LOOKS, _PAUSE = 20, 0.5        # checks of a reader while a removal is announce
 
 
 def acquire_read_lock(storage: Storage, root: str, attempt: str, commit_dir: str, beat: float = BEAT,
-                      sleep: Callable[[float], None] = time.sleep, purpose: str = LOADING, outwaited: set[str] | None = None
+                      sleep: Callable[[float], None] = runtime.sleep, purpose: str = LOADING, outwaited: set[str] | None = None
                       ) -> Lease | None:
     """Locks a checkpoint against removal.
 
@@ -81,7 +80,7 @@ def announce_removal(storage: Storage, root: str, names: Iterable[str]) -> Lease
 
 
 def _lease_without_number(storage: Storage, root: str, purpose: str, names: tuple[str, ...], beat: float) -> Lease:
-    holder = replace(holder_of_this_process(purpose, holds=names), run=run_name(READER, secrets.token_hex(4)), every=beat)
+    holder = replace(holder_of_this_process(purpose, holds=names), run=run_name(READER, runtime.token_hex(4)), every=beat)
     lease = Lease(storage, root, holder)
     try:
         lease.publish()
@@ -104,7 +103,7 @@ class ReadLocks:
     """Returns, when called, the read locks of now: {name of an attempt folder: reader}. It remembers heartbeats between calls, so
     that the lock of a reader that died on another machine expires. An unreadable lease may lock any checkpoint, for as long."""
 
-    def __init__(self, storage: Storage, root: str, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, storage: Storage, root: str, clock: Callable[[], float] = runtime.monotonic):
         self.storage, self.root, self.clock = storage, root, clock
         self._seen: dict[str, tuple[int | None, float]] = {}
 

@@ -17,10 +17,11 @@ import os
 import re
 import select
 import signal
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+
+from mindresume import runtime
 
 OWN, OTHER, UNKNOWN = "own", "other", "unknown"
 _SIZE = 1 << 18                                 # bytes of the stack; a frame of the kernel has up to 12 KiB
@@ -46,16 +47,17 @@ class SignalSenders:
     from this process itself."""
 
     def __init__(self, on_own: Callable[[], None] = lambda: None):
-        self.on_own, self._seen, self._lock, self._is_closed = on_own, set(), threading.Lock(), False
+        self.on_own, self._seen, self._lock, self._is_closed = on_own, set(), runtime.Lock(), False
 
+    @runtime.asks_machine
     def begin(self) -> None:
         """Begins to watch. Only in the main thread, after ``signal.signal``."""
         self.arm()
         _drain(_pipe()[0])
         _take_senders()                         # of signals before, which nobody has looked for
-        signal.set_wakeup_fd(_pipe()[1], warn_on_full_buffer=False)
+        runtime.set_wakeup_fd(_pipe()[1], warn_on_full_buffer=False)
         with suppress(RuntimeError):            # the limit of threads is reached: ``look`` notices the signal
-            threading.Thread(target=self._watch, name="mindresume-signals", daemon=True).start()
+            runtime.Thread(target=self._watch, name="mindresume-signals", daemon=True).start()
 
     def arm(self) -> None:
         """Makes the handler of SIGTERM run on the stack. Only in the main thread; again after another ``signal.signal``."""
@@ -65,14 +67,16 @@ class SignalSenders:
             action.flags |= _SA_SIGINFO | _SA_ONSTACK
             _LIBC.sigaction(signal.SIGTERM, ctypes.byref(action), None)
 
+    @runtime.asks_machine
     def close(self) -> None:
         """Ends the watch. The pipe and the stack remain, because a handler may still use them."""
         self._is_closed = True
         with suppress(ValueError):              # not in the main thread
-            current = signal.set_wakeup_fd(-1)
+            current = runtime.set_wakeup_fd(-1)
             if current != _pipe()[1]:
-                signal.set_wakeup_fd(current)
+                runtime.set_wakeup_fd(current)
 
+    @runtime.asks_machine
     def look(self) -> str:
         """Returns OTHER if any signal came from another process, OWN if all came from this one, else UNKNOWN. Of two signals in a
         row the second one can replace the first one on the stack; the pipe has both."""

@@ -8,13 +8,12 @@ have.
 from __future__ import annotations
 
 import os
-import secrets
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results, run_on_rank0
 from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders, next_run
 from mindresume.coordination.process_identity import mount_namespace
@@ -54,7 +53,7 @@ def single_group(size: int) -> SharedGroups:
     return SharedGroups((0,) * size)
 
 
-def find_shared_groups(storage: Storage, root: str, group: Group, sleep: Callable[[float], None] = time.sleep,
+def find_shared_groups(storage: Storage, root: str, group: Group, sleep: Callable[[float], None] = runtime.sleep,
                        local: Callable[[str], bool] = is_local) -> SharedGroups:
     """Finds the groups of ranks that share ``root``. In each container one rank writes a probe file; ranks that see the file of
     another rank, or whose file it sees, share storage with it.
@@ -72,7 +71,7 @@ def find_shared_groups(storage: Storage, root: str, group: Group, sleep: Callabl
     for rank, mount in enumerate(mounts):
         first.setdefault(mount, rank)
     probers = sorted(first.values())
-    tag, folder = run_on_rank0(group, lambda: secrets.token_hex(4)), os.path.join(root, FOLDER)
+    tag, folder = run_on_rank0(group, lambda: runtime.token_hex(4)), os.path.join(root, FOLDER)
     is_prober, probe = group.rank in probers, os.path.join(folder, f"{PROBE}{tag}-{group.rank}")
 
     def write_probe() -> None:
@@ -164,4 +163,4 @@ def check_not_shared(lease: Lease) -> None:
 def next_common_run(storage: Storage, root: str, group: Group) -> str:
     """Returns the name of a run later than every run in the directory of any rank; the same on all ranks."""
     numbers = gather_results(group, lambda: run_sequence(next_run(storage.list(os.path.join(root, FOLDER)))))
-    return run_on_rank0(group, lambda: run_name(max(numbers), secrets.token_hex(4)))
+    return run_on_rank0(group, lambda: run_name(max(numbers), runtime.token_hex(4)))

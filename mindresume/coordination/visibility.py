@@ -10,11 +10,11 @@ because one host lists a name later than another.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.common_checkpoint import order_of
 from mindresume.coordination.storage_topology import SharedGroups
@@ -40,7 +40,7 @@ class Visibility:
 
 
 def wait_until_visible(storage: Storage, path: str, group: Group, shared_groups: SharedGroups,
-                       sleep: Callable[[float], None] = time.sleep) -> Visibility:
+                       sleep: Callable[[float], None] = runtime.sleep) -> Visibility:
     """Waits, on all ranks together, until the selecting ranks list all files of the newest saves in ``path`` that any rank sees.
 
     Rank 0 selects; where nodes share no storage every rank does, in the folder of its node. Ends at once if all names are listed,

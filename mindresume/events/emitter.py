@@ -1,11 +1,11 @@
 """Passes events on to handlers."""
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
+from mindresume import runtime
 from mindresume.events import Event, warning
 
 
@@ -27,7 +27,7 @@ class Emitter:
     is removed, and the others receive one Notice about it.
     """
 
-    def __init__(self, *handlers: Handler, clock: Callable[[], float] = time.time):
+    def __init__(self, *handlers: Handler, clock: Callable[[], float] = runtime.time):
         self._handlers, self._clock = list(handlers), clock
 
     def add(self, handler: Handler) -> None:

@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from contextlib import suppress
 
+from mindresume import runtime
 from mindresume.events import (
     FAILED,
     CandidateRefused,
@@ -82,7 +81,7 @@ class EventFile:
         self._left_out: deque[int] = deque(maxlen=KEPT)         # steps of the newest saves that are not recorded
         self._is_thinned = False                        # a warning was emitted
         self._writer = f"rank_{rank}"                   # in the name of the file
-        self._lock = threading.RLock()                  # reentrant: a signal handler can interrupt the thread that holds it
+        self._lock = runtime.RLock()                  # reentrant: a signal handler can interrupt the thread that holds it
 
     def handle(self, event: Event, time_s: float) -> None:
         if isinstance(event, WorkProgress):             # only useful while the work runs
@@ -168,7 +167,7 @@ class EventFile:
         os.makedirs(self.folder, exist_ok=True)
         if self.rank == 0:
             _remove_oldest(self.folder)
-        start = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(time_s))}.{int(time_s % 1 * 1000):03d}"
+        start = f"{runtime.strftime('%Y%m%dT%H%M%S', runtime.gmtime(time_s))}.{int(time_s % 1 * 1000):03d}"
         self.path = os.path.join(self.folder, f"{start}-{self._writer}-{os.getpid()}{SUFFIX}")
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 

@@ -5,11 +5,10 @@
 """
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from mindresume import runtime
 from mindresume.events import Emit, WorkProgress, ignore
 
 Piece = TypeVar("Piece", bytes, memoryview)
@@ -27,10 +26,10 @@ class ProgressReporter:
         unit: what ``advance`` counts: "bytes", or a noun in the plural.
     """
 
-    def __init__(self, what: str, emit: Emit, every: float = EVERY, clock: Callable[[], float] = time.monotonic,
+    def __init__(self, what: str, emit: Emit, every: float = EVERY, clock: Callable[[], float] = runtime.monotonic,
                  unit: str = "bytes"):
         self.what, self.emit, self.every, self.clock, self.unit = what, emit, every, clock, unit
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self.expect(0)
 
     def expect(self, total: int) -> None:

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from mindresume import runtime
 
 PATIENCE = 120.0                    # real seconds after which waiting ranks are an error
 
@@ -23,7 +24,7 @@ class Scheduler:
 
     def __init__(self, size: int, rng: random.Random):
         self.size, self.rng = size, rng
-        self._condition = threading.Condition()
+        self._condition = runtime.Condition()
         self._working: set[int] = set()
         self._waiting: set[int] = set()
         self._current_rank: int | None = None
@@ -40,7 +41,7 @@ class Scheduler:
                 results[rank] = error
             finally:
                 self._leave(rank)
-        threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(len(works))]
+        threads = [runtime.Thread(target=call, args=(rank,), daemon=True) for rank in range(len(works))]
         for thread in threads:
             thread.start()
         for thread in threads:

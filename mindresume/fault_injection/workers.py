@@ -13,12 +13,13 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from mindresume import runtime
 
 # `read` ends with an error when the other end of the pipe is gone; workers may still be in a file operation for a moment.
 _CLEANER = 'read -r word && exit 0; for n in 1 2 3 4 5; do rm -rf -- "$0"; sleep 0.3; done'
@@ -87,20 +88,20 @@ def _later() -> Iterator[None]:
     """Delays signals until the end of the block: a process that is half started would end with a traceback."""
     caught: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})        # inherited: Ctrl-C in the terminal is ours to handle
-    before = {number: signal.signal(number, lambda number, frame: caught.append(number))
+    before = {number: runtime.signal(number, lambda number, frame: caught.append(number))
               for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
-            signal.signal(number, handler)
+            runtime.signal(number, handler)
     if caught:
         signal.raise_signal(caught[0])
 
 
 def _work(connection: Connection) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    runtime.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         function, argument = connection.recv()
         try:

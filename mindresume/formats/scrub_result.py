@@ -12,7 +12,6 @@ that cannot be read, or belongs to other records, says nothing.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from typing import Any
 
 import xxhash
 
+from mindresume import runtime
 from mindresume.errors import RecordError
 from mindresume.formats import Candidate, Refusal
 from mindresume.model import record_codec as codec
@@ -124,7 +124,7 @@ def known_damage(storage: Storage, root: str, candidate: Candidate) -> Refusal |
         with suppress(OSError):                 # then nothing is known, and whoever takes the checkpoint reads the file
             status = storage.status(os.path.join(root, path))
         if row.is_unchanged(status):
-            at = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.read_at))
+            at = runtime.strftime("%Y-%m-%d %H:%M", runtime.localtime(found.read_at))
             more = f"; {len(found.damaged) - 1} more files are damaged" if len(found.damaged) > 1 else ""
             return candidate.refuse(f"a scrub at {at} found it damaged: {row.reason}{more}; mindresume scrub --repair mends what "
                                     f"has an intact copy", path, row.rank, row.tensors)

@@ -11,11 +11,11 @@ trainer/base_trainer.py). Encrypted saves are left to the built-in.
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
+from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import COMPILING, ENDING
 from mindresume.errors import SaveError
 from mindresume.formats.rank_folder_naming import stem
@@ -55,7 +55,7 @@ class CheckpointMonitor(BuiltIn):
         self._checkpoints: CheckpointManager | None = None      # of the training that it saves
         self._collector: StateCollector | None = None
         self._context: training_context.TrainingContext | None = None
-        self._since = time.monotonic()
+        self._since = runtime.monotonic()
 
     @property
     def storage(self) -> Storage:

@@ -9,7 +9,6 @@ Sources are iteration folders; also rank folders and consolidated weights, so th
 """
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import shutil
@@ -19,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from mindresume import runtime
 from mindresume.coordination.collectives import run_on_all, run_on_rank0
 from mindresume.errors import ConfigError
 from mindresume.events import Notice, warning
@@ -124,7 +124,7 @@ def _folder_with_common(root: str, iteration_dir: str) -> str:
     if os.path.isfile(os.path.join(folder, COMMON)):
         return folder
     folder = tempfile.mkdtemp(prefix="mindresume-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    runtime.at_exit(shutil.rmtree, folder, ignore_errors=True)
     with open(os.path.join(folder, COMMON), "w") as file:
         file.write("{}")
     return folder

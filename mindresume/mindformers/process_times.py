@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import os
-import time
 
+from mindresume import runtime
 from mindresume.coordination.process_identity import start_ticks, start_time
 
 _imported: list[float] = []
@@ -18,7 +18,7 @@ def process_started() -> float | None:
 def mark_imported() -> None:
     """Notes that MindSpore and mindformers are imported. Only the first call counts."""
     if not _imported:
-        _imported.append(time.time())
+        _imported.append(runtime.time())
 
 
 def imported() -> float | None:

@@ -1,10 +1,10 @@
 """Starts the saves of a training, for the graph trainer and for the PyNative trainer, and ends a resume."""
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
+from mindresume import runtime
 from mindresume.events import Resumed
 from mindresume.formatting import ranks_count
 from mindresume.mindformers import network_state as live
@@ -58,4 +58,4 @@ def restore_random(context: TrainingContext, step: int) -> None:
     other = f"saved by {ranks_count(saved_by)}, this job has {size}" if saved_by != size else ""
     rows = (*context.progress.summary, random_state_row(restored, other), *source_rows(context.plan.selected))
     context.emit(Resumed(step, tuple(tuple(row) for row in rows), context.progress.load_seconds,
-                         lost and lost.steps, lost and lost.seconds(time.time())))
+                         lost and lost.steps, lost and lost.seconds(runtime.time())))

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
-import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import mindresume
+from mindresume import runtime
 from mindresume.coordination import preemption
 from mindresume.coordination.collectives import Group, SingleProcess, gather_results
 from mindresume.coordination.lease import Lease
@@ -165,15 +164,15 @@ class RunProgress:
     @contextmanager
     def timed_load(self) -> Iterator[None]:
         """Adds the time of its block to ``load_seconds``."""
-        started = self.timed_since = time.monotonic()
+        started = self.timed_since = runtime.monotonic()
         try:
             yield
         finally:
-            self.load_seconds += time.monotonic() - started
+            self.load_seconds += runtime.monotonic() - started
 
     def timed_seconds(self) -> float | None:
         """Returns the seconds since the latest part of ``load_seconds`` began; None: it has not begun."""
-        return None if self.timed_since is None else time.monotonic() - self.timed_since
+        return None if self.timed_since is None else runtime.monotonic() - self.timed_since
 
 
 @dataclass
@@ -314,8 +313,8 @@ def training(config: Any) -> Iterator[TrainingContext]:
         end.callback(context.resources.stop_scrub)
         set_current(context)
         try:
-            emit(TrainingStarted(socket.gethostname(), os.getpid(), group.size, mindresume.__version__,
-                                 time.localtime().tm_gmtoff, process_times.process_started(), process_times.imported()))
+            emit(TrainingStarted(runtime.gethostname(), os.getpid(), group.size, mindresume.__version__,
+                                 runtime.localtime().tm_gmtoff, process_times.process_started(), process_times.imported()))
             check_launch(os.environ)
             context.settings = Settings.load(config.get("mindresume"))
             context.resources.remote = modelarts.remote_of(config, emit)

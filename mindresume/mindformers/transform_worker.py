@@ -12,15 +12,16 @@ import json
 import os
 import signal
 import sys
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from mindresume import runtime
+
 
 def main(paths: list[str]) -> None:
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    runtime.Thread(target=end_with_parent, daemon=True).start()
     from mindspore.parallel import transform_safetensors
     guard(transform_safetensors)
     for path in paths:

@@ -14,7 +14,6 @@ reads and writes the lines and checks their fields; ``record_details`` defines t
 from __future__ import annotations
 
 import re
-import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from mindresume import runtime
 from mindresume.errors import RecordError
 from mindresume.model import record_codec as codec
 from mindresume.model.file_record import FileRecord, files_of_rank
@@ -87,7 +87,7 @@ def attempts(names: list[str]) -> Iterator[tuple[str, int, str]]:
 
 def trash_name(attempt: str) -> str:
     """Returns a name for an attempt folder that is to be removed; a random nonce makes it unique."""
-    return f"{TRASH}{attempt}.{secrets.token_hex(4)}"
+    return f"{TRASH}{attempt}.{runtime.token_hex(4)}"
 
 
 def strip_trash(name: str) -> str:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from mindresume import runtime
 from mindresume.bounded_json import parse_json
 from mindresume.events import FAILED, Event, RunOpened, SaveFailed, TrainingEnded, TrainingStarted, event_from_json
 from mindresume.events.event_file import FOLDER, LIMIT, TEXT_LIMIT
@@ -165,7 +165,7 @@ def foreign_utc_offsets(logs: Iterable[EventLog]) -> list[int]:
         for at, event in read_events(log, (TrainingStarted,)) if not log.rank else ():
             if isinstance(event, TrainingStarted) and event.utc_offset_seconds is not None:
                 offsets.add(event.utc_offset_seconds)
-                is_own = is_own and event.utc_offset_seconds == time.localtime(at).tm_gmtoff
+                is_own = is_own and event.utc_offset_seconds == runtime.localtime(at).tm_gmtoff
     return [] if is_own else sorted(offsets)
 
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 import calendar
 import heapq
 import re
-import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from mindresume import runtime
 from mindresume.report.lines import pieces_of
 from mindresume.report.log_discovery import LogFile
 from mindresume.storage.posix import open_regular
@@ -64,8 +64,8 @@ class Clock:
     def __call__(self, minute: str, second: str, milli: str) -> float | None:
         if minute != self._minute:
             try:
-                parsed = time.strptime(minute, "%Y-%m-%d %H:%M")
-                self._base = time.mktime(parsed) if self._utc_offset is None else calendar.timegm(parsed) - self._utc_offset
+                parsed = runtime.strptime(minute, "%Y-%m-%d %H:%M")
+                self._base = runtime.mktime(parsed) if self._utc_offset is None else calendar.timegm(parsed) - self._utc_offset
             except (ValueError, OverflowError):
                 return None
             self._minute = minute

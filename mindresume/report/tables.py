@@ -2,10 +2,10 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
+from mindresume import runtime
 from mindresume.events import DISK, FAILED, MEMORY
 from mindresume.events.recovery_phases import PHASES
 from mindresume.formatting import span_text
@@ -190,7 +190,7 @@ def source_text(source: str) -> str:
 
 def moment(seconds: float) -> str:
     """Returns a time as local date and time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return runtime.strftime("%Y-%m-%d %H:%M:%S", runtime.localtime(seconds))
 
 
 def percent(part: float, whole: float) -> str:

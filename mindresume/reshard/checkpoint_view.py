@@ -13,11 +13,11 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats.consolidated import ConsolidatedWeights
 from mindresume.formatting import listed
@@ -94,7 +94,7 @@ class CheckpointView:
     headers: dict[str, Header | None] = field(default_factory=dict)
     arrangement: Mapping[str, bool] = field(default_factory=dict)
     split: bool = True
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: runtime.Lock = field(default_factory=runtime.Lock)
     _kept: dict[tuple[str, Region, int], list[int]] = field(default_factory=dict)   # {piece: ranks whose files are in memory}
 
     @property

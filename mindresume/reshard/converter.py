@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from mindresume import runtime
 from mindresume.errors import ConfigError, CorruptFileError, OutOfSpaceError, RecordError, SaveError
 from mindresume.events import Emit, Event, Notice, ignore, warning
 from mindresume.events.log_lines import line_of
@@ -54,7 +53,7 @@ class Conversion:
     plan: ConversionPlan
     target: str
     emit: Emit = ignore
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = runtime.time
     _lock: int = field(default=-1, repr=False)
     _owns_work: bool = field(default=False, repr=False)     # whether this object made the work folder and may remove it
     _suffix: str = field(default="", repr=False)            # makes its name unique
@@ -299,7 +298,7 @@ class Conversion:
         """Removes the work folder if this object made it, and the lock. Raises nothing."""
         if self._owns_work:
             # rename first: the same conversion may start again at once
-            gone = f"{self.work}-{secrets.token_hex(4)}"
+            gone = f"{self.work}-{runtime.token_hex(4)}"
             with suppress(OSError):
                 self.storage.rename(self.work, gone)
                 remove_tree(self.storage, gone)

@@ -9,7 +9,6 @@ Memory: three buffers of ``TILE`` bytes a worker, whatever the size of the model
 """
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_128
 
+from mindresume import runtime
 from mindresume.errors import CorruptFileError, SaveError
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor
 from mindresume.reshard.geometry import Region, blocks, elements, offset, overlap, shape_of, view, within
@@ -195,14 +195,14 @@ class _Transfer:
         self.weights, self.files, self.takers, self.tile, self.traffic = weights, files, takers, tile, traffic
         self.sources = SourceChecksums()
         self._work = enumerate(work)
-        self._taking, self._turn, self._done, self._ended = threading.Lock(), threading.Condition(), 0, 0
+        self._taking, self._turn, self._done, self._ended = runtime.Lock(), runtime.Condition(), 0, 0
         self._error: BaseException | None = None
 
     def run(self, workers: int) -> None:
         begun = 0
         try:
             for _ in range(workers - 1):
-                threading.Thread(target=self._help, daemon=True).start()
+                runtime.Thread(target=self._help, daemon=True).start()
                 begun += 1
             self._serve()
         except BaseException as error:              # Ctrl-C reaches this thread only, here or below

@@ -6,10 +6,10 @@ copies the result into the target files, which checks every name, shape and dtyp
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 
+from mindresume import runtime
 from mindresume.errors import ConfigError
 from mindresume.events import Emit, ignore
 from mindresume.reshard.checkpoint_view import CheckpointView
@@ -61,6 +61,6 @@ def _transformed(weights: CheckpointView, conversion: Conversion, workers: int, 
     if conversion.storage.status(conversion.scratch) is not None:
         with suppress(OSError):         # left by a killed process, whose workers may still write
             remove_tree(conversion.storage, conversion.scratch)
-    scratch = os.path.join(conversion.scratch, f"mindspore-{os.getpid()}-{secrets.token_hex(4)}")
+    scratch = os.path.join(conversion.scratch, f"mindspore-{os.getpid()}-{runtime.token_hex(4)}")
     conversion.storage.make_folder(scratch)
     return rewrite(weights, conversion.plan.strategy, scratch, workers=workers, timeout=TIMEOUT, emit=emit)

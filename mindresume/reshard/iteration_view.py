@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 
 import xxhash
 
+from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import METADATA
@@ -68,7 +68,7 @@ class _Records:
     def __init__(self, storage: Storage, candidate: Candidate):
         self.storage, self.candidate = storage, candidate
         self._details: dict[int, Details] = {}
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
 
     def details(self, rank: int) -> Details:
         with self._lock:

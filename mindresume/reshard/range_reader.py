@@ -7,7 +7,6 @@ Only the requested bytes are read: a contiguous range of a file with one call, a
 """
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError
 from mindresume.reshard.block_scales import scale_blocks
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
@@ -64,7 +64,7 @@ class OpenFiles:
     def __init__(self, storage: Storage, most: int = MAX_OPEN):
         self.storage, self.most, self.bytes_read = storage, most, 0
         self._open: OrderedDict[str, list] = OrderedDict()          # path: [file, number of users]
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
 
     def read(self, path: str, position: int, out: memoryview) -> None:
         """Fills ``out`` from byte ``position`` on. CorruptFileError if the file ends before."""

@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from mindresume import runtime
 from mindresume.errors import LoadError, StrategyError
 from mindresume.formats import Candidate
 from mindresume.formats.records import details_of
@@ -51,7 +51,7 @@ class _RankFolders:
         self.storage, self.root, self.candidate = storage, root, candidate
         self.headers: dict[str, Header | None] = {}
         self._details: dict[int, Details | None] = {}
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
 
     def path(self, rank: int) -> str | None:
         files = self.candidate.files.get(rank)

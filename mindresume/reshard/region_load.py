@@ -5,12 +5,12 @@
 """
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from mindresume import runtime
 from mindresume.errors import LoadError
 from mindresume.formatting import counted
 from mindresume.model.layout import TensorLayout, same_shape
@@ -149,7 +149,7 @@ def check_tensors(weights: CheckpointView, names: Iterable[str], workers: int = 
     _each(weights, {name: whole(weights.tensors[name].shape) for name in names}, read, workers, traffic or Traffic())
 
 
-class ThreadBuffer(threading.local):
+class ThreadBuffer(runtime.ThreadLocal):
     """Holds one buffer of a tile per thread. It is reused, because new memory costs more than the read into it."""
 
     def __init__(self) -> None:

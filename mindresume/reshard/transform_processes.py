@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from mindresume import runtime
 from mindresume.errors import EngineError
 
 COMMAND = (sys.executable, "-m", "mindresume.mindformers.transform_worker")
@@ -23,7 +23,7 @@ def run(jobs: Sequence[Sequence[str]], work: str, timeout: float, command: Seque
     fails, or after ``timeout`` seconds. When this returns or raises, no process and no descendant of one is left."""
     path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *map(os.path.abspath, filter(None, sys.path))])
     environment = {"GLOG_v": "3", **os.environ, "PYTHONPATH": path}
-    deadline = time.monotonic() + timeout
+    deadline = runtime.monotonic() + timeout
     running: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for number, files in enumerate(jobs):
@@ -35,11 +35,11 @@ def run(jobs: Sequence[Sequence[str]], work: str, timeout: float, command: Seque
                 if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                     _end(running.pop(number))
                     _check_status(process.returncode, number, len(jobs), work)
-            if running and time.monotonic() > deadline:
+            if running and runtime.monotonic() > deadline:
                 late = next(iter(running))
                 raise failure(f"process {late + 1} of {len(jobs)} was not done after {timeout:.0f} s and was ended", work, late)
             if running:
-                time.sleep(PAUSE)
+                runtime.sleep(PAUSE)
     finally:
         for process in running.values():
             _end(process)

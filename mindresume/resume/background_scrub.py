@@ -12,11 +12,10 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from mindresume import runtime
 from mindresume.events import CheckpointScrubbed, Emit, Event, SaveBegun, SaveFailed, SaveWritten, warning
 from mindresume.resume.listing import list_checkpoints
 from mindresume.resume.missing_ranks import unknown_strategy
@@ -45,16 +44,16 @@ class BackgroundScrub:
     """
 
     def __init__(self, storage: Storage, root: str, settings: ScrubSettings, emit: Emit, bucket: RemoteCheckpoints | None = None,
-                 first: float = FIRST, poll: float = POLL, clock: Callable[[], float] = time.monotonic):
+                 first: float = FIRST, poll: float = POLL, clock: Callable[[], float] = runtime.monotonic):
         self.storage, self.root, self.settings, self.emit, self.bucket = storage, root, settings, emit, bucket
         self._first, self._poll, self._clock = first, poll, clock
-        self._stop, self._thread = threading.Event(), None
+        self._stop, self._thread = runtime.Event(), None
         self._saving_since: float | None = None
         self._problem = ""
 
     def start(self) -> BackgroundScrub:
         """Starts the thread."""
-        self._thread = threading.Thread(target=self._work, name="mindresume-scrub", daemon=True)
+        self._thread = runtime.Thread(target=self._work, name="mindresume-scrub", daemon=True)
         self._thread.start()
         return self
 
@@ -121,10 +120,11 @@ def _event(result: CheckpointScrub, seconds: float) -> CheckpointScrubbed:
     return CheckpointScrubbed(result.candidate.step or 0, result.state, result.bytes_read, seconds, files, reason)
 
 
+@runtime.asks_machine
 def lower_priority() -> None:
     """Gives this thread the lowest priority for the processor and, where the scheduler of the device has it, for the disk."""
     with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICEST)      # Linux: of the thread
+        os.setpriority(os.PRIO_PROCESS, runtime.thread_id(), NICEST)      # Linux: of the thread
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
         with suppress(OSError, AttributeError):

@@ -7,9 +7,9 @@ checksums, so nothing else is known about their contents.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 
+from mindresume import runtime
 from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.iteration_naming import METADATA
@@ -36,7 +36,7 @@ class MetadataVerifier:
 
     def __init__(self, storage: Storage, root: str, candidate: Candidate):
         self.storage, self.root, self.candidate = storage, root, candidate
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._read = False
         self._rows: Mapping[str, TensorMetadata] = {}
         self._by_file: dict[str, list[tuple[TensorMetadata, int]]] = {}      # {file name: [(tensor, number of the slice)]}

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import io
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from mindresume import runtime
 from mindresume.coordination.collectives import Group, Watchdog, gather_results
 from mindresume.coordination.lease_acquisition import check_no_live_job
 from mindresume.coordination.process_identity import host_identity
@@ -63,7 +63,7 @@ class RemoteFetch:
     def fetch(self, attempt: str, manifest_bytes: bytes) -> str | None:
         """Fetches the checkpoint ``attempt``. Returns None if it is complete on this disk; else the reason, and the files that
         arrived are removed."""
-        manifest, started = Manifest.read(io.BytesIO(manifest_bytes)), time.monotonic()
+        manifest, started = Manifest.read(io.BytesIO(manifest_bytes)), runtime.monotonic()
         rank = _RankFetch(self, attempt, manifest)
         problem = (self._on_all(rank, rank.prepare, leaders=True) or self._no_room(rank) or self._on_all(rank, rank.download) or
                    self._on_all(rank, rank.publish_records) or
@@ -73,7 +73,7 @@ class RemoteFetch:
             return problem
         late = self._on_all(rank, lambda: rank.commit(manifest_bytes), leaders=True)
         total = sum(file.size or 0 for files in manifest.files for file in files)
-        self.emit(CheckpointFetched(manifest.step, self.remote.url, rank.fetched_bytes, total, time.monotonic() - started))
+        self.emit(CheckpointFetched(manifest.step, self.remote.url, rank.fetched_bytes, total, runtime.monotonic() - started))
         if late is not None:                        # all files are here: the next run commits it and gives it its name
             self.emit(warning(f"step {manifest.step} was fetched, but not committed: {late}"))
         return None

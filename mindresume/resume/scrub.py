@@ -14,11 +14,11 @@ compared, or a running job is writing them. A checkpoint that is gone when its t
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from mindresume import runtime
 from mindresume.coordination.lease import BEAT, SCRUBBING, Lease, LeaseHolder, is_alive, is_job_lease, lease_holders, lease_path
 from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.formats import Candidate, Refusal
@@ -96,9 +96,9 @@ class Scrubber:
     storage: Storage
     root: str
     options: ScrubOptions = ScrubOptions()
-    clock: Callable[[], float] = field(default=lambda: time.time())             # looked up at each call: see simulation
-    monotonic: Callable[[], float] = field(default=lambda: time.monotonic())
-    wait: Callable[[float], object] = field(default=lambda seconds: time.sleep(seconds))
+    clock: Callable[[], float] = field(default=lambda: runtime.time())             # looked up at each call: see simulation
+    monotonic: Callable[[], float] = field(default=lambda: runtime.monotonic())
+    wait: Callable[[float], object] = field(default=lambda seconds: runtime.sleep(seconds))
     progress: Callable[[int], None] = field(default=lambda count: None)
     _outwaited: set[str] = field(default_factory=set, init=False)
 

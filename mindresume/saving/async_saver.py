@@ -10,19 +10,19 @@ and finishes its save if the training dies.
 """
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from mindresume import runtime
 from mindresume.coordination import host_memory
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import Emit, SaveNotStaged, WriterDied, ignore
 from mindresume.saving.background_writer import WRITERS, Writer
 from mindresume.saving.retention import Policy
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.saving.staging import Staging
+from mindresume.saving.staging import staging_buffer
 from mindresume.saving.sync_saver import Outcome, Save, SaveJob
 
 _GRACE = 5.0                    # seconds added to a timeout that the writer keeps by itself
@@ -59,7 +59,7 @@ class AsyncSaver:
         self.share, self.on_write = share, on_write
         self.counts = SaveCounts()
         self._available = available
-        self._staging = Staging(shared=kind == "process")
+        self._staging = staging_buffer(shared=kind == "process")
         self._writer: Writer | None = None
         self._in_flight: int | None = None          # step that the writer has
         self._reported: int | None = None           # the same step once its outcome was received and it is being committed
@@ -72,7 +72,7 @@ class AsyncSaver:
     # ---- the training's side ---------------------------------------------------------------------------------------
 
     def save(self, save: Save) -> None:
-        started = time.monotonic()
+        started = runtime.monotonic()
         self.counts.saves += 1
         busy, self._uncommitted = self.busy(), None         # an older step is not committed behind this one
         if busy:
@@ -98,7 +98,7 @@ class AsyncSaver:
             self._outcomes.append(outcome)
             self._reported = save.step
             self._send(("commit", outcome), save.step)
-        self.counts.stopped += time.monotonic() - started
+        self.counts.stopped += runtime.monotonic() - started
 
     def busy(self) -> bool:
         self._receive(0.0)
@@ -138,8 +138,8 @@ class AsyncSaver:
             with suppress(OSError):                 # it has just died: there is nothing to wait for
                 if self._writer is not None:
                     self._writer.close()
-            until = time.monotonic() + record_timeout + _GRACE
-            while self._writer is not None and self._writer.alive() and time.monotonic() < until:
+            until = runtime.monotonic() + record_timeout + _GRACE
+            while self._writer is not None and self._writer.alive() and runtime.monotonic() < until:
                 self._receive(_POLL)
             self._receive(0.0)
         self._writer = None
@@ -184,8 +184,8 @@ class AsyncSaver:
             self._handle_writer_death(f"it could not be reached: {error}")
 
     def _wait_until_idle(self, timeout: float) -> bool:
-        until = time.monotonic() + timeout
-        while self._in_flight is not None and time.monotonic() < until:
+        until = runtime.monotonic() + timeout
+        while self._in_flight is not None and runtime.monotonic() < until:
             self._receive(_POLL)
         return self._in_flight is None
 

@@ -11,17 +11,15 @@ Every message is answered with ("done", step) at last.
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Protocol
 
+from mindresume import runtime
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.saving.retention import Policy
 from mindresume.saving.shard_writer import SaveTarget, is_committed
@@ -101,9 +99,9 @@ class WriterThread:
     """Runs the writer in a thread of the training."""
 
     def __init__(self, target: SaveTarget, policy: Policy | None, staging: Staging, timeout: float):
-        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="mindresume-writer", daemon=True, args=(target, policy, staging))
+        self._inbox: runtime.SimpleQueue = runtime.SimpleQueue()
+        self._outbox: runtime.SimpleQueue = runtime.SimpleQueue()
+        self._thread = runtime.Thread(target=self._run, name="mindresume-writer", daemon=True, args=(target, policy, staging))
         self._thread.start()
 
     def _run(self, target: SaveTarget, policy: Policy | None, staging: Staging) -> None:
@@ -118,7 +116,7 @@ class WriterThread:
     def receive(self, timeout: float) -> Any:
         try:
             return self._outbox.get(timeout=timeout) if timeout else self._outbox.get_nowait()
-        except queue.Empty:
+        except runtime.Empty:
             return None
 
     def alive(self) -> bool:
@@ -187,7 +185,7 @@ class WriterProcess:
 
 
 WRITERS: dict[str, Callable[[SaveTarget, Policy | None, Staging, float], Writer]] = {
-    "thread": WriterThread, "process": WriterProcess}
+    "thread": WriterThread, "process": runtime.asks_machine(WriterProcess)}
 
 
 def _main() -> None:
@@ -215,13 +213,13 @@ def _main() -> None:
 
     def exit_after_training(timeout: float) -> None:
         while not is_orphaned():
-            time.sleep(_PARENT_CHECK)
-        time.sleep(timeout)
+            runtime.sleep(_PARENT_CHECK)
+        runtime.sleep(timeout)
         os._exit(1)
     first = receive()
     if first is not None:
         target, policy, timeout = first
-        threading.Thread(target=exit_after_training, args=(timeout,), daemon=True).start()
+        runtime.Thread(target=exit_after_training, args=(timeout,), daemon=True).start()
         serve(target, policy, Staging(fd=memory), receive, send)
 
 

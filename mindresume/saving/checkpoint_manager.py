@@ -14,15 +14,13 @@
 """
 from __future__ import annotations
 
-import atexit
 import os
-import socket
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from mindresume import runtime
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_all
 from mindresume.coordination.host_memory import UNKNOWN, share_of_rank
 from mindresume.coordination.lease import Lease
@@ -155,7 +153,7 @@ class CheckpointManager:
         self._tier = open_tier(self.session, self.group, tier, self.emit, share, self.settings.commit_timeout, resumed)
         if self._tier is not None:
             self._tier.begin(step)
-        atexit.register(self.finish_after_error)  # if no hook sees the end of the training; runs before the end of the uploader
+        runtime.at_exit(self.finish_after_error)  # if no hook sees the end of the training; runs before the end of the uploader
 
     def _begin(self, share: int, resumed: Resumed | None, remote: RemoteCheckpoints | None) -> None:
         self.session.begin(resumed)
@@ -189,13 +187,13 @@ class CheckpointManager:
         stall_timeout, apart = self.settings.commit_timeout, self.session.shared_groups.is_split
         uploader = Uploader(remote, self.target, self.policy, stall_timeout, self.emit,
                             only_scheduled=apart and self.settings.preemption_check_interval > 0).start()
-        atexit.register(uploader.finish_at_exit, stall_timeout)  # after an error, too, saved checkpoints are uploaded
+        runtime.at_exit(uploader.finish_at_exit, stall_timeout)  # after an error, too, saved checkpoints are uploaded
         return uploader
 
     def count_hosts(self) -> None:
         """Finds the first rank of each host, on all ranks together; and counts the host names for the load attempt, which tells
         hosts apart by name."""
-        rows = gather_results(self.group, lambda: [host_identity(), socket.gethostname()])
+        rows = gather_results(self.group, lambda: [host_identity(), runtime.gethostname()])
         hosts = [host for host, _ in rows]
         self.is_first_on_host = hosts.index(hosts[self.group.rank]) == self.group.rank
         load_attempt = self.pending.attempt
@@ -289,7 +287,7 @@ class CheckpointManager:
 
     def submit(self, request: SaveRequest) -> None:
         """Collects the state and gives it to the saver. Raises SaveError if one of the two fails."""
-        started = time.monotonic()
+        started = runtime.monotonic()
         self.emit(SaveBegun(request.step))
         try:
             save = self._collected = request.collect()
@@ -300,7 +298,7 @@ class CheckpointManager:
         request.on_collected(save, name)
         self.outcomes.saved.add(save.step)
         self._saver.save(save)
-        stall_seconds = time.monotonic() - started
+        stall_seconds = runtime.monotonic() - started
         self.outcomes.set_stall(save.step, stall_seconds)
         request.on_submitted(save, name)
         if not isinstance(self._saver, SyncSaver):
@@ -332,7 +330,7 @@ class CheckpointManager:
             self.training_end.save_last(request, self._saver, self)
             saver, self._saver = self._saver, None
             closing()
-            atexit.unregister(self.finish_after_error)
+            runtime.not_at_exit(self.finish_after_error)
             if self._tier is not None:
                 self._tier.stop()
             self.training_end.commit(saver)                 # its outcomes enqueue the last uploads
@@ -368,7 +366,7 @@ class CheckpointManager:
     def finish_after_error(self) -> None:
         """Finishes the save in progress after the training ended with an error. Rank 0 waits some seconds for records of other
         ranks, which may have failed at the same step. Raises nothing, because the training's error is being raised."""
-        atexit.unregister(self.finish_after_error)
+        runtime.not_at_exit(self.finish_after_error)
         saver, self._saver = self._saver, None
         try:
             if saver is not None and saver.busy():

@@ -13,11 +13,11 @@ Pointers: ``meta.json`` of the first rank in rank folders; of an iteration folde
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import takewhile
 
+from mindresume import runtime
 from mindresume.coordination.lease import fence
 from mindresume.errors import RecordError
 from mindresume.events import CheckpointsRemoved, CommitDelayed, Emit, Event, SaveAbandoned, SaveCommitted, ignore, warning
@@ -64,7 +64,7 @@ class Committer:
     """
 
     def __init__(self, target: SaveTarget, policy: Policy = KEEP_ALL, emit: Emit = ignore,
-                 clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+                 clock: Callable[[], float] = runtime.monotonic, sleep: Callable[[float], None] = runtime.sleep,
                  read_locks: Callable[[], Mapping[str, str]] = dict, ended: Callable[[str], bool] | None = None):
         self.target, self.policy, self.emit, self.clock, self.sleep = target, policy, emit, clock, sleep
         self.read_locks, self._ended = read_locks, ended

@@ -6,9 +6,9 @@ saves, commits or uploads later.
 """
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
+from mindresume import runtime
 from mindresume.coordination.collectives import Group, Watchdog, run_on_all, run_on_rank0
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CollectiveError, MindResumeError, RemoteError
@@ -60,7 +60,7 @@ def upload_completed(storage: Storage, origin: Resumed, group: Group, remote: Re
     Raises:
         RemoteError: it is not in the store.
     """
-    root, chosen, started = origin.checkpoint_dir, origin.chosen, time.monotonic()
+    root, chosen, started = origin.checkpoint_dir, origin.chosen, runtime.monotonic()
     if chosen.origin != OURS or chosen.missing_ranks:
         return
 
@@ -94,4 +94,4 @@ def upload_completed(storage: Storage, origin: Resumed, group: Group, remote: Re
         text = f"step {chosen.step} is not uploaded: {error}"
         emit(UploadFailed(chosen.step, text, 1))
         raise RemoteError(text) from error
-    emit(UploadFinished(chosen.step, remote.url, sent, time.monotonic() - started, is_whole=group.rank == 0))
+    emit(UploadFinished(chosen.step, remote.url, sent, runtime.monotonic() - started, is_whole=group.rank == 0))

@@ -19,13 +19,13 @@ import json
 import os
 import re
 import signal
-import socket
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import MindResumeError, RecordError
 from mindresume.formats import Candidate
@@ -211,7 +211,7 @@ class LoadAttempt:
             why = explanation(error)
             text = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_CAUSE]
             publish_json(self.storage, self._failure_path(record_name(self.rank)), {
-                "cause": text, "host": socket.gethostname(), "rank": self.rank, "explained": why}, self.run)
+                "cause": text, "host": runtime.gethostname(), "rank": self.rank, "explained": why}, self.run)
 
     def _clear_others(self) -> None:
         """Removes the load attempts of jobs with this output folder on other checkpoints that are not suspected. The training
@@ -234,6 +234,7 @@ class LoadAttempt:
             if name.startswith(f"{_FAILURE}{run}-"):
                 self.storage.remove(os.path.join(folder, name))
 
+    @runtime.asks_machine
     def _capture_signals(self) -> None:
         """Makes the interpreter write the numbers of signals into a file at the moment when they arrive. A handler in Python
         would run only after the current step, and a platform may kill the job before."""
@@ -241,7 +242,7 @@ class LoadAttempt:
             file = os.open(self._failure_path(_SIGNALS), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC,
                            0o666)
             try:
-                self._signals = file, signal.set_wakeup_fd(file, warn_on_full_buffer=False)
+                self._signals = file, runtime.set_wakeup_fd(file, warn_on_full_buffer=False)
             except ValueError:
                 os.close(file)
                 raise
@@ -250,7 +251,7 @@ class LoadAttempt:
         if self._signals is not None:
             (file, before), self._signals = self._signals, None
             with suppress(ValueError, OSError):
-                signal.set_wakeup_fd(before)
+                runtime.set_wakeup_fd(before)
                 os.close(file)
 
 

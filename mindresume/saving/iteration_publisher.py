@@ -12,12 +12,12 @@ is set to an older one, the old folder is renamed, then the new one gets its nam
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import xxhash
 
+from mindresume import runtime
 from mindresume.errors import RecordError
 from mindresume.events import Emit, Notice, ignore
 from mindresume.formats import Candidate
@@ -89,8 +89,8 @@ def _free_iteration_name(target: SaveTarget, step: int, emit: Emit) -> None:
     else:
         foreign = candidate_without_records(storage, root, name)
         removable = foreign is not None and foreign.problem is not None and not foreign.problem.is_unreadable
-        replaced = attempt_name(step, run_name(0, secrets.token_hex(4)))        # mindformers has no run ids
-    free = os.path.join(FOLDER, trash_name(replaced)) if removable else f"{name}.kept-{secrets.token_hex(4)}"
+        replaced = attempt_name(step, run_name(0, runtime.token_hex(4)))        # mindformers has no run ids
+    free = os.path.join(FOLDER, trash_name(replaced)) if removable else f"{name}.kept-{runtime.token_hex(4)}"
     storage.rename(os.path.join(root, name), os.path.join(root, free))
     if not removable:
         emit(Notice(f"{name} in {root} is not of this training, which saves step {step} now: it is kept as {free}"))

@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from mindresume import runtime
 from mindresume.errors import SaveError
 from mindresume.model.manifest import FOLDER, PROBE, is_probe
 from mindresume.storage.interface import Storage
@@ -18,7 +18,7 @@ def check_directory(storage: Storage, root: str) -> None:
     """Runs every operation of a save once, with a small file. Raises SaveError that names the operation that failed or had
     another effect. Removes old probe files of dead jobs."""
     folder = os.path.join(root, FOLDER)
-    first, second = (os.path.join(folder, f"{PROBE}{secrets.token_hex(4)}") for _ in range(2))
+    first, second = (os.path.join(folder, f"{PROBE}{runtime.token_hex(4)}") for _ in range(2))
 
     def contains(path: str, content: bytes) -> None:
         found = read_bytes(storage, path, 1 << 10)

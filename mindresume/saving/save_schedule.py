@@ -1,8 +1,7 @@
 """Decides which steps are due to be saved: at absolute multiples of a number of steps, or after a number of seconds."""
 from __future__ import annotations
 
-import time
-
+from mindresume import runtime
 from mindresume.coordination.collectives import Group
 from mindresume.model.training_state import crosses_multiple
 from mindresume.saving.save_request import SaveOptions
@@ -19,7 +18,7 @@ class SaveSchedule:
     def __init__(self, options: SaveOptions, since: float | None = None):
         self.options = options
         self._last_step = 0
-        self._last_timed_save = time.monotonic() if since is None else since
+        self._last_timed_save = runtime.monotonic() if since is None else since
 
     def begin(self, step: int) -> None:
         """Sets the step after which the training begins."""
@@ -37,9 +36,9 @@ class SaveSchedule:
         seconds = self.options.every_seconds
         if not seconds or seconds <= 0:
             return False
-        due = time.monotonic() - self._last_timed_save > seconds
+        due = runtime.monotonic() - self._last_timed_save > seconds
         if group.size > 1:                                  # clocks differ: rank 0 decides for all
             due = group.broadcast(b"1" if due else b"0") == b"1"
         if due:
-            self._last_timed_save = time.monotonic()
+            self._last_timed_save = runtime.monotonic()
         return due

@@ -7,12 +7,12 @@
 """
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from mindresume import runtime
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
 from mindresume.coordination.common_checkpoint import clear
 from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
@@ -163,7 +163,7 @@ def open_save_session(storage: Storage, root: str, prefix: str, group: Group, em
     target = SaveTarget(storage, root, rows[0][0], group.rank, group.size, iterations, part, _lineage(root, rows[0][0], origin))
     session = SaveSession(target, max([row[1] for row in rows if row] + suffixes), shared, own[0] if own else None,
                           PeerState(storage, root, target.run, shared, group.rank), emit)
-    atexit.register(session.release)
+    runtime.at_exit(session.release)
     return session
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from mindresume import runtime
 from mindresume.coordination.lease import fence, half_written
 from mindresume.errors import OutOfSpaceError, RecordError, SaveError
 from mindresume.events.progress import ProgressReporter
@@ -118,7 +118,7 @@ class WrittenShard:
     durability_error: SaveError | None = None
 
 
-def write_shard(target: SaveTarget, shard: Shard, clock: Callable[[], float] = time.time,
+def write_shard(target: SaveTarget, shard: Shard, clock: Callable[[], float] = runtime.timestamp,
                 progress: ProgressReporter | None = None) -> WrittenShard:
     """Writes this rank's files and its record, unless this run has written them already.
 

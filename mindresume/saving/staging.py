@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mindresume import runtime
 from mindresume.saving.sync_saver import ExtraWeights, Save
 from mindresume.tensor_files.header import DTYPES, tensor_bytes
 
@@ -107,6 +108,12 @@ class Staging:
 
     def _bytes(self, slot: Slot) -> np.ndarray:
         return self._memory[slot.offset:slot.offset + math.prod(slot.shape) * DTYPES[slot.dtype].itemsize]
+
+
+@runtime.asks_machine
+def staging_buffer(shared: bool = False) -> Staging:
+    """Returns a new buffer. ``shared``: another process can open it."""
+    return Staging(shared)
 
 
 def _padded(size: int) -> int:

@@ -8,13 +8,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from mindresume import runtime
 from mindresume.coordination.lease import ended
 from mindresume.coordination.read_locks import ReadLocks
 from mindresume.errors import LeaseHeldError, OutOfSpaceError, SaveError
@@ -103,7 +103,7 @@ class SaveJob:
 
     def write(self, save: Save) -> Outcome:
         """Writes this rank's shard and extra weights. Raises LeaseHeldError; any other SaveError is in the outcome."""
-        started = time.monotonic()
+        started = runtime.monotonic()
         try:
             written = write_shard(self.target, save.shard, progress=ProgressReporter(
                 f"saving step {save.step}", self.emit))
@@ -119,7 +119,7 @@ class SaveJob:
         except SaveError as error:
             beside = error
         # Rank 0 does not commit what it could not flush: the commit would remove older checkpoints.
-        return Outcome(save.step, written.durability_error is None, written.durability_error or beside, size, time.monotonic()
+        return Outcome(save.step, written.durability_error is None, written.durability_error or beside, size, runtime.monotonic()
                        - started)
 
     def _reclaim_space(self, error: SaveError, step: int) -> None:

@@ -19,11 +19,10 @@ and locks it from then on.
 from __future__ import annotations
 
 import errno
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from mindresume import runtime
 from mindresume.coordination.lease import Lease
 from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.errors import CorruptFileError, RemoteError
@@ -61,9 +60,9 @@ class Uploader:
     """
 
     def __init__(self, remote: RemoteCheckpoints, target: SaveTarget, policy: Policy | None = None, stall_timeout: float = 600.0,
-                 emit: Emit = ignore, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
-                 only_scheduled: bool = False,
-                 wait: Callable[[threading.Condition, float], object] = threading.Condition.wait):
+                 emit: Emit = ignore, clock: Callable[[], float] = runtime.monotonic,
+                 sleep: Callable[[float], None] = runtime.sleep, only_scheduled: bool = False,
+                 wait: Callable[[runtime.Condition, float], object] = lambda changed, seconds: changed.wait(seconds)):
         self.remote, self.target, self.policy, self.stall_timeout, self.emit = remote, target, policy, stall_timeout, emit
         self.clock, self.sleep, self.wait, self.only_scheduled = clock, sleep, wait, only_scheduled
         self.pause = max(PAUSE, target.world_size / _PER_SECOND)
@@ -83,13 +82,13 @@ class Uploader:
         self._closing = self._published = self._has_read_status = False
         self._stopped: str | None = None                # why uploads have ended; empty: rank 0 has ended
         self._finished = False                          # the worker has nothing more to do
-        self._changed = threading.Condition()
+        self._changed = runtime.Condition()
 
     # ---- the training's side ---------------------------------------------------------------------------------------
 
     def start(self) -> Uploader:
         """Starts the worker thread. Returns this uploader."""
-        threading.Thread(target=self._run, name="mindresume-uploader", daemon=True).start()
+        runtime.Thread(target=self._run, name="mindresume-uploader", daemon=True).start()
         return self
 
     def enqueue(self, step: int) -> None:

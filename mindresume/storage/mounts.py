@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from mindresume import runtime
+
 # Network file systems. A FUSE file system is named fuse.NAME; dpc is the client of OceanStor and SFS Turbo.
 SHARED_TYPES = frozenset((
     "nfs", "nfs4", "dpc", "lustre", "gpfs", "mmfs", "beegfs", "ceph", "cephfs", "ceph-fuse", "glusterfs", "sshfs", "juicefs",
@@ -73,6 +75,7 @@ def filesystem_type(path: str, mounted: Iterable[Mount] | None = None) -> str:
     return kind.lower().removeprefix("fuse.")
 
 
+@runtime.asks_machine
 def is_local(path: str, mounted: Iterable[Mount] | None = None) -> bool:
     """Returns whether ``path`` certainly lies on a disk or in memory of this host, where a change is visible at once."""
     return filesystem_type(os.path.realpath(path), mounted) in LOCAL_TYPES

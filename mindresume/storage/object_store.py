@@ -14,14 +14,13 @@ import asyncio
 import functools
 import importlib
 import os
-import threading
-import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
+from mindresume import runtime
 from mindresume.errors import ConfigError, RemoteError
 
 Result = TypeVar("Result")
@@ -74,7 +73,7 @@ class MoxingStore:
         sleep: waits a number of seconds between two tries.
     """
 
-    def __init__(self, file: Any = None, sleep: Callable[[float], None] = time.sleep):
+    def __init__(self, file: Any = None, sleep: Callable[[float], None] = runtime.sleep):
         self._file = importlib.import_module("moxing").file if file is None else file
         self._sleep = sleep
 
@@ -140,7 +139,7 @@ class FsspecStore:
 
     _permanent = (FileNotFoundError, PermissionError, NotImplementedError)      # not tried again
 
-    def __init__(self, url: str, sleep: Callable[[float], None] = time.sleep):
+    def __init__(self, url: str, sleep: Callable[[float], None] = runtime.sleep):
         self._scheme, self._url, self._sleep = url.partition("://")[0], url, sleep
         self._is_object_store = self._scheme in PACKAGES
         self._driver = _driver_class(url)
@@ -253,7 +252,7 @@ class _ThreadPerCall(ThreadPoolExecutor):
                 future.set_result(work(*args, **options))
             except BaseException as error:
                 future.set_exception(error)
-        threading.Thread(target=run, name="mindresume-resolve", daemon=True).start()
+        runtime.Thread(target=run, name="mindresume-resolve", daemon=True).start()
         return future
 
 
@@ -263,7 +262,7 @@ def _event_loop(process: int) -> asyncio.AbstractEventLoop:
     packages and stops resolving names when the main thread ends."""
     loop = asyncio.new_event_loop()
     loop.set_default_executor(_ThreadPerCall(1))
-    threading.Thread(target=loop.run_forever, name="mindresume-objects", daemon=True).start()
+    runtime.Thread(target=loop.run_forever, name="mindresume-objects", daemon=True).start()
     return loop
 
 

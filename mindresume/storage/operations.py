@@ -3,12 +3,11 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from mindresume import runtime
 from mindresume.bounded_json import parse_json
 from mindresume.storage.interface import Storage
 
@@ -27,7 +26,7 @@ def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterab
     rows = list(items)
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
-    lock, left = threading.Lock(), iter(range(len(rows)))
+    lock, left = runtime.Lock(), iter(range(len(rows)))
 
     def work() -> None:
         while True:
@@ -42,7 +41,7 @@ def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterab
     helpers = []
     with suppress(RuntimeError):
         for _ in range(min(storage.width, len(rows)) - 1):
-            helper = threading.Thread(target=work, daemon=True)
+            helper = runtime.Thread(target=work, daemon=True)
             helper.start()
             helpers.append(helper)
     work()
@@ -62,12 +61,12 @@ def call_within(seconds: float, work: Callable[[], Result], default: Result, may
     if ``may_go_on``, which is asked several times a second, returns False, or if no thread can be started. ``work`` goes on in
     its thread. It must not raise."""
     found: list[Result] = []
-    thread = threading.Thread(target=lambda: found.append(work()), name="mindresume-bounded", daemon=True)
-    until = time.monotonic() + seconds
+    thread = runtime.Thread(target=lambda: found.append(work()), name="mindresume-bounded", daemon=True)
+    until = runtime.monotonic() + seconds
     with suppress(RuntimeError):                # the limit of threads is reached
         thread.start()
         thread.join(seconds if may_go_on is None else _TICK)
-        while may_go_on is not None and thread.is_alive() and may_go_on() and time.monotonic() < until:
+        while may_go_on is not None and thread.is_alive() and may_go_on() and runtime.monotonic() < until:
             thread.join(_TICK)
     return found[0] if found else default
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import threading
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from mindresume import runtime
 from mindresume.storage.interface import Storage
 
 
@@ -40,7 +40,7 @@ class ReadCache:
         self.inner, self.budget = inner, budget
         self.max_files = _default_max_files() if max_files is None else max_files
         self._handles = 0
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._reserved = 0                          # bytes, including files that are still being read
         self._kept: dict[str, tuple[int, int]] = {}             # path: (handle, size)
         self._parts: dict[str, dict[Hashable, Any]] = {}        # by path

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from mindresume import runtime
 from mindresume.storage.interface import Status, Storage
 
 PIECE = 1 << 20                 # bytes of one read, so that the rate is even and a stop takes effect soon
@@ -38,8 +38,8 @@ class TokenBucket:
         wait: waits so many seconds; it may return earlier, if the reading is stopped.
     """
 
-    def __init__(self, rate: float = 0.0, clock: Callable[[], float] = time.monotonic,
-                 wait: Callable[[float], object] = time.sleep):
+    def __init__(self, rate: float = 0.0, clock: Callable[[], float] = runtime.monotonic,
+                 wait: Callable[[float], object] = runtime.sleep):
         self.rate, self._clock, self._wait = rate if rate > 0 else math.inf, clock, wait
         self._tokens, self._at = self.rate * BURST, clock()
 

@@ -4,11 +4,11 @@
 """
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from mindresume import runtime
 from mindresume.events import Event
 from mindresume.events.emitter import Handler
 
@@ -28,8 +28,8 @@ class BackgroundHandler:
     def __init__(self, handler: Handler, on_error: Callable[[Exception], None] = lambda error: None, patience: float = PATIENCE):
         self._handler, self._on_error, self._patience = handler, on_error, patience
         self._waiting: deque[tuple[Event, float]] = deque(maxlen=KEPT)
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._changed = runtime.Condition()
+        self._thread: runtime.Thread | None = None
         self._is_closing = self._is_off = False
 
     def handle(self, event: Event, time_s: float) -> None:
@@ -41,7 +41,7 @@ class BackgroundHandler:
 
     def _start(self) -> None:
         if self._thread is None:
-            thread = threading.Thread(target=self._work, name="mindresume-events", daemon=True)
+            thread = runtime.Thread(target=self._work, name="mindresume-events", daemon=True)
             with suppress(RuntimeError):                # the limit of threads: the next event tries again
                 thread.start()
                 self._thread = thread

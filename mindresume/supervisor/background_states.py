@@ -10,9 +10,9 @@ never published: others can miss a state in any case, because a listing shows th
 """
 from __future__ import annotations
 
-import threading
 from typing import Any
 
+from mindresume import runtime
 from mindresume.supervisor.node_states import NodeStates
 
 _MOMENT = 0.2                   # seconds for which a caller waits: most disks answer sooner, and the answer counts at once
@@ -24,11 +24,11 @@ class BackgroundStates(NodeStates):
 
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more)
-        self._changed = threading.Condition()
+        self._changed = runtime.Condition()
         self._wanted: set[str] = set()
         self._is_busy = False
         self._error: BaseException | None = None        # a defect; errors of the storage are in ``error``
-        threading.Thread(target=self._work, name="mindresume-nodes", daemon=True).start()
+        runtime.Thread(target=self._work, name="mindresume-nodes", daemon=True).start()
 
     def refresh(self) -> None:
         self._ask(_READ)

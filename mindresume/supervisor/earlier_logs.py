@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterable
 from contextlib import suppress
+
+from mindresume import runtime
 
 FOLDER = "earlier"
 _LAUNCHER = "msrun_stderr.log"          # of scripts/msrun_launcher.sh
@@ -44,7 +45,7 @@ def keep_logs(paths: Iterable[str], node: int, start: int, started: float, kept:
         if is_alone and os.path.isfile(os.path.join(folder, _LAUNCHER)):
             names.append(_LAUNCHER)
         earlier = os.path.join(folder, FOLDER)
-        target = os.path.join(earlier, f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(started))}-node_{node}-start_{start}")
+        target = os.path.join(earlier, f"{runtime.strftime('%Y%m%dT%H%M%S', runtime.gmtime(started))}-node_{node}-start_{start}")
         os.makedirs(target, exist_ok=True)
         for name in names:
             try:

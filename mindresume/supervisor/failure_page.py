@@ -1,9 +1,9 @@
 """Makes the page of a job that is not started again: what each start did and died of."""
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
+from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDED, NONE
 from mindresume.formatting import shown
 from mindresume.supervisor.restart_policy import StartOutcome
@@ -16,7 +16,7 @@ def page(starts: Sequence[StartOutcome], advice: Sequence[str] = ()) -> tuple[st
     """Returns the lines of the page. Lines of logs are escaped, because they can hold anything."""
     lines = [f"{len(starts) - SHOWN} earlier starts are left out; the event file has them"] if len(starts) > SHOWN else []
     for start in starts[-SHOWN:]:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.started))
+        when = runtime.strftime("%Y-%m-%d %H:%M:%S", runtime.localtime(start.started))
         lines += [f"start {start.number}, {when}, {start.seconds:.0f} s: {_work(start)}", f"    {_death(start)}"]
         width = None if start is starts[-1] else _WIDTH
         lines += [f"      | {shown(line)[:width]}" for line in start.log]

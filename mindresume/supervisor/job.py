@@ -13,13 +13,11 @@ import errno
 import os
 import re
 import shutil
-import socket
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from mindresume import runtime
 from mindresume.coordination import rank_heartbeat
 from mindresume.coordination.awake_clock import AwakeClock
 from mindresume.coordination.process_identity import process_namespace
@@ -97,7 +95,7 @@ class JobEnd:
     leave: bool = False
     rank: int | None = None
     phase: str = ""
-    noticed: float = field(default_factory=time.monotonic)
+    noticed: float = field(default_factory=runtime.monotonic)
     log: tuple[str, ...] = ()
 
 
@@ -121,11 +119,11 @@ class Job:
         self.heartbeats: dict[int, Heartbeat] = {}          # by process, the last known
         self._readable: set[int] = set()                    # processes whose heartbeats could be read just now
         self._lost = False                                  # the heartbeat of a living rank was removed
-        self.host = socket.gethostname()
+        self.host = runtime.gethostname()
         self._evidence, self._to_stderr = evidence, to_stderr
         self._pid, self._status, self._had_ranks, self._is_noted = 0, None, False, False
         self._start_error: OSError | None = None
-        self._is_tried, self._is_over = threading.Event(), threading.Event()
+        self._is_tried, self._is_over = runtime.Event(), runtime.Event()
         self._ended_early: dict[int, int | None] = {}       # {process: status} of those that ended before ``_pid`` was known
         self._clock = AwakeClock()
         self._began = self._started = 0.0
@@ -139,8 +137,8 @@ class Job:
         """Starts the command in a session of its own, so that Ctrl-C reaches this process alone. In a thread, because the disk of
         the command can hang; it lasts until the end of this start, because the kernel ends the command when the thread ends that
         has started it. If that fails, ``watch`` returns why."""
-        self._began, self._started = time.monotonic(), time.time()
-        thread = threading.Thread(target=self._start, args=(os.getpid(),), name="mindresume-start", daemon=True)
+        self._began, self._started = runtime.monotonic(), runtime.time()
+        thread = runtime.Thread(target=self._start, args=(os.getpid(),), name="mindresume-start", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:                       # the limit of threads
@@ -217,7 +215,7 @@ class Job:
         if ended.member.role != RANK or self._ended_well(ended):
             return None
         if ended.status is None and ended.member.pid not in self.heartbeats:
-            self._unknown = self._unknown or (time.monotonic(), ended)
+            self._unknown = self._unknown or (runtime.monotonic(), ended)
             return None
         return self._died(ended)
 
@@ -250,7 +248,7 @@ class Job:
 
     def _died(self, ended: Ended) -> JobEnd:
         member, heartbeat = ended.member, self._last_heartbeat(ended.member.pid)
-        noticed, path = time.monotonic(), call_within(PATIENCE, lambda: self.members.log_file(member), "")
+        noticed, path = runtime.monotonic(), call_within(PATIENCE, lambda: self.members.log_file(member), "")
         log = call_within(PATIENCE, lambda: excerpt(path), ()) if path else ()
         if ended.status is None and path:
             ended = Ended(member, call_within(PATIENCE, lambda: _status_in_message(os.path.dirname(path), member.pid), None))
@@ -263,7 +261,7 @@ class Job:
     def _over(self) -> JobEnd | None:
         """Returns the end of the job if the command and all ranks have ended, or a rank has ended and nobody says how."""
         ranks = self.members.alive(RANK)
-        if self._unknown is not None and time.monotonic() - self._unknown[0] > _UNKNOWN_END and ranks:
+        if self._unknown is not None and runtime.monotonic() - self._unknown[0] > _UNKNOWN_END and ranks:
             return self._died(self._unknown[1])
         if self._status is None or self._status == 0 and (ranks or self._may_have_ranks()):
             return None
@@ -275,7 +273,7 @@ class Job:
 
     def _may_have_ranks(self) -> bool:
         """Returns whether processes are left that may become ranks: a launcher can return at once. A job without ranks ends."""
-        return not self._had_ranks and bool(self.members.alive()) and time.monotonic() - self._began < _JOINING
+        return not self._had_ranks and bool(self.members.alive()) and runtime.monotonic() - self._began < _JOINING
 
     def _hang(self) -> JobEnd | None:
         known = [self.heartbeats[member.pid] for member in self.members.alive(RANK) if member.pid in self.heartbeats]
@@ -284,10 +282,10 @@ class Job:
             self._lost = True
             self.emit(warning(f"heartbeats in {self.folder} were removed while their ranks run, so a hang of these ranks is not "
                               f"noticed. systemd does that when a user logs out: set RemoveIPC=no, or loginctl enable-linger"))
-        hang = find_hang(alive, self._began, time.monotonic(), self.settings.limits, self._clock)
+        hang = find_hang(alive, self._began, runtime.monotonic(), self.settings.limits, self._clock)
         if hang is None:
             return None
-        noticed, first = time.monotonic(), hang.ranks[0]
+        noticed, first = runtime.monotonic(), hang.ranks[0]
 
         def write() -> tuple[str, ...] | None:
             target = self._evidence()
@@ -354,11 +352,11 @@ class Job:
                                     for name in ("resumed", "step", "committed"))
         preempted = self.is_preempted and end.kind == EXITED
         finished = self.has_finished and end.kind in (EXITED, DIED) and end.status != 0
-        outcome = StartOutcome(self.number, self._started, time.monotonic() - self._began, end.kind, end.status, end.cause,
+        outcome = StartOutcome(self.number, self._started, runtime.monotonic() - self._began, end.kind, end.status, end.cause,
                                end.rank, self.host, end.phase, preempted, bool(beats), finished, resumed, last, committed,
                                end.log)
-        self.emit(JobEnded(self.number, end.status, end.cause, outcome.seconds, time.monotonic() - end.noticed, _known(resumed),
-                           _known(last), _known(committed), left))
+        self.emit(JobEnded(self.number, end.status, end.cause, outcome.seconds, runtime.monotonic() - end.noticed,
+                           _known(resumed), _known(last), _known(committed), left))
         self._is_over.set()
         self.members.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -366,8 +364,8 @@ class Job:
 
     def _is_finishing(self, at_once: Callable[[], bool]) -> bool:
         """Waits until the scheduler and what writes checkpoints have ended by themselves. Returns whether one has not."""
-        until = time.monotonic() + self.settings.leave
-        while (left := self.members.alive(RANK, SCHEDULER, WRITER)) and time.monotonic() < until and not at_once():
+        until = runtime.monotonic() + self.settings.leave
+        while (left := self.members.alive(RANK, SCHEDULER, WRITER)) and runtime.monotonic() < until and not at_once():
             self.members.wait(TICK)
             self._refresh(now=False)
         return bool(left)

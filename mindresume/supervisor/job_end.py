@@ -14,10 +14,10 @@ named.
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mindresume import runtime
 from mindresume.supervisor.members import Ended, Member, Members
 from mindresume.supervisor.process_table import OTHER, RANK, SCHEDULER, WRITER, send
 
@@ -74,7 +74,7 @@ class _JobEnd:
         for pid in launchers:
             send(pid, signal.SIGTERM)
             send(pid, signal.SIGCONT)
-        self._asked.update(dict.fromkeys(launchers, time.monotonic()))
+        self._asked.update(dict.fromkeys(launchers, runtime.monotonic()))
         self._end(lambda: self._alive(RANK, OTHER, SCHEDULER), _CLEANUP, _CLEANUP)
         self._end(lambda: self._alive(WRITER), self.times.grace, self.times.save)
         self._end(self._alive, 0.0, 0.0)            # whatever came meanwhile
@@ -85,9 +85,9 @@ class _JobEnd:
 
     def _end(self, alive: Callable[[], list[Member]], grace: float, save: float) -> None:
         """Ends the members that ``alive`` returns, until it returns none."""
-        began = time.monotonic()
+        began = runtime.monotonic()
         while left := alive():
-            now, saving = time.monotonic(), self._saving(left)
+            now, saving = runtime.monotonic(), self._saving(left)
             for member in left:
                 is_saving, is_late = member.pid in saving, now - began >= max(grace, save)
                 may_ask = is_late or not is_saving or not self.times.save_first

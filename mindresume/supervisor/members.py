@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 import select
-import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import Heartbeat
 from mindresume.supervisor.process_table import (
     OTHER,
@@ -94,7 +94,7 @@ class Members:
 
     def refresh(self, heartbeats: Iterable[Heartbeat] = (), now: bool = True) -> None:
         """Reads the process table; without ``now`` only if the last reading is long enough ago."""
-        began, spent = time.monotonic(), time.process_time()
+        began, spent = runtime.monotonic(), runtime.process_time()
         if not now and began < self._next_scan:
             return
         try:
@@ -127,10 +127,10 @@ class Members:
         self._missed += [heartbeat for key, heartbeat in ranks.items() if key not in self._ended and (
             key[0] not in self._table or self._table[key[0]].ticks != key[1])]
         least, most = _SCAN_SECONDS
-        pause = min(most, max(least, (time.process_time() - spent) / _SCAN_SHARE))
+        pause = min(most, max(least, (runtime.process_time() - spent) / _SCAN_SHARE))
         if self._members and all(began - member.seen >= _SETTLED for member in self._members.values()):
             pause = _SETTLED_SCAN_SECONDS
-        self._next_scan = time.monotonic() + pause
+        self._next_scan = runtime.monotonic() + pause
 
     def _enter(self, process: Process, now: float) -> None:
         """Begins to track a process, unless it has ended already and another one has its number."""

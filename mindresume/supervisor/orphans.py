@@ -11,10 +11,10 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from mindresume import runtime
 from mindresume.coordination.process_identity import is_running, process_namespace, start_ticks
 from mindresume.supervisor.job_end import EndTimes
 from mindresume.supervisor.process_table import Process, all_processes, ancestors, environment_of, read_process, send
@@ -55,10 +55,10 @@ def find_orphans(command: Sequence[str]) -> list[Process]:
 def end_orphans(orphans: Sequence[Process], times: EndTimes, at_once: Callable[[], bool]) -> tuple[int, ...]:
     """Ends processes: SIGTERM, and SIGKILL after ``times.grace`` seconds; one that writes a checkpoint may finish. Returns those
     that do not end."""
-    began, asked = time.monotonic(), set()
+    began, asked = runtime.monotonic(), set()
     writers = {process.pid for process in orphans if WRITER_MARK in environment_of(process.pid)}
     while left := [process for process in orphans if _is_there(process)]:
-        spent = time.monotonic() - began
+        spent = runtime.monotonic() - began
         for process in left:
             patience = times.save if process.pid in writers else times.grace
             if process.pid not in asked and process.pid not in writers:
@@ -68,7 +68,7 @@ def end_orphans(orphans: Sequence[Process], times: EndTimes, at_once: Callable[[
                 send(process.pid, signal.SIGKILL)
         if spent > max(times.grace, times.save) + times.stuck:
             break
-        time.sleep(_POLL)
+        runtime.sleep(_POLL)
     return tuple(process.pid for process in left)
 
 

@@ -14,10 +14,10 @@ long for all nodes, then goes on with at least ``min_nodes``. A node that comes 
 """
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mindresume import runtime
 from mindresume.errors import ConfigError
 from mindresume.storage.interface import Storage
 from mindresume.supervisor.node_states import FAILED, FINISHED, LEFT, READY, RUNNING, NodeState, NodeStates, SeenState
@@ -70,7 +70,7 @@ class Rendezvous:
         if not 1 <= min_nodes <= nodes:
             raise ConfigError(f"--min-nodes {min_nodes}: expected a number from 1 to {nodes} (--nodes {nodes})")
         self.node, self.nodes, self.min_nodes, self.timeout, self.clock = node, nodes, min_nodes, timeout, clock
-        state = NodeState(node, session or secrets.token_hex(4), address=address)
+        state = NodeState(node, session or runtime.token_hex(4), address=address)
         self.states = states(storage, folder, state, min(_LONGEST_BEAT, timeout / _BEATS), clock)
         self._waits_since: float | None = None
         self._looked = -_LOOK

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from mindresume import runtime
 from mindresume.coordination.process_identity import stat_fields
 from mindresume.coordination.rank_heartbeat import STACKS, Heartbeat
 from mindresume.supervisor.process_table import send
@@ -75,11 +75,11 @@ def _dump(tool: str, pid: int, path: str) -> bool:
 
 def _wait_until_written(paths: Sequence[str]) -> None:
     """Waits until all files have content and none has grown for a moment. A process in state D writes none."""
-    until, sizes, since = time.monotonic() + _WAIT, [-1] * len(paths), time.monotonic()
-    while paths and time.monotonic() < until:
+    until, sizes, since = runtime.monotonic() + _WAIT, [-1] * len(paths), runtime.monotonic()
+    while paths and runtime.monotonic() < until:
         now = [os.path.getsize(path) if os.path.exists(path) else 0 for path in paths]
         if now != sizes:
-            sizes, since = now, time.monotonic()
-        elif all(sizes) and time.monotonic() - since >= _SETTLED:
+            sizes, since = now, runtime.monotonic()
+        elif all(sizes) and runtime.monotonic() - since >= _SETTLED:
             return
-        time.sleep(0.05)
+        runtime.sleep(0.05)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 
 import mindresume
+from mindresume import runtime
 from mindresume.coordination import rank_heartbeat
 from mindresume.events import (
     Event,
@@ -108,9 +107,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervises until the end. Returns the exit status. Raises OSError if there is no place for heartbeats."""
-        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)      # ignored, the kernel keeps no exit status
-        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)        # closing the terminal does not end the job
+        before = {number: runtime.signal(number, self._on_signal) for number in _SIGNALS}
+        before[signal.SIGCHLD] = runtime.signal(signal.SIGCHLD, signal.SIG_DFL)      # ignored, the kernel keeps no exit status
+        before[signal.SIGHUP] = runtime.signal(signal.SIGHUP, signal.SIG_IGN)        # closing the terminal does not end the job
         self.emit.add(self._recorder)
         if self.settings.events:
             self._recorder.open(self.settings.events)
@@ -120,11 +119,11 @@ class Supervisor:
             shutil.rmtree(self._folder, ignore_errors=True)
             self.emit.close()
             for number, handler in before.items():
-                signal.signal(number, handler)
+                runtime.signal(number, handler)
 
     def _run(self) -> int:
         node, nodes = (self.nodes.node, self.nodes.nodes) if self.nodes else (0, 1)
-        self.emit(SupervisorStarted(socket.gethostname(), os.getpid(), mindresume.__version__, self.command, node, nodes))
+        self.emit(SupervisorStarted(runtime.gethostname(), os.getpid(), mindresume.__version__, self.command, node, nodes))
         if not become_subreaper():
             self.emit(warning("this system has no subreaper (prctl): processes whose parent dies cannot be found"))
         self._end_orphans()
@@ -148,9 +147,9 @@ class Supervisor:
         decision = self._supervise()
         if self.nodes is not None:
             self.nodes.leave(decision.status, decision.reason)
-            until = time.monotonic() + _LEAVING
-            while not self.nodes.states.is_published and time.monotonic() < until and len(self._signals) < 2:
-                time.sleep(TICK)
+            until = runtime.monotonic() + _LEAVING
+            while not self.nodes.states.is_published and runtime.monotonic() < until and len(self._signals) < 2:
+                runtime.sleep(TICK)
                 self.nodes.states.publish_if_due()
         return decision
 
@@ -175,16 +174,16 @@ class Supervisor:
         """Waits until the nodes start together. Returns who does, None if there is one node, or a decision to end."""
         if self.nodes is None:
             return None
-        began = time.monotonic()
+        began = runtime.monotonic()
         while not self._signals:
             found = self.nodes.agree()
             if isinstance(found, Membership):
                 missing = tuple(sorted(set(range(self.nodes.nodes)) - set(found.nodes)))
-                self.emit(NodesJoined(found.generation, found.nodes, time.monotonic() - began, missing))
+                self.emit(NodesJoined(found.generation, found.nodes, runtime.monotonic() - began, missing))
                 return found
             if found is not None:
                 return Decision(GIVE_UP if self.starts and found.status else EXIT, found.status, reason=found.reason)
-            time.sleep(TICK)
+            runtime.sleep(TICK)
         return self._stopped()
 
     def _one_start(self, members: Membership | None) -> tuple[StartOutcome, PeerEnd | None]:
@@ -198,7 +197,7 @@ class Supervisor:
             if self.nodes is not None:
                 self.nodes.fail(1, cause, NOT_STARTED)
             self.emit(warning(cause))
-            return StartOutcome(number, time.time(), 0.0, NOT_STARTED, 1, cause, host=socket.gethostname()), None
+            return StartOutcome(number, runtime.time(), 0.0, NOT_STARTED, 1, cause, host=runtime.gethostname()), None
         job.start()
         end = job.watch(self._observer(job))
         peer = self._peer_end
@@ -235,18 +234,18 @@ class Supervisor:
                 peer = self.nodes.finish(end.status)
                 if peer is not None:
                     return replace(peer, status=peer.status or end.status) if peer.leaves else peer
-                time.sleep(TICK)
+                runtime.sleep(TICK)
         return None
 
     def _observer(self, job: Job) -> Callable[[], JobEnd | None]:
         """Returns a function that is called while a job runs, and returns why it is to end."""
-        silent_after, told = time.monotonic() + _SILENT, False
+        silent_after, told = runtime.monotonic() + _SILENT, False
 
         def observe() -> JobEnd | None:
             nonlocal told
             if job.output:
                 self._recorder.open(job.output)
-            if not told and job.has_silent_ranks and time.monotonic() > silent_after:
+            if not told and job.has_silent_ranks and runtime.monotonic() > silent_after:
                 told = True
                 self.emit(Notice("the ranks write no heartbeats, because mindresume is not installed in them: only their exits "
                                  "are watched"))
@@ -268,10 +267,10 @@ class Supervisor:
     def _wait(self, decision: Decision) -> bool:
         """Waits before the next start. Returns False if a signal came."""
         self.emit(JobRestarted(len(self.starts) + 1, decision.delay, decision.reason, decision.fruitless))
-        until = time.monotonic() + decision.delay
-        while not self._signals and time.monotonic() < until:
+        until = runtime.monotonic() + decision.delay
+        while not self._signals and runtime.monotonic() < until:
             self._is_hurried()
-            time.sleep(min(TICK, max(0.0, until - time.monotonic())))
+            runtime.sleep(min(TICK, max(0.0, until - runtime.monotonic())))
         return not self._signals
 
     def _keep_logs(self) -> None:

@@ -14,10 +14,6 @@ INTERNAL = {                    # {exception that no user meets: why it is not o
     "Stopped": "ends a command after a signal, with the exit status of that signal",
     "Killed": "a process of a drill that was killed on purpose",
     "Hang": "a verdict of the drill",
-    "Deadlock": "a verdict of the simulation",
-    "OperationLimit": "a verdict of the simulation",
-    "ExchangeError": "stands for an error of a device in the simulation",
-    "MismatchError": "a verdict of the simulation",
 }
 ROOMS = {                       # {part of the package: when it raises, in English and Chinese}
     "settings": ("the settings of `mindresume:`", "配置段 `mindresume:`"),

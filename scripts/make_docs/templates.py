@@ -20,7 +20,6 @@ Node = TypeVar("Node", bound=ast.AST)
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mindresume"
-SIMULATED = "simulation"                # its errors are those of the simulated cluster, and reach no user
 DEPTH = 6                               # texts within texts
 _LETTERS = 10                           # a template with fewer letters of its own only passes on the text of another error
 REFUSAL = "Refusal"                     # no error: the reason why a checkpoint is not taken
@@ -53,9 +52,8 @@ class Source:
     @classmethod
     def of(cls, trees: dict[Path, ast.Module]) -> Source:
         """Returns the source of these modules."""
-        real = [tree for path, tree in trees.items() if _room(path) != SIMULATED]
         classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-        return cls(trees, _unique(map(_constants, real)), _unique(map(_functions, real)), classes)
+        return cls(trees, _unique(map(_constants, trees.values())), _unique(map(_functions, trees.values())), classes)
 
     def imported(self, tree: ast.Module) -> dict[str, ast.expr]:
         """Returns the constants that a module imports from others of the package."""
@@ -84,8 +82,6 @@ def messages(source: Source, errors: set[str]) -> list[Message]:
     found: dict[tuple[str, str], Message] = {}
     for path, tree in source.trees.items():
         room = _room(path)
-        if room == SIMULATED:
-            continue
         known = replace(source, constants={**source.constants, **source.imported(tree), **_constants(tree)},
                         functions={**source.functions, **_functions(tree)})
         for call, function in _calls(tree):

@@ -1,5 +1,7 @@
 """``mindresume drill`` on a file system: the operations that get a fault, and the report on the rest."""
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -38,3 +40,16 @@ def test_full_is_every_operation(call, read):
 def test_full_and_every(call):
     status, out, err = call("--full", "--every", "3")
     assert (status, out) == (2, "") and "--full takes every operation; it does not go with --every" in err
+
+
+def test_explain_describes_scenarios_and_faults(call):
+    status, out, err = call("--explain")
+    assert status == 0 and all(f"\n{name} " in out for name in ("first save", "late"))
+
+
+def test_help_imports_nothing_heavy():
+    program = ("import sys; sys.argv[1:] = ['--help']\nfrom mindresume.cli import main\n"
+               "try: main()\nexcept SystemExit: pass\n"
+               "print(sorted(name for name in sys.modules if name.startswith(('mindresume.fault_injection.', 'mindspore'))))")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -15,9 +15,9 @@ from mindresume.coordination.collectives import (
     run_on_rank0,
     run_until_all_done,
 )
-from mindresume.simulation import runtime_fakes
-from mindresume.simulation.cluster import current_cluster
-from mindresume.simulation.communicator import ExchangeError
+from sim import threads
+from sim.cluster import current_cluster
+from sim.communicator import ExchangeError
 
 
 def fail(rank, on):
@@ -104,7 +104,7 @@ def test_a_rank_without_a_new_thread_works_in_its_own(monkeypatch):
     """An error of this rank alone would leave the others waiting."""
     def refuse(thread):
         raise RuntimeError("can't start new thread")
-    monkeypatch.setattr(runtime_fakes.Thread, "start", refuse)
+    monkeypatch.setattr(threads.Thread, "start", refuse)
     assert Ranks(2).run(lambda group: gather_results(group, lambda: group.rank, Watchdog())) == [[0, 1]] * 2
 
 

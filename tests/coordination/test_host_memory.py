@@ -4,7 +4,7 @@ from rank_folders import Ranks
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.host_memory import UNKNOWN, left, levels, share_of_rank
-from mindresume.simulation import runtime_fakes
+from sim.machine import ANSWERS
 
 GIB = 1 << 30
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw"
@@ -122,7 +122,7 @@ def share(group, machines):
 @pytest.fixture
 def kernel(monkeypatch):
     """Makes simulated ranks read the files of these machines."""
-    monkeypatch.setattr(runtime_fakes, "_memory_levels", levels)
+    monkeypatch.setitem(ANSWERS, levels, levels.__wrapped__)
 
 
 @pytest.mark.usefixtures("kernel")

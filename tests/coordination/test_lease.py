@@ -14,7 +14,7 @@ from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.model.manifest import FOLDER, run_name, run_sequence
 from mindresume.model.record_codec import encode_head
-from mindresume.simulation.cluster import current_cluster
+from sim.cluster import current_cluster
 
 
 @pytest.mark.parametrize("name", [f".tracker-0000000004.{run_name(7, '0000aaaa')}.mindresume-tmp",

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from mindresume import runtime
 from mindresume.coordination import process_identity
 from mindresume.coordination.process_identity import (
     boot_id,
@@ -65,7 +66,7 @@ def test_nodes_with_one_name_are_told_apart(monkeypatch):
     def boots(boot):
         monkeypatch.setattr(process_identity, "boot_id", lambda: boot)
         return host_identity()
-    monkeypatch.setattr(process_identity.socket, "gethostname", lambda: "localhost")
+    monkeypatch.setattr(runtime, "gethostname", lambda: "localhost")
     assert boot_id() and boots("one") != boots("two")
 
 

@@ -9,7 +9,7 @@ from mindresume.mindformers import balanced_load
 from mindresume.mindformers.balanced_load import BalancedLoad
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.geometry import held, slices_of
-from mindresume.simulation.threads import Condition
+from sim.threads import Condition
 
 RANKS = 4
 WHOLE = {"rows": np.arange(48, dtype=np.float32).reshape(8, 6), "copied": np.arange(5, dtype=np.float32)}

@@ -23,6 +23,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister 
 from mindspore import nn  # noqa: E402
 
 import mindresume.plugin  # noqa: E402, F401  registers ours
+from mindresume import runtime
 from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders  # noqa: E402
 from mindresume.errors import ConfigError, LeaseHeldError, SaveError  # noqa: E402
 from mindresume.events import Resumed, RunOpened  # noqa: E402
@@ -231,7 +232,7 @@ def test_sinks_of_two_steps(tmp_path):
 
 def test_by_seconds(tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(runtime, "monotonic", lambda: now[0])
     job = Job(build(tmp_path, save_checkpoint_steps=0, save_checkpoint_seconds=60))
     for seconds, steps in ((61, [1]), (30, [1]), (31, [1, 3]), (59, [1, 3]), (2, [1, 3, 5])):
         now[0] += seconds

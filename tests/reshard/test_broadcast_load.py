@@ -12,7 +12,7 @@ from mindresume.model.layout import TensorLayout
 from mindresume.reshard import broadcast_load
 from mindresume.reshard.broadcast_load import exchange_pieces, plan_reads
 from mindresume.reshard.geometry import held, shape_of, whole
-from mindresume.simulation.threads import Condition
+from sim.threads import Condition
 
 LAYOUTS = {"rows": (TensorLayout((2, 2), (0, -1)), (8, 6)), "columns": (TensorLayout((2, 2), (-1, 0)), (8, 6)),
            "sharded": (TensorLayout((2, 2), (0, -1), 2), (8, 6)), "copied": (TensorLayout((2, 2), (-1,)), (5,)),

@@ -33,6 +33,7 @@ from reshard.plans import (
 )
 from reshard.test_geometry import layouts
 
+from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats.consolidated import read_consolidated
 from mindresume.model.layout import TensorLayout
@@ -619,7 +620,7 @@ def test_a_thread_that_cannot_be_started(tmp_path, monkeypatch):
     storage = Waiting(writing.set)
     with leaves_nothing(tmp_path):
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
-            patch.setattr(direct_engine.threading, "Thread", Thread)
+            patch.setattr(runtime, "Thread", Thread)
             transform(weights, storage, targets, 4, 512)
         end([thread.ident for thread in begun])
     assert storage.too_early is False, "files were closed and removed while a worker still wrote into them"

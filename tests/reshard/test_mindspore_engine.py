@@ -17,6 +17,7 @@ import pytest
 from rank_folders import STORAGE
 from reshard.plans import COUNTERS, Plan, Spec, complete, foreign, part_of, put, random_tensors
 
+from mindresume import runtime
 from mindresume.errors import EngineError, StrategyError
 from mindresume.formats.consolidated import read_consolidated
 from mindresume.formats.strategy import Strategy
@@ -353,7 +354,8 @@ def test_a_process_that_hangs(tmp_path, work, small, life, monkeypatch):
         if not now[0]:
             os.close(os.open(life.ready, os.O_RDONLY))      # not before both of them are there
         now[0] += 1.0
-    monkeypatch.setattr(transform_processes, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(runtime, "monotonic", lambda: now[0])
+    monkeypatch.setattr(runtime, "sleep", sleep)
     with pytest.raises(EngineError, match="not done after 2 s and was ended") as error:
         attempt(small, work, fake(tmp_path, small.ready, life.hangs + "signal.pause()"), timeout=2.0)
     assert "hanging" in str(error.value) and life.over() and now == [3.0]
@@ -376,7 +378,7 @@ def test_an_interrupt_ends_all_processes(tmp_path, work, small, life, monkeypatc
         os.close(os.open(life.ready, os.O_RDONLY))          # not before both of them are there
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(transform_processes, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=interrupt))
+    monkeypatch.setattr(runtime, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         attempt(small, work, fake(tmp_path, small.ready, life.hangs + "signal.pause()"))
     assert life.over()

@@ -381,7 +381,7 @@ def nodes(memory, root, monkeypatch):
 
 
 def choose_on_nodes(root, nodes, monkeypatch, **options):
-    from mindresume.simulation.cluster import current_process
+    from sim.cluster import current_process
 
     def find(storage, where):
         tier = nodes["a" if current_process().name in ("rank0", "rank1") else "b"]

@@ -22,12 +22,12 @@ from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.saving.staging import Staging
 from mindresume.saving.sync_saver import ExtraWeights, Outcome, Save, SaveJob
-from mindresume.simulation.cluster import Cluster, current_cluster, current_process
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.runtime_fakes import use_cluster
-from mindresume.simulation.schedule import Fault, Schedule
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
+from sim.cluster import Cluster, current_cluster, current_process
+from sim.machine import use_cluster
+from sim.mount import Mount
+from sim.schedule import Fault, Schedule
 
 KINDS = ["thread", "process"]
 ROOT = "/out/checkpoint"

@@ -2,15 +2,14 @@
 import os
 import queue
 import signal
-import socket
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from manager_jobs import Arrays, Job, committed, end_jobs, repair, spoil
 from rank_folders import STORAGE, Ranks
 from senders import from_outside
 
+from mindresume import runtime
 from mindresume.coordination import process_identity
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import (
@@ -32,14 +31,13 @@ from mindresume.events import (
 from mindresume.formats.iteration_naming import COMMON, iteration_name, parse_common
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import EMERGENCY, FOLDER, MANIFEST, attempt_name
-from mindresume.saving import checkpoint_manager as module
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.crash_loop import PendingLoadAttempt, explanation
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.save_request import SaveOptions
 from mindresume.settings import Settings
-from mindresume.simulation import runtime_fakes
-from mindresume.simulation.cluster import current_process
+from sim import machine
+from sim.cluster import current_process
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +124,7 @@ def test_an_earlier_training_of_this_process_releases_the_folder_and_one_of_anot
 
 def test_all_ranks_save_by_the_clock_of_rank_0(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(runtime, "monotonic", lambda: now[0])
 
     def work(group):
         options = SaveOptions(str(tmp_path), "net", None, 60.0)
@@ -224,21 +222,14 @@ def test_a_limit_of_none_never_stops_the_training(tmp_path):
 
 @pytest.mark.parametrize("kind", [False, "thread", "process"])
 def test_a_training_that_ends_with_an_error_commits_its_started_saves(tmp_path, monkeypatch, kind):
-    class Late:
-        def __init__(self):
-            self.unregistered = []
-
-        def register(self, function, *arguments):
-            pass
-
-        def unregister(self, function):
-            self.unregistered.append(function)
-    monkeypatch.setattr(module, "atexit", Late())
+    unregistered = []
+    monkeypatch.setattr(runtime, "at_exit", lambda function, *arguments: None)
+    monkeypatch.setattr(runtime, "not_at_exit", unregistered.append)
     job = Job(tmp_path, async_save=kind).steps(5)
     job.manager.finish_after_error()
     assert committed(tmp_path) == [5]
     job.manager.finish_after_error()                                    # at the exit of the interpreter: nothing is left to do
-    assert module.atexit.unregistered == [job.manager.finish_after_error] * 2
+    assert unregistered == [job.manager.finish_after_error] * 2
 
 
 def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path):
@@ -267,7 +258,7 @@ def test_a_failed_emergency_save_is_left_to_the_built_in_unless_it_would_wait(tm
 
 
 def test_each_node_has_a_first_rank_also_if_all_have_one_host_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime_fakes._MODULES[socket], "gethostname", lambda: "localhost")
+    monkeypatch.setitem(machine.ANSWERS, runtime.gethostname, lambda: "localhost")
     monkeypatch.setattr(process_identity, "boot_id", lambda: current_process().host.name)
 
     def work(group):

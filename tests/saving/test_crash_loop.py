@@ -7,13 +7,13 @@ import socket
 import pytest
 from rank_folders import STORAGE, Ranks, save
 
+from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import LoadError
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.resume.shared_selection import select_shared
-from mindresume.saving import crash_loop as module
 from mindresume.saving.crash_loop import LoadAttempt, explanation, key_of, load_attempts
 from mindresume.saving.garbage_collector import plan
 from mindresume.saving.retention import KeepLast
@@ -161,7 +161,7 @@ def test_a_suspected_checkpoint_is_selected_if_all_are_suspected(root):
 
 def failures_on(root, monkeypatch, *hosts, ranks=2, of=2):
     for host in hosts:
-        monkeypatch.setattr(module.socket, "gethostname", lambda host=host: host)
+        monkeypatch.setattr(runtime, "gethostname", lambda host=host: host)
         Job(root, ranks=ranks, hosts=of).fails(NAN, rank=1)
 
 

@@ -45,8 +45,8 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus, r
 from mindresume.saving.remote_run_number import keep_run_marker
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.uploader import AGAIN, Uploader
-from mindresume.simulation.cluster import current_cluster
 from mindresume.storage.object_store import MoxingStore
+from sim.cluster import current_cluster
 
 URL = "obs://bucket/job/checkpoint"
 RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")

@@ -2,7 +2,6 @@
 that restarts with an empty disk downloads its part. Ranks 0 and 1 are on one node, 2 and 3 on the other."""
 import os
 import shutil
-import socket
 
 import pytest
 from coordination.test_storage_topology import RUN, save_part
@@ -10,6 +9,7 @@ from fakes import moxing
 from rank_folders import STORAGE, Ranks, flip_bit, path_of
 from resume.test_node_local_selection import NODES, PARTS
 
+from mindresume import runtime
 from mindresume.coordination import process_identity
 from mindresume.coordination.common_checkpoint import committed
 from mindresume.coordination.peer_state import PeerState
@@ -25,10 +25,10 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.uploader import Uploader
-from mindresume.simulation import runtime_fakes
-from mindresume.simulation.cluster import current_process
 from mindresume.storage.object_store import MoxingStore
 from mindresume.storage.read_cache import ReadCache
+from sim import machine
+from sim.cluster import current_process
 
 URL = "obs://bucket/job/checkpoint"
 GROUPS = SharedGroups((0, 0, 2, 2))
@@ -85,7 +85,7 @@ def test_each_node_needs_room_for_its_own_part_whatever_its_name(tmp_path, monke
     for node in PARTS:
         shutil.rmtree(tmp_path / node)
     monkeypatch.setattr(remote_fetch, "_SPARE", 0)
-    monkeypatch.setattr(runtime_fakes._MODULES[socket], "gethostname", lambda: "localhost")
+    monkeypatch.setitem(machine.ANSWERS, runtime.gethostname, lambda: "localhost")
     monkeypatch.setattr(process_identity, "boot_id", lambda: current_process().host.name)
     for room, fits in ((max(sum(parts[:2]), sum(parts[2:])), True), (min(sum(parts[:2]), sum(parts[2:])) - 1, False)):
         monkeypatch.setattr(type(STORAGE), "free_space", lambda self, folder, room=room: room)

@@ -1,14 +1,13 @@
 """Bits that rot: which files, what does not change, and what remembers it."""
 import pytest
 
-from mindresume.simulation.bit_rot import is_of_checkpoint, rot, rotted_files, rotted_saves, saves_on, unreadable_saves
-from mindresume.simulation.cluster import SHARED
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.oracle import check_disks
-from mindresume.simulation.runtime_fakes import patched_product
-from mindresume.simulation.scenarios import Simulation
-from mindresume.simulation.schedule import ROT, Fault, Schedule
-from mindresume.simulation.search import SCENARIOS
+from sim.bit_rot import is_of_checkpoint, rot, rotted_files, rotted_saves, saves_on, unreadable_saves
+from sim.cluster import SHARED
+from sim.disk import Disk
+from sim.oracle import check_disks
+from sim.scenarios import Simulation
+from sim.schedule import ROT, Fault, Schedule
+from sim.search import SCENARIOS
 
 
 @pytest.fixture
@@ -78,8 +77,7 @@ def test_which_files_rot(path, expected):
 # ---- the oracle ----------------------------------------------------------------------------------------------------------------
 
 def findings(sim):
-    with patched_product():
-        return [finding.kind for finding in check_disks(sim.cluster.disks, sim.history, sim.training)]
+    return [finding.kind for finding in check_disks(sim.cluster.disks, sim.history, sim.training)]
 
 
 def test_the_next_older_checkpoint_is_required_if_the_newest_has_rotted(trained):

@@ -7,17 +7,17 @@ import pytest
 from mindresume.errors import RemoteError
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.uploader import Uploader
-from mindresume.simulation import jobs
-from mindresume.simulation.bucket import BUCKET, Bucket, PodStore
-from mindresume.simulation.bucket_oracle import check_bucket
-from mindresume.simulation.bucket_scenarios import LATER
-from mindresume.simulation.cluster import Cluster, current_cluster
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.runtime_fakes import patched_product, use_cluster
-from mindresume.simulation.scenarios import Simulation
-from mindresume.simulation.schedule import Fault, Schedule, random_schedule
-from mindresume.simulation.search import (
+from sim import jobs
+from sim.bucket import BUCKET, Bucket, PodStore
+from sim.bucket_oracle import check_bucket
+from sim.bucket_scenarios import LATER
+from sim.cluster import Cluster, current_cluster
+from sim.disk import Disk
+from sim.machine import use_cluster
+from sim.mount import Mount
+from sim.scenarios import Simulation
+from sim.schedule import Fault, Schedule, random_schedule
+from sim.search import (
     SCENARIOS,
     SHARE,
     Counts,
@@ -201,10 +201,9 @@ def test_a_superseded_rank_0_notifies_its_ranks(monkeypatch):
 def test_a_run_that_is_numbered_without_looking_into_the_bucket_is_found(monkeypatch):
     monkeypatch.setattr(jobs, "number_runs", lambda *_: None)
     scenario, known = SCENARIOS["bucket nodes"], KnownStates()
-    with patched_product():
-        size = count_operations(scenario, "ckpt", "")
-        schedules = (random_schedule(random.Random(seed), size, scenario.kinds) for seed in range(6))
-        assert any(run(scenario, "ckpt", "", schedule, known, Counts()) for schedule in schedules)
+    size = count_operations(scenario, "ckpt", "")
+    schedules = (random_schedule(random.Random(seed), size, scenario.kinds) for seed in range(6))
+    assert any(run(scenario, "ckpt", "", schedule, known, Counts()) for schedule in schedules)
 
 
 @pytest.mark.parametrize("way", ["", "thread"])

@@ -1,12 +1,12 @@
 """The collectives of simulated jobs."""
 import pytest
 
-from mindresume.simulation.cluster import Cluster, current_cluster, current_process
-from mindresume.simulation.communicator import LIMIT, Communicator, ExchangeError, MismatchError
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.runtime_fakes import use_cluster
-from mindresume.simulation.schedule import Schedule
-from mindresume.simulation.scheduler import TICK
+from sim.cluster import Cluster, current_cluster, current_process
+from sim.communicator import LIMIT, Communicator, ExchangeError, MismatchError
+from sim.machine import use_cluster
+from sim.mount import Mount
+from sim.schedule import Schedule
+from sim.scheduler import TICK
 
 
 def run_ranks(*works, limit=LIMIT, picks=(), tick=TICK):

@@ -6,12 +6,12 @@ from contextlib import suppress
 
 import pytest
 
-from mindresume.simulation.cluster import Cluster
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.runtime_fakes import use_cluster
-from mindresume.simulation.schedule import Schedule
 from mindresume.storage.posix import PosixStorage
+from sim.cluster import Cluster
+from sim.disk import Disk
+from sim.machine import use_cluster
+from sim.mount import Mount
+from sim.schedule import Schedule
 
 
 def names(disk):

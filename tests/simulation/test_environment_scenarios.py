@@ -15,14 +15,13 @@ from mindresume.resume.remote_selection import RemoteSelection
 from mindresume.saving import remote_checkpoints
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.sync_saver import SaveJob
-from mindresume.simulation import concurrent_commands
-from mindresume.simulation.bucket import BUCKET
-from mindresume.simulation.cluster import SHARED
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.environment_scenarios import MOMENTS, clone_folder
-from mindresume.simulation.runtime_fakes import patched_product
-from mindresume.simulation.scenarios import Simulation
-from mindresume.simulation.schedule import (
+from sim import concurrent_commands
+from sim.bucket import BUCKET
+from sim.cluster import SHARED
+from sim.disk import Disk
+from sim.environment_scenarios import MOMENTS, clone_folder
+from sim.scenarios import Simulation
+from sim.schedule import (
     KILL_LAUNCHER,
     MEMORY,
     OWN_SIGNAL,
@@ -34,7 +33,7 @@ from mindresume.simulation.schedule import (
     Schedule,
     random_schedule,
 )
-from mindresume.simulation.search import SCENARIOS, Counts, KnownStates, count_operations, run
+from sim.search import SCENARIOS, Counts, KnownStates, count_operations, run
 
 NAMES = ("quota", "memory", "launcher", "hidden", "own signal", "copied", "snapshot", "copy", "copy with a tier", "conversion",
          "conversion of files", "verify", "scrub", "unreadable", "bucket unreadable", "bucket health")
@@ -55,13 +54,12 @@ def kinds_of(sim):
 def found(name, seeds, fmt="ckpt", way=""):
     """Returns the kinds of findings of the first seed that has any; kills are not tried at every moment."""
     scenario = SCENARIOS[name]
-    with patched_product():
-        size = count_operations(scenario, fmt, way)
-        for seed in range(seeds):
-            failure = run(scenario, fmt, way, random_schedule(random.Random(seed), size, scenario.kinds), KnownStates(), Counts(),
-                          deaths=False)
-            if failure is not None:
-                return {finding.kind for finding in failure.findings}
+    size = count_operations(scenario, fmt, way)
+    for seed in range(seeds):
+        failure = run(scenario, fmt, way, random_schedule(random.Random(seed), size, scenario.kinds), KnownStates(), Counts(),
+                      deaths=False)
+        if failure is not None:
+            return {finding.kind for finding in failure.findings}
     return set()
 
 

@@ -1,4 +1,4 @@
-"""Schedules that once broke a promise: one JSON file each in ``found/``, as ``mindresume drill --simulate --replay`` takes them.
+"""Schedules that once broke a promise: one JSON file each in ``found/``, as ``python -m sim --replay`` takes them.
 
 ``about`` describes the defect. A schedule names operations by their number, so a later version of the product may do something
 else at them: an important defect has a test of its module as well.
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.simulation.search import Failure, replay
+from sim.search import Failure, replay
 
 FOUND = sorted((Path(__file__).parent / "found").glob("*.json"))
 

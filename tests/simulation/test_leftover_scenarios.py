@@ -2,9 +2,9 @@
 import pytest
 
 from mindresume.events import CandidateRefused, SaveCommitted
-from mindresume.simulation.leftover_scenarios import SCENARIOS
-from mindresume.simulation.scenarios import FORMATS, RUN, WAYS, Simulation
-from mindresume.simulation.schedule import Schedule
+from sim.leftover_scenarios import SCENARIOS
+from sim.scenarios import FORMATS, RUN, WAYS, Simulation
+from sim.schedule import Schedule
 
 
 def simulated(name, fmt, way="", schedule=None):

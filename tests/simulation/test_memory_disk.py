@@ -2,11 +2,11 @@
 import pytest
 
 from mindresume.events import CheckpointSelected
-from mindresume.simulation.cluster import Cluster, current_process
-from mindresume.simulation.memory_disk import MappedFile, common_saves
-from mindresume.simulation.runtime_fakes import use_cluster
-from mindresume.simulation.scenarios import SCENARIOS, Simulation
-from mindresume.simulation.schedule import Fault, Schedule
+from sim.cluster import Cluster, current_process
+from sim.machine import use_cluster
+from sim.memory_disk import MappedFile, common_saves
+from sim.scenarios import SCENARIOS, Simulation
+from sim.schedule import Fault, Schedule
 
 PATH = "/dev/shm/a/file"
 

@@ -3,12 +3,12 @@ import errno
 
 import pytest
 
-from mindresume.simulation.cluster import SHARED, Cluster, current_cluster
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.runtime_fakes import use_cluster
-from mindresume.simulation.schedule import UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule
-from mindresume.simulation.scheduler import Killed
+from sim.cluster import SHARED, Cluster, current_cluster
+from sim.disk import Disk
+from sim.machine import use_cluster
+from sim.mount import Mount
+from sim.schedule import UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule
+from sim.scheduler import Killed
 
 
 def disk_with_files():

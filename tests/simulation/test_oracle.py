@@ -6,13 +6,13 @@ from functools import cache
 import pytest
 
 from mindresume.fault_injection.tiny_checkpoints import ITERATION
-from mindresume.simulation import jobs, oracle, saved_content
-from mindresume.simulation.cluster import SHARED, Cluster
-from mindresume.simulation.disk import Disk, Folder
-from mindresume.simulation.jobs import History, Job, Training
-from mindresume.simulation.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG, check_disks
-from mindresume.simulation.runtime_fakes import use_cluster
-from mindresume.simulation.schedule import Schedule
+from sim import jobs, oracle, saved_content
+from sim.cluster import SHARED, Cluster
+from sim.disk import Disk, Folder
+from sim.jobs import History, Job, Training
+from sim.machine import use_cluster
+from sim.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG, check_disks
+from sim.schedule import Schedule
 
 FORMATS = ("safetensors", "ckpt", ITERATION)
 ROOT = "/out/checkpoint"

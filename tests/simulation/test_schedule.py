@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mindresume.simulation.schedule import (
+from sim.schedule import (
     DEATHS,
     ERRORS,
     EXPLAINED,

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindresume.simulation.schedule import Schedule
-from mindresume.simulation.scheduler import TICK, Deadlock, Killed, OperationLimit, Scheduler
+from sim.schedule import Schedule
+from sim.scheduler import TICK, Deadlock, Killed, OperationLimit, Scheduler
 
 
 def made(most=1000, **schedule):

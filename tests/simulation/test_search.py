@@ -9,12 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.jobs import History
-from mindresume.simulation.runtime_fakes import patched_product
-from mindresume.simulation.scenarios import SCENARIOS, Simulation
-from mindresume.simulation.schedule import EXPLAINED, Fault, Schedule, random_schedule
-from mindresume.simulation.search import (
+from sim.disk import Disk
+from sim.jobs import History
+from sim.scenarios import SCENARIOS, Simulation
+from sim.schedule import EXPLAINED, Fault, Schedule, random_schedule
+from sim.search import (
     SHARE,
     BranchRecorder,
     Counts,
@@ -44,12 +43,11 @@ def no_folder_is_flushed(monkeypatch):
 def found(seeds, name="save", fmt="ckpt", way=""):
     """Returns the failures of random schedules, not shrunk."""
     scenario = SCENARIOS[name]
-    with patched_product():
-        size = count_operations(scenario, fmt, way)
-        for seed in range(*seeds):
-            failure = run(scenario, fmt, way, random_schedule(random.Random(seed), size), KnownStates(), Counts())
-            if failure is not None:
-                yield failure
+    size = count_operations(scenario, fmt, way)
+    for seed in range(*seeds):
+        failure = run(scenario, fmt, way, random_schedule(random.Random(seed), size), KnownStates(), Counts())
+        if failure is not None:
+            yield failure
 
 
 # ---- replay ------------------------------------------------------------------------------------------------------------------
@@ -60,30 +58,28 @@ def found(seeds, name="save", fmt="ckpt", way=""):
 def test_a_kill_in_the_middle_equals_the_end_of_a_schedule_with_the_same_disk(name, fmt, way, seed):
     """Includes kills while a process waits before its operation, and after other faults."""
     scenario, rng, moments = SCENARIOS[name], random.Random(seed), []
-    with patched_product():
-        size = count_operations(scenario, fmt, way)
-        drawn = random_schedule(rng, size, kinds=("EIO", "ENOSPC", "EIO after", "kill", "slow", "pause"), max_faults=4)
-        switches = {at: 1 for at in rng.sample(range(1, size), min(size - 1, 12))}
-        schedule = replace(drawn, switches=tuple(sorted(switches.items())))
+    size = count_operations(scenario, fmt, way)
+    drawn = random_schedule(rng, size, kinds=("EIO", "ENOSPC", "EIO after", "kill", "slow", "pause"), max_faults=4)
+    switches = {at: 1 for at in rng.sample(range(1, size), min(size - 1, 12))}
+    schedule = replace(drawn, switches=tuple(sorted(switches.items())))
 
-        def collect(sim, at):
-            begun = sim.cluster.scheduler.operations
-            kind, amount = rng.choice((("kill all", 0), ("power", 0), ("power", at))[at > begun:])
-            disks = {name: disk.copy() for name, disk in sim.cluster.disks.items()}
-            apply_death(disks, kind, amount)
-            moments.append((Fault(at, kind, amount), begun, state_signature(sim, disks, sim.history)))
-        Simulation(scenario, fmt, schedule, way).run(collect)
-        for death, begun, signature in rng.sample(moments[:-1], min(len(moments) - 1, 11)) + moments[-1:]:
-            sim = Simulation(scenario, fmt, ending_with(schedule, death, begun), way).run()
-            apply_death(sim.cluster.disks, "kill all", 0)
-            assert sim.cluster.injected[-1].fault == death
-            assert state_signature(sim, sim.cluster.disks, sim.history) == signature, death
+    def collect(sim, at):
+        begun = sim.cluster.scheduler.operations
+        kind, amount = rng.choice((("kill all", 0), ("power", 0), ("power", at))[at > begun:])
+        disks = {name: disk.copy() for name, disk in sim.cluster.disks.items()}
+        apply_death(disks, kind, amount)
+        moments.append((Fault(at, kind, amount), begun, state_signature(sim, disks, sim.history)))
+    Simulation(scenario, fmt, schedule, way).run(collect)
+    for death, begun, signature in rng.sample(moments[:-1], min(len(moments) - 1, 11)) + moments[-1:]:
+        sim = Simulation(scenario, fmt, ending_with(schedule, death, begun), way).run()
+        apply_death(sim.cluster.disks, "kill all", 0)
+        assert sim.cluster.injected[-1].fault == death
+        assert state_signature(sim, sim.cluster.disks, sim.history) == signature, death
 
 
 def test_a_kill_strikes_while_the_disk_is_full():
     schedule = Schedule(faults=(Fault(10, "ENOSPC", 200), *(Fault(at, "kill all") for at in range(11, 60))))
-    with patched_product():
-        sim = Simulation(SCENARIOS["job"], "ckpt", schedule).run()
+    sim = Simulation(SCENARIOS["job"], "ckpt", schedule).run()
     assert sim.cluster.injected[-1].fault.kind == "kill all" and all(process.dead for process in sim.cluster.processes)
 
 
@@ -93,27 +89,24 @@ def test_a_found_failure_replayed_gives_the_same_findings(no_folder_is_flushed):
     for failure in failures:
         again = Failure(failure.scenario, failure.format, failure.way, Schedule.from_json(
             json.loads(json.dumps(failure.schedule.to_json()))), ())
-        with patched_product():
-            assert tuple(replay(again)) == failure.findings and failure.findings
+        assert tuple(replay(again)) == failure.findings and failure.findings
 
 
 def test_a_shrunk_failure_still_breaks_the_same_promise_and_nothing_can_be_left_out(no_folder_is_flushed):
     for failure in list(found((0, 8)))[:3]:
-        with patched_product():
-            simple = shrink(failure)
-            kinds = {finding.kind for finding in failure.findings}
-            assert kinds & {finding.kind for finding in replay(simple)} and tuple(replay(simple)) == simple.findings
-            assert simple.schedule.size <= failure.schedule.size and simple.schedule.faults
-            assert not any(kinds & {finding.kind for finding in replay(Failure(simple.scenario, simple.format, simple.way, less,
-                                                                               ()))}
-                           for less in simple.schedule.shrink_candidates())
+        simple = shrink(failure)
+        kinds = {finding.kind for finding in failure.findings}
+        assert kinds & {finding.kind for finding in replay(simple)} and tuple(replay(simple)) == simple.findings
+        assert simple.schedule.size <= failure.schedule.size and simple.schedule.faults
+        assert not any(kinds & {finding.kind for finding in replay(Failure(simple.scenario, simple.format, simple.way, less,
+                                                                           ()))}
+                       for less in simple.schedule.shrink_candidates())
 
 
 def test_a_failure_becomes_no_simpler_than_its_number_of_tries_allows(no_folder_is_flushed):
     failure = max(found((0, 12)), key=lambda one: one.schedule.size)
-    with patched_product():
-        assert shrink(failure, tries=0) == failure
-        assert shrink(failure, tries=3).schedule.size <= failure.schedule.size
+    assert shrink(failure, tries=0) == failure
+    assert shrink(failure, tries=3).schedule.size <= failure.schedule.size
 
 
 def test_a_failure_serializes_all_fields(no_folder_is_flushed):
@@ -153,17 +146,16 @@ def test_every_schedule_with_one_switch(no_folder_is_flushed):
 def test_no_order_is_omitted_for_lack_of_ready_tasks(way, switches):
     """Compares with all schedules, most of which are equal."""
     size = count_operations(SCENARIOS["save"], "ckpt", way)
-    with patched_product():
-        every = {traced("save", "ckpt", way, ((at, further),)) for at in range(1, size + 9) for further in (1, 2, 3)}
-        ran, stack = set(), [()]
-        while stack:
-            options = BranchRecorder(chosen := stack.pop())
-            trace = traced("save", "ckpt", way, chosen, options)
-            assert trace == traced("save", "ckpt", way, chosen)     # to look who could go on changes nothing
-            ran.add(trace)
-            stack += options.further(1) if len(chosen) < switches else []
-        counts = Counts()
-        assert not list(systematic(SCENARIOS["save"], "ckpt", way, switches, counts))
+    every = {traced("save", "ckpt", way, ((at, further),)) for at in range(1, size + 9) for further in (1, 2, 3)}
+    ran, stack = set(), [()]
+    while stack:
+        options = BranchRecorder(chosen := stack.pop())
+        trace = traced("save", "ckpt", way, chosen, options)
+        assert trace == traced("save", "ckpt", way, chosen)     # to look who could go on changes nothing
+        ran.add(trace)
+        stack += options.further(1) if len(chosen) < switches else []
+    counts = Counts()
+    assert not list(systematic(SCENARIOS["save"], "ckpt", way, switches, counts))
     assert every <= ran and 10 < counts.runs < size * 3
 
 
@@ -178,11 +170,10 @@ def test_parts_of_the_schedules_are_all_of_them():
 
 def test_moments_before_the_last_switch_are_not_checked_again():
     scenario, seen = replace(SCENARIOS["save"], oracle=lambda *_, **__: []), []
-    with patched_product():
-        for switches in ((), ((20, 1),)):
-            counts = Counts()
-            run(scenario, "ckpt", "", Schedule(switches=switches), KnownStates(), counts, recorder=BranchRecorder(switches))
-            seen.append(counts.schedules)
+    for switches in ((), ((20, 1),)):
+        counts = Counts()
+        run(scenario, "ckpt", "", Schedule(switches=switches), KnownStates(), counts, recorder=BranchRecorder(switches))
+        seen.append(counts.schedules)
     assert 30 < seen[1] < seen[0]
 
 
@@ -218,10 +209,9 @@ def test_equal_disks_are_restarted_once_despite_different_histories(monkeypatch)
             started.append(restart)
         return []
     scenario, known = replace(SCENARIOS["save"], oracle=oracle), KnownStates()
-    with patched_product():
-        for step in (1, 2):
-            monkeypatch.setattr(History, "complete", lambda history, step=step: [("0001-00000000", step)])
-            run(scenario, "ckpt", "", Schedule(), known, Counts())
+    for step in (1, 2):
+        monkeypatch.setattr(History, "complete", lambda history, step=step: [("0001-00000000", step)])
+        run(scenario, "ckpt", "", Schedule(), known, Counts())
     half = len(started) // 2
     assert half > 10 and sum(started[:half]) > 10 and not any(started[half:])
 
@@ -256,27 +246,25 @@ def test_a_search_accepts_only_the_requested_kinds():
 
 _PROGRAM = """
 import gc, hashlib, sys
-from mindresume.simulation.search import Counts, KnownStates, SearchRequest, count_operations, run
-from mindresume.simulation.scenarios import Simulation
-from mindresume.simulation.schedule import random_schedule
-from mindresume.simulation.runtime_fakes import patched_product
+from sim.search import Counts, KnownStates, SearchRequest, count_operations, run
+from sim.scenarios import Simulation
+from sim.schedule import random_schedule
 import random
 if sys.argv[1] == "other":                              # memory addresses, and when garbage is collected
     ballast = [object() for _ in range(100_000)]
     gc.set_threshold(50)
 digest, counts = hashlib.sha256(), Counts()
-with patched_product():
-    for number, (scenario, fmt, way) in enumerate(SearchRequest((0, 0)).configurations()[int(sys.argv[2])::int(sys.argv[3])]):
-        size = count_operations(scenario, fmt, way)
-        sim = Simulation(scenario, fmt, random_schedule(random.Random(number), size), way)
-        sim.cluster.trace.wanted = True
-        sim.run()
-        digest.update(repr((size, sim.cluster.trace.rows, sim.cluster.scheduler.now, sorted(sim.history.began),
-                            sorted(sim.history.failed.items()), sim.history.reported, sim.history.chosen,
-                            [process.events for process in sim.cluster.processes],
-                            [disk.signature() for disk in sim.cluster.disks.values()])).encode())
-        if not number % 4:
-            run(scenario, fmt, way, random_schedule(random.Random(number), size), KnownStates(), counts, share=6)
+for number, (scenario, fmt, way) in enumerate(SearchRequest((0, 0)).configurations()[int(sys.argv[2])::int(sys.argv[3])]):
+    size = count_operations(scenario, fmt, way)
+    sim = Simulation(scenario, fmt, random_schedule(random.Random(number), size), way)
+    sim.cluster.trace.wanted = True
+    sim.run()
+    digest.update(repr((size, sim.cluster.trace.rows, sim.cluster.scheduler.now, sorted(sim.history.began),
+                        sorted(sim.history.failed.items()), sim.history.reported, sim.history.chosen,
+                        [process.events for process in sim.cluster.processes],
+                        [disk.signature() for disk in sim.cluster.disks.values()])).encode())
+    if not number % 4:
+        run(scenario, fmt, way, random_schedule(random.Random(number), size), KnownStates(), counts, share=6)
 print(digest.hexdigest(), counts)
 """
 
@@ -299,11 +287,10 @@ def test_a_run_does_not_depend_on_earlier_runs():
         sim.cluster.trace.wanted = True
         sim.run()
         return sim.cluster.trace.rows, [process.events for process in sim.cluster.processes]
-    with patched_product():
-        first = traced()
-        for name in ("twice", "lost ranks", "save"):
-            Simulation(SCENARIOS[name], "ckpt", random_schedule(random.Random(4), 100), "process").run()
-        assert traced() == first
+    first = traced()
+    for name in ("twice", "lost ranks", "save"):
+        Simulation(SCENARIOS[name], "ckpt", random_schedule(random.Random(4), 100), "process").run()
+    assert traced() == first
     assert traced() == first                                        # with its own fakes, not those of a search
 
 

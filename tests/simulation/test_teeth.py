@@ -42,12 +42,11 @@ from mindresume.saving import (
     uploader,
 )
 from mindresume.saving.memory_tier import directory, opening, slots
-from mindresume.simulation.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
-from mindresume.simulation.runtime_fakes import patched_product
-from mindresume.simulation.schedule import OWN_SIGNAL, UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule, random_schedule
-from mindresume.simulation.search import SCENARIOS, SHARE, Counts, Failure, KnownStates, count_operations, replay, run
 from mindresume.storage import atomic_publish
 from mindresume.supervisor import background, background_states, rendezvous, restart_policy, supervisor
+from sim.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
+from sim.schedule import OWN_SIGNAL, UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule, random_schedule
+from sim.search import SCENARIOS, SHARE, Counts, Failure, KnownStates, count_operations, replay, run
 
 Patch = pytest.MonkeyPatch
 
@@ -75,7 +74,7 @@ def mutate(patch: Patch, edits: Sequence[Edit]) -> None:
         if isinstance(owner, type):
             patch.setattr(owner, name, made[name])
             continue
-        for module in [module for module_name, module in sys.modules.items() if module_name.startswith("mindresume.")]:
+        for module in [module for module_name, module in sys.modules.items() if module_name.startswith(("mindresume.", "sim."))]:
             for key, value in list(vars(module).items()):
                 if value is function:                           # whoever has imported it
                     patch.setattr(module, key, made[name])
@@ -150,7 +149,7 @@ MUTANTS = [
         Edit(committer.Committer, "prune", "self._has_ended, self.target.lineage,", "self._has_ended, None,")],
         ("afresh", "safetensors", ""), LOST),
     mutant("trash names are not unique, and one failed removal stops the rest", [
-        Edit(manifest, "trash_name", ".{secrets.token_hex(4)}", ""), Edit(garbage_collector, "carry_out", "continue", "raise")],
+        Edit(manifest, "trash_name", ".{runtime.token_hex(4)}", ""), Edit(garbage_collector, "carry_out", "continue", "raise")],
         ("orphan", "iteration", ""), LEFTOVER, deaths=False),
     mutant("a load attempt is counted as soon as the checkpoint is selected", [
         Edit(checkpoint_manager.CheckpointManager, "begin", "run_on_all(self.group",
@@ -426,14 +425,13 @@ def run_search(one: Mutant, seeds: range, changed: bool = True, share: int = 1) 
     """Returns the first of ``seeds`` that finds something; what; and the counts until then. ``changed`` False: of the product
     as it is. ``share``: as for ``search.run``."""
     scenario, counts, known = SCENARIOS[one.scenario], Counts(), KnownStates()
-    with patched_product():
-        size = count_operations(scenario, one.format, one.way)  # and the past, by the product as it is
-        with mutated(one) if changed else pytest.MonkeyPatch.context():
-            for seed in seeds:
-                schedule = one.draws.schedule(seed, size, scenario.kinds)
-                failure = run(scenario, one.format, one.way, schedule, known, counts, one.deaths, share)
-                if failure is not None:
-                    return seed, failure, counts
+    size = count_operations(scenario, one.format, one.way)  # and the past, by the product as it is
+    with mutated(one) if changed else pytest.MonkeyPatch.context():
+        for seed in seeds:
+            schedule = one.draws.schedule(seed, size, scenario.kinds)
+            failure = run(scenario, one.format, one.way, schedule, known, counts, one.deaths, share)
+            if failure is not None:
+                return seed, failure, counts
     return None, None, counts
 
 
@@ -461,8 +459,7 @@ def test_a_mutant_is_found(one, table, soak):
     assert failure.findings[0].kind in one.kinds, failure.findings
     table.append(row_of(one, failure, counts, time.process_time() - began))
     # ... and it was the mutant: the product as it is passes with the schedule that failed, and after all deaths of that seed
-    with patched_product():
-        assert not replay(failure)
+    assert not replay(failure)
     assert run_search(one, range(seed, seed + 1), changed=False, share=1 if soak else 4 * SHARE)[1] is None
 
 

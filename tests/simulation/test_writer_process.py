@@ -1,18 +1,17 @@
 """The writer process of a simulated job keeps the contract of the real one."""
 import pytest
 
-from mindresume.saving import background_writer
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.sync_saver import Save
-from mindresume.simulation.cluster import SHARED, Cluster, current_cluster, current_process
-from mindresume.simulation.disk import Disk
-from mindresume.simulation.mount import Mount
-from mindresume.simulation.runtime_fakes import use_cluster
-from mindresume.simulation.saved_content import make_shard
-from mindresume.simulation.schedule import Fault, Schedule
-from mindresume.simulation.writer_process import WriterProcess
+from sim.cluster import SHARED, Cluster, current_cluster, current_process
+from sim.disk import Disk
+from sim.machine import use_cluster
+from sim.mount import Mount
+from sim.saved_content import make_shard
+from sim.schedule import Fault, Schedule
+from sim.writer_process import WriterProcess
 
 ROOT, RUN, TIMEOUT = "/out/checkpoint", "0001-1111aaaa", 20.0
 WRITER = "rank0.writer"
@@ -166,8 +165,3 @@ def test_the_writer_shares_no_object_with_the_training():
         return taken, writer.end()
     _, found = run(work)
     assert found == (["poll", {"a": 1}], "exit status 0")
-
-
-def test_the_real_writer_is_restored_afterwards():
-    run(complete)
-    assert background_writer.WRITERS["process"] is background_writer.WriterProcess

@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
+from mindresume import runtime
 from mindresume.events import Notice
 from mindresume.events.emitter import Emitter
 from mindresume.storage.operations import call_within
-from mindresume.supervisor import background
 from mindresume.supervisor.background import KEPT, BackgroundHandler
 
 
@@ -63,7 +63,7 @@ def test_without_a_thread_the_events_wait_for_one(monkeypatch):
         def start(self):
             raise RuntimeError("can't start new thread")
     with monkeypatch.context() as patch:
-        patch.setattr(background.threading, "Thread", NoThread)
+        patch.setattr(runtime, "Thread", NoThread)
         handler.handle(Notice("1"), 0.0)
         assert call_within(60, lambda: 1, "none", lambda: True) == "none"
     handler.handle(Notice("2"), 0.0)

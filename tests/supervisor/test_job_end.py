@@ -1,9 +1,9 @@
 """supervisor/job_end.py: what ends in which order, and what is left behind."""
 import signal
-from types import SimpleNamespace
 
 import pytest
 
+from mindresume import runtime
 from mindresume.supervisor import job_end
 from mindresume.supervisor.job_end import EndTimes, end_job
 from mindresume.supervisor.members import Ended, Member
@@ -53,7 +53,7 @@ BOTH = (TERM, KILL)
 def end(monkeypatch):
     """Returns a function that ends a tree in simulated time: each call of ``wait`` takes 0.05 s."""
     now = [0.0]
-    monkeypatch.setattr(job_end, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(runtime, "monotonic", lambda: now[0])
 
     def run(members, times=EndTimes(1.0, 20.0, 60.0), is_saving=lambda member: False, at_once=lambda: False):    # noqa: B008
         monkeypatch.setattr(job_end, "send", members.send)

@@ -6,9 +6,9 @@ Checkpoints of the adapters of LoRA alone (``save_trainable_only``) are left to 
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
+from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDING, FIRST_STEP
 from mindresume.errors import ConfigError
 from mindresume.events import Notice, warning
@@ -152,7 +152,7 @@ def make_callback_class(built_in: type) -> type:
         def __init__(self, *args: Any, **kwargs: Any):
             asked = bind((self, *args), kwargs)
             super().__init__(**{name: value for name, value in asked.items() if name != "self"})
-            self._mindresume = None if asked.get("save_trainable_only") else RunSaver(asked, time.monotonic())
+            self._mindresume = None if asked.get("save_trainable_only") else RunSaver(asked, runtime.monotonic())
 
         def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
             context = training_context.current()

@@ -10,7 +10,6 @@ identity, if both arrange the elements within the tensors equally.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from mindresume import runtime
 from mindresume.coordination.collectives import run_on_all, run_on_rank0
 from mindresume.coordination.rank_heartbeat import LOADING
 from mindresume.errors import ConfigError, TrainingCompleteError
@@ -201,7 +201,7 @@ def load_tensors(run: TrainingRun, plan: ResumePlan) -> None:
         CollectiveError: On all ranks, if one fails.
     """
     heartbeat.enter(LOADING)
-    context, trainer, resume, started = run.context, run.trainer, plan.request.resume, time.monotonic()
+    context, trainer, resume, started = run.context, run.trainer, plan.request.resume, runtime.monotonic()
     model = parameters.model_parameters(trainer.model)
     wanted = {**model, **(parameters.optimizer_parameters(trainer.optimizer, model) if resume else {})}
     shapes = parameters.shapes_of(wanted)
@@ -221,7 +221,7 @@ def load_tensors(run: TrainingRun, plan: ResumePlan) -> None:
     context.resources.loaded = LoadedWeights.of(arrays)
     parameters.restore(trainer.model, trainer.optimizer if resume else None, arrays)
     parameters.refresh_masters(trainer.optimizer, arrays)
-    context.emit(WeightsLoaded(context.group.rank, count, size, traffic.read, source.what, time.monotonic() - started))
+    context.emit(WeightsLoaded(context.group.rank, count, size, traffic.read, source.what, runtime.monotonic() - started))
 
 
 def check_loaded(run: TrainingRun) -> None:

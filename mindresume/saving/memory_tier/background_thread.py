@@ -5,16 +5,16 @@ are all busy that takes longer than the copy of a small network.
 """
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable
+
+from mindresume import runtime
 
 
 class Work:
     """Work in the background. ``join`` and ``is_alive``: as of a thread."""
 
     def __init__(self, function: Callable[[], None]):
-        self._function, self._ended = function, threading.Event()
+        self._function, self._ended = function, runtime.Event()
 
     def run(self) -> None:
         try:
@@ -34,15 +34,15 @@ class BackgroundThread:
 
     def __init__(self, name: str):
         self.name = name
-        self._waiting: queue.SimpleQueue[Work | None] | None = None
+        self._waiting: runtime.SimpleQueue[Work | None] | None = None
 
     def start(self, function: Callable[[], None]) -> Work | None:
         """Runs ``function``, which raises no error, after what was started before. Returns None if it is done already, because
         no thread can be made."""
         if self._waiting is None:
-            waiting: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+            waiting: runtime.SimpleQueue[Work | None] = runtime.SimpleQueue()
             try:
-                threading.Thread(target=_serve, name=self.name, daemon=True, args=(waiting,)).start()
+                runtime.Thread(target=_serve, name=self.name, daemon=True, args=(waiting,)).start()
             except RuntimeError:                    # the limit of threads is reached
                 function()
                 return None
@@ -58,7 +58,7 @@ class BackgroundThread:
             self._waiting = None
 
 
-def _serve(waiting: queue.SimpleQueue[Work | None]) -> None:
+def _serve(waiting: runtime.SimpleQueue[Work | None]) -> None:
     while (work := waiting.get()) is not None:
         work.run()
         del work                                    # it refers to the memory of a save

@@ -17,11 +17,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import stat
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mindresume import runtime
 from mindresume.coordination.lease import LeaseHolder, holder_of_this_process, is_alive
 from mindresume.coordination.process_identity import boot_id, mount_namespace
 from mindresume.errors import RecordError
@@ -138,7 +138,7 @@ def make_mark(storage: Storage, root: str, folder: str, tag: str, keep: bool) ->
     found = read_mark(storage, root) if keep else None
     if found is not None and found.dir == folder:
         return found
-    mark = TierMark(secrets.token_hex(8), folder)
+    mark = TierMark(runtime.token_hex(8), folder)
     storage.make_folder(os.path.join(root, FOLDER))
     publish_json(storage, os.path.join(root, FOLDER, MARK), asdict(mark), tag)
     return mark
@@ -200,6 +200,7 @@ def find_tier(storage: Storage, root: str) -> tuple[str, str]:
     return tier, ""
 
 
+@runtime.asks_machine
 def foreign_folder(path: str) -> str:
     """Returns why a folder in a place that all users write to is not trusted; empty if it is of this user alone."""
     found = os.lstat(path)
@@ -208,6 +209,7 @@ def foreign_folder(path: str) -> str:
     return ""
 
 
+@runtime.asks_machine
 def make_tier(path: str) -> None:
     """Creates the folder of a tier, for this user alone. Raises OSError, also if it would not lie in memory."""
     parent = os.path.dirname(path)
@@ -221,6 +223,7 @@ def make_tier(path: str) -> None:
     os.makedirs(path, mode=0o700, exist_ok=True)
 
 
+@runtime.asks_machine
 def memory_identity(tier: str) -> str:
     """Returns a text that is the same on all ranks that see the same folder in memory, and on no other: boot, tmpfs, inode.
     Raises OSError if it is not there."""

@@ -9,11 +9,10 @@ and its directory is gone or belongs to another training now, or has a newer sav
 from __future__ import annotations
 
 import os
-import secrets
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 
+from mindresume import runtime
 from mindresume.events import Emit, Notice, ignore
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
@@ -39,7 +38,7 @@ def remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit =
             reason = "its removal was interrupted" if os.path.basename(path).startswith(_REMOVED) else \
                 _why_removable(storage, path, now.mtime if now else 0.0, keep_days * 86400)
             if reason:
-                aside = os.path.join(parent, f"{_REMOVED}{secrets.token_hex(4)}")     # so that no job opens it from here on
+                aside = os.path.join(parent, f"{_REMOVED}{runtime.token_hex(4)}")     # so that no job opens it from here on
                 storage.rename(path, aside)
                 remove_tree(storage, aside)
                 removed.append(path)
@@ -53,7 +52,7 @@ def _why_removable(storage: Storage, path: str, now: float, keep: float) -> str:
     """Returns why a tier can be removed; empty if it must stay."""
     owner = TierOwner.read(storage, path)
     # No file in memory is older than the kernel's boot, whatever a clock that was set says.
-    age = min(now - max(_times(storage, path), default=now), time.monotonic())
+    age = min(now - max(_times(storage, path), default=now), runtime.monotonic())
     old = f"nothing was saved into it for {age / 86400:.1f} days" if age > keep else ""
     if owner is None:                               # a job that is starting has made the folder, and not the file yet
         return old

@@ -11,6 +11,8 @@ from contextlib import suppress
 
 import numpy as np
 
+from mindresume import runtime
+
 
 class MappedFile:
     """A new file of ``size`` bytes, all of whose pages exist.
@@ -61,3 +63,9 @@ class MappedFile:
         with suppress(OSError, AttributeError):         # a forked worker of the data set needs no page tables for it
             memory.madvise(mmap.MADV_DONTFORK)
         self._memory, self._mapped = np.frombuffer(memory, np.uint8), size
+
+
+@runtime.asks_machine
+def mapped_file(path: str, size: int) -> MappedFile:
+    """Returns a new file. Raises OSError."""
+    return MappedFile(path, size)

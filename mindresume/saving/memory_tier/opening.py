@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 import os
-import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results, run_on_all
 from mindresume.coordination.lease import next_run, record_run_number
 from mindresume.coordination.storage_topology import SharedGroups
@@ -100,7 +100,7 @@ def _wait_for_mark(storage: Storage, root: str, mark: TierMark, run: str, group:
         return read_mark(storage, root) == mark
     for look in range(PATIENCE):
         if look:
-            time.sleep(1.0)
+            runtime.sleep(1.0)
         seen = gather_results(group, is_seen)
         if all(seen):
             return

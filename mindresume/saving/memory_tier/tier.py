@@ -15,13 +15,13 @@ common to all ranks. A save that fails costs this tier alone: the training goes 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mindresume import runtime
 from mindresume.coordination import host_memory
 from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.lease import fence
@@ -37,7 +37,7 @@ from mindresume.saving.memory_tier.background_thread import BackgroundThread, Wo
 from mindresume.saving.memory_tier.directory import SLOTS
 from mindresume.saving.memory_tier.disk_note import DiskNotes
 from mindresume.saving.memory_tier.file_plans import FilePlans
-from mindresume.saving.memory_tier.mapped_file import MappedFile
+from mindresume.saving.memory_tier.mapped_file import MappedFile, mapped_file
 from mindresume.saving.memory_tier.slots import common_step, slots_needed, step_to_overwrite
 from mindresume.saving.save_request import SaveRequest
 from mindresume.saving.shard_writer import SaveTarget, Shard, details_of_shard
@@ -77,8 +77,8 @@ class MemoryTier:
 
     def __init__(self, target: SaveTarget, group: Group, settings: MemoryTierSettings, emit: Emit,
                  share: int = host_memory.UNKNOWN, loaded: Candidate | None = None, is_leader: bool = True,
-                 timeout: float = 600.0, on_disk: str = "", make_file: Callable[[str, int], MappedFile] = MappedFile,
-                 clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep):
+                 timeout: float = 600.0, on_disk: str = "", make_file: Callable[[str, int], MappedFile] = mapped_file,
+                 clock: Callable[[], float] = runtime.monotonic, sleep: Callable[[float], None] = runtime.sleep):
         self.target, self.group, self.settings, self.emit, self.share = target, group, settings, emit, share
         self.loaded, self.is_leader, self.timeout = loaded, is_leader, timeout
         self.notes = DiskNotes(target.storage, target.root, target.run, on_disk)
@@ -189,8 +189,8 @@ class MemoryTier:
             for mapped, path in zip(slot.files, paths, strict=True):
                 target.storage.rename(mapped.path, path)
                 mapped.path = path
-            record = Record(target.run, target.rank, target.world_size, shard.state, time.time(), tuple(rows), shard.deduplicated,
-                            target.lineage, target.local_ranks)
+            record = Record(target.run, target.rank, target.world_size, shard.state, runtime.time(), tuple(rows),
+                            shard.deduplicated, target.lineage, target.local_ranks)
             publish(target.storage, os.path.join(target.attempt(step), record_name(target.rank)),
                     [record.encode(details_of_shard(shard, sums))], target.run)
             slot.recorded = True

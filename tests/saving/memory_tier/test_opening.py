@@ -10,12 +10,13 @@ from manager_jobs import Job, committed, end_jobs, spoil
 from memory_tiers import make_owned_tier, tier_of
 from rank_folders import RUN, STORAGE, Ranks, save
 
+from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.events import Notice, TierRefused, TierSaved
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
-from mindresume.saving.memory_tier import directory, leftovers, opening
+from mindresume.saving.memory_tier import directory, opening
 from mindresume.saving.memory_tier.directory import (
     MARK,
     OWNER,
@@ -107,7 +108,7 @@ def test_a_mark_that_another_host_made_is_visible_later(tmp_path, memory, monkey
     """A node that read the identity of its directory before would not know its own tier again."""
     seen = iter(range(looks))
     monkeypatch.setattr(opening, "read_mark", lambda *place: None if next(seen, None) is not None else read_mark(*place))
-    monkeypatch.setattr(opening.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(runtime, "sleep", lambda seconds: None)
     job = job_with_tier(tmp_path, memory).steps(3)
     refused = [event.reason for event in job.emitted(TierRefused)]
     assert refused == [] if looks == 5 else "rank 0 does not see" in refused[0]
@@ -357,12 +358,12 @@ def test_a_directory_that_cannot_be_looked_at_is_not_another_one(tmp_path, memor
 def test_a_clock_that_was_set_makes_no_tier_old(tmp_path, memory, monkeypatch):
     """A node without a clock of its own begins at 1970, until its time is set."""
     tier = leftover(memory, tmp_path / "a", age_days=1)
-    monkeypatch.setattr(leftovers.time, "monotonic", lambda: 3600.0)
+    monkeypatch.setattr(runtime, "monotonic", lambda: 3600.0)
     assert remaining(memory) == [tier]
 
 
 def test_an_old_tier_is_removed(tmp_path, memory, monkeypatch):
-    monkeypatch.setattr(leftovers.time, "monotonic", lambda: 8 * 86400.0)                  # since the boot
+    monkeypatch.setattr(runtime, "monotonic", lambda: 8 * 86400.0)                  # since the boot
     old, young = leftover(memory, tmp_path / "a", age_days=1), leftover(memory, tmp_path / "b")
     assert remaining(memory) == [young] and not os.path.exists(old)
 

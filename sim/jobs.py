@@ -1,0 +1,392 @@
+"""A job: its launcher, and what each rank does, in the order in which the trainer calls the product.
+
+    job = Job(cluster, history, Training(ranks=2), hosts)
+    job.start()                                 # starts a launcher and its ranks as processes of the cluster
+
+A rank selects and loads a checkpoint, acquires the folder, trains (each step is a collective of all ranks), saves, and ends, as
+``mindresume.mindformers`` drives it. What it observes is recorded in a ``History``, which the oracle checks.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from mindresume.coordination.collectives import Group, gather_results
+from mindresume.errors import LeaseHeldError, MindResumeError
+from mindresume.fault_injection.tiny_checkpoints import ITERATION, Saved
+from mindresume.model.manifest import run_sequence
+from mindresume.resume.background_scrub import BackgroundScrub
+from mindresume.resume.choice import Choice
+from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
+from mindresume.saving.checkpoint_manager import CheckpointManager
+from mindresume.saving.crash_loop import PendingLoadAttempt
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.saving.remote_run_number import number_runs
+from mindresume.saving.retention import KEEP_ALL, KeepLast
+from mindresume.saving.save_request import SaveOptions, SaveRequest
+from mindresume.saving.shard_writer import SaveTarget, Shard
+from mindresume.saving.sync_saver import Outcome, Save
+from mindresume.settings import Settings
+from sim.bit_rot import rotted_saves, saves_on
+from sim.bucket import PodStore
+from sim.cluster import Cluster, Host, Process, current_cluster, current_process
+from sim.communicator import LIMIT, Communicator, ExchangeError
+from sim.disk import Disk
+from sim.mount import Mount
+from sim.saved_content import make_shard, wrong_content
+from sim.schedule import ERRORS, PASSING, SILENT
+from sim.scheduler import Killed
+from sim.threads import Event
+
+FIRST_SCRUB, NEXT_SCRUB = 0.5, 4.0                      # seconds before the first scrub in a training, and between two
+
+
+@dataclass(frozen=True)
+class Training:
+    """The command and configuration of a job.
+
+    Args:
+        format: "safetensors" or "ckpt" in rank folders, or "iteration".
+        steps: the last step.
+        every: steps between two saves.
+        keep: number of checkpoints to keep; 0 keeps all.
+        fresh: start without a checkpoint.
+        allow_reshard: the number of ranks may differ from that of the checkpoint.
+        node_local: the hosts share no disk.
+        replicated: all ranks hold the same tensors, as data parallelism does.
+        rescue: when ranks are lost, the others save what they have (MindIO TTP).
+        url: where checkpoints are uploaded to; empty for nowhere.
+    """
+    ranks: int = 2
+    hosts: int = 1
+    format: str = "safetensors"
+    async_save: bool | str = False
+    steps: int = 4
+    every: int = 2
+    keep: int = 0
+    fresh: bool = False
+    allow_reshard: bool = False
+    root: str = "/out/checkpoint"
+    output: str = "/out"
+    url: str = ""
+    node_local: bool = False
+    replicated: bool = False
+    rescue: bool = False
+    settings: Settings = Settings(commit_timeout=20.0, preemption_check_interval=3.0)
+    patience: float = 5.0                   # seconds from the first death of a rank to SIGTERM for the others
+    leave: float = 30.0                     # seconds from SIGTERM to SIGKILL
+    pace: float = 1.0                       # seconds of a training step
+    health_monitored: bool = False          # checkpoints have a health record
+    unhealthy: tuple[int, ...] = ()         # steps whose checkpoints are unhealthy
+    dies_in_first_step: bool = False        # all ranks are killed in their first step
+    pruned_by_others: bool = False          # another process removes checkpoints too
+
+
+@dataclass
+class History:
+    """What the jobs have observed.
+
+    ``reported``: (run, step) -> ranks that were told that it is saved. ``failed``: ((run, step), rank) -> reason of a failed
+    save. ``chosen``: run -> the checkpoint from which it resumed, None for a fresh start. ``wrong``: violations that a job has
+    seen. ``ended``: runs that ended with status 0. ``uploaded``: saves that rank 0 was told are at the url.
+    """
+    reported: dict[Saved, set[int]] = field(default_factory=dict)
+    failed: dict[tuple[Saved, int], str] = field(default_factory=dict)
+    chosen: dict[str, Saved | None] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)         # run -> number of ranks
+    began: set[Saved] = field(default_factory=set)
+    ended: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    protected: list[Saved] = field(default_factory=list)        # checkpoints of another training, which must never be removed
+    unhealthy: tuple[int, ...] = ()                             # unhealthy steps, which must not be taken
+    stale_choices: list[str] = field(default_factory=list)      # jobs that took something older than the newest acknowledged save
+    opened: dict[str, float] = field(default_factory=dict)      # run -> when it had acquired its folder
+    lease_losses: list[str] = field(default_factory=list)       # jobs that lost their lease although no fault affected them
+    uploaded: set[Saved] = field(default_factory=set)
+    started_runs: set[str] = field(default_factory=set)         # runs that have begun their first step
+
+    def complete(self) -> list[Saved]:
+        """Returns the acknowledged saves: every rank was told that it is saved, and a resume may take it."""
+        return [saved for saved, those in self.reported.items()
+                if len(those) == self.sizes[saved[0]] and saved[1] not in self.unhealthy]
+
+    def copy(self) -> History:
+        """Returns a copy that shares no mutable state."""
+        return History({saved: set(ranks) for saved, ranks in self.reported.items()}, dict(self.failed), dict(self.chosen),
+                       dict(self.sizes), set(self.began), list(self.ended), list(self.wrong), list(self.protected),
+                       self.unhealthy, list(self.stale_choices), dict(self.opened), list(self.lease_losses), set(self.uploaded),
+                       set(self.started_runs))
+
+
+def save_order(saved: Saved) -> tuple[int, int]:
+    """Returns a sort key: a save of a later run is newer; within a run, the later step."""
+    return run_sequence(saved[0]) if saved[0] else 0, saved[1]          # a checkpoint without records has no run
+
+
+def intact_saves(history: History, disks: Mapping[str, Disk], keep: int) -> list[Saved]:
+    """Returns the acknowledged saves of which no file has rotted. Where something has rotted, one that is gone counts only if
+    there are fewer than ``keep`` later ones: retention does not know what nobody has read, and counts what is damaged."""
+    acknowledged = sorted(history.complete(), key=save_order, reverse=True)
+    rotted = rotted_saves(disks.values())
+    if not rotted:
+        return acknowledged
+    present = saves_on(disks.values())
+
+    def may_be_gone(saved: Saved) -> bool:
+        return bool(keep) and sum(save_order(other) > save_order(saved) for other in present.union(acknowledged)) >= keep
+    return [saved for saved in acknowledged if saved not in rotted and (saved in present or not may_be_gone(saved))]
+
+
+def newest_acknowledged(history: History) -> Saved | None:
+    """Returns the newest save that all ranks were told is complete. From then on a resume must take nothing older."""
+    return max(history.complete(), key=save_order, default=None)
+
+
+class _SaveRequest(SaveRequest):
+    def __init__(self, step: int, manager: CheckpointManager, training: Training, history: History):
+        super().__init__(step)
+        self.manager, self.training, self.history = manager, training, history
+
+    def collect(self) -> Save:
+        """Collects this rank's shard. It is a collective, as where pipeline stages share a parameter."""
+        self.manager.group.gather(b"")
+        return Save(self.collect_local())
+
+    def needs_collectives(self) -> bool:
+        """Returns whether ``collect`` is a collective also for a rank that saves nothing into memory any more."""
+        return self.training.settings.memory_tier.every_steps > 0
+
+    def collect_local(self) -> Shard:
+        session, training = self.manager.session, self.training
+        saved = (session.target.run, self.step)
+        self.history.began.add(saved)
+        self.history.failed.pop((saved, session.target.rank), None)     # a repeated save replaces a failed one
+        health = (1 if self.step in training.unhealthy else 0) if training.health_monitored else None
+        return make_shard(session.target, self.step, training.format, session.suffix, health, training.replicated)
+
+
+class _RemoteCheckpoints(RemoteCheckpoints):
+    """Records committed uploads in the history."""
+    history: History
+
+    def commit(self, target: SaveTarget, step: int, data_dir: str) -> None:
+        super().commit(target, step, data_dir)
+        self.history.uploaded.add((target.run, step))
+
+
+class _Manager(CheckpointManager):
+    """Records the outcome of saves in the history. ``uploader``: the uploader, also after its end."""
+    history: History
+    uploader: Any = None
+
+    def _start_uploader(self, remote: RemoteCheckpoints) -> Any:
+        self.uploader = super()._start_uploader(remote)
+        return self.uploader
+
+    def _end_after_own_signal(self) -> None:
+        """Ends this process. What it overrides ends the real one, after it has said so."""
+        self.pending.end(MindResumeError("SIGTERM of its own"))
+        current_cluster().kill(current_process(), 1)
+        raise Killed
+
+    def _record_outcome(self, outcome: Outcome) -> None:
+        key = (self.target.run, outcome.step)
+        if outcome.saved:
+            self.history.reported.setdefault(key, set()).add(self.target.rank)
+            self.history.failed.pop((key, self.target.rank), None)
+        else:
+            self.history.failed[key, self.target.rank] = str(outcome.error)
+        super()._record_outcome(outcome)
+
+
+class Job:
+    """A launcher and its ranks. The launcher ends all ranks when one has died. ``name``: prefix of the process names."""
+
+    def __init__(self, cluster: Cluster, history: History, training: Training, hosts: list[Host], name: str = "job"):
+        self.cluster, self.history, self.training, self.hosts, self.name = cluster, history, training, hosts, name
+        self.communicator = Communicator(training.ranks, 2.0 + 400 * cluster.scheduler.tick if training.rescue else LIMIT)
+        self.ranks: list[Process] = []
+        self.launcher: Process | None = None
+
+    def start(self) -> Process:
+        """Starts and returns the launcher, which ends when all ranks have ended."""
+        self.launcher = self.cluster.process(self.hosts[0], f"{self.name}.launcher", self._launch)
+        return self.launcher
+
+    def is_affected(self, kinds: tuple[str, ...]) -> bool:
+        """Returns whether a fault hit one of its processes, or a fault of ``kinds`` or one for all processes hit the cluster."""
+        return any(row.process.startswith(f"{self.name}.") or row.fault.kind in (*kinds, "kill all", "term all", "power")
+                   for row in self.cluster.injected if row.fault.kind not in SILENT)
+
+    @property
+    def over(self) -> bool:
+        return bool(self.ranks) and all(process.dead for process in self.ranks)
+
+    def _launch(self) -> None:
+        changed, training = Event(), self.training
+        per_host = -(-training.ranks // training.hosts)
+        for rank in range(training.ranks):
+            process = self.cluster.process(self.hosts[rank // per_host], f"{self.name}.{rank}",
+                                           lambda rank=rank: _run_rank(self, rank))
+            process.on_death.append(lambda _: changed.set())
+            self.ranks.append(process)
+        mine = current_process()
+        mine.sigterm_handler = lambda: [self.cluster.terminate(process) for process in self.ranks] and None
+        while not self.over:
+            changed.wait(None)
+            changed.clear()
+            if any(process.dead and process.exit for process in self.ranks):
+                break
+        if not self.over:
+            self.cluster.scheduler.sleep(training.patience)
+            for process in self.ranks:
+                self.cluster.terminate(process)
+            self.cluster.scheduler.sleep(training.leave)
+            for process in self.ranks:
+                self.cluster.kill(process)
+
+
+def _run_rank(job: Job, rank: int) -> None:
+    """Runs a rank. Records a violation if the job loses its lease although no fault affected it."""
+    opened: list[str] = []
+    try:
+        _train_as_rank(job, rank, opened)
+    except LeaseHeldError as error:
+        if opened and not job.is_affected(("ENOSPC", "EDQUOT", *PASSING)):
+            job.history.lease_losses.append(f"{job.name}, which no fault affected, has lost its lease: {error}")
+        raise
+
+
+def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
+    """Trains as one rank. ``opened``: receives the run id as soon as there is one."""
+    training, history = job.training, job.history
+    process, known = current_process(), _Known(job)
+    group = job.communicator.member(rank, process)
+    storage = Mount(job.cluster, process)
+    choice, load_attempt, hold = None, None, None
+    shared_groups: dict[str, Any] = {}
+    remote = _remote_of(job, process) if training.url else None
+    if not training.fresh:
+        found = CheckpointSelector(storage, group, training.settings, process.emit, _no_consolidated_weights, remote=remote,
+                                   saved_to=lambda: {training.root}, shared_groups=shared_groups).select(
+            SelectionRequest(training.root, output_dir=training.output, any_layout=training.allow_reshard,
+                             health_dir=training.output if training.health_monitored else None))
+        choice, load_attempt, hold = found.choice, found.load_attempt, found.read_lock
+        if choice is None and history.uploaded:
+            history.wrong.append(f"{job.name} starts fresh, though {max(history.uploaded, key=save_order)} is at the url")
+    start = _loaded(job, choice, storage, rank, known) if choice is not None else 0
+    options = SaveOptions(training.root, "sim", training.every, async_save=training.async_save,
+                          iterations=training.format == ITERATION)
+    manager = _Manager(storage, group, training.settings, options, KeepLast(training.keep) if training.keep else KEEP_ALL,
+                       process.emit, pending=PendingLoadAttempt(load_attempt))
+    manager.history, process.own = history, manager
+    manager.open(shared_groups, choice, partial(number_runs, remote, process.emit), leases={})
+    opened.append(manager.target.run)
+    history.opened.setdefault(manager.target.run, current_cluster().scheduler.now)
+    history.sizes[manager.target.run] = training.ranks
+    if rank == 0 and not training.fresh:
+        _check_choice(job, choice, known)
+    if rank == 0:
+        history.chosen[manager.target.run] = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
+    if hold is not None:
+        hold.release()
+    manager.begin(start, choice, remote)
+    manager.count_hosts()
+    scrub = _start_scrub(manager, process)
+    manager.handle_preemption()
+    step, left = start, ""
+    history.started_runs.add(manager.target.run)
+    manager.begin_load_attempt()
+    for step in range(start + 1, training.steps + 1):
+        try:
+            _train(group, training.pace)
+            if training.dies_in_first_step:
+                job.cluster.kill(process)
+                raise Killed
+        except ExchangeError:
+            if training.rescue and step > start + 1:
+                manager.emergency_save(_SaveRequest(step - 1, manager, training, history))
+            raise
+        left = manager.step_end(_SaveRequest(step, manager, training, history))
+        if left:
+            break
+    if scrub is not None:
+        scrub.stop()
+    manager.end(_SaveRequest(step, manager, training, history))
+    if left:
+        gather_results(group, lambda: None)     # as mindresume.mindformers.patches: the first rank to end would end the others
+    if rank == 0:
+        history.ended.append(manager.target.run)
+
+
+def _remote_of(job: Job, process: Process) -> RemoteCheckpoints:
+    made = _RemoteCheckpoints(PodStore(job.cluster, process), job.training.url)
+    made.history = job.history
+    return made
+
+
+def _no_consolidated_weights(storage: Any, path: str) -> Choice:
+    raise AssertionError(f"{path} was selected as consolidated weights")
+
+
+class _Known:
+    """What was acknowledged and intact when a rank started."""
+
+    def __init__(self, job: Job):
+        self.cluster, self._rots = job.cluster, len(job.cluster.rots)
+        self._acknowledged = intact_saves(job.history, job.cluster.disks, job.training.keep)
+
+    def rotted_since(self) -> set[str]:
+        """Returns the paths of files that have rotted since the start. Their bytes may have been verified before."""
+        return {row.path for row in self.cluster.rots[self._rots:]}
+
+    def required(self) -> Saved | None:
+        """Returns the newest save that was acknowledged at the start and has been intact ever since."""
+        rotted = set().union(*(row.saves for row in self.cluster.rots[self._rots:]))
+        return max((saved for saved in self._acknowledged if saved not in rotted), key=save_order, default=None)
+
+
+def _check_choice(job: Job, choice: Choice | None, known: _Known) -> None:
+    """Records a violation if the job resumes from something older than what is required. After an I/O error, or if jobs have died
+    after loading it, a checkpoint may be skipped; no error makes a fresh start of a resume."""
+    refused, required = choice.refused if choice is not None else (), known.required()
+    chosen = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
+    may_skip = job.is_affected((*ERRORS, *PASSING)) or any("suspected" in row.reason for row in refused)
+    if required is None or chosen is not None and may_skip:
+        return
+    if chosen is None or save_order(chosen) < save_order(required):
+        job.history.stale_choices.append(f"{job.name} takes {chosen}, though all ranks were told that {required} is saved")
+
+
+def _train(group: Group, seconds: float) -> None:
+    """Trains one step: a collective that ends with the slowest rank."""
+    current_cluster().scheduler.sleep(seconds)
+    if current_process().hangs:
+        current_cluster().scheduler.block(None, "waits for a data set that has failed")
+    group.gather(b"")
+
+
+def _start_scrub(manager: CheckpointManager, process: Process) -> BackgroundScrub | None:
+    """Starts the scrub in the background as ``mindresume.mindformers.run_start`` does."""
+    settings = manager.settings.scrub
+    if not settings.every_hours or not manager.is_first_on_host:
+        return None
+    scrub = BackgroundScrub(manager.storage, manager.target.root, settings, process.emit, first=FIRST_SCRUB, poll=NEXT_SCRUB)
+    process.on_event.append(lambda event: scrub.handle(event, 0.0))
+    return scrub.start()
+
+
+def _loaded(job: Job, choice: Choice, storage: Mount, rank: int, known: _Known) -> int:
+    """Reads the selected checkpoint as this rank, records what is wrong with it, and returns its step. What rots after it was
+    verified and before it is read here is not seen: the trainer loads the verified bytes if the budget of the cache allows it."""
+    chosen = choice.chosen
+    saved = (chosen.run or "", chosen.step or 0)
+    proven = [proof.rank for proof in choice.shards] if job.training.allow_reshard else [rank]
+    paths = {f"{choice.root}/{source.file.path}" for proof in choice.shards for source in proof.sources}
+    if not paths.isdisjoint(known.rotted_since()):
+        return saved[1]
+    for text in wrong_content(storage, choice, proven, job.training.replicated):
+        job.history.wrong.append(text)
+    return saved[1]
