@@ -53,7 +53,9 @@ def drill(folder: Annotated[str | None, typer.Option("--dir", metavar="DIR",
     stops it and prints the results so far. Exit status: 0 all PASS, 1 not, 130 stopped by Ctrl-C.
     """
     if explain:
-        _explain()
+        from mindresume.fault_injection.faults import EXPLAINED
+        from mindresume.fault_injection.scenarios import SCENARIOS
+        print_explanations({"scenario": {name: it.about for name, it in SCENARIOS.items()}, "fault at an operation": EXPLAINED})
         return
     if full and every is not None:
         raise ConfigError("--full takes every operation; it does not go with --every")
@@ -110,12 +112,6 @@ def _chosen(what: str, asked: list[str] | None, known: Sequence[str]) -> list[st
         if name not in known:
             raise ConfigError(f"there is no {what} {name!r}; choose from: {', '.join(known)}")
     return [name for name in known if not asked or name in asked]
-
-
-def _explain() -> None:
-    from mindresume.fault_injection.faults import EXPLAINED
-    from mindresume.fault_injection.scenarios import SCENARIOS
-    print_explanations({"scenario": {name: it.about for name, it in SCENARIOS.items()}, "fault at an operation": EXPLAINED})
 
 
 def _print(tasks: Sequence[Task], cells: Sequence[Cell], seconds: float, where: str) -> None:

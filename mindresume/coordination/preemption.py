@@ -58,7 +58,7 @@ class PreemptionHandler:
                  local_state: Callable[[], Any] = lambda: None, on_peer_state: Callable[[list[Any]], None] = lambda rows: None,
                  before: Mapping[str, Version | None] | None = None, on_own_signal: Callable[[], None] = lambda: None):
         self.group, self.seconds, self.local_state, self.on_peer_state = group, seconds, local_state, on_peer_state
-        self.clock = clock or (lambda: runtime.monotonic())
+        self.clock = clock or runtime.monotonic
         self.others = [callback for callback in callbacks if hasattr(callback, "remote_config_file")]
         self.file = next((str(other.remote_config_file) for other in self.others if other.remote_config_file),
                          FILE if os.environ.get("MS_ENABLE_GRACEFUL_EXIT") == "1" else "")

@@ -96,8 +96,8 @@ class Scrubber:
     storage: Storage
     root: str
     options: ScrubOptions = ScrubOptions()
-    clock: Callable[[], float] = field(default=lambda: runtime.time())             # looked up at each call: see simulation
-    monotonic: Callable[[], float] = field(default=lambda: runtime.monotonic())
+    clock: Callable[[], float] = runtime.time
+    monotonic: Callable[[], float] = runtime.monotonic
     wait: Callable[[float], object] = field(default=lambda seconds: runtime.sleep(seconds))
     progress: Callable[[int], None] = field(default=lambda count: None)
     _outwaited: set[str] = field(default_factory=set, init=False)

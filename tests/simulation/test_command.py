@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cli.conftest import read  # noqa: F401  a fixture
 
 from mindresume.cli import run_app
 from mindresume.fault_injection import workers
@@ -17,6 +18,7 @@ from sim.__main__ import app
 from sim.mount import Mount
 
 ROOT = Path(__file__).resolve().parents[2]
+# ruff: noqa: F811  read is a fixture
 SMALL = ("--scenario", "save", "--format", "ckpt", "--way", "foreground")
 PATIENCE = 600.0
 
@@ -45,16 +47,6 @@ def call(monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             run_app(app, "sim")
         return ended.value.code or 0, *capsys.readouterr()
-    return run
-
-
-@pytest.fixture
-def read(call):
-    """Runs the command with --json; returns (exit status, JSON document)."""
-    def run(*arguments):
-        status, out, err = call(*arguments, "--json")
-        assert err == ""
-        return status, json.loads(out)
     return run
 
 
