@@ -17,11 +17,13 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -38,6 +40,8 @@ from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, r
 from mindresume.storage.interface import UNKNOWN_SPACE, Status
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))     # sim is not installed
 from sim.disk import Disk, File, Folder
 
 ROOT, RUN, PER_EPOCH = "/c", run_name(1, "00000000"), 1000
