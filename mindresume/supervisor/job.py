@@ -187,7 +187,7 @@ class Job:
             for ended in self.members.wait(TICK):
                 if end := self._taken(ended):
                     return end
-            if self._status and not has_looked:         # a rank can have ended with the command, and was never seen
+            if self._status is not None and not has_looked:         # a rank can have begun, or ended, with the command's end
                 has_looked = True
                 self._refresh()
                 continue

@@ -407,6 +407,23 @@ def test_a_launcher_that_returns_at_once_ends_nothing(job):
     assert status == 0 and len(of(events, "job_started")) == 2 and of(events, "rank_died")[0]["status"] == 5
 
 
+def test_what_a_launcher_left_is_looked_for_once_more_when_it_has_ended(job):
+    """It had begun after the last look at the process table, so the job counted as finished."""
+    supervisor = ("-c", """
+import runpy
+from mindresume.supervisor.members import Members
+read = Members.refresh
+def refresh(members, heartbeats=(), now=True):
+    if now or not members.alive() and not members._ended:
+        read(members, heartbeats, now)
+Members.refresh = refresh
+runpy.run_module("mindresume", run_name="__main__")
+""")
+    command = f"sleep 0.5; (sleep 1; exec {sys.executable} rank.py) & exit 0"
+    status, events = job.start("sys.exit(5 if start == 1 else 0)", command=["sh", "-c", command], supervisor=supervisor).wait()
+    assert status == 0 and [event["status"] for event in of(events, "job_ended")] == [5, 0]
+
+
 def test_a_script_that_is_away_at_a_restart_is_tried_again(job):
     program = """
 if start == 1:
