@@ -76,7 +76,7 @@ class Ours:
     def prove(self, root: str) -> None:
         """The files of the source ranks that fall to this one."""
         from mindresume.formats.scan import scan
-        from mindresume.resume.verified_shard import VerifiedShard
+        from mindresume.resume.choice import VerifiedShard
         from mindresume.resume.verifier import verify_rank
         from mindresume.storage.posix import PosixStorage
         storage = PosixStorage()

@@ -33,7 +33,7 @@ from mindresume.coordination.collectives import SingleProcess, run_on_rank0
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.model.manifest import run_name
 from mindresume.model.training_state import TrainingState
-from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.shared_selection import CandidateQueue, select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard

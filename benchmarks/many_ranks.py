@@ -32,7 +32,7 @@ from mindresume.formats.rank_folder_naming import META, FileName, folder_name, m
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import FOLDER, attempt_name, run_name, trash_name
 from mindresume.model.training_state import TrainingState
-from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL, KeepLast

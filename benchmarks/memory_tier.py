@@ -31,7 +31,7 @@ from mindresume.formats.rank_folder_naming import FileName
 from mindresume.formats.records import scan_records
 from mindresume.mindformers.state_restorer import read_shard
 from mindresume.model.training_state import TrainingState
-from mindresume.resume.verified_shard import VerifiedShard
+from mindresume.resume.choice import VerifiedShard
 from mindresume.resume.verifier import verify_rank
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.save_request import SaveRequest

@@ -28,7 +28,7 @@ from mindresume.formats.records import scan_records
 from mindresume.mindformers.network_state import deferred
 from mindresume.model.file_record import FORMATS
 from mindresume.model.training_state import TrainingState
-from mindresume.resume.verified_shard import VerifiedShard
+from mindresume.resume.choice import VerifiedShard
 from mindresume.resume.verifier import verify_rank
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.storage.posix import PosixStorage

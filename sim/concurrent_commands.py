@@ -20,12 +20,12 @@ from mindresume.reshard.engines import writer
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_and_hold
 from mindresume.reshard.replica_check import check_replicas
 from mindresume.reshard.strategy_store import own_strategy
+from mindresume.resume.candidates import list_checkpoints
 from mindresume.resume.choice import Choice
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.folder_verification import verify_checkpoints
-from mindresume.resume.listing import list_checkpoints
-from mindresume.resume.missing_ranks import unknown_strategy
+from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.scrub import Scrubber, ScrubOptions
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from sim.cluster import Cluster, current_cluster, current_process
 from sim.disk import Disk

@@ -29,10 +29,10 @@ from mindresume.formats.rank_folder_naming import META, folder_name
 from mindresume.formats.records import scan_records
 from mindresume.formats.scrub_result import known_damage
 from mindresume.model.manifest import attempt_name
+from mindresume.resume.candidates import COMPLETE, list_checkpoints
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files
-from mindresume.resume.listing import COMPLETE, list_checkpoints
-from mindresume.resume.missing_ranks import unknown_strategy
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy, every_rank
+from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.crash_loop import load_attempts
 from mindresume.saving.memory_tier.directory import MARK

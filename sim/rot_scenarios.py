@@ -13,8 +13,8 @@ from mindresume.coordination.lease import Lease
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.formats import Candidate
 from mindresume.model.manifest import MANIFEST, record_name
-from mindresume.resume.listing import list_checkpoints
-from mindresume.resume.missing_ranks import unknown_strategy
+from mindresume.resume.candidates import list_checkpoints
+from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.scrub import REMOVED, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.settings import ScrubSettings
 from sim.bit_rot import rot, rotted_files

@@ -359,7 +359,7 @@ def _prune(sim: Simulation, keeps: tuple[int, ...] = (1, 1, 1), pause: float = 1
 def _read(sim: Simulation, pause: float = 0.8) -> None:
     """Selects and reads as a conversion does, with a read lock: alternately the newest checkpoint, and the oldest by its name."""
     from mindresume.coordination.collectives import SingleProcess
-    from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+    from mindresume.resume.eligible import SelectionPolicy, every_rank
     from mindresume.resume.shared_selection import select_shared
     storage, training = Mount(sim.cluster, current_process()), sim.training
     for number in range(6):

@@ -23,7 +23,7 @@ import pytest
 from mindresume.formats.rank_folder_naming import free_suffix, parse_name
 from mindresume.model.manifest import FOLDER, attempts, read_record, record_rank, run_name, run_sequence
 from mindresume.resume.choice import Choice
-from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast

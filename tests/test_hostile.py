@@ -43,9 +43,9 @@ from mindresume.model.manifest import (
 from mindresume.model.record_codec import DETAILS_LIMIT, HEAD_LIMIT, MANIFEST_LIMIT, VERSION
 from mindresume.model.record_details import Details, TensorRecord
 from mindresume.reshard.strategy_store import strategy_lookup
+from mindresume.resume.candidates import list_checkpoints
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.health import unhealthy_files
-from mindresume.resume.listing import list_checkpoints
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast

@@ -32,7 +32,7 @@ from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.choice import Choice
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
+from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer

@@ -46,15 +46,18 @@ from mindresume.formats.location import locate
 from mindresume.formats.records import scan_records
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.strategy_store import strategy_lookup
-from mindresume.resume import listing
-from mindresume.resume.candidates import find_candidates, world_size_notes
-from mindresume.resume.choice import describe_candidate
+from mindresume.resume.candidates import (
+    CheckpointStatus,
+    find_candidates,
+    list_checkpoints,
+    status_of_candidate,
+    world_size_notes,
+)
+from mindresume.resume.choice import describe_candidate, read_size
+from mindresume.resume.eligible import FULL, QUICK, SelectionPolicy, every_rank
 from mindresume.resume.folder_verification import read_shared, verify_checkpoints
-from mindresume.resume.listing import CheckpointStatus
 from mindresume.resume.memory_selection import MemorySource
 from mindresume.resume.selection import CheckpointSources, preview_selection
-from mindresume.resume.selection_policy import FULL, QUICK, SelectionPolicy, every_rank
-from mindresume.resume.verified_shard import read_size
 from mindresume.saving.memory_tier.directory import find_tier
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
@@ -225,7 +228,7 @@ class Catalog:
         chosen = CheckpointStatus(choice.chosen, None, choice.warnings) if choice.chosen else None
         if preview.node_local is not None:
             found, _ = find_candidates(self._storage, self.path)
-            local = info_of(self._storage, root, listing.status_of_candidate(self._storage, found, preview.node_local,
+            local = info_of(self._storage, root, status_of_candidate(self._storage, found, preview.node_local,
                                                                              strategy_of))
         return Selection(
             root, self._checkpoint(self._locate(), root, chosen) if chosen else None,
@@ -315,7 +318,7 @@ class Catalog:
         """Returns the present scan, and a row for each step of it."""
         if location.is_consolidated:
             return consolidated_checkpoint.survey(self._storage, location.path)
-        found, rows = listing.list_checkpoints(self._storage, location.path, strategy_lookup(self._storage), self.world_size)
+        found, rows = list_checkpoints(self._storage, location.path, strategy_lookup(self._storage), self.world_size)
         if found.fresh_start_refusal:
             raise MissingCheckpointError(found.fresh_start_refusal)
         return found, rows
@@ -324,7 +327,7 @@ class Catalog:
         """Returns the tier in memory of ``root`` on this node, empty if there is none, and a row for each of its saves."""
         tier, _ = find_tier(self._storage, root)
         found = Scan(tier, tuple(scan_records(self._storage, tier)[0]) if tier else ())
-        return tier, tuple(listing.status_of_candidate(self._storage, found, candidate, strategy_lookup(self._storage))
+        return tier, tuple(status_of_candidate(self._storage, found, candidate, strategy_lookup(self._storage))
                            for candidate in found.candidates)
 
     def _rows(self, location: _Location, step: int | None = None) -> Iterator[tuple[Scan, CheckpointStatus]]:
@@ -339,7 +342,7 @@ class Catalog:
         strategy_of = strategy_lookup(self._storage)
         for candidate in found.candidates:
             if step is None or candidate.step == step:
-                yield found, listing.status_of_candidate(self._storage, found, candidate, strategy_of, self.world_size)
+                yield found, status_of_candidate(self._storage, found, candidate, strategy_of, self.world_size)
 
     def _checkpoint(self, location: _Location, root: str, row: CheckpointStatus) -> Checkpoint:
         checkpoint = Checkpoint(self._storage, root, info_of(self._storage, root, row), row.candidate, self._strategy, self._hold,

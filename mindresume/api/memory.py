@@ -13,8 +13,8 @@ from mindresume.formats import Refusal
 from mindresume.formats.location import JOB_FOLDERS, locate
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
+from mindresume.resume.choice import read_size
 from mindresume.resume.memory_flush import commit_written, write_to_disk
-from mindresume.resume.verified_shard import read_size
 from mindresume.resume.verifier import verify_rank
 from mindresume.saving.memory_tier.directory import TierOwner, find_tier, read_mark
 from mindresume.storage.interface import Storage

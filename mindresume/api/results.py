@@ -13,7 +13,7 @@ from typing import Any
 
 from mindresume.coordination.lease import LeaseHolder
 from mindresume.formats import Candidate, Refusal
-from mindresume.resume.listing import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
+from mindresume.resume.candidates import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
 from mindresume.storage.interface import Storage
 
 VERIFIED, UNVERIFIABLE, DAMAGED, UNREADABLE = "verified", "unverifiable", "damaged", "unreadable"

@@ -16,9 +16,9 @@ from mindresume.errors import ConfigError, MissingCheckpointError
 from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.location import locate
 from mindresume.reshard.strategy_store import strategy_lookup
-from mindresume.resume.listing import list_checkpoints
+from mindresume.resume.candidates import list_checkpoints
+from mindresume.resume.choice import read_size
 from mindresume.resume.scrub import DAMAGED, UNREADABLE, CheckpointScrub, Scrubber, ScrubOptions
-from mindresume.resume.verified_shard import read_size
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.object_store import FsspecStore
 from mindresume.storage.posix import PosixStorage

@@ -19,8 +19,7 @@ from mindresume.formats.rank_folder_naming import META, folder_name
 from mindresume.formats.records import scan_records
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files
 from mindresume.resume.choice import Choice
-from mindresume.resume.file_checks import check_files
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy, check_files, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast

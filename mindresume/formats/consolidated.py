@@ -21,9 +21,8 @@ from mindresume.errors import ConfigError, CorruptFileError
 from mindresume.formats.iteration_naming import parse_weight_file
 from mindresume.formats.iteration_scan import is_iteration
 from mindresume.formats.rank_folder_naming import folder_rank
-from mindresume.formats.scalar_state import SCALARS, finite_scalar
 from mindresume.formats.scan import is_root
-from mindresume.formats.weight_files import header_of
+from mindresume.formats.weight_files import SCALARS, finite_scalar, header_of
 from mindresume.formatting import listed
 from mindresume.model.file_record import FORMATS, FileRecord
 from mindresume.storage.interface import Storage

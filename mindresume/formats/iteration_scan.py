@@ -35,8 +35,7 @@ from mindresume.formats.iteration_naming import (
     parse_weight_file,
 )
 from mindresume.formats.metadata import MAX_METADATA, TensorMetadata, read_metadata
-from mindresume.formats.scalar_state import state_from_scalars
-from mindresume.formats.weight_files import status_of
+from mindresume.formats.weight_files import state_from_scalars, status_of
 from mindresume.formatting import listed
 from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import FOLDER, attempts

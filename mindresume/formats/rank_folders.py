@@ -18,8 +18,7 @@ from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, unlisted_candidate
 from mindresume.formats.rank_folder_naming import META, FileName, folder_name, folder_rank, parse_label, parse_name
 from mindresume.formats.records import Attempt, read_attempts
-from mindresume.formats.scalar_state import no_step, scalars_of
-from mindresume.formats.weight_files import header_of, status_of
+from mindresume.formats.weight_files import header_of, no_step, scalars_of, status_of
 from mindresume.model.file_record import FORMATS, FileRecord
 from mindresume.model.layout import MAX_RANKS
 from mindresume.model.manifest import FOLDER, attempt_name, attempts, run_sequence, strip_trash

@@ -41,7 +41,7 @@ from mindresume.reshard.open_checkpoint import OpenCheckpoint, checkpoint_of, op
 from mindresume.reshard.region_load import bytes_of, read_regions, wanted_regions
 from mindresume.reshard.strategy_store import has_layouts, identity_of, set_aside, strategy_for
 from mindresume.resume.choice import Choice
-from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.shared_selection import select_shared
 from mindresume.storage.interface import Storage
 

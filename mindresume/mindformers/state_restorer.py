@@ -23,7 +23,7 @@ from mindresume.mindformers.network_state import check_fit, job_layouts
 from mindresume.mindformers.training_context import RunOrigin, RunProgress, TrainingContext
 from mindresume.model.training_state import TrainingState, may_be_absent
 from mindresume.reshard.open_checkpoint import state_of
-from mindresume.resume.choice import Choice
+from mindresume.resume.choice import Choice, VerifiedShard
 from mindresume.resume.progress import (
     ResumeProgress,
     RunSettings,
@@ -33,7 +33,6 @@ from mindresume.resume.progress import (
     resume_progress,
 )
 from mindresume.resume.resume_summary import resume_warnings, summary_rows
-from mindresume.resume.verified_shard import VerifiedShard
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import read_header, read_tensor

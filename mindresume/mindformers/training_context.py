@@ -36,13 +36,11 @@ from mindresume.mindformers.tensorboard import MindFormersLog, TensorBoard
 from mindresume.model.data_position import DataPosition
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.resume.background_scrub import BackgroundScrub
-from mindresume.resume.choice import Choice
-from mindresume.resume.job_selection import own_shard
-from mindresume.resume.lost_work import LostWork
+from mindresume.resume.choice import Choice, VerifiedShard
+from mindresume.resume.job_selection import LostWork, own_shard
 from mindresume.resume.memory_flush import write_selected
 from mindresume.resume.progress import ResumeProgress
 from mindresume.resume.resume_summary import SummaryRow
-from mindresume.resume.verified_shard import VerifiedShard
 from mindresume.saving.completed_step import publish_completed, upload_completed
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints

@@ -35,8 +35,8 @@ from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.huggingface import is_huggingface
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_consolidated
 from mindresume.reshard.region_load import bytes_of, read_regions, wanted_regions
+from mindresume.resume.choice import ShardSource
 from mindresume.resume.job_selection import locate_checkpoints, shared_groups_of
-from mindresume.resume.verified_shard import ShardSource
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES

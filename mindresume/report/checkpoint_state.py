@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mindresume.coordination.lease import SAVING, is_alive, known_lease_holders
 from mindresume.reshard.strategy_store import strategy_lookup
-from mindresume.resume.listing import COMPLETE, list_checkpoints, size_of
+from mindresume.resume.candidates import COMPLETE, list_checkpoints, size_of
 from mindresume.storage.interface import Storage
 
 
@@ -13,7 +13,7 @@ from mindresume.storage.interface import Storage
 class StoredCheckpoint:
     """Describes a saved step. Its fields have the names of ``mindresume ls --json``.
 
-    ``state``: as of ``mindresume.resume.listing.CheckpointStatus``. ``reason``: why a resume refuses it; or what is missing or
+    ``state``: as of ``mindresume.resume.candidates.CheckpointStatus``. ``reason``: why a resume refuses it; or what is missing or
     damaged in it and not needed. ``run_id`` None: mindformers wrote it. ``saved_at``: seconds since 1970.
     """
     step: int | None

@@ -26,7 +26,7 @@ from mindresume.report.chart_data import chart_data
 from mindresume.report.phrases import LANGUAGES, Phrase, as_json, counted, joined, phrase
 from mindresume.report.tables import number_text, recovery_summary, summary
 from mindresume.report.texts import TEXTS
-from mindresume.resume.listing import COMPLETE, NODE_LOCAL
+from mindresume.resume.candidates import COMPLETE, NODE_LOCAL
 
 TEMPLATE = "page.html"
 SCRIPTS = ("plot.js", "page.js")        # one script of the page, in this order

@@ -20,8 +20,8 @@ from mindresume.reshard.conversion_manifest import ConversionManifest, conversio
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_consolidated
 from mindresume.reshard.region_load import check_tensors
+from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.choice import Choice
-from mindresume.resume.listing import CheckpointStatus
 from mindresume.resume.verifier import OnBytesRead
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import read_header
@@ -80,7 +80,7 @@ def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:
 
 
 def survey(storage: Storage, path: str) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
-    """Returns for consolidated weights what ``resume.listing.list_checkpoints`` returns for folders with several steps."""
+    """Returns for consolidated weights what ``resume.candidates.list_checkpoints`` returns for folders with several steps."""
     candidate, problem = look(storage, path)
     return Scan(_folder(path), (candidate,)), (CheckpointStatus(candidate, problem),)
 

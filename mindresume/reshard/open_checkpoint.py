@@ -27,9 +27,9 @@ from mindresume.events import Emit, ignore, warning
 from mindresume.formats import OURS, Candidate, Refusal, steps_text
 from mindresume.formats.consolidated import FILE, is_consolidated
 from mindresume.formats.rank_folder_naming import FileName, parse_name
-from mindresume.formats.scalar_state import is_weights_only, state_from_scalars
 from mindresume.formats.scrub_result import known_damage
 from mindresume.formats.strategy import Strategy
+from mindresume.formats.weight_files import is_weights_only, state_from_scalars
 from mindresume.formatting import ranks_count
 from mindresume.model.training_state import TrainingState, is_count, is_number
 from mindresume.reshard.checkpoint_view import CheckpointView

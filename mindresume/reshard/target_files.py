@@ -15,8 +15,8 @@ from typing import Any
 from mindresume.errors import ConfigError, StrategyError
 from mindresume.formats.consolidated import HYPER, MINDSPORE, index_document, is_hyper, part_name, split
 from mindresume.formats.iteration_naming import MODEL, OPTIMIZER
-from mindresume.formats.scalar_state import SCALARS
 from mindresume.formats.strategy import Strategy
+from mindresume.formats.weight_files import SCALARS
 from mindresume.formatting import listed
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.element_order import check_order

@@ -6,8 +6,8 @@
         shared_selection       selects in a folder that all ranks see
         node_local_selection   selects where nodes share no storage
           candidates           the candidates that a path means
-          file_checks          all files of a candidate: names and sizes
-          group_verification   all ranks together: verifier (one rank), metadata_verifier, replica_files, missing_ranks
-    listing, folder_verification    all checkpoints of a folder: their status; every byte of them
+          eligible             all files of a candidate: names and sizes
+          group_verification   all ranks together: verifier (one rank), metadata_verifier, replicas
+    candidates, folder_verification all checkpoints of a folder: their status; every byte of them
     progress, resume_summary        where the training continues; what was restored
 """

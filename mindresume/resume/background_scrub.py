@@ -17,8 +17,8 @@ from contextlib import suppress
 
 from mindresume import runtime
 from mindresume.events import CheckpointScrubbed, Emit, Event, SaveBegun, SaveFailed, SaveWritten, warning
-from mindresume.resume.listing import list_checkpoints
-from mindresume.resume.missing_ranks import unknown_strategy
+from mindresume.resume.candidates import list_checkpoints
+from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.scrub import SKIPPED, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.settings import ScrubSettings

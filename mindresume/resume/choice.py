@@ -1,11 +1,50 @@
-"""Defines the result of a selection."""
+"""Defines the result of a selection: the files and tensors that each rank verified and loads, and what was refused. Rank 0
+broadcasts the candidate that all ranks verify as JSON."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, missing_ranks_text
 from mindresume.formatting import ranks_count
-from mindresume.resume.verified_shard import VerifiedShard
+from mindresume.model.file_record import FileRecord
+from mindresume.model.record_details import Details
+from mindresume.model.training_state import TrainingState
+
+
+@dataclass(frozen=True)
+class ShardSource:
+    """Tensors to read from one file. ``names`` None: all of them."""
+    file: FileRecord
+    names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class VerifiedShard:
+    """The verified files of one rank of the checkpoint.
+
+    Args:
+        sources: its own files, or replicas of their tensors on other ranks where its own are missing.
+        state: training state; None for files without records.
+        details: checksums and random state; None for files without records.
+        scalars: counters that were read from files without records.
+    """
+    rank: int
+    sources: tuple[ShardSource, ...]
+    state: TrainingState | None = None
+    details: Details | None = None
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+
+    def missing_files(self, candidate: Candidate) -> list[tuple[int, str]]:
+        """Returns (rank, path) of each of its files that is missing, and whose tensors are read from replicas."""
+        there = {source.file.path for source in self.sources}
+        return [(self.rank, file.path) for file in candidate.files.get(self.rank, ()) if file.path not in there]
+
+
+def read_size(candidate: Candidate, ranks: Iterator[int] | list[int]) -> int:
+    """Returns the size of the files that ``verify_rank`` reads for these ranks, in bytes."""
+    return sum(file.size or 0 for rank in ranks for file in candidate.files.get(rank, ()))
 
 
 @dataclass(frozen=True)
@@ -56,3 +95,21 @@ def describe_candidate(candidate: Candidate, bytes_verified: bool = True) -> str
     if candidate.origin == MERGED:
         return f"{first}, consolidated weights that mindresume wrote, {checked} of the tensors checked"
     return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, {checked} checked{lost}"
+
+
+def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
+    """Returns the JSON object of a candidate without a problem."""
+    # asdict would copy thousands of file rows, which are encoded in another form below
+    value = {field.name: getattr(candidate, field.name) for field in fields(candidate)}
+    value.update(problem=None, state=candidate.state.to_json() if candidate.state else None)
+    value["files"] = [[rank, *(file.to_json() for file in files)] for rank, files in candidate.files.items()]
+    value["metadata_files"] = [file.to_json() for file in candidate.metadata_files]
+    return value
+
+
+def candidate_from_json(value: dict[str, Any]) -> Candidate:
+    """Returns the candidate of ``candidate_to_json``."""
+    return Candidate(**{**value, "files": {rank: tuple(map(FileRecord.from_json, rows)) for rank, *rows in value["files"]},
+                        "metadata_files": tuple(map(FileRecord.from_json, value["metadata_files"])),
+                        **{name: tuple(value[name]) for name in ("order", "missing_ranks", "local_ranks", "records")},
+                        "state": TrainingState.from_json(value["state"]) if value["state"] else None})

@@ -15,8 +15,8 @@ from typing import Any
 
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
 from mindresume.formats import Candidate, Refusal
+from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files, replica_warning
-from mindresume.resume.listing import CheckpointStatus
 from mindresume.resume.metadata_verifier import MetadataVerifier
 from mindresume.resume.verifier import OnBytesRead, verify_rank
 from mindresume.storage.interface import Storage

@@ -11,9 +11,9 @@ from typing import Any
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
 from mindresume.formats import Candidate, Refusal
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files, replica_warning
+from mindresume.resume.choice import VerifiedShard
 from mindresume.resume.metadata_verifier import MetadataVerifier
-from mindresume.resume.missing_ranks import StrategyOf, unknown_strategy
-from mindresume.resume.verified_shard import VerifiedShard
+from mindresume.resume.replicas import StrategyOf, unknown_strategy
 from mindresume.resume.verifier import OnBytesRead, verify_rank
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache

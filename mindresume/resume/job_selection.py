@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
 from mindresume.coordination.host_memory import share_of_rank
-from mindresume.coordination.lease import Lease
+from mindresume.coordination.lease import SAVING, Lease, is_alive, lease_holders
 from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.coordination.storage_topology import SharedGroups, find_shared_groups, single_group
 from mindresume.coordination.visibility import wait_until_visible
@@ -34,18 +34,17 @@ from mindresume.events import (
     warning,
 )
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import MINDFORMERS
+from mindresume.formats import MINDFORMERS, Candidate
 from mindresume.formats.location import find as find_checkpoints
-from mindresume.resume.choice import Choice, describe_candidate
+from mindresume.model.manifest import FOLDER, attempts
+from mindresume.resume.choice import Choice, VerifiedShard, describe_candidate
+from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
 from mindresume.resume.group_verification import drop_cached_files
 from mindresume.resume.health import unhealthy_files
-from mindresume.resume.lost_work import LostWork, find_lost_work
 from mindresume.resume.memory_selection import MemorySource
-from mindresume.resume.missing_ranks import StrategyOf, unknown_strategy
 from mindresume.resume.remote_selection import RemoteSource
+from mindresume.resume.replicas import StrategyOf, unknown_strategy
 from mindresume.resume.selection import CheckpointSources, select_checkpoint
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
-from mindresume.resume.verified_shard import VerifiedShard
 from mindresume.saving.crash_loop import LoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.settings import Settings
@@ -326,3 +325,27 @@ def _is_file(storage: Storage, path: str) -> bool:
         status = storage.status(path)
         return status is not None and not status.is_folder
     return False
+
+
+@dataclass(frozen=True)
+class LostWork:
+    """Describes lost work. ``steps``: lower bound, in steps of the dead job. ``since``: when the loaded checkpoint was saved, in
+    seconds since 1970; None: unknown."""
+    steps: int
+    since: float | None
+
+    def seconds(self, now: float) -> float | None:
+        """Returns the seconds from the save until ``now``; None if the time of the save is unknown."""
+        return None if self.since is None else max(now - self.since, 0.0)
+
+
+def find_lost_work(storage: Storage, root: str, chosen: Candidate) -> LostWork | None:
+    """Returns the work that the last job that saved below ``root`` did after ``chosen``. None if that job ended normally, is
+    alive, or did not use mindresume. Raises OSError."""
+    dead = [holder for holder in lease_holders(storage, root) if holder.purpose == SAVING and is_alive(holder) is not True]
+    if not dead:
+        return None
+    last = max(dead, key=lambda holder: holder.order)
+    begun = [step for _, step, run in attempts(storage.list(os.path.join(root, FOLDER))) if run == last.run]
+    reached = max([last.step, *begun])
+    return LostWork(max(reached - (chosen.step or 0), 0), chosen.saved_at)

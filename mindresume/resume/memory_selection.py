@@ -29,11 +29,10 @@ from mindresume.formatting import listed, ranks_count
 from mindresume.model.manifest import FOLDER, parse_attempt, record_name, run_sequence
 from mindresume.resume.candidates import find_candidates
 from mindresume.resume.choice import Choice
-from mindresume.resume.file_checks import check_files
+from mindresume.resume.eligible import SelectionPolicy, check_files
 from mindresume.resume.group_verification import collect_warnings, drop_cached_files, verify_on_all_ranks
 from mindresume.resume.health import is_unhealthy
 from mindresume.resume.remote_selection import job_directory
-from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.saving.crash_loop import failed_loads_by_key, key_of, suspicion
 from mindresume.saving.memory_tier.directory import TierOwner, find_tier, memory_identity
 from mindresume.saving.memory_tier.disk_note import DiskNote

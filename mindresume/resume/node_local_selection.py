@@ -19,9 +19,9 @@ from mindresume.formats.scrub_result import known_damage
 from mindresume.formatting import listed, ranks_count
 from mindresume.resume.candidates import find_candidates
 from mindresume.resume.choice import Choice
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.group_verification import collect_warnings, drop_cached_files, verify_on_all_ranks
 from mindresume.resume.health import is_unhealthy
-from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.storage.interface import Storage
 
 _MAX_OFFERS = 64                # names of checkpoints that one rank sends to the others

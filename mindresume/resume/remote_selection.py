@@ -25,11 +25,10 @@ from mindresume.formats.records import candidate_of
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import Manifest, parse_attempt
 from mindresume.resume.choice import Choice
-from mindresume.resume.file_checks import check_files
+from mindresume.resume.eligible import SelectionPolicy, check_files
 from mindresume.resume.group_verification import drop_cached_files
 from mindresume.resume.health import NONE_HEALTHY, is_unhealthy
 from mindresume.resume.remote_fetch import RemoteFetch, is_iteration_save
-from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.saving.crash_loop import failed_loads_by_key, suspicion
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Storage

@@ -33,7 +33,7 @@ from mindresume.formats.weight_files import header_of, is_as_recorded
 from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import read_details, read_record, record_name, record_rank
 from mindresume.model.record_details import TensorRecord
-from mindresume.resume.replica_files import likely_holders
+from mindresume.resume.replicas import likely_holders
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.atomic_publish import error_text, publish, temporary_name
 from mindresume.storage.interface import Storage

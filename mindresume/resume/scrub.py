@@ -23,8 +23,8 @@ from mindresume.coordination.lease import BEAT, SCRUBBING, Lease, LeaseHolder, i
 from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.scrub_result import can_be_scrubbed, known_damage, publish_result, read_result
+from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files
-from mindresume.resume.listing import CheckpointStatus
 from mindresume.resume.repair import repair
 from mindresume.resume.verifier import find_damaged_files
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints

@@ -22,15 +22,14 @@ from mindresume.events import Emit, ignore
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.location import locate
-from mindresume.resume.candidates import find_candidates
+from mindresume.resume.candidates import NODE_LOCAL, find_candidates, list_checkpoints
 from mindresume.resume.choice import Choice
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.group_verification import drop_cached_files
-from mindresume.resume.listing import NODE_LOCAL, list_checkpoints
 from mindresume.resume.memory_selection import MemorySource, select_with_memory
-from mindresume.resume.missing_ranks import StrategyOf, unknown_strategy
 from mindresume.resume.node_local_selection import select_node_local
 from mindresume.resume.remote_selection import RemoteSource, select_with_remote
-from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.replicas import StrategyOf, unknown_strategy
 from mindresume.resume.shared_selection import ProgressMeter, select_shared
 from mindresume.resume.verifier import verify_rank
 from mindresume.storage.interface import Storage

@@ -16,16 +16,13 @@ from mindresume.coordination.collectives import Group, Watchdog, run_on_rank0
 from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate, Refusal, Scan
-from mindresume.formats.scalar_state import is_weights_only
-from mindresume.resume.candidate_codec import candidate_from_json, candidate_to_json
+from mindresume.formats.weight_files import is_weights_only
 from mindresume.resume.candidates import find_candidates, world_size_notes
-from mindresume.resume.choice import Choice
-from mindresume.resume.file_checks import check_files
+from mindresume.resume.choice import Choice, VerifiedShard, candidate_from_json, candidate_to_json, read_size
+from mindresume.resume.eligible import SelectionPolicy, check_files
 from mindresume.resume.group_verification import collect_warnings, drop_cached_files, verify_on_all_ranks
 from mindresume.resume.health import NONE_HEALTHY, is_unhealthy
-from mindresume.resume.missing_ranks import StrategyOf, complete_missing_ranks, unknown_strategy
-from mindresume.resume.selection_policy import SelectionPolicy
-from mindresume.resume.verified_shard import VerifiedShard, read_size
+from mindresume.resume.replicas import StrategyOf, complete_missing_ranks, unknown_strategy
 from mindresume.saving.crash_loop import FailedLoad, failed_loads_by_key, key_of, suspicion, warning
 from mindresume.storage.interface import Storage
 

@@ -1,7 +1,7 @@
 """Verifies the files of one rank of a candidate: every byte has the recorded checksum.
 
 Files of mindformers have no checksums: their headers and counters are checked. Each rank of a job verifies the files that it will
-load. ``file_checks`` checks the files of all ranks, by their sizes alone.
+load. ``eligible`` checks the files of all ranks, by their sizes alone.
 """
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.rank_folder_naming import LABEL, parse_label
 from mindresume.formats.records import details_of
-from mindresume.formats.scalar_state import scalars_of
 from mindresume.formats.strategy import Strategy
-from mindresume.formats.weight_files import header_of
+from mindresume.formats.weight_files import header_of, scalars_of
 from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import FOLDER, Record, attempts, read_details, read_record, record_name
 from mindresume.model.record_details import Details, TensorRecord
-from mindresume.resume.file_checks import wrong_size
+from mindresume.resume.choice import ShardSource, VerifiedShard
+from mindresume.resume.eligible import wrong_size
 from mindresume.resume.metadata_verifier import MetadataVerifier
-from mindresume.resume.missing_ranks import details_by_strategy, differing_replica, replica_sources
-from mindresume.resume.replica_files import replica_files
-from mindresume.resume.verified_shard import ShardSource, VerifiedShard
+from mindresume.resume.replicas import details_by_strategy, differing_replica, replica_files, replica_sources
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import Header, TensorEntry

@@ -15,7 +15,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import run_name
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.memory_tier.directory import this_process
 

@@ -18,11 +18,11 @@ from rank_folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, w
 from saving.memory_tier.test_tier import Training
 
 import mindresume
+from mindresume.api import catalog as surveys
 from mindresume.coordination.lease import SAVING, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, attempt_name
-from mindresume.resume import listing as surveys
 from mindresume.tensor_files import read_header
 
 ROOT = Path(__file__).resolve().parents[2]

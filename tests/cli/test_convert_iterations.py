@@ -14,7 +14,7 @@ from mindresume.formats.strategy import write_strategy
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 
 COMMAND = "convert"

@@ -32,9 +32,9 @@ from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, Manifest, attempt_name, read_record, record_name, run_name
 from mindresume.model.record_codec import encode_head, read_head
-from mindresume.resume.file_checks import check_files
-from mindresume.resume.listing import NODE_LOCAL, list_checkpoints
-from mindresume.resume.missing_ranks import unknown_strategy
+from mindresume.resume.candidates import NODE_LOCAL, list_checkpoints
+from mindresume.resume.eligible import check_files
+from mindresume.resume.replicas import unknown_strategy
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out, plan
 from mindresume.saving.retention import KeepLast

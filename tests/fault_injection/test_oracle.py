@@ -18,7 +18,7 @@ from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import TRACKER
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.resume.choice import Choice
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import write_shard

@@ -26,7 +26,7 @@ from mindresume.formats.records import scan_records
 from mindresume.model.file_record import FORMATS
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, read_record, record_rank
 from mindresume.resume import candidates, group_verification, shared_selection, verifier
-from mindresume.resume.verified_shard import ShardSource, VerifiedShard
+from mindresume.resume.choice import ShardSource, VerifiedShard
 from mindresume.saving import committer, garbage_collector, iteration_publisher, shard_writer, sync_saver
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer

@@ -1,7 +1,7 @@
 """Counters of a training, and the state derived from them."""
 import pytest
 
-from mindresume.formats.scalar_state import state_from_scalars
+from mindresume.formats.weight_files import state_from_scalars
 
 
 @pytest.mark.parametrize("step, epoch, within, per_epoch", [(15, 2, 5, 10), (15, 2, 0, 8), (15, 1, 0, 15), (20, None, 0, 20)])

@@ -37,7 +37,7 @@ from mindresume.mindformers import (  # noqa: E402
 from mindresume.mindformers.checkpoint_monitor import CheckpointMonitor  # noqa: E402
 from mindresume.model.manifest import run_name  # noqa: E402
 from mindresume.resume.choice import Choice  # noqa: E402
-from mindresume.resume.lost_work import LostWork  # noqa: E402
+from mindresume.resume.job_selection import LostWork  # noqa: E402
 from mindresume.saving import checkpoint_manager  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402

@@ -13,7 +13,7 @@ from mindresume.errors import ConfigError, RemoteError  # noqa: E402
 from mindresume.events import WARNING, warning  # noqa: E402
 from mindresume.mindformers import adapter, modelarts  # noqa: E402
 from mindresume.resume import remote_selection  # noqa: E402
-from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
+from mindresume.resume.eligible import SelectionPolicy  # noqa: E402
 from mindresume.saving import remote_run_number  # noqa: E402
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints  # noqa: E402
 from mindresume.storage.object_store import FsspecStore  # noqa: E402

@@ -44,7 +44,7 @@ from mindresume.model.layout import TensorLayout  # noqa: E402
 from mindresume.model.manifest import FOLDER  # noqa: E402
 from mindresume.resume import job_selection, resume_summary, selection  # noqa: E402
 from mindresume.resume.choice import Choice  # noqa: E402
-from mindresume.resume.selection_policy import SelectionPolicy  # noqa: E402
+from mindresume.resume.eligible import SelectionPolicy  # noqa: E402
 from mindresume.resume.shared_selection import select_shared  # noqa: E402
 from mindresume.saving.committer import Committer  # noqa: E402
 from mindresume.saving.shard_writer import rank_shard, write_shard  # noqa: E402

@@ -48,7 +48,7 @@ from mindresume.reshard.conversion_plan import to_consolidated, to_ranks
 from mindresume.reshard.converter import LOCK, Conversion, remove_tree
 from mindresume.reshard.engines import writer
 from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.shared_selection import select_shared
 from mindresume.tensor_files import read_header
 from mindresume.tensor_files.checksum import array_checksum

@@ -21,7 +21,7 @@ from mindresume.reshard.iteration_view import view_of_iteration
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
 from mindresume.reshard.strategy_store import own_strategy
-from mindresume.resume.verified_shard import VerifiedShard
+from mindresume.resume.choice import VerifiedShard
 from mindresume.resume.verifier import verify_rank
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_assignment import shares

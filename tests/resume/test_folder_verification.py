@@ -9,9 +9,9 @@ from rank_folders import RUN, STORAGE, flip_bit, path_of, save, write_rank
 from mindresume.coordination.read_locks import read_locks
 from mindresume.formats import weight_files
 from mindresume.model.manifest import FOLDER, attempt_name
+from mindresume.resume.candidates import list_checkpoints
 from mindresume.resume.folder_verification import verify_checkpoints
-from mindresume.resume.listing import list_checkpoints
-from mindresume.resume.missing_ranks import unknown_strategy
+from mindresume.resume.replicas import unknown_strategy
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out, plan
 from mindresume.saving.retention import KeepLast

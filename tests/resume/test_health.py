@@ -6,8 +6,8 @@ from rank_folders import RUN, STORAGE, flip_bit, name_of, path_of, save, write_f
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.health import LIST, unhealthy_files
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 
 

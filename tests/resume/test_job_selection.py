@@ -22,8 +22,8 @@ from mindresume.events import (
 from mindresume.model.manifest import FOLDER
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.resume import job_selection, selection
+from mindresume.resume.eligible import QUICK, SelectionPolicy
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest, caching_storage, locate_checkpoints, own_shard
-from mindresume.resume.selection_policy import QUICK, SelectionPolicy
 from mindresume.resume.shared_selection import select_shared
 from mindresume.settings import Settings
 from mindresume.storage.read_cache import ReadCache

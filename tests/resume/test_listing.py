@@ -10,8 +10,8 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.formats.scan import scan
 from mindresume.formats.strategy import write_strategy
 from mindresume.reshard.strategy_store import identity_of, set_aside, strategy_for, strategy_lookup
-from mindresume.resume.listing import COMPLETE, UNUSABLE, list_checkpoints, size_of
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints, size_of
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.storage.posix import PosixStorage
 

@@ -8,7 +8,7 @@ from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import run_name
-from mindresume.resume.lost_work import LostWork, find_lost_work
+from mindresume.resume.job_selection import LostWork, find_lost_work
 
 LATER = run_name(2, "0000bbbb")
 

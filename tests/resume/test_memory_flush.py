@@ -12,8 +12,8 @@ from mindresume.coordination.storage_topology import SharedGroups, single_group
 from mindresume.errors import CollectiveError
 from mindresume.formats.records import scan_records
 from mindresume.resume.choice import Choice
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.memory_flush import commit_written, write_selected, write_to_disk
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 
 

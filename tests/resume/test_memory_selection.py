@@ -16,9 +16,9 @@ from mindresume.events import DISK, MEMORY, CandidateRefused, CheckpointSelected
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, record_name, run_name
 from mindresume.resume import memory_selection
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.memory_selection import MemorySource, select_with_memory
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.crash_loop import FailedLoad, LoadAttempt, key_of
 from mindresume.saving.memory_tier.directory import this_process

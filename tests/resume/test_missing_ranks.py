@@ -17,8 +17,8 @@ from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import run_name
 from mindresume.model.record_details import Details, TensorRecord
 from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.resume.missing_ranks import replica_sources
-from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.eligible import SelectionPolicy
+from mindresume.resume.replicas import replica_sources
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import plan

@@ -7,8 +7,8 @@ from rank_folders import STORAGE, Ranks, flip_bit, name_of, path_of, save, write
 
 from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.model.manifest import FOLDER
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.node_local_selection import select_node_local
-from mindresume.resume.selection_policy import SelectionPolicy
 
 NODES = ("a", "a", "b", "b")
 PARTS = {"a": (0, 1), "b": (2, 3)}

@@ -20,11 +20,11 @@ from mindresume.formats.rank_folder_naming import FileName
 from mindresume.formats.scrub_result import known_damage
 from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name, record_name
 from mindresume.resume import scrub as module
-from mindresume.resume.listing import COMPLETE, UNUSABLE, list_checkpoints
-from mindresume.resume.missing_ranks import unknown_strategy
+from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints
+from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank
+from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.scrub import DAMAGED, INTACT, REMOVED, REPAIRED, SKIPPED, UNREADABLE, Scrubber, ScrubOptions
 from mindresume.resume.selection import preview_selection
-from mindresume.resume.selection_policy import QUICK, SelectionPolicy, every_rank
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out, plan
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints

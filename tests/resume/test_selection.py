@@ -10,9 +10,9 @@ from mindresume.formats import MERGED, Candidate
 from mindresume.model.file_record import FileRecord
 from mindresume.resume import selection
 from mindresume.resume.choice import Choice
+from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank
 from mindresume.resume.remote_selection import RemoteSource
 from mindresume.resume.selection import CheckpointSources, preview_selection, select_checkpoint
-from mindresume.resume.selection_policy import QUICK, SelectionPolicy, every_rank
 
 WHOLE = Candidate(7, MERGED, "safetensors", {0: (FileRecord("part0.safetensors", "safetensors"),)}, 1, (0.0,))
 

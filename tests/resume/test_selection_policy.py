@@ -5,7 +5,7 @@ import pytest
 
 from mindresume.formats import MINDFORMERS, Candidate
 from mindresume.model.file_record import FileRecord
-from mindresume.resume.selection_policy import QUICK, SelectionPolicy, every_rank, own_rank
+from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank, own_rank
 
 FILE = (FileRecord("f", "safetensors"),)
 

@@ -8,9 +8,9 @@ from rank_folders import RUN, STORAGE, Ranks, flip_bit, name_of, path_of, save, 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name, run_name
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.choice import VerifiedShard
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import CandidateQueue, select_shared
-from mindresume.resume.verified_shard import VerifiedShard
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 

@@ -25,7 +25,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER
 from mindresume.model.manifest import FOLDER, MANIFEST, record_name, run_name
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 
 NEXT = run_name(2, "0000bbbb")

@@ -20,8 +20,8 @@ from mindresume.formats.scan import scan
 from mindresume.formats.strategy import write_strategy
 from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.reshard.strategy_store import strategy_lookup
-from mindresume.resume.listing import list_checkpoints, size_of
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.candidates import list_checkpoints, size_of
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving import iteration_publisher
 from mindresume.saving.committer import Committer

@@ -14,7 +14,7 @@ from mindresume.errors import LeaseHeldError
 from mindresume.events import SaveAbandoned, SaveNotStaged, WriterDied
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import run_name
-from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving import background_writer
 from mindresume.saving.async_saver import AsyncSaver

@@ -13,7 +13,7 @@ from mindresume.errors import RemoteError
 from mindresume.events import UploadFailed, UploadFinished, ignore
 from mindresume.formats.rank_folder_naming import META
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.completed_step import publish_completed, upload_completed

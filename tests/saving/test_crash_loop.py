@@ -12,7 +12,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import LoadError
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
-from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.crash_loop import LoadAttempt, explanation, key_of, load_attempts
 from mindresume.saving.garbage_collector import plan

@@ -17,7 +17,7 @@ from mindresume.events import CheckpointsRemoved, RemovalPostponed
 from mindresume.formats.rank_folder_naming import META, meta_json
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name, strip_trash, trash_name
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import NOTHING_WHOLE, Plan, carry_out, plan

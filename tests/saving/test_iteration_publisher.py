@@ -39,7 +39,7 @@ from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, Manifest, attempt_name, record_name, run_name
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out, empty_trash, plan

@@ -17,7 +17,7 @@ from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, read_record, run_name
 from mindresume.model.record_codec import encode_head, read_head
-from mindresume.resume.candidate_codec import candidate_from_json, candidate_to_json
+from mindresume.resume.choice import candidate_from_json, candidate_to_json
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import plan
 from mindresume.saving.lineage import continued, newest_lineage, others

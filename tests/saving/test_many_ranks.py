@@ -15,7 +15,7 @@ from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import FOLDER, MANIFEST, Record, attempt_name, record_name, run_name
 from mindresume.model.record_details import Details
 from mindresume.model.training_state import TrainingState
-from mindresume.resume.selection_policy import SelectionPolicy
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving import committer as commit
 from mindresume.saving import garbage_collector

@@ -35,8 +35,8 @@ from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import remote_fetch
 from mindresume.resume.choice import Choice
+from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
 from mindresume.resume.remote_selection import RemoteSelection
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank, own_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving import garbage_collector, uploader
 from mindresume.saving.committer import Committer

@@ -17,9 +17,9 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
 from mindresume.resume import remote_fetch
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.node_local_selection import select_node_local
 from mindresume.resume.remote_selection import RemoteSelection
-from mindresume.resume.selection_policy import SelectionPolicy
 from mindresume.saving import uploader as uploaders
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
 from mindresume.saving.retention import KeepLast

@@ -13,7 +13,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import OutOfSpaceError, SaveError
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import record_name, run_name
-from mindresume.resume.selection_policy import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast

@@ -1,4 +1,7 @@
-"""Completes a checkpoint whose job was failing: some ranks wrote nothing, the remaining ranks saved what they held.
+"""Finds the tensors of a rank in the files of other ranks: replicas of data parallelism.
+
+``replica_files`` replaces a file that was lost, by the records. The rest completes a checkpoint whose job was failing: some ranks
+wrote nothing, the remaining ranks saved what they held.
 
 By the layouts, other ranks hold everything that such a rank held; otherwise the scan would have refused the checkpoint
 (``mindresume.formats.metadata_from_records.missing_slices``). Only its random state is lost. The layouts are those of the
@@ -8,17 +11,20 @@ belongs to the same job is not recorded, so tensors that are equal on two ranks 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
-from mindresume.errors import CorruptFileError, StrategyError
-from mindresume.formats import MINDFORMERS, Candidate
+from mindresume.errors import CorruptFileError, RecordError, StrategyError
+from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.metadata_from_records import missing_slices, stage_size
+from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.model.record_details import Details, TensorRecord
+from mindresume.resume.choice import ShardSource
+from mindresume.storage.atomic_publish import error_text
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files.checksum import tensor_checksum
 from mindresume.tensor_files.header import TensorEntry
@@ -152,3 +158,45 @@ def _holder(rank: int, first: int, name: str, row: TensorRecord, mates: list[int
         slices = row.layout.slices(rank - first, row.global_shape)
         likely = (first + local for local in row.layout.holders(slices, row.global_shape))
     return next((other for other in likely if other in mates and name in details_of(other).tensors), None)
+
+
+def replica_files(storage: Storage, root: str, candidate: Candidate, rank: int) -> tuple[ShardSource, ...] | Refusal:
+    """Returns files of other ranks that hold the tensors of the missing files of ``rank``; a Refusal if no other rank has one of
+    them. A replica is recorded with the same name, dtype, shape and checksum."""
+    missing = candidate.files[rank][0]
+    try:
+        present = {index for index, file in enumerate(candidate.files[rank]) if storage.status(os.path.join(root, file.path))}
+        missing = next(file for index, file in enumerate(candidate.files[rank]) if index not in present)
+        wanted = {name: row for name, row in details_of(storage, candidate.records_dir or "", rank).tensors.items()
+                  if row.file not in present}
+        sources = []
+        for other in likely_holders(wanted, rank, candidate):
+            if not wanted:
+                break
+            theirs = details_of(storage, candidate.records_dir or "", other).tensors
+            for index, file in enumerate(candidate.files[other]):
+                names = tuple(name for name, row in wanted.items() if name in theirs and theirs[name].file == index and
+                              (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) ==
+                              (row.dtype, row.shape, row.checksum))
+                if names and storage.status(os.path.join(root, file.path)) is not None:
+                    sources.append(ShardSource(file, names))
+                    wanted = {name: row for name, row in wanted.items() if name not in names}
+    except (RecordError, OSError) as error:
+        return candidate.refuse(f"the file of rank {rank} is missing, and {error_text(error)}", missing.path, rank, error=error)
+    if wanted:
+        return candidate.refuse(f"the file of rank {rank} is missing, and {len(wanted)} of its tensors are on no other "
+                                f"rank, for example {next(iter(wanted))}", missing.path, rank)
+    return tuple(sources)
+
+
+def likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: Candidate) -> list[int]:
+    """Returns all other ranks that have files. Ranks that hold the same slices, by the layout of one sharded tensor, come first:
+    reading a record takes some milliseconds, and there may be thousands of ranks."""
+    others = [other for other in candidate.files if other != rank]
+    for row in tensors.values():
+        if row.layout is not None and row.global_shape is not None:
+            first = rank - rank % row.layout.stage_size
+            slices = row.layout.slices(rank - first, row.global_shape)
+            likely = {first + holder for holder in row.layout.holders(slices, row.global_shape)}
+            return sorted(others, key=lambda other: other not in likely)
+    return others
