@@ -32,10 +32,8 @@ from mindresume.formats.iteration_naming import METADATA, MODEL, OPTIMIZER, Weig
 from mindresume.formats.metadata import StoredSlice, TensorMetadata, encode_metadata, read_metadata
 from mindresume.formats.scan import scan
 from mindresume.formats.slices import ordinals
-from mindresume.model.file_record import FileRecord
 from mindresume.model.layout import TensorLayout
-from mindresume.model.manifest import MANIFEST, Record, record_name, run_name
-from mindresume.model.record_details import Details, TensorRecord
+from mindresume.model.manifest import MANIFEST, Details, FileRecord, Record, TensorRecord, record_name, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard import iteration_view
 from mindresume.saving.committer import Committer

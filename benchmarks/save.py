@@ -26,7 +26,7 @@ import _measure as measure
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.formats.records import scan_records
 from mindresume.mindformers.network_state import deferred
-from mindresume.model.file_record import FORMATS
+from mindresume.model.manifest import FORMATS
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.choice import VerifiedShard
 from mindresume.resume.verifier import verify_rank

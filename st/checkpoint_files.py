@@ -18,12 +18,12 @@ from mindresume.model.manifest import (
     MANIFEST,
     Manifest,
     Record,
+    TensorRecord,
     parse_attempt,
     read_details,
     read_record,
     record_name,
 )
-from mindresume.model.record_details import TensorRecord
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_scalar, read_tensor
 from st.training_run import Run

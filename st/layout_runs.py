@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mindresume.model.record_details import TensorRecord
+from mindresume.model.manifest import TensorRecord
 from mindresume.tensor_files import read_header, read_tensor
 from st.checkpoint_files import merged, shards
 from st.training_run import ONE_LAYER, ROOT, Run

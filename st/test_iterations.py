@@ -21,8 +21,7 @@ import pytest
 
 from mindresume.formats.iteration_naming import TRACKER, iteration_name
 from mindresume.formats.scan import scan
-from mindresume.model.manifest import FOLDER
-from mindresume.model.record_details import TensorRecord
+from mindresume.model.manifest import FOLDER, TensorRecord
 from mindresume.model.training_state import is_transient
 from mindresume.storage.posix import PosixStorage
 from st.builtin_versions import VERSIONS, expect_readable

@@ -24,13 +24,19 @@ from mindresume.coordination.read_locks import read_locks
 from mindresume.errors import CorruptFileError, RecordError, UnusableCheckpointError
 from mindresume.formats.rank_folder_naming import label
 from mindresume.formats.scan import scan
-from mindresume.model.file_record import FileRecord
 from mindresume.model.layout import MAX_RANKS, TensorLayout
 from mindresume.model.manifest import (
+    DETAILS_LIMIT,
     FOLDER,
+    HEAD_LIMIT,
     MANIFEST,
+    MANIFEST_LIMIT,
+    VERSION,
+    Details,
+    FileRecord,
     Manifest,
     Record,
+    TensorRecord,
     attempt_name,
     parse_attempt,
     read_details,
@@ -40,8 +46,6 @@ from mindresume.model.manifest import (
     run_name,
     run_sequence,
 )
-from mindresume.model.record_codec import DETAILS_LIMIT, HEAD_LIMIT, MANIFEST_LIMIT, VERSION
-from mindresume.model.record_details import Details, TensorRecord
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.candidates import list_checkpoints
 from mindresume.resume.eligible import SelectionPolicy, every_rank

@@ -25,7 +25,7 @@ from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE
 from mindresume.formats.huggingface import model_from_config
 from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, read_strategy
-from mindresume.model.file_record import FORMATS
+from mindresume.model.manifest import FORMATS
 from mindresume.reshard.conversion_plan import ConversionPlan, ranks_in_group, to_consolidated, to_iteration, to_ranks
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import BUFFERS, Traffic

@@ -21,8 +21,7 @@ from mindresume.formats.location import locate
 from mindresume.formats.rank_folder_naming import folder_rank
 from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import file_sizes
-from mindresume.model.file_record import FileRecord
-from mindresume.model.manifest import FOLDER, TRASH, parse_attempt, strip_trash
+from mindresume.model.manifest import FOLDER, TRASH, FileRecord, parse_attempt, strip_trash
 from mindresume.saving.garbage_collector import carry_out, holds_weights, plan, weights_of
 from mindresume.saving.lineage import newest_lineage
 from mindresume.saving.retention import Policy

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mindresume.model.file_record import MAX_NAME
-from mindresume.model.manifest import FOLDER, MANIFEST, attempts, run_sequence
+from mindresume.model.manifest import FOLDER, MANIFEST, MAX_NAME, attempts, run_sequence
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import read_bytes

@@ -23,8 +23,7 @@ from mindresume.coordination.process_identity import boot_id, is_running, proces
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.formats.iteration_naming import parse_iteration
 from mindresume.formatting import ranks_count
-from mindresume.model.manifest import FOLDER, attempts, run_name, run_sequence, strip_trash
-from mindresume.model.record_codec import encode_head, field_errors, read_head
+from mindresume.model.manifest import FOLDER, attempts, encode_head, field_errors, read_head, run_name, run_sequence, strip_trash
 from mindresume.model.training_state import is_count, is_number
 from mindresume.storage.atomic_publish import TEMPORARY, publish
 from mindresume.storage.interface import Storage

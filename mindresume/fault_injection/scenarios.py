@@ -16,8 +16,7 @@ from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import SaveError
 from mindresume.fault_injection.faults import FaultInjector
 from mindresume.fault_injection.tiny_checkpoints import ITERATION, Saved, build_shard
-from mindresume.model.file_record import FORMATS
-from mindresume.model.manifest import run_name
+from mindresume.model.manifest import FORMATS, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer

@@ -11,7 +11,7 @@ from typing import Any
 
 from mindresume.errors import UnreadableFileError
 from mindresume.formatting import listed
-from mindresume.model.file_record import FileRecord
+from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import TrainingState
 
 OURS, MINDFORMERS, MERGED = "mindresume", "mindformers", "merged"

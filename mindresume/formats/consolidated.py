@@ -24,7 +24,7 @@ from mindresume.formats.rank_folder_naming import folder_rank
 from mindresume.formats.scan import is_root
 from mindresume.formats.weight_files import SCALARS, finite_scalar, header_of
 from mindresume.formatting import listed
-from mindresume.model.file_record import FORMATS, FileRecord
+from mindresume.model.manifest import FORMATS, FileRecord
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 from mindresume.tensor_files import Header

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mindresume.errors import CorruptFileError
-from mindresume.model.file_record import MAX_NAME
+from mindresume.model.manifest import MAX_NAME
 from mindresume.model.training_state import is_count, is_number
 from mindresume.tensor_files.header import parse_object
 

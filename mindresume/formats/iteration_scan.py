@@ -37,8 +37,7 @@ from mindresume.formats.iteration_naming import (
 from mindresume.formats.metadata import MAX_METADATA, TensorMetadata, read_metadata
 from mindresume.formats.weight_files import state_from_scalars, status_of
 from mindresume.formatting import listed
-from mindresume.model.file_record import FileRecord
-from mindresume.model.manifest import FOLDER, attempts
+from mindresume.model.manifest import FOLDER, FileRecord, attempts
 from mindresume.model.training_state import TrainingState
 from mindresume.storage.interface import Storage
 

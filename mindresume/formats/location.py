@@ -22,8 +22,7 @@ from mindresume.formats.iteration_scan import is_iteration, tracked
 from mindresume.formats.rank_folder_naming import META, folder_rank
 from mindresume.formats.scan import is_root, scan
 from mindresume.formatting import listed
-from mindresume.model.file_record import FORMATS
-from mindresume.model.manifest import FOLDER, is_probe
+from mindresume.model.manifest import FOLDER, FORMATS, is_probe
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 

@@ -14,7 +14,7 @@ from mindresume.errors import RecordError
 from mindresume.formats.metadata import StoredSlice, TensorMetadata
 from mindresume.formats.slices import ordinals
 from mindresume.model.layout import TensorLayout, is_scalar
-from mindresume.model.record_details import Details, TensorRecord
+from mindresume.model.manifest import Details, TensorRecord
 
 
 def metadata_from_records(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]

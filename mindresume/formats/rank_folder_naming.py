@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mindresume.model.file_record import FORMATS
-from mindresume.model.manifest import is_run
+from mindresume.model.manifest import FORMATS, is_run
 from mindresume.tensor_files import Header
 
 META = "meta.json"

@@ -19,9 +19,8 @@ from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, unlisted_c
 from mindresume.formats.rank_folder_naming import META, FileName, folder_name, folder_rank, parse_label, parse_name
 from mindresume.formats.records import Attempt, read_attempts
 from mindresume.formats.weight_files import header_of, no_step, scalars_of, status_of
-from mindresume.model.file_record import FORMATS, FileRecord
 from mindresume.model.layout import MAX_RANKS
-from mindresume.model.manifest import FOLDER, attempt_name, attempts, run_sequence, strip_trash
+from mindresume.model.manifest import FOLDER, FORMATS, FileRecord, attempt_name, attempts, run_sequence, strip_trash
 from mindresume.model.training_state import is_count
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, read_json

@@ -26,6 +26,7 @@ from mindresume.model.manifest import (
     FOLDER,
     MANIFEST,
     SCRUB_RESULT,
+    Details,
     Manifest,
     Record,
     attempt_name,
@@ -36,7 +37,6 @@ from mindresume.model.manifest import (
     record_rank,
     run_sequence,
 )
-from mindresume.model.record_details import Details
 from mindresume.storage.interface import Status, Storage
 from mindresume.storage.operations import parallel
 

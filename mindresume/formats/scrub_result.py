@@ -22,7 +22,7 @@ import xxhash
 from mindresume import runtime
 from mindresume.errors import RecordError
 from mindresume.formats import Candidate, Refusal
-from mindresume.model import record_codec as codec
+from mindresume.model import manifest as codec
 from mindresume.model.manifest import SCRUB_RESULT
 from mindresume.model.training_state import is_count, is_number
 from mindresume.storage.atomic_publish import publish

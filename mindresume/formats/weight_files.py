@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from mindresume.errors import CorruptFileError, UnreadableFileError
 from mindresume.formats import Candidate, Refusal
-from mindresume.model.file_record import FileRecord
+from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import TrainingState
 from mindresume.storage.interface import Status, Storage
 from mindresume.storage.operations import parallel

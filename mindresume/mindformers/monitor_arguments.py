@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from mindresume.errors import ConfigError
-from mindresume.model.file_record import FORMATS
+from mindresume.model.manifest import FORMATS
 
 WRITERS = (False, True, "thread", "process")
 _COUNTS = ("save_checkpoint_steps", "save_checkpoint_seconds", "keep_checkpoint_max", "keep_checkpoint_per_n_minutes")

@@ -14,7 +14,7 @@ from mindresume.errors import CorruptFileError, MindResumeError, MissingCheckpoi
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
 from mindresume.formatting import listed
-from mindresume.model.file_record import FileRecord
+from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.conversion_manifest import ConversionManifest, conversion_manifest_of
 from mindresume.reshard.direct_engine import Traffic

@@ -9,8 +9,7 @@ from typing import Any
 from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats.consolidated import FILE, ConsolidatedWeights, read_consolidated
 from mindresume.formatting import listed
-from mindresume.model.file_record import FileRecord
-from mindresume.model.record_codec import expect_checksum, expect_list, expect_shape, read_head
+from mindresume.model.manifest import FileRecord, expect_checksum, expect_list, expect_shape, read_head
 from mindresume.model.training_state import is_count
 from mindresume.reshard.checkpoint_view import CheckpointView, view_of_consolidated
 from mindresume.storage.interface import Storage

@@ -21,11 +21,8 @@ from mindresume.errors import ConfigError, CorruptFileError, OutOfSpaceError, Re
 from mindresume.events import Emit, Event, Notice, ignore, warning
 from mindresume.events.log_lines import line_of
 from mindresume.formats.iteration_naming import iteration_name
-from mindresume.model.file_record import FileRecord
 from mindresume.model.layout import TensorLayout
-from mindresume.model.manifest import Record, record_name
-from mindresume.model.record_codec import encode_head, read_head
-from mindresume.model.record_details import Details, TensorRecord
+from mindresume.model.manifest import Details, FileRecord, Record, TensorRecord, encode_head, read_head, record_name
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
 from mindresume.reshard.conversion_plan import ConversionPlan

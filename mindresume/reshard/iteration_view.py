@@ -21,7 +21,7 @@ from mindresume.formats.records import details_of
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.model.layout import is_scalar
-from mindresume.model.record_details import Details
+from mindresume.model.manifest import Details
 from mindresume.model.training_state import is_transient
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.storage.interface import Storage

@@ -13,7 +13,7 @@ from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy
 from mindresume.formatting import counted, listed, ranks_count
 from mindresume.model.layout import TensorLayout, is_scalar
-from mindresume.model.record_details import Details
+from mindresume.model.manifest import Details
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, read_header_of
 from mindresume.reshard.geometry import held

@@ -23,8 +23,8 @@ from mindresume.reshard.range_reader import ComposedCut, OpenFiles, bits_dtype, 
 from mindresume.reshard.target_files import model_names
 from mindresume.settings import allow_text
 from mindresume.storage.read_cache import ReadCache
-from mindresume.tensor_files.arenas import new_memory
 from mindresume.tensor_files.header import DTYPES
+from mindresume.tensor_files.whole_file import new_memory
 
 WORKERS = 4                 # threads: reading mostly waits
 

@@ -14,7 +14,7 @@ from mindresume.formats.rank_folder_naming import folder_rank, name_for_rank
 from mindresume.formats.scan import scan, scan_one
 from mindresume.formats.weight_files import file_sizes, header_of, no_step, scalars_of, status_of
 from mindresume.formatting import ranks_count
-from mindresume.model.file_record import FORMATS, FileRecord
+from mindresume.model.manifest import FORMATS, FileRecord
 from mindresume.model.training_state import is_count
 from mindresume.resume.checkpoint_warnings import manifest_warning, replica_warning
 from mindresume.resume.eligible import check_files

@@ -8,8 +8,7 @@ from typing import Any
 
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, missing_ranks_text
 from mindresume.formatting import ranks_count
-from mindresume.model.file_record import FileRecord
-from mindresume.model.record_details import Details
+from mindresume.model.manifest import Details, FileRecord
 from mindresume.model.training_state import TrainingState
 
 

@@ -9,7 +9,7 @@ from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.scrub_result import known_damage
 from mindresume.formats.weight_files import file_sizes
 from mindresume.formatting import listed, ranks_count
-from mindresume.model.file_record import FileRecord
+from mindresume.model.manifest import FileRecord
 from mindresume.resume.metadata_verifier import MetadataVerifier, needs_metadata
 from mindresume.resume.replicas import replica_files
 from mindresume.storage.interface import Storage

@@ -12,8 +12,7 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import SaveError
 from mindresume.formats import Candidate
 from mindresume.formats.weight_files import is_as_recorded
-from mindresume.model.file_record import FileRecord
-from mindresume.model.manifest import read_details, record_name
+from mindresume.model.manifest import FileRecord, read_details, record_name
 from mindresume.resume.choice import Choice
 from mindresume.saving.committer import Committer
 from mindresume.saving.memory_tier.tier import path_on_disk

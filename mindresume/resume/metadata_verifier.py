@@ -18,8 +18,8 @@ from mindresume.formats.metadata import TensorMetadata
 from mindresume.formats.slices import region_of
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
-from mindresume.model.file_record import FileRecord
 from mindresume.model.layout import is_scalar
+from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import is_transient
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import Header

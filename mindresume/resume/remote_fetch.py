@@ -29,8 +29,7 @@ from mindresume.events import CheckpointFetched, Emit, ignore, warning
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.rank_folder_naming import parse_label
 from mindresume.formats.weight_files import header_of, is_as_recorded
-from mindresume.model.file_record import FileRecord
-from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, read_details, record_name
+from mindresume.model.manifest import FOLDER, MANIFEST, FileRecord, Manifest, read_details, record_name
 from mindresume.saving import iteration_publisher
 from mindresume.saving.garbage_collector import free_names
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, record_path

@@ -30,9 +30,7 @@ from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.records import details_of
 from mindresume.formats.weight_files import header_of, is_as_recorded
-from mindresume.model.file_record import FileRecord
-from mindresume.model.manifest import read_details, read_record, record_name, record_rank
-from mindresume.model.record_details import TensorRecord
+from mindresume.model.manifest import FileRecord, TensorRecord, read_details, read_record, record_name, record_rank
 from mindresume.resume.replicas import likely_holders
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.atomic_publish import error_text, publish, temporary_name

@@ -22,7 +22,7 @@ from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
-from mindresume.model.record_details import Details, TensorRecord
+from mindresume.model.manifest import Details, TensorRecord
 from mindresume.resume.choice import ShardSource
 from mindresume.storage.atomic_publish import error_text
 from mindresume.storage.interface import Storage

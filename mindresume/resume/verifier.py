@@ -20,9 +20,17 @@ from mindresume.formats.rank_folder_naming import LABEL, parse_label
 from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of, scalars_of
-from mindresume.model.file_record import FileRecord
-from mindresume.model.manifest import FOLDER, Record, attempts, read_details, read_record, record_name
-from mindresume.model.record_details import Details, TensorRecord
+from mindresume.model.manifest import (
+    FOLDER,
+    Details,
+    FileRecord,
+    Record,
+    TensorRecord,
+    attempts,
+    read_details,
+    read_record,
+    record_name,
+)
 from mindresume.resume.choice import ShardSource, VerifiedShard
 from mindresume.resume.eligible import wrong_size
 from mindresume.resume.metadata_verifier import MetadataVerifier

@@ -30,11 +30,11 @@ from mindresume.formats.rank_folder_naming import folder_name, name_for_rank, pa
 from mindresume.formats.rank_folders import labelled_files
 from mindresume.formats.records import ReadManifests, attempts_within, scan_records
 from mindresume.formats.weight_files import header_of, sizes_match
-from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import (
     FOLDER,
     MANIFEST,
     TRASH,
+    FileRecord,
     Manifest,
     parse_attempt,
     read_record,

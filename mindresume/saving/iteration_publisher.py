@@ -26,8 +26,7 @@ from mindresume.formats.iteration_scan import candidate_without_records, common_
 from mindresume.formats.metadata import encode_metadata
 from mindresume.formats.metadata_from_records import metadata_from_records
 from mindresume.formats.records import attempts_within, details_of, read_attempts
-from mindresume.model.file_record import FileRecord
-from mindresume.model.manifest import FOLDER, Record, attempt_name, run_name, run_sequence, trash_name
+from mindresume.model.manifest import FOLDER, FileRecord, Record, attempt_name, run_name, run_sequence, trash_name
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.atomic_publish import publish, temporary_name

@@ -27,10 +27,10 @@ from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointsRemoved, Emit, ignore, warning
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formatting import listed
-from mindresume.model.file_record import FileRecord
 from mindresume.model.manifest import (
     FOLDER,
     MANIFEST,
+    FileRecord,
     Manifest,
     attempt_name,
     attempts,

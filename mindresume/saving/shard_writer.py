@@ -20,10 +20,20 @@ from mindresume.errors import OutOfSpaceError, RecordError, SaveError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats.iteration_naming import MODEL, OPTIMIZER, WeightFile, iteration_name, parse_iteration
 from mindresume.formats.rank_folder_naming import FileName, folder_name, label
-from mindresume.model.file_record import FileRecord
 from mindresume.model.layout import TensorLayout
-from mindresume.model.manifest import EMERGENCY, FOLDER, MANIFEST, Record, attempt_name, read_record, record_name, run_sequence
-from mindresume.model.record_details import Details, TensorRecord
+from mindresume.model.manifest import (
+    EMERGENCY,
+    FOLDER,
+    MANIFEST,
+    Details,
+    FileRecord,
+    Record,
+    TensorRecord,
+    attempt_name,
+    read_record,
+    record_name,
+    run_sequence,
+)
 from mindresume.model.training_state import TrainingState
 from mindresume.storage.atomic_publish import UnknownOutcomeError, publish
 from mindresume.storage.interface import Storage

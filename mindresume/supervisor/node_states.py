@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from mindresume.errors import RecordError
-from mindresume.model.record_codec import encode_head, field_errors, read_head
+from mindresume.model.manifest import encode_head, field_errors, read_head
 from mindresume.model.training_state import is_count
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage

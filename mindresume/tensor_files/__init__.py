@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from mindresume.errors import CorruptFileError
-from mindresume.model.file_record import FORMATS
+from mindresume.model.manifest import FORMATS
 from mindresume.tensor_files import ckpt, safetensors
 from mindresume.tensor_files.header import (
     CHUNK,

@@ -35,7 +35,6 @@ from mindresume.tensor_files.header import (
     parse_object,
     read_ranges,
 )
-from mindresume.tensor_files.protobuf import MAX_VARINT, decode_varint, encode_varint
 
 SLICE_BYTES = 512 << 20     # mindspore/train/serialization.py: SLICE_SIZE, in KiB there
 METADATA_FIELD = 1000
@@ -47,6 +46,8 @@ NAMES = {"float64": "Float64", "float32": "Float32", "float16": "Float16", "bflo
          "int32": "Int32", "int16": "Int16", "int8": "Int8", "uint64": "UInt64", "uint32": "UInt32", "uint16": "UInt16",
          "uint8": "UInt8", "bool": "Bool"}
 _DTYPES = {tag: dtype for dtype, tag in NAMES.items()}
+MAX_VARINT = 10             # bytes
+_BITS = (1 << 64) - 1
 
 
 class _Value(NamedTuple):
@@ -249,3 +250,36 @@ def _tail(metadata: Mapping[str, str]) -> bytes:
 def _text(text: str) -> bytes:
     raw = text.encode()
     return encode_varint(len(raw)) + raw
+
+
+# ---- varints of protobuf, as in strategy files, too; the protobuf package is not imported ------------------------------
+
+def encode_varint(value: int) -> bytes:
+    """Encodes an integer of 64 bits; a negative one takes ten bytes."""
+    value &= _BITS
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def decode_varint(data: bytes, position: int = 0) -> tuple[int, int]:
+    """Returns the unsigned integer at ``position`` (up to 70 bits: the caller checks its range) and the position after it. Raises
+    ValueError if it does not end within MAX_VARINT bytes, or ``data`` ends first."""
+    found = data[position:position + MAX_VARINT]
+    if found and found[0] < 0x80:               # fast path: most numbers are tags and lengths of one byte
+        return found[0], position + 1
+    value = shift = 0
+    for byte in found:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, position + shift // 7
+    raise ValueError(f"a number does not end at byte {max(position + len(found) - 1, position)}")
+
+
+def signed(value: int) -> int:
+    """Returns the 64-bit two's complement integer whose unsigned form is ``value``."""
+    return value if value < 1 << 63 else (value & _BITS) - (1 << 64)

@@ -12,8 +12,7 @@ from rank_folders import STORAGE, save, simulated
 from mindresume.coordination.lease import BEAT, LeaseHolder, ended, fence, is_alive, lease_holders, next_run
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import LeaseHeldError, RecordError
-from mindresume.model.manifest import FOLDER, run_name, run_sequence
-from mindresume.model.record_codec import encode_head
+from mindresume.model.manifest import FOLDER, encode_head, run_name, run_sequence
 from sim.cluster import current_cluster
 
 

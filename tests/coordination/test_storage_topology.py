@@ -30,8 +30,7 @@ from mindresume.coordination.storage_topology import (
 from mindresume.errors import CollectiveError, LeaseHeldError, RecordError
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
-from mindresume.model.manifest import FOLDER, Manifest, attempt_name, read_record, record_name, run_name
-from mindresume.model.record_codec import encode_head, read_head
+from mindresume.model.manifest import FOLDER, Manifest, attempt_name, encode_head, read_head, read_record, record_name, run_name
 from mindresume.resume.candidates import NODE_LOCAL, list_checkpoints
 from mindresume.resume.eligible import check_files
 from mindresume.resume.replicas import unknown_strategy

@@ -23,8 +23,7 @@ from mindresume.formats import rank_folders
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name
 from mindresume.formats.rank_folder_naming import META, folder_name, meta_json, parse_name
 from mindresume.formats.records import scan_records
-from mindresume.model.file_record import FORMATS
-from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, read_record, record_rank
+from mindresume.model.manifest import FOLDER, FORMATS, MANIFEST, Manifest, read_record, record_rank
 from mindresume.resume import candidates, group_verification, shared_selection, verifier
 from mindresume.resume.choice import ShardSource, VerifiedShard
 from mindresume.saving import committer, garbage_collector, iteration_publisher, shard_writer, sync_saver

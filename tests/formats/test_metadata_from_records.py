@@ -6,7 +6,7 @@ from mindresume.formats.metadata import encode_metadata, read_metadata
 from mindresume.formats.metadata_from_records import metadata_from_records
 from mindresume.formats.slices import region_of
 from mindresume.model.layout import TensorLayout
-from mindresume.model.record_details import Details, TensorRecord
+from mindresume.model.manifest import Details, TensorRecord
 
 SUM = "0" * 32
 

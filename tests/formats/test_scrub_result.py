@@ -8,7 +8,7 @@ from rank_folders import RUN, STORAGE, flip_bit, path_of, save
 
 from mindresume.formats.records import scan_records
 from mindresume.formats.scrub_result import KIND, DamagedFile, ScrubResult, known_damage, publish_result, read_result
-from mindresume.model import record_codec as codec
+from mindresume.model import manifest as codec
 from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name
 
 STEP, RANK = 5, 1

@@ -13,7 +13,7 @@ from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
 from mindresume.formats.strategy_codec import _field, decode_strategy, encode_strategy
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.storage.posix import PosixStorage
-from mindresume.tensor_files.protobuf import encode_varint
+from mindresume.tensor_files.ckpt import encode_varint
 
 few = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="-"), min_size=1, max_size=12)

@@ -8,7 +8,7 @@ from rank_folders import STORAGE
 from mindresume.errors import CorruptFileError
 from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import file_sizes, header_of, sizes_match, status_of
-from mindresume.model.file_record import FileRecord
+from mindresume.model.manifest import FileRecord
 
 
 def saved(root):

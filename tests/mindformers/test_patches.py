@@ -39,9 +39,11 @@ from mindresume.formats.records import scan_records
 from mindresume.mindformers import adapter, job_start, load_iteration, patches, state_restorer, training_context, upstream  # noqa: E402
 from mindresume.mindformers.network_state import snapshot  # noqa: E402
 from mindresume.mindformers.upstream import Kind  # noqa: E402
-from mindresume.model.file_record import FileRecord  # noqa: E402
 from mindresume.model.layout import TensorLayout  # noqa: E402
-from mindresume.model.manifest import FOLDER  # noqa: E402
+from mindresume.model.manifest import (
+    FOLDER,  # noqa: E402
+    FileRecord,  # noqa: E402
+)
 from mindresume.resume import job_selection, resume_summary, selection  # noqa: E402
 from mindresume.resume.choice import Choice  # noqa: E402
 from mindresume.resume.eligible import SelectionPolicy  # noqa: E402

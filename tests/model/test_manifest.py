@@ -8,13 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindresume.errors import RecordError
-from mindresume.model.file_record import FileRecord
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import (
+    VERSION,
+    Details,
+    FileRecord,
     Manifest,
     Record,
+    TensorRecord,
     attempt_name,
     attempts,
+    encode_head,
     parse_attempt,
     read_details,
     read_record,
@@ -23,8 +27,6 @@ from mindresume.model.manifest import (
     run_name,
     run_sequence,
 )
-from mindresume.model.record_codec import VERSION, encode_head
-from mindresume.model.record_details import Details, TensorRecord
 from mindresume.model.training_state import TrainingState
 
 RUN = run_name(7, "1f3a9c04")

@@ -4,7 +4,7 @@ import io
 import pytest
 
 from mindresume.errors import RecordError
-from mindresume.model.record_codec import HEAD_LIMIT, encode_head, field_errors, parse_ranks, rank_ranges, read_head, set_fields
+from mindresume.model.manifest import HEAD_LIMIT, encode_head, field_errors, parse_ranks, rank_ranges, read_head, set_fields
 
 
 def test_a_head_is_read_back_with_its_line():

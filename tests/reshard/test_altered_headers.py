@@ -11,7 +11,7 @@ from reshard.plans import MODEL, Plan, random_tensors, recorded
 import mindresume
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import CollectiveError, CorruptFileError, MindResumeError
-from mindresume.model.record_codec import encode_head
+from mindresume.model.manifest import encode_head
 from mindresume.reshard.consolidated_checkpoint import choose_consolidated, survey, verify
 from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT
 from mindresume.reshard.geometry import whole

@@ -10,7 +10,7 @@ from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, random_tensors, 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import CollectiveError, CorruptFileError
 from mindresume.formats.consolidated import HUGGINGFACE, MAP, MINDSPORE
-from mindresume.model.record_codec import encode_head
+from mindresume.model.manifest import encode_head
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
 from mindresume.reshard.conversion_plan import to_consolidated

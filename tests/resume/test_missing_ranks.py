@@ -14,8 +14,7 @@ from mindresume.formats.metadata_from_records import missing_slices
 from mindresume.formats.scan import scan
 from mindresume.formats.strategy import Strategy, write_strategy
 from mindresume.model.layout import TensorLayout
-from mindresume.model.manifest import run_name
-from mindresume.model.record_details import Details, TensorRecord
+from mindresume.model.manifest import Details, TensorRecord, run_name
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.replicas import replica_sources

@@ -7,7 +7,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import MERGED, Candidate
-from mindresume.model.file_record import FileRecord
+from mindresume.model.manifest import FileRecord
 from mindresume.resume import selection
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindresume.formats import MINDFORMERS, Candidate
-from mindresume.model.file_record import FileRecord
+from mindresume.model.manifest import FileRecord
 from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank, own_rank
 
 FILE = (FileRecord("f", "safetensors"),)

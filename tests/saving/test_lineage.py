@@ -15,8 +15,7 @@ from mindresume.errors import RecordError
 from mindresume.events import Event, Notice
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
-from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, read_record, run_name
-from mindresume.model.record_codec import encode_head, read_head
+from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, encode_head, read_head, read_record, run_name
 from mindresume.resume.choice import candidate_from_json, candidate_to_json
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import plan

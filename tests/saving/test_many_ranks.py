@@ -11,9 +11,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.events import WARNING, ignore
 from mindresume.formats import rank_folders, records, weight_files
 from mindresume.formats.rank_folder_naming import META, FileName, folder_name, label, meta_json
-from mindresume.model.file_record import FileRecord
-from mindresume.model.manifest import FOLDER, MANIFEST, Record, attempt_name, record_name, run_name
-from mindresume.model.record_details import Details
+from mindresume.model.manifest import FOLDER, MANIFEST, Details, FileRecord, Record, attempt_name, record_name, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.shared_selection import select_shared

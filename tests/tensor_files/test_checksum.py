@@ -6,7 +6,7 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from mindresume.errors import CorruptFileError
-from mindresume.model.file_record import FORMATS
+from mindresume.model.manifest import FORMATS
 from mindresume.tensor_files import CHUNK, TensorEntry, checksum, ckpt, encode, read_header
 from mindresume.tensor_files.checksum import (
     Checksums,

@@ -7,7 +7,7 @@ import pytest
 
 from mindresume.errors import CorruptFileError
 from mindresume.tensor_files import ckpt, encode, encoded_size, read_header, read_scalar, read_tensor
-from mindresume.tensor_files.protobuf import encode_varint
+from mindresume.tensor_files.ckpt import decode_varint, encode_varint, signed
 
 DTYPES = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1"]
 RANDOM = np.random.default_rng(0)
@@ -219,3 +219,17 @@ def test_hostile_files(data, says):
     with pytest.raises(CorruptFileError, match=says) as error:
         read_all(data)
     assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("value, data", [(0, b"\x00"), (127, b"\x7f"), (128, b"\x80\x01"), (300, b"\xac\x02"),
+                                         (2**64 - 1, b"\xff" * 9 + b"\x01"), (-1, b"\xff" * 9 + b"\x01")])
+def test_encoding_and_decoding(value, data):
+    assert encode_varint(value) == data
+    assert decode_varint(b"x" + data + b"y", 1) == (value % 2**64, 1 + len(data))
+    assert signed(value % 2**64) == (-1 if value in (-1, 2**64 - 1) else value)
+
+
+@pytest.mark.parametrize("data, position", [(b"", 0), (b"\x80", 0), (b"\xff" * 20, 0), (b"\x01", 1)])
+def test_a_number_without_an_end(data, position):
+    with pytest.raises(ValueError, match="does not end"):
+        decode_varint(data, position)

@@ -1,5 +1,6 @@
 """A file that is read once gives the same arrays and the same checksum as two readings."""
 import io
+import os
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from mindresume.errors import CorruptFileError
 from mindresume.tensor_files import encode, read_header, read_tensor, whole_file
 from mindresume.tensor_files.checksum import file_checksum
-from mindresume.tensor_files.whole_file import read_whole
+from mindresume.tensor_files.whole_file import read_into, read_whole
 
 TENSORS = {"weight": np.arange(5000, dtype=np.float32).reshape(50, 100), "step": np.array(7, np.int32),
            "empty": np.zeros((0, 3), np.float16), "other_empty": np.zeros((0, 3), np.float16),
@@ -50,3 +51,38 @@ def test_only_files_of_the_operating_system(path):
         header, memory = read_header(file, path), io.BytesIO(file.read())
     with pytest.raises(OSError):
         read_whole(memory, header)
+
+
+def test_arrays_that_follow_each_other_share_arenas(monkeypatch):
+    monkeypatch.setattr(whole_file, "ARENA", 10_000)
+    monkeypatch.setattr(whole_file, "_SMALL", 9_000)
+    found = whole_file.new_memory({"a": 4_000, "b": 4_001, "empty": 0, "large": 50_000, "c": 9_990, "d": 1})
+    assert {name: array.nbytes for name, array in found.items()} == {
+        "a": 4_000, "b": 4_001, "empty": 0, "large": 50_000, "c": 9_990, "d": 1}
+    for number, array in enumerate(found.values()):
+        assert array.flags.writeable and array.ctypes.data % 16 == 0
+        array[:] = number
+    assert all((array == number).all() for number, array in enumerate(found.values()))       # they do not overlap
+    assert np.shares_memory(found["a"].base, found["b"].base)
+    assert not np.shares_memory(found["b"].base, found["large"].base)
+
+
+@pytest.fixture
+def handle(tmp_path):
+    (tmp_path / "file").write_bytes(b"0123456789")
+    found = os.open(tmp_path / "file", os.O_RDONLY)
+    yield found
+    os.close(found)
+
+
+def test_bytes_are_read_from_a_position_in_as_many_calls_as_it_takes(handle, monkeypatch):
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda handle, buffers, position: read(handle, [buffers[0][:2]], position))
+    out = bytearray(5)
+    read_into(handle, 3, memoryview(out), "file")
+    assert out == b"34567"
+
+
+def test_a_file_that_ends_before_is_truncated(handle):
+    with pytest.raises(CorruptFileError, match="file: the file ends at byte 10, 2 bytes are expected from there: truncated"):
+        read_into(handle, 8, memoryview(bytearray(4)), "file")
