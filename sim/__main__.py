@@ -12,12 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from mindresume.bounded_json import parse_json
 from mindresume.cli import run_app
 from mindresume.cli.common import AsJson, Stopped, print_explanations, print_json, progress_bar, say, stopped_by_signals
 from mindresume.errors import ConfigError
 from mindresume.events.log_lines import line_of
 from mindresume.fault_injection import workers
+from mindresume.typed import parse_json
 from sim import search_shards
 from sim.scenarios import FORMATS, WAYS, Simulation
 from sim.schedule import EXPLAINED

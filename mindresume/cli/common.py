@@ -12,11 +12,11 @@ import typer
 
 from mindresume import runtime
 from mindresume.api.progress import SILENT, Progress
-from mindresume.bounded_json import finite
 from mindresume.events.log_lines import progress_text
 from mindresume.events.progress import ProgressReporter
 from mindresume.formatting import shown, size_text
 from mindresume.model.layout import MAX_RANKS
+from mindresume.typed import finite
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 from mindresume import runtime
 from mindresume.api.observation import Heartbeat, Observation
 from mindresume.api.results import COMPLETE, INCOMPLETE, NODE_LOCAL, CheckpointInfo, Listing
-from mindresume.bounded_json import finite
 from mindresume.cli.common import say, step_text
 from mindresume.errors import ConfigError
 from mindresume.storage.atomic_publish import error_text
 from mindresume.storage.operations import call_within
+from mindresume.typed import finite
 
 PATIENCE = 3.0                  # seconds that one look may take before the view goes on without it
 _SLOWER = 4                     # a disk does not answer if a look takes so many times as long as the one before

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mindresume import runtime
-from mindresume.bounded_json import parse_json
 from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.signal_sender import OTHER, OWN, SignalSenders
 from mindresume.storage.posix import PosixStorage
+from mindresume.typed import parse_json
 
 STATUS = 128 + signal.SIGTERM           # exit status of a process that stopped because of the signal
 BY_SIGNAL, BY_FILE, BY_UNKNOWN = "SIGTERM", "graceful exit", "SIGTERM of an unknown sender"

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from mindresume.bounded_json import finite
-from mindresume.errors import ConfigError
+from mindresume.errors import ConfigError, RecordError
+from mindresume.typed import decode, finite
 
 INFO, WARNING, ERROR = "info", "warning", "error"
 DISK, MEMORY = "disk", "memory"
@@ -56,43 +56,10 @@ def event_from_json(value: Mapping[str, Any]) -> Event | None:
     known = _KINDS.get(value["event"]) if isinstance(value.get("event"), str) else None
     if known is None:
         return None
-    given: dict[str, Any] = {}
-    for field in fields(known):
-        if value.get(field.name) is None:
-            if field.default is MISSING and "None" not in str(field.type):
-                return None
-            given[field.name] = None if field.default is MISSING else field.default
-            continue
-        accepted, found = _value(str(field.type), value[field.name])
-        if not accepted:
-            return None
-        given[field.name] = found
     try:
-        return known(**given)
-    except ConfigError:
+        return decode(known, {name: found for name, found in value.items() if found is not None}, known.kind)
+    except (ConfigError, RecordError):
         return None
-
-
-def _value(declared: str, value: Any) -> tuple[bool, Any]:
-    """Returns whether ``value`` fits the annotation ``declared``, and the value in the type of the field."""
-    kind = declared.removesuffix(" | None")
-    if kind == "int":
-        return isinstance(value, int) and not isinstance(value, bool), value
-    if kind == "float":
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e18
-        return fits, float(value) if fits else None
-    if kind in ("str", "bool"):
-        return isinstance(value, str if kind == "str" else bool), value
-    if not isinstance(value, list):
-        return False, ()
-    if kind in ("tuple[int, ...]", "tuple[str, ...]", "tuple[float, ...]"):
-        inner = kind.removeprefix("tuple[").partition(",")[0]
-        found = [_value(inner, row) for row in value]
-        return all(accepted for accepted, _ in found), tuple(each for _, each in found)
-    if kind == "tuple[tuple[str, str, str], ...]":
-        fits = all(isinstance(row, list) and len(row) == 3 and all(isinstance(cell, str) for cell in row) for row in value)
-        return fits, tuple(map(tuple, value)) if fits else ()
-    raise AssertionError(declared)
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from mindresume.bounded_json import encodable, parse_json
 from mindresume.errors import StrategyError
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.model.training_state import is_count
 from mindresume.tensor_files.ckpt import decode_varint, encode_varint, signed
+from mindresume.typed import encodable, parse_json
 
 MAX_FIELDS = 1 << 22                    # fields of a message; a file has one for each operator and parameter
 _PREFIX = re.compile(r"(0|[1-9]\d{0,5})-(.+)", re.ASCII | re.DOTALL)

@@ -25,10 +25,10 @@ from typing import Any, BinaryIO
 import xxhash
 
 from mindresume import runtime
-from mindresume.bounded_json import parse_json
 from mindresume.errors import RecordError
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.model.training_state import TrainingState, is_count, is_number
+from mindresume.typed import parse_json
 
 FOLDER = ".mindresume"                 # below the checkpoint root; mindformers lists no hidden folders
 MANIFEST = "manifest.json"

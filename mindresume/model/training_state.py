@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 
 from mindresume.errors import RecordError
 from mindresume.model.data_position import DataPosition
+from mindresume.typed import MAX_COUNT
 
-MAX_COUNT = 2**63 - 1       # steps, samples, bytes: the largest number that a file system, MindSpore and a message can hold
 MAX_TEXT = 4096             # characters: a path
 Scalar = str | bool | int | float | None
 _COUNTS = (("step", 0), ("steps_per_epoch", 1), ("global_step", -1))                    # required fields and their minimum

@@ -16,11 +16,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from mindresume import runtime
-from mindresume.bounded_json import parse_json
 from mindresume.events import FAILED, Event, RunOpened, SaveFailed, TrainingEnded, TrainingStarted, event_from_json
 from mindresume.events.event_file import FOLDER, LIMIT, TEXT_LIMIT
 from mindresume.report.lines import pieces_of
 from mindresume.storage.posix import open_regular
+from mindresume.typed import parse_json
 
 LINE_LIMIT = 1 << 18            # bytes; longer lines are skipped
 FILE_LIMIT = 4 * LIMIT          # bytes of one file; mindresume writes at most half of it

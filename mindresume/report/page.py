@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mindresume.bounded_json import finite
 from mindresume.events import FAILED
 from mindresume.formatting import shortened, shown, size_text, span_text
 from mindresume.report import tables
@@ -27,6 +26,7 @@ from mindresume.report.phrases import LANGUAGES, Phrase, as_json, counted, joine
 from mindresume.report.tables import number_text, recovery_summary, summary
 from mindresume.report.texts import TEXTS
 from mindresume.resume.candidates import COMPLETE, NODE_LOCAL
+from mindresume.typed import finite
 
 TEMPLATE = "page.html"
 SCRIPTS = ("plot.js", "page.js")        # one script of the page, in this order

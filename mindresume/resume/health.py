@@ -13,11 +13,11 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from mindresume.bounded_json import parse_json
 from mindresume.formats import Candidate
 from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import read_bytes
+from mindresume.typed import parse_json
 
 LIST = "health_ckpts.json"
 MAX_LIST = 64 << 20             # bytes; one entry has about 80

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from mindresume.bounded_json import parse_json
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointsRemoved, Emit, ignore, warning
 from mindresume.formats.iteration_naming import iteration_name
@@ -47,6 +46,7 @@ from mindresume.storage.interface import Storage
 from mindresume.storage.object_store import ObjectStore
 from mindresume.storage.operations import parallel, read_bytes
 from mindresume.tensor_files.checksum import file_checksum
+from mindresume.typed import parse_json
 
 _STATUS, _SUFFIX = "run-", ".json"
 _LOST = "lost-"                  # prefix of the object that says that a record will never come

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from mindresume import runtime
-from mindresume.bounded_json import parse_json
 from mindresume.storage.interface import Storage
+from mindresume.typed import parse_json
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

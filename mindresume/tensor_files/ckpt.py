@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import BinaryIO, NamedTuple
 
-from mindresume.bounded_json import MAX_TENSORS
 from mindresume.errors import CorruptFileError
 from mindresume.tensor_files.header import (
     MAX_DIMENSIONS,
@@ -35,6 +34,7 @@ from mindresume.tensor_files.header import (
     parse_object,
     read_ranges,
 )
+from mindresume.typed import MAX_TENSORS
 
 SLICE_BYTES = 512 << 20     # mindspore/train/serialization.py: SLICE_SIZE, in KiB there
 METADATA_FIELD = 1000

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from mindresume.bounded_json import MAX_KEYS, MAX_TENSORS, MAX_VALUES, parse_json
 from mindresume.errors import CorruptFileError
+from mindresume.typed import MAX_KEYS, MAX_TENSORS, MAX_VALUES, parse_json
 
 CHUNK = 4 << 20             # bytes: fits the CPU cache, and is large enough for one system call per piece
 MAX_HEADER = 100_000_000    # bytes of JSON; the limit of the safetensors library

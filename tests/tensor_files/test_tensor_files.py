@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindresume.bounded_json import MAX_TENSORS
 from mindresume.errors import CorruptFileError
 from mindresume.tensor_files import (
     CHUNK,
@@ -22,6 +21,7 @@ from mindresume.tensor_files import (
     read_scalar,
     read_tensor,
 )
+from mindresume.typed import MAX_TENSORS
 
 COMMON = [np.dtype(dtype) for dtype in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?",
                                         ml_dtypes.bfloat16)]
