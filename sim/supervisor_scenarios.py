@@ -15,10 +15,9 @@ from weakref import WeakKeyDictionary
 
 from mindresume.events import Event
 from mindresume.events.emitter import Emitter
-from mindresume.supervisor.background import BackgroundHandler
-from mindresume.supervisor.background_states import BackgroundStates
+from mindresume.supervisor.event_recorder import BackgroundHandler
 from mindresume.supervisor.job import JobEnd
-from mindresume.supervisor.node_states import NodeStates
+from mindresume.supervisor.node_states import BackgroundStates, NodeStates
 from mindresume.supervisor.rendezvous import Rendezvous
 from mindresume.supervisor.restart_policy import DIED, EXITED, RestartPolicy, StartOutcome
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings

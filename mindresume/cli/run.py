@@ -100,10 +100,10 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
     """
     from mindresume.coordination.awake_clock import AwakeClock
     from mindresume.storage.posix import PosixStorage
-    from mindresume.supervisor.background import BackgroundHandler
-    from mindresume.supervisor.background_states import BackgroundStates
+    from mindresume.supervisor.event_recorder import BackgroundHandler
     from mindresume.supervisor.hang import HangLimits
     from mindresume.supervisor.job import JobSettings
+    from mindresume.supervisor.node_states import BackgroundStates
     from mindresume.supervisor.rendezvous import Rendezvous
     from mindresume.supervisor.restart_policy import RestartPolicy
     from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings

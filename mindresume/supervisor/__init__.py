@@ -2,10 +2,10 @@
 
     supervisor.Supervisor ─▶ job.Job: start ─▶ watch ─▶ end          one start of the command
     job          process_table: all descendants of this process, their exit statuses      hang: heartbeats without progress
-    end          job_end: SIGTERM, deadlines, SIGKILL; open_saves: who may finish a save before
+    end          job_end: SIGTERM, deadlines, SIGKILL; who may finish a save before
     decision     restart_policy: a pure function of the starts so far ─▶ exit, restart after a delay, or give up with failure_page
     nodes        rendezvous: the supervisors of several nodes start and end one generation together, through files;
-                 background_states does so in a thread, so that a storage that hangs does not hide a death
+                 node_states exchanges them in a thread, so that a storage that hangs does not hide a death
 
 Nothing here imports mindformers or MindSpore: what is known about the training comes from the heartbeats of its ranks
 (``coordination.rank_heartbeat``), their exit statuses, and for people the end of their logs.

@@ -37,12 +37,10 @@ from mindresume.events import (
 )
 from mindresume.events.log_lines import end_text
 from mindresume.storage.operations import call_within
-from mindresume.supervisor import stacks
-from mindresume.supervisor.hang import HangLimits, find_hang
-from mindresume.supervisor.job_end import EndTimes, end_job
-from mindresume.supervisor.log_excerpt import PATIENCE, excerpt, tail
+from mindresume.supervisor.hang import HangLimits, find_hang, startup_phases, without_stacks, write_stacks
+from mindresume.supervisor.job_end import EndTimes, end_job, first_lost_step, may_finish
+from mindresume.supervisor.logs import PATIENCE, excerpt, tail
 from mindresume.supervisor.members import Ended, Member, Members
-from mindresume.supervisor.open_saves import first_lost_step, may_finish
 from mindresume.supervisor.process_table import RANK, SCHEDULER, WRITER, end_with_parent, shell_status
 from mindresume.supervisor.restart_policy import (
     DIED,
@@ -54,7 +52,6 @@ from mindresume.supervisor.restart_policy import (
     WRONG_USE,
     StartOutcome,
 )
-from mindresume.supervisor.startup import startup_phases
 
 _STACKS = 30.0                          # seconds for the stacks of all ranks
 _JOINING = 300.0                        # seconds for a first heartbeat after a launcher that returns at once
@@ -289,9 +286,9 @@ class Job:
 
         def write() -> tuple[str, ...] | None:
             target = self._evidence()
-            return None if target is None else stacks.write_stacks(alive, self.folder, f"{target}-start_{self.number}")
+            return None if target is None else write_stacks(alive, self.folder, f"{target}-start_{self.number}")
         paths = call_within(_STACKS, write, ())             # py-spy, and a disk that can hang; None: there is no place for them
-        if paths is not None and (absent := stacks.without_stacks(alive, paths)):
+        if paths is not None and (absent := without_stacks(alive, paths)):
             self.emit(warning(f"no stacks of {absent}"))
         paths = paths or ()
         self.emit(HangDetected(self.number, self.host, tuple(max(it.rank, 0) for it in hang.ranks), hang.seconds, first.phase,

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
+from mindresume import runtime
+from mindresume.coordination.shared_folder import Sighting, Watch
 from mindresume.errors import RecordError
 from mindresume.model.manifest import encode_head, field_errors, read_head
 from mindresume.model.training_state import is_count
@@ -28,6 +30,8 @@ _STATES = (READY, RUNNING, FAILED, FINISHED, LEFT)
 _NAME = re.compile(r"node-(\d{5})-([0-9a-f]{8,32})-(\d{8})\.json")
 _KEPT = 2                       # files of one supervisor: a listing can still show the one before the newest
 _MAX_TEXT = 1000
+_MOMENT = 0.2                   # seconds for which a caller waits: most disks answer sooner, and the answer counts at once
+_PUBLISH, _READ, _REMOVE = "publish", "read", "remove"
 
 
 @dataclass(frozen=True)
@@ -79,16 +83,6 @@ class NodeState:
             return cls(**texts, **counts, **maps)
 
 
-@dataclass(frozen=True)
-class SeenState:
-    """Holds the newest state of one session as this process sees it. ``since``: when its number was first seen, by this process's
-    clock. ``advances``: how often its number was seen to grow."""
-    state: NodeState
-    sequence: int
-    since: float
-    advances: int = 0
-
-
 class NodeStates:
     """Publishes this supervisor's state and sees those of the others. An error of the storage is kept in ``error``, and the
     operation is tried again at the next call: a file system that is away for a minute ends no training.
@@ -96,14 +90,17 @@ class NodeStates:
     Args:
         beat: seconds after which a state is published again.
         clock: monotonic.
+    Attributes:
+        watch: by (node, session) what was seen of the other supervisors; the content is their NodeState.
     """
 
     def __init__(self, storage: Storage, folder: str, state: NodeState, beat: float, clock: Callable[[], float]):
-        self.storage, self.folder, self.mine, self.beat, self.clock = storage, folder, state, beat, clock
+        self.storage, self.folder, self.mine, self.beat = storage, folder, state, beat
+        self.watch = Watch(clock)
         self.error: OSError | None = None
-        self.seen: dict[tuple[int, str], SeenState] = {}
-        self._sequence, self._published_at = 0, 0.0
+        self._published_at = 0.0
         self._published: NodeState | None = None        # the newest one of this supervisor that the others can see
+        self._sequence = 0
         self._names: list[str] = []
 
     @property
@@ -123,19 +120,11 @@ class NodeStates:
         self.look()
         self.publish_if_due()
 
-    def look(self) -> None:
-        """Reads the states of the others."""
-        try:
-            self._read()
-            self.error = None
-        except OSError as error:
-            self.error = error
-
-    def newest(self, node: int) -> SeenState | None:
+    def newest(self, node: int) -> Sighting | None:
         """Returns the newest state of another node: of the session that was seen to change last."""
-        of_node = [seen for (number, session), seen in self.seen.items()
+        of_node = [seen for (number, session), seen in self.watch.members.items()
                    if number == node and session != self.mine.session]
-        return max(of_node, key=lambda seen: (seen.since, seen.state.session), default=None)
+        return max(of_node, key=lambda seen: (seen.since, seen.content.session), default=None)
 
     def remove_old(self) -> None:
         """Removes the files of earlier supervisors of this node. One that is alive publishes again."""
@@ -147,11 +136,11 @@ class NodeStates:
 
     def publish_if_due(self) -> None:
         """Publishes this supervisor's state if it is new, or was published long enough ago."""
-        now, state = self.clock(), self.mine            # which another thread can replace meanwhile
+        now, state = self.watch.clock(), self.mine              # which another thread can replace meanwhile
         if state == self._published and now - self._published_at < self.beat:
             return
-        name = f"node-{self.mine.node:05d}-{self.mine.session}-{self._sequence + 1:08d}.json"
         self._sequence += 1                         # also after an error: the name may exist
+        name = f"node-{state.node:05d}-{state.session}-{self._sequence:08d}.json"
         self._names.append(name)
         try:
             self.storage.make_folder(self.folder)
@@ -163,28 +152,90 @@ class NodeStates:
         except OSError as error:
             self.error = error
 
-    def _read(self) -> None:
-        """Reads new states. Raises OSError at the end if one could not be read: it keeps this node from none of the others."""
-        newest: dict[tuple[int, str], tuple[int, str]] = {}
+    def look(self) -> None:
+        """Reads the new states of the others. One that cannot be read keeps this node from none of the others."""
         failed: OSError | None = None
-        for name in self.storage.list(self.folder):
-            if match := _NAME.fullmatch(name):
-                key, sequence = (int(match[1]), match[2]), int(match[3])
-                if sequence > newest.get(key, (0, ""))[0]:
-                    newest[key] = sequence, name
-        for key, (sequence, name) in newest.items():
-            before = self.seen.get(key)
-            if key == (self.mine.node, self.mine.session) or before is not None and before.sequence >= sequence:
+        newest: dict[tuple[int, str], tuple[int, str]] = {}
+        try:
+            names = self.storage.list(self.folder)
+        except OSError as error:
+            self.error = error
+            return
+        for match in filter(None, map(_NAME.fullmatch, names)):
+            member, sequence = (int(match[1]), match[2]), int(match[3])
+            newest[member] = max(newest.get(member, (0, "")), (sequence, match[0]))
+        for member, (sequence, name) in newest.items():
+            before = self.watch.members.get(member)
+            if member == (self.mine.node, self.mine.session) or before is not None and before.number >= sequence:
                 continue
             try:
                 state = NodeState.read(self.storage, os.path.join(self.folder, name))
-            except (FileNotFoundError, RecordError):        # replaced by a newer one, or another version's
+            except (FileNotFoundError, RecordError):            # replaced by a newer one, or another version's
                 continue
             except OSError as error:
                 failed = error
                 continue
-            if (state.node, state.session) == key:
-                advances = 0 if before is None else before.advances + 1
-                self.seen = {**self.seen, key: SeenState(state, sequence, self.clock(), advances)}      # others iterate over it
-        if failed is not None:
-            raise failed
+            if (state.node, state.session) == member:
+                self.watch.see(member, sequence, state)
+        self.error = failed
+
+
+class BackgroundStates(NodeStates):
+    """Exchanges the states in one thread of its own: no method waits for the storage longer than a moment.
+
+    A hung mount holds a system call for ever. In the watch loop that would hide the death of a rank of this very node. Here the
+    thread waits alone: the job is watched and ended. What needs the other nodes waits as it does for a storage that fails: they
+    count as gone after ``--node-timeout``. At most one exchange is in progress, and a state that was replaced before it was
+    published is never published: others can miss a state in any case, because a listing shows the newest one.
+    """
+
+    def __init__(self, storage: Storage, folder: str, state: NodeState, beat: float, clock: Callable[[], float]):
+        super().__init__(storage, folder, state, beat, clock)
+        self._changed = runtime.Condition()
+        self._wanted: set[str] = set()
+        self._is_busy = False
+        self._defect: BaseException | None = None       # errors of the storage are in ``error``
+        runtime.Thread(target=self._work, name="mindresume-nodes", daemon=True).start()
+
+    def refresh(self) -> None:
+        self._ask(_READ)
+
+    def publish_if_due(self) -> None:
+        self._ask(_PUBLISH)
+
+    def remove_old(self) -> None:
+        self._ask(_REMOVE)
+
+    def _is_idle(self) -> bool:
+        return not self._wanted and not self._is_busy
+
+    def _ask(self, what: str) -> None:
+        with self._changed:
+            was_idle = self._is_idle()
+            self._wanted.add(what)
+            self._changed.notify_all()
+            if was_idle:                                # else the storage takes its time, and this caller does not wait as well
+                self._changed.wait_for(self._is_idle, _MOMENT)
+            if self._defect is not None:
+                raise self._defect
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._wanted:
+                    self._changed.wait()
+                wanted = self._wanted
+                self._wanted = set()
+                self._is_busy = True
+            try:
+                if _REMOVE in wanted:
+                    super().remove_old()
+                super().publish_if_due()                # before the others are read, which takes longer
+                if _READ in wanted:
+                    self.look()
+                    super().publish_if_due()            # again, if it has failed
+            except BaseException as error:
+                self._defect = error
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()

@@ -14,13 +14,14 @@ long for all nodes, then goes on with at least ``min_nodes``. A node that comes 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindresume import runtime
+from mindresume.coordination.shared_folder import Sighting
 from mindresume.errors import ConfigError
 from mindresume.storage.interface import Storage
-from mindresume.supervisor.node_states import FAILED, FINISHED, LEFT, READY, RUNNING, NodeState, NodeStates, SeenState
+from mindresume.supervisor.node_states import FAILED, FINISHED, LEFT, READY, RUNNING, NodeState, NodeStates
 from mindresume.supervisor.restart_policy import PEER
 
 _BEATS = 10                     # states that a node publishes in the time after which it counts as gone
@@ -91,37 +92,37 @@ class Rendezvous:
             return None
         self._looked = now
         self.states.refresh()
-        self.states.set(seen={node: seen.state.session for node in self._others() if (seen := self.states.newest(node))})
+        others = self._others()
+        self.states.set(seen={node: seen.content.session for node, seen in others.items()})
         if conflict := self._conflict():
             return conflict
-        for node in self._others():
-            seen = self.states.newest(node)
-            if seen is None or not self._is_fresh(seen):
+        for seen in others.values():
+            state = seen.content
+            if not self._is_fresh(seen):
                 continue
-            state = seen.state
             if state.state == LEFT and state.seen.get(self.node) == self.states.mine.session:
                 return PeerEnd(state.status, state.reason, leaves=True)
             if self._admits(state):
                 return self._begin(state.generation, state.members, state.address)
-        return self._lead()
+        return self._lead(others)
 
     def _admits(self, state: NodeState) -> bool:
         """Returns whether this node takes part in the generation of another one, which can have finished its own part already."""
         return (state.state in (RUNNING, FINISHED) and state.generation > self.generation
                 and state.members.get(self.node) == self.states.mine.session and min(state.members) == state.node)
 
-    def _lead(self) -> Membership | PeerEnd | None:
+    def _lead(self, others: Mapping[int, Sighting]) -> Membership | PeerEnd | None:
         """Starts a generation if this node is the leader, and all nodes are ready or the others were waited for."""
-        ready = {self.node: self.states.mine, **{node: seen.state for node in self._others()
-                                                 if (seen := self.states.newest(node)) and self._is_ready(seen)}}
+        fresh = {node: seen.content for node, seen in others.items() if self._is_fresh(seen)}
+        ready = {self.node: self.states.mine, **{node: state for node, state in fresh.items() if state.state == READY
+                                                 and state.seen.get(self.node) == self.states.mine.session}}
+        is_busy = any(state.state != LEFT for node, state in fresh.items() if node not in ready)    # it still ends its part
         waited = self.clock() - self._waits_since
-        is_busy = any(seen.state.state != LEFT and self._is_fresh(seen) for node in self._others()
-                      if node not in ready and (seen := self.states.newest(node)))      # it still ends its part
         if len(ready) < self.nodes and waited <= (_PATIENCE * self.timeout if is_busy else self.timeout):
             return None
         if len(ready) < self.min_nodes:
             missing = [node for node in range(self.nodes) if node not in ready]
-            if self._has_finished_with(missing):
+            if self._has_finished_with([others[node].content for node in missing if node in others], len(missing)):
                 return PeerEnd(0, "all nodes had finished the job before this one was started again", leaves=True)
             reason = (f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(map(str, missing))} did not come within "
                       f"{self.timeout:.0f} s (--node-timeout)" + (f"; {self.states.error}" if self.states.error else ""))
@@ -136,18 +137,13 @@ class Rendezvous:
         generation = max(state.generation for state in ready.values()) + 1
         return self._begin(generation, {node: state.session for node, state in sorted(ready.items())}, self.states.mine.address)
 
-    def _has_finished_with(self, missing: Sequence[int]) -> bool:
-        """Returns whether this node, in an earlier run of its supervisor, and ``missing`` have finished the same generation. A
-        platform started this one again, late; the others do not come back."""
-        generations = {seen.state.generation for (node, _), seen in self.states.seen.items()
-                       if node == self.node and _has_finished(seen.state)}
-        others = [seen.state for node in missing if (seen := self.states.newest(node))]
-        return bool(missing) and len(others) == len(missing) and all(
-            _has_finished(state) and state.generation in generations for state in others)
-
-    def _is_ready(self, seen: SeenState) -> bool:
-        return (seen.state.state == READY and self._is_fresh(seen)
-                and seen.state.seen.get(self.node) == self.states.mine.session)
+    def _has_finished_with(self, missing: Sequence[NodeState], count: int) -> bool:
+        """Returns whether this node, in an earlier run of its supervisor, and ``count`` nodes, whose states are ``missing``, have
+        finished the same generation. A platform started this one again, late; the others do not come back."""
+        generations = {seen.content.generation for (node, _), seen in self.states.watch.members.items()
+                       if node == self.node and _has_finished(seen.content)}
+        return 0 < count == len(missing) and all(
+            _has_finished(state) and state.generation in generations for state in missing)
 
     def _begin(self, generation: int, members: dict[int, str], address: str) -> Membership:
         self._waits_since = None
@@ -178,7 +174,7 @@ class Rendezvous:
             seen = self.states.newest(node) if node != self.node else None
             if seen is None:
                 continue
-            state = seen.state
+            state = seen.content
             if state.session != session:
                 return PeerEnd(NODE_LOST, f"the supervisor of node {node} was started anew")
             if state.state == LEFT:                     # also before it had seen that this generation begins
@@ -202,9 +198,9 @@ class Rendezvous:
         self.states.set(state=FINISHED, status=status)
         if end := self.check():
             return end
-        members = sorted(self.states.mine.members)
-        parts = [self.states.mine if node == self.node else seen.state for node in members
-                 if node == self.node or (seen := self.states.newest(node))]
+        others, members = self._others(), self.states.mine.members
+        parts = [self.states.mine if node == self.node else others[node].content for node in sorted(members)
+                 if node == self.node or node in others]
         if len(parts) == len(members) and all(part.state == FINISHED and part.generation == self.generation for part in parts):
             return PeerEnd(next((part.status for part in parts if part.status), 0), "all nodes have finished", leaves=True)
         return None
@@ -215,17 +211,19 @@ class Rendezvous:
 
     # ---- who ----------------------------------------------------------------------------------------------------------
 
-    def _others(self) -> list[int]:
-        return [node for node in range(self.nodes) if node != self.node]
+    def _others(self) -> dict[int, Sighting]:
+        """Returns {node: its newest state} of the other nodes that were seen."""
+        newest = {node: self.states.newest(node) for node in range(self.nodes) if node != self.node}
+        return {node: seen for node, seen in newest.items() if seen is not None}
 
-    def _is_fresh(self, seen: SeenState) -> bool:
+    def _is_fresh(self, seen: Sighting) -> bool:
         return self.clock() - seen.since <= self.timeout
 
     def _conflict(self) -> PeerEnd | None:
         """Returns an end if another supervisor of this node is alive: of two, the one with the higher session ends."""
-        for (node, session), seen in self.states.seen.items():
+        for (node, session), seen in self.states.watch.members.items():
             if (node == self.node and session < self.states.mine.session and seen.advances >= _ALIVE and self._is_fresh(seen)
-                    and seen.state.state != LEFT):
+                    and seen.content.state != LEFT):
                 return PeerEnd(NODE_LOST, f"another supervisor of node {node} is alive (session {session}); give each node its "
                                           f"own --node-rank", leaves=True)
         return None

@@ -20,7 +20,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mindresume.coordination.rank_heartbeat import NONE
+from mindresume import runtime
+from mindresume.coordination.rank_heartbeat import ENDED, NONE
+from mindresume.formatting import shown
 
 EXITED, DIED, HUNG, STOPPED, PEER = "exited", "died", "hung", "stopped", "peer"     # kinds of ends of a start
 NOT_STARTED = "not started"
@@ -141,3 +143,35 @@ def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
         return Decision(GIVE_UP, status, reason=reason, fruitless=fruitless)
     delay = min(policy.max_delay, 2.0 ** min(fruitless - 1, 30)) if fruitless else 0.0
     return Decision(RESTART, status, delay, last.cause, fruitless)
+
+
+# ---- the page of a job that is given up ---------------------------------------------------------------------------------
+
+SHOWN = 20                      # starts on a page: a job that makes progress is started again thousands of times
+_WIDTH = 300                    # characters of a line of a log, except of the last start: the page is one event
+
+
+def failure_page(starts: Sequence[StartOutcome], advice: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns what each start did and died of, in lines. Lines of logs are escaped, because they can hold anything."""
+    lines = [f"{len(starts) - SHOWN} earlier starts are left out; the event file has them"] if len(starts) > SHOWN else []
+    for start in starts[-SHOWN:]:
+        when = runtime.strftime("%Y-%m-%d %H:%M:%S", runtime.localtime(start.started))
+        lines += [f"start {start.number}, {when}, {start.seconds:.0f} s: {_work(start)}", f"    {_death(start)}"]
+        width = None if start is starts[-1] else _WIDTH
+        lines += [f"      | {shown(line)[:width]}" for line in start.log]
+        lines += [f"    logs: {shown(folder)}" for folder in start.log_folders]
+    return (*lines, *advice)
+
+
+def _work(start: StartOutcome) -> str:
+    began = "from the beginning" if start.resumed == NONE else f"resumed after step {start.resumed}"
+    if start.last_step == NONE:
+        return f"{began if start.resumed != NONE else 'nothing was resumed'}, no step was finished"
+    saved = "no checkpoint" if start.committed <= start.resumed else f"checkpoints up to step {start.committed}"
+    return f"{began}, last step {start.last_step}, {saved}"
+
+
+def _death(start: StartOutcome) -> str:
+    host = f" on {start.host}" if start.host else ""
+    phase = f" while {start.phase}" if start.phase not in ("", ENDED) else ""
+    return f"{start.cause}{phase}{host}; status {start.status}"

@@ -31,12 +31,10 @@ from mindresume.events import (
 from mindresume.events.emitter import Emitter
 from mindresume.storage.operations import call_within
 from mindresume.supervisor import orphans
-from mindresume.supervisor.background import PATIENCE
-from mindresume.supervisor.earlier_logs import keep_logs
-from mindresume.supervisor.event_recorder import EventRecorder
-from mindresume.supervisor.failure_page import page
+from mindresume.supervisor.event_recorder import PATIENCE, EventRecorder
 from mindresume.supervisor.job import TICK, Job, JobEnd, JobSettings
 from mindresume.supervisor.job_end import EndTimes
+from mindresume.supervisor.logs import keep_logs
 from mindresume.supervisor.process_table import all_processes, become_subreaper, descendants
 from mindresume.supervisor.rendezvous import Membership, PeerEnd, Rendezvous
 from mindresume.supervisor.restart_policy import (
@@ -53,6 +51,7 @@ from mindresume.supervisor.restart_policy import (
     RestartPolicy,
     StartOutcome,
     decide,
+    failure_page,
 )
 
 _FLUSHING = 1800.0              # seconds for which the end waits until memory is written to disk, which can hang
@@ -136,7 +135,7 @@ class Supervisor:
             if done is not None:
                 self.emit(done)
         if decision.action == GIVE_UP:
-            self.emit(GaveUp(decision.status, decision.reason, len(self.starts), page(self.starts)))
+            self.emit(GaveUp(decision.status, decision.reason, len(self.starts), failure_page(self.starts)))
         self.emit(SupervisorEnded(decision.status, decision.reason, len(self.starts)))
         return decision.status
 

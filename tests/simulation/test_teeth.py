@@ -43,7 +43,7 @@ from mindresume.saving import (
 )
 from mindresume.saving.memory_tier import directory, opening, slots
 from mindresume.storage import atomic_publish
-from mindresume.supervisor import background, background_states, rendezvous, restart_policy, supervisor
+from mindresume.supervisor import event_recorder, node_states, rendezvous, restart_policy, supervisor
 from sim.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
 from sim.schedule import OWN_SIGNAL, UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule, random_schedule
 from sim.search import SCENARIOS, SHARE, Counts, Failure, KnownStates, count_operations, replay, run
@@ -349,10 +349,10 @@ MUTANTS = [
         ("supervisors", "safetensors", ""), WRONG, deaths=False, within=40, draws=undisturbed()),
 
     mutant("the supervisor waits for its disk", [
-        Edit(background_states.BackgroundStates, "_ask", "_MOMENT)", "None)")],
+        Edit(node_states.BackgroundStates, "_ask", "_MOMENT)", "None)")],
         ("hanging disk", "safetensors", ""), f"{STUCK} {WRONG}", deaths=False, first=120, within=40, draws=each("slow", 1000)),
     mutant("the supervisor prints what it says by itself", [
-        Edit(background.BackgroundHandler, "handle", "self._waiting.append((event, time_s))",
+        Edit(event_recorder.BackgroundHandler, "handle", "self._waiting.append((event, time_s))",
              "self._handler.handle(event, time_s)")],
         ("hanging disk", "safetensors", ""), STUCK, deaths=False, draws=undisturbed()),
 

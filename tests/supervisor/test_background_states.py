@@ -1,4 +1,4 @@
-"""supervisor/background_states.py: a storage that never answers holds nobody up, and one that answers counts at once."""
+"""supervisor/node_states.py: a storage that never answers holds nobody up, and one that answers counts at once."""
 import threading
 import time
 
@@ -6,8 +6,7 @@ import pytest
 
 from mindresume.errors import RecordError
 from mindresume.storage.posix import PosixStorage
-from mindresume.supervisor.background_states import BackgroundStates
-from mindresume.supervisor.node_states import FAILED, READY, NodeState, NodeStates
+from mindresume.supervisor.node_states import FAILED, READY, BackgroundStates, NodeState, NodeStates
 from mindresume.supervisor.rendezvous import Rendezvous
 from mindresume.supervisor.restart_policy import DIED
 
@@ -67,7 +66,7 @@ def test_states_are_exchanged(states, tmp_path):
     states.set(state=FAILED, status=7)
     wait_until(states, lambda: states.is_published and states.newest(1) is not None)
     peer.refresh()
-    assert states.newest(1).state.status == 9 and peer.newest(0).state.status == 7 and states.error is None
+    assert states.newest(1).content.status == 9 and peer.newest(0).content.status == 7 and states.error is None
 
 
 def test_a_storage_that_hangs_holds_nobody_up_and_nothing_is_lost(states, storage, tmp_path):
@@ -84,7 +83,7 @@ def test_a_storage_that_hangs_holds_nobody_up_and_nothing_is_lost(states, storag
     wait_until(states, lambda: states.is_published)
     peer = other(tmp_path)
     peer.refresh()
-    assert peer.newest(0).state.status == 19
+    assert peer.newest(0).content.status == 19
 
 
 def test_a_state_that_is_set_while_another_is_published_is_published_too(states, storage, tmp_path):
@@ -97,7 +96,7 @@ def test_a_state_that_is_set_while_another_is_published_is_published_too(states,
     wait_until(states, lambda: states.is_published)
     peer = other(tmp_path)
     peer.refresh()
-    assert (peer.newest(0).state.state, peer.newest(0).state.status) == (READY, 2)
+    assert (peer.newest(0).content.state, peer.newest(0).content.status) == (READY, 2)
 
 
 def test_the_rendezvous_goes_on_without_its_storage(storage, tmp_path):
@@ -117,6 +116,6 @@ def test_the_rendezvous_goes_on_without_its_storage(storage, tmp_path):
 def test_a_defect_does_not_end_the_thread_in_silence(states, monkeypatch):
     def fail():
         raise RecordError("broken")
-    monkeypatch.setattr(states, "_read", fail)
+    monkeypatch.setattr(states, "look", fail)
     with pytest.raises(RecordError, match="broken"):
         wait_until(states, lambda: False)

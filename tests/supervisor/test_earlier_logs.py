@@ -1,10 +1,10 @@
-"""supervisor/earlier_logs.py: the logs of a start are moved out of the way of the next one; what is not known to be one stays."""
+"""supervisor/logs.py: the logs of a start are moved out of the way of the next one; what is not known to be one stays."""
 import os
 from functools import partial
 
 import pytest
 
-from mindresume.supervisor.earlier_logs import FOLDER, keep_logs
+from mindresume.supervisor.logs import FOLDER, keep_logs
 
 NAMES = ("worker_0.log", "worker_1.log", "scheduler.log")
 NOON = 1795435200.0

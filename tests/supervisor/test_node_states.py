@@ -24,5 +24,5 @@ def test_a_state_that_cannot_be_read_hides_no_other(tmp_path, content):
     states(tmp_path, OTHER).publish_if_due()
     mine = states(tmp_path, MINE)
     mine.refresh()
-    assert mine.newest(1).state == OTHER and mine.is_published
+    assert mine.newest(1).content == OTHER and mine.is_published
     assert (mine.error is not None) == (content is None)

@@ -1,8 +1,8 @@
-"""supervisor/open_saves.py: which ranks may finish a save when the job is ended."""
+"""supervisor/job_end.py: which ranks may finish a save when the job is ended."""
 import pytest
 
 from mindresume.coordination.rank_heartbeat import ENDING, SAVING, TRAINING, Heartbeat
-from mindresume.supervisor.open_saves import first_lost_step, may_finish, open_saves
+from mindresume.supervisor.job_end import first_lost_step, may_finish, open_saves
 from mindresume.supervisor.restart_policy import DIED, EXITED, HUNG, PEER, STOPPED
 
 

@@ -1,9 +1,9 @@
-"""supervisor/startup.py: the parts of a start have the names and the order that they have in the report."""
+"""supervisor/hang.py: the parts of a start have the names and the order that they have in the report."""
 import pytest
 
 from mindresume.coordination import rank_heartbeat as hb
 from mindresume.events.recovery_phases import PHASES
-from mindresume.supervisor.startup import startup_phases
+from mindresume.supervisor.hang import startup_phases
 
 ZERO = 1795324920.0
 RESUMED = ((hb.STARTING, 1), (hb.JOINING, 12), (hb.SELECTING, 14), (hb.BUILDING, 15), (hb.COMPILING, 16), (hb.LOADING, 20),
@@ -28,7 +28,7 @@ def shown(heartbeat):
 @pytest.fixture
 def started(monkeypatch):
     """Makes every process one that was started half a second after ZERO."""
-    monkeypatch.setattr("mindresume.supervisor.startup.start_time", lambda ticks: ZERO + 0.5)
+    monkeypatch.setattr("mindresume.supervisor.hang.start_time", lambda ticks: ZERO + 0.5)
 
 
 def test_the_graph_that_is_compiled_before_the_load_belongs_to_build(tmp_path, started):
@@ -51,10 +51,10 @@ def test_a_trainer_that_compiles_nothing(tmp_path, started):
 
 
 def test_a_process_that_was_started_within_the_same_tick_as_the_command(tmp_path, monkeypatch):
-    monkeypatch.setattr("mindresume.supervisor.startup.start_time", lambda ticks: ZERO - 0.01)
+    monkeypatch.setattr("mindresume.supervisor.hang.start_time", lambda ticks: ZERO - 0.01)
     assert shown(heartbeat(tmp_path, RESUMED))[0] == ("import", 0, 12)
 
 
 def test_when_it_is_not_known_when_the_process_was_started(tmp_path, monkeypatch):
-    monkeypatch.setattr("mindresume.supervisor.startup.start_time", lambda ticks: None)
+    monkeypatch.setattr("mindresume.supervisor.hang.start_time", lambda ticks: None)
     assert shown(heartbeat(tmp_path, RESUMED))[0] == ("start + import", 0, 12)

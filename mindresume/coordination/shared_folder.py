@@ -1,0 +1,50 @@
+"""Tells which members of a shared folder are alive: each has a small file with a number, and is alive while the number grows.
+
+    watch = Watch(clock)
+    seen = watch.see("run 3", number)           # each time that the file was read
+    clock() - seen.since                        # seconds of silence
+
+Leases (``lease``) and the states of supervisors (``supervisor.node_states``) are such files. Clocks of hosts are never compared:
+a number is as old as the time since this process first saw it. The caches of a network file system can show it late.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """Holds what was last seen of a member. Times are of the clock of the watch.
+
+    Attributes:
+        number: the newest; None: its file cannot be read.
+        first: when the member was first seen.
+        since: when this number was first seen.
+        advances: how often the number was seen to change.
+        content: of the file with this number.
+    """
+    number: int | None
+    first: float
+    since: float
+    advances: int = 0
+    content: Any = None
+
+
+class Watch:
+    """Remembers the numbers of members. ``clock``: monotonic."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self.clock = clock
+        self.members: dict[Hashable, Sighting] = {}
+
+    def see(self, member: Hashable, number: int | None, content: Any = None) -> Sighting:
+        """Notes the number of a member. Returns what is known of it, with the ``content`` of its newest file."""
+        before, now = self.members.get(member), self.clock()
+        if before is not None and before.number == number:
+            return before
+        seen = Sighting(number, now, now, 0, content) if before is None else Sighting(
+            number, before.first, now, before.advances + 1, content)
+        self.members = {**self.members, member: seen}           # others iterate over it
+        return seen
