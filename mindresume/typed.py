@@ -100,116 +100,129 @@ class Limits:
     pattern: str = ""
     what: str = ""
 
-    def accept(self, value: Any) -> bool:
-        size = value if isinstance(value, (int, float)) else len(value)
-        return self.least <= size <= self.most and (not self.pattern or re.fullmatch(self.pattern, value) is not None)
-
 
 Count = Annotated[int, Limits(0, MAX_COUNT)]
 Number = Annotated[float, Limits(-sys.float_info.max, sys.float_info.max)]
 Time = Annotated[float, Limits(0, 10**11, what="seconds since 1970")]       # until 5138: later times cannot be formatted
 Checksum = Annotated[str, Limits(pattern="[0-9a-f]{32}", what="32 hex digits")]       # xxh3_128
+RelativePath = Annotated[str, Limits(pattern=r"(?s)(?!/)(?!(?:.*/)?\.\.(?:/|\Z))[^\0]+", what="a path below the folder")]
 _NUMBERS = {int: Limits(-MAX_COUNT, MAX_COUNT), float: Limits(-1e18, 1e18)}
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", tuple: "a list", Mapping: "an object"}
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", tuple: "a list"}
+_JSON = {int: (int,), float: (int, float), str: (str,), bool: (bool,), tuple: (list,), Literal: (str,)}     # else an object
 
 
-def decode(kind: type[Value], value: Any, where: str, *, is_closed: bool = False) -> Value:
+def decode(kind: type[Value], value: Any, where: str) -> Value:
     """Returns the JSON ``value`` as a ``kind``: int, float, str, bool, Any, Literal, ``X | None``, ``tuple[X, ...]``,
     ``tuple[X, Y]``, ``Mapping[str, X]``, ``Mapping[int, X]`` (whose keys are digits), or a dataclass with such fields, whose
-    value is an object. A field that is absent has its default, or is None. ``field(metadata={"key": "..."})`` names another key
-    than that of the field.
+    value is an object. A field that is absent has its default, or is None; unknown keys are ignored.
+    ``field(metadata={"key": "..."})`` names another key than that of the field.
 
     Args:
         kind: a type, or ``Annotated[type, Limits(...)]``.
         value: of ``parse_json``.
         where: names the value in an error.
-        is_closed: unknown keys are refused; else they are ignored.
 
     Raises:
         RecordError: ``value`` has another type, is out of range, or lacks a field: says where, what was found and expected.
     """
-    decoded: Value = _decode(kind, value, f"{where}: ", is_closed)
+    annotation: Any = kind
+    decoded: Value = _decoder(annotation).decode(value, (where,))
     return decoded
 
 
-def _decode(kind: Any, value: Any, at: str, is_closed: bool) -> Any:
-    origin, inner, limits = _parts(kind)
-    if origin in _NUMBERS:
-        limits = limits or _NUMBERS[origin]
-        is_valid = type(value) is int or origin is float and type(value) is float
-    elif origin is Union:
-        return None if value is None else _decode(inner[0], value, at, is_closed)
-    elif origin is Mapping or is_dataclass(origin):
-        is_valid = isinstance(value, dict)
-    elif origin is tuple:
-        is_valid = isinstance(value, list) and (inner[-1] is ... or len(inner) == len(value))
-    elif origin is Literal:
-        is_valid = isinstance(value, str) and value in inner
-    else:
-        is_valid = origin is Any or isinstance(value, origin)
-    if not is_valid or limits and not limits.accept(value):
-        raise RecordError(f"{at.removesuffix(': ')} is {value!r}"[:300] + f", expected {_expected(origin, inner, limits)}")
-    if origin is tuple:
-        kinds = inner[:1] * len(value) if inner[-1] is ... else inner
-        return tuple(_decode(kinds[index], row, f"{at}[{index}]", is_closed) for index, row in enumerate(value))
-    if origin is Mapping:
-        return {_key(inner[0], key, at): _decode(inner[1], row, f"{at}.{key}", is_closed) for key, row in value.items()}
-    if is_dataclass(origin):
-        return _object(origin, value, at, is_closed)
-    return float(value) if origin is float else value
+class _Decoder:
+    """Decodes the values of one annotation, which it takes apart once."""
+
+    def __init__(self, annotation: Any):
+        limits: Limits | None = None
+        self.is_optional = get_origin(annotation) in (Union, types.UnionType)
+        if self.is_optional:
+            annotation = get_args(annotation)[0]
+        if get_origin(annotation) is Annotated:
+            annotation, limits = get_args(annotation)
+        origin, inner = get_origin(annotation) or annotation, get_args(annotation)
+        self.origin: Any = Mapping if isinstance(origin, type) and issubclass(origin, Mapping) else origin
+        self.choices = inner if origin is Literal else ()
+        self.is_any_length = origin is tuple and inner[-1] is ...
+        self.inner = () if self.choices else tuple(_Decoder(each) for each in inner if each is not ...)
+        self.limits = limits or _NUMBERS.get(origin)
+        self.match = re.compile(limits.pattern).fullmatch if limits and limits.pattern else None
+        self.types = None if origin is Any else _JSON.get(origin, (dict,))
+
+    def decode(self, value: Any, at: tuple[Any, ...]) -> Any:
+        """Returns ``value``. ``at``: the keys that lead to it, as (..., key)."""
+        if value is None and self.is_optional:
+            return None
+        if self.types and type(value) not in self.types or not self._is_allowed(value):
+            raise RecordError(f"{_place(at)} is {value!r}"[:300] + f", expected {self._expected()}")
+        if self.origin is tuple:
+            inner = self.inner * len(value) if self.is_any_length else self.inner
+            return tuple([inner[index].decode(row, (at, index)) for index, row in enumerate(value)])
+        if self.origin is Mapping:
+            return {self._key(key, at): self.inner[1].decode(row, (at, key)) for key, row in value.items()}
+        if is_dataclass(self.origin):
+            return self._object(value, at)
+        return float(value) if self.origin is float else value
+
+    def _is_allowed(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        if self.origin is tuple and not self.is_any_length and len(value) != len(self.inner):
+            return False
+        if self.limits is None:
+            return True
+        size = value if self.origin in _NUMBERS else len(value)
+        return self.limits.least <= size <= self.limits.most and (self.match is None or self.match(value) is not None)
+
+    def _object(self, value: Mapping[str, Any], at: tuple[Any, ...]) -> Any:
+        given = {}
+        for key, (field, decoder) in _fields(self.origin).items():
+            if key in value:
+                given[field.name] = decoder.decode(value[key], (at, key))
+            elif field.default is MISSING and field.default_factory is MISSING:
+                if not decoder.is_optional:
+                    raise RecordError(f"{_place((at, key))} is missing"[:300])
+                given[field.name] = None
+        return self.origin(**given)
+
+    def _key(self, key: str, at: tuple[Any, ...]) -> str | int:
+        if self.inner[0].origin is str:
+            return key
+        if not re.fullmatch("[0-9]{1,18}", key):
+            raise RecordError(f"{_place(at)} has the key {key!r}"[:300] + ", expected a whole number")
+        return int(key)
+
+    def _expected(self) -> str:
+        if self.limits and self.limits.what:
+            return self.limits.what
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        text = _WORDS.get(self.origin, "an object")
+        if self.origin is tuple and not self.is_any_length:
+            return f"{text} of {len(self.inner)} values"
+        if not self.limits or self.limits.most == math.inf:
+            return text
+        return (f"{text} from {self.limits.least} to {self.limits.most}" if self.origin in _NUMBERS else
+                f"{text} of at most {self.limits.most}")
 
 
-def _object(kind: Any, value: Mapping[str, Any], at: str, is_closed: bool) -> Any:
-    known = _fields(kind)
-    unknown = is_closed and [key for key in value if key not in known]
-    if unknown:
-        raise RecordError(f"{at}unknown key {unknown[0]!r}"[:300] + f", expected {', '.join(known)}")
-    given, at = {}, at if at[-1] == " " else f"{at}."
-    for key, (field, annotation) in known.items():
-        if key in value:
-            given[field.name] = _decode(annotation, value[key], f"{at}{key}", is_closed)
-        elif field.default is MISSING and field.default_factory is MISSING:
-            if _parts(annotation)[0] is not Union:
-                raise RecordError(f"{at}{key} is missing"[:300])
-            given[field.name] = None
-    return kind(**given)
-
-
-def _key(kind: Any, key: str, at: str) -> str | int:
-    if kind is str:
-        return key
-    if not re.fullmatch("[0-9]{1,18}", key):
-        raise RecordError(f"{at} has the key {key!r}"[:300] + ", expected a whole number")
-    return int(key)
-
-
-def _expected(origin: Any, inner: tuple[Any, ...], limits: Limits | None) -> str:
-    if limits and limits.what:
-        return limits.what
-    if origin is Literal:
-        return f"one of {', '.join(inner)}"
-    text = _WORDS.get(origin, "an object")
-    if origin is tuple and inner[-1] is not ...:
-        return f"{text} of {len(inner)} values"
-    if not limits or limits.most == math.inf:
-        return text
-    return f"{text} from {limits.least} to {limits.most}" if origin in _NUMBERS else f"{text} of at most {limits.most}"
+def _place(at: tuple[Any, ...]) -> str:
+    """Returns where a value is, such as ``scrub: damaged[3].size``."""
+    keys: list[str] = []
+    while len(at) > 1:
+        at, key = at
+        keys.append(f"[{key}]" if isinstance(key, int) else f".{key}")
+    path = "".join(reversed(keys)).removeprefix(".")
+    return f"{at[0]}: {path}" if path else str(at[0])
 
 
 @functools.cache
-def _parts(kind: Any) -> tuple[Any, tuple[Any, ...], Limits | None]:
-    """Returns the type without its parameters, the parameters, and the limits."""
-    limits = None
-    if get_origin(kind) is Annotated:
-        kind, limits = get_args(kind)
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return Union, inner, limits
-    return (Mapping if isinstance(origin, type) and issubclass(origin, Mapping) else origin or kind), inner, limits
+def _decoder(annotation: Any) -> _Decoder:
+    return _Decoder(annotation)
 
 
 @functools.cache
-def _fields(kind: type) -> dict[str, tuple[Field[Any], Any]]:
-    """Returns {key: (field, annotation)} of a dataclass."""
+def _fields(kind: type) -> dict[str, tuple[Field[Any], _Decoder]]:
+    """Returns {key: (field, decoder)} of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)
-    return {field.metadata.get("key", field.name): (field, hints[field.name]) for field in fields(kind)}
+    return {field.metadata.get("key", field.name): (field, _Decoder(hints[field.name])) for field in fields(kind)}

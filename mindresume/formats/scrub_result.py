@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import xxhash
 
@@ -24,9 +23,9 @@ from mindresume.errors import RecordError
 from mindresume.formats import Candidate, Refusal
 from mindresume.model import manifest as codec
 from mindresume.model.manifest import SCRUB_RESULT
-from mindresume.model.training_state import is_count, is_number
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Status, Storage
+from mindresume.typed import Checksum, Count, Number, RelativePath, Time, decode
 
 KIND = "scrub"
 MAX_NAMED = 100                 # tensors and files that a result names; the rest is counted by the reading that repairs it
@@ -47,11 +46,11 @@ class DamagedFile:
         reason: what was expected and found.
         tensors: names of the damaged tensors.
     """
-    path: str
-    rank: int
-    size: int
-    mtime: float
-    changed: float
+    path: RelativePath
+    rank: Count
+    size: Count
+    mtime: Number
+    changed: Number
     reason: str
     tensors: tuple[str, ...] = ()
 
@@ -59,36 +58,17 @@ class DamagedFile:
         """Returns whether the file with this status is the one that was read."""
         return status is not None and (status.size, status.mtime, status.changed) == (self.size, self.mtime, self.changed)
 
-    @classmethod
-    def from_json(cls, value: Any) -> DamagedFile:
-        """Raises RecordError for a value that mindresume cannot have written."""
-        path, texts = value["path"], [value["reason"], *codec.expect_list(value["tensors"], "tensors")]
-        if not all(isinstance(text, str) for text in (path, *texts)) or ".." in path.split("/") or path.startswith("/"):
-            raise RecordError("scrub: path, reason and tensors are texts, and the path is relative")
-        rank, size, mtime, changed = (value[name] for name in ("rank", "size", "mtime", "changed"))
-        if not is_count(rank) or not is_count(size) or not is_number(mtime) or not is_number(changed):
-            raise RecordError("scrub: rank and size are counts, mtime and changed are times")
-        return cls(path, rank, size, mtime, changed, value["reason"], tuple(value["tensors"]))
-
 
 @dataclass(frozen=True)
 class ScrubResult:
     """Holds the result for one checkpoint. ``read_at``: seconds since 1970. ``records``: fingerprint of its records."""
-    read_at: float
-    records: str
+    read_at: Time
+    records: Checksum
     damaged: tuple[DamagedFile, ...] = ()
 
     def encode(self) -> bytes:
         """Returns the content of the file."""
         return codec.encode_head({"version": codec.VERSION, "kind": KIND, **asdict(self)}, LIMIT)
-
-    @classmethod
-    def decode(cls, head: Mapping[str, Any]) -> ScrubResult:
-        """Raises RecordError if a field is missing or wrong."""
-        with codec.field_errors(KIND):
-            rows = tuple(map(DamagedFile.from_json, codec.expect_list(head["damaged"], "damaged")))
-            codec.expect_checksum(head["records"], KIND)
-            return cls(codec.expect_time(head["read_at"]), head["records"], rows)
 
 
 def fingerprint(candidate: Candidate) -> str:
@@ -107,7 +87,7 @@ def read_result(storage: Storage, candidate: Candidate) -> ScrubResult | None:
     if not candidate.has_scrub_result or not can_be_scrubbed(candidate):
         return None
     with suppress(OSError, RecordError), storage.open(os.path.join(candidate.records_dir or "", SCRUB_RESULT)) as file:
-        found = ScrubResult.decode(codec.read_head(file, KIND, LIMIT)[0])
+        found = decode(ScrubResult, codec.read_head(file, KIND, LIMIT)[0], KIND)
         return found if found.records == fingerprint(candidate) else None
     return None
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats.consolidated import FILE, ConsolidatedWeights, read_consolidated
 from mindresume.formatting import listed
-from mindresume.model.manifest import FileRecord, expect_checksum, expect_list, expect_shape, read_head
-from mindresume.model.training_state import is_count
+from mindresume.model.layout import MAX_AXES
+from mindresume.model.manifest import FileRecord, read_head
 from mindresume.reshard.checkpoint_view import CheckpointView, view_of_consolidated
 from mindresume.storage.interface import Storage
+from mindresume.typed import Checksum, Count, Limits, RelativePath, decode
 
 CONVERSION = "conversion.json"
 LIMIT = 256 << 20                   # bytes: it holds the checksums of all tensors
@@ -28,49 +29,22 @@ class ConversionManifest:
         files: with sizes and checksums; paths relative to the folder.
         tensors: {name: checksum}, for consolidated weights only.
         shapes: {name: (dtype, shape)} of the same.
-        arrangement: as in ``TrainingState``, for consolidated weights.
+        arrangement: {key: value} as in ``TrainingState``, for consolidated weights.
     """
     fingerprint: str
     what: str
     files: tuple[FileRecord, ...]
-    tensors: Mapping[str, str]
-    arrangement: tuple[tuple[str, bool], ...] = ()
-    shapes: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    tensors: Mapping[str, Checksum] = field(default_factory=dict)
+    arrangement: Mapping[str, bool] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[str, Annotated[tuple[Count, ...], Limits(0, MAX_AXES)]]] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ConversionManifest:
         """Reads the JSON object. RecordError if a field is missing or impossible."""
-        rows, tensors = value.get("files"), value.get("tensors", {})
-        if not isinstance(value.get("fingerprint"), str) or not isinstance(value.get("what"), str) or not isinstance(rows, list):
-            raise RecordError("conversion: expected fingerprint, what and files")
-        if not isinstance(tensors, dict):
-            raise RecordError(f"conversion: tensors is {tensors!r}"[:200] + ", expected a checksum of each")
-        for name, checksum in tensors.items():
-            expect_checksum(checksum, f"conversion: tensor {name}")
-        arrangement = value.get("arrangement", {})
-        if not isinstance(arrangement, dict) or not all(isinstance(flag, bool) for flag in arrangement.values()):
-            raise RecordError(f"conversion: arrangement is {arrangement!r}"[:200] + ", expected true or false for each key")
-        shapes = value.get("shapes", {})
-        if not isinstance(shapes, dict):
-            raise RecordError(f"conversion: shapes is {shapes!r}"[:200] + ", expected dtype and shape of each tensor")
-        return cls(value["fingerprint"], value["what"], tuple(map(_file, rows)), tensors, tuple(arrangement.items()),
-                   {name: _shape(name, row) for name, row in shapes.items()})
-
-
-def _shape(name: str, row: Any) -> tuple[str, tuple[int, ...]]:
-    dtype, shape = expect_list(row, name, 2)
-    if not isinstance(dtype, str):
-        raise RecordError(f"conversion: tensor {name}: the dtype is {dtype!r}"[:200] + ", expected a text")
-    return dtype, expect_shape(name, shape)
-
-
-def _file(row: Any) -> FileRecord:
-    path, size, checksum = row if isinstance(row, list) and len(row) == 3 else (None, None, None)
-    file = FileRecord.from_json([path, path.rpartition(".")[2] if isinstance(path, str) else "", size, checksum])
-    if not is_count(size):
-        raise RecordError(f"conversion: file {row!r}"[:200] + ", expected path, size and checksum")
-    expect_checksum(checksum, f"conversion: file {path}")
-    return file
+        rows = decode(tuple[tuple[RelativePath, Count, Checksum], ...], value.get("files"), "conversion: files")
+        made = decode(cls, {**value, "files": []}, "conversion")
+        return replace(made, files=tuple(FileRecord(path, path.rpartition(".")[2], size, checksum)
+                                         for path, size, checksum in rows))
 
 
 def read_conversion_manifest(storage: Storage, folder: str) -> ConversionManifest | None:

@@ -261,7 +261,7 @@ def open_consolidated(storage: Storage, path: str, step: int | None = None) -> O
         raise MissingCheckpointError(f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}")
     paths = [os.path.join(found.root, file) for file in found.files]
     if made is not None and state is not None:
-        state = replace(state, arrangement=made.arrangement)
+        state = replace(state, arrangement=tuple(made.arrangement.items()))
     return OpenCheckpoint(weights, state, None, [file_identity(storage, p) for p in paths],
                   f"{path}, consolidated weights{'' if state is None else f' of step {state.step}'}",
                   None if found.kind == FILE else found.root, notes=found.notes, made=made)

@@ -15,24 +15,24 @@ errors came from one of several hosts, that host is suspected first, and the che
 """
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any
 
 from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import MindResumeError, RecordError
 from mindresume.formats import Candidate
 from mindresume.model.manifest import FOLDER, record_name, run_sequence
-from mindresume.model.training_state import is_count
 from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
+from mindresume.storage.operations import read_json
+from mindresume.typed import MAX_COUNT, Count, Limits, decode, parse_json
 
 _HISTORY, _FAILURE, _SIGNALS = "trial-", "death-", "signals"
 _MAX_BYTES = 1 << 20            # bytes of a file that are read
@@ -40,6 +40,7 @@ _MAX_CAUSE = 300                # characters of a cause
 _MAX_FAILED_LOADS = 1000        # failed loads in one file
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 NO_ERROR = "no error was reported"
+Cause = Annotated[str, Limits(0, _MAX_CAUSE)]
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class FailedLoad:
     """Describes a job that died after it had loaded a checkpoint. ``hosts``: number of its hosts. ``host``, ``rank``: where the
     error without another cause was raised; empty and None if no rank reported one."""
     run: str
-    cause: str = NO_ERROR
-    host: str = ""
-    rank: int | None = None
-    hosts: int = 1
+    cause: Cause = NO_ERROR
+    host: Cause = ""
+    rank: Count | None = None
+    hosts: Annotated[int, Limits(1, MAX_COUNT)] = 1
 
     def __str__(self) -> str:
         return self.cause if self.rank is None else f"{self.cause} (rank {self.rank}, host {self.host})"
@@ -60,21 +61,20 @@ class FailedLoad:
 class _LoadHistory:
     """Holds the load attempts of one checkpoint. ``output``: output folder of the jobs. ``failed_loads``: the jobs that count.
     ``last_attempt``: the job of the last load attempt."""
-    output: str = ""
-    failed_loads: tuple[FailedLoad, ...] = ()
-    last_attempt: FailedLoad | None = None
+    output: str
+    failed_loads: tuple[FailedLoad, ...] = field(metadata={"key": "deaths"})
+    last_attempt: FailedLoad | None = field(metadata={"key": "began"})
 
     @classmethod
     def read(cls, storage: Storage, path: str) -> _LoadHistory | None:
         """Returns the content of a file, None if it has another form. Files of earlier versions ("2 /output") counted jobs that
         died for any reason, and are not used."""
-        try:
-            with storage.open(path) as file:
-                value = json.loads(file.read(_MAX_BYTES))
-            failed_loads, last_attempt = [_parse_failed_load(row) for row in value["deaths"]], value["began"]
-            return cls(str(value["output"]), tuple(failed_loads), _parse_failed_load(last_attempt) if last_attempt else None)
-        except (OSError, ValueError, LookupError, TypeError, RecursionError, RecordError):
-            return None
+        with suppress(OSError, ValueError, RecordError):
+            history = decode(cls, read_json(storage, path, _MAX_BYTES), "load attempts")
+            for failed_load in (*history.failed_loads, *([history.last_attempt] if history.last_attempt else [])):
+                run_sequence(failed_load.run)
+            return history
+        return None
 
     def encode(self) -> dict[str, Any]:
         """Returns the JSON object of the file; its keys are those of its first version."""
@@ -82,14 +82,13 @@ class _LoadHistory:
                 "began": asdict(self.last_attempt) if self.last_attempt else None}
 
 
-def _parse_failed_load(row: Mapping[str, Any]) -> FailedLoad:
-    """Returns the FailedLoad of a JSON object. Raises RecordError, TypeError or ValueError if it is none."""
-    failed_load = FailedLoad(**row)
-    run_sequence(failed_load.run)
-    texts = all(isinstance(text, str) and len(text) <= _MAX_CAUSE for text in (failed_load.cause, failed_load.host))
-    if not texts or not is_count(failed_load.hosts, 1) or not (failed_load.rank is None or is_count(failed_load.rank)):
-        raise ValueError("not a failed load")
-    return failed_load
+@dataclass(frozen=True)
+class _Death:
+    """Describes the error with which one rank ended. ``explained``: the cause other than the checkpoint, empty: none."""
+    cause: Cause
+    host: Cause
+    rank: Count | None
+    explained: str
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -161,13 +160,12 @@ def _counted(storage: Storage, root: str, history: _LoadHistory) -> tuple[Failed
             if name == prefix + _SIGNALS:
                 explained = explained or ENDED_BY_US not in os.environ and any(number in data for number in _STOP_SIGNALS)
                 continue
-            failure = json.loads(data)
-            if not failure["explained"]:
-                return (*history.failed_loads,
-                        _parse_failed_load({**asdict(history.last_attempt),
-                                            **{key: failure[key] for key in ("cause", "host", "rank")}}))
+            failure = decode(_Death, parse_json(data), name)
+            if not failure.explained:
+                return (*history.failed_loads, replace(history.last_attempt, cause=failure.cause, host=failure.host,
+                                                       rank=failure.rank))
             explained = True
-        except (OSError, ValueError, LookupError, TypeError, RecursionError, RecordError):
+        except (OSError, ValueError, RecordError):
             explained = True                                # a rank reported something that cannot be read
     return history.failed_loads if explained else (*history.failed_loads, history.last_attempt)
 
@@ -189,7 +187,7 @@ class LoadAttempt:
         checkpoint may be the reason. Records nothing if the directory has no folder of records. Raises OSError."""
         self.begun = True
         if self.rank == 0 and self.storage.status(os.path.dirname(self.path)) is not None:
-            before = _LoadHistory.read(self.storage, self.path) or _LoadHistory()
+            before = _LoadHistory.read(self.storage, self.path) or _LoadHistory("", (), None)
             failed_loads = _counted(self.storage, self.root, before) if before.output == self.output else ()
             history = _LoadHistory(self.output, failed_loads[-_MAX_FAILED_LOADS:], FailedLoad(self.run, hosts=self.hosts))
             publish_json(self.storage, self.path, history.encode(), self.run)

@@ -26,6 +26,7 @@ ROOMS = {                       # {part of the package: when it raises, in Engli
     "formats": ("reading of folders, strategies and plans", "读取目录、切分策略与并行计划"),
     "tensor_files": ("reading of weight files", "读取权重文件"),
     "model": ("reading of records and manifests", "读取记录与清单"),
+    "typed": ("reading of other small files of mindresume", "读取 mindresume 的其他小文件"),
     "storage": ("file systems and object stores", "文件系统与对象存储"),
     "events": ("events", "事件"),
     "api": ("Python API and commands", "Python 接口与命令"),

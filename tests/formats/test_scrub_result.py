@@ -10,6 +10,7 @@ from mindresume.formats.records import scan_records
 from mindresume.formats.scrub_result import KIND, DamagedFile, ScrubResult, known_damage, publish_result, read_result
 from mindresume.model import manifest as codec
 from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name
+from mindresume.typed import decode
 
 STEP, RANK = 5, 1
 
@@ -120,7 +121,7 @@ def test_it_is_read_as_it_was_written():
     rows = (DamagedFile("rank_0/a.safetensors", 0, 10, 1.5, 2.5, "reason", ("a", "b")),)
     result = ScrubResult(1e9, "0" * 32, rows)
     import io
-    assert ScrubResult.decode(codec.read_head(io.BytesIO(result.encode()), KIND)[0]) == result
+    assert decode(ScrubResult, codec.read_head(io.BytesIO(result.encode()), KIND)[0], KIND) == result
 
 
 def test_damage_is_listed_and_bounded(root):
