@@ -27,8 +27,7 @@ from mindresume.mindformers.network_state import deferred
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KeepLast
-from mindresume.saving.shard_writer import SaveTarget, rank_shard
-from mindresume.saving.sync_saver import Save
+from mindresume.saving.shard_writer import Save, SaveTarget, rank_shard
 from mindresume.storage.posix import PosixStorage
 
 KINDS = ("thread", "process")

@@ -32,9 +32,9 @@ from mindresume.formats.iteration_naming import TRACKER, iteration_name, parse_w
 from mindresume.mindformers import network_state as live
 from mindresume.model.training_state import TrainingState, is_transient
 from mindresume.saving.async_saver import AsyncSaver
+from mindresume.saving.committer import sync_saver
 from mindresume.saving.retention import KeepLast
-from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard
-from mindresume.saving.sync_saver import Save, Saver, SyncSaver, save_job_for
+from mindresume.saving.shard_writer import Save, Saver, SaveTarget, Shard, iteration_shard
 from mindresume.storage.posix import PosixStorage
 
 RANKS, DATA, TENSOR = 4, 2, 2
@@ -90,7 +90,7 @@ class Rank:
         os.makedirs(target.root, exist_ok=True)
         if way.asynchronous:
             return AsyncSaver(target, policy, "thread", emit=self.log)
-        return SyncSaver(save_job_for(target, policy, self.log))
+        return sync_saver(target, policy, self.log)
 
     def shard(self, way: Way) -> Shard:
         from mindresume.mindformers import adapter

@@ -5,7 +5,7 @@
 
 copy              np.copyto of the same tensors into memory that was written before: the limit of any background save
 background        mindresume.saving.async_saver.AsyncSaver, "live": MindSpore parameters as the plugin has them, "numpy": arrays
-synchronous       mindresume.saving.sync_saver.SyncSaver: written, flushed, committed before it returns
+synchronous       mindresume.saving.committer.SyncSaver: written, flushed, committed before it returns
 mindspore         mindspore.save_checkpoint(async_save="thread"; True means the same, or "process")
 
 Half of the bytes are float32, half bfloat16. Targets: at most 1.3 times the copy and 10 % of the synchronous save; at most one
@@ -30,8 +30,9 @@ from _background_job import KINDS, built_in, place_in, save_of, wait_for_built_i
 
 from mindresume.mindformers.network_state import deferred
 from mindresume.saving.async_saver import AsyncSaver
+from mindresume.saving.committer import sync_saver
 from mindresume.saving.retention import KeepLast
-from mindresume.saving.sync_saver import Saver, SyncSaver, save_job_for
+from mindresume.saving.shard_writer import Saver
 
 COPIES, SHARE, MEMORY = 1.3, 0.10, 1.0
 PATIENCE = 600.0
@@ -76,8 +77,7 @@ class Stop:
         self.size = measure.size_of(self.arrays)
         self.buffer = np.ones(self.size, np.uint8)
         self.savers: dict[str, Saver] = {kind: AsyncSaver(place_in(f"{self.folder}/{kind}"), KeepLast(1), kind) for kind in KINDS}
-        self.savers["synchronous"] = SyncSaver(save_job_for(place_in(f"{self.folder}/synchronous"), KeepLast(1),
-                                                            lambda text: None))
+        self.savers["synchronous"] = sync_saver(place_in(f"{self.folder}/synchronous"), KeepLast(1))
 
     def run(self, rounds: int) -> None:
         for number in self.rounds.numbers(rounds):

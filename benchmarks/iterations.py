@@ -34,9 +34,9 @@ import _measure as measure
 import numpy as np
 
 from mindresume.model.training_state import TrainingState
+from mindresume.saving.committer import sync_saver
 from mindresume.saving.retention import KeepLast
-from mindresume.saving.shard_writer import SaveTarget, iteration_shard
-from mindresume.saving.sync_saver import Save, save_job_for
+from mindresume.saving.shard_writer import Save, SaveTarget, iteration_shard
 from mindresume.storage.posix import PosixStorage
 
 STALL, SLOWER, FASTER, LIMIT, OVER, MEMORY = 0.5, 1.0, 2.0, 1.4, 1.02, 256
@@ -273,7 +273,7 @@ def write_ours(root: str, mib: int) -> str:
         model = {name: array for name, array in arrays.items() if name not in optimizer}
         target = SaveTarget(PosixStorage(), root, "0001-00000000", rank, ranks, iterations=True)
         os.makedirs(root, exist_ok=True)
-        work = save_job_for(target, KeepLast(5) if rank == 0 else None, lambda text: None)
+        work = sync_saver(target, KeepLast(5) if rank == 0 else None, lambda text: None)
         optimizer["global_step"] = np.full(1, 20, np.int32)
         outcome = work.write(Save(iteration_shard(job.PREFIX, target, state, model, optimizer, tables)))
         if outcome.error is not None:

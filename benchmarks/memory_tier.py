@@ -34,9 +34,7 @@ from mindresume.model.training_state import TrainingState
 from mindresume.resume.choice import VerifiedShard
 from mindresume.resume.verifier import verify_rank
 from mindresume.saving.memory_tier.tier import MemoryTier
-from mindresume.saving.save_request import SaveRequest
-from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
-from mindresume.saving.sync_saver import Save
+from mindresume.saving.shard_writer import Save, SaveTarget, rank_shard, write_shard
 from mindresume.settings import MemoryTierSettings
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import ReadCache
@@ -67,10 +65,9 @@ def main() -> None:
         shutil.rmtree(memory)
 
 
-class Request(SaveRequest):
+class Request:
     def __init__(self, arrays: dict[str, np.ndarray], step: int):
-        super().__init__(step)
-        self.arrays = arrays
+        self.arrays, self.step = arrays, step
 
     def collect(self) -> Save:
         state = TrainingState(self.step, 1000, self.step)

@@ -25,9 +25,8 @@ from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.remote_run_number import number_runs
 from mindresume.saving.retention import KEEP_ALL, KeepLast
-from mindresume.saving.save_request import SaveOptions, SaveRequest
-from mindresume.saving.shard_writer import SaveTarget, Shard
-from mindresume.saving.sync_saver import Outcome, Save
+from mindresume.saving.save_policy import SaveOptions
+from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, Shard
 from mindresume.settings import Settings
 from sim.bit_rot import rotted_saves, saves_on
 from sim.bucket import PodStore
@@ -144,9 +143,11 @@ def newest_acknowledged(history: History) -> Saved | None:
     return max(history.complete(), key=save_order, default=None)
 
 
-class _SaveRequest(SaveRequest):
+class _StepState:
+    """Implements ``StepState``."""
+
     def __init__(self, step: int, manager: CheckpointManager, training: Training, history: History):
-        super().__init__(step)
+        self.step = step
         self.manager, self.training, self.history = manager, training, history
 
     def collect(self) -> Save:
@@ -278,9 +279,9 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
             history.wrong.append(f"{job.name} starts fresh, though {max(history.uploaded, key=save_order)} is at the url")
     start = _loaded(job, choice, storage, rank, known) if choice is not None else 0
     options = SaveOptions(training.root, "sim", training.every, async_save=training.async_save,
-                          iterations=training.format == ITERATION)
-    manager = _Manager(storage, group, training.settings, options, KeepLast(training.keep) if training.keep else KEEP_ALL,
-                       process.emit, pending=PendingLoadAttempt(load_attempt))
+                          iterations=training.format == ITERATION,
+                          retention=KeepLast(training.keep) if training.keep else KEEP_ALL)
+    manager = _Manager(storage, group, training.settings, options, process.emit, PendingLoadAttempt(load_attempt))
     manager.history, process.own = history, manager
     manager.open(shared_groups, choice, partial(number_runs, remote, process.emit), leases={})
     opened.append(manager.target.run)
@@ -293,8 +294,7 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
     if hold is not None:
         hold.release()
     manager.begin(start, choice, remote)
-    manager.count_hosts()
-    scrub = _start_scrub(manager, process)
+    scrub = _start_scrub(manager, process, manager.count_hosts())
     manager.handle_preemption()
     step, left = start, ""
     history.started_runs.add(manager.target.run)
@@ -307,14 +307,15 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
                 raise Killed
         except ExchangeError:
             if training.rescue and step > start + 1:
-                manager.emergency_save(_SaveRequest(step - 1, manager, training, history))
+                manager.emergency_save(_StepState(step - 1, manager, training, history))
             raise
-        left = manager.step_end(_SaveRequest(step, manager, training, history))
+        left = _end_step(manager, _StepState(step, manager, training, history))
         if left:
             break
     if scrub is not None:
         scrub.stop()
-    manager.end(_SaveRequest(step, manager, training, history))
+    _save_last(manager, _StepState(step, manager, training, history))
+    manager.end(step)
     if left:
         gather_results(group, lambda: None)     # as mindresume.mindformers.patches: the first rank to end would end the others
     if rank == 0:
@@ -368,10 +369,29 @@ def _train(group: Group, seconds: float) -> None:
     group.gather(b"")
 
 
-def _start_scrub(manager: CheckpointManager, process: Process) -> BackgroundScrub | None:
-    """Starts the scrub in the background as ``mindresume.mindformers.run_start`` does."""
+def _end_step(manager: CheckpointManager, state: _StepState) -> str:
+    """Ends a step as ``mindresume.mindformers.training_saves`` does. Returns why the training is to stop; empty: go on."""
+    manager.begin_step_end(state.step)
+    if manager.is_due(state.step):
+        with manager.saving(state.step):
+            manager.save(state.collect())
+    manager.save_in_memory(state)
+    reason = manager.stop_reason(state.step)
+    if reason:
+        _save_last(manager, state)
+    return reason
+
+
+def _save_last(manager: CheckpointManager, state: _StepState) -> None:
+    if manager.is_last_missing(state.step):
+        with manager.saving_last(state.step):
+            manager.save(state.collect())
+
+
+def _start_scrub(manager: CheckpointManager, process: Process, is_first_on_host: bool) -> BackgroundScrub | None:
+    """Starts the scrub in the background as ``mindresume.mindformers.training_saves`` does."""
     settings = manager.settings.scrub
-    if not settings.every_hours or not manager.is_first_on_host:
+    if not settings.every_hours or not is_first_on_host:
         return None
     scrub = BackgroundScrub(manager.storage, manager.target.root, settings, process.emit, first=FIRST_SCRUB, poll=NEXT_SCRUB)
     process.on_event.append(lambda event: scrub.handle(event, 0.0))

@@ -20,10 +20,10 @@ from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, record_name
 from mindresume.saving.async_saver import AsyncSaver
+from mindresume.saving.committer import sync_saver
 from mindresume.saving.garbage_collector import carry_out, plan
 from mindresume.saving.retention import KEEP_ALL, KeepLast
-from mindresume.saving.shard_writer import SaveTarget
-from mindresume.saving.sync_saver import Outcome, Save, SyncSaver, save_job_for
+from mindresume.saving.shard_writer import Outcome, Save, SaveTarget
 from mindresume.settings import MemoryTierSettings
 from sim.bucket import BUCKET, Bucket
 from sim.cluster import (
@@ -225,8 +225,8 @@ def _save(sim: Simulation, rank: int, steps: tuple[int, ...], keep: int) -> None
     target = SaveTarget(Mount(sim.cluster, process), training.root, RUN, rank, training.ranks, sim.format == ITERATION, (),
                         lineage)
     mine = (KeepLast(keep) if keep else KEEP_ALL) if rank == 0 else None
-    saver = AsyncSaver(target, mine, sim.way, emit=process.emit, timeout=20.0) if sim.way else SyncSaver(
-        save_job_for(target, mine, process.emit))
+    saver = AsyncSaver(target, mine, sim.way, emit=process.emit, timeout=20.0) if sim.way else sync_saver(
+        target, mine, process.emit)
 
     def hear(outcomes: list[Outcome]) -> None:
         for outcome in outcomes:

@@ -22,9 +22,9 @@ if __name__ == "__main__":
 from mindresume.events import Event  # noqa: E402
 from mindresume.fault_injection.scenarios import RUNS, shard  # noqa: E402
 from mindresume.saving.async_saver import AsyncSaver  # noqa: E402
+from mindresume.saving.committer import sync_saver  # noqa: E402
 from mindresume.saving.retention import KeepLast  # noqa: E402
-from mindresume.saving.shard_writer import SaveTarget, Shard  # noqa: E402
-from mindresume.saving.sync_saver import Save, Saver, SyncSaver, save_job_for  # noqa: E402
+from mindresume.saving.shard_writer import Save, Saver, SaveTarget, Shard  # noqa: E402  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 
 REPORTED = 3                    # exit status: a SaveError said what was not saved
@@ -46,9 +46,9 @@ def shard_of(target: SaveTarget, step: int, fmt: str) -> Shard:
 def saver_of(target: SaveTarget, kind: str, events: list[Event]) -> Saver:
     if kind != "foreground":
         return AsyncSaver(target, KeepLast(1), kind, emit=events.append)
-    work = save_job_for(target, KeepLast(1), events.append)
+    work = sync_saver(target, KeepLast(1), events.append)
     work.begin()
-    return SyncSaver(work)
+    return work
 
 
 def run(root: str, fmt: str, kind: str, width: int, steps: list[int]) -> int:

@@ -6,10 +6,8 @@ from mindresume.events import SaveWritten
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.formats.scan import scan
 from mindresume.saving.checkpoint_manager import CheckpointManager
-from mindresume.saving.retention import KEEP_ALL
-from mindresume.saving.save_request import SaveOptions, SaveRequest
-from mindresume.saving.shard_writer import iteration_shard, rank_shard
-from mindresume.saving.sync_saver import Save
+from mindresume.saving.save_policy import SaveOptions
+from mindresume.saving.shard_writer import Save, iteration_shard, rank_shard
 from mindresume.settings import Settings
 
 JOBS: list["Job"] = []
@@ -21,12 +19,11 @@ def end_jobs():
         JOBS.pop().manager.finish_after_error()
 
 
-class Arrays(SaveRequest):
+class Arrays:
     """The state of ``job`` after its last step."""
 
     def __init__(self, job):
-        super().__init__(job.step)
-        self.job = job
+        self.job, self.step = job, job.step
 
     def collect(self):
         self.job.collected.append(self.step)
@@ -37,25 +34,25 @@ class Arrays(SaveRequest):
         name = FileName("net", target.rank, self.job.manager.session.suffix, state.epoch, state.step_in_epoch, "safetensors")
         return Save(rank_shard(name, state, tensors))
 
-    def on_collected(self, save, name):
-        self.job.saver_calls.append(("collected", name))
+    def collect_local(self):
+        return self.collect().shard
 
-    def on_submitted(self, save, name):
-        self.job.saver_calls.append(("submitted", name))
+    def needs_collectives(self):
+        return False
 
 
 class Job:
     """One attempt of a training, in this process."""
 
     def __init__(self, root, group=None, settings=None, pending=None, leases=None, iterations=False, every=5, **options):
-        self.step, self.collected, self.saver_calls, self.events, self.reason = 0, [], [], [], ""
+        self.step, self.collected, self.events, self.reason = 0, [], [], ""
         options = SaveOptions(str(root), "net", every, iterations=iterations, **options)
         self.manager = CheckpointManager(
-            STORAGE, group or SingleProcess(), settings or Settings(), options, KEEP_ALL, self.events.append, pending)
+            STORAGE, group or SingleProcess(), settings or Settings(), options, self.events.append, pending)
         self.manager.open(leases=leases)
         self.manager.begin(0)
         JOBS.append(self)
-        self.manager.count_hosts()
+        self.is_first_on_host = self.manager.count_hosts()
         self.manager.handle_preemption()
 
     def emitted(self, kind):
@@ -68,12 +65,30 @@ class Job:
     def steps(self, count):
         for _ in range(count):
             self.step += 1
-            self.reason = self.manager.step_end(Arrays(self))
+            self.end_step()
         return self
 
-    def end(self):
-        self.manager.end(Arrays(self))
+    def end_step(self, state=None):
+        """Ends a step as ``mindresume.mindformers.training_saves`` does."""
+        manager, state = self.manager, state or Arrays(self)
+        manager.begin_step_end(self.step)
+        if manager.is_due(self.step):
+            with manager.saving(self.step):
+                manager.save(state.collect())
+        manager.save_in_memory(state)
+        self.reason = manager.stop_reason(self.step)
+        if self.reason:
+            self._save_last(state)
+
+    def end(self, state=None):
+        self._save_last(state or Arrays(self))
+        self.manager.end(self.step)
         return self
+
+    def _save_last(self, state):
+        if self.manager.is_last_missing(self.step):
+            with self.manager.saving_last(self.step):
+                self.manager.save(state.collect())
 
 
 def committed(root):

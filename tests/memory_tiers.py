@@ -9,9 +9,7 @@ from rank_folders import RUN, STORAGE, state_of, tensors_of
 
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.saving.memory_tier.directory import OWNER, make_mark, make_tier, owner_of, read_mark, tier_path
-from mindresume.saving.save_request import SaveRequest
-from mindresume.saving.shard_writer import iteration_shard, rank_shard
-from mindresume.saving.sync_saver import Save
+from mindresume.saving.shard_writer import Save, iteration_shard, rank_shard
 from mindresume.storage.atomic_publish import publish_json
 
 MEMORY = "/dev/shm"
@@ -32,12 +30,11 @@ def tier_of(root):
     return tier_path(read_mark(STORAGE, str(root)))
 
 
-class StepRequest(SaveRequest):
+class StepRequest:
     """The state of one rank after ``step``. ``bad``: collecting fails."""
 
     def __init__(self, target, step, fmt="safetensors", bad=False, collective=False):
-        super().__init__(step)
-        self.target, self.fmt, self.bad, self.collective, self.collected = target, fmt, bad, collective, 0
+        self.step, self.target, self.fmt, self.bad, self.collective, self.collected = step, target, fmt, bad, collective, 0
 
     def collect(self):
         self.collected += 1

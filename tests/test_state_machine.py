@@ -35,11 +35,10 @@ from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving.async_saver import AsyncSaver
-from mindresume.saving.committer import Committer
+from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.garbage_collector import carry_out, plan
 from mindresume.saving.retention import KEEP_ALL, KeepEverySteps, KeepLast, Policy
-from mindresume.saving.shard_writer import SaveTarget, Shard, clean_own_folder, rank_shard
-from mindresume.saving.sync_saver import Save, SaveJob, SyncSaver
+from mindresume.saving.shard_writer import Save, SaveTarget, Shard, clean_own_folder, rank_shard
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
 
@@ -238,7 +237,7 @@ class Training(RuleBasedStateMachine):
                       for rank in range(self.world)])
         for rank in range(self.world):
             clean_own_folder(SaveTarget(STORAGE, self.root, run, rank, self.world))
-        SaveJob(SaveTarget(STORAGE, self.root, run, 0, self.world),
+        SyncSaver(SaveTarget(STORAGE, self.root, run, 0, self.world),
                 Committer(SaveTarget(STORAGE, self.root, run, 0, self.world))).begin()
         self.run_count += 1
         self.run = Run(self.run_count, run, self.world, suffix, step, fmt)
@@ -302,7 +301,7 @@ class Training(RuleBasedStateMachine):
         def work(rank: int) -> None:
             target = SaveTarget(machine.storage_of(rank), self.root, run.run, rank, run.world)
             committer = Committer(target, policy, clock=machine.clock, sleep=machine.sleep) if rank == 0 else None
-            saver = SyncSaver(SaveJob(target, committer))
+            saver = SyncSaver(target, committer)
             saver.save(Save(self._shard(entry, rank)))
             if all(outcome.saved for outcome in saver.wait(0.0)):
                 said.add(rank)

@@ -19,10 +19,9 @@ from mindresume.fault_injection.tiny_checkpoints import ITERATION, Saved, build_
 from mindresume.model.manifest import FORMATS, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.async_saver import AsyncSaver
-from mindresume.saving.committer import Committer
+from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.retention import KEEP_ALL, KeepLast, Policy
-from mindresume.saving.shard_writer import SaveTarget, Shard, clean_own_folder, write_shard
-from mindresume.saving.sync_saver import Outcome, Save, SaveJob, SyncSaver
+from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, Shard, clean_own_folder, write_shard
 from mindresume.storage.atomic_publish import temporary_name
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
@@ -86,7 +85,7 @@ def save_without_faults(root: str, fmt: str, ranks: int, run: int, step: int, co
         Committer(places[0]).saved(step)
 
 
-class _RecordingSaveJob(SaveJob):
+class _RecordingSaver(SyncSaver):
     """Records when this rank's part is written; for rank 0 that is before it commits."""
 
     def __init__(self, target: SaveTarget, committer: Committer | None, sandbox: Sandbox, run: int):
@@ -108,7 +107,7 @@ def _save_steps(sandbox: Sandbox, rank: int, run: int, steps: list[int], policy:
     if background:
         saver: AsyncSaver | SyncSaver = AsyncSaver(target, policy if rank == 0 else None, "thread")
     else:
-        saver = SyncSaver(_RecordingSaveJob(target, sandbox.committer(run, policy) if rank == 0 else None, sandbox, run))
+        saver = _RecordingSaver(target, sandbox.committer(run, policy) if rank == 0 else None, sandbox, run)
     for number, step in enumerate(steps):
         saver.save(Save(shard(target, step, sandbox.format)))
         outcomes = saver.wait(60.0)
@@ -168,7 +167,7 @@ def _start(sandbox: Sandbox, rank: int) -> None:
     target = sandbox.target(rank, 1)
     clean_own_folder(target)
     if rank == 0:
-        SaveJob(target, sandbox.committer(1)).begin()
+        SyncSaver(target, sandbox.committer(1)).begin()
     _save_steps(sandbox, rank, 1, [30], KeepLast(1))
 
 

@@ -16,21 +16,19 @@ from typing import Any
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 
 from mindresume import runtime
-from mindresume.coordination.rank_heartbeat import COMPILING, ENDING
+from mindresume.coordination.rank_heartbeat import COMPILING
 from mindresume.errors import SaveError
 from mindresume.formats.rank_folder_naming import stem
-from mindresume.mindformers import adapter, heartbeat, run_start, training_context, upstream, upstream_check
+from mindresume.mindformers import adapter, heartbeat, training_context, training_saves, upstream, upstream_check
 from mindresume.mindformers.monitor_arguments import checked_arguments
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.state_collector import StateCollector
 from mindresume.resume.health import add
 from mindresume.saving.checkpoint_manager import CheckpointManager
-from mindresume.saving.retention import Policy, policy_of
-from mindresume.saving.save_request import SaveOptions, SaveRequest, SupportsSave
+from mindresume.saving.retention import policy_of
+from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.save_session import SaveSession
-from mindresume.saving.shard_writer import Shard
-from mindresume.saving.sync_saver import Save
-from mindresume.settings import Settings
+from mindresume.saving.shard_writer import Save, Shard
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 
@@ -79,12 +77,7 @@ class CheckpointMonitor(BuiltIn):
         if self._checkpoints is None:                       # it belongs to no training
             training_context.current().resources.pending_load.end()
             return self._save_ckpt(run_context.original_args())
-        request, progress = _MonitorRequest(self, run_context.original_args()), self._context.progress
-        progress.step = request.step
-        reason = self._checkpoints.step_end(request)
-        heartbeat.step(request.step)
-        if reason:
-            progress.stop_reason = reason
+        if training_saves.end_step(self._checkpoints, self._context, _MonitorState(self, run_context.original_args())):
             run_context.request_stop()
         return None
 
@@ -111,13 +104,8 @@ class CheckpointMonitor(BuiltIn):
         if not self._ours:
             return super().end(run_context)
         if self._checkpoints is not None:
-            heartbeat.enter(ENDING)
-            self._context.resources.stop_scrub()
-            self._checkpoints.end(_MonitorRequest(self, run_context.original_args()), self._close)
+            training_saves.end_training(self._checkpoints, self._context, _MonitorState(self, run_context.original_args()))
         return None
-
-    def _close(self) -> None:
-        self._context.monitor = None
 
     def _save_ckpt(self, cb_params: Any, force_to_save: bool = False) -> None:
         """Saves if the step is due. MindIO TTP calls this with ``__exception_save__`` in ``_append_dict``, on a monitor that
@@ -130,46 +118,49 @@ class CheckpointMonitor(BuiltIn):
             return None
         if not self._saves:
             return super()._save_ckpt(cb_params, force_to_save)
-        request = _MonitorRequest(self, cb_params)
-        if not self._checkpoints.should_save(request.step, force_to_save):
-            return None
-        if self._need_flush_from_cache:
-            self._flush_from_cache(cb_params)
-        self._last_triggered_step = cb_params.cur_step_num
-        return self._checkpoints.save_now(request)
+        state = _MonitorState(self, cb_params)
+        if self._checkpoints.is_due(state.step, force_to_save):
+            self.save_checkpoint(cb_params)
+        return None
 
     @property
     def _saves(self) -> bool:
         """Returns whether this monitor saves in a training; if not, the built-in does."""
-        return self._checkpoints is not None and self._checkpoints.saving
+        return self._checkpoints is not None and self._checkpoints.is_active
 
     def save_checkpoint(self, cb_params: Any) -> None:
         """Saves everything that a resume needs (network, optimizer, counters), and the inference weights that were asked for."""
         if not self._saves or _RESCUE in self._append_dict:
             return super().save_checkpoint(cb_params)
-        return self._checkpoints.submit(_MonitorRequest(self, cb_params))
+        state = _MonitorState(self, cb_params)
+        with self._checkpoints.saving(state.step):
+            state.save(self._checkpoints)
+        return None
 
     def emergency_save(self, cb_params: Any) -> bool:
         """Saves after ranks were lost, see ``CheckpointManager.emergency_save``. False: the built-in may try."""
-        return not upstream_check.is_off(upstream.RESCUE) and self._checkpoints.emergency_save(_MonitorRequest(self, cb_params))
+        return not upstream_check.is_off(upstream.RESCUE) and self._checkpoints.emergency_save(_MonitorState(self, cb_params))
 
     # ---- start -------------------------------------------------------------------------------------------------------
 
     def _start(self, context: training_context.TrainingContext) -> None:
         """Opens the save session together with the other ranks, cleans up, and restores the random state."""
         resources = context.resources
-        self._context, resources.group = context, group_of_job()
-        policy = self._policy(context.settings)             # on every rank, so that contradicting keys stop all ranks
-        asked = self._asked
+        self._context = context
+        resources.group = group_of_job()
+        settings, asked = context.settings, self._asked
+        # on every rank, so that contradicting keys stop all ranks
+        retention = policy_of(asked["keep_checkpoint_max"], asked["keep_checkpoint_per_n_minutes"], settings.keep_every_steps,
+                              settings.keep_best, settings.keep_best_metric, settings.keep_best_mode)
         options = SaveOptions(self._root(), self.origin_prefix, asked["save_checkpoint_steps"], asked["save_checkpoint_seconds"],
-                              asked["async_save"], self._iterations, self._directory)
-        self._checkpoints = manager = CheckpointManager(self.storage, resources.group, context.settings, options, policy,
-                                                        context.emit, resources.pending_load, self._since, heartbeat.writing)
-        home = run_start.open_directory(manager, context)
+                              asked["async_save"], self._iterations, self._directory, retention=retention, since=self._since)
+        self._checkpoints = manager = CheckpointManager(self.storage, resources.group, settings, options, context.emit,
+                                                        resources.pending_load, heartbeat.writing)
+        home = training_saves.open_directory(manager, context)
         if not self._iterations:
             self._prefix = stem(self.origin_prefix, resources.group.rank, home.suffix)
         self._collector = self._make_collector(home, context)
-        run_start.begin_saving(manager, context, self._append_step_num, self)
+        training_saves.begin_saving(manager, context, self._append_step_num, self)
 
     def _root(self) -> str:
         """Returns the checkpoint directory."""
@@ -189,21 +180,7 @@ class CheckpointMonitor(BuiltIn):
                         self._asked["keep_checkpoint_max"] or 0,
                         self.get_checkpoint_health_info if self.use_checkpoint_health_monitor else None)
 
-    def _policy(self, settings: Settings) -> Policy:
-        return policy_of(self._asked["keep_checkpoint_max"], self._asked["keep_checkpoint_per_n_minutes"],
-                         settings.keep_every_steps, settings.keep_best, settings.keep_best_metric, settings.keep_best_mode)
-
     # ---- collecting --------------------------------------------------------------------------------------------------
-
-    def _collect(self, cb_params: Any) -> Save:
-        """Collects a save. All ranks call it, because it can be collective."""
-        state = self._collector.state(cb_params)
-        return Save(self._collector.shard(cb_params, state), tuple(self._collector.extras(cb_params, state)))
-
-    def _collect_local(self, cb_params: Any) -> Shard:
-        """Collects everything that this rank holds, when other ranks are lost."""
-        state = self._collector.state(cb_params, emergency=True)
-        return self._collector.shard(cb_params, state, emergency=True)
 
     def _record_health(self, health: int, name: str) -> None:
         """Records the health of a checkpoint in the list of mindformers' health monitor, on rank 0."""
@@ -215,31 +192,36 @@ class CheckpointMonitor(BuiltIn):
             raise SaveError(f"the health of {name} was not recorded in {self.health_ckpts_record_dir}: {error}") from error
 
 
-class _MonitorRequest(SaveRequest):
-    """Implements ``SaveRequest`` for a ``CheckpointMonitor`` at the end of a step. ``cb_params``: from MindSpore."""
+class _MonitorState(training_saves.TrainerState):
+    """The state of the training of a ``CheckpointMonitor`` at the end of a step. ``cb_params``: from MindSpore."""
 
     def __init__(self, monitor: CheckpointMonitor, cb_params: Any):
         super().__init__(monitor._append_step_num + cb_params.cur_step_num)
         self.monitor, self.cb_params = monitor, cb_params
 
-    def save(self, manager: SupportsSave, force: bool) -> None:
-        self.monitor._save_ckpt(self.cb_params, force)
+    def save(self, manager: CheckpointManager) -> None:
+        """Saves the step to disk, as mindformers knows a save: with its health on record, under the name of its file."""
+        monitor, is_new = self.monitor, self.step not in manager.policy.saved
+        if is_new:
+            if monitor._need_flush_from_cache:
+                monitor._flush_from_cache(self.cb_params)
+            monitor._last_triggered_step = self.cb_params.cur_step_num
+        save = self.collect()
+        if is_new and save.shard.state.health is not None and not monitor._iterations:
+            monitor._record_health(save.shard.state.health, save.name)
+        manager.save(save)
+        if is_new:
+            monitor._latest_ckpt_file_name = os.path.join(
+                manager.target.root if monitor._iterations else monitor._directory, save.name)
 
     def collect(self) -> Save:
-        return self.monitor._collect(self.cb_params)
-
-    def on_collected(self, save: Save, name: str) -> None:
-        health = save.shard.state.health
-        if health is not None and not self.monitor._iterations:
-            self.monitor._record_health(health, name)
-
-    def on_submitted(self, save: Save, name: str) -> None:
-        monitor = self.monitor
-        monitor._latest_ckpt_file_name = os.path.join(
-            monitor._checkpoints.target.root if monitor._iterations else monitor._directory, name)
+        collector = self.monitor._collector
+        state = collector.state(self.cb_params)
+        return Save(collector.shard(self.cb_params, state), tuple(collector.extras(self.cb_params, state)))
 
     def collect_local(self) -> Shard:
-        return self.monitor._collect_local(self.cb_params)
+        collector = self.monitor._collector
+        return collector.shard(self.cb_params, collector.state(self.cb_params, emergency=True), emergency=True)
 
     def needs_collectives(self) -> bool:
         return adapter.collect_is_collective(self.cb_params.train_network, bool(self.monitor._config.integrated_save))

@@ -20,8 +20,7 @@ from mindresume.mindformers import network_state as live
 from mindresume.mindformers.training_context import RunProgress
 from mindresume.model.layout import TensorLayout
 from mindresume.model.training_state import TrainingState, is_transient
-from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard
-from mindresume.saving.sync_saver import ExtraWeights
+from mindresume.saving.shard_writer import ExtraWeights, SaveTarget, Shard, iteration_shard, rank_shard
 
 
 @dataclass

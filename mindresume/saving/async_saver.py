@@ -1,7 +1,7 @@
 """Saves in the background: the training thread copies the arrays, a thread or a process of this rank writes and commits.
 
     training   pack into the staging buffer ─▶ next step      poll at every step ─▶ outcomes, errors included
-    writer     unpack ─▶ SaveJob: write_shard ─▶ record ─▶ rank 0: commit, meta.json, prune       one save in progress
+    writer     unpack ─▶ SyncSaver: write_shard ─▶ record ─▶ rank 0: commit, meta.json, prune       one save in progress
 
 A save that is due while another is in progress waits (``wait``), or is skipped on all ranks (``skip``; the caller exchanges
 ``busy``). If a writer dies, its save fails and the next save gets a new writer. What cannot be staged is written in the training
@@ -20,10 +20,10 @@ from mindresume.coordination import host_memory
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import Emit, SaveNotStaged, WriterDied, ignore
 from mindresume.saving.background_writer import WRITERS, Writer
+from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import Policy
-from mindresume.saving.shard_writer import SaveTarget
+from mindresume.saving.shard_writer import Outcome, Save, SaveTarget
 from mindresume.saving.staging import staging_buffer
-from mindresume.saving.sync_saver import Outcome, Save, SaveJob
 
 _GRACE = 5.0                    # seconds added to a timeout that the writer keeps by itself
 _POLL = 0.05                    # seconds between two checks of a writer
@@ -94,7 +94,7 @@ class AsyncSaver:
         else:
             self.counts.foreground += 1
             self.emit(SaveNotStaged(save.step, reason))
-            outcome = SaveJob(self.target, None, self.emit).write(save)
+            outcome = SyncSaver(self.target, None, self.emit).write(save)
             self._outcomes.append(outcome)
             self._reported = save.step
             self._send(("commit", outcome), save.step)

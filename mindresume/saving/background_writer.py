@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 from mindresume import runtime
 from mindresume.errors import LeaseHeldError, SaveError
+from mindresume.saving.committer import sync_saver
 from mindresume.saving.retention import Policy
-from mindresume.saving.shard_writer import SaveTarget, is_committed
+from mindresume.saving.shard_writer import Outcome, SaveTarget, is_committed
 from mindresume.saving.staging import Staging
-from mindresume.saving.sync_saver import Outcome, save_job_for
 
 _PARENT_CHECK = 1.0             # seconds between two checks of a writer process that its training is alive
 _JOB_MARK, _WRITER_MARK = "MSRUN_LAUNCHER_JOB", "MSRUN_LAUNCHER_WRITER"     # environment variables of scripts/msrun_launcher.sh
@@ -39,7 +39,7 @@ def serve(target: SaveTarget, policy: Policy | None, staging: Staging, receive: 
         policy: of retention, on rank 0, which commits and prunes; None on other ranks.
         staging: the buffer in which the arrays of a save lie.
     """
-    job = save_job_for(target, policy, lambda event: send(("event", event)))
+    job = sync_saver(target, policy, lambda event: send(("event", event)))
     job.begin()                         # also after a writer that died: what it had written can be complete
     while (message := receive()) is not None:
         kind, *values = message

@@ -1,27 +1,46 @@
 """Saves the checkpoints of one training: which steps, with which saver, until when.
 
-    manager = CheckpointManager(storage, group, settings, options, policy, emit)
+    manager = CheckpointManager(storage, group, settings, options, emit)
     manager.open()                              # all ranks: acquires the directory
     manager.begin(0)                            # cleans up, starts saver and uploads; 0: the step before the first one
     manager.count_hosts()                       # all ranks
     manager.handle_preemption()                 # from here on SIGTERM asks the training to stop
-    reason = manager.step_end(request)          # after each step; not empty: the training is to stop
-    manager.end(request)                        # or, after an error, manager.finish_after_error()
 
-    step_end ─▶ outcomes of the saves so far ─▶ due? ─▶ collect ─▶ saver ─▶ was any rank asked to stop?
-    end      ─▶ TrainingEnd: the last step, if it is not saved yet ─▶ commit of all ranks ─▶ upload ─▶ release
+    manager.begin_step_end(step)                # at the end of each step: what happened to earlier saves
+    if manager.is_due(step):
+        with manager.saving(step):
+            manager.save(collect())
+    manager.save_in_memory(state)
+    reason = manager.stop_reason(step)          # not empty: the training is to stop
+
+    if manager.is_last_missing(step):           # at the end of the training, and before it stops
+        with manager.saving_last(step):
+            manager.save(collect())
+    manager.end(step)                           # commit of all ranks, upload, release; after an error finish_after_error()
+
     saver    SyncSaver, or with async_save AsyncSaver: write_shard ─▶ rank 0: commit, pointers, prune
+
+If one rank raised early at the end, the other ranks would wait for it in their next collective. So each part of the end keeps its
+errors, and they are raised when all parts are done.
 """
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from mindresume import runtime
-from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_all
+from mindresume.coordination.collectives import (
+    Group,
+    SingleProcess,
+    Watchdog,
+    always_advancing,
+    gather_results,
+    run_on_all,
+    run_until_all_done,
+)
 from mindresume.coordination.host_memory import UNKNOWN, share_of_rank
 from mindresume.coordination.lease import Lease
 from mindresume.coordination.preemption import PreemptionHandler, Version
@@ -33,33 +52,37 @@ from mindresume.events import (
     FAILED,
     Emit,
     Event,
-    FirstStepDone,
     Notice,
     PreemptionRequested,
     RunOpened,
-    SaveBegun,
     SaveCommitted,
-    SaveSkipped,
     SaveStaged,
     TrainingEnded,
     ignore,
     warning,
 )
-from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.rank_folder_naming import stem
+from mindresume.formatting import listed
 from mindresume.saving.async_saver import AsyncSaver
+from mindresume.saving.committer import SyncSaver, sync_saver
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.memory_tier.opening import keep_number, newest_run, open_tier
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.retention import Policy
-from mindresume.saving.save_outcomes import SaveOutcomes
-from mindresume.saving.save_request import SaveOptions, SaveRequest
-from mindresume.saving.save_schedule import SaveSchedule
+from mindresume.saving.save_policy import SaveOptions, SavePolicy
 from mindresume.saving.save_session import Resumed, SaveSession, open_save_session
-from mindresume.saving.shard_writer import SaveTarget, clean_own_folder, is_committed, mark_emergency, write_shard
-from mindresume.saving.sync_saver import Outcome, Save, Saver, SyncSaver, save_job_for
-from mindresume.saving.training_end import TrainingEnd
+from mindresume.saving.shard_writer import (
+    Outcome,
+    Save,
+    Saver,
+    SaveTarget,
+    StepState,
+    clean_own_folder,
+    is_committed,
+    mark_emergency,
+    write_shard,
+)
 from mindresume.saving.uploader import Uploader
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
@@ -76,43 +99,35 @@ class CheckpointManager:
     ``finish_after_error`` and ``emergency_save``.
 
     Args:
-        policy: of retention.
         emit: receives the events.
         pending: the load attempt of the checkpoint that was loaded.
-        since: time (``time.monotonic``) from which ``every_seconds`` counts; None: now.
         on_write: receives what a thread in the background writes, see ``AsyncSaver``.
 
-    Raises (``step_end``, ``end`` and ``save``):
+    Raises (at the end of a step and of the training):
         SaveError: a save failed and ``on_save_error`` is ``raise``, or ``max_failed_saves`` failed in a row.
         LeaseHeldError: another job saves into the directory.
         RemoteError: an upload failed and ``on_save_error`` is ``raise``.
     """
 
-    def __init__(self, storage: Storage, group: Group, settings: Settings, options: SaveOptions, policy: Policy,
-                 emit: Emit = ignore, pending: PendingLoadAttempt | None = None, since: float | None = None,
-                 on_write: Callable[[int], None] = lambda step: None):
-        self.storage, self.group, self.settings, self.options, self.policy, self.emit = (
-            storage, group, settings, options, policy, emit)
+    def __init__(self, storage: Storage, group: Group, settings: Settings, options: SaveOptions, emit: Emit = ignore,
+                 pending: PendingLoadAttempt | None = None, on_write: Callable[[int], None] = lambda step: None):
+        self.storage, self.group, self.settings, self.options, self.emit = storage, group, settings, options, emit
         self.pending, self.on_write = pending or PendingLoadAttempt(), on_write
-        self.outcomes = SaveOutcomes(settings, emit, self._record_outcome)
-        self.training_end = TrainingEnd(group, self.outcomes, settings.commit_timeout)
+        self.policy = SavePolicy(options, settings, group, emit)
         self.session: SaveSession | None = None
         self.preemption: PreemptionHandler | None = None
         self._saver: Saver | None = None
         self._uploader: Uploader | None = None
         self._tier: MemoryTier | None = None
         self._collected: Save | Exception | None = None     # for the disk at this step
-        self._skipped = self._begun_at = 0
-        self._last_step: int | None = None
-        self.is_first_on_host = False                   # known after count_hosts
-        self._schedule = SaveSchedule(options, since)
+        self._end_errors: list[Exception] = []
 
     @property
     def target(self) -> SaveTarget:
         return self.session.target
 
     @property
-    def saving(self) -> bool:
+    def is_active(self) -> bool:
         """Returns whether saves are possible: from ``begin`` to the end."""
         return self._saver is not None
 
@@ -146,8 +161,7 @@ class CheckpointManager:
         """
         tier = self.settings.memory_tier
         share = share_of_rank(self.group) if self.options.async_save or tier.every_steps else UNKNOWN
-        self._begun_at = step
-        self._schedule.begin(step)
+        self.policy.begin(step)
         run_on_all(self.group, lambda: self._begin(share, resumed, remote),
                    Watchdog("cleaning up"))  # rank 0 for all that is there
         self._tier = open_tier(self.session, self.group, tier, self.emit, share, self.settings.commit_timeout, resumed)
@@ -162,18 +176,18 @@ class CheckpointManager:
                 self.emit(Notice(f"removed {name}, left half-written by an earlier run"))
         except OSError as error:
             self.emit(warning(f"{self.options.shown or self.options.root} is not cleaned up: {error}"))
-        self._saver = self._make_saver(self.policy if self.session.is_leader else None, share)
+        self._saver = self._make_saver(self.options.retention if self.session.is_leader else None, share)
         self._uploader = self.session.peer_state.uploads = self._start_uploader(remote) if remote is not None else None
 
-    def _make_saver(self, policy: Policy | None, share: int) -> Saver:
-        """Returns the saver, after the commit of what earlier runs completed. ``policy``: on the leader, else None. ``share``:
+    def _make_saver(self, retention: Policy | None, share: int) -> Saver:
+        """Returns the saver, after the commit of what earlier runs completed. ``retention``: on the leader, else None. ``share``:
         bytes of host memory for a copy."""
         settings, kind = self.settings, self.options.async_save
-        work = save_job_for(self.target, policy, self._emit_of_saver)
-        work.begin()
+        saver = sync_saver(self.target, retention, self._emit_of_saver)
+        saver.begin()
         if not kind:
-            return SyncSaver(work)
-        return AsyncSaver(self.target, policy, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
+            return saver
+        return AsyncSaver(self.target, retention, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
                           settings.commit_timeout, self._emit_of_saver, share, on_write=self.on_write)
 
     def _emit_of_saver(self, event: Event) -> None:
@@ -185,20 +199,20 @@ class CheckpointManager:
     def _start_uploader(self, remote: RemoteCheckpoints) -> Uploader:
         """Starts uploads. Nodes that share no disk upload only checkpoints that all of them have, if they exchange states."""
         stall_timeout, apart = self.settings.commit_timeout, self.session.shared_groups.is_split
-        uploader = Uploader(remote, self.target, self.policy, stall_timeout, self.emit,
+        uploader = Uploader(remote, self.target, self.options.retention, stall_timeout, self.emit,
                             only_scheduled=apart and self.settings.preemption_check_interval > 0).start()
         runtime.at_exit(uploader.finish_at_exit, stall_timeout)  # after an error, too, saved checkpoints are uploaded
         return uploader
 
-    def count_hosts(self) -> None:
-        """Finds the first rank of each host, on all ranks together; and counts the host names for the load attempt, which tells
-        hosts apart by name."""
+    def count_hosts(self) -> bool:
+        """Returns whether this rank is the first one of its host, on all ranks together; and counts the host names for the load
+        attempt, which tells hosts apart by name."""
         rows = gather_results(self.group, lambda: [host_identity(), runtime.gethostname()])
         hosts = [host for host, _ in rows]
-        self.is_first_on_host = hosts.index(hosts[self.group.rank]) == self.group.rank
         load_attempt = self.pending.attempt
         if load_attempt is not None:
             load_attempt.run, load_attempt.hosts = self.target.run, len({name for _, name in rows})
+        return hosts.index(hosts[self.group.rank]) == self.group.rank
 
     def handle_preemption(self, callbacks: Iterable[Any] = (), before: Mapping[str, Version | None] | None = None) -> None:
         """Handles requests to stop the training from here on. Arguments: see ``PreemptionHandler``."""
@@ -216,7 +230,7 @@ class CheckpointManager:
         def report() -> None:
             self.pending.end(MindResumeError(_OWN_SIGNAL))      # it says nothing against the loaded checkpoint
             self.emit(Notice(_OWN_SIGNAL, ERROR))
-            self.emit(TrainingEnded(FAILED, _OWN_SIGNAL, self._last_step))
+            self.emit(TrainingEnded(FAILED, _OWN_SIGNAL, self.policy.last_step))
         call_within(_LAST_WORDS, report, None)
         os._exit(1)
 
@@ -233,87 +247,75 @@ class CheckpointManager:
 
     # ---- each step -------------------------------------------------------------------------------------------------
 
-    def step_end(self, request: SaveRequest) -> str:
-        """Saves the step if it is due. Returns why the training is to stop after this step, which is saved then; empty: go on."""
+    def begin_step_end(self, step: int) -> None:
+        """Handles what happened to earlier saves and uploads, at the end of ``step``."""
         self.pending.end()
-        if self._last_step is None:
-            self.emit(FirstStepDone(request.step))
-        self._last_step = request.step
+        self.policy.reach(step)
         if self._saver is not None:
-            self.outcomes.handle(self._saver.poll())
-        if self.session is not None:
-            self.session.reached(request.step)
-        if self._uploader is not None:
-            self.outcomes.handle_upload_errors(self._uploader.poll())
-        self._collected = None
-        request.save(self, False)
-        if self._tier is not None:
-            self._tier.step_end(request, self._collected)
-        self._collected = None
-        return self._stop_if_preempted(request)
+            self._handle(self._saver.poll())
+        if self.session is not None and self.session.lease is not None:
+            self.session.lease.step = step                  # published with the next heartbeat
+        errors = self._uploader.poll() if self._uploader is not None else []
+        if errors and self.settings.on_save_error == "raise":       # the checkpoints on disk are good in any case
+            raise errors[0]
 
-    def _stop_if_preempted(self, request: SaveRequest) -> str:
-        """Saves this step on all ranks if any rank was asked to stop. Returns the reason; empty: go on."""
-        if self.preemption is None or self._saver is None:
-            return ""
-        reason = self.preemption.check(request.step)
-        if reason:
-            self.emit(PreemptionRequested(request.step, reason))
-            self.training_end.save_last(request, self._saver, self)
-        return reason
-
-    def save(self, request: SaveRequest, force: bool = False) -> None:
-        """Saves the step if it is due; with ``force`` in any case, unless it is saved already."""
-        if self._saver is not None and self.should_save(request.step, force):
-            self.save_now(request)
-
-    def should_save(self, step: int, force: bool = False) -> bool:
-        """Returns whether ``step`` is saved now, the same on all ranks. Called once a step."""
-        before = self._schedule.advance(step)
-        if step in self.outcomes.saved or not (force or self._schedule.is_due(before, step, self.group)):
+    def is_due(self, step: int, force: bool = False) -> bool:
+        """Returns whether ``step`` is saved to disk now, the same on all ranks; ``force``: unless it is saved already. Called
+        once a step. ``async_when_busy: skip`` skips the step on all ranks if one of them still writes: if ranks skipped different
+        steps, no save would be complete. That is a collective in the training thread, as those of a step."""
+        if self._saver is None or not self.policy.is_due(step, force):
             return False
-        return force or not self._is_skipped(step)
-
-    def save_now(self, request: SaveRequest) -> None:
-        """Saves the step."""
-        try:
-            self.submit(request)
-        except LeaseHeldError:                            # no later save can succeed
-            raise
-        except SaveError as error:                          # the saver did not get it
-            self.outcomes.handle_failure(request.step, error)
-        if isinstance(self._saver, SyncSaver):              # it is written already
-            self.outcomes.handle(self._saver.poll())
-
-    def submit(self, request: SaveRequest) -> None:
-        """Collects the state and gives it to the saver. Raises SaveError if one of the two fails."""
-        started = runtime.monotonic()
-        self.emit(SaveBegun(request.step))
-        try:
-            save = self._collected = request.collect()
-        except Exception as error:
-            self._collected = error
-            raise
-        name = iteration_name(save.step) if self.target.iterations else os.path.basename(save.shard.files[0].path)
-        request.on_collected(save, name)
-        self.outcomes.saved.add(save.step)
-        self._saver.save(save)
-        stall_seconds = runtime.monotonic() - started
-        self.outcomes.set_stall(save.step, stall_seconds)
-        request.on_submitted(save, name)
-        if not isinstance(self._saver, SyncSaver):
-            self.emit(SaveStaged(save.step, name, stall_seconds))
-
-    def _is_skipped(self, step: int) -> bool:
-        """Returns whether ``async_when_busy: skip`` skips the step: on all ranks if one of them still writes. If ranks skipped
-        different steps, no save would be complete. A collective in the training thread, as those of a step."""
-        if self.settings.async_when_busy != "skip" or not self.options.async_save:
-            return False
+        if force or self.settings.async_when_busy != "skip" or not self.options.async_save:
+            return True
         busy = any(gather_results(self.group, self._saver.busy))
         if busy:
-            self._skipped += 1
-            self.emit(SaveSkipped(step, "the previous save is still being written", self._skipped))
-        return busy
+            self.policy.skip(step)
+        return not busy
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Surrounds the collecting and the saving of ``step``. A SaveError counts as a failed save, and is raised as
+        configured."""
+        self.policy.begin_save(step)
+        try:
+            yield
+        except LeaseHeldError:                              # no later save can succeed
+            raise
+        except SaveError as error:                          # the saver did not get it
+            self._collected = self._collected or error
+            self.policy.handle_failure(step, error)
+        if isinstance(self._saver, SyncSaver):              # it is written already
+            self._handle(self._saver.poll())
+
+    def save(self, save: Save) -> None:
+        """Gives a collected state to the saver, unless this rank has saved the step and has only taken part in collecting it.
+        Raises SaveError."""
+        if save.step in self.policy.saved:
+            return
+        self._collected = save
+        self.policy.saved.add(save.step)
+        self._saver.save(save)
+        stall_seconds = self.policy.end_stall(save.step)
+        if not isinstance(self._saver, SyncSaver):
+            self.emit(SaveStaged(save.step, save.name, stall_seconds))
+
+    def save_in_memory(self, state: StepState) -> None:
+        """Saves the step into the tier in memory if it is due there, from what was collected for the disk, if anything was."""
+        if self._tier is not None:
+            self._tier.step_end(state, self._collected)
+        self._collected = None
+
+    def stop_reason(self, step: int) -> str:
+        """Returns why the training is to stop after this step, on all ranks if any rank was asked to; empty: go on."""
+        reason = self.preemption.check(step) if self.preemption is not None and self._saver is not None else ""
+        if reason:
+            self.emit(PreemptionRequested(step, reason))
+        return reason
+
+    def _handle(self, outcomes: Iterable[Outcome]) -> None:
+        for outcome in outcomes:
+            self._record_outcome(outcome)
+            self.policy.handle(outcome)
 
     def _record_outcome(self, outcome: Outcome) -> None:
         """Enqueues the upload of a step that is saved."""
@@ -322,26 +324,91 @@ class CheckpointManager:
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
-    def end(self, request: SaveRequest, closing: Callable[[], None] = lambda: None) -> None:
-        """Saves the last step, waits until everything is committed and uploaded, and releases the directory. Ranks that are done
-        wait for the others. Calls ``closing()`` when no save is possible any more. Raises an error of the last save, or of what
-        follows it, after all of this."""
+    def is_last_missing(self, step: int) -> bool:
+        """Returns, on all ranks alike, whether one of them has not saved the last step: then all collect it, because collecting
+        parameters can be a collective. If one rank ends with an error, no rank begins and all raise SaveError: the next
+        collective would wait for that rank."""
+        if self._saver is None:
+            return False
+
+        def written() -> list[bool]:
+            try:
+                self._handle(self._saver.wait(self.settings.commit_timeout))
+            except SaveError as error:
+                self._end_errors.append(error)
+            return [step in self.policy.saved, bool(self._end_errors)]
+        rows = gather_results(self.group, written, Watchdog(f"writing what was begun before step {step}", always_advancing))
+        if self._end_errors:
+            raise self._end_errors[0]
+        failing = [rank for rank, (_, fails) in enumerate(rows) if fails]
+        if failing:
+            raise SaveError(f"the training ends at step {step}, because rank {listed(failing)} ends with an error of a save, "
+                            f"which the log of that rank tells. What all ranks have written counts; start the same command again")
+        return not all(is_saved for is_saved, _ in rows)
+
+    @contextmanager
+    def saving_last(self, step: int) -> Iterator[None]:
+        """Surrounds the collecting and the saving of the last step. An error is kept until a collective has sent it to the other
+        ranks (``end``)."""
+        with self._keeping_errors():
+            if self.policy.is_due(step, True):
+                with self.saving(step):
+                    yield
+            else:
+                yield
+
+    def end(self, step: int) -> None:
+        """Waits until the last step is committed and uploaded, and releases the directory. Ranks that are done wait for the
+        others. Raises an error of the last save, or of what follows it, after all of this."""
+        timeout = self.settings.commit_timeout
         if self._saver is not None:
-            self.training_end.save_last(request, self._saver, self)
             saver, self._saver = self._saver, None
-            closing()
             runtime.not_at_exit(self.finish_after_error)
             if self._tier is not None:
                 self._tier.stop()
-            self.training_end.commit(saver)                 # its outcomes enqueue the last uploads
-            self._remove_tier(request.step)
+            for outcome in self._run_on_all_ranks("committing the last step", lambda: saver.finish(timeout)):
+                with self._keeping_errors():
+                    self._handle([outcome])                 # enqueues the last uploads
+            self._remove_tier(step)
         uploader, self._uploader = self._uploader, None
         if uploader is not None:
-            self.training_end.upload(uploader)
+            errors = self._run_on_all_ranks("uploading the last step", lambda: uploader.finish(timeout))
+            if self.settings.on_save_error == "raise":
+                self._end_errors += errors
         if self.session is not None:
-            self.training_end.release(self.session)
+            self._run_on_all_ranks("releasing the directory", self.session.release)
         self._close_preemption()
-        self.training_end.raise_errors()
+        failing: list[int] = []                             # an error of one rank is raised on all: in a later collective a rank
+        with self._keeping_errors():                        # without it would wait for one that has ended with it
+            rows = gather_results(self.group, lambda: [True, bool(self._end_errors)])
+            failing = [rank for rank, (_, fails) in enumerate(rows) if fails]
+        if self._end_errors:
+            raise self._end_errors[0]
+        if failing:
+            raise SaveError(f"the training ends with an error, because rank {listed(failing)} does: its log names it")
+
+    @contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:          # any error: the other parts of the end come first
+            self._end_errors.append(error)
+
+    def _run_on_all_ranks(self, what: str, work: Callable[[], Iterable[Any] | None]) -> list[Any]:
+        """Runs ``work`` on all ranks until all are done, with short collectives meanwhile: rank 0 may commit and upload for
+        minutes. Returns its result. Keeps errors. A collective that fails because a rank is lost is the last one."""
+        results: list[Any] = []
+
+        def run() -> None:
+            with self._keeping_errors():
+                results.extend(work() or ())
+        try:
+            run_until_all_done(self.group, run, Watchdog(what, stall_timeout=max(Watchdog.stall_timeout,
+                                                                                 3 * self.settings.commit_timeout)))
+        except Exception as error:          # of the collective: errors of the work are kept already
+            self._end_errors.append(error)
+            self.group = SingleProcess(self.group.rank)
+        return results
 
     def _remove_tier(self, step: int) -> None:
         """Removes the tier in memory if the disk has the last step."""
@@ -357,11 +424,13 @@ class CheckpointManager:
             return
         tier, self._tier = self._tier, None
         tier.stop()
-        shard = tier.newest(max([self._begun_at, *self.outcomes.saved])) if self.settings.memory_tier.write_after_error else None
+        if not self.settings.memory_tier.write_after_error:
+            return
+        shard = tier.newest(max([self.policy.begun_at, *self.policy.saved]))
         if shard is not None:
             self.emit(warning(f"the training ended with an error; step {shard.state.step} is written to disk from memory"))
             saver.save(Save(shard))
-            self.outcomes.saved.add(shard.state.step)
+            self.policy.saved.add(shard.state.step)
 
     def finish_after_error(self) -> None:
         """Finishes the save in progress after the training ended with an error. Rank 0 waits some seconds for records of other
@@ -375,11 +444,12 @@ class CheckpointManager:
                 self._write_tier(saver)
             outcomes = saver.finish(self.settings.commit_timeout, _OTHERS) if saver is not None else []
             for outcome in outcomes:
-                self.outcomes.record(outcome)
+                self._record_outcome(outcome)
+                self.policy.record(outcome)
                 if outcome.error is not None:
-                    self.outcomes.record_failure(outcome.step, str(outcome.error))
+                    self.policy.record_failure(outcome.step, str(outcome.error))
         except Exception as error:
-            self.outcomes.record_failure(None, f"the last save was not finished: {error}")
+            self.policy.record_failure(None, f"the last save was not finished: {error}")
         finally:
             self._close_preemption()
 
@@ -388,23 +458,23 @@ class CheckpointManager:
         if self.preemption is not None:
             self.preemption.close()
 
-    def emergency_save(self, request: SaveRequest) -> bool:
+    def emergency_save(self, state: StepState) -> bool:
         """Saves what this rank holds of the last step, after other ranks were lost. It becomes a checkpoint if the ranks that are
         left hold everything. Runs in a thread of MindIO, without collectives and without removals. Returns False if it failed and
         mindformers may save instead. Raises SaveError if it failed and that would wait for the lost ranks."""
-        number = request.step
+        step = state.step
         try:
             for outcome in self._saver.wait(self.settings.commit_timeout):
                 if not outcome.saved:
-                    self.outcomes.saved.discard(outcome.step)
-            mark_emergency(self.target, number)
-            if number not in self.outcomes.saved:
-                write_shard(self.target, request.collect_local())
-                self.outcomes.saved.add(number)
+                    self.policy.saved.discard(outcome.step)
+            mark_emergency(self.target, step)
+            if step not in self.policy.saved:
+                write_shard(self.target, state.collect_local())
+                self.policy.saved.add(step)
         except Exception as error:          # any error: the caller has no other copy of the state
-            if request.needs_collectives():
-                raise SaveError(f"step {number} was not saved before the end on rank {self.target.rank}: {error}") from error
-            self.outcomes.record_failure(number, f"step {number} was not saved before the end: {error}; mindformers saves it")
+            if state.needs_collectives():
+                raise SaveError(f"step {step} was not saved before the end on rank {self.target.rank}: {error}") from error
+            self.policy.record_failure(step, f"step {step} was not saved before the end: {error}; mindformers saves it")
             return False
-        self.emit(warning(f"other ranks are lost; rank {self.target.rank} saved step {number}"))
+        self.emit(warning(f"other ranks are lost; rank {self.target.rank} saved step {step}"))
         return True

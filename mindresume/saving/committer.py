@@ -1,4 +1,9 @@
-"""Commits, on rank 0, the steps that many ranks have saved, without a collective.
+"""Commits, on rank 0, the steps that many ranks have saved, without a collective; saves in the calling thread.
+
+    saver = sync_saver(target, policy)              # or AsyncSaver(...): the same five methods (``Saver``)
+    saver.save(Save(shard, extras))
+    for outcome in saver.poll(): ...                # after each step: outcomes of saves, errors included
+    saver.finish(timeout)                           # at the end: everything is written and committed, or named in an outcome
 
     every rank   publish the files of weights ─▶ publish the record of what was written         (shard_writer.py)
     rank 0       records of all ranks there? ─▶ check them against the files ─▶ manifest ─▶ pointers ─▶ prune
@@ -18,9 +23,11 @@ from dataclasses import replace
 from itertools import takewhile
 
 from mindresume import runtime
-from mindresume.coordination.lease import fence
-from mindresume.errors import RecordError
+from mindresume.coordination.lease import ended, fence
+from mindresume.coordination.read_locks import ReadLocks
+from mindresume.errors import LeaseHeldError, OutOfSpaceError, RecordError, SaveError
 from mindresume.events import CheckpointsRemoved, CommitDelayed, Emit, Event, SaveAbandoned, SaveCommitted, ignore, warning
+from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate
 from mindresume.formats.rank_folder_naming import META, folder_name, meta_json, parse_name
 from mindresume.formats.rank_folders import ranks_of
@@ -31,7 +38,7 @@ from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, Record, read_r
 from mindresume.saving import iteration_publisher
 from mindresume.saving.garbage_collector import Plan, carry_out, plan
 from mindresume.saving.retention import KEEP_ALL, Policy
-from mindresume.saving.shard_writer import SaveTarget, is_committed
+from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, is_committed, write_extra_weights, write_shard
 from mindresume.storage.atomic_publish import publish, publish_json
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, read_json
@@ -334,3 +341,85 @@ class Committer:
 
     def _has_ended(self, run: str) -> bool:
         return run_sequence(run) < run_sequence(self.target.run) and (self._ended is None or self._ended(run))
+
+
+class SyncSaver:
+    """Writes and commits the saves of one rank in the thread or process that calls it; implements ``Saver``.
+
+    Args:
+        committer: on rank 0.
+        emit: receives the progress of a long save.
+    """
+
+    def __init__(self, target: SaveTarget, committer: Committer | None = None, emit: Emit = ignore):
+        self.target, self.committer, self.emit = target, committer, emit
+        self._outcomes: list[Outcome] = []
+
+    def begin(self) -> None:
+        """Commits, on rank 0, what earlier writers completed but did not commit. If the file system fails, emits a warning: the
+        next writer commits it, and until then such a checkpoint counts all the same."""
+        if self.committer is None:
+            return
+        try:
+            self.committer.recover()
+        except OSError as error:
+            self.committer.emit(warning(f"complete saves of earlier runs are not committed now: {error}"))
+
+    def save(self, save: Save) -> None:
+        outcome = self.write(save)
+        self._outcomes.append(outcome)
+        self.commit(outcome)
+
+    def write(self, save: Save) -> Outcome:
+        """Writes this rank's shard and extra weights. Raises LeaseHeldError; any other SaveError is in the outcome."""
+        started = runtime.monotonic()
+        try:
+            written = write_shard(self.target, save.shard, progress=ProgressReporter(f"saving step {save.step}", self.emit))
+        except LeaseHeldError:
+            raise
+        except SaveError as error:
+            if self.committer is not None and isinstance(error, OutOfSpaceError):
+                try:
+                    self.committer.reclaim_space(save.step)
+                except OSError as trouble:
+                    self.committer.emit(warning(f"no space could be freed: {trouble}"))
+            return Outcome(save.step, False, error)
+        size = sum(file.size or 0 for file in written.record.files)
+        extra_error = None
+        try:
+            for extra in save.extras:
+                write_extra_weights(self.target.storage, extra, self.target.run)
+        except SaveError as error:
+            extra_error = error
+        # Rank 0 does not commit what it could not flush: the commit would remove older checkpoints.
+        return Outcome(save.step, written.durability_error is None, written.durability_error or extra_error, size,
+                       runtime.monotonic() - started)
+
+    def commit(self, outcome: Outcome) -> None:
+        if self.committer is not None and outcome.saved:
+            self.committer.saved(outcome.step)
+
+    def busy(self) -> bool:
+        return False
+
+    def poll(self) -> list[Outcome]:
+        if self.committer is not None and self.committer.pending:
+            self.committer.poll()
+        return self.wait(0)
+
+    def wait(self, timeout: float) -> list[Outcome]:
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def finish(self, timeout: float, record_timeout: float | None = None) -> list[Outcome]:
+        if self.committer is not None:
+            self.committer.finish(timeout if record_timeout is None else record_timeout)
+        return self.wait(0)
+
+
+def sync_saver(target: SaveTarget, policy: Policy | None, emit: Emit = ignore) -> SyncSaver:
+    """Returns what saves to ``target``. ``policy``: of retention, on rank 0, which commits and prunes; None on other ranks."""
+    if policy is None:
+        return SyncSaver(target, None, emit)
+    return SyncSaver(target, Committer(target, policy, emit, read_locks=ReadLocks(target.storage, target.root),
+                                       ended=lambda run: ended(target.storage, target.root)(run)), emit)

@@ -16,12 +16,11 @@ from mindresume.events import Emit, Notice, UploadFailed, UploadFinished, warnin
 from mindresume.formats import OURS
 from mindresume.formats.iteration_scan import tracked
 from mindresume.model.manifest import FOLDER, attempt_name
-from mindresume.saving.committer import is_in_meta
+from mindresume.saving.committer import is_in_meta, sync_saver
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, committed_dir
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.save_session import Resumed, open_save_session
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.saving.sync_saver import save_job_for
 from mindresume.storage.interface import Storage
 
 
@@ -48,7 +47,7 @@ def publish_completed(storage: Storage, origin: Resumed, group: Group, shared_gr
         return
     try:
         target = replace(session.target, samples_in_common=samples_in_common)
-        run_on_all(group, save_job_for(target, KEEP_ALL if session.is_leader else None, emit).begin)
+        run_on_all(group, sync_saver(target, KEEP_ALL if session.is_leader else None, emit).begin)
     finally:
         session.release()
 

@@ -62,11 +62,6 @@ class SaveSession:
     def is_leader(self) -> bool:
         return self.shared_groups.is_leader(self.target.rank)
 
-    def reached(self, step: int) -> None:
-        """Publishes ``step`` with the next heartbeat."""
-        if self.lease is not None:
-            self.lease.step = step
-
     def release(self) -> None:
         if self.lease is not None:
             self.lease.release()

@@ -1,6 +1,7 @@
-"""Writes the shard of one rank: its files of weights, then a record of them.
+"""Defines what one rank saves at a step, and writes it: its files of weights, then a record of them; weights for inference.
 
     write_shard(target, shard)       # publish the files ─▶ publish the record of what was written
+    write_extra_weights(storage, extra, target.run)
 
 A process that dies between two of these operations leaves earlier checkpoints as they were, and files that no record names.
 """
@@ -11,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from mindresume.coordination.lease import fence, half_written
 from mindresume.errors import OutOfSpaceError, RecordError, SaveError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats.iteration_naming import MODEL, OPTIMIZER, WeightFile, iteration_name, parse_iteration
-from mindresume.formats.rank_folder_naming import FileName, folder_name, label
+from mindresume.formats.rank_folder_naming import FileName, folder_name, label, parse_name
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import (
     EMERGENCY,
@@ -118,6 +120,82 @@ def iteration_shard(prefix: str | None, target: SaveTarget, state: TrainingState
     files = [ShardFile(str(WeightFile(prefix, kind, target.rank, target.world_size)), "safetensors", tensors, metadata)
              for kind, tensors in ((MODEL, model), (OPTIMIZER, optimizer)) if tensors is not None]
     return Shard(tuple(files), state, layouts or {}, random or {}, deduplicated)
+
+
+@dataclass(frozen=True)
+class ExtraWeights:
+    """Weights for inference: ``checkpoint_network`` and ``checkpoint_trainable``. They have no records, and no resume uses them.
+    ``kind``: "network" or "trainable_params", part of the name. ``keep``: how many stay in ``folder``; 0: all."""
+    folder: str
+    name: str
+    kind: str
+    format: str
+    tensors: Mapping[str, np.ndarray]
+    metadata: Mapping[str, str]
+    keep: int = 0
+
+
+@dataclass(frozen=True)
+class Save:
+    """Everything that one rank writes at one step."""
+    shard: Shard
+    extras: tuple[ExtraWeights, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return self.shard.state.step
+
+    @property
+    def name(self) -> str:
+        """Returns the name in the log: of the file in a rank folder, or of the iteration folder."""
+        folder, _, name = self.shard.files[0].path.rpartition("/")
+        return name if folder else iteration_name(self.step)
+
+
+class StepState(Protocol):
+    """The state of a training at the end of a step, as the trainer offers it to what saves. ``step``: counted from the beginning
+    of the training, over all resumes."""
+    step: int
+
+    def collect(self) -> Save:
+        """Returns everything that this rank writes. All ranks call it, because it can be a collective."""
+
+    def collect_local(self) -> Shard:
+        """Returns all that this rank holds after other ranks were lost, without collectives."""
+
+    def needs_collectives(self) -> bool:
+        """Returns whether ``collect`` waits for other ranks."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a save. ``saved``: this rank's shard is written, recorded and durable; ``error`` may still name a file of
+    extra weights. ``size``: bytes of the shard. ``seconds``: of writing."""
+    step: int
+    saved: bool
+    error: SaveError | None = None
+    size: int = 0
+    seconds: float = 0.0
+
+
+class Saver(Protocol):
+    """Saves steps. Errors of a save are in its outcome. Raises LeaseHeldError, because no later save can succeed."""
+
+    def save(self, save: Save) -> None:
+        """Saves, now or in the background. The arrays may change as soon as it returns."""
+
+    def busy(self) -> bool:
+        """Returns whether ``save`` would have to wait."""
+
+    def poll(self) -> list[Outcome]:
+        """Returns the outcomes since the last call. Commits steps that other ranks have completed. Does not wait."""
+
+    def wait(self, timeout: float) -> list[Outcome]:
+        """Returns outcomes like ``poll``, after every save so far is written, or after ``timeout`` seconds."""
+
+    def finish(self, timeout: float, record_timeout: float | None = None) -> list[Outcome]:
+        """Returns outcomes like ``wait``. Rank 0 waits for the records of all ranks, at most ``record_timeout`` seconds (None:
+        ``timeout``). Called once, at the end."""
 
 
 @dataclass(frozen=True)
@@ -312,3 +390,25 @@ def remove_temporary_files(storage: Storage, folder: str, is_over: Callable[[str
     for name in removed:
         storage.remove(os.path.join(folder, name))
     return removed
+
+
+# ---- weights for inference --------------------------------------------------------------------------------------------
+
+def write_extra_weights(storage: Storage, extra: ExtraWeights, tag: str) -> None:
+    """Publishes the file, then removes the oldest beyond ``keep``. Raises SaveError that names the file."""
+    path = os.path.join(extra.folder, extra.name)
+    try:
+        storage.make_folder(extra.folder)
+        publish(storage, path, (piece for _, piece in encode(extra.format, extra.tensors, extra.metadata)), tag)
+        ours = [entry for entry in storage.list(extra.folder) if f"-{extra.kind}-" in entry and _position(entry, extra)]
+        oldest_first = sorted(ours, key=lambda entry: _position(entry, extra))
+        for entry in oldest_first[:-extra.keep] if extra.keep else []:
+            storage.remove(os.path.join(extra.folder, entry))
+    except (OSError, ValueError) as error:
+        raise SaveError(f"{path} was not written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _position(entry: str, extra: ExtraWeights) -> tuple[int, int, int] | None:
+    """Returns (suffix, epoch, step) of ``{stem}-{kind}-{epoch}_{step}.{fmt}``, None for another name."""
+    parsed = parse_name(entry.replace(f"-{extra.kind}-", "-", 1))
+    return (parsed.suffix, parsed.epoch, parsed.step) if parsed and parsed.format == extra.format else None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mindresume import runtime
-from mindresume.saving.sync_saver import ExtraWeights, Save
+from mindresume.saving.shard_writer import ExtraWeights, Save
 from mindresume.tensor_files.header import DTYPES, tensor_bytes
 
 _ALIGN = 64                     # bytes: a cache line, and enough for every dtype

@@ -26,10 +26,10 @@ from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, FORMATS, MANIFEST, Manifest, read_record, record_rank
 from mindresume.resume import candidates, group_verification, shared_selection, verifier
 from mindresume.resume.choice import ShardSource, VerifiedShard
-from mindresume.saving import committer, garbage_collector, iteration_publisher, shard_writer, sync_saver
+from mindresume.saving import committer, garbage_collector, iteration_publisher, shard_writer
 from mindresume.saving.async_saver import AsyncSaver
-from mindresume.saving.committer import Committer
-from mindresume.saving.sync_saver import Outcome, SaveJob
+from mindresume.saving.committer import Committer, SyncSaver
+from mindresume.saving.shard_writer import Outcome
 from mindresume.storage import atomic_publish, operations
 from mindresume.storage.atomic_publish import temporary_name
 from mindresume.storage.posix import PosixStorage
@@ -57,7 +57,7 @@ class Mutant:
 
 def patch_all(patch: Patch, name: str, value: object) -> None:
     """Patches ``name`` in every module that has imported it."""
-    for module in (atomic_publish, shard_writer, committer, iteration_publisher, lease, lease_acquisition, sync_saver,
+    for module in (atomic_publish, shard_writer, committer, iteration_publisher, lease, lease_acquisition,
                    garbage_collector, scenarios, oracle, rank_folders, verifier, candidates,
                    group_verification, shared_selection):
         if hasattr(module, name):
@@ -133,8 +133,8 @@ def errors_of_writing_swallowed(patch: Patch) -> None:
 
 
 def failed_saves_reported_as_saved(patch: Patch) -> None:
-    right = SaveJob.write
-    patch.setattr(SaveJob, "write", lambda self, save: replace(right(self, save), saved=True))
+    right = SyncSaver.write
+    patch.setattr(SyncSaver, "write", lambda self, save: replace(right(self, save), saved=True))
 
 
 def save_reported_before_it_is_written(patch: Patch) -> None:

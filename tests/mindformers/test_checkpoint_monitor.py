@@ -306,7 +306,7 @@ def test_a_resume_from_another_folder_belongs_to_that_training(tmp_path, where):
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_async_save_writes_the_weights_of_its_step(tmp_path, kind, fmt):
     job = Job(build(tmp_path, async_save=kind, checkpoint_format=fmt, keep_checkpoint_max=3)).steps(22).end()
-    assert committed(tmp_path) == [10, 15, 20, 22][-3:] and job.monitor._checkpoints.outcomes.failed_in_a_row == 0
+    assert committed(tmp_path) == [10, 15, 20, 22][-3:] and job.monitor._checkpoints.policy.failed_in_a_row == 0
     for candidate in scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates:
         found = ms.load_checkpoint(str(tmp_path / "checkpoint" / candidate.files[0][0].path), format=fmt)
         assert (found["weight"].asnumpy() == candidate.step).all() and int(found["step_num"]) == candidate.step
@@ -334,7 +334,7 @@ def test_a_last_save_that_failed_is_tried_again_at_the_end(tmp_path, kind):
     way.write_text("in the way")
     job.steps(1)
     for outcome in job.monitor._checkpoints._saver.wait(600):
-        job.monitor._checkpoints.outcomes.handle([outcome])
+        job.monitor._checkpoints._handle([outcome])
     way.unlink()
     job.end()
     assert committed(tmp_path) == [5]
@@ -353,7 +353,7 @@ def test_a_save_due_during_another_is_skipped_if_configured(tmp_path, own_contex
     job.monitor._checkpoints._saver.wait(600)
     monkeypatch.setattr(job.monitor._checkpoints._saver, "busy", lambda: True)
     job.steps(5)
-    assert job.monitor._checkpoints._skipped == 1
+    assert job.monitor._checkpoints.policy.skipped == 1
     monkeypatch.undo()
     job.steps(5).end()
     assert committed(tmp_path) == [5, 15]
@@ -377,7 +377,7 @@ def test_a_lease_exists_while_it_trains_and_not_afterwards(tmp_path):
 def test_a_training_that_begins_again_in_its_process_goes_on(tmp_path, monkeypatch):
     """MindIO repairs a training without a restart. The random state must not go back, and no second session may open."""
     job, restored = Job(build(tmp_path)), []
-    monkeypatch.setattr(module.run_start, "restore_random", lambda *given: restored.append(given))
+    monkeypatch.setattr(module.training_saves, "restore_random", lambda *given: restored.append(given))
     before = job.monitor._checkpoints
     job.steps(3).monitor.on_train_begin(job.context)
     assert job.monitor._checkpoints is before and restored == []
@@ -510,7 +510,7 @@ def test_a_monitor_in_a_second_training_saves_its_steps(tmp_path):
     job = Job(build(tmp_path)).steps(10).end()
     second = Job(job.monitor).steps(10).end()
     assert files(tmp_path)[-2:] == ["net_rank_0_1-1_10.safetensors", "net_rank_0_1-1_5.safetensors"]
-    assert second.monitor._checkpoints.outcomes.saved == {5, 10}
+    assert second.monitor._checkpoints.policy.saved == {5, 10}
 
 
 # ---- left to the built-in ------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_folders_tracker_and_the_last_step_once(tmp_path, kind):
     assert [(c.step, c.committed, c.problem) for c in scan(PosixStorage(), str(tmp_path)).candidates] == [
         (12, True, None), (10, True, None), (5, True, None)]
     assert ms.load_checkpoint(str(folder / FILES[1]), format="safetensors")["weight"].asnumpy()[0, 0] == 10
-    assert job.monitor._checkpoints.outcomes.saved == {5, 10, 12}
+    assert job.monitor._checkpoints.policy.saved == {5, 10, 12}
     job.monitor.on_train_end(job.context)                       # the built-in would save the last step here
     assert folders(tmp_path)[-1] == "iteration_00000012"
 

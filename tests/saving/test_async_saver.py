@@ -18,10 +18,10 @@ from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.shared_selection import select_shared
 from mindresume.saving import background_writer
 from mindresume.saving.async_saver import AsyncSaver
+from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import KEEP_ALL, KeepLast
-from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
+from mindresume.saving.shard_writer import ExtraWeights, Outcome, Save, SaveTarget, rank_shard, write_shard
 from mindresume.saving.staging import Staging
-from mindresume.saving.sync_saver import ExtraWeights, Outcome, Save, SaveJob
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
 from sim.cluster import Cluster, current_cluster, current_process
@@ -263,7 +263,7 @@ def test_a_thread_tells_that_it_has_written_although_the_training_does_not_ask(t
 def test_a_thread_tells_the_end_of_a_save_that_failed(tmp_path, monkeypatch):
     written = Written()
     saver = saver_in(tmp_path, "thread", on_write=written)
-    monkeypatch.setattr(SaveJob, "write", lambda job, save: 1 / 0)
+    monkeypatch.setattr(SyncSaver, "write", lambda job, save: 1 / 0)
     saver.save(Save(shard(5)))
     assert written.over.wait(PATIENCE) and written.steps == [5, 0]
     assert [outcome.saved for outcome in saver.finish(PATIENCE)] == [False]

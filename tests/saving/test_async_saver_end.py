@@ -23,7 +23,7 @@ import rank_folders
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KEEP_ALL
-from mindresume.saving.sync_saver import Save
+from mindresume.saving.shard_writer import Save
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, rank_shard
 from mindresume.storage.posix import PosixStorage
 

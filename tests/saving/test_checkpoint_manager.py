@@ -31,10 +31,8 @@ from mindresume.events import (
 from mindresume.formats.iteration_naming import COMMON, iteration_name, parse_common
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import EMERGENCY, FOLDER, MANIFEST, attempt_name
-from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.crash_loop import PendingLoadAttempt, explanation
-from mindresume.saving.retention import KEEP_ALL
-from mindresume.saving.save_request import SaveOptions
+from mindresume.saving.save_policy import SaveOptions, SavePolicy
 from mindresume.settings import Settings
 from sim import machine
 from sim.cluster import current_process
@@ -49,12 +47,12 @@ def settled():
 # ---- saving --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("iterations", [False, True])
-def test_due_steps_and_the_last_step_are_saved_with_their_notifications(tmp_path, iterations):
+def test_due_steps_and_the_last_step_are_saved(tmp_path, iterations):
     job = Job(tmp_path, iterations=iterations).steps(7).end()
-    name = iteration_name if iterations else (lambda step: f"net_rank_0-1_{step}.safetensors")
     assert committed(tmp_path) == [5, 7] == [step for step, _ in job.saved] and job.collected == [5, 7]
-    assert job.saver_calls == [(word, name(step)) for step in (5, 7) for word in ("collected", "submitted")]
-    assert all(stall >= 0 for _, stall in job.saved) and not job.manager.saving and job.manager.session.lease.step == 7
+    name = iteration_name(7) if iterations else "net_rank_0-1_7.safetensors"
+    assert Arrays(job).collect().name == name
+    assert all(stall >= 0 for _, stall in job.saved) and not job.manager.is_active and job.manager.session.lease.step == 7
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -63,7 +61,7 @@ def test_a_release_that_knows_consumed_samples_finds_them(tmp_path, known):
     counted = Arrays(job)
     save = counted.collect()
     counted.collect = lambda: replace(save, shard=replace(save.shard, state=replace(save.shard.state, consumed=70)))
-    job.manager.end(counted)
+    job.end(counted)
     assert parse_common((tmp_path / iteration_name(5) / COMMON).read_bytes(), COMMON).consumed_samples == (70 if known else None)
 
 
@@ -102,13 +100,13 @@ def test_a_save_that_an_earlier_run_could_not_commit_is_an_event_with_its_name(t
     assert committed == SaveCommitted(5, 1, written.size_bytes, first.manager.target.run)
 
 
-def test_an_error_of_the_record_is_a_failed_save(tmp_path):
-    def on_collected(self, save, name):
+def test_an_error_of_collecting_is_a_failed_save(tmp_path):
+    def collect(self):
         raise SaveError("no health")
     job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(4)
     job.step += 1
     with pytest.raises(SaveError, match="no health"):
-        job.manager.step_end(type("Failing", (Arrays,), {"on_collected": on_collected})(job))
+        job.end_step(type("Failing", (Arrays,), {"collect": collect})(job))
     assert committed(tmp_path) == [] and job.saved == []
 
 
@@ -127,10 +125,9 @@ def test_all_ranks_save_by_the_clock_of_rank_0(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "monotonic", lambda: now[0])
 
     def work(group):
-        options = SaveOptions(str(tmp_path), "net", None, 60.0)
-        manager = CheckpointManager(STORAGE, group, Settings(), options, KEEP_ALL, ignore,
-                                    since=-100.0 if group.rank == 0 else 0.0)
-        return [manager.should_save(step) for step in (1, 2)]
+        options = SaveOptions(str(tmp_path), "net", None, 60.0, since=-100.0 if group.rank == 0 else 0.0)
+        policy = SavePolicy(options, Settings(), group, ignore)
+        return [policy.is_due(step) for step in (1, 2)]
     assert Ranks(2).run(work) == [[True, False]] * 2
 
 
@@ -262,6 +259,5 @@ def test_each_node_has_a_first_rank_also_if_all_have_one_host_name(tmp_path, mon
     monkeypatch.setattr(process_identity, "boot_id", lambda: current_process().host.name)
 
     def work(group):
-        job = Job(tmp_path, group=group, leases={}, settings=Settings(heartbeat=0))
-        return job.manager.is_first_on_host
+        return Job(tmp_path, group=group, leases={}, settings=Settings(heartbeat=0)).is_first_on_host
     assert Ranks(4, ["a", "a", "b", "b"]).run(work) == [True, False, True, False]

@@ -15,10 +15,9 @@ from mindresume.formats.scan import scan
 from mindresume.model.manifest import record_name, run_name
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.shared_selection import select_shared
-from mindresume.saving.committer import Committer
+from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.retention import KeepLast
-from mindresume.saving.shard_writer import SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
-from mindresume.saving.sync_saver import Save, SaveJob, SyncSaver
+from mindresume.saving.shard_writer import Save, SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
 from mindresume.storage.atomic_publish import UnknownOutcomeError, publish
 from mindresume.storage.posix import PosixStorage
 
@@ -113,7 +112,7 @@ def test_a_committed_save_is_kept_whatever_error_the_writer_gets(tmp_path, made,
 def test_an_existing_record_counts_for_the_other_ranks_and_the_error_is_reported(tmp_path, made, operation, effect):
     write(made, tmp_path, 10, 0)
     target = target_of(made, tmp_path, 1, OnRecord(operation, errno.EIO, effect))
-    saver = SyncSaver(SaveJob(target))
+    saver = SyncSaver(target)
     saver.save(Save(shard_of(target, 10)))
     (outcome,) = saver.poll()
     assert not outcome.saved and outcome.size > 0
@@ -220,7 +219,7 @@ def test_rank_0_renames_the_folder_between_the_rename_of_the_record_and_its_flus
     committer = Committer(target_of("2.0", tmp_path, 0), KeepLast(1))
     storage = OnRecord("sync", effect=False, act=lambda: committer.saved(10))
     target = target_of("2.0", tmp_path, 1, storage)
-    saver = SyncSaver(SaveJob(target))
+    saver = SyncSaver(target)
     saver.save(Save(shard_of(target, 10)))
     (outcome,) = saver.poll()
     assert not storage.armed and committer.committed == [10]
@@ -235,9 +234,9 @@ def test_rank_0_saves_a_step_again_that_is_committed(tmp_path):
     """Its writer was killed before it could report the save."""
     save_all("2.0", tmp_path, 10)
     target = target_of("2.0", tmp_path, 0)
-    saver = SyncSaver(SaveJob(target, Committer(target, clock=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits"))))
+    saver = SyncSaver(target, Committer(target, clock=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits")))
     saver.save(Save(shard_of(target, 10)))
-    assert saver.finish(600.0)[0].saved and saver.work.committer.pending == [] and hidden(tmp_path) == []
+    assert saver.finish(600.0)[0].saved and saver.committer.pending == [] and hidden(tmp_path) == []
 
 
 def test_an_emergency_save_of_a_committed_step_changes_nothing(tmp_path):

@@ -8,9 +8,8 @@ from rank_folders import RUN, name_of, path_of, state_of, target_of, tensors_of,
 from mindresume.errors import LeaseHeldError, OutOfSpaceError, SaveError
 from mindresume.events import CheckpointsRemoved
 from mindresume.model.manifest import record_name, run_name
-from mindresume.saving.committer import Committer
-from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
-from mindresume.saving.sync_saver import ExtraWeights, Save, SaveJob, SyncSaver, write_extra_weights
+from mindresume.saving.committer import Committer, SyncSaver
+from mindresume.saving.shard_writer import ExtraWeights, Save, SaveTarget, rank_shard, write_extra_weights, write_shard
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
@@ -25,26 +24,26 @@ def extra(folder, step, keep=0, kind="network"):
 
 
 def test_written_and_committed_when_it_returns(tmp_path):
-    saver = SyncSaver(SaveJob(target_of(tmp_path, 0, 1), Committer(target_of(tmp_path, 0, 1))))
+    saver = SyncSaver(target_of(tmp_path, 0, 1), Committer(target_of(tmp_path, 0, 1)))
     saver.save(Save(shard(5)))
-    assert not saver.busy() and saver.work.committer.committed == [5]
+    assert not saver.busy() and saver.committer.committed == [5]
     (outcome,) = saver.poll()
     assert (outcome.step, outcome.saved, outcome.error) == (5, True, None) and outcome.size > 0
     assert saver.poll() == [] and saver.finish(1) == []
 
 
 def test_poll_commits_what_others_complete_later(tmp_path):
-    saver = SyncSaver(SaveJob(target_of(tmp_path, 0, 2), Committer(target_of(tmp_path, 0, 2))))
+    saver = SyncSaver(target_of(tmp_path, 0, 2), Committer(target_of(tmp_path, 0, 2)))
     saver.save(Save(shard(5)))
     saver.poll()
-    assert saver.work.committer.pending == [5]
+    assert saver.committer.pending == [5]
     write_shard(target_of(tmp_path, 1, 2), shard(5, rank=1))
     saver.poll()
-    assert saver.work.committer.committed == [5]
+    assert saver.committer.committed == [5]
 
 
 def test_an_error_is_an_outcome_and_a_lost_folder_an_exception(tmp_path):
-    saver = SyncSaver(SaveJob(target_of(tmp_path, 0, 1)))
+    saver = SyncSaver(target_of(tmp_path, 0, 1))
     saver.save(Save(shard(5)))
     path_of(tmp_path, 6, 0).write_text("in the way")
     saver.save(Save(shard(6)))
@@ -57,10 +56,10 @@ def test_an_error_is_an_outcome_and_a_lost_folder_an_exception(tmp_path):
 
 def test_a_file_beside_it_that_fails_does_not_undo_the_checkpoint(tmp_path):
     (tmp_path / "network").write_text("a file in the way")
-    saver = SyncSaver(SaveJob(target_of(tmp_path / "checkpoint", 0, 1), Committer(target_of(tmp_path / "checkpoint", 0, 1))))
+    saver = SyncSaver(target_of(tmp_path / "checkpoint", 0, 1), Committer(target_of(tmp_path / "checkpoint", 0, 1)))
     saver.save(Save(shard(5), (extra(tmp_path / "network", 5),)))
     (outcome,) = saver.poll()
-    assert outcome.saved and "was not written" in str(outcome.error) and saver.work.committer.committed == [5]
+    assert outcome.saved and "was not written" in str(outcome.error) and saver.committer.committed == [5]
 
 
 class UnflushedRecord(PosixStorage):
@@ -78,13 +77,13 @@ class UnflushedRecord(PosixStorage):
 def test_rank_0_does_not_commit_a_save_that_it_could_not_flush(tmp_path, beside):
     (tmp_path / "network").write_text("a file in the way")
     target = replace(target_of(tmp_path / "checkpoint", 0, 1), storage=UnflushedRecord())
-    saver = SyncSaver(SaveJob(target, Committer(target)))
+    saver = SyncSaver(target, Committer(target))
     saver.save(Save(shard(5), tuple(extra(tmp_path / "network", step) for step in beside)))
     (outcome,) = saver.poll()
     assert not target.storage.armed and not outcome.saved and "may not stay saved" in str(outcome.error)
-    assert saver.work.committer.committed == []
+    assert saver.committer.committed == []
     saver.save(Save(shard(5)))                          # at the end of the training: its record is there, and flushed now
-    assert [outcome.saved for outcome in saver.poll()] == [True] and saver.work.committer.committed == [5]
+    assert [outcome.saved for outcome in saver.poll()] == [True] and saver.committer.committed == [5]
 
 
 def test_extra_files_appear_complete_and_the_oldest_are_removed(tmp_path):
@@ -121,7 +120,7 @@ def test_incomplete_saves_do_not_keep_a_disk_full(tmp_path):
     one = path_of(tmp_path / "elsewhere", 5, 0).stat().st_size
     root, events = tmp_path / "checkpoint", []
     target = SaveTarget(Small(root, 4 * one + (64 << 10)), str(root), RUN, 0, 2)
-    saver = SyncSaver(SaveJob(target, Committer(target, emit=events.append)))
+    saver = SyncSaver(target, Committer(target, emit=events.append))
     for step in (5, 10, 15, 20):
         saver.save(Save(shard(step)))
         assert saver.poll()[0].saved
@@ -131,7 +130,7 @@ def test_incomplete_saves_do_not_keep_a_disk_full(tmp_path):
     assert events[-1] == CheckpointsRemoved((5, 10, 15), str(root), is_incomplete=True)
     saver.save(Save(shard(30)))
     write_rank(root, 30, 1, 2)
-    assert saver.poll()[0].saved and saver.work.committer.committed == [30]
+    assert saver.poll()[0].saved and saver.committer.committed == [30]
 
 
 def test_an_exceeded_quota_is_out_of_space(tmp_path):

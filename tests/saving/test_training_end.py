@@ -44,7 +44,7 @@ SAVED, UNSAVED, RAISES = [True, False], [False, False], [False, True]
 def lonely_failure(root, row):
     """Fails the last step on this rank alone; then its disk works again."""
     job = Job(root).steps(4)
-    job.manager.training_end.group = Peer(row)
+    job.manager.group = Peer(row)
     spoil(root)
     job.steps(1)
     repair(root)
@@ -53,7 +53,7 @@ def lonely_failure(root, row):
 
 def test_a_rank_that_saved_the_last_step_takes_part_when_another_repeats_it(tmp_path):
     job = Job(tmp_path).steps(5)
-    job.manager.training_end.group = Peer(UNSAVED)
+    job.manager.group = Peer(UNSAVED)
     job.end()
     assert job.collected == [5, 5] and committed(tmp_path) == [5]
     assert [path.name for path in (tmp_path / "rank_0").glob("*.safetensors")] == ["net_rank_0-1_5.safetensors"]
@@ -73,11 +73,11 @@ def test_no_rank_repeats_it_if_one_ends_with_an_error(tmp_path):
 def test_a_preempted_rank_does_not_wait_for_a_rank_that_ended_with_an_error(tmp_path):
     """After a signal the end of the training has one exchange more."""
     job = Job(tmp_path).steps(5)
-    job.manager.training_end.group = Peer(RAISES)
+    job.manager.group = Peer(RAISES)
     job.manager.preemption = SimpleNamespace(check=lambda step: "SIGTERM", close=lambda: None)
     with pytest.raises(SaveError, match="rank 1 ends with an error"):
         job.steps(1)
-    assert len(job.manager.training_end.group.sent) == 1
+    assert len(job.manager.group.sent) == 1
     job.manager.finish_after_error()
     assert committed(tmp_path) == [5]
 
@@ -85,29 +85,29 @@ def test_a_preempted_rank_does_not_wait_for_a_rank_that_ended_with_an_error(tmp_
 def test_a_rank_that_ends_with_an_error_notifies_the_others_first(tmp_path):
     job = Job(tmp_path, settings=Settings(on_save_error="raise"), async_save="thread").steps(4)
     spoil(tmp_path)
-    job.manager.training_end.group = Peer(SAVED)
+    job.manager.group = Peer(SAVED)
     job.steps(1)
     with pytest.raises(SaveError, match="step 5"):
         job.end()
-    assert job.manager.training_end.group.sent == [RAISES] and job.collected == [5]
+    assert job.manager.group.sent == [RAISES] and job.collected == [5]
 
 
 def test_no_save_is_repeated_if_all_ranks_saved_the_last_step(tmp_path):
     job = Job(tmp_path).steps(PER_EPOCH)
-    job.manager.training_end.group = Peer(SAVED)
+    job.manager.group = Peer(SAVED)
     assert job.end().collected == [5, 10]
 
 
 def test_a_writer_that_is_busy_elsewhere_is_waited_for_in_short_exchanges(tmp_path):
     job = Job(tmp_path).steps(5)
-    peer = job.manager.training_end.group = Peer(UNSAVED, busy=1)
+    peer = job.manager.group = Peer(UNSAVED, busy=1)
     job.end()
     assert job.collected == [5, 5] and peer.busy == -3 and peer.sent == [SAVED, None, None, SAVED]
 
 
 def test_a_rank_lost_at_the_end_is_the_error_of_the_training(tmp_path):
     job = Job(tmp_path).steps(5)
-    job.manager.training_end.group = Peer(RuntimeError("the other rank is gone"))
+    job.manager.group = Peer(RuntimeError("the other rank is gone"))
     with pytest.raises(RuntimeError, match="the other rank is gone"):
         job.end()
     assert job.collected == [5] and committed(tmp_path) == [5]
@@ -148,14 +148,14 @@ def test_the_other_parts_of_the_end_run_after_an_error_of_one(tmp_path, error):
 def test_an_error_of_the_last_save_is_raised_after_the_end(tmp_path):
     """Only this rank has the error, so the others continue with the end."""
     job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(5)
-    job.manager.training_end.group = Peer(SAVED)
+    job.manager.group = Peer(SAVED)
     uploads = job.manager._uploader = Uploads()
     job.step += 1
     (tmp_path / "rank_0").rename(tmp_path / "aside")
     (tmp_path / "rank_0").write_text("in the way")
     with pytest.raises(SaveError, match="step 6"):
         job.end()
-    assert job.manager.training_end.group.sent == [UNSAVED, None, None, None, [True, True]] and uploads.done == ["finished"]
+    assert job.manager.group.sent == [UNSAVED, None, None, None, [True, True]] and uploads.done == ["finished"]
 
 
 class Other(Peer):
@@ -171,7 +171,7 @@ class Other(Peer):
 def test_an_error_of_one_rank_at_the_end_is_raised_on_all(tmp_path):
     """A rank that leaves after a signal makes one exchange more, and would wait there for the rank that raised."""
     job = Job(tmp_path).steps(5)
-    job.manager.training_end.group = Other(SAVED)
+    job.manager.group = Other(SAVED)
     with pytest.raises(SaveError, match="rank 1 does: its log names it"):
         job.end()
     assert committed(tmp_path) == [5] and list((tmp_path / FOLDER).glob("claim-*")) == []
@@ -184,19 +184,19 @@ class Broken(Arrays):
 
 def test_the_others_are_notified_before_any_error_of_the_last_save(tmp_path):
     job = Job(tmp_path).steps(5)
-    job.manager.training_end.group = Peer(SAVED)
+    job.manager.group = Peer(SAVED)
     job.step += 1
     with pytest.raises(MemoryError, match="no room for a copy"):
-        job.manager.end(Broken(job))
-    assert job.manager.training_end.group.sent == [UNSAVED, None, None, [True, True]]
+        job.end(Broken(job))
+    assert job.manager.group.sent == [UNSAVED, None, None, [True, True]]
 
 
 def test_a_rank_that_fails_in_the_save_of_others_notifies_them_first(tmp_path):
     job = Job(tmp_path).steps(5)
-    job.manager.training_end.group = Peer(UNSAVED)
+    job.manager.group = Peer(UNSAVED)
     with pytest.raises(MemoryError, match="no room for a copy"):
-        job.manager.end(Broken(job))
-    assert job.manager.training_end.group.sent == [SAVED, None, None, [True, True]]
+        job.end(Broken(job))
+    assert job.manager.group.sent == [SAVED, None, None, [True, True]]
 
 
 @pytest.mark.parametrize("part", ["commits", "uploads"])
@@ -212,7 +212,7 @@ def test_the_others_follow_the_end_in_short_exchanges(tmp_path, monkeypatch, par
             if self.exchanges == 10:
                 enough.set()
             return super().gather(message)
-    job.manager.training_end.group = Counting(SAVED)
+    job.manager.group = Counting(SAVED)
     monkeypatch.setattr(collectives, "LONGEST_PAUSE", collectives.FIRST_PAUSE)
 
     def work(*timeout):
@@ -222,7 +222,7 @@ def test_the_others_follow_the_end_in_short_exchanges(tmp_path, monkeypatch, par
     else:
         job.manager._uploader = Uploads(work)
     job.end()
-    assert job.manager.training_end.group.exchanges > 10
+    assert job.manager.group.exchanges > 10
 
 
 def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
@@ -233,7 +233,7 @@ def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
             if self.sent:                                               # it has reported its step as saved
                 raise RuntimeError("the other rank is gone")
             return super().gather(message)
-    job.manager.training_end.group = Leaving(SAVED)
+    job.manager.group = Leaving(SAVED)
     left = threading.Event()
 
     def finish(timeout):
@@ -245,3 +245,15 @@ def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
     with pytest.raises(RuntimeError, match="the other rank is gone"):
         job.end()
     assert done == ["committed"] and list((tmp_path / FOLDER).glob("claim-*")) == []
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_failed_upload_stops_the_training_only_with_on_save_error_raise(tmp_path, raises):
+    job = Job(tmp_path, settings=Settings(on_save_error="raise" if raises else "warn", max_failed_saves=1))
+    job.manager._uploader = SimpleNamespace(poll=lambda: [RemoteError("one"), RemoteError("two")])
+    if raises:
+        with pytest.raises(RemoteError, match="one"):
+            job.steps(1)
+    else:
+        job.steps(1)
+    job.manager._uploader = None

@@ -14,7 +14,7 @@ from mindresume.resume.choice import Choice
 from mindresume.resume.remote_selection import RemoteSelection
 from mindresume.saving import remote_checkpoints
 from mindresume.saving.async_saver import AsyncSaver
-from mindresume.saving.sync_saver import SaveJob
+from mindresume.saving.committer import SyncSaver
 from sim import concurrent_commands
 from sim.bucket import BUCKET
 from sim.cluster import SHARED
@@ -191,8 +191,8 @@ def test_a_job_resumes_from_a_snapshot_beside_its_original(seed):
 # ---- broken products -------------------------------------------------------------------------------------------------
 
 def test_a_save_prevented_by_a_quota_and_reported_as_saved_is_found(monkeypatch):
-    write = SaveJob.write
-    monkeypatch.setattr(SaveJob, "write", lambda work, save: replace(write(work, save), saved=True))
+    write = SyncSaver.write
+    monkeypatch.setattr(SyncSaver, "write", lambda work, save: replace(write(work, save), saved=True))
     assert "lost" in found("quota", 30)
 
 

@@ -37,8 +37,6 @@ from mindresume.saving import (
     save_session,
     shard_writer,
     staging,
-    sync_saver,
-    training_end,
     uploader,
 )
 from mindresume.saving.memory_tier import directory, opening, slots
@@ -226,7 +224,7 @@ MUTANTS = [
              "send((\"outcome\", Outcome(step, True))); outcome = job.write(")],
         ("save", "safetensors", "thread"), LOST, first=1),
     mutant("a save in doubt is reported as saved", [
-        Edit(sync_saver.SaveJob, "write", "written.durability_error is None", "True")], ("save", "ckpt", ""), LOST,
+        Edit(committer.SyncSaver, "write", "written.durability_error is None", "True")], ("save", "ckpt", ""), LOST,
         first=25, within=10, draws=each("EIO")),
     mutant("earlier runs' complete saves are not adopted", [
         Edit(committer.Committer, "recover", "storage, root, recovered = self.target.storage, self.target.root, []",
@@ -305,7 +303,8 @@ MUTANTS = [
         Edit(preemption.PreemptionHandler, "check", "if self.group.size == 1", "if True")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=125, within=25, draws=each("term")),
     mutant("the last step is saved again by one rank alone", [
-        Edit(training_end.TrainingEnd, "save_last", "request.collect if", "(lambda: None) if")],
+        Edit(checkpoint_manager.CheckpointManager, "is_last_missing", "return not all(is_saved for is_saved, _ in rows)",
+             "return step not in self.policy.saved")],
         ("job", "safetensors", ""), STUCK, deaths=False, first=226, within=25, draws=each("EIO")),
 
     mutant("SIGTERM of a rank's own counts as a request of others", [

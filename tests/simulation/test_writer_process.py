@@ -3,8 +3,7 @@ import pytest
 
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KEEP_ALL
-from mindresume.saving.shard_writer import SaveTarget
-from mindresume.saving.sync_saver import Save
+from mindresume.saving.shard_writer import Save, SaveTarget
 from sim.cluster import SHARED, Cluster, current_cluster, current_process
 from sim.disk import Disk
 from sim.machine import use_cluster

@@ -9,10 +9,10 @@ import os
 from typing import Any
 
 from mindresume import runtime
-from mindresume.coordination.rank_heartbeat import ENDING, FIRST_STEP
+from mindresume.coordination.rank_heartbeat import FIRST_STEP
 from mindresume.errors import ConfigError
 from mindresume.events import Notice, warning
-from mindresume.mindformers import arrangement, heartbeat, run_start, training_context
+from mindresume.mindformers import arrangement, heartbeat, training_context, training_saves
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.pynative import parameters, trainer_state
@@ -22,9 +22,8 @@ from mindresume.mindformers.wrapping import argument_binder
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.retention import policy_of
-from mindresume.saving.save_request import SaveOptions, SaveRequest
-from mindresume.saving.shard_writer import Shard, iteration_shard
-from mindresume.saving.sync_saver import Save
+from mindresume.saving.save_policy import SaveOptions
+from mindresume.saving.shard_writer import Save, Shard, iteration_shard
 from mindresume.storage.posix import PosixStorage
 
 
@@ -48,45 +47,35 @@ class RunSaver:
             return
         context, asked, step = run.context, self._asked, int(run.trainer.state.global_step)
         context.resources.group, settings = group_of_job(), context.settings
-        policy = policy_of(asked["save_max"], 0, settings.keep_every_steps, settings.keep_best, settings.keep_best_metric,
-                           settings.keep_best_mode)
+        retention = policy_of(asked["save_max"], 0, settings.keep_every_steps, settings.keep_best, settings.keep_best_metric,
+                              settings.keep_best_mode)
         options = SaveOptions(os.path.realpath(asked["save_path"]), asked["prefix"], asked["save_interleaved_steps"],
                               async_save=asked["async_save"], iterations=True, shown=asked["save_path"],
-                              samples_in_common=run.samples_in_common)
+                              samples_in_common=run.samples_in_common, retention=retention, since=self._since)
         self._run = run
-        self.manager = CheckpointManager(PosixStorage(), context.group, settings, options, policy, context.emit,
-                                         context.resources.pending_load, self._since, heartbeat.writing)
-        run_start.open_directory(self.manager, context)
+        self.manager = CheckpointManager(PosixStorage(), context.group, settings, options, context.emit,
+                                         context.resources.pending_load, heartbeat.writing)
+        training_saves.open_directory(self.manager, context)
         shapes = {name: shape for name, (shape, _) in parameters.shapes_of(self._parameters(model, optimizer)).items()}
         self._layouts = parameters.layouts_of(model, self._optimizer(optimizer), shapes, context.group.size,
                                               lambda text: context.emit(warning(text)))
-        run_start.begin_saving(self.manager, context, step, self)
+        training_saves.begin_saving(self.manager, context, step, self)
         self.manager.handle_preemption((), context.requests)
         self.manager.begin_load_attempt()
         heartbeat.enter(FIRST_STEP)
 
     def step_end(self, state: Any, objects: dict[str, Any]) -> None:
         """Saves the step if it is due. Ends the training after this step if a rank was asked to stop."""
-        request, progress = _StepRequest(self, state, objects), self._run.context.progress
-        progress.step = request.step
-        reason = self.manager.step_end(request)
-        heartbeat.step(request.step)
-        if reason:
-            progress.stop_reason = reason
+        if training_saves.end_step(self.manager, self._run.context, _PyNativeState(self, state, objects)):
             state.max_steps = state.global_step         # the condition of the trainer's loop
 
     def end(self, state: Any, objects: dict[str, Any]) -> None:
         """Saves the last step, and waits until everything is committed."""
-        heartbeat.enter(ENDING)
-        self._run.context.resources.stop_scrub()
-        self.manager.end(_StepRequest(self, state, objects), self._close)
+        training_saves.end_training(self.manager, self._run.context, _PyNativeState(self, state, objects))
 
     def finish_after_error(self) -> None:
         """Finishes the save in flight after the training failed, see ``CheckpointManager.finish_after_error``."""
         self.manager.finish_after_error()
-
-    def _close(self) -> None:
-        self._run.context.monitor = None
 
     # ---- collecting --------------------------------------------------------------------------------------------------
 
@@ -124,8 +113,8 @@ class RunSaver:
         return {**of_model, **parameters.optimizer_parameters(self._optimizer(optimizer), of_model)}
 
 
-class _StepRequest(SaveRequest):
-    """Implements ``SaveRequest`` at the end of a step. ``objects``: what the trainer passes to its callbacks by name."""
+class _PyNativeState(training_saves.TrainerState):
+    """The state of a PyNative training at the end of a step. ``objects``: what the trainer passes to its callbacks by name."""
 
     def __init__(self, saver: RunSaver, state: Any, objects: dict[str, Any]):
         super().__init__(int(state.global_step))

@@ -22,7 +22,7 @@ from mindresume.coordination.collectives import run_on_all, run_on_rank0
 from mindresume.coordination.rank_heartbeat import LOADING
 from mindresume.errors import ConfigError, TrainingCompleteError
 from mindresume.events import Notice, WeightsLoaded, warning
-from mindresume.mindformers import arrangement, heartbeat, run_start, selection
+from mindresume.mindformers import arrangement, heartbeat, training_saves, selection
 from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.load_iteration import is_pretrained
 from mindresume.mindformers.load_progress import load_traffic
@@ -88,7 +88,7 @@ def end_without_saves(run: TrainingRun) -> None:
     if context.monitor is None and context.plan.choice is not None:
         context.resources.release()
         if context.plan.resumes:
-            run_start.restore_random(context, int(run.trainer.state.global_step))
+            training_saves.restore_random(context, int(run.trainer.state.global_step))
 
 
 def check_arrangement(run: TrainingRun) -> None:

@@ -38,9 +38,7 @@ from mindresume.saving.memory_tier.disk_note import DiskNotes
 from mindresume.saving.memory_tier.file_plans import FilePlans
 from mindresume.saving.memory_tier.mapped_file import MappedFile, mapped_file
 from mindresume.saving.memory_tier.slots import common_step, slots_needed, step_to_overwrite
-from mindresume.saving.save_request import SaveRequest
-from mindresume.saving.shard_writer import SaveTarget, Shard, details_of_shard
-from mindresume.saving.sync_saver import Save
+from mindresume.saving.shard_writer import Save, SaveTarget, Shard, StepState, details_of_shard
 from mindresume.settings import MemoryTierSettings
 from mindresume.storage.atomic_publish import TEMPORARY, publish
 from mindresume.storage.operations import remove_tree
@@ -103,7 +101,7 @@ class MemoryTier:
         """Sets the step after which the training begins."""
         self._last_step = step
 
-    def step_end(self, request: SaveRequest, save: Save | Exception | None = None) -> None:
+    def step_end(self, request: StepState, save: Save | Exception | None = None) -> None:
         """Saves the step if it is due. ``save``: what was collected for a save to disk at the same step, or why it could not be:
         a second attempt could be a collective that the other ranks do not join. Raises only the error of a collective."""
         step, before = request.step, self._last_step
@@ -208,7 +206,7 @@ class MemoryTier:
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
-    def _reserve(self, request: SaveRequest, save: Save | Exception | None, jump: int) -> None:
+    def _reserve(self, request: StepState, save: Save | Exception | None, jump: int) -> None:
         """Decides with all ranks whether there is memory for the slots, and reserves it in the background."""
         problem, sizes, count = "", [], slots_needed(self.settings.every_steps, jump)
         try:
@@ -374,7 +372,7 @@ class MemoryTier:
         self.emit(TierRefused(step, reason, self._failures))
 
 
-def _collected(request: SaveRequest, save: Save | Exception | None) -> Save:
+def _collected(request: StepState, save: Save | Exception | None) -> Save:
     if isinstance(save, Exception):
         raise SaveError(str(save))
     return save or request.collect()

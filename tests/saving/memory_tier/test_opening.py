@@ -90,7 +90,7 @@ def test_an_end_with_an_error_of_the_disk_keeps_the_memory(tmp_path, memory):
     spoil(tmp_path)
     with pytest.raises(Exception, match="was not saved"):
         job.manager.settings = replace(job.manager.settings, on_save_error="raise")
-        job.manager.outcomes.settings = job.manager.settings
+        job.manager.policy.settings = job.manager.settings
         job.end()
     assert held(tmp_path) == [4, 2]
 

@@ -5,15 +5,15 @@ import pytest
 from rank_folders import STORAGE
 
 from mindresume.events.emitter import Emitter
-from mindresume.mindformers import run_start
+from mindresume.mindformers import training_saves
 from mindresume.mindformers.training_context import Resources, TrainingContext
 from mindresume.settings import ScrubSettings, Settings
 
 
 def started(tmp_path, every_hours, is_first_on_host):
     context = TrainingContext(Settings(scrub=ScrubSettings(every_hours)), resources=Resources(emit=Emitter()))
-    manager = SimpleNamespace(is_first_on_host=is_first_on_host, storage=STORAGE, target=SimpleNamespace(root=str(tmp_path)))
-    run_start.start_scrub(manager, context)
+    manager = SimpleNamespace(storage=STORAGE, target=SimpleNamespace(root=str(tmp_path)))
+    training_saves.start_scrub(manager, context, is_first_on_host)
     return context.resources
 
 

@@ -1,0 +1,127 @@
+"""Drives the saves of a training, for the graph trainer and for the PyNative trainer:
+
+    begin_saving    acquire the directory (before) ─▶ clean up, commit what earlier runs completed ─▶ end of the resume
+    end_step        outcomes of earlier saves ─▶ due? ─▶ collect ─▶ save to disk ─▶ save in memory ─▶ was any rank asked to stop?
+    end_training    the last step, if a rank lacks it ─▶ commit of all ranks ─▶ upload ─▶ release
+
+``mindresume.saving.checkpoint_manager`` has the parts; what a step consists of is a ``TrainerState`` of the trainer.
+"""
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from mindresume import runtime
+from mindresume.coordination.rank_heartbeat import ENDING
+from mindresume.events import Resumed
+from mindresume.formatting import ranks_count
+from mindresume.mindformers import heartbeat
+from mindresume.mindformers import network_state as live
+from mindresume.mindformers.training_context import TrainingContext
+from mindresume.resume.background_scrub import BackgroundScrub
+from mindresume.resume.resume_summary import random_state_row, source_rows
+from mindresume.saving.checkpoint_manager import CheckpointManager
+from mindresume.saving.remote_run_number import number_runs
+from mindresume.saving.save_session import SaveSession
+from mindresume.saving.shard_writer import Save, Shard
+
+
+class TrainerState:
+    """The state of a training at the end of ``step``; implements ``StepState``. A subclass defines at least ``collect``."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def collect(self) -> Save:
+        raise NotImplementedError
+
+    def collect_local(self) -> Shard:
+        return self.collect().shard
+
+    def needs_collectives(self) -> bool:
+        return False
+
+    def save(self, manager: CheckpointManager) -> None:
+        """Saves the step to disk."""
+        manager.save(self.collect())
+
+
+# ---- start ---------------------------------------------------------------------------------------------------------
+
+def open_directory(manager: CheckpointManager, context: TrainingContext) -> SaveSession:
+    """Acquires the checkpoint directory together with the other ranks. All ranks have loaded the checkpoint before they call it,
+    so its read lock ends."""
+    resources, plan = context.resources, context.plan
+    origin = (plan.selected or plan.choice) if plan.resumes else None
+    session = manager.open(resources.topology, origin, partial(number_runs, resources.remote, context.emit))
+    resources.release()
+    return session
+
+
+def begin_saving(manager: CheckpointManager, context: TrainingContext, step: int, monitor: Any) -> None:
+    """Starts the saver, makes ``monitor`` the one that saves in this training, and ends the resume.
+
+    Args:
+        step: the step after which the training begins.
+    """
+    plan = context.plan
+    manager.begin(step, plan.choice if plan.resumes else None, context.resources.remote)
+    context.monitor = monitor
+    start_scrub(manager, context, manager.count_hosts())
+    if plan.resumes:
+        restore_random(context, step)
+
+
+def start_scrub(manager: CheckpointManager, context: TrainingContext, is_first_on_host: bool) -> None:
+    """Starts the scrub in the background, on the first rank of each host, if it is configured."""
+    if context.settings.scrub.every_hours and is_first_on_host:
+        scrub = BackgroundScrub(manager.storage, manager.target.root, context.settings.scrub, context.emit,
+                                context.resources.remote)
+        context.emit.add(scrub)
+        context.resources.scrub = scrub.start()
+
+
+def restore_random(context: TrainingContext, step: int) -> None:
+    """Restores the random state, the last part of a resume, and emits the summary of the resume."""
+    details = context.shard.details if context.shard else None
+    restored = live.restore_random(details.random) if details and details.random else []
+    saved_by, size, lost = context.plan.choice.chosen.world_size, context.group.size, context.plan.lost
+    other = f"saved by {ranks_count(saved_by)}, this job has {size}" if saved_by != size else ""
+    rows = (*context.progress.summary, random_state_row(restored, other), *source_rows(context.plan.selected))
+    context.emit(Resumed(step, tuple(tuple(row) for row in rows), context.progress.load_seconds,
+                         lost and lost.steps, lost and lost.seconds(runtime.time())))
+
+
+# ---- each step and the end -----------------------------------------------------------------------------------------
+
+def end_step(manager: CheckpointManager, context: TrainingContext, state: TrainerState) -> bool:
+    """Saves the step where it is due: on disk, in memory. Returns whether the training is to end after it, because a rank was
+    asked to stop; then the step is saved."""
+    step = context.progress.step = state.step
+    manager.begin_step_end(step)
+    if manager.is_due(step):
+        with manager.saving(step):
+            state.save(manager)
+    manager.save_in_memory(state)
+    reason = manager.stop_reason(step)
+    if reason:
+        _save_last(manager, state)
+        context.progress.stop_reason = reason
+    heartbeat.step(step)
+    return bool(reason)
+
+
+def end_training(manager: CheckpointManager, context: TrainingContext, state: TrainerState) -> None:
+    """Saves the last step, and waits until everything is committed."""
+    heartbeat.enter(ENDING)
+    context.resources.stop_scrub()
+    _save_last(manager, state)
+    context.monitor = None                          # no save is possible any more
+    manager.end(state.step)
+
+
+def _save_last(manager: CheckpointManager, state: TrainerState) -> None:
+    """Saves the last step, on all ranks if one of them has not saved it."""
+    if manager.is_last_missing(state.step):
+        with manager.saving_last(state.step):
+            state.save(manager)

@@ -1,0 +1,139 @@
+"""Decides which steps of a training are saved to disk, and which failures end the training.
+
+    policy = SavePolicy(options, settings, group, emit)
+    if policy.is_due(20): ...           # the same on all ranks
+    policy.handle(outcome)              # an event; raises the error of a failed save, as configured
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindresume import runtime
+from mindresume.coordination.collectives import Group
+from mindresume.errors import SaveError
+from mindresume.events import Emit, FirstStepDone, SaveBegun, SaveFailed, SaveSkipped, SaveWritten
+from mindresume.model.training_state import crosses_multiple
+from mindresume.saving.retention import KEEP_ALL, Policy
+from mindresume.saving.shard_writer import Outcome
+from mindresume.settings import Settings
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Where and when a training saves.
+
+    Attributes:
+        root: the checkpoint directory.
+        prefix: of the names of files.
+        every_steps: saves fall on absolute multiples of it. Without it ``every_seconds`` counts; without both only the last step
+            is saved.
+        async_save: "thread" or "process" saves in the background; True is "thread".
+        iterations: Checkpoint 2.0.
+        shown: the directory as the log names it.
+        samples_in_common: the readers of ``common.json`` know the key ``consumed_samples``.
+        retention: which checkpoints stay.
+        since: time (``time.monotonic``) from which ``every_seconds`` counts; None: now.
+    """
+    root: str
+    prefix: str
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    async_save: bool | str = False
+    iterations: bool = False
+    shown: str = ""
+    samples_in_common: bool = False
+    retention: Policy = KEEP_ALL
+    since: float | None = None
+
+
+class SavePolicy:
+    """Decides alike on all ranks of ``group`` which steps are due, and records the outcomes of this rank's saves. The settings
+    ``on_save_error`` and ``max_failed_saves`` say which errors are raised.
+
+    Attributes:
+        saved: the steps that the saver got, without those that failed.
+        failed_in_a_row: saves that failed since the last one that did not.
+        skipped: steps that were due while another was being written.
+        begun_at: the step after which the training began.
+        last_step: the last step that is done; None: none yet.
+    """
+
+    def __init__(self, options: SaveOptions, settings: Settings, group: Group, emit: Emit):
+        self.options, self.settings, self.group, self.emit = options, settings, group, emit
+        self.saved: set[int] = set()
+        self.failed_in_a_row = self.skipped = 0
+        self.begun_at = 0
+        self.last_step: int | None = None
+        self._stalls: dict[int, float] = {}         # {step: seconds that its save stopped the training}, until its outcome
+        self._save_began = 0.0
+        self._asked_for = 0                         # the step of the last ``is_due``
+        self._last_timed_save = runtime.monotonic() if options.since is None else options.since
+
+    def begin(self, step: int) -> None:
+        """Sets the step after which the training begins."""
+        self.begun_at = self._asked_for = step
+
+    def reach(self, step: int) -> None:
+        """Records that ``step`` is done."""
+        if self.last_step is None:
+            self.emit(FirstStepDone(step))
+        self.last_step = step
+
+    def is_due(self, step: int, force: bool = False) -> bool:
+        """Returns whether ``step`` is to be saved; ``force``: unless it is saved already. Called once a step, which in sink mode
+        arrive in jumps. With ``every_seconds`` it is a collective."""
+        before, self._asked_for = (self._asked_for if self._asked_for < step else step - 1), step
+        if step in self.saved or force:
+            return step not in self.saved
+        if self.options.every_steps and self.options.every_steps > 0:
+            return crosses_multiple(before, step, self.options.every_steps)
+        seconds = self.options.every_seconds
+        if not seconds or seconds <= 0:
+            return False
+        due = runtime.monotonic() - self._last_timed_save > seconds
+        if self.group.size > 1:                     # clocks differ: rank 0 decides for all
+            due = self.group.broadcast(b"1" if due else b"0") == b"1"
+        if due:
+            self._last_timed_save = runtime.monotonic()
+        return due
+
+    def skip(self, step: int) -> None:
+        """Records that ``step`` is not saved although it is due."""
+        self.skipped += 1
+        self.emit(SaveSkipped(step, "the previous save is still being written", self.skipped))
+
+    def begin_save(self, step: int) -> None:
+        """Records that the training thread begins to save ``step``."""
+        self._save_began = runtime.monotonic()
+        self.emit(SaveBegun(step))
+
+    def end_stall(self, step: int) -> float:
+        """Returns for how many seconds the save of ``step`` has stopped the training, which goes on now."""
+        self._stalls[step] = runtime.monotonic() - self._save_began
+        return self._stalls[step]
+
+    def handle(self, outcome: Outcome) -> None:
+        """Records an outcome and its error. Raises SaveError as configured."""
+        self.record(outcome)
+        if outcome.error is not None:
+            self.handle_failure(outcome.step, outcome.error)
+        else:
+            self.failed_in_a_row = 0
+
+    def record(self, outcome: Outcome) -> None:
+        """Records an outcome, but not its error."""
+        if outcome.saved:
+            self.emit(SaveWritten(outcome.step, outcome.size, outcome.seconds, self._stalls.pop(outcome.step, None)))
+        else:
+            self.saved.discard(outcome.step)
+
+    def handle_failure(self, step: int, error: SaveError) -> None:
+        """Records a failure. Raises it as configured."""
+        self.record_failure(step, str(error))
+        if self.settings.on_save_error == "raise" or 0 < self.settings.max_failed_saves <= self.failed_in_a_row:
+            raise error
+
+    def record_failure(self, step: int | None, reason: str) -> None:
+        """Records a failure that is not raised. ``step``: None if unknown."""
+        self.failed_in_a_row += 1
+        self.emit(SaveFailed(step, reason, self.failed_in_a_row))
