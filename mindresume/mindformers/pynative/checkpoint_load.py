@@ -22,7 +22,7 @@ from mindresume.coordination.collectives import run_on_all, run_on_rank0
 from mindresume.coordination.rank_heartbeat import LOADING
 from mindresume.errors import ConfigError, TrainingCompleteError
 from mindresume.events import Notice, WeightsLoaded, warning
-from mindresume.mindformers import arrangement, heartbeat, training_saves, selection
+from mindresume.mindformers import arrangement, heartbeat, selection, training_saves
 from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.load_iteration import is_pretrained
 from mindresume.mindformers.load_progress import load_traffic
