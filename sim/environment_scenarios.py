@@ -12,7 +12,7 @@ from functools import partial
 from mindresume.coordination.preemption import BY_UNKNOWN
 from mindresume.events import PreemptionRequested
 from mindresume.fault_injection.tiny_checkpoints import ITERATION
-from mindresume.supervisor.restart_policy import DIED, EXITED, RESTART, TERMINATED, RestartPolicy, StartOutcome, decide
+from mindresume.supervisor.restart_policy import DIED, EXITED, RESTART, TERMINATED, JobEnd, RestartPolicy, StartOutcome, decide
 from sim import concurrent_commands
 from sim.bucket_fault_scenarios import SCENARIOS
 from sim.cluster import SHARED, Host, current_cluster
@@ -87,8 +87,8 @@ def _supervised(sim: Simulation) -> None:
                 cluster.kill(process)
             kind = EXITED if job.ranks and not any(process.exit for process in job.ranks) else DIED
             asked = kind == EXITED and _was_asked(job)
-            starts.append(StartOutcome(len(starts) + 1, 0.0, 0.0, kind, 1 if kind == DIED else TERMINATED * asked, "",
-                                       is_preempted=asked))
+            starts.append(StartOutcome(len(starts) + 1, 0.0, 0.0, JobEnd(kind, 1 if kind == DIED else TERMINATED * asked, "",
+                                                                         noticed=0.0), is_preempted=asked))
             if decide(RestartPolicy(), starts).action != RESTART:
                 return
     cluster.process(cluster.host("platform"), "platform", work)

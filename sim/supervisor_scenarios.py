@@ -16,10 +16,12 @@ from weakref import WeakKeyDictionary
 from mindresume.events import Event
 from mindresume.events.emitter import Emitter
 from mindresume.supervisor.event_recorder import BackgroundHandler
-from mindresume.supervisor.job import JobEnd
+from mindresume.supervisor.hang import Heartbeats
+from mindresume.supervisor.job import Observer
+from mindresume.supervisor.members import Members
 from mindresume.supervisor.node_states import BackgroundStates, NodeStates
 from mindresume.supervisor.rendezvous import Rendezvous
-from mindresume.supervisor.restart_policy import DIED, EXITED, RestartPolicy, StartOutcome
+from mindresume.supervisor.restart_policy import DIED, EXITED, JobEnd, RestartPolicy, StartOutcome
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 from sim.cluster import Process, current_cluster, current_process
 from sim.environment_scenarios import SCENARIOS
@@ -115,23 +117,21 @@ _jobs: WeakKeyDictionary[Simulation, Jobs] = WeakKeyDictionary()
 
 class _SimulatedJob:
     """Implements what ``Supervisor`` uses of ``supervisor.job.Job``."""
-    output, logs = "", set()
-    has_silent_ranks = is_preempted = has_finished = False
-
     def __init__(self, jobs: Jobs, nodes: Rendezvous, number: int, fewest: int, chance: random.Random):
         members = tuple(sorted(nodes.states.mine.members))
         self.jobs, self.number, self.fewest, self.chance = jobs, number, fewest, chance
         self.part = _Part(nodes.node, nodes.generation, members, current_process())
         self.states = nodes.states
+        self.heartbeats, self.members = Heartbeats(""), Members()
 
     def start(self) -> None:
         self.jobs.start(self.part, self.fewest)
 
-    def watch(self, stop: Callable[[], JobEnd | None]) -> JobEnd:
+    def watch(self, observer: Observer) -> JobEnd:
         part, jobs = self.part, self.jobs
         while True:
             current_cluster().scheduler.sleep(0.5)
-            if end := self._look(stop):
+            if end := self._look(observer):
                 return end
             if not jobs.all_train(part):
                 continue                                        # hangs in a collective
@@ -145,22 +145,22 @@ class _SimulatedJob:
                 part.finished = True
                 return JobEnd(EXITED, 0, "the command ended with status 0", noticed=0.0)
 
-    def _look(self, stop: Callable[[], JobEnd | None]) -> JobEnd | None:
-        """Returns what ``stop`` returns, which must not take long."""
+    def _look(self, observer: Observer) -> JobEnd | None:
+        """Returns what the observer says, which must not take long."""
         began, cluster = current_cluster().scheduler.now, current_cluster()
-        end, waited = stop(), cluster.scheduler.now - began
+        end, waited = observer.observe(self), cluster.scheduler.now - began
         paused = any(row.fault.kind == "pause" and row.process == current_process().name for row in cluster.injected)
         if waited > WATCHED + 60 * cluster.schedule.tick and isinstance(self.states, BackgroundStates) and not paused:
             self.jobs.wrong.append(f"the supervisor of node {self.part.node} did not look at its job for {waited:.0f} s")
         return end
 
-    def end(self, end: JobEnd, at_once: Callable[[], bool]) -> tuple[StartOutcome, tuple[int, ...]]:
+    def end(self, end: JobEnd, observer: Observer) -> tuple[StartOutcome, tuple[int, ...]]:
         for _ in range(self.chance.randrange(4)):
-            at_once()
+            observer.is_hurried()
             current_cluster().scheduler.sleep(self.chance.choice((0.1, 1.0, 10.0)))
         self.jobs.parts.pop(self.part.node, None)
         committed = self.number                                 # each start leaves a later checkpoint
-        return StartOutcome(self.number, 0.0, 0.0, end.kind, end.status, end.cause, committed=committed), ()
+        return StartOutcome(self.number, 0.0, 0.0, end, committed=committed), ()
 
 
 class _SimulatedSupervisor(Supervisor):

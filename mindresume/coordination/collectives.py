@@ -58,13 +58,10 @@ class Watchdog:
         progress: returns any number that changes while the work of this rank goes on.
         stall_timeout: seconds, by the clock of rank 0, without a changed number or another rank done, after which all ranks raise
             CollectiveError that names the ranks that are not done.
-        pause: waits ``seconds``, at most until the event ``done`` is set.
     """
     what: str = "long work"
     progress: Callable[[], float] = lambda: 0
     stall_timeout: float = 1800.0
-    clock: Callable[[], float] = runtime.monotonic
-    pause: Callable[[runtime.Event, float], object] = lambda done, seconds: done.wait(seconds)
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0              # seconds between two exchanges; doubled each time
@@ -78,8 +75,8 @@ def always_advancing() -> float:
 def run_on_rank0(group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None) -> Any:
     """Runs ``work`` on rank 0. Returns its result, a JSON value, on every rank. ``watchdog``: for work that may take minutes.
     Raises CollectiveError on all ranks if it fails."""
-    own = _supervised(group, work if group.rank == 0 else _nothing, watchdog)
-    reply = json.loads(group.broadcast(json.dumps(own() if group.rank == 0 else None).encode()))
+    own = _result_of(group, work if group.rank == 0 else _nothing, watchdog)
+    reply = json.loads(group.broadcast(json.dumps(own if group.rank == 0 else None).encode()))
     if "error" in reply:
         raise CollectiveError(f"rank 0: {reply['error']}")
     return reply["value"]
@@ -88,19 +85,15 @@ def run_on_rank0(group: Group, work: Callable[[], Any], watchdog: Watchdog | Non
 def gather_results(group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None) -> list[Any]:
     """Runs ``work`` on every rank. Returns the results, JSON values, of all ranks in order. ``watchdog``: for work that may take
     minutes. Raises CollectiveError on all ranks, with the first rank that failed."""
-    own = _supervised(group, work, watchdog)
-    replies = [json.loads(reply) for reply in group.gather(json.dumps(own()).encode())]
-    for rank, reply in enumerate(replies):
-        if "error" in reply:
-            raise CollectiveError(f"rank {rank}: {reply['error']}")
-    return [reply["value"] for reply in replies]
+    return _gather(group, _result_of(group, work, watchdog))
 
 
 def run_on_all(group: Group, work: Callable[[], Result], watchdog: Watchdog | None = None) -> Result:
     """Runs ``work`` on every rank. Returns the result of this rank. Raises CollectiveError on all ranks if one of them failed."""
-    found: list[Result] = []
-    gather_results(group, lambda: found.append(work()), watchdog)
-    return found[0]
+    own = _result_of(group, work, watchdog)
+    _gather(group, own if "error" in own else {"value": None})
+    result: Result = own["value"]
+    return result
 
 
 def run_until_all_done(group: Group, work: Callable[[], object], watchdog: Watchdog) -> None:
@@ -116,7 +109,7 @@ def run_until_all_done(group: Group, work: Callable[[], object], watchdog: Watch
     try:
         gather_results(group, run, watchdog)
     except Exception:
-        watchdog.pause(done, watchdog.stall_timeout)
+        done.wait(watchdog.stall_timeout)
         raise
 
 
@@ -124,39 +117,53 @@ def _nothing() -> None:
     return None
 
 
-def _attempt(work: Callable[[], Any]) -> dict[str, Any]:
-    try:
-        return {"value": work()}
-    except Exception as error:          # any error: the other ranks wait for this message
-        return {"error": f"{type(error).__name__}: {error}"}
+def _gather(group: Group, own: dict[str, Any]) -> list[Any]:
+    """Returns the results of all ranks; ``own``: of this one, as of ``_result_of``."""
+    replies = [json.loads(reply) for reply in group.gather(json.dumps(own).encode())]
+    for rank, reply in enumerate(replies):
+        if "error" in reply:
+            raise CollectiveError(f"rank {rank}: {reply['error']}")
+    return [reply["value"] for reply in replies]
 
 
-def _supervised(group: Group, work: Callable[[], Any], watchdog: Watchdog | None) -> Callable[[], dict[str, Any]]:
-    """Returns a function that returns the result of ``_attempt``. Without ``watchdog`` that function runs the work; with it the
-    work of all ranks is done when this returns."""
-    if watchdog is None or group.size == 1:
-        return lambda: _attempt(work)
-    found: list[dict[str, Any]] = []
-    done, idle = runtime.Event(), runtime.Event()
+def _result_of(group: Group, work: Callable[[], Any], watchdog: Watchdog | None) -> dict[str, Any]:
+    """Runs ``work`` on this rank. Returns {"value": its result} or {"error": text}; with ``watchdog`` once all ranks are done."""
+    result: dict[str, Any] = {}
+    done = runtime.Event()
 
     def run() -> None:
         try:
-            found.append(_attempt(work))
+            result["value"] = work()
+        except Exception as error:          # any error: the other ranks wait for this message
+            result["error"] = f"{type(error).__name__}: {error}"
         except BaseException as error:      # noqa: B036  SystemExit, too: no rank may wait for this one in vain
-            found.append({"error": f"the work was interrupted: {error!r}"})
+            if not is_supervised:
+                raise
+            result["error"] = f"the work was interrupted: {error!r}"
         done.set()
+    is_supervised = watchdog is not None and group.size > 1
+    if not is_supervised:
+        run()
+        return result
     try:
         runtime.Thread(target=run, name="mindresume-work", daemon=True).start()
     except RuntimeError:                        # the limit of threads is reached; the other ranks wait all the same
         run()
+    _wait_for_all(group, done, watchdog)
+    return result
+
+
+def _wait_for_all(group: Group, done: runtime.Event, watchdog: Watchdog) -> None:
+    """Waits until the work of all ranks is ``done``. Raises CollectiveError on all ranks if nothing goes on any more."""
+    idle = runtime.Event()
     pause, before, since = FIRST_PAUSE, None, 0.0
     while True:
-        watchdog.pause(idle if done.is_set() else done, pause)
-        now = watchdog.clock()
-        rows = [json.loads(row) for row in group.gather(json.dumps([done.is_set(), watchdog.progress(), now]).encode())]
+        (idle if done.is_set() else done).wait(pause)
+        own = [done.is_set(), watchdog.progress(), runtime.monotonic()]
+        rows = [json.loads(row) for row in group.gather(json.dumps(own).encode())]
         busy = [rank for rank, (is_done, _, _) in enumerate(rows) if not is_done]
         if not busy:
-            return lambda: found[0]
+            return
         state, now = [row[:2] for row in rows], rows[0][2]
         if state != before:
             before, since = state, now

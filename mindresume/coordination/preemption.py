@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results
@@ -42,46 +42,82 @@ class Version(NamedTuple):
     size: int
 
 
-class PreemptionHandler:
-    """Notices requests to stop on this rank, and agrees with the other ranks on a step.
+class Peers(Protocol):
+    """What the exchanges of a preemption carry besides, from rank to rank."""
+
+    def local_state(self) -> Any:
+        """Returns a value, as JSON has it, that an exchange sends to the other ranks."""
+
+    def on_peer_state(self, rows: Sequence[Any]) -> None:
+        """Receives these values of all ranks, in order."""
+
+
+class ExitFile:
+    """The file of the graceful exit, as this rank sees it. A request in it from before the training does not count.
 
     Args:
-        seconds: approximate time between two exchanges; 0: none, so requests have no effect.
-        callbacks: of the training. MindSpore's OnRequestExit names the file of the graceful exit, and may handle the signal.
-        local_state: returns a value that each exchange sends to the other ranks.
-        on_peer_state: receives these values of all ranks, in order.
-        before: the ``requests`` before the network was compiled; other files are read now.
-        on_own_signal: called once, in any thread, after SIGTERM of this process itself, unless the ranks have agreed to stop.
+        callbacks: MindSpore's OnRequestExit among the callbacks of the training, which can name the file. Its callback reads the
+            file itself, and would stop the training because of a request that does not count: that is kept from it.
+        before: as of ``requests``, before the network was compiled; other files are read now.
     """
 
-    def __init__(self, group: Group, seconds: float, callbacks: Iterable[Any] = (), clock: Callable[[], float] | None = None,
-                 local_state: Callable[[], Any] = lambda: None, on_peer_state: Callable[[list[Any]], None] = lambda rows: None,
-                 before: Mapping[str, Version | None] | None = None, on_own_signal: Callable[[], None] = lambda: None):
-        self.group, self.seconds, self.local_state, self.on_peer_state = group, seconds, local_state, on_peer_state
-        self.clock = clock or runtime.monotonic
-        self.others = [callback for callback in callbacks if hasattr(callback, "remote_config_file")]
-        self.file = next((str(other.remote_config_file) for other in self.others if other.remote_config_file),
+    def __init__(self, callbacks: Sequence[Any], before: Mapping[str, Version | None], clock: Callable[[], float]):
+        self.path = next((str(other.remote_config_file) for other in callbacks if other.remote_config_file),
                          FILE if os.environ.get("MS_ENABLE_GRACEFUL_EXIT") == "1" else "")
-        self.signalled = self._is_decided = False               # decided: the ranks stop, or this one ends by its own signal
-        self._senders, self._on_own_signal = SignalSenders(self._end_by_own_signal), on_own_signal
-        self._next, self._interval = 0, 1
-        self._asked: tuple[int, float] | None = None            # (step, time) of the last exchange
-        self._looked = -_FILE_CHECK
-        self._before, self._pid = None, os.getpid()
-        asks = request(self.file) if self.file else None
-        self._stale = asks if asks == (before or {}).get(self.file, asks) else None
-        self._ignoring = [other for other in self.others if self._stale and other.remote_config_file == self.file]
+        self._clock, self._looked = clock, -_FILE_CHECK
+        asks = request(self.path) if self.path else None
+        self._stale = asks if asks == before.get(self.path, asks) else None         # a request that does not count
+        self._ignoring = [other for other in callbacks if self._stale and other.remote_config_file == self.path]
         for other in self._ignoring:
-            other.remote_config_file = None                     # MindSpore's callback would stop the training itself
+            other.remote_config_file = None
 
     @property
     def ignored(self) -> str:
         """Returns a message about a request from before the training; empty if there is none."""
         if self._stale is None:
             return ""
-        return (f"{os.path.abspath(self.file)} requested a stop ({_KEY}: 1) before this training began, and most likely ended "
+        return (f"{os.path.abspath(self.path)} requested a stop ({_KEY}: 1) before this training began, and most likely ended "
                 f"the previous one: it is ignored until it is written again. Set {_KEY} to 0, or remove the file; a 1 after that "
                 f"stops this training")
+
+    def asks(self) -> bool:
+        """Returns whether the file requests a stop now. Looks at it once in a second."""
+        if not self.path or self._clock() - self._looked < _FILE_CHECK:
+            return False
+        self._looked = self._clock()
+        asks = request(self.path)
+        if asks == self._stale:
+            return False
+        self._stale = None
+        while self._ignoring:
+            self._ignoring.pop().remote_config_file = self.path
+        return asks is not None
+
+
+class PreemptionHandler:
+    """Notices requests to stop on this rank, and agrees with the other ranks on a step.
+
+    Args:
+        seconds: approximate time between two exchanges; 0: none, so requests have no effect.
+        callbacks: of the training. MindSpore's OnRequestExit names the file of the graceful exit, and may handle the signal.
+        before: see ``ExitFile``.
+        on_own_signal: called once, in any thread, after SIGTERM of this process itself, unless the ranks have agreed to stop.
+    """
+
+    def __init__(self, group: Group, seconds: float, callbacks: Iterable[Any] = (), clock: Callable[[], float] | None = None,
+                 peers: Peers | None = None, before: Mapping[str, Version | None] | None = None,
+                 on_own_signal: Callable[[], None] | None = None):
+        self.group, self.seconds, self.peers = group, seconds, peers
+        self.clock = clock or runtime.monotonic
+        self.others = [callback for callback in callbacks if hasattr(callback, "remote_config_file")]
+        self.file = ExitFile(self.others, before or {}, self.clock)
+        self.signalled = False
+        self._is_decided = False                                # the ranks stop, or this one ends by its own signal
+        self._senders, self._on_own_signal = SignalSenders(self._end_by_own_signal), on_own_signal
+        self._next, self._interval = 0, 1
+        self._asked: tuple[int, float] | None = None            # (step, time) of the last exchange
+        self._before: Any = None
+        self._pid = os.getpid()
 
     def install(self) -> None:
         """Installs a handler of SIGTERM, so that the signal does not end the process at once. Only in the main thread."""
@@ -105,7 +141,8 @@ class PreemptionHandler:
     def _end_by_own_signal(self) -> None:
         if not self._is_decided:
             self._is_decided = True
-            self._on_own_signal()
+            if self._on_own_signal is not None:
+                self._on_own_signal()
 
     def local_request(self) -> str:
         """Returns the request of this rank, one of REASONS, or empty."""
@@ -116,21 +153,11 @@ class PreemptionHandler:
             if sender != OWN:
                 return BY_SIGNAL if sender == OTHER else BY_UNKNOWN
             self._end_by_own_signal()
-        if self.file and self.clock() - self._looked >= _FILE_CHECK:
-            self._looked = self.clock()
-            asks = request(self.file)
-            if asks != self._stale:
-                self._stale = None
-                while self._ignoring:
-                    self._ignoring.pop().remote_config_file = self.file
-                return BY_FILE if asks else ""
-        return ""
+        return BY_FILE if self.file.asks() else ""
 
     def check(self, step: int) -> str:
         """Returns why to stop after ``step``, the same on all ranks; empty: go on. A collective at some steps."""
-        if not self.seconds:
-            return ""
-        if self.group.size > 1 and step < self._next:
+        if not self.seconds or self.group.size > 1 and step < self._next:
             return ""
         reason = self.local_request() if self.group.size == 1 else self._exchange(step)
         self._is_decided = self._is_decided or bool(reason)
@@ -138,8 +165,10 @@ class PreemptionHandler:
 
     def _exchange(self, step: int) -> str:
         """Returns the request of all ranks that counts first. A collective, which sets the step of the next one."""
-        rows = gather_results(self.group, lambda: [self.local_request(), self._propose(step), self.local_state()])
-        self.on_peer_state([row[2] for row in rows])
+        rows = gather_results(self.group, lambda: [self.local_request(), self._propose(step),
+                                                   self.peers.local_state() if self.peers else None])
+        if self.peers:
+            self.peers.on_peer_state([state for _, _, state in rows])
         self._interval = rows[0][1]
         self._next, self._asked = step + self._interval, (step, self.clock())
         return next((reason for reason in REASONS for row in rows if row[0] == reason), "")

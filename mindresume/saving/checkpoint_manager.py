@@ -217,11 +217,10 @@ class CheckpointManager:
     def handle_preemption(self, callbacks: Iterable[Any] = (), before: Mapping[str, Version | None] | None = None) -> None:
         """Handles requests to stop the training from here on. Arguments: see ``PreemptionHandler``."""
         self.preemption = PreemptionHandler(self.group, self.settings.preemption_check_interval, callbacks,
-                                            local_state=self.session.peer_state.local_state,
-                                            on_peer_state=self.session.on_peer_state, before=before,
+                                            peers=self.session, before=before,
                                             on_own_signal=self._end_after_own_signal)
-        if self.preemption.ignored:
-            self.emit(warning(self.preemption.ignored))
+        if self.preemption.file.ignored:
+            self.emit(warning(self.preemption.file.ignored))
         self.preemption.install()
 
     def _end_after_own_signal(self) -> None:

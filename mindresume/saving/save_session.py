@@ -68,6 +68,10 @@ class SaveSession:
 
     # ---- nodes that share no disk ----------------------------------------------------------------------------------------
 
+    def local_state(self) -> Any:
+        """Returns what the other nodes are to know of this one."""
+        return self.peer_state.local_state()
+
     def on_peer_state(self, rows: Sequence[Any]) -> None:
         """Acts on ``rows``, the local states of all ranks."""
         try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mindresume import runtime
 from mindresume.coordination.awake_clock import AwakeClock
-from mindresume.coordination.process_identity import start_time, stat_fields
+from mindresume.coordination.process_identity import process_namespace, start_time, stat_fields
 from mindresume.coordination.rank_heartbeat import (
     BUILDING,
     COMPILING,
@@ -25,20 +25,73 @@ from mindresume.coordination.rank_heartbeat import (
     INFERENCE,
     JOINING,
     LOADING,
+    NONE,
     PHASES,
     SAVING,
     SELECTING,
     STACKS,
+    SUFFIX,
     TRAINING,
     Heartbeat,
+    read_heartbeat,
+    read_heartbeats,
 )
-from mindresume.events import FAILED
+from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 from mindresume.events.recovery_phases import Moments, Phase, phases_of
 from mindresume.supervisor.process_table import send
 
 _TIMEOUT = 10.0                 # seconds for py-spy and one rank
 _SETTLED = 0.3                  # seconds without growth after which a file of stacks is complete
 _WAIT = 5.0                     # seconds for all ranks to write their stacks
+
+
+class Heartbeats:
+    """Holds the heartbeats of the ranks of one start, in ``folder``.
+
+    Attributes:
+        known: by process, the last of each rank, also of one that has ended.
+        readable: processes whose heartbeats could be read just now.
+    """
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self.known: dict[int, Heartbeat] = {}
+        self.readable: set[int] = set()
+        self._namespace = process_namespace()               # in another one a process has another number
+
+    def refresh(self) -> None:
+        beats = {beat.pid: beat for beat in read_heartbeats(self.folder) if beat.namespace == self._namespace}
+        self.readable = set(beats)
+        self.known.update(beats)
+
+    def of(self, pid: int) -> Heartbeat | None:
+        """Returns the last heartbeat of a process, as it is now."""
+        beat = read_heartbeat(os.path.join(self.folder, f"process_{pid}{SUFFIX}"))
+        if beat is not None and beat.namespace == self._namespace:
+            self.known[pid] = beat
+        return self.known.get(pid)
+
+    def newest(self, name: str) -> int:
+        """Returns the greatest number of a field; NONE: none is known."""
+        return max((getattr(beat, name) for beat in self.known.values()), default=NONE)
+
+    @property
+    def output(self) -> str:
+        """Returns the output folder of the training; empty if no rank has told it."""
+        return next((beat.output for beat in self.known.values() if beat.output), "")
+
+    @property
+    def is_preempted(self) -> bool:
+        """Returns whether the ranks were asked to stop, and have saved. A signal of an unknown sender is no request: it may come
+        from a failure, and who stops a job signals the supervisor, too."""
+        return any(beat.outcome == PREEMPTED and not beat.unasked for beat in self.known.values())
+
+    @property
+    def has_finished(self) -> bool:
+        """Returns whether all ranks have finished the training, and the last save that they began is complete."""
+        return bool(self.known) and all(
+            beat.phase == ENDED and beat.outcome in (FINISHED, NOTHING_TO_TRAIN)
+            and (beat.rank != 0 or beat.committed >= beat.begun) for beat in self.known.values())
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDING, NONE, SAVING, Heartbeat
-from mindresume.supervisor.members import Ended, Member, Members
+from mindresume.supervisor.members import Member, Members
 from mindresume.supervisor.process_table import OTHER, RANK, SCHEDULER, WRITER, send
 from mindresume.supervisor.restart_policy import DIED, PEER, STOPPED
 
@@ -47,31 +48,36 @@ class EndTimes:
     save_first: bool = True
 
 
-def end_job(members: Members, times: EndTimes, refresh: Callable[[], None], is_saving: Callable[[Member], bool],
-            at_once: Callable[[], bool] = lambda: False) -> tuple[list[Ended], tuple[int, ...]]:
-    """Ends all members.
+class EndingJob(Protocol):
+    """The job that is ended."""
+    members: Members
 
-    Args:
-        refresh: reads the process table again; called often.
-        is_saving: returns whether a rank writes a checkpoint that can still become complete.
-        at_once: returns whether everything is to be killed now, for example after a second Ctrl-C.
-    Returns:
-        The members that have ended, and the numbers of those left behind.
-    """
-    return _JobEnd(members, times, refresh, is_saving, at_once).run()
+    def refresh(self) -> None:
+        """Reads the process table again. Called often."""
+
+    def is_saving(self, member: Member, kind: str) -> bool:
+        """Returns whether a rank writes a checkpoint that can still become complete."""
 
 
-class _JobEnd:
-    def __init__(self, members: Members, times: EndTimes, refresh: Callable[[], None], is_saving: Callable[[Member], bool],
-                 at_once: Callable[[], bool]):
-        self.members, self.times, self._refresh, self._is_saving, self._at_once = members, times, refresh, is_saving, at_once
-        self.ended: list[Ended] = []
+class Hurry(Protocol):
+    def is_hurried(self) -> bool:
+        """Returns whether everything is to be killed now, for example after a second Ctrl-C."""
+
+
+def end_job(job: EndingJob, kind: str, times: EndTimes, observer: Hurry) -> tuple[int, ...]:
+    """Ends all members of a job. ``kind``: of its end. Returns the numbers of those left behind."""
+    return _Ending(job, kind, times, observer).run()
+
+
+class _Ending:
+    def __init__(self, job: EndingJob, kind: str, times: EndTimes, observer: Hurry):
+        self.job, self.members, self.kind, self.times, self.observer = job, job.members, kind, times, observer
         self.left: set[int] = set()
         self._asked: dict[int, float] = {}          # {process: when it received SIGTERM}
         self._killed: dict[int, float] = {}         # {process: when it received SIGKILL first}
 
-    def run(self) -> tuple[list[Ended], tuple[int, ...]]:
-        self._refresh()
+    def run(self) -> tuple[int, ...]:
+        self.job.refresh()
         ranks = [member.pid for member in self.members.alive(RANK)]
         launchers = self.members.above(ranks)
         for pid in launchers:
@@ -90,7 +96,7 @@ class _JobEnd:
         self._end(lambda: self._alive(RANK, OTHER, SCHEDULER), _CLEANUP, _CLEANUP)
         self._end(lambda: self._alive(WRITER), self.times.grace, self.times.save)
         self._end(self._alive, 0.0, 0.0)            # whatever came meanwhile
-        return self.ended, tuple(sorted(self.left))
+        return tuple(sorted(self.left))
 
     def _alive(self, *roles: str) -> list[Member]:
         return [member for member in self.members.alive(*roles) if member.pid not in self.left]
@@ -108,16 +114,16 @@ class _JobEnd:
                     send(member.pid, signal.SIGTERM)
                 if not is_saving:                               # it can have been asked late, after its save
                     is_late = now - max(began, self._asked.get(member.pid, began)) >= grace
-                if is_late or self._at_once():
+                if is_late or self.observer.is_hurried():
                     send(member.pid, signal.SIGKILL)
                     if now - self._killed.setdefault(member.pid, now) > self.times.stuck:
                         self.left.add(member.pid)
-            self.ended += self.members.wait(_POLL)
-            self._refresh()
+            self.members.wait(_POLL)
+            self.job.refresh()
 
     def _saving(self, left: list[Member]) -> set[int]:
         """Returns the processes that may finish a save: writers, ranks, and what these ranks have started."""
-        ranks = [member.pid for member in left if member.role == RANK and self._is_saving(member)]
+        ranks = [member.pid for member in left if member.role == RANK and self.job.is_saving(member, self.kind)]
         return {member.pid for member in left if member.role == WRITER}.union(ranks, *map(self.members.below, ranks))
 
 

@@ -15,21 +15,21 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Literal
 
 from mindresume import runtime
 from mindresume.coordination.shared_folder import Sighting, Watch
 from mindresume.errors import RecordError
-from mindresume.model.manifest import encode_head, field_errors, read_head
-from mindresume.model.training_state import is_count
+from mindresume.model.manifest import encode_head, read_head
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage
+from mindresume.typed import Count, Limits, decode
 
 KIND = "node state"
 READY, RUNNING, FAILED, FINISHED, LEFT = "ready", "running", "failed", "finished", "left"
-_STATES = (READY, RUNNING, FAILED, FINISHED, LEFT)
 _NAME = re.compile(r"node-(\d{5})-([0-9a-f]{8,32})-(\d{8})\.json")
 _KEPT = 2                       # files of one supervisor: a listing can still show the one before the newest
-_MAX_TEXT = 1000
+_Text = Annotated[str, Limits(0, 1000)]
 _MOMENT = 0.2                   # seconds for which a caller waits: most disks answer sooner, and the answer counts at once
 _PUBLISH, _READ, _REMOVE = "publish", "read", "remove"
 
@@ -50,37 +50,26 @@ class NodeState:
         kind: of the end of its part, as ``restart_policy`` has them, of FAILED.
         address: under which its host can be reached.
     """
-    node: int
-    session: str
-    state: str = READY
-    generation: int = 0
-    seen: Mapping[int, str] = field(default_factory=dict)
-    members: Mapping[int, str] = field(default_factory=dict)
-    status: int = 0
-    reason: str = ""
-    kind: str = ""
-    address: str = ""
+    node: Count
+    session: _Text
+    state: Literal["ready", "running", "failed", "finished", "left"] = READY
+    generation: Count = 0
+    seen: Mapping[int, _Text] = field(default_factory=dict)
+    members: Mapping[int, _Text] = field(default_factory=dict)
+    status: Count = 0
+    reason: _Text = ""
+    kind: _Text = field(default="", metadata={"key": "end"})
+    address: _Text = ""
 
     def encode(self) -> bytes:
-        numbers = {name: {str(node): session for node, session in getattr(self, name).items()} for name in ("seen", "members")}
-        return encode_head({"version": 1, "kind": KIND, **{"end" if name == "kind" else name: value
-                                                           for name, value in asdict(self).items()}, **numbers})
+        row = {"end" if name == "kind" else name: value for name, value in asdict(self).items()}
+        return encode_head({"version": 1, "kind": KIND, **row})
 
     @classmethod
     def read(cls, storage: Storage, path: str) -> NodeState:
         """Reads a state. Raises RecordError if it is torn, altered, of another kind or of a later version; OSError."""
         with storage.open(path) as file:
-            head, _ = read_head(file, KIND)
-        with field_errors(KIND):
-            maps = {name: {int(node): session for node, session in head[name].items()} for name in ("seen", "members")}
-            texts = {name: head["end" if name == "kind" else name] for name in ("session", "state", "reason", "kind", "address")}
-            counts = {name: head[name] for name in ("node", "generation", "status")}
-            everything = [*texts.values(), *maps["seen"].values(), *maps["members"].values()]
-            if not all(isinstance(text, str) and len(text) <= _MAX_TEXT for text in everything) or texts["state"] not in _STATES:
-                raise RecordError("node state: a text is missing, too long, or no state")
-            if not all(map(is_count, (*counts.values(), *maps["seen"], *maps["members"]))):
-                raise RecordError("node state: a number is missing or negative")
-            return cls(**texts, **counts, **maps)
+            return decode(cls, read_head(file, KIND)[0], KIND)
 
 
 class NodeStates:

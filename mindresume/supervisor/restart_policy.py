@@ -17,8 +17,7 @@ a job that fails every hour and saves every ten minutes is started again for eve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDED, NONE
@@ -36,6 +35,31 @@ _FINAL = {0: "it finished", WRONG_USE: "status 2 means a wrong argument or setti
 
 
 @dataclass(frozen=True)
+class JobEnd:
+    """Says why a start ends.
+
+    Attributes:
+        kind: EXITED (the command ended), DIED (a rank ended badly), HUNG, STOPPED (this supervisor got a signal), PEER (another
+            node ended it), NOT_STARTED (there was no process).
+        status: exit status, as of a shell.
+        cause: for people.
+        leave: the ranks may save before they end.
+        rank: the rank that ended it; None: none, or not known.
+        phase: of that rank; empty: not known.
+        noticed: ``time.monotonic``.
+        log: the last lines of that rank's log that look like its error.
+    """
+    kind: str
+    status: int
+    cause: str
+    leave: bool = False
+    rank: int | None = None
+    phase: str = ""
+    noticed: float = field(default_factory=runtime.monotonic)
+    log: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class StartOutcome:
     """Describes one start of the command and its end.
 
@@ -43,47 +67,32 @@ class StartOutcome:
         number: from 1.
         started: seconds since 1970.
         seconds: how long it lasted.
-        kind: EXITED (the command ended), DIED (a rank ended badly), HUNG, STOPPED (this supervisor got a signal), PEER (another
-            node ended it), NOT_STARTED (there was no process).
-        status: exit status, as of a shell.
-        cause: how it ended, for people.
-        rank: the rank that ended it; None: none, or not known.
-        host: of that rank.
-        phase: of that rank; empty: not known.
+        host: of the rank that ended it.
         is_preempted: the ranks were asked to stop, saved and stopped.
         has_begun: a rank has got as far as a heartbeat.
         has_finished: all ranks finished the training and saved, before the command or a rank ended badly.
         resumed: step that it continued after; NONE: from the beginning, or not known.
         last_step: the last finished step of any rank; NONE: none, or not known.
         committed: the newest step that it committed; NONE: none, or not known.
-        log: the last lines of that rank's log that look like its error.
         log_folders: where the logs of this start are, if the next one would have overwritten them.
     """
     number: int
     started: float
     seconds: float
-    kind: str
-    status: int
-    cause: str
-    rank: int | None = None
+    end: JobEnd
     host: str = ""
-    phase: str = ""
     is_preempted: bool = False
     has_begun: bool = False
     has_finished: bool = False
     resumed: int = NONE
     last_step: int = NONE
     committed: int = NONE
-    log: tuple[str, ...] = ()
     log_folders: tuple[str, ...] = ()
 
     @property
     def reached(self) -> int:
         """Returns the newest step that a later start can continue after, as far as known."""
         return max(self.committed, self.resumed)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "log": list(self.log), "log_folders": list(self.log_folders)}
 
 
 @dataclass(frozen=True)
@@ -118,31 +127,31 @@ def _command_is_away(starts: Sequence[StartOutcome]) -> bool:
     """Returns whether status 2 of the last start says that its script or interpreter cannot be read now: no rank began, and the
     same command has worked before."""
     last = starts[-1]
-    return last.status == WRONG_USE and not last.has_begun and any(start.has_begun for start in starts)
+    return last.end.status == WRONG_USE and not last.has_begun and any(start.has_begun for start in starts)
 
 
 def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
     """Returns what follows the last of ``starts``, at least one."""
-    last, fruitless = starts[-1], fruitless_starts(starts)
-    if last.kind == STOPPED:
-        return Decision(EXIT, last.status, reason=last.cause, fruitless=fruitless)
+    last, end, fruitless = starts[-1], starts[-1].end, fruitless_starts(starts)
+    if end.kind == STOPPED:
+        return Decision(EXIT, end.status, reason=end.cause, fruitless=fruitless)
     if last.is_preempted:
-        return Decision(EXIT, last.status, reason="the ranks were asked to stop and have saved", fruitless=fruitless)
+        return Decision(EXIT, end.status, reason="the ranks were asked to stop and have saved", fruitless=fruitless)
     if last.has_finished:
-        return Decision(EXIT, last.status, reason=f"all ranks have finished the training; {last.cause}", fruitless=fruitless)
-    if last.kind == NOT_STARTED and last.status == WRONG_USE and not _command_is_away(starts):
-        return Decision(EXIT, last.status, reason=last.cause, fruitless=fruitless)
-    if last.kind in (EXITED, DIED) and last.status in _FINAL and not _command_is_away(starts) and (
-            last.status != ALTERED_WEIGHTS or last.has_begun):             # any program can end with 65
-        return Decision(EXIT, last.status, reason=_FINAL[last.status], fruitless=fruitless)
-    status = last.status or 1
+        return Decision(EXIT, end.status, reason=f"all ranks have finished the training; {end.cause}", fruitless=fruitless)
+    if end.kind == NOT_STARTED and end.status == WRONG_USE and not _command_is_away(starts):
+        return Decision(EXIT, end.status, reason=end.cause, fruitless=fruitless)
+    if end.kind in (EXITED, DIED) and end.status in _FINAL and not _command_is_away(starts) and (
+            end.status != ALTERED_WEIGHTS or last.has_begun):             # any program can end with 65
+        return Decision(EXIT, end.status, reason=_FINAL[end.status], fruitless=fruitless)
+    status = end.status or 1
     if not policy.max_restarts:
         return Decision(EXIT, status, reason="--max-restarts 0", fruitless=fruitless)
     if fruitless > policy.max_restarts:
         reason = f"{fruitless} starts in a row made no progress: none left a later checkpoint than the starts before it"
         return Decision(GIVE_UP, status, reason=reason, fruitless=fruitless)
     delay = min(policy.max_delay, 2.0 ** min(fruitless - 1, 30)) if fruitless else 0.0
-    return Decision(RESTART, status, delay, last.cause, fruitless)
+    return Decision(RESTART, status, delay, end.cause, fruitless)
 
 
 # ---- the page of a job that is given up ---------------------------------------------------------------------------------
@@ -158,7 +167,7 @@ def failure_page(starts: Sequence[StartOutcome], advice: Sequence[str] = ()) -> 
         when = runtime.strftime("%Y-%m-%d %H:%M:%S", runtime.localtime(start.started))
         lines += [f"start {start.number}, {when}, {start.seconds:.0f} s: {_work(start)}", f"    {_death(start)}"]
         width = None if start is starts[-1] else _WIDTH
-        lines += [f"      | {shown(line)[:width]}" for line in start.log]
+        lines += [f"      | {shown(line)[:width]}" for line in start.end.log]
         lines += [f"    logs: {shown(folder)}" for folder in start.log_folders]
     return (*lines, *advice)
 
@@ -173,5 +182,5 @@ def _work(start: StartOutcome) -> str:
 
 def _death(start: StartOutcome) -> str:
     host = f" on {start.host}" if start.host else ""
-    phase = f" while {start.phase}" if start.phase not in ("", ENDED) else ""
-    return f"{start.cause}{phase}{host}; status {start.status}"
+    phase = f" while {start.end.phase}" if start.end.phase not in ("", ENDED) else ""
+    return f"{start.end.cause}{phase}{host}; status {start.end.status}"

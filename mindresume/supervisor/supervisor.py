@@ -32,10 +32,10 @@ from mindresume.events.emitter import Emitter
 from mindresume.storage.operations import call_within
 from mindresume.supervisor import orphans
 from mindresume.supervisor.event_recorder import PATIENCE, EventRecorder
-from mindresume.supervisor.job import TICK, Job, JobEnd, JobSettings
+from mindresume.supervisor.job import TICK, Command, Job, JobSettings
 from mindresume.supervisor.job_end import EndTimes
 from mindresume.supervisor.logs import keep_logs
-from mindresume.supervisor.process_table import all_processes, become_subreaper, descendants
+from mindresume.supervisor.process_table import RANK, all_processes, become_subreaper, descendants
 from mindresume.supervisor.rendezvous import Membership, PeerEnd, Rendezvous
 from mindresume.supervisor.restart_policy import (
     DIED,
@@ -48,6 +48,7 @@ from mindresume.supervisor.restart_policy import (
     RESTART,
     STOPPED,
     Decision,
+    JobEnd,
     RestartPolicy,
     StartOutcome,
     decide,
@@ -94,7 +95,7 @@ class Supervisor:
     def __init__(self, command: Sequence[str], settings: SupervisorSettings, emit: Emitter, nodes: Rendezvous | None = None,
                  environment: Mapping[str, str] | None = None, flush: Flush | None = None):
         self.command, self.settings, self.emit, self.nodes = tuple(command), settings, emit, nodes
-        self.flush, self._output = flush, ""
+        self.flush = flush
         self.environment = dict(os.environ if environment is None else environment)
         self.starts: list[StartOutcome] = []
         self._recorder = EventRecorder(emit, nodes.node if nodes else 0)
@@ -103,6 +104,8 @@ class Supervisor:
         self._logs: set[str] = set()                    # of the last start
         self._left: set[int] = set()                    # processes that did not end after SIGKILL
         self._peer_end: PeerEnd | None = None           # why another node ends the running start
+        self._output = ""                               # folder of the training; empty: not known
+        self._silent_after: float | None = None         # when a start without heartbeats is reported; None: it is
 
     def run(self) -> int:
         """Supervises until the end. Returns the exit status. Raises OSError if there is no place for heartbeats."""
@@ -129,8 +132,7 @@ class Supervisor:
         self._folder = orphans.make_folder()
         decision = self.supervise()
         if decision.status and self._output and self.flush is not None:
-            output = self._output
-            done = call_within(_FLUSHING, lambda: self.flush(output, lambda: len(self._signals) > 1), None,
+            done = call_within(_FLUSHING, lambda: self.flush(self._output, lambda: len(self._signals) > 1), None,
                                lambda: len(self._signals) < 2)
             if done is not None:
                 self.emit(done)
@@ -161,7 +163,7 @@ class Supervisor:
             self.starts.append(outcome)
             if peer is not None and peer.leaves:
                 return Decision(EXIT, peer.status, reason=peer.reason)
-            if members is not None and not members.is_leader and outcome.kind != STOPPED:
+            if members is not None and not members.is_leader and outcome.end.kind != STOPPED:
                 continue                                    # the leader decides
             decision = decide(self.settings.policy, self.starts)
             if decision.action != RESTART:
@@ -196,17 +198,19 @@ class Supervisor:
             if self.nodes is not None:
                 self.nodes.fail(1, cause, NOT_STARTED)
             self.emit(warning(cause))
-            return StartOutcome(number, runtime.time(), 0.0, NOT_STARTED, 1, cause, host=runtime.gethostname()), None
+            return StartOutcome(number, runtime.time(), 0.0, JobEnd(NOT_STARTED, 1, cause), runtime.gethostname()), None
         job.start()
-        end = job.watch(self._observer(job))
+        self._silent_after = runtime.monotonic() + _SILENT
+        end = job.watch(self)
         peer = self._peer_end
         if self.nodes is not None and peer is None:
             peer = self._report_to_nodes(job, end)
             if peer is not None and not peer.leaves:
                 end = _by_peer(peer)
-        outcome, left = job.end(end, self._is_hurried)
-        self._output = job.output or self._output
-        self._left, self._logs = self._left | set(left), job.logs
+        outcome, left = job.end(end, self)
+        self._output = job.heartbeats.output or self._output
+        self._logs = job.members.logs
+        self._left |= set(left)
         return outcome, peer
 
     def make_job(self, command: Sequence[str], number: int) -> Job:
@@ -216,17 +220,17 @@ class Supervisor:
         folder = os.path.join(self._folder, f"start_{number}")
         os.mkdir(folder)
         existing = {*descendants(os.getpid(), all_processes()), *self._left}
-        ended_by_us = {rank_heartbeat.ENDED_BY_US: "1"} if self.starts and self.starts[-1].kind in (DIED, HUNG, PEER) else {}
-        return Job(command, number, folder, self.settings.job, self.emit,
-                   {**self.environment, **orphans.marks(self.command), **ended_by_us}, existing,
-                   self._recorder.evidence, self.settings.to_stderr)
+        ended_by_us = {rank_heartbeat.ENDED_BY_US: "1"} if self.starts and self.starts[-1].end.kind in (DIED, HUNG, PEER) else {}
+        environment = {**self.environment, **orphans.marks(self.command), **ended_by_us}
+        return Job(Command(command, environment, self.settings.to_stderr), number, folder, self.settings.job, self.emit, existing,
+                   self._recorder)
 
     def _report_to_nodes(self, job: Job, end: JobEnd) -> PeerEnd | None:
         """Tells the other nodes how this part ends, before what is left of it is ended. Waits for them if it has finished.
         Returns what they ended with, None if that does not matter."""
         if end.kind == STOPPED:
             self.nodes.leave(end.status, end.cause, end.kind)
-        elif not job.has_finished and (end.kind != EXITED or end.status and not job.is_preempted):
+        elif not job.heartbeats.has_finished and (end.kind != EXITED or end.status and not job.heartbeats.is_preempted):
             self.nodes.fail(end.status, end.cause, end.kind)
         else:
             while not self._signals:
@@ -236,26 +240,22 @@ class Supervisor:
                 runtime.sleep(TICK)
         return None
 
-    def _observer(self, job: Job) -> Callable[[], JobEnd | None]:
-        """Returns a function that is called while a job runs, and returns why it is to end."""
-        silent_after, told = runtime.monotonic() + _SILENT, False
+    def observe(self, job: Job) -> JobEnd | None:
+        """Returns why a job is to end that runs. Called often."""
+        if job.heartbeats.output:
+            self._recorder.open(job.heartbeats.output)
+        if self._silent_after is not None and runtime.monotonic() > self._silent_after and not job.heartbeats.known and \
+                job.members.alive(RANK):
+            self._silent_after = None
+            self.emit(Notice("the ranks write no heartbeats, because mindresume is not installed in them: only their exits are "
+                             "watched"))
+        if self._signals:
+            number = self._signals[0]
+            return JobEnd(STOPPED, _SIGNALS[number], f"{signal.Signals(number).name} was received", True)
+        self._peer_end = self.nodes.check() if self.nodes is not None else None
+        return _by_peer(self._peer_end) if self._peer_end is not None else None
 
-        def observe() -> JobEnd | None:
-            nonlocal told
-            if job.output:
-                self._recorder.open(job.output)
-            if not told and job.has_silent_ranks and runtime.monotonic() > silent_after:
-                told = True
-                self.emit(Notice("the ranks write no heartbeats, because mindresume is not installed in them: only their exits "
-                                 "are watched"))
-            if self._signals:
-                number = self._signals[0]
-                return JobEnd(STOPPED, _SIGNALS[number], f"{signal.Signals(number).name} was received", True)
-            self._peer_end = self.nodes.check() if self.nodes is not None else None
-            return _by_peer(self._peer_end) if self._peer_end is not None else None
-        return observe
-
-    def _is_hurried(self) -> bool:
+    def is_hurried(self) -> bool:
         """Returns whether everything is to be killed now. Called often while a job is ended."""
         if self.nodes is not None:
             self.nodes.states.publish_if_due()
@@ -268,7 +268,7 @@ class Supervisor:
         self.emit(JobRestarted(len(self.starts) + 1, decision.delay, decision.reason, decision.fruitless))
         until = runtime.monotonic() + decision.delay
         while not self._signals and runtime.monotonic() < until:
-            self._is_hurried()
+            self.is_hurried()
             runtime.sleep(min(TICK, max(0.0, until - runtime.monotonic())))
         return not self._signals
 
@@ -276,16 +276,14 @@ class Supervisor:
         """Moves the logs of the last start, which the next one would overwrite."""
         if not self.starts:
             return
-        last, nodes = self.starts[-1], self.nodes
-        logs = self._logs
+        last, node = self.starts[-1], self.nodes.node if self.nodes else 0
 
-        def work() -> tuple[str, ...] | OSError:
+        def move() -> tuple[str, ...] | OSError:
             try:
-                return keep_logs(logs, nodes.node if nodes else 0, last.number, last.started, self.settings.keep_logs,
-                                 nodes is None)
+                return keep_logs(self._logs, node, last.number, last.started, self.settings.keep_logs, self.nodes is None)
             except OSError as error:
                 return error
-        folders = call_within(PATIENCE, work, TimeoutError(f"their disk did not answer in {PATIENCE:.0f} s"))
+        folders = call_within(PATIENCE, move, TimeoutError(f"their disk did not answer in {PATIENCE:.0f} s"))
         if isinstance(folders, OSError):
             self.emit(warning(f"the logs of start {last.number} are not kept: {folders}"))
         elif folders:

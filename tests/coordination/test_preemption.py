@@ -183,14 +183,14 @@ def test_a_remaining_file_does_not_end_the_next_training(tmp_path, again):
     path.write_text('{"GracefulExit": 1}')
     callback = SimpleNamespace(remote_config_file=str(path), exit=False)
     leaving = PreemptionHandler(SingleProcess(), 5.0, [callback], clock)
-    assert str(path) in leaving.ignored and "Set GracefulExit to 0" in leaving.ignored
+    assert str(path) in leaving.file.ignored and "Set GracefulExit to 0" in leaving.file.ignored
     for step in range(1, 4):
         clock.now += 1
         assert leaving.check(step) == "" and callback.remote_config_file is None
     path.write_text(again) if again else os.remove(path)
     clock.now += 1
     assert leaving.check(4) == (BY_FILE if again and "1" in again else "") and callback.remote_config_file == str(path)
-    assert not leaving.ignored
+    assert not leaving.file.ignored
     path.write_text('{"GracefulExit": 1}  ')
     clock.now += 1
     assert leaving.check(5) == BY_FILE
@@ -203,9 +203,9 @@ def test_a_request_while_the_network_is_compiled_counts(tmp_path):
     assert before == {"graceful_exit.json": None, path: None} and requests({}) == {"graceful_exit.json": None}
     (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
     leaving = PreemptionHandler(SingleProcess(), 5.0, [callback], Clock(), before=before)
-    assert not leaving.ignored and leaving.check(1) == BY_FILE
+    assert not leaving.file.ignored and leaving.check(1) == BY_FILE
     stays = PreemptionHandler(SingleProcess(), 5.0, [callback], Clock(), before={path: request(path)})
-    assert stays.ignored and stays.check(1) == ""
+    assert stays.file.ignored and stays.check(1) == ""
 
 
 def test_a_callback_that_handles_the_signal_is_consulted():

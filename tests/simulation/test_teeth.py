@@ -310,14 +310,14 @@ MUTANTS = [
     mutant("SIGTERM of a rank's own counts as a request of others", [
         Edit(preemption.PreemptionHandler, "local_request", "if sender != OWN:", "if True:"),
         Edit(preemption.PreemptionHandler, "local_request", "BY_SIGNAL if sender == OTHER else BY_UNKNOWN", "BY_SIGNAL"),
-        Edit(preemption.PreemptionHandler, "_end_by_own_signal", "self._on_own_signal()", "pass")],
+        Edit(preemption.PreemptionHandler, "_end_by_own_signal", "self._is_decided = True", "return")],
         ("own signal", "safetensors", ""), STUCK, deaths=False, first=135, within=25, draws=each(OWN_SIGNAL)),
     mutant("nobody learns of SIGTERM of its own before the next step, which never comes", [
         Edit(preemption.PreemptionHandler, "__init__", "SignalSenders(self._end_by_own_signal)", "SignalSenders(lambda: None)")],
         ("own signal", "safetensors", ""), STUCK, deaths=False, first=135, within=25, draws=each(OWN_SIGNAL, 1)),
     mutant("who was asked to stop is started again", [
         Edit(restart_policy, "decide", "if last.is_preempted:", "if False:"),
-        Edit(restart_policy, "decide", "last.status in _FINAL and", "False and")],
+        Edit(restart_policy, "decide", "end.status in _FINAL and", "False and")],
         ("own signal", "safetensors", ""), WRONG, deaths=False, first=125, within=25, draws=each("term")),
 
     # ---- supervisors ---------------------------------------------------------------------------------------------------
@@ -343,8 +343,8 @@ MUTANTS = [
              "self.states.set(state=READY, members={}, status=0, reason='', kind='')")],
         ("supervisors", "safetensors", ""), f"{STUCK} {WRONG}", deaths=False, within=60, draws=undisturbed(30.0)),
     mutant("a node is ready before its processes have ended", [
-        Edit(supervisor.Supervisor, "_one_start", "outcome, left = job.end(end, self._is_hurried)",
-             "self.nodes.states.set(state='ready'); outcome, left = job.end(end, self._is_hurried)")],
+        Edit(supervisor.Supervisor, "_one_start", "outcome, left = job.end(end, self)",
+             "self.nodes.states.set(state='ready'); outcome, left = job.end(end, self)")],
         ("supervisors", "safetensors", ""), WRONG, deaths=False, within=40, draws=undisturbed()),
 
     mutant("the supervisor waits for its disk", [

@@ -13,10 +13,10 @@ from mindresume.events.emitter import Emitter
 from mindresume.supervisor import job as job_module
 from mindresume.supervisor import orphans
 from mindresume.supervisor.hang import HangLimits
-from mindresume.supervisor.job import Job, JobEnd, JobSettings
+from mindresume.supervisor.job import Command, Job, JobSettings
 from mindresume.supervisor.members import Ended, Member
 from mindresume.supervisor.process_table import OTHER, RANK, SCHEDULER, Process
-from mindresume.supervisor.restart_policy import DIED, NOT_STARTED, STOPPED
+from mindresume.supervisor.restart_policy import DIED, NOT_STARTED, STOPPED, JobEnd
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
 
@@ -24,7 +24,7 @@ def job_with_a_silent_rank(folder, events):
     """Returns a job whose only rank, this process, made its last step when the host was started."""
     heartbeat = RankHeartbeat(os.path.join(folder, f"process_{os.getpid()}.heartbeat"), clock=lambda: 0.0)
     heartbeat.reach(5)
-    job = Job(["train"], 1, str(folder), JobSettings(HangLimits(step=1e-9)), events.append, {})
+    job = Job(Command(["train"], {}), 1, str(folder), JobSettings(HangLimits(step=1e-9)), events.append)
     found, = read_heartbeats(str(folder))
     job.members.refresh = lambda *arguments: None
     job.members.alive = lambda *roles: [Member(Process(found.pid, 1, 1, "R", found.ticks), RANK, 0)]
@@ -34,11 +34,11 @@ def job_with_a_silent_rank(folder, events):
 def test_a_removed_heartbeat_is_no_hang(tmp_path):
     events = []
     job = job_with_a_silent_rank(tmp_path, events)
-    job._refresh()
+    job.refresh()
     assert job._hang().rank == -1 and isinstance(events.pop(), HangDetected)
     shutil.rmtree(tmp_path)                                 # as systemd does when a user logs out (RemoveIPC)
     for _ in range(3):
-        job._refresh()
+        job.refresh()
         assert job._hang() is None
     notice, = events
     assert isinstance(notice, Notice) and str(tmp_path) in notice.text
@@ -49,12 +49,25 @@ def test_a_start_after_the_folder_was_removed_has_a_new_one(tmp_path, monkeypatc
     supervisor = Supervisor(["train"], SupervisorSettings(), Emitter())
     supervisor._folder = str(tmp_path / "gone")
     job = supervisor.make_job(["train"], 2)
-    assert os.path.isdir(job.folder) and os.path.dirname(job.folder) == supervisor._folder
+    assert os.path.isdir(job.heartbeats.folder) and os.path.dirname(job.heartbeats.folder) == supervisor._folder
 
 
 @pytest.fixture
 def job(tmp_path):
-    return Job(["true"], 1, str(tmp_path), JobSettings(), ignore, {})
+    return Job(Command(["true"], {}), 1, str(tmp_path), JobSettings(), ignore)
+
+
+class Quiet:
+    """Observes a job, and lets it go on; ``end``: ends it."""
+
+    def __init__(self, end=None):
+        self.end = end
+
+    def observe(self, job):
+        return self.end
+
+    def is_hurried(self):
+        return False
 
 
 def ended(ticks):
@@ -108,8 +121,8 @@ class SeenLate:
 
 
 def test_the_status_of_a_rank_that_ended_with_the_command_is_that_of_the_job(job):
-    job.members, job._pid = SeenLate(), 1
-    end = job.watch(lambda: None)
+    job.members, job.command.pid = SeenLate(), 1
+    end = job.watch(Quiet())
     assert (end.kind, end.status, end.rank) == (DIED, 3, 0)
 
 
@@ -125,9 +138,9 @@ def test_a_disk_of_the_command_that_hangs_does_not_stop_the_watch(job, monkeypat
     monkeypatch.setattr(job_module.subprocess, "Popen", hang)
     job.start()
     asked = JobEnd(STOPPED, 143, "SIGTERM was received")
-    assert job.watch(lambda: asked) is asked
-    outcome, left = job.end(asked)
-    assert (outcome.kind, outcome.status, left) == (STOPPED, 143, ())
+    assert job.watch(Quiet(asked)) is asked
+    outcome, left = job.end(asked, Quiet())
+    assert (outcome.end.kind, outcome.end.status, left) == (STOPPED, 143, ())
     hanging.set()
 
 
@@ -139,9 +152,9 @@ def test_a_command_that_cannot_be_started_ends_the_start_and_says_why(job, monke
         raise error
     monkeypatch.setattr(job_module.subprocess, "Popen", fail)
     job.start()
-    end = job.watch(lambda: None)
+    end = job.watch(Quiet())
     assert (end.kind, end.status) == (NOT_STARTED, status) and str(error) in end.cause
-    assert job.end(end)[0].has_begun is False
+    assert job.end(end, Quiet())[0].has_begun is False
 
 
 def test_at_the_limit_of_threads_the_start_is_tried_again(job, monkeypatch):
@@ -149,12 +162,12 @@ def test_at_the_limit_of_threads_the_start_is_tried_again(job, monkeypatch):
         raise RuntimeError("can't start new thread")
     monkeypatch.setattr(threading.Thread, "start", fail)
     job.start()
-    end = job.watch(lambda: None)
+    end = job.watch(Quiet())
     assert (end.kind, end.status) == (NOT_STARTED, 1)
 
 
 def test_a_command_that_ends_before_its_start_is_known_has_its_status(job):
     job._taken(Ended(Member(Process(77, 0, 0, "Z", 5), OTHER), 3))
     assert job._over() is None
-    job._pid = 77
-    assert job._note_start() is None and job._over().status == 3
+    job.command.pid = 77
+    assert job._over().status == 3

@@ -1,5 +1,6 @@
 """supervisor/job_end.py: what ends in which order, and what is left behind."""
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +9,7 @@ from mindresume.supervisor import job_end
 from mindresume.supervisor.job_end import EndTimes, end_job
 from mindresume.supervisor.members import Ended, Member
 from mindresume.supervisor.process_table import OTHER, RANK, SCHEDULER, WRITER, Process
+from mindresume.supervisor.restart_policy import DIED
 
 
 class FakeMembers:
@@ -16,7 +18,7 @@ class FakeMembers:
     def __init__(self, tree):
         self.tree = {pid: (Member(Process(pid, parent, pid, "S", 1), role), parent, ends) for pid, (role, parent, ends)
                      in tree.items()}
-        self.sent, self.stopped, self._ended = [], set(), []
+        self.sent, self.stopped, self._ended, self.ended = [], set(), [], []
 
     def alive(self, *roles):
         return [member for member, _, _ in self.tree.values() if not roles or member.role in roles]
@@ -40,6 +42,7 @@ class FakeMembers:
         self.sent.append((pid, number))
         if pid in self.tree and number in self.tree[pid][2]:
             self._ended.append(Ended(self.tree.pop(pid)[0], -number))
+            self.ended.append(pid)
 
     def order(self, number):
         return list(dict.fromkeys(pid for pid, sent in self.sent if sent == number))
@@ -60,8 +63,9 @@ def end(monkeypatch):
 
         def refresh():
             now[0] += 0.05
-        ended, left = end_job(members, times, refresh, is_saving, at_once)
-        return [one.member.pid for one in ended], left, now[0]
+        job = SimpleNamespace(members=members, refresh=refresh, is_saving=lambda member, kind: is_saving(member))
+        left = end_job(job, DIED, times, SimpleNamespace(is_hurried=at_once))
+        return members.ended, left, now[0]
     return run
 
 

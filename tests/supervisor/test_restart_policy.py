@@ -15,6 +15,7 @@ from mindresume.supervisor.restart_policy import (
     PEER,
     RESTART,
     STOPPED,
+    JobEnd,
     RestartPolicy,
     StartOutcome,
     decide,
@@ -25,7 +26,7 @@ POLICY = RestartPolicy()
 
 
 def died(number=1, resumed=-1, committed=-1, status=137, kind=DIED, **more):
-    return StartOutcome(number, 1e9, 10.0, kind, status, "rank 1 died", resumed=resumed, committed=committed, **more)
+    return StartOutcome(number, 1e9, 10.0, JobEnd(kind, status, "rank 1 died"), resumed=resumed, committed=committed, **more)
 
 
 steps = st.integers(-1, 50)
@@ -85,9 +86,9 @@ def test_every_decision(starts, limit):
     assert 0 <= fruitless <= len(starts) and decision.fruitless == fruitless
     assert 0 <= decision.delay <= 60 and (decision.delay == 0 or decision.action == RESTART)
     if decision.action != RESTART:
-        assert decision.status == last.status
+        assert decision.status == last.end.status
     if decision.action == RESTART:
-        assert limit and fruitless <= limit and last.kind != STOPPED and not last.is_preempted and not last.has_finished
+        assert limit and fruitless <= limit and last.end.kind != STOPPED and not last.is_preempted and not last.has_finished
     if decision.action == GIVE_UP:
         assert fruitless == limit + 1 or fruitless > limit
         assert all(start.reached <= max(earlier.reached for earlier in starts[:len(starts) - fruitless + 1])
