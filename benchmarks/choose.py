@@ -34,7 +34,8 @@ from mindresume.formats.rank_folder_naming import FileName
 from mindresume.model.manifest import run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.shared_selection import CandidateQueue, select_shared
+from mindresume.resume.selection import select_checkpoint
+from mindresume.resume.sources import Job, SharedDisk
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.storage.operations import parallel
@@ -99,14 +100,14 @@ class Bench:
         root, expected = self.root(world, state), self.steps * EVERY
 
         def rank_0() -> int:
-            chooser = CandidateQueue(PosixStorage(), root, SelectionPolicy(world))
-            message = run_on_rank0(SingleProcess(), lambda: chooser.next([]))
+            disk = SharedDisk(Job(PosixStorage(), root, SingleProcess(), SelectionPolicy(world)))
+            message = run_on_rank0(SingleProcess(), lambda: disk.offer([]))
             self.message[f"{world} {state}"] = len(json.dumps(message).encode())
             return message["candidate"]["step"]
 
         def select() -> int:
             policy = SelectionPolicy(world, ranks_to_verify=lambda group, candidate: [0])
-            return select_shared(PosixStorage(), root, SingleProcess(), policy).chosen.step
+            return select_checkpoint(PosixStorage(), root, SingleProcess(), policy).chosen.step
 
         def mindformers() -> int:
             return int(self.built_in(root).rpartition("_")[2].partition(".")[0])

@@ -33,7 +33,7 @@ from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import FOLDER, attempt_name, run_name, trash_name
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard, write_shard
@@ -173,11 +173,11 @@ class Bench:
         assert committer.committed == [20] and not self.disk.find(f"{ROOT}/{FOLDER}/{attempt_name(10, RUN)}")
 
     def _choice(self, storage: Slow) -> None:
-        choice = select_shared(storage, ROOT, First(self.ranks), SelectionPolicy(self.ranks))
+        choice = select_checkpoint(storage, ROOT, First(self.ranks), SelectionPolicy(self.ranks))
         assert choice.chosen is not None and choice.chosen.step == 20
 
     def _mindformers(self, storage: Slow) -> None:
-        choice = select_shared(storage, ROOT, First(self.ranks), SelectionPolicy(self.ranks))
+        choice = select_checkpoint(storage, ROOT, First(self.ranks), SelectionPolicy(self.ranks))
         assert choice.chosen is not None and choice.chosen.step == 20 and choice.chosen.run is None
 
     def _clean_up(self, storage: Slow) -> None:

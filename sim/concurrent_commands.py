@@ -26,7 +26,7 @@ from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.folder_verification import verify_checkpoints
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.scrub import Scrubber, ScrubOptions
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from sim.cluster import Cluster, current_cluster, current_process
 from sim.disk import Disk
 from sim.jobs import History, Training
@@ -167,7 +167,7 @@ def check_conversions(disks: Mapping[str, Disk], history: History, training: Tra
 
 def _wrong_target(storage: Mount, target: str, history: History, training: Training) -> Iterator[Finding]:
     try:
-        choice = select_shared(storage, target, SingleProcess(), SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
+        choice = select_checkpoint(storage, target, SingleProcess(), SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
     except MindResumeError as error:
         yield Finding(WRONG, f"{target} exists and cannot be used: {error}")
         return

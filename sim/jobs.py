@@ -270,8 +270,8 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
     shared_groups: dict[str, Any] = {}
     remote = _remote_of(job, process) if training.url else None
     if not training.fresh:
-        found = CheckpointSelector(storage, group, training.settings, process.emit, _no_consolidated_weights, remote=remote,
-                                   saved_to=lambda: {training.root}, shared_groups=shared_groups).select(
+        found = CheckpointSelector(storage, group, training.settings, process.emit, _NoConsolidatedWeights(), remote=remote,
+                                   saved_to={training.root}, shared_groups=shared_groups).select(
             SelectionRequest(training.root, output_dir=training.output, any_layout=training.allow_reshard,
                              health_dir=training.output if training.health_monitored else None))
         choice, load_attempt, hold = found.choice, found.load_attempt, found.read_lock
@@ -328,8 +328,9 @@ def _remote_of(job: Job, process: Process) -> RemoteCheckpoints:
     return made
 
 
-def _no_consolidated_weights(storage: Any, path: str) -> Choice:
-    raise AssertionError(f"{path} was selected as consolidated weights")
+class _NoConsolidatedWeights:
+    def choose(self, storage: Any, path: str) -> Choice:
+        raise AssertionError(f"{path} was selected as consolidated weights")
 
 
 class _Known:

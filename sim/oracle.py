@@ -33,7 +33,7 @@ from mindresume.resume.candidates import COMPLETE, list_checkpoints
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.replicas import unknown_strategy
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.crash_loop import load_attempts
 from mindresume.saving.memory_tier.directory import MARK
 from mindresume.settings import ScrubSettings
@@ -129,7 +129,7 @@ def _inspect(disks: Mapping[str, Disk], history: History, training: Training, ro
             ranks = None if training.allow_reshard else training.ranks
             policy = SelectionPolicy(ranks, ranks_to_verify=every_rank, unhealthy=frozenset() if training.health_monitored
                                      else None, max_failed_loads=training.settings.max_failed_loads)
-            choice = select_shared(storage, training.root, SingleProcess(), policy)
+            choice = select_checkpoint(storage, training.root, SingleProcess(), policy)
             rows = list_checkpoints(storage, training.root, unknown_strategy, ranks)[1]
         except (MindResumeError, OSError) as error:
             if isinstance(error, NoUsableCheckpointError) and rotted and newest_acknowledged(history) is None:
@@ -319,7 +319,7 @@ def _check_leftovers(disks: Mapping[str, Disk], training: Training, newest: Save
 
     def work(cluster: Cluster) -> None:
         storage = Mount(cluster, cluster.processes[0])
-        choice = select_shared(storage, training.root, SingleProcess(),
+        choice = select_checkpoint(storage, training.root, SingleProcess(),
                                SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
         chosen = choice.chosen
         if chosen is None or (chosen.run, chosen.step) != newest:

@@ -360,14 +360,14 @@ def _read(sim: Simulation, pause: float = 0.8) -> None:
     """Selects and reads as a conversion does, with a read lock: alternately the newest checkpoint, and the oldest by its name."""
     from mindresume.coordination.collectives import SingleProcess
     from mindresume.resume.eligible import SelectionPolicy, every_rank
-    from mindresume.resume.shared_selection import select_shared
+    from mindresume.resume.selection import select_checkpoint
     storage, training = Mount(sim.cluster, current_process()), sim.training
     for number in range(6):
         current_cluster().scheduler.sleep(pause)
         oldest = next(iter(scan_records(storage, training.root)[0][::-1]), None) if number % 2 else None
         named = oldest and oldest.first and (oldest.iteration_dir or os.path.basename(oldest.first.path))
         try:
-            choice = select_shared(storage, training.root, SingleProcess(),
+            choice = select_checkpoint(storage, training.root, SingleProcess(),
                             SelectionPolicy(training.ranks, named, ranks_to_verify=every_rank))
         except MissingCheckpointError:
             continue                                            # it was pruned meanwhile

@@ -24,7 +24,7 @@ from mindresume.formats.rank_folder_naming import free_suffix, parse_name
 from mindresume.model.manifest import FOLDER, attempts, read_record, record_rank, run_name, run_sequence
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.storage.atomic_publish import TEMPORARY
@@ -118,7 +118,8 @@ class KilledRun:
 
     def choose(self) -> Choice:
         """Selects as all ranks of the next attempt would, each in its own thread. They must agree."""
-        choices = Ranks(self.ranks).run(lambda group: select_shared(STORAGE, str(self.root), group, SelectionPolicy(self.ranks)))
+        choices = Ranks(self.ranks).run(
+            lambda group: select_checkpoint(STORAGE, str(self.root), group, SelectionPolicy(self.ranks)))
         assert all(isinstance(choice, Choice) for choice in choices), choices
         assert len({(choice.chosen.run, choice.chosen.step) if choice.chosen else None for choice in choices}) == 1
         return choices[0]
@@ -207,7 +208,7 @@ def test_a_save_that_no_rank_can_commit_any_more_is_removed(tmp_path):
     for rank in range(4):
         write_rank(tmp_path, 10, rank, 4, run_name(1, "0000aaaa"))
     shutil.rmtree(tmp_path / "rank_3")
-    assert Ranks(4).run(lambda group: select_shared(STORAGE, str(tmp_path), group, SelectionPolicy(4)))[0].chosen.step == 10
+    assert Ranks(4).run(lambda group: select_checkpoint(STORAGE, str(tmp_path), group, SelectionPolicy(4)))[0].chosen.step == 10
     later = run_name(2, "0000bbbb")
     assert Committer(target_of(tmp_path, 0, 4, later)).recover() == []
     for step in (20, 30, 40):

@@ -50,7 +50,7 @@ from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.candidates import list_checkpoints
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.health import unhealthy_files
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.tensor_files import encode, read_header, read_scalar
@@ -360,7 +360,7 @@ def put_file(root, content, rank=1, name=None, details=None):
 
 def choose(root, world=WORLD):
     with within(5):
-        return select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(world, ranks_to_verify=every_rank))
+        return select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(world, ranks_to_verify=every_rank))
 
 
 def assert_falls_back(root, *says, world=WORLD):
@@ -579,7 +579,7 @@ def test_a_record_of_another_world_size_than_its_manifest(root, rank):
 def test_all_ranks_of_a_job_come_to_the_same_result(root):
     alter(root, 1, setting("world_size", value=10**15))
     with within(10):
-        choices = Ranks(WORLD).run(lambda group: select_shared(STORAGE, str(root), group))
+        choices = Ranks(WORLD).run(lambda group: select_checkpoint(STORAGE, str(root), group))
     assert [choice.chosen.step for choice in choices] == [OLD] * WORLD
     assert len({str(choice.refused) for choice in choices}) == 1
 
@@ -624,9 +624,9 @@ def test_a_small_file_of_any_size_and_depth_costs_nothing(root, name, fill):
     fill(root / name)
     with within(5):
         list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
-        choice = select_shared(STORAGE, str(root), SingleProcess(),
+        choice = select_checkpoint(STORAGE, str(root), SingleProcess(),
                         SelectionPolicy(WORLD, ranks_to_verify=every_rank, max_failed_loads=2),
-                        strategy_of=strategy_lookup(STORAGE))
+                                   CheckpointSources(strategy_lookup(STORAGE)))
         assert read_locks(STORAGE, str(root)) is not None
     assert choice.chosen.step == NEW
 

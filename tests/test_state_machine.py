@@ -33,7 +33,7 @@ from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_nam
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.garbage_collector import carry_out, plan
@@ -169,7 +169,7 @@ class Training(RuleBasedStateMachine):
 
     def _choose(self, group, world: int) -> Choice | NoUsableCheckpointError:
         try:
-            return select_shared(STORAGE, self.root, group, SelectionPolicy(
+            return select_checkpoint(STORAGE, self.root, group, SelectionPolicy(
                 world, ranks_to_verify=every_rank if group.size == 1 else own_rank))
         except NoUsableCheckpointError as error:
             return error
@@ -450,9 +450,10 @@ def test_one_altered_label_does_not_complete_an_incomplete_save(tmp_path, fmt):
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2, fmt=fmt)
         os.remove(tmp_path / FOLDER / attempt_name(5, RUN) / record_name(rank))
-    assert select_shared(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).is_fresh_start
+    policy = SelectionPolicy(2, ranks_to_verify=every_rank)
+    assert select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), policy).is_fresh_start
     path = path_of(tmp_path, 5, 0, fmt=fmt)
     flip_bit(path, path.read_bytes().index(b"mindresume") + 1)
     with suppress(NoUsableCheckpointError):         # to refuse is right, or to begin afresh
-        assert select_shared(STORAGE, str(tmp_path), SingleProcess(),
+        assert select_checkpoint(STORAGE, str(tmp_path), SingleProcess(),
                              SelectionPolicy(2, ranks_to_verify=every_rank)).chosen is None

@@ -45,6 +45,7 @@ from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.location import locate
 from mindresume.formats.records import scan_records
 from mindresume.reshard import consolidated_checkpoint
+from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.candidates import (
     CheckpointStatus,
@@ -56,7 +57,6 @@ from mindresume.resume.candidates import (
 from mindresume.resume.choice import describe_candidate, read_size
 from mindresume.resume.eligible import FULL, QUICK, SelectionPolicy, every_rank
 from mindresume.resume.folder_verification import read_shared, verify_checkpoints
-from mindresume.resume.memory_selection import MemorySource
 from mindresume.resume.selection import CheckpointSources, preview_selection
 from mindresume.saving.memory_tier.directory import find_tier
 from mindresume.settings import Settings
@@ -220,18 +220,16 @@ class Catalog:
         policy = SelectionPolicy(world_size, name, FULL if verify else QUICK, every_rank,
                                  max_failed_loads=Settings.load().max_failed_loads)
         strategy_of = strategy_lookup(self._storage)
-        sources = CheckpointSources(strategy_of, lambda storage, path: consolidated_checkpoint.choose_consolidated(
-            storage, path, SingleProcess(), verify, resume=True)[0], memory=MemorySource(
-                lambda: {os.path.realpath(self._locate().path)}, is_preview=True))
+        sources = CheckpointSources(strategy_of, ConsolidatedSource(SingleProcess(), verify, resume=True), memory={})
         preview = preview_selection(self._storage, self.path, policy, sources, progress)
         choice, root, local = preview.choice, preview.choice.root, None
         chosen = CheckpointStatus(choice.chosen, None, choice.warnings) if choice.chosen else None
         if preview.node_local is not None:
             found, _ = find_candidates(self._storage, self.path)
-            local = info_of(self._storage, root, status_of_candidate(self._storage, found, preview.node_local,
-                                                                             strategy_of))
+            local = info_of(self._storage, root, status_of_candidate(self._storage, found, preview.node_local, strategy_of))
+        location = _Location(preview.place, is_consolidated(self._storage, preview.place))
         return Selection(
-            root, self._checkpoint(self._locate(), root, chosen) if chosen else None,
+            root, self._checkpoint(location, root, chosen) if chosen else None,
             tuple(problem_of(root, refusal) for refusal in choice.refused), choice.notes, choice.is_fresh_start,
             choice.bytes_verified, describe_candidate(choice.chosen, choice.bytes_verified) if choice.chosen else "", local,
             preview.error, MEMORY if choice.in_memory else DISK)

@@ -19,8 +19,8 @@ from mindresume.formats.rank_folder_naming import META, folder_name
 from mindresume.formats.records import scan_records
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files
 from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import SelectionPolicy, check_files, every_rank
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.eligible import SelectionPolicy, check_files, eligible, every_rank
+from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import clean_own_folder
@@ -62,7 +62,8 @@ def _save_order(saved: Saved) -> tuple[str, int]:
 
 def _resume(sandbox: Sandbox, storage: Storage, required: Saved | None) -> Verdict:
     try:
-        choice = select_shared(storage, sandbox.root, SingleProcess(), SelectionPolicy(sandbox.ranks, ranks_to_verify=every_rank))
+        choice = select_checkpoint(storage, sandbox.root, SingleProcess(),
+                                   SelectionPolicy(sandbox.ranks, ranks_to_verify=every_rank))
     except UnusableCheckpointError as error:
         return Verdict(HARD_FAIL, f"no resume: {error}")
     except (MindResumeError, OSError) as error:
@@ -103,7 +104,8 @@ def _check_committed(sandbox: Sandbox, storage: Storage, found: Verdict) -> Verd
     for candidate in scan_records(storage, sandbox.root)[0]:
         if not candidate.committed:
             continue
-        refusal = check_files(storage, sandbox.root, candidate, sandbox.ranks)
+        refusal = eligible(storage, sandbox.root, candidate, SelectionPolicy()) or check_files(
+            storage, sandbox.root, candidate, sandbox.ranks)
         wrong = [str(refusal)] if refusal else damaged_metadata_files(storage, sandbox.root, candidate)
         if wrong:
             return Verdict(HARD_FAIL, f"committed but incomplete: {wrong[0]}", found.chosen)
@@ -156,7 +158,8 @@ def _follow_tracker(sandbox: Sandbox) -> None:
                 read_header(file, name)
         if len(rows) != 2:
             raise ValueError(f"{METADATA} in {iteration_name(step)} describes {len(rows)} tensors, not 2")
-    choice = select_shared(PosixStorage(), folder, SingleProcess(), SelectionPolicy(sandbox.ranks, ranks_to_verify=every_rank))
+    choice = select_checkpoint(PosixStorage(), folder, SingleProcess(),
+                               SelectionPolicy(sandbox.ranks, ranks_to_verify=every_rank))
     wrong = _differences(sandbox, choice, (choice.chosen.run or "", step))
     if wrong:
         raise ValueError(wrong)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mindresume.errors import UnreadableFileError
@@ -31,6 +31,7 @@ class Refusal:
         is_unreadable: the file system reported an error, so nothing is known of the content: this is no damage, and may pass.
         is_weights_only: the weights can be loaded, but no training can resume from it.
         is_harmless: a resume takes the candidate nevertheless: replicas or records replace what is damaged.
+        is_last_resort: a resume takes the candidate if there is no other.
     """
     step: int | None
     reason: str
@@ -40,13 +41,13 @@ class Refusal:
     is_unreadable: bool = False
     is_weights_only: bool = False
     is_harmless: bool = False
+    is_last_resort: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self.tensors))        # JSON has lists
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, "reason": self.reason, "file": self.file, "rank": self.rank, "tensors": list(self.tensors),
-                "is_unreadable": self.is_unreadable, "is_weights_only": self.is_weights_only, "is_harmless": self.is_harmless}
+        return asdict(self)
 
     def __str__(self) -> str:
         where = f" [{self.file}]" if self.file and self.file not in self.reason else ""

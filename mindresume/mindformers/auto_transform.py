@@ -42,7 +42,7 @@ from mindresume.reshard.region_load import bytes_of, read_regions, wanted_region
 from mindresume.reshard.strategy_store import has_layouts, identity_of, set_aside, strategy_for
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.storage.interface import Storage
 
 UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"      # below output_dir
@@ -139,7 +139,7 @@ def read_arrays(config: Any, network: Any, context: TrainingContext, storage: St
     if source.candidate is not None and source.candidate.format == "ckpt" and _needs_files(group, source.weights, regions):
         folder = transform_files(config, context, storage, source)
         emit(Notice(f"transformed to {folder}; it can be loaded later without auto_trans_ckpt"))
-        return select_shared(storage, folder, group, SelectionPolicy(group.size, verify=context.settings.verify))
+        return select_checkpoint(storage, folder, group, SelectionPolicy(group.size, verify=context.settings.verify))
     shared = BalancedLoad(layouts, context, bool(config.get("balanced_load")))
     mine = shared.mine(regions, {name: source.weights.tensors[name].dtype for name in regions})
     traffic, until_read = load_traffic(bytes_of(source.weights, mine), emit)

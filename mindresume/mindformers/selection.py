@@ -2,16 +2,13 @@
 attempt."""
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from mindresume.mindformers import adapter, modelarts
 from mindresume.mindformers.auto_transform import prepare
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
-from mindresume.reshard import consolidated_checkpoint
-from mindresume.reshard.open_checkpoint import OpenCheckpoint
+from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource
 from mindresume.reshard.strategy_store import strategy_lookup
-from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.storage.interface import Storage
 
@@ -35,32 +32,23 @@ def select(config: Any, path: str, requested: str | None, context: TrainingConte
     Raises:
         NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: On all ranks together.
     """
-    resources, group, complete = context.resources, context.group, []
-
-    def take_consolidated(storage: Storage, path: str) -> Choice:
-        choice, source = consolidated_checkpoint.choose_consolidated(storage, path, group, context.settings.verify == "full",
-                                                                     resume)
-        complete.append(source)
-        return choice
+    resources, group = context.resources, context.group
+    consolidated = ConsolidatedSource(group, context.settings.verify == "full", resume)
     request = SelectionRequest(path, requested, any_layout, resume, keep_layout, fresh_weights,
                                health_dir=str(config.get("output_dir") or "") if healthy else None,
                                output_dir=adapter.output_root() if resume and _has_monitor(config) else None)
-    selector = CheckpointSelector(storage, group, context.settings, context.emit, take_consolidated,
+    selector = CheckpointSelector(storage, group, context.settings, context.emit, consolidated,
                                   strategy_lookup(storage, config.get("src_strategy_path_or_dir") or None),
-                                  resources.remote, partial(modelarts.checkpoint_roots, config), resources.topology)
+                                  resources.remote, modelarts.checkpoint_roots(config), resources.topology)
     found = selector.select(request)
     if found.choice is None:
         return None
     resources.read_lock, resources.pending_load.attempt = found.read_lock, found.load_attempt
-    plan = ResumePlan(None, found.choice, found.choice, partial(_newest, complete) if complete else None, found.lost_work)
+    opened = consolidated.opened
+    plan = ResumePlan(None, found.choice, found.choice, (lambda: opened) if opened is not None else None, found.lost_work)
     if found.uses_layouts or found.choice.chosen.iteration_dir:
         plan = prepare(config, plan, context, storage, aside=resume or adapter.is_parallel())
     return plan
-
-
-def _newest(sources: list[OpenCheckpoint]) -> OpenCheckpoint:
-    """Returns the source that was opened last."""
-    return sources[-1]
 
 
 def _has_monitor(config: Any) -> bool:

@@ -1,12 +1,14 @@
 """Presents consolidated weights, a folder or a file, as a checkpoint to a job, ``ls``, ``which`` and ``verify``.
 
-    choice, source = choose_consolidated(storage, path, group, full=True, resume=True)
+    source = ConsolidatedSource(group, full=True, resume=True)
+    choice = source.choose(storage, path)           # and source.opened
     candidate, problem = look(storage, path)
     candidate, problems = verify(storage, path, progress)
 """
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from mindresume.coordination.collectives import Group, SingleProcess, Watchdog, gather_results
@@ -36,37 +38,47 @@ def candidate_of(source: OpenCheckpoint, state: TrainingState | None) -> Candida
     return Candidate(step, MERGED if source.made else MINDFORMERS, files[0].format, {0: files}, 1, (0.0,), state, epoch=epoch)
 
 
-def choose_consolidated(storage: Storage, path: str, group: Group, full: bool, resume: bool) -> tuple[Choice, OpenCheckpoint]:
-    """Returns consolidated weights as the choice of a selection, and opened.
+@dataclass
+class ConsolidatedSource:
+    """Consolidated weights as a source of a selection (``resume.selection.ConsolidatedWeights``).
 
     Args:
         full: every rank reads its share of the bytes and compares the recorded checksums, if there are any.
         resume: the step of the training is required.
-    Raises:
-        CollectiveError: on all ranks, if one finds damage.
-        MissingCheckpointError: the weights hold no step, and ``resume`` is set.
+        opened: the weights of the last choice.
     """
-    opened: list[OpenCheckpoint] = []
-    read = ProgressReporter.silent()
+    group: Group
+    full: bool
+    resume: bool
+    opened: OpenCheckpoint | None = None
 
-    def check() -> object:
-        source = open_consolidated(storage, path)
-        opened.append(source)
-        if full and source.made and source.made.shapes:
-            check_tensors(source.weights, sorted(source.weights.tensors)[group.rank::group.size],
+    def choose(self, storage: Storage, path: str) -> Choice:
+        """Returns consolidated weights as the choice of a selection.
+
+        Raises:
+            CollectiveError: on all ranks, if one finds damage.
+            MissingCheckpointError: the weights hold no step, and ``resume`` is set.
+        """
+        read = ProgressReporter.silent()
+        state = gather_results(self.group, lambda: self._check(storage, path, read),
+                               Watchdog(f"checking {path}", lambda: read.done))[0]
+        if state is None and self.resume:
+            raise MissingCheckpointError(f"{path} holds consolidated weights, but no step_num: no training can be resumed from "
+                                         f"them. With resume_training: False they are loaded as weights only")
+        chosen = candidate_of(self.opened, TrainingState.from_json(state) if state else None)
+        return Choice(chosen, (), self.opened.notes, False, (), self.opened.weights.name, self.full)
+
+    def _check(self, storage: Storage, path: str, read: ProgressReporter) -> object:
+        """Opens the weights, and reads this rank's share. Returns their state as JSON."""
+        source = self.opened = open_consolidated(storage, path)
+        if self.full and source.made and source.made.shapes:
+            check_tensors(source.weights, sorted(source.weights.tensors)[self.group.rank::self.group.size],
                           traffic=Traffic(progress=read.advance))
-        elif full and source.made:              # of an earlier version: only checksums of files cover dtypes and shapes
-            for file in source.made.files[group.rank::group.size]:
+        elif self.full and source.made:         # of an earlier version: only checksums of files cover dtypes and shapes
+            for file in source.made.files[self.group.rank::self.group.size]:
                 if problem := _file_problem(storage, source.weights.name, source.made, file, read.advance):
                     raise CorruptFileError(os.path.join(source.weights.name, file.path), problem.reason)
         return source.state.to_json() if source.state else None
-    state = gather_results(group, check, Watchdog(f"checking {path}", lambda: read.done))[0]
-    if state is None and resume:
-        raise MissingCheckpointError(f"{path} holds consolidated weights, but no step_num: no training can be resumed from them. "
-                                     f"With resume_training: False they are loaded as weights only")
-    source = opened[0]
-    chosen = candidate_of(source, TrainingState.from_json(state) if state else None)
-    return Choice(chosen, (), source.notes, False, (), source.weights.name, full), source
 
 
 def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:

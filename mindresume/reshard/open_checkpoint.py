@@ -27,9 +27,8 @@ from mindresume.events import Emit, ignore, warning
 from mindresume.formats import OURS, Candidate, Refusal, steps_text
 from mindresume.formats.consolidated import FILE, is_consolidated
 from mindresume.formats.rank_folder_naming import FileName, parse_name
-from mindresume.formats.scrub_result import known_damage
 from mindresume.formats.strategy import Strategy
-from mindresume.formats.weight_files import is_weights_only, state_from_scalars
+from mindresume.formats.weight_files import state_from_scalars
 from mindresume.formatting import ranks_count
 from mindresume.model.training_state import TrainingState, is_count, is_number
 from mindresume.reshard.checkpoint_view import CheckpointView
@@ -41,11 +40,13 @@ from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.reshard.replica_check import check_replicas
 from mindresume.reshard.strategy_store import file_identity, identity_of, strategy_for
 from mindresume.resume.candidates import find_candidates
+from mindresume.resume.eligible import SelectionPolicy, eligible
 from mindresume.resume.metadata_verifier import MetadataVerifier
 from mindresume.resume.verifier import verify_rank
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 
+_ANY_WEIGHTS = SelectionPolicy(require_counters=False)
 _TRIES = 10                     # attempts to open, while a job completes and removes checkpoints in the folder
 
 
@@ -197,10 +198,8 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
         CorruptFileError, LoadError: a file is damaged, or a piece of a tensor is missing.
         ConfigError, StrategyError: the strategy is missing, superfluous or does not fit.
     """
-    if candidate.problem is not None and not is_weights_only(candidate):
-        raise NoUsableCheckpointError(f"{root}: {candidate.problem}", (candidate.problem,))
-    if damage := known_damage(storage, root, candidate):
-        raise NoUsableCheckpointError(f"{root}: {damage}", (damage,))
+    if refusal := eligible(storage, root, candidate, _ANY_WEIGHTS):
+        raise NoUsableCheckpointError(f"{root}: {refusal}", (refusal,))
     identity = identity_of(storage, root, candidate)
     if candidate.iteration_dir and strategy is not None:
         raise ConfigError(f"{os.path.join(root, candidate.iteration_dir)} holds its layouts; remove the strategy {strategy}")

@@ -17,7 +17,7 @@ from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FORMATS, FileRecord
 from mindresume.model.training_state import is_count
 from mindresume.resume.checkpoint_warnings import manifest_warning, replica_warning
-from mindresume.resume.eligible import check_files
+from mindresume.resume.eligible import SelectionPolicy, check_files, eligible
 from mindresume.resume.replicas import StrategyOf, complete_missing_ranks
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
@@ -55,7 +55,7 @@ def find_candidates(storage: Storage, path: str, requested: str | None = None, w
         found = replace(found, fresh_start_refusal=fresh_start_refusal(storage, root, bool(found.candidates)))
     if requested is None:
         return found, False
-    matching = [c for c in found.candidates if _is_requested(c, requested)]
+    matching = [c for c in found.candidates if is_requested(c, requested)]
     if not matching:
         offered = sorted({c.iteration_dir or os.path.basename(c.first.path) for c in found.candidates if c.first})
         where = f"no rank folder of {root} has such a file" if any(
@@ -65,7 +65,7 @@ def find_candidates(storage: Storage, path: str, requested: str | None = None, w
     return Scan(found.root, tuple(matching[:1]), (), True, found.expected_ranks, found.expected_source), True
 
 
-def _is_requested(candidate: Candidate, requested: str) -> bool:
+def is_requested(candidate: Candidate, requested: str) -> bool:
     """Returns whether ``resume_training: requested`` means this candidate."""
     if candidate.iteration_dir:
         step = int(requested) if requested.isascii() and requested.isdigit() else parse_iteration(requested.rstrip("/"))
@@ -109,6 +109,7 @@ def world_size_notes(found: Scan, world_size: int | None) -> list[str]:
             f"manifest"]
 
 
+_LISTED = SelectionPolicy()
 COMPLETE, INCOMPLETE, UNUSABLE, NODE_LOCAL = "complete", "incomplete", "unusable", "node-local"
 
 
@@ -147,7 +148,7 @@ def status_of_candidate(storage: Storage, found: Scan, candidate: Candidate, str
                         world_size: int | None = None) -> CheckpointStatus:
     """Returns the row of ``list_checkpoints`` for one candidate of the scan ``found``."""
     candidate, ranks = complete_missing_ranks(storage, found.root, candidate, strategy_of, world_size, found.expected_ranks)
-    problem = check_files(storage, found.root, candidate, ranks)
+    problem = eligible(storage, found.root, candidate, _LISTED) or check_files(storage, found.root, candidate, ranks)
     return CheckpointStatus(candidate, problem, _warnings(storage, found.root, candidate) if problem is None else ())
 
 

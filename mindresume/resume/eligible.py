@@ -2,30 +2,108 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindresume.coordination.collectives import Group
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
 from mindresume.formats.scrub_result import known_damage
-from mindresume.formats.weight_files import file_sizes
+from mindresume.formats.weight_files import file_sizes, is_weights_only
 from mindresume.formatting import listed, ranks_count
 from mindresume.model.manifest import FileRecord
+from mindresume.resume.health import is_unhealthy
 from mindresume.resume.metadata_verifier import MetadataVerifier, needs_metadata
 from mindresume.resume.replicas import replica_files
+from mindresume.saving.crash_loop import FailedLoad, suspicion
 from mindresume.storage.interface import Storage
+
+NONE_HEALTHY = "The training has no healthy checkpoints yet, please start training again"     # the message of mindformers
+UNHEALTHY = "it was unhealthy when it was saved"
+FULL, QUICK = "full", "quick"               # verification levels: every byte; only names, sizes and headers
+RanksToVerify = Callable[[Group, Candidate], Sequence[int]]
+
+
+def own_rank(group: Group, candidate: Candidate) -> Sequence[int]:
+    """Returns the rank of this process: the job has as many ranks as the checkpoint, and each verifies what it loads."""
+    return [group.rank]
+
+
+def every_rank(group: Group, candidate: Candidate) -> Sequence[int]:
+    """Returns this process's share of all ranks of the checkpoint; a single process verifies all of them.
+
+    Checkpoints of mindformers keep their counters only in the files, so each process also verifies the first rank of them."""
+    own = [rank for rank in candidate.files if rank % group.size == group.rank]
+    return own if candidate.state else sorted({min(candidate.files), *own})
+
+
+@dataclass(frozen=True)
+class SelectionPolicy:
+    """What a selection accepts. If ranks have different policies, the one of rank 0 decides which candidates are offered.
+
+    Args:
+        world_size: number of ranks of the job that would resume. None: any number; the number of ranks of a checkpoint is then
+            taken from its manifest, else from the strategy files, else it is estimated (``Scan.expected_ranks``).
+        requested: file name, iteration folder or step that the user asked for (``resume_training: NAME``). Nothing else is
+            considered, and health and failed loads are ignored. None: the newest usable checkpoint.
+        verify: FULL or QUICK.
+        ranks_to_verify: which ranks of the checkpoint this process verifies.
+        any_layout: the checkpoint may be loaded in another layout, so a single file counts as consolidated weights.
+        unhealthy: names of files that mindformers' health monitor found unhealthy. They are refused, and so is a checkpoint whose
+            own state says so. None: health is ignored.
+        max_failed_loads: a checkpoint is taken last if so many jobs in a row died after they loaded it (``saving.crash_loop``).
+            0: no limit.
+        require_counters: refuse files that hold no step number. False: weights alone are wanted.
+    """
+    world_size: int | None = None
+    requested: str | None = None
+    verify: str = FULL
+    ranks_to_verify: RanksToVerify = own_rank
+    any_layout: bool = False
+    unhealthy: Collection[str] | None = None
+    max_failed_loads: int = 0
+    require_counters: bool = True
+
+    @property
+    def verifies_bytes(self) -> bool:
+        """Whether every byte is read and compared with its checksum."""
+        return self.verify == FULL
+
+
+def eligible(storage: Storage, root: str, candidate: Candidate, policy: SelectionPolicy, failed_loads: Sequence[FailedLoad] = (),
+             is_explicit: bool = False) -> Refusal | None:
+    """Returns why the candidate is not taken wherever its files lie; None if it may be. This is the one rule of every source, and
+    of what opens a checkpoint; which ranks have its files, and of which size, is for ``check_files``.
+
+    Args:
+        failed_loads: the jobs in a row that died after they had loaded it.
+        is_explicit: the user asked for this candidate, so health and failed loads are ignored.
+    """
+    if candidate.problem is not None and (policy.require_counters or not is_weights_only(candidate)):
+        return candidate.problem
+    if damage := known_damage(storage, root, candidate):
+        return damage
+    if is_explicit:
+        return None
+    if policy.unhealthy is not None and is_unhealthy(candidate, policy.unhealthy):
+        return candidate.refuse(UNHEALTHY)
+    if reason := suspicion(failed_loads, policy.max_failed_loads):
+        return replace(candidate.refuse(reason), is_last_resort=True)
+    return None
+
+
+def none_usable(place: str, refused: Sequence[Refusal]) -> str:
+    """Returns the message for a place of which every checkpoint was refused."""
+    unhealthy = f"{NONE_HEALTHY}. " if any(refusal.reason.startswith(UNHEALTHY) for refusal in refused) else ""
+    return "\n".join([f"{unhealthy}{place} holds checkpoints, but none can be used:", *(f"  {refusal}" for refusal in refused)])
 
 
 def check_files(storage: Storage, root: str, candidate: Candidate, world_size: int | None,
                 files: bool = True) -> Refusal | None:
-    """Returns why the candidate cannot be used; None if the files of all ranks exist and their layouts are known.
+    """Returns why a candidate without a problem cannot be used; None if the files of all ranks exist and their layouts are known.
 
     Args:
         world_size: ranks of the job that would resume. None: any number.
         files: False: existence and sizes are not checked, because each rank verifies its own files anyway.
     """
-    found = candidate.problem or known_damage(storage, root, candidate)
-    if found is not None:
-        return found
     if candidate.origin == MINDFORMERS:
         problem = _wrong_ranks(candidate, world_size)
     elif candidate.local_ranks:
@@ -87,53 +165,3 @@ def _wrong_ranks(candidate: Candidate, world_size: int | None) -> Refusal | None
         return candidate.refuse(f"saved by at least {max(more) + 1} ranks, this job has {world_size}; to change the number "
                                 f"of ranks set auto_trans_ckpt: True", candidate.files[more[0]][0].path, more[0])
     return None
-
-
-FULL, QUICK = "full", "quick"               # verification levels: every byte; only names, sizes and headers
-RanksToVerify = Callable[[Group, Candidate], Sequence[int]]
-
-
-def own_rank(group: Group, candidate: Candidate) -> Sequence[int]:
-    """Returns the rank of this process: the job has as many ranks as the checkpoint, and each verifies what it loads."""
-    return [group.rank]
-
-
-def every_rank(group: Group, candidate: Candidate) -> Sequence[int]:
-    """Returns this process's share of all ranks of the checkpoint; a single process verifies all of them.
-
-    Checkpoints of mindformers keep their counters only in the files, so each process also verifies the first rank of them."""
-    own = [rank for rank in candidate.files if rank % group.size == group.rank]
-    return own if candidate.state else sorted({min(candidate.files), *own})
-
-
-@dataclass(frozen=True)
-class SelectionPolicy:
-    """What a selection accepts. If ranks have different policies, the one of rank 0 decides which candidates are offered.
-
-    Args:
-        world_size: number of ranks of the job that would resume. None: any number; the number of ranks of a checkpoint is then
-            taken from its manifest, else from the strategy files, else it is estimated (``Scan.expected_ranks``).
-        requested: file name, iteration folder or step that the user asked for (``resume_training: NAME``). Nothing else is
-            considered, and health and failed loads are ignored. None: the newest usable checkpoint.
-        verify: FULL or QUICK.
-        ranks_to_verify: which ranks of the checkpoint this process verifies.
-        any_layout: the checkpoint may be loaded in another layout, so a single file counts as consolidated weights.
-        unhealthy: names of files that mindformers' health monitor found unhealthy. They are refused, and so is a checkpoint whose
-            own state says so. None: health is ignored.
-        max_failed_loads: a checkpoint is taken last if so many jobs in a row died after they loaded it (``saving.crash_loop``).
-            0: no limit.
-        require_counters: refuse files that hold no step number. False: weights alone are wanted.
-    """
-    world_size: int | None = None
-    requested: str | None = None
-    verify: str = FULL
-    ranks_to_verify: RanksToVerify = own_rank
-    any_layout: bool = False
-    unhealthy: Collection[str] | None = None
-    max_failed_loads: int = 0
-    require_counters: bool = True
-
-    @property
-    def verifies_bytes(self) -> bool:
-        """Whether every byte is read and compared with its checksum."""
-        return self.verify == FULL

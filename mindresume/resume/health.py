@@ -21,7 +21,6 @@ from mindresume.typed import parse_json
 
 LIST = "health_ckpts.json"
 MAX_LIST = 64 << 20             # bytes; one entry has about 80
-NONE_HEALTHY = "The training has no healthy checkpoints yet, please start training again"     # the message of mindformers
 
 
 def add(storage: Storage, folder: str, name: str, health: int, tag: str) -> None:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -39,12 +39,10 @@ from mindresume.formats.location import find as find_checkpoints
 from mindresume.model.manifest import FOLDER, attempts
 from mindresume.resume.choice import Choice, VerifiedShard, describe_candidate
 from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
-from mindresume.resume.group_verification import drop_cached_files
 from mindresume.resume.health import unhealthy_files
-from mindresume.resume.memory_selection import MemorySource
-from mindresume.resume.remote_selection import RemoteSource
 from mindresume.resume.replicas import StrategyOf, unknown_strategy
-from mindresume.resume.selection import CheckpointSources, select_checkpoint
+from mindresume.resume.selection import CheckpointSources, ConsolidatedWeights, select_checkpoint
+from mindresume.resume.sources import drop_cached_files
 from mindresume.saving.crash_loop import LoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.settings import Settings
@@ -102,18 +100,18 @@ class CheckpointSelector:
     Args:
         storage: reads the checkpoint, first to verify it and then to load it (``caching_storage``).
         emit: receives the events of the selection.
-        select_consolidated, strategy_of: see ``selection.CheckpointSources``.
-        remote: object store that may hold newer checkpoints. It is asked only if the path is one of ``saved_to()``.
+        consolidated, strategy_of, saved_to: see ``selection.CheckpointSources``.
+        remote: object store that may hold newer checkpoints. It is asked only if the path is one of ``saved_to``.
         shared_groups: which ranks share a folder, by its real path. New findings are added.
     """
     storage: Storage
     group: Group
     settings: Settings
     emit: Emit
-    select_consolidated: Callable[[Storage, str], Choice]
+    consolidated: ConsolidatedWeights
     strategy_of: StrategyOf = unknown_strategy
     remote: RemoteCheckpoints | None = None
-    saved_to: Callable[[], Collection[str]] = frozenset
+    saved_to: Collection[str] = ()
     shared_groups: dict[str, SharedGroups] = field(default_factory=dict)
 
     def select(self, request: SelectionRequest) -> SelectedCheckpoint:
@@ -159,10 +157,9 @@ class CheckpointSelector:
     def _select(self, request: SelectionRequest, path: str, requested: str | None, shared_groups: SharedGroups) -> Choice:
         if shared_groups.is_split:
             self.emit(Notice(f"the nodes share no disk below {path}: the newest checkpoint that all nodes have is selected"))
-        remote = RemoteSource(self.remote, self.saved_to) if self.remote is not None and request.resume else None
-        memory = MemorySource(self.saved_to, self.shared_groups, self.remote) \
-            if self.settings.memory_tier.every_steps and request.resume else None
-        sources = CheckpointSources(self.strategy_of, self.select_consolidated, remote, shared_groups, memory)
+        memory = self.shared_groups if self.settings.memory_tier.every_steps and request.resume else None
+        sources = CheckpointSources(self.strategy_of, self.consolidated, shared_groups, self.saved_to,
+                                    self.remote if request.resume else None, memory)
         return select_checkpoint(self.storage, path, self.group, self._policy(request, requested), sources, self.emit,
                                  ProgressReporter("checking", self.emit))
 

@@ -2,38 +2,41 @@
 
     choice = select_checkpoint(storage, path, group, policy, sources)           # by all ranks; raises if none can be used
     preview = preview_selection(storage, path, policy, sources)                 # by one process for all ranks; reports instead
-
-    shared storage          ``shared_selection``: the newest that all ranks verified
-    node-local storage      ``node_local_selection``: the newest that all nodes have
-    consolidated weights    ``sources.select_consolidated``
-    an object store         ``remote_selection``: newer checkpoints are fetched before the selection
-    a tier in memory        ``memory_selection``: a newer save that all ranks have precedes all of these
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from mindresume.coordination.collectives import Group, SingleProcess, run_on_rank0
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CollectiveError, NoUsableCheckpointError, UnusableCheckpointError
-from mindresume.events import Emit, ignore
+from mindresume.events import Emit, Notice, ignore
+from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.location import locate
+from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.candidates import NODE_LOCAL, find_candidates, list_checkpoints
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.group_verification import drop_cached_files
-from mindresume.resume.memory_selection import MemorySource, select_with_memory
-from mindresume.resume.node_local_selection import select_node_local
-from mindresume.resume.remote_selection import RemoteSource, select_with_remote
+from mindresume.resume.memory_source import MemorySource
 from mindresume.resume.replicas import StrategyOf, unknown_strategy
-from mindresume.resume.shared_selection import ProgressMeter, select_shared
+from mindresume.resume.sources import Job, ProgressMeter, disk_of, job_directory
 from mindresume.resume.verifier import verify_rank
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import uncached
+
+
+class ConsolidatedWeights(Protocol):
+    """Opens consolidated (merged) weights."""
+
+    def choose(self, storage: Storage, path: str) -> Choice:
+        """Returns the weights at ``path`` as the choice of a selection, on all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -42,61 +45,92 @@ class CheckpointSources:
 
     Args:
         strategy_of: returns the strategy of the job that saved a candidate without a manifest.
-        select_consolidated: ``(storage, path) -> Choice`` of consolidated (merged) weights. None: they are not accepted.
-        remote: the object store that may hold newer checkpoints.
+        consolidated: opens consolidated weights. None: they are not accepted.
         shared: which ranks see the same folder. None: all of them.
-        memory: the tiers in memory that may hold newer saves.
+        saved_to: real paths of the folders in which this job saves. Only a resume from one of them continues the training that
+            is kept in ``remote`` and in memory.
+        remote: the object store that may hold newer checkpoints.
+        memory: gets the groups of ranks that share a tier in memory, by its path. None: memory is not considered.
+        is_preview: one process looks for all ranks, and changes nothing.
     """
     strategy_of: StrategyOf = unknown_strategy
-    select_consolidated: Callable[[Storage, str], Choice] | None = None
-    remote: RemoteSource | None = None
+    consolidated: ConsolidatedWeights | None = None
     shared: SharedGroups | None = None
-    memory: MemorySource | None = None
+    saved_to: Collection[str] = ()
+    remote: RemoteCheckpoints | None = None
+    memory: dict[str, SharedGroups] | None = None
+    is_preview: bool = False
 
 
 @dataclass(frozen=True)
 class SelectionPreview:
-    """What a resume would do. ``choice.chosen`` None: it starts afresh (``choice.is_fresh_start``), or stops with ``error``.
+    """What a resume would do with the checkpoints in ``place``.
+
+    ``choice.chosen`` None: it starts afresh (``choice.is_fresh_start``), or stops with ``error``.
     ``node_local``: where nodes share no storage, the newest step whose files of this node are intact; the job selects together
     with the other nodes."""
     choice: Choice
+    place: str
     error: str = ""
     node_local: Candidate | None = None
 
 
-def select_checkpoint(storage: Storage, path: str, group: Group, policy: SelectionPolicy,
+def select_checkpoint(storage: Storage, path: str, group: Group, policy: SelectionPolicy | None = None,
                       sources: CheckpointSources | None = None, emit: Emit = ignore,
                       progress: ProgressMeter | None = None) -> Choice:
     """Selects the checkpoint to load from ``path``, the same on all ranks of ``group``.
+
+    Consolidated weights are taken as they are. Else the newest save is taken that all ranks can get and have verified: from
+    memory, if nothing newer lies elsewhere; from disk, to which a newer one is fetched from the object store first; and if the
+    disk has none that can be used, an older one from memory.
 
     Args:
         storage: reads the files. The files that it keeps in memory (``ReadCache``) are dropped whenever a candidate is refused.
         path: the folder or file in which the checkpoints lie (``formats.location``).
         progress: receives the bytes that are verified.
     Raises:
-        MissingCheckpointError, NoUsableCheckpointError, ConfigError, CollectiveError: on all ranks, see ``select_shared``.
+        MissingCheckpointError, NoUsableCheckpointError, ConfigError, CollectiveError: on all ranks, see ``sources``.
+        RemoteError: on all ranks, see ``BucketSource.fetch_newer``.
     """
-    sources, disk, asked = sources or CheckpointSources(), uncached(storage), policy
-    split = sources.shared is not None and sources.shared.is_split
+    policy, sources, disk = policy or SelectionPolicy(), sources or CheckpointSources(), uncached(storage)
+    job = Job(storage, path, group, policy, sources.strategy_of, emit, progress or ProgressReporter.silent(), sources.shared)
+    root = job_directory(path, sources.saved_to)
+    if not job.is_split and sources.consolidated is not None and run_on_rank0(
+            group, lambda: selects_consolidated(disk, path, policy.any_layout)):
+        return replace(sources.consolidated.choose(storage, path), consolidated=True)
+    memory = bucket = None
+    if sources.memory is not None and root is not None and policy.requested is None:
+        memory = MemorySource(job, root, sources.memory, sources.remote, sources.is_preview)
+        if (newest := memory.newest()) is not None:
+            return newest
+    if job.is_split:                        # each rank loads its own file, and a load that fails is counted on one node only
+        job = replace(job, policy=replace(policy, world_size=group.size, max_failed_loads=0))
+    if sources.remote is not None and root is not None:
+        bucket = BucketSource(job, sources.remote, root)
+    elif sources.remote is not None:
+        emit(Notice(f"checkpoints at {sources.remote.url} are not considered: load_checkpoint is {path}, and this job saves "
+                    f"elsewhere"))
+    try:
+        choice, failure = _from_disk(job)
+        while bucket is not None and bucket.fetch_newer(choice.chosen, choice.refused):
+            choice, failure = _from_disk(job)
+        if failure is not None:
+            raise failure
+        choice = bucket.allow(choice) if bucket is not None else choice
+    except UnusableCheckpointError:
+        older = memory.last_resort() if memory is not None else None
+        if older is None:
+            raise
+        return older
+    return memory.newer_than(choice) if memory is not None else choice
 
-    def pick() -> Choice:
-        drop_cached_files(storage)                          # a download may have replaced files that were verified before
-        if split:
-            return select_node_local(storage, path, group, policy)
-        return select_shared(storage, path, group, policy, sources.strategy_of, progress)
-    if split:
-        policy = replace(policy, world_size=group.size, max_failed_loads=0)
-    elif sources.select_consolidated is not None and run_on_rank0(group,
-                                                                  lambda: selects_consolidated(disk, path, policy.any_layout)):
-        return replace(sources.select_consolidated(storage, path), consolidated=True)
 
-    def pick_durable() -> Choice:
-        if sources.remote is None:
-            return pick()
-        return select_with_remote(pick, path, sources.remote, group, disk, policy, emit, sources.shared if split else None)
-    if sources.memory is None:
-        return pick_durable()
-    return select_with_memory(pick_durable, path, sources.memory, group, storage, asked, emit, split)
+def _from_disk(job: Job) -> tuple[Choice, UnusableCheckpointError | None]:
+    """Returns the choice of the disk; if it has checkpoints, and none can be used, that error, and a choice of none."""
+    try:
+        return disk_of(job).select(), None
+    except UnusableCheckpointError as error:
+        return Choice(None, tuple(error.refused), (), False), error
 
 
 def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sources: CheckpointSources | None = None,
@@ -107,28 +141,25 @@ def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sour
         path: any folder or file that ``load_checkpoint`` may name.
         policy: ``ranks_to_verify`` should be ``every_rank``.
     """
-    sources = sources or CheckpointSources()
-
-    def consolidated(storage: Storage, path: str) -> Choice:
-        try:
-            return sources.select_consolidated(storage, path)
-        except CollectiveError as error:                     # damage ends the job
-            raise NoUsableCheckpointError(str(error).removeprefix("rank 0: ")) from error
+    sources, place, root, local = replace(sources or CheckpointSources(), is_preview=True), path, path, None
+    failure: UnusableCheckpointError
     try:
         place = locate(storage, path)
-        choice = select_checkpoint(storage, place, SingleProcess(), policy,
-                                   replace(sources, select_consolidated=sources.select_consolidated and consolidated),
-                                   progress=progress)
-    except UnusableCheckpointError as failure:
-        root = path
-        with suppress(UnusableCheckpointError, OSError):              # refusals name files relative to the root of the scan
-            root = find_candidates(storage, path, world_size=policy.world_size)[0].root
-        local = None
-        if failure.refused and policy.requested is None:
-            local = newest_node_local(storage, path, policy, sources.strategy_of)
-        return SelectionPreview(Choice(None, tuple(failure.refused), (), False, (), root), str(failure), local)
-    notes = choice.notes if place == path else (f"{path} holds no checkpoints itself; those in {place} are used", *choice.notes)
-    return SelectionPreview(replace(choice, notes=notes))
+        sources = replace(sources, saved_to={os.path.realpath(place)})
+        choice = select_checkpoint(storage, place, SingleProcess(), policy, sources, progress=progress)
+        notes = (f"{path} holds no checkpoints itself; those in {place} are used",) if place != path else ()
+        return SelectionPreview(replace(choice, notes=(*notes, *choice.notes)), place)
+    except UnusableCheckpointError as error:
+        failure = error
+    except CollectiveError as error:                                    # damage of consolidated weights ends the job
+        if sources.consolidated is None or not selects_consolidated(uncached(storage), place, policy.any_layout):
+            raise
+        failure = NoUsableCheckpointError(str(error).removeprefix("rank 0: "))
+    with suppress(UnusableCheckpointError, OSError):                    # refusals name files relative to the root of the scan
+        root = find_candidates(storage, path, world_size=policy.world_size)[0].root
+    if failure.refused and policy.requested is None:
+        local = newest_node_local(storage, path, policy, sources.strategy_of)
+    return SelectionPreview(Choice(None, tuple(failure.refused), (), False, (), root), place, str(failure), local)
 
 
 def newest_node_local(storage: Storage, path: str, policy: SelectionPolicy, strategy_of: StrategyOf) -> Candidate | None:

@@ -16,7 +16,7 @@ from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import run_name
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.memory_tier.directory import this_process
 
 
@@ -41,7 +41,7 @@ def test_the_catalog_shows_and_selects_what_memory_has(root, tier):
 
 
 def chosen(root):
-    choice = select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+    choice = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
     return choice.chosen.step, choice.chosen.committed, choice.bytes_verified
 
 

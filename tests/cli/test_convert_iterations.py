@@ -15,7 +15,7 @@ from mindresume.reshard.geometry import whole
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 
 COMMAND = "convert"
 TENSORS = random_tensors(MODEL)
@@ -43,7 +43,7 @@ def test_a_round_trip_keeps_everything(tmp_path, call, plan, dedup):
     if plan.world_size > 1:
         path = tmp_path / "new" / NAME / "metadata.json"
         assert set(TENSORS) <= set(read_metadata(path.read_bytes(), str(path)))
-    choice = select_shared(STORAGE, str(tmp_path / "new"), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+    choice = select_checkpoint(STORAGE, str(tmp_path / "new"), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
     assert (choice.chosen.step, choice.chosen.iteration_dir, choice.chosen.world_size) == (STEP, NAME, plan.world_size)
     assert call(tmp_path / "old", tmp_path / "new", command="diff") == (0, *call(
         tmp_path / "old", tmp_path / "old", command="diff")[1:])

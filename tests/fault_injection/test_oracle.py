@@ -219,9 +219,9 @@ def test_other_tensors_than_were_saved(sandbox, altered, named):
 
 def chosen_by_hand(sandbox, monkeypatch, **change):
     """Makes the selection take step 20 whatever is wrong with it."""
-    choice = oracle.select_shared(PosixStorage(), sandbox.root, oracle.SingleProcess(),
+    choice = oracle.select_checkpoint(PosixStorage(), sandbox.root, oracle.SingleProcess(),
                             SelectionPolicy(RANKS, ranks_to_verify=every_rank))
-    monkeypatch.setattr(oracle, "select_shared", lambda *args, **how: replace(choice, **change))
+    monkeypatch.setattr(oracle, "select_checkpoint", lambda *args, **how: replace(choice, **change))
     return choice
 
 

@@ -24,7 +24,7 @@ from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, itera
 from mindresume.formats.rank_folder_naming import META, folder_name, meta_json, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, FORMATS, MANIFEST, Manifest, read_record, record_rank
-from mindresume.resume import candidates, group_verification, shared_selection, verifier
+from mindresume.resume import candidates, sources, verifier
 from mindresume.resume.choice import ShardSource, VerifiedShard
 from mindresume.saving import committer, garbage_collector, iteration_publisher, shard_writer
 from mindresume.saving.async_saver import AsyncSaver
@@ -59,7 +59,7 @@ def patch_all(patch: Patch, name: str, value: object) -> None:
     """Patches ``name`` in every module that has imported it."""
     for module in (atomic_publish, shard_writer, committer, iteration_publisher, lease, lease_acquisition,
                    garbage_collector, scenarios, oracle, rank_folders, verifier, candidates,
-                   group_verification, shared_selection):
+                   sources):
         if hasattr(module, name):
             patch.setattr(module, name, value)
 
@@ -237,8 +237,8 @@ def skip_verification(patch: Patch) -> None:
     def verify_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None, metadata=None,
                        keep=None):
         return VerifiedShard(rank, tuple(map(ShardSource, candidate.files[rank])), candidate.state)
-    patch.setattr(group_verification, "verify_rank", verify_nothing)
-    patch.setattr(shared_selection, "check_files", lambda disk, root, candidate, world, files=True: candidate.problem)
+    patch.setattr(sources, "verify_rank", verify_nothing)
+    patch.setattr(sources, "check_files", lambda disk, root, candidate, world, files=True: None)
 
 
 def verification_skipped_and_files_written_in_place(patch: Patch) -> None:

@@ -19,7 +19,7 @@ from mindresume.mindformers import adapter, auto_transform, job_start, state_res
 from mindresume.mindformers.tensorboard import MindFormersLog  # noqa: E402
 from mindresume.reshard.compare import compare  # noqa: E402
 from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
-from mindresume.resume.shared_selection import select_shared  # noqa: E402
+from mindresume.resume.selection import select_checkpoint  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 
 NET = {name: spec for name, spec in MODEL.items() if not name.startswith("accu_grads") and 0 not in spec.shape}
@@ -271,7 +271,7 @@ def test_the_checkpoint_of_the_counters_is_that_of_the_weights(tmp_path):
     """The newest is damaged: weights and step come from the previous one."""
     plan, source = Plan.parse("dp2", NET), Plan.parse("tp4", NET)
     recorded(tmp_path / "checkpoint", source, TENSORS)
-    chosen = select_shared(STORAGE, str(tmp_path / "checkpoint"), SimpleNamespace(
+    chosen = select_checkpoint(STORAGE, str(tmp_path / "checkpoint"), SimpleNamespace(
         rank=0, size=1, broadcast=lambda message: message, gather=lambda message: [message]))
     assert chosen.chosen.step == STEP
     flip_bit(tmp_path / "checkpoint" / chosen.chosen.files[3][0].path)

@@ -16,7 +16,7 @@ from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.formats.iteration_naming import TRACKER  # noqa: E402
 from mindresume.formats.scan import scan  # noqa: E402
 from mindresume.model.manifest import FOLDER, read_details  # noqa: E402
-from mindresume.resume.shared_selection import select_shared  # noqa: E402
+from mindresume.resume.selection import select_checkpoint  # noqa: E402
 from mindresume.saving import save_session  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
@@ -119,7 +119,7 @@ def test_a_fresh_start_beside_another_training_moves_its_folders_of_the_same_ste
     assert [(c.step, c.run[:4]) for c in found] == [(10, "0002"), (15, "0001")] and (tmp_path / TRACKER).read_text() == "10"
     kept = [name for name in folders(tmp_path) if ".kept-" in name]
     assert [name[:20] for name in kept] == ["iteration_00000005.k", "iteration_00000010.k"]
-    choice = select_shared(PosixStorage(), str(tmp_path / kept[1]), SingleProcess())
+    choice = select_checkpoint(PosixStorage(), str(tmp_path / kept[1]), SingleProcess())
     assert (choice.chosen.step, choice.chosen.run[:4]) == (10, "0001")
 
 

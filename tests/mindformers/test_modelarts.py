@@ -12,7 +12,7 @@ from mindresume.coordination.collectives import SingleProcess  # noqa: E402
 from mindresume.errors import ConfigError, RemoteError  # noqa: E402
 from mindresume.events import WARNING, warning  # noqa: E402
 from mindresume.mindformers import adapter, modelarts  # noqa: E402
-from mindresume.resume import remote_selection  # noqa: E402
+from mindresume.resume import selection  # noqa: E402
 from mindresume.resume.eligible import SelectionPolicy  # noqa: E402
 from mindresume.saving import remote_run_number  # noqa: E402
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints  # noqa: E402
@@ -93,14 +93,14 @@ def test_downloads_go_only_to_the_folder_in_which_the_job_saves(monkeypatch, tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(adapter, "output_root", lambda: str(tmp_path / "output"))
     asked, events = [], []
-    monkeypatch.setattr(remote_selection.RemoteSelection, "select", lambda self, pick: (asked.append(self.root), pick())[1])
+    monkeypatch.setattr(selection.BucketSource, "fetch_newer", lambda self, *rest: asked.append(self.root))
+    monkeypatch.setattr(selection.BucketSource, "allow", lambda self, choice: choice)
     monitor = {"type": "CheckpointMonitor", **({} if section else {"directory": directory})}
     config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, monitor],
                               checkpoint={"save_path": directory} if section and directory else {})
-    source = remote_selection.RemoteSource(RemoteCheckpoints(None, "obs://b/c"), lambda: modelarts.checkpoint_roots(config))
-    picked = remote_selection.select_with_remote(lambda: "choice", path, source, SingleProcess(), PosixStorage(),
-                                                 SelectionPolicy(1), events.append)
-    assert picked == "choice" and bool(asked) is looked_at
+    sources = selection.CheckpointSources(saved_to=modelarts.checkpoint_roots(config), remote=RemoteCheckpoints(None, "obs://b/c"))
+    choice = selection.select_checkpoint(PosixStorage(), path, SingleProcess(), SelectionPolicy(1), sources, events.append)
+    assert choice.is_fresh_start and bool(asked) is looked_at
     assert looked_at == (events == []) and all("obs://b/c" in event.text and path in event.text for event in events)
 
 

@@ -47,7 +47,7 @@ from mindresume.model.manifest import (
 from mindresume.resume import job_selection, resume_summary, selection  # noqa: E402
 from mindresume.resume.choice import Choice  # noqa: E402
 from mindresume.resume.eligible import SelectionPolicy  # noqa: E402
-from mindresume.resume.shared_selection import select_shared  # noqa: E402
+from mindresume.resume.selection import select_checkpoint  # noqa: E402
 from mindresume.saving.committer import Committer  # noqa: E402
 from mindresume.saving.shard_writer import rank_shard, write_shard  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
@@ -752,7 +752,7 @@ def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
     save(tmp_path, 5, world=4)
     expected = path_of(tmp_path, 5, 0).read_bytes()
     shutil.rmtree(tmp_path / "rank_0")
-    choice = select_shared(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(4))
+    choice = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(4))
     arrays, deduplicated = state_restorer.read_shard(STORAGE, str(tmp_path), choice.shards[0])
     assert not deduplicated and arrays["embedding.weight"].tobytes() in expected
     assert (tmp_path / FOLDER).is_dir() and choice.chosen.run == RUN

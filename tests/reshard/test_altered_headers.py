@@ -12,7 +12,7 @@ import mindresume
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import CollectiveError, CorruptFileError, MindResumeError
 from mindresume.model.manifest import encode_head
-from mindresume.reshard.consolidated_checkpoint import choose_consolidated, survey, verify
+from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource, survey, verify
 from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.huggingface import view_of_folder
@@ -100,10 +100,11 @@ def earlier(folder):
 def test_a_training_and_which_refuse_them(merged, change, by):
     """Weights of an earlier version are still loaded, and protected by the checksums of their files."""
     by(merged)
-    assert choose_consolidated(STORAGE, str(merged), SingleProcess(), full=True, resume=False)[0].chosen.step
+    source = ConsolidatedSource(SingleProcess(), full=True, resume=False)
+    assert source.choose(STORAGE, str(merged)).chosen.step
     alter(merged / "part0.safetensors", change)
     with pytest.raises(CollectiveError, match="its header was changed|damaged: no tensor, but the header"):
-        choose_consolidated(STORAGE, str(merged), SingleProcess(), full=True, resume=False)
+        source.choose(STORAGE, str(merged))
     assert mindresume.open(merged).select().chosen is None
     assert mindresume.open(merged).verify().damaged
 

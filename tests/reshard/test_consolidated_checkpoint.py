@@ -72,8 +72,8 @@ def test_a_flipped_bit_is_named_with_file_and_tensor(tmp_path, kind):
     other = next(path for path in folder.glob("*.safetensors") if path.name != name)
     assert verify(other)[1] == []
     with pytest.raises(CollectiveError, match=f"{name}.*layers.1.weight"):
-        consolidated_checkpoint.choose_consolidated(STORAGE, str(folder), SingleProcess(), True, False)
-    consolidated_checkpoint.choose_consolidated(STORAGE, str(folder), SingleProcess(), False, False)
+        consolidated_checkpoint.ConsolidatedSource(SingleProcess(), True, False).choose(STORAGE, str(folder))
+    consolidated_checkpoint.ConsolidatedSource(SingleProcess(), False, False).choose(STORAGE, str(folder))
 
 
 @pytest.mark.parametrize("spoil, says", [

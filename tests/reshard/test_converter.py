@@ -49,7 +49,7 @@ from mindresume.reshard.converter import LOCK, Conversion, remove_tree
 from mindresume.reshard.engines import writer
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.tensor_files import read_header
 from mindresume.tensor_files.checksum import array_checksum
 
@@ -639,7 +639,7 @@ def test_the_target_is_a_checkpoint(tmp_path, fmt):
     recorded(tmp_path / "a", Plan.parse("tp4"), ALL, fmt)
     convert(tmp_path / "a", tmp_path / "b", "dp2tp2pp2opt2", fmt)
     check(tmp_path / "b", plan)
-    choice = select_shared(STORAGE, str(tmp_path / "b"), SingleProcess(),
+    choice = select_checkpoint(STORAGE, str(tmp_path / "b"), SingleProcess(),
                     SelectionPolicy(8, ranks_to_verify=lambda _, candidate: range(8)))
     candidate, run = choice.chosen, choice.chosen.run
     assert (candidate.step, candidate.world_size, candidate.format, candidate.committed) == (STEP, 8, fmt, True)
@@ -748,7 +748,7 @@ def test_lost_files_of_the_target_are_replaced_by_replicas(tmp_path):
     recorded(tmp_path / "a", Plan.parse("tp2"), ALL)
     convert(tmp_path / "a", tmp_path / "b", "dp2tp2")
     (tmp_path / "b" / "rank_3" / "net_rank_3-2_5.safetensors").unlink()
-    choice = select_shared(STORAGE, str(tmp_path / "b"), SingleProcess(),
+    choice = select_checkpoint(STORAGE, str(tmp_path / "b"), SingleProcess(),
                     SelectionPolicy(4, ranks_to_verify=lambda _, candidate: range(4)))
     assert choice.chosen.step == STEP and not choice.refused
     convert(tmp_path / "b", tmp_path / "c", "tp4")

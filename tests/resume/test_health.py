@@ -8,7 +8,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.health import LIST, unhealthy_files
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 
 
 def listed(folder, *rows):
@@ -18,7 +18,7 @@ def listed(folder, *rows):
 
 
 def choose(root, unhealthy, named=None):
-    return select_shared(STORAGE, str(root), SingleProcess(),
+    return select_checkpoint(STORAGE, str(root), SingleProcess(),
                          SelectionPolicy(4, named, ranks_to_verify=every_rank, unhealthy=unhealthy))
 
 
@@ -95,5 +95,5 @@ def test_our_records_store_their_health(tmp_path):
     target = target_of(tmp_path, 0, 1, RUN)
     write_shard(target, rank_shard(name_of(0, 10), state, tensors_of(0, 10)))
     Committer(target).saved(10)
-    found = select_shared(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1, unhealthy=()))
+    found = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1, unhealthy=()))
     assert found.chosen.step == 5 and "unhealthy" in found.refused[0].reason

@@ -21,10 +21,11 @@ from mindresume.events import (
 )
 from mindresume.model.manifest import FOLDER
 from mindresume.reshard import consolidated_checkpoint
-from mindresume.resume import job_selection, selection
+from mindresume.resume import job_selection
+from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.eligible import QUICK, SelectionPolicy
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest, caching_storage, locate_checkpoints, own_shard
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.settings import Settings
 from mindresume.storage.read_cache import ReadCache
 
@@ -36,7 +37,7 @@ def events():
 
 
 def complete(group):
-    return lambda storage, path: consolidated_checkpoint.choose_consolidated(storage, path, group, True, True)[0]
+    return consolidated_checkpoint.ConsolidatedSource(group, True, True)
 
 
 def chooser(group=None, storage=STORAGE, settings=None, emit=ignore, **options):
@@ -44,7 +45,7 @@ def chooser(group=None, storage=STORAGE, settings=None, emit=ignore, **options):
     return CheckpointSelector(storage, group, settings or Settings(), emit, complete(group), **options)
 
 
-def choose(path, group=None, settings=None, storage=STORAGE, remote=None, saved_to=frozenset, shared_groups=None, emit=ignore,
+def choose(path, group=None, settings=None, storage=STORAGE, remote=None, saved_to=(), shared_groups=None, emit=ignore,
            **request):
     made = chooser(group, storage, settings, emit, remote=remote, saved_to=saved_to, shared_groups={} if shared_groups is None
                    else shared_groups)
@@ -138,7 +139,7 @@ def test_a_job_that_cannot_begin_releases_its_read_lock(tmp_path, monkeypatch, w
 
 
 def taken(root):
-    return select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, verify=QUICK))
+    return select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, verify=QUICK))
 
 
 def test_a_checkpoint_removed_during_selection_is_an_error_on_all_ranks(tmp_path):
@@ -186,13 +187,10 @@ def test_only_a_resume_asks_the_object_store(tmp_path, monkeypatch):
     save(tmp_path, 5, world=1)
     asked = []
 
-    def with_remote(pick, path, source, *rest):
-        asked.append((path, source.saved_to()))
-        return pick()
-    monkeypatch.setattr(selection, "select_with_remote", with_remote)
+    monkeypatch.setattr(BucketSource, "fetch_newer", lambda self, *rest: asked.append(self.root))
     for resume in (True, False):
-        choose(tmp_path, remote=object(), saved_to=lambda: {"there"}, resume=resume).read_lock.release()
-    assert asked == [(str(tmp_path), {"there"})]
+        choose(tmp_path, remote=object(), saved_to={str(tmp_path)}, resume=resume).read_lock.release()
+    assert asked == [str(tmp_path)]
 
 
 def test_verified_bytes_are_cached_for_the_load_up_to_half_of_the_memory_share(tmp_path, monkeypatch, events):

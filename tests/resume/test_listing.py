@@ -12,7 +12,7 @@ from mindresume.formats.strategy import write_strategy
 from mindresume.reshard.strategy_store import identity_of, set_aside, strategy_for, strategy_lookup
 from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints, size_of
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.storage.posix import PosixStorage
 
 TENSORS = random_tensors(MODEL)
@@ -44,8 +44,8 @@ def test_the_ranks_are_those_of_the_strategy_that_was_set_aside(root, lost):
     next_job(root, folder, plan)
     _, (seen,) = list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
     assert (seen.state, seen.candidate.missing_ranks) == (COMPLETE, lost)
-    choice = select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank),
-                    strategy_of=strategy_lookup(STORAGE))
+    choice = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank),
+                    CheckpointSources(strategy_lookup(STORAGE)))
     assert choice.chosen == seen.candidate and choice.refused == ()
 
 

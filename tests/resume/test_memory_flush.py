@@ -14,7 +14,7 @@ from mindresume.formats.records import scan_records
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.memory_flush import commit_written, write_selected, write_to_disk
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 
 
 def selected(root, tier):
@@ -22,7 +22,7 @@ def selected(root, tier):
 
 
 def chosen(root):
-    choice = select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+    choice = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
     return choice.chosen.step, choice.chosen.committed
 
 

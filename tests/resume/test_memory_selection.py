@@ -15,11 +15,10 @@ from mindresume.errors import LoadError, NoUsableCheckpointError
 from mindresume.events import DISK, MEMORY, CandidateRefused, CheckpointSelected, FreshStart, Notice
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, record_name, run_name
-from mindresume.resume import memory_selection
+from mindresume.resume import memory_source
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
-from mindresume.resume.memory_selection import MemorySource, select_with_memory
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.saving.crash_loop import FailedLoad, LoadAttempt, key_of
 from mindresume.saving.memory_tier.directory import this_process
 from mindresume.saving.memory_tier.disk_note import NOTE, DiskNote
@@ -37,8 +36,8 @@ def choose(root, ranks=2, settings=None, events=None, saved_to=None, path=None, 
 
     def work(group):
         selector = CheckpointSelector(storages[group.rank] if storages else STORAGE, group, settings,
-                                      events.append if group.rank == 0 else lambda event: None, lambda storage, path: None,
-                                      saved_to=lambda: {os.path.realpath(root)} if saved_to is None else saved_to)
+                                      events.append if group.rank == 0 else lambda event: None, None,
+                                      saved_to={os.path.realpath(root)} if saved_to is None else saved_to)
         found = selector.select(SelectionRequest(str(path or root), output_dir="/output", **request))
         if found.read_lock is not None:
             found.read_lock.release()
@@ -222,7 +221,7 @@ def test_an_error_of_the_tier_does_not_keep_a_job_from_the_disk(root, tier, monk
 
     def broken(storage, path):
         raise OSError(errno.EIO, "is broken", path)
-    monkeypatch.setattr(memory_selection, "scan_records", broken)
+    monkeypatch.setattr(memory_source, "scan_records", broken)
     events = []
     assert taken(root, events=events) == (5, False)
     assert any(isinstance(event, Notice) and "is broken" in event.text for event in events)
@@ -341,12 +340,12 @@ def test_a_tracker_that_was_set_back_by_hand_decides(root, tier, monkeypatch):
     save(root, 5, world=2)
     save(tier, 20, world=2)
     save(root, 10, world=2)
-    real = memory_selection.find_candidates
+    real = memory_source.find_candidates
 
     def set_back(*arguments):
         found, is_explicit = real(*arguments)
         return type(found)(found.root, tuple(reversed(found.candidates))), is_explicit
-    monkeypatch.setattr(memory_selection, "find_candidates", set_back)
+    monkeypatch.setattr(memory_source, "find_candidates", set_back)
     assert taken(root) == (10, False)
 
 
@@ -386,12 +385,11 @@ def choose_on_nodes(root, nodes, monkeypatch, **options):
     def find(storage, where):
         tier = nodes["a" if current_process().name in ("rank0", "rank1") else "b"]
         return (str(tier), "") if tier.exists() else ("", "")
-    monkeypatch.setattr(memory_selection, "find_tier", find)
+    monkeypatch.setattr(memory_source, "find_tier", find)
     policy = SelectionPolicy(4, max_failed_loads=2, **options)
     groups = {}
-    found = Ranks(4).run(lambda group: select_with_memory(
-        lambda: select_shared(STORAGE, str(root), group, SelectionPolicy(4)), str(root),
-        MemorySource(lambda: {os.path.realpath(root)}, groups), group, STORAGE, policy))
+    found = Ranks(4).run(lambda group: select_checkpoint(
+        STORAGE, str(root), group, policy, CheckpointSources(saved_to={os.path.realpath(root)}, memory=groups)))
     for error in found:
         if isinstance(error, Exception):
             raise error

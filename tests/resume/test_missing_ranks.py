@@ -18,7 +18,7 @@ from mindresume.model.manifest import Details, TensorRecord, run_name
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.replicas import replica_sources
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import plan
 from mindresume.saving.retention import KEEP_ALL
@@ -70,7 +70,7 @@ def last_save(root, step, ranks, iterations=False, mark=True, local_ranks=()):
 
 def choose(root, world=WORLD, **options):
     policy = SelectionPolicy(world, ranks_to_verify=lambda group, candidate: range(candidate.world_size))
-    return select_shared(STORAGE, str(root), SingleProcess(), policy, **options)
+    return select_checkpoint(STORAGE, str(root), SingleProcess(), policy, **options)
 
 
 def loaded(choice, rank):
@@ -132,7 +132,7 @@ def test_a_damaged_copy_is_noticed_by_the_rank_that_would_read_it(tmp_path, iter
     with open(tmp_path / file, "rb") as opened:
         entry = read_header(opened, file).tensors["embedding.weight"]
     flip_bit(tmp_path / file, entry.ranges[0][0] + 3)
-    choice = select_shared(STORAGE, str(tmp_path), SingleProcess(),
+    choice = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(),
                     SelectionPolicy(WORLD, ranks_to_verify=lambda _, c: [1] if c.missing_ranks else [0]))
     assert choice.chosen.step == 5 and "damaged" in choice.refused[0].reason
 
@@ -140,7 +140,7 @@ def test_a_damaged_copy_is_noticed_by_the_rank_that_would_read_it(tmp_path, iter
 def test_all_ranks_of_a_group_select_it(tmp_path):
     save(tmp_path, 5)
     last_save(tmp_path, 7, COVERING)
-    choices = Ranks(WORLD).run(lambda group: select_shared(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
+    choices = Ranks(WORLD).run(lambda group: select_checkpoint(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
     assert [choice.chosen.step for choice in choices] == [7] * WORLD
     for rank, choice in enumerate(choices):
         assert [shard.rank for shard in choice.shards] == [rank]
@@ -204,7 +204,7 @@ STRATEGY = Strategy((LAYOUTS,), "strategy")
 def test_a_mindformers_checkpoint_is_completed_with_its_strategy(tmp_path, fmt, world):
     foreign(tmp_path, 5, range(WORLD), fmt)
     foreign(tmp_path, 7, COVERING, fmt)
-    choice = choose(tmp_path, world, strategy_of=lambda root, candidate: STRATEGY)
+    choice = choose(tmp_path, world, sources=CheckpointSources(lambda root, candidate: STRATEGY))
     assert (choice.chosen.step, choice.chosen.missing_ranks, choice.chosen.world_size) == (7, (1, 4, 6, 7), WORLD)
     for rank in range(WORLD):
         arrays = loaded(choice, rank)
@@ -221,7 +221,7 @@ def test_a_mindformers_checkpoint_is_completed_with_its_strategy(tmp_path, fmt, 
 def test_a_mindformers_checkpoint_without_proof_is_refused(tmp_path, strategy, said):
     foreign(tmp_path, 5, range(WORLD))
     foreign(tmp_path, 7, LACKING if strategy is STRATEGY else COVERING)
-    choice = choose(tmp_path, strategy_of=lambda root, candidate: strategy)
+    choice = choose(tmp_path, sources=CheckpointSources(lambda root, candidate: strategy))
     assert choice.chosen.step == 5 and said in choice.refused[0].reason
 
 
@@ -235,7 +235,8 @@ def test_the_strategy_of_another_job_proves_nothing(tmp_path, fmt, matrix, cut):
     foreign(tmp_path, 7, COVERING, fmt)
     for ranks in (lambda _, c: range(c.world_size), lambda _, c: [3]):
         policy = SelectionPolicy(WORLD, ranks_to_verify=ranks)
-        choice = select_shared(STORAGE, str(tmp_path), SingleProcess(), policy, strategy_of=lambda root, candidate: alien)
+        sources = CheckpointSources(lambda root, candidate: alien)
+        choice = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), policy, sources)
         assert choice.chosen.step == 5
         assert "copies of each other by another/strategy; is that the strategy of another job?" in choice.refused[0].reason
 
@@ -244,7 +245,7 @@ def test_the_strategy_folder_beside_is_found_by_the_trainer(tmp_path):
     from mindresume.reshard.strategy_store import strategy_lookup
     foreign(tmp_path / "checkpoint", 7, COVERING)
     write_strategy(STRATEGY, str(tmp_path / "strategy"))
-    choice = choose(tmp_path / "checkpoint", strategy_of=strategy_lookup(STORAGE))
+    choice = choose(tmp_path / "checkpoint", sources=CheckpointSources(strategy_lookup(STORAGE)))
     assert choice.chosen.missing_ranks == (1, 4, 6, 7)
 
 

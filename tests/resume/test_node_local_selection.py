@@ -5,12 +5,14 @@ import pytest
 from coordination.test_storage_topology import LATER, save_part
 from rank_folders import STORAGE, Ranks, flip_bit, name_of, path_of, save, write_foreign
 
+from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.model.manifest import FOLDER
 from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.node_local_selection import select_node_local
+from mindresume.resume.selection import CheckpointSources, select_checkpoint
 
 NODES = ("a", "a", "b", "b")
+APART = CheckpointSources(shared=SharedGroups((0, 0, 2, 2)))
 PARTS = {"a": (0, 1), "b": (2, 3)}
 
 
@@ -21,8 +23,8 @@ def both(tmp_path, *steps, **how):
 
 
 def choose(tmp_path, path="", **options):
-    found = Ranks(4).run(lambda group: select_node_local(
-        STORAGE, str(tmp_path / NODES[group.rank] / path), group, SelectionPolicy(**options)))
+    found = Ranks(4).run(lambda group: select_checkpoint(
+        STORAGE, str(tmp_path / NODES[group.rank] / path), group, SelectionPolicy(**options), APART))
     for error in found:
         if isinstance(error, Exception):
             assert all(type(other) is type(error) for other in found)

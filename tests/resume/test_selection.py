@@ -1,4 +1,6 @@
 """The one function by which job and command line select a checkpoint, and its preview by a single process."""
+import os
+
 import pytest
 from coordination.test_storage_topology import save_part
 from rank_folders import STORAGE, Ranks, flip_bit, path_of, save
@@ -8,10 +10,9 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import MERGED, Candidate
 from mindresume.model.manifest import FileRecord
-from mindresume.resume import selection
+from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank
-from mindresume.resume.remote_selection import RemoteSource
 from mindresume.resume.selection import CheckpointSources, preview_selection, select_checkpoint
 
 WHOLE = Candidate(7, MERGED, "safetensors", {0: (FileRecord("part0.safetensors", "safetensors"),)}, 1, (0.0,))
@@ -21,12 +22,14 @@ def preview(path, *policy, sources=None, **options):
     return preview_selection(STORAGE, str(path), SelectionPolicy(*policy, ranks_to_verify=every_rank, **options), sources)
 
 
-def consolidated(storage, path):
-    return Choice(WHOLE, (), (), False, (), path)
+class Consolidated:
+    def choose(self, storage, path):
+        return Choice(WHOLE, (), (), False, (), path)
 
 
-def damaged(storage, path):
-    raise CollectiveError("rank 0: part0.safetensors is damaged")
+class Damaged:
+    def choose(self, storage, path):
+        raise CollectiveError("rank 0: part0.safetensors is damaged")
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def weights(tmp_path):
 # ---- consolidated weights --------------------------------------------------------------------------------------------
 
 def test_consolidated_weights_are_selected_by_their_own_function(weights):
-    sources = CheckpointSources(select_consolidated=consolidated)
+    sources = CheckpointSources(consolidated=Consolidated())
     choice = select_checkpoint(STORAGE, str(weights), SingleProcess(), SelectionPolicy(1), sources)
     assert choice.chosen is WHOLE and choice.consolidated
     found = preview(weights, sources=sources)
@@ -49,14 +52,14 @@ def test_consolidated_weights_are_selected_by_their_own_function(weights):
 
 
 def test_a_single_file_counts_as_consolidated_weights_only_where_any_layout_is_loaded(weights):
-    sources, path = CheckpointSources(select_consolidated=consolidated), str(weights / "part0.safetensors")
+    sources, path = CheckpointSources(consolidated=Consolidated()), str(weights / "part0.safetensors")
     assert select_checkpoint(STORAGE, path, SingleProcess(), SelectionPolicy(any_layout=True), sources).chosen is WHOLE
     with pytest.raises(MissingCheckpointError):
         select_checkpoint(STORAGE, path, SingleProcess(), SelectionPolicy(1), sources)
 
 
 def test_damage_of_consolidated_weights_ends_the_job_and_is_the_error_of_a_preview(weights):
-    sources = CheckpointSources(select_consolidated=damaged)
+    sources = CheckpointSources(consolidated=Damaged())
     with pytest.raises(CollectiveError):
         select_checkpoint(STORAGE, str(weights), SingleProcess(), SelectionPolicy(1), sources)
     found = preview(weights, sources=sources)
@@ -65,7 +68,7 @@ def test_damage_of_consolidated_weights_ends_the_job_and_is_the_error_of_a_previ
 
 def test_job_and_preview_do_not_apply_a_requested_name_to_consolidated_weights(weights):
     """The command line refused what the job takes."""
-    sources, policy = CheckpointSources(select_consolidated=consolidated), SelectionPolicy(requested="x.safetensors")
+    sources, policy = CheckpointSources(consolidated=Consolidated()), SelectionPolicy(requested="x.safetensors")
     assert select_checkpoint(STORAGE, str(weights), SingleProcess(), policy, sources).chosen is WHOLE
     assert preview(weights, requested="x.safetensors", sources=sources).choice.chosen is WHOLE
 
@@ -139,14 +142,14 @@ def test_node_local_storage_selects_the_common_step(tmp_path):
 def test_an_object_store_is_asked_by_the_policy_of_the_selection(tmp_path, monkeypatch, split):
     asked = []
 
-    def with_remote(pick, path, source, group, storage, policy, log, shared_groups):
-        asked.append((policy.world_size, policy.max_failed_loads, shared_groups))
+    def fetch_newer(self, *rest):
+        asked.append((self.job.policy.world_size, self.job.policy.max_failed_loads, self.job.is_split))
         raise NoUsableCheckpointError("nothing")
-    monkeypatch.setattr(selection, "select_with_remote", with_remote)
+    monkeypatch.setattr(BucketSource, "fetch_newer", fetch_newer)
     shared = SharedGroups((0, 1) if split else (0, 0))
-    sources = CheckpointSources(remote=RemoteSource(object(), frozenset), shared=shared)
+    sources = CheckpointSources(remote=object(), shared=shared, saved_to={os.path.realpath(tmp_path)})
 
     def work(group):
         return select_checkpoint(STORAGE, str(tmp_path), group, SelectionPolicy(max_failed_loads=3), sources)
     assert all(isinstance(error, NoUsableCheckpointError) for error in Ranks(2).run(work))
-    assert asked == [(2, 0, shared) if split else (None, 3, None)] * 2
+    assert asked == [(2, 0, True) if split else (None, 3, False)] * 2

@@ -10,7 +10,8 @@ from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheck
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name, run_name
 from mindresume.resume.choice import VerifiedShard
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.shared_selection import CandidateQueue, select_shared
+from mindresume.resume.selection import select_checkpoint
+from mindresume.resume.sources import Job, SharedDisk
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
@@ -20,7 +21,7 @@ WORLD = 4
 
 def choose(root, world=WORLD, named=None, **options):
     """Selects in one process that verifies all ranks, as `mindresume which` does."""
-    return select_shared(STORAGE, str(root), SingleProcess(),
+    return select_checkpoint(STORAGE, str(root), SingleProcess(),
                          SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
 
 
@@ -42,7 +43,7 @@ def refusals(choice):
 
 def test_a_file_of_another_kind_is_a_config_error_on_all_ranks(tmp_path):
     (tmp_path / "notes.txt").write_text("text")
-    errors = Ranks(2).run(lambda group: select_shared(STORAGE, str(tmp_path / "notes.txt"), group, SelectionPolicy(2)))
+    errors = Ranks(2).run(lambda group: select_checkpoint(STORAGE, str(tmp_path / "notes.txt"), group, SelectionPolicy(2)))
     assert [type(error) for error in errors] == [ConfigError, ConfigError] and "notes.txt" in str(errors[1])
 
 
@@ -348,7 +349,7 @@ def test_weights_without_counters_cannot_be_resumed(tmp_path):
 
 def test_one_rank_with_a_bad_file_makes_all_ranks_fall_back(saved):
     flip_bit(path_of(saved, 15, 2))
-    results = Ranks(WORLD).run(lambda group: select_shared(STORAGE, str(saved), group, SelectionPolicy(WORLD)))
+    results = Ranks(WORLD).run(lambda group: select_checkpoint(STORAGE, str(saved), group, SelectionPolicy(WORLD)))
     assert [result.chosen.step for result in results] == [10] * WORLD
     assert [result.shards[0].rank for result in results] == [0, 1, 2, 3]
     assert all(isinstance(result.shards[0], VerifiedShard) for result in results)
@@ -358,7 +359,7 @@ def test_one_rank_with_a_bad_file_makes_all_ranks_fall_back(saved):
 def test_an_error_of_rank_0_reaches_all(tmp_path):
     save(tmp_path, 5)
     flip_bit(path_of(tmp_path, 5, 3))
-    results = Ranks(WORLD).run(lambda group: select_shared(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
+    results = Ranks(WORLD).run(lambda group: select_checkpoint(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
     assert [type(result) for result in results] == [NoUsableCheckpointError] * WORLD
 
 
@@ -383,7 +384,7 @@ def test_choosing_among_committed_checkpoints_costs_the_same_for_any_number_of_r
         for rank in range(world // 2 if trouble else 0):
             write_rank(root, 30, rank, world)
         counting = Counting()
-        chooser = CandidateQueue(counting, str(root), SelectionPolicy(world))
-        assert chooser.next([])["candidate"]["step"] == 20
+        disk = SharedDisk(Job(counting, str(root), SingleProcess(), SelectionPolicy(world)))
+        assert disk.offer([])["candidate"]["step"] == 20
         counts.append(counting.operations)
     assert counts[0] == counts[1]

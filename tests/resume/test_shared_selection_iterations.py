@@ -26,13 +26,13 @@ from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER
 from mindresume.model.manifest import FOLDER, MANIFEST, record_name, run_name
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 
 NEXT = run_name(2, "0000bbbb")
 
 
 def choose(root, named=None, world=None, **options):
-    return select_shared(STORAGE, str(root), SingleProcess(),
+    return select_checkpoint(STORAGE, str(root), SingleProcess(),
                          SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
 
 
@@ -277,7 +277,7 @@ def test_a_folder_that_was_renamed_to_another_step_is_refused(saved):
 
 def test_all_ranks_select_the_same_and_damage_on_one_rank_counts_for_all(saved):
     flip_bit(weights_of(saved, 15, 1))
-    choices = Ranks(2).run(lambda group: select_shared(STORAGE, str(saved), group, SelectionPolicy(2)))
+    choices = Ranks(2).run(lambda group: select_checkpoint(STORAGE, str(saved), group, SelectionPolicy(2)))
     assert [taken(choice) for choice in choices] == [(10, RUN)] * 2
     assert {choice.refused[0].rank for choice in choices} == {1}
 

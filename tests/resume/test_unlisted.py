@@ -22,7 +22,7 @@ from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.candidates import list_checkpoints, size_of
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.saving import iteration_publisher
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import empty_trash, plan
@@ -57,9 +57,9 @@ class Closed(PosixStorage):
 
 
 def choose(storage, root, world=2):
-    return select_shared(storage, str(root), SingleProcess(),
+    return select_checkpoint(storage, str(root), SingleProcess(),
                          SelectionPolicy(world, ranks_to_verify=every_rank, max_failed_loads=2),
-                  strategy_of=strategy_lookup(storage))
+                             CheckpointSources(strategy_lookup(storage)))
 
 
 def save_rank_folders(root):

@@ -15,7 +15,7 @@ from mindresume.events import SaveAbandoned, SaveNotStaged, WriterDied
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import run_name
 from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.saving import background_writer
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import SyncSaver
@@ -66,7 +66,7 @@ def test_values_at_the_time_of_the_call_are_saved(tmp_path, kind, fmt):
                 assert read_tensor(file, header.tensors[name]).tobytes() == array.tobytes(), name
     assert saver.finish(PATIENCE) == []
     assert steps(tmp_path) == [10, 5]
-    assert select_shared(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1)).chosen.step == 10
+    assert select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1)).chosen.step == 10
 
 
 def test_every_dtype_text_and_shape_survives_the_buffer(tmp_path):
@@ -211,7 +211,7 @@ def test_a_killed_writer_process_is_an_error_and_gets_a_successor(tmp_path):
     os.kill(saver._writer._process.pid, signal.SIGKILL)
     (outcome,) = saver.wait(PATIENCE)
     assert not outcome.saved and "died (exit status -9)" in str(outcome.error)
-    assert select_shared(STORAGE, str(tmp_path / "checkpoint"), SingleProcess(), SelectionPolicy(1)).chosen.step == 1
+    assert select_checkpoint(STORAGE, str(tmp_path / "checkpoint"), SingleProcess(), SelectionPolicy(1)).chosen.step == 1
     (tmp_path / "go").touch()
     saver.save(Save(shard(10)))
     assert saver.finish(PATIENCE)[0].saved

@@ -14,7 +14,7 @@ from mindresume.events import UploadFailed, UploadFinished, ignore
 from mindresume.formats.rank_folder_naming import META
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.completed_step import publish_completed, upload_completed
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
@@ -38,7 +38,7 @@ def test_the_last_step_of_a_training_that_is_complete_is_published(tmp_path, die
     before = folder_contents(tmp_path)
 
     def start(group):
-        choice = select_shared(STORAGE, str(tmp_path), group)
+        choice = select_checkpoint(STORAGE, str(tmp_path), group)
         publish_completed(STORAGE, choice, group, {}, 0.0, ignore)
         return choice.chosen.step
     assert Ranks(2).run(start) == [20, 20]
@@ -58,7 +58,7 @@ def test_a_complete_training_in_a_folder_that_nobody_can_write_is_complete(tmp_p
 
         write = rename = make_folder
     events = []
-    choice = select_shared(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+    choice = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
     publish_completed(ReadOnly(), choice, SingleProcess(), {}, 0.0, events.append)
     assert any("is complete, and not published now" in getattr(event, "text", "") for event in events)
 
@@ -78,7 +78,7 @@ def test_meta_json_names_the_last_step_of_a_training_that_is_complete(tmp_path, 
     before = folder_contents(tmp_path)
 
     def start(group):
-        choice = select_shared(STORAGE, str(tmp_path), group)
+        choice = select_checkpoint(STORAGE, str(tmp_path), group)
         publish_completed(STORAGE, choice, group, {}, 0.0, ignore)
         return choice.chosen.step
     for _ in range(2):
@@ -110,7 +110,7 @@ def remote(tmp_path, monkeypatch):
 
 def upload(root, remote, emit=ignore, ranks=2):
     def start(group):
-        choice = select_shared(STORAGE, str(root), group, SelectionPolicy(ranks_to_verify=every_rank))
+        choice = select_checkpoint(STORAGE, str(root), group, SelectionPolicy(ranks_to_verify=every_rank))
         try:
             upload_completed(STORAGE, choice, group, RemoteCheckpoints(remote.store, URL), emit)
         except RemoteError as error:

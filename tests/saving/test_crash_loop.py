@@ -13,7 +13,7 @@ from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import LoadError
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.crash_loop import LoadAttempt, explanation, key_of, load_attempts
 from mindresume.saving.garbage_collector import plan
 from mindresume.saving.retention import KeepLast
@@ -23,7 +23,7 @@ NAN = RuntimeError("loss is nan")
 
 
 def choose(root, limit=2, named=None):
-    return select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(1, named, max_failed_loads=limit))
+    return select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(1, named, max_failed_loads=limit))
 
 
 class Job:

@@ -18,7 +18,7 @@ from mindresume.formats.rank_folder_naming import META, meta_json
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name, strip_trash, trash_name
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import NOTHING_WHOLE, Plan, carry_out, plan
 from mindresume.saving.protection import NEWEST_HEALTHY, NEWEST_WHOLE
@@ -145,7 +145,7 @@ def test_the_newest_complete_checkpoint_is_never_removed_and_broken_newer_ones_d
     made = planned(saved, KeepLast(2))
     assert steps(made.kept) == [20, 15, 10, 5] and made.to_delete == ()       # 20 and 15 are broken: 10 and 5 are the last 2
     carry_out(STORAGE, str(saved), planned(saved, KeepLast(1)))
-    chosen = select_shared(STORAGE, str(saved), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
+    chosen = select_checkpoint(STORAGE, str(saved), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
     assert chosen.step == 10 or spoil is delete_file
 
 
@@ -323,7 +323,7 @@ def test_a_removal_killed_at_any_operation_is_finished_by_the_next(tmp_path, fmt
         with pytest.raises(Died):
             carry_out(Counting(limit), str(root), planned(root, KeepLast(1), ended=over))
         assert committed(root)[0] == 15, limit
-        chosen = select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
+        chosen = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
         assert chosen is not None and chosen.step == 15, limit
         carry_out(STORAGE, str(root), planned(root, KeepLast(1), ended=over))
         assert tree(root) == tree(finished), limit
@@ -399,7 +399,7 @@ def test_a_later_file_of_the_same_name_is_kept(tmp_path):
     made = planned(tmp_path, KeepLast(1), active=NEXT_RUN, ended=over)
     assert [(c.step, c.run) for c in made.to_delete] == [(15, RUN), (10, RUN), (5, RUN)]
     carry_out(STORAGE, str(tmp_path), made)
-    chosen = select_shared(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
+    chosen = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
     assert (chosen.step, chosen.run) == (5, NEXT_RUN) and os.listdir(tmp_path / FOLDER) == [attempt_name(5, NEXT_RUN)]
 
 

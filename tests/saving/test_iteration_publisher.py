@@ -40,7 +40,7 @@ from mindresume.formats.scan import scan
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, Manifest, attempt_name, record_name, run_name
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out, empty_trash, plan
 from mindresume.saving.iteration_publisher import finish_tracker
@@ -68,7 +68,7 @@ def adopting(root, run=NEXT, emit=ignore):
 
 
 def chosen(root):
-    choice = select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+    choice = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
     return choice.chosen and (choice.chosen.step, choice.chosen.run)
 
 

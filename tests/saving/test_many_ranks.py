@@ -14,7 +14,7 @@ from mindresume.formats.rank_folder_naming import META, FileName, folder_name, l
 from mindresume.model.manifest import FOLDER, MANIFEST, Details, FileRecord, Record, attempt_name, record_name, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.saving import committer as commit
 from mindresume.saving import garbage_collector
 from mindresume.saving.committer import Committer
@@ -241,5 +241,5 @@ def test_files_of_mindformers_ranks_are_checked_concurrently(disk, monkeypatch):
         disk.put(f"{ROOT}/{folder_name(rank)}/{name_of(5, rank)}", data)
         disk.put(f"{ROOT}/{folder_name(rank)}/{META}", json.dumps(meta_json(name_of(5, rank))).encode())
     disk.done.clear()
-    assert select_shared(disk, ROOT, SingleProcess(), SelectionPolicy(64)).chosen.step == 5
+    assert select_checkpoint(disk, ROOT, SingleProcess(), SelectionPolicy(64)).chosen.step == 5
     assert sum(disk.done.values()) - sum(together) < 40 and sum(together) > 64 * 3

@@ -33,11 +33,11 @@ from mindresume.fault_injection.faults import Fault, FaultInjector, Killed
 from mindresume.fault_injection.scheduler import Scheduler
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, run_name
-from mindresume.resume import remote_fetch
+from mindresume.resume import remote_fetch, sources
+from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
-from mindresume.resume.remote_selection import RemoteSelection
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.saving import garbage_collector, uploader
 from mindresume.saving.committer import Committer
 from mindresume.saving.crash_loop import FailedLoad
@@ -120,8 +120,10 @@ class World:
         converts = self.fmt == "2.0" if converts is None else converts
         size = None if converts else group.size
         policy = SelectionPolicy(size, named, ranks_to_verify=every_rank if converts else own_rank, **options)
-        found = RemoteSelection(STORAGE, self.remote, str(self.disk), group, policy, self.events.append)
-        return found.select(lambda: select_shared(STORAGE, str(self.disk), group, policy))
+        return select_checkpoint(STORAGE, str(self.disk), group, policy, self.sources(), self.events.append)
+
+    def sources(self, remote=None):
+        return CheckpointSources(saved_to={os.path.realpath(self.disk)}, remote=remote or self.remote)
 
     def restore_all(self, size=None, **how):
         """Selects on all ranks of a job. Returns the selection, equal on all of them; raises an error."""
@@ -214,7 +216,7 @@ def test_an_uploaded_attempt_is_a_checkpoint_directory(world, tmp_path):
     world.upload(10)
     copied = tmp_path / "copied"
     moxing.file.copy_parallel(f"{URL}/{attempt_name(10, RUN)}", str(copied))
-    choice = select_shared(STORAGE, str(copied), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank))
+    choice = select_checkpoint(STORAGE, str(copied), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank))
     assert choice.chosen.step == 10 and choice.chosen.run == RUN
 
 
@@ -405,8 +407,7 @@ def restored_apart(tmp_path, monkeypatch, fetched=RemoteCheckpoints):
             storage = OtherNode(world.disk, tmp_path / "node1")
             download = store.download
             store.download = lambda url, path: download(url, path.replace(str(world.disk), str(tmp_path / "node1")))
-        found = RemoteSelection(storage, remote, str(world.disk), group, SelectionPolicy(2), world.events.append)
-        return found.select(lambda: select_shared(storage, str(world.disk), group, SelectionPolicy(2)))
+        return select_checkpoint(storage, str(world.disk), group, SelectionPolicy(2), world.sources(remote), world.events.append)
     return world, Ranks(2).run(work)
 
 
@@ -435,8 +436,9 @@ def test_a_downloaded_checkpoint_that_is_refused_is_not_a_fresh_start(tmp_path, 
     world = World(tmp_path, size=1)
     world.upload(5)
     world.empty_disk()
+    monkeypatch.setattr(sources.SharedDisk, "select", lambda self: Choice(None, (), (), True))
     with pytest.raises(NoUsableCheckpointError, match="step 5: it was fetched, but it is not complete on this disk"):
-        RemoteSelection(STORAGE, world.remote, str(world.disk), SingleProcess()).select(lambda: Choice(None, (), (), True))
+        world.restore()
 
 
 def test_another_number_of_ranks(world):
@@ -468,9 +470,11 @@ def test_a_refusal_by_the_selection_leads_to_the_next_checkpoint(tmp_path, monke
         one.enqueue(10)
     world.first.work()
     world.empty_disk()
-    found = RemoteSelection(STORAGE, world.remote, str(world.disk), SingleProcess(), emit=world.events.append)
+    fetched = BucketSource.fetch_newer                          # by a policy that ignores health
+    monkeypatch.setattr(BucketSource, "fetch_newer", lambda self, *rest: (setattr(self, "job", replace(
+        self.job, policy=SelectionPolicy())), fetched(self, *rest))[1])
     policy = SelectionPolicy(ranks_to_verify=every_rank, unhealthy=())
-    choice = found.select(lambda: select_shared(STORAGE, str(world.disk), SingleProcess(), policy))
+    choice = select_checkpoint(STORAGE, str(world.disk), SingleProcess(), policy, world.sources(), world.events.append)
     assert choice.chosen.step == 5 and iteration_folders.tracker(world.disk) == "5"
     assert [event.step for event in kinds(world, CheckpointFetched)] == [10, 5]
 
@@ -991,7 +995,7 @@ def test_the_next_job_selects_the_same_after_a_kill_at_any_moment_of_a_download(
             except Died:
                 pass
             monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
-            alone = select_shared(STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+            alone = select_checkpoint(STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
             assert alone.chosen is None and alone.is_fresh_start or alone.chosen.step == 10
             assert world.restore_all().chosen.step == 10
         assert at > 10
@@ -1009,13 +1013,12 @@ def test_a_disk_error_during_a_download_leaves_nothing_selectable(tmp_path, monk
         machine = FaultInjector(STORAGE, Scheduler(1, random.Random(0)), Fault("kill all", at), random.Random(0))
         view = machine.storage_of(0)
         try:
-            RemoteSelection(view, world.remote, str(world.disk), SingleProcess()).select(
-                lambda view=view: select_shared(view, str(world.disk), SingleProcess(),
-                                                SelectionPolicy(ranks_to_verify=every_rank)))
+            select_checkpoint(view, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank),
+                              world.sources())
             break
         except Killed:
             pass
-        alone = select_shared(STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+        alone = select_checkpoint(STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
         seen.fresh += alone.chosen is None
         seen.taken += alone.chosen is not None
         assert alone.is_fresh_start if alone.chosen is None else alone.chosen.step == 10

@@ -18,8 +18,7 @@ from mindresume.errors import NoUsableCheckpointError
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
 from mindresume.resume import remote_fetch
 from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.node_local_selection import select_node_local
-from mindresume.resume.remote_selection import RemoteSelection
+from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.saving import uploader as uploaders
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
 from mindresume.saving.retention import KeepLast
@@ -68,8 +67,8 @@ def save(tmp_path, *steps, late=()):
 def resume(tmp_path, storage=lambda: STORAGE, hosts=()):
     def one(group):
         root, own = str(tmp_path / NODES[group.rank]), storage()
-        found = RemoteSelection(own, remote(), root, group, SelectionPolicy(4), shared_groups=GROUPS)
-        return found.select(lambda: select_node_local(own, root, group))
+        sources = CheckpointSources(shared=GROUPS, saved_to={os.path.realpath(root)}, remote=remote())
+        return select_checkpoint(own, root, group, SelectionPolicy(4), sources)
     found = Ranks(4, hosts).run(one)
     for error in found:
         if isinstance(error, BaseException):

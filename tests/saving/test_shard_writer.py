@@ -14,7 +14,7 @@ from mindresume.errors import OutOfSpaceError, SaveError
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import record_name, run_name
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.shared_selection import select_shared
+from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import Save, SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
@@ -53,7 +53,7 @@ def save_all(made, root, *steps):
 
 
 def chosen(root):
-    choice = select_shared(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+    choice = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
     return choice.chosen and choice.chosen.step
 
 

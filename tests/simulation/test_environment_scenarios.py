@@ -6,12 +6,11 @@ import pytest
 from simulation.test_teeth import Edit, mutate
 
 from mindresume.coordination import lease, lease_acquisition, read_locks
-from mindresume.errors import LeaseHeldError, UnusableCheckpointError
+from mindresume.errors import LeaseHeldError
 from mindresume.events import SaveNotStaged
 from mindresume.reshard import open_checkpoint
-from mindresume.resume import remote_selection, scrub, shared_selection
-from mindresume.resume.choice import Choice
-from mindresume.resume.remote_selection import RemoteSelection
+from mindresume.resume import eligible, scrub, sources
+from mindresume.resume.bucket_source import BucketSource
 from mindresume.saving import remote_checkpoints
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import SyncSaver
@@ -209,13 +208,13 @@ def test_a_job_that_expels_orphans_is_found(monkeypatch):
 
 
 def test_a_selection_by_file_times_is_found(monkeypatch):
-    find_candidates = shared_selection.find_candidates
+    find_candidates = sources.find_candidates
 
     def by_time(storage, path, *more):
         scan, is_explicit = find_candidates(storage, path, *more)
         rows = sorted(scan.candidates, key=lambda c: storage.status(f"{scan.root}/{c.first.path}").mtime, reverse=True)
         return replace(scan, candidates=tuple(rows)), is_explicit
-    monkeypatch.setattr(shared_selection, "find_candidates", by_time)
+    monkeypatch.setattr(sources, "find_candidates", by_time)
     assert "lost" in found("copied", 20)
 
 
@@ -279,19 +278,12 @@ def test_a_fresh_start_beside_an_unreadable_bucket_is_found(monkeypatch):
         bucket.unreadable |= {url for url in bucket.objects if url.endswith("manifest.json")}
         return kinds_of(sim)
     assert kinds() == set()
-    select_ = RemoteSelection.select
-
-    def afresh(self, pick):
-        try:
-            return select_(self, pick)
-        except UnusableCheckpointError:
-            return Choice(None, (), (), True)
-    monkeypatch.setattr(RemoteSelection, "select", afresh)
+    monkeypatch.setattr(BucketSource, "allow", lambda self, choice: choice)
     assert kinds() == {"wrong"}
 
 
 def test_a_store_that_is_not_searched_for_older_ones_is_found(monkeypatch):
-    monkeypatch.setattr(RemoteSelection, "_refuse", lambda self, attempt, reason: self._tried.update(
+    monkeypatch.setattr(BucketSource, "_refuse", lambda self, attempt, reason: self._tried.update(
         self.remote.scan().committed()))
     assert found("bucket unreadable", 60)
 
@@ -303,6 +295,5 @@ def test_a_bucket_that_loses_its_last_healthy_checkpoint_is_found(monkeypatch):
 
 
 def test_an_unhealthy_checkpoint_selected_from_a_bucket_is_found(monkeypatch):
-    monkeypatch.setattr(remote_selection, "is_unhealthy", lambda *_: False)
-    monkeypatch.setattr(shared_selection, "is_unhealthy", lambda *_: False)
+    monkeypatch.setattr(eligible, "is_unhealthy", lambda *_: False)
     assert kinds_of(simulated("bucket health")) & {"inconsistent", "wrong"}

@@ -24,7 +24,7 @@ from mindresume import formats
 from mindresume.coordination import lease, lease_acquisition, preemption, read_locks
 from mindresume.formats import iteration_scan, records, scrub_result
 from mindresume.model import manifest
-from mindresume.resume import group_verification, job_selection, memory_selection, remote_selection, repair, scrub
+from mindresume.resume import bucket_source, job_selection, memory_source, repair, scrub, sources
 from mindresume.saving import (
     background_writer,
     checkpoint_manager,
@@ -171,7 +171,7 @@ MUTANTS = [
              "only_scheduled=False")],
         ("bucket slow", "safetensors", ""), LOST, deaths=False, draws=undisturbed()),
     mutant("an unreadable manifest in the bucket aborts the start", [
-        Edit(remote_selection.RemoteSelection, "_offer", "except (RecordError, RemoteError) as error:",
+        Edit(bucket_source.BucketSource, "_offer", "except (RecordError, RemoteError) as error:",
              "except RecordError as error:")],
         ("bucket archived", "safetensors", ""), STUCK, deaths=False),
     mutant("an unreadable manifest in the bucket stops retention there", [
@@ -296,8 +296,7 @@ MUTANTS = [
              "[row[1] for row in rows if row] + [suffixes[group.rank]])")], ("restarts", "safetensors", ""), f"{LEFTOVER} {LOST}",
         first=4),
     mutant("only the verification by rank 0 decides", [
-        Edit(group_verification, "verify_on_all_ranks", 'for row in rows if "refusal" in row]',
-             'for row in rows[:1] if "refusal" in row]')],
+        Edit(sources, "refusals_of", "for row in rows if", "for row in rows[:1] if")],
         ("job", "safetensors", ""), WRONG, deaths=False, first=59, within=25, draws=each("ESTALE")),
     mutant("a preempted rank exits without the others", [
         Edit(preemption.PreemptionHandler, "check", "if self.group.size == 1", "if True")],
@@ -360,13 +359,14 @@ MUTANTS = [
         Edit(slots, "step_to_overwrite", "held[-1] if is_whole(common) else common", "held[0]")],
         ("tier", "safetensors", ""), LOST, deaths=False, first=395, within=10, draws=each("kill")),
     mutant("memory: a save that all ranks have is not found", [
-        Edit(memory_selection._MemorySelection, "_common", "if not missing:", "if missing:")],
+        Edit(memory_source.MemorySource, "_common", "if not missing:", "if missing:")],
         ("tier", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=395, within=10, draws=each("kill")),
     mutant("memory: a newer checkpoint on disk is missed", [
-        Edit(memory_selection._MemorySelection, "select", 'least = tuple(elsewhere.get("order") or (0, 0))', "least = (0, 0)")],
+        Edit(memory_source.MemorySource, "newest", 'least = tuple(elsewhere.get("order") or (0, 0))', "least = (0, 0)")],
         ("tier", "safetensors", ""), LOST, deaths=False, first=258, within=10, draws=each("kill")),
     mutant("memory: the bytes of a save are not verified", [
-        Edit(memory_selection._MemorySelection, "_first_verified", "policy.verifies_bytes, keep=keep)", "False, keep=keep)")],
+        Edit(memory_source.MemorySource, "_first_verified", "verify_on_all_ranks(job,",
+             "verify_on_all_ranks(replace(job, policy=replace(job.policy, verify='quick')),")],
         ("rot in memory", "safetensors", ""), WRONG, deaths=False, first=264, within=12, draws=each("kill")),
 
     mutant("memory: a tier belongs to every directory that has its token", [

@@ -1,27 +1,26 @@
-"""Selects a save in memory of the nodes, if all ranks have it whole and nothing newer lies on disk or in the object store.
-
-    choice = select_with_memory(pick, path, MemorySource(saved_to, groups), group, storage, policy, emit)
+"""The saves in memory of the nodes: a job takes one if all ranks have it whole and nothing newer lies on disk or in the bucket.
 
     each rank    the tier of its node ─▶ whole saves that it could load ─▶ gather their names
-    rank 0       the newest checkpoint on disk and in the store, by names and records
-    all ranks    saves that all ranks have, newest first, as long as none elsewhere is newer ─▶ each rank verifies what it will
-    load else         ``pick``: the selection on disk; then saves in memory that are newer than what it could verify
+    rank 0       the newest checkpoint on disk and in the bucket, by names and records
+    all ranks    ``newest``: saves that all ranks have, newest first, as long as none elsewhere is newer ─▶ each rank verifies
+                 what it will load
+    else         the selection on disk; then ``newer_than`` or ``last_resort``: saves that are newer than what it could verify
 
 The order is that of the disk: by the number of the run, then by the step, without clocks. A save whose bytes are not those that
 were written is refused, and its record is removed, so no later start reads it again. """
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
+from mindresume.coordination.collectives import Watchdog, gather_results, run_on_rank0
 from mindresume.coordination.common_checkpoint import order_of
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import RemoteError, UnusableCheckpointError
-from mindresume.events import Emit, Notice, ignore
+from mindresume.events import Notice
 from mindresume.formats import OURS, Candidate, Refusal
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.records import scan_records
@@ -29,109 +28,86 @@ from mindresume.formatting import listed, ranks_count
 from mindresume.model.manifest import FOLDER, parse_attempt, record_name, run_sequence
 from mindresume.resume.candidates import find_candidates
 from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import SelectionPolicy, check_files
-from mindresume.resume.group_verification import collect_warnings, drop_cached_files, verify_on_all_ranks
-from mindresume.resume.health import is_unhealthy
-from mindresume.resume.remote_selection import job_directory
-from mindresume.saving.crash_loop import failed_loads_by_key, key_of, suspicion
+from mindresume.resume.eligible import check_files, eligible
+from mindresume.resume.sources import Job, drop_cached_files, verify_on_all_ranks
+from mindresume.saving.crash_loop import failed_loads_by_key, key_of
 from mindresume.saving.memory_tier.directory import TierOwner, find_tier, memory_identity
 from mindresume.saving.memory_tier.disk_note import DiskNote
 from mindresume.saving.memory_tier.opening import groups_of
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache, uncached
 
 _MAX_OFFERS = 16                # names of saves that one rank sends to the others; a tier holds three of each run
 _IN_MEMORY = "in memory of the nodes"
 
 
-@dataclass(frozen=True)
+@dataclass
 class MemorySource:
-    """The tiers in memory of a job.
+    """The tiers in memory of the nodes. All ranks use it in the same way: ``newest`` first.
 
     Args:
-        saved_to: returns the real paths of the folders in which this job saves. Only a resume from one of them continues the
-            training that a tier is of.
+        job: who selects.
+        root: the checkpoint directory, in which the job saves.
         shared_groups: gets the groups of ranks that share a tier, by its path.
         remote: the object store that may hold newer checkpoints.
         is_preview: one process looks for all ranks, and changes nothing.
+        tier: of this node.
+        offers: the saves there, by name.
+        names: saves that all ranks may take, newest first.
+        least: order of the newest checkpoint elsewhere.
     """
-    saved_to: Callable[[], Collection[str]]
-    shared_groups: dict[str, SharedGroups] = field(default_factory=dict)
+    job: Job
+    root: str
+    shared_groups: dict[str, SharedGroups]
     remote: RemoteCheckpoints | None = None
     is_preview: bool = False
-
-
-def select_with_memory(pick: Callable[[], Choice], path: str, source: MemorySource, group: Group, storage: Storage,
-                       policy: SelectionPolicy, emit: Emit = ignore, is_split: bool = False) -> Choice:
-    """Returns the choice of ``pick``, or a newer save in memory.
-
-    Args:
-        pick: selects on disk (and in the object store).
-        is_split: the nodes share no disk.
-    Raises:
-        the errors of ``pick``, on all ranks, if no save in memory can be used either.
-    """
-    root = job_directory(path, source.saved_to())
-    if root is None or policy.requested is not None:
-        return pick()
-    return _MemorySelection(root, path, source, group, storage, policy, emit, is_split).select(pick)
-
-
-@dataclass
-class _MemorySelection:
-    """A selection among the saves in memory. All ranks use it in the same way. ``tier``: of this node; ``offers``: by name."""
-    root: str
-    path: str
-    source: MemorySource
-    group: Group
-    storage: Storage
-    policy: SelectionPolicy
-    emit: Emit
-    is_split: bool
     tier: str = ""
     offers: dict[str, Candidate] = field(default_factory=dict)
     refused: list[Refusal] = field(default_factory=list)
     suspected: list[str] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
     note: DiskNote | None = None
+    names: list[str] = field(default_factory=list)
+    least: tuple[float, ...] = (0, 0)
 
-    def select(self, pick: Callable[[], Choice]) -> Choice:
+    def newest(self) -> Choice | None:
+        """Returns the newest save that all ranks have verified, unless a newer checkpoint lies elsewhere."""
         names = self._common()
         elsewhere = self._elsewhere() if names else {}
         if elsewhere.get("reason"):
-            self.emit(Notice(f"saves {_IN_MEMORY} are not considered: {elsewhere['reason']}"))
+            self.job.emit(Notice(f"saves {_IN_MEMORY} are not considered: {elsewhere['reason']}"))
             names = []
-        least = tuple(elsewhere.get("order") or (0, 0))
-        names = [name for name in names if self._is_allowed(name, elsewhere.get("run"))]
-        found = self._first_verified([name for name in names if order_of(name) >= least])
-        if found is not None:
-            return found
-        try:
-            choice = pick()
-        except UnusableCheckpointError:
-            found = self._first_verified([*(name for name in names if order_of(name) < least), *self.suspected])
-            if found is None:
-                self._emit_refused()
-                raise
-            return found
-        chosen = choice.chosen
+        self.least = tuple(elsewhere.get("order") or (0, 0))
+        self.names = [name for name in names if self._is_allowed(name, elsewhere.get("run"))]
+        return self._first_verified([name for name in self.names if order_of(name) >= self.least])
+
+    def last_resort(self) -> Choice | None:
+        """Returns the newest save that all ranks have verified, as there is nothing else; emits why, if there is none."""
+        choice = self._first_verified([*self.names, *self.suspected])
+        if choice is None:                      # the error of the disk lists only checkpoints on disk
+            for row in self.refused:
+                self.job.emit(Notice(f"step {row.step}: {row.reason}"))
+        return choice
+
+    def newer_than(self, elsewhere: Choice) -> Choice:
+        """Returns a save that is newer than the choice ``elsewhere``, or precedes a fresh start; else that choice."""
+        chosen, choice = elsewhere.chosen, None
         if chosen is None:
-            found = self._first_verified([*names, *self.suspected])
-        elif chosen.order[:2] < least:                          # what is newer on disk cannot be used
-            found = self._first_verified([name for name in names if chosen.order[:2] < order_of(name) < least])
-        if found is not None:
-            return replace(found, refused=(*found.refused, *choice.refused))
+            choice = self._first_verified([*self.names, *self.suspected])
+        elif chosen.order[:2] < self.least:                     # what is newer on disk cannot be used
+            choice = self._first_verified([name for name in self.names if chosen.order[:2] < order_of(name) < self.least])
+        if choice is not None:
+            return replace(choice, refused=(*choice.refused, *elsewhere.refused))
         newer = [row for row in self.refused if chosen is None or (row.step or 0) >= (chosen.step or 0)]
-        return replace(choice, refused=(*newer, *choice.refused))
+        return replace(elsewhere, refused=(*newer, *elsewhere.refused))
 
     # ---- what there is ---------------------------------------------------------------------------------------------
 
     def _common(self) -> list[str]:
         """Returns the names of the saves that all ranks have whole, newest first."""
-        rows = gather_results(self.group, self._look, Watchdog("looking at the tier in memory"))
+        rows = gather_results(self.job.group, self._look, Watchdog("looking at the tier in memory"))
         for text in dict.fromkeys(row["problem"] for row in rows if row["problem"]):
-            self.emit(Notice(f"saves {_IN_MEMORY} are not considered: {text}"))
+            self.job.emit(Notice(f"saves {_IN_MEMORY} are not considered: {text}"))
         notes = [note for row in rows if (note := DiskNote.from_json(row["note"])) is not None]
         self.note = max(notes, key=lambda note: note.order, default=None)
         seen = {name for row in rows for name in row["offers"]}
@@ -139,7 +115,7 @@ class _MemorySelection:
             self.refused += [Refusal(**row) for row in rows[0]["refused"]]
             return []
         nodes = groups_of([row["node"] or f"rank {rank}" for rank, row in enumerate(rows)])
-        self.source.shared_groups[os.path.realpath(self.tier)] = nodes
+        self.shared_groups[os.path.realpath(self.tier)] = nodes
         common = []
         for name in sorted(seen, key=order_of, reverse=True):
             missing = [rank for rank, row in enumerate(rows) if name not in row["offers"]]
@@ -156,7 +132,7 @@ class _MemorySelection:
         """Returns the saves of this node that this rank can use, and why it refuses others."""
         refused: list[dict[str, Any]] = []
         try:
-            self.tier, problem = find_tier(uncached(self.storage), self.root)
+            self.tier, problem = find_tier(uncached(self.job.storage), self.root)
             note = self._look_into_tier(refused) if self.tier else None
             node = memory_identity(self.tier) if self.tier else ""
         except OSError as error:                # no error of the tier keeps a job from its checkpoints on disk
@@ -167,7 +143,7 @@ class _MemorySelection:
 
     def _look_into_tier(self, refused: list[dict[str, Any]]) -> DiskNote | None:
         """Fills ``offers`` and ``refused``. Returns the note. Raises OSError."""
-        storage = uncached(self.storage)
+        storage = uncached(self.job.storage)
         for candidate in scan_records(storage, self.tier)[0][:_MAX_OFFERS]:
             refusal = candidate.problem or self._why_not(candidate)
             if refusal is None:
@@ -178,32 +154,31 @@ class _MemorySelection:
 
     def _why_not(self, candidate: Candidate) -> Refusal | None:
         """Returns why this rank cannot load a whole save of its node."""
-        size = self.group.size
-        if candidate.local_ranks and (self.source.is_preview or self.policy.any_layout):
+        policy, group = self.job.policy, self.job.group
+        if candidate.local_ranks and (self.is_preview or policy.any_layout):
             return candidate.refuse(f"this node has rank {listed(candidate.local_ranks)} of {candidate.world_size}" + (
-                "; the job takes it if the other nodes have their parts" if self.source.is_preview else
+                "; the job takes it if the other nodes have their parts" if self.is_preview else
                 ", and regions of tensors are read from all ranks"))
-        wanted = self.policy.world_size if self.policy.world_size is not None else candidate.world_size
-        if candidate.world_size != wanted:
-            return candidate.refuse(f"saved by {ranks_count(candidate.world_size)}, this job has {wanted}")
-        if candidate.local_ranks and (candidate.world_size != size or self.group.rank not in candidate.files):
+        if policy.world_size not in (None, candidate.world_size):
+            return candidate.refuse(f"saved by {ranks_count(candidate.world_size)}, this job has {policy.world_size}")
+        if candidate.local_ranks and (candidate.world_size != group.size or group.rank not in candidate.files):
             return candidate.refuse(f"this node has rank {listed(candidate.local_ranks)} of {candidate.world_size}, not rank "
-                                    f"{self.group.rank} of {size}")
+                                    f"{group.rank} of {group.size}")
         return None
 
     def _elsewhere(self) -> dict[str, Any]:
         """Returns the order of the newest checkpoint on disk or in the object store, and its run; None: there is none.
         ``reason``: why memory must not be used."""
-        if not self.is_split:
-            return run_on_rank0(self.group, self._newest, Watchdog("scanning the checkpoints"))
-        rows = gather_results(self.group, self._newest, Watchdog("scanning the checkpoints"))
+        if not self.job.is_split:
+            return run_on_rank0(self.job.group, self._newest, Watchdog("scanning the checkpoints"))
+        rows = gather_results(self.job.group, self._newest, Watchdog("scanning the checkpoints"))
         return max(rows, key=lambda row: (bool(row["reason"]), row["order"] or [0, 0]))
 
     def _newest(self) -> dict[str, Any]:
-        storage, note = uncached(self.storage), self.note
+        storage, note = uncached(self.job.storage), self.note
         try:
-            found = find_candidates(storage, self.path, None, self.policy.world_size)[0].candidates
-        except UnusableCheckpointError:                         # ``pick`` raises it again
+            found = find_candidates(storage, self.job.path, None, self.job.policy.world_size)[0].candidates
+        except UnusableCheckpointError:                         # the selection on disk raises it again
             found = ()
         usable = [candidate for candidate in found if candidate.problem is None]
         first = usable[0] if usable else None
@@ -213,9 +188,9 @@ class _MemorySelection:
             return _unwanted(f"step {first.step} on disk was saved without mindresume, so it is not known which is newer")
         order, run = (list(first.order[:2]), first.run) if first is not None else (None, None)
         is_known = True
-        if self.source.remote is not None:
+        if self.remote is not None:
             try:                                                # as on disk: the newest on this machine is taken
-                for name in self.source.remote.scan().committed():
+                for name in self.remote.scan().committed():
                     if list(order_of(name)) > (order or [0, 0]):
                         order, run = list(order_of(name)), parse_attempt(name)[1]
             except RemoteError:
@@ -228,7 +203,7 @@ class _MemorySelection:
     def _has(self, note: DiskNote, found: Sequence[Candidate], order: list[int] | None) -> bool:
         """Returns whether the disk or the object store has the noted checkpoint, or a newer one. ``order``: of the newest that
         can be used."""
-        storage, is_ours = uncached(self.storage), parse_attempt(note.key) is not None
+        storage, is_ours = uncached(self.job.storage), parse_attempt(note.key) is not None
         least = order_of(note.key) if is_ours else (run_sequence(note.run), 0)
         if order is not None and tuple(order) > least or any(c.maybe_completed and c.order[:2] > least for c in found):
             return True
@@ -243,67 +218,57 @@ class _MemorySelection:
     def _is_allowed(self, name: str, run: str | None) -> bool:
         """Returns whether a save may be taken at all: all ranks get the same answer. ``run``: of the newest checkpoint
         elsewhere."""
-        _, own = parse_attempt(name)
+        (_, own), candidate = parse_attempt(name), self.offers[name]
         if run is not None and run != own and run_sequence(run) == run_sequence(own):
-            reason = f"run {run} of the same number has saved on disk, so it is not known which is newer"
+            refusal = candidate.refuse(f"run {run} of the same number has saved on disk, so it is not known which is newer")
         else:
-            reason, is_suspected = run_on_rank0(self.group, lambda: self._problem(self.offers[name]))
-            self.suspected += [name] if is_suspected else []
-        if reason:
-            self.refused.append(self.offers[name].refuse(f"{_IN_MEMORY}: {reason}"))
-        return not reason
+            row = run_on_rank0(self.job.group, lambda: self._refusal(candidate))
+            if row is None:
+                return True
+            refusal = Refusal(**row)
+        self.suspected += [name] if refusal.is_last_resort else []
+        self.refused.append(candidate.refuse(f"{_IN_MEMORY}: {refusal.reason}"))
+        return False
 
-    def _problem(self, candidate: Candidate) -> tuple[str, bool]:
-        """Returns, on rank 0, why a save is refused before its bytes are read, and whether it is better than none."""
-        storage, policy = uncached(self.storage), self.policy
-        if policy.unhealthy is not None and is_unhealthy(candidate, policy.unhealthy):
-            return "it was unhealthy when it was saved", False
-        failed = failed_loads_by_key(storage, self.tier).get(candidate.name, ())
-        if reason := suspicion(failed, policy.max_failed_loads):
-            return reason, True
-        refusal = None if candidate.local_ranks else check_files(storage, self.tier, candidate, policy.world_size)
-        return (refusal.reason, False) if refusal is not None else ("", False)
+    def _refusal(self, candidate: Candidate) -> dict[str, Any] | None:
+        """Returns, on rank 0, why a save is refused before its bytes are read."""
+        storage, policy = uncached(self.job.storage), self.job.policy
+        refusal = eligible(storage, self.tier, candidate, policy, failed_loads_by_key(storage, self.tier).get(candidate.name, ()))
+        if refusal is None and not candidate.local_ranks:
+            refusal = check_files(storage, self.tier, candidate, policy.world_size)
+        return refusal.to_json() if refusal is not None else None
 
     # ---- verification ----------------------------------------------------------------------------------------------
 
     def _first_verified(self, names: list[str]) -> Choice | None:
         """Returns the choice of the first of ``names`` that all ranks have verified."""
-        storage, group, policy = uncached(self.storage), self.group, self.policy
+        job, storage = self.job, uncached(self.job.storage)
         for name in names:
             if name in self.tried:
                 continue
             self.tried.add(name)
             candidate = self.offers[name]
-            ranks = [group.rank] if candidate.local_ranks else policy.ranks_to_verify(group, candidate)
-            drop_cached_files(self.storage)
+            ranks = [job.group.rank] if candidate.local_ranks else job.policy.ranks_to_verify(job.group, candidate)
             # The load needs this memory anyway. In another layout it reads other regions than this process has verified.
-            keep = self.storage if isinstance(self.storage, ReadCache) and candidate.world_size == group.size else None
-            refusals, shards, missing = verify_on_all_ranks(storage, self.tier, candidate, ranks, group, None,
-                                                            policy.verifies_bytes, keep=keep)
-            if refusals:
-                drop_cached_files(self.storage)
-                self._distrust(candidate, refusals, ranks)
-                continue
-            return Choice(candidate, tuple(self.refused), (), False, shards, self.tier, policy.verifies_bytes,
-                          collect_warnings(storage, self.tier, candidate, missing, group), directory=self.root)
+            keep = job.storage if isinstance(job.storage, ReadCache) and candidate.world_size == job.group.size else None
+            verdict = verify_on_all_ranks(job, storage, self.tier, candidate, ranks, keep)
+            if isinstance(verdict, Choice):
+                return replace(verdict, refused=tuple(self.refused), directory=self.root)
+            drop_cached_files(job.storage)
+            self._distrust(candidate, verdict, ranks)
         return None
 
     def _distrust(self, candidate: Candidate, refusals: list[Refusal], ranks: Collection[int]) -> None:
         """Refuses a save whose bytes are not those that were written, and removes the record of each damaged rank: a replica that
         failed once is never tried again. A living owner may just overwrite the save; its records are left alone."""
         self.refused.append(replace(refusals[0], reason=f"{_IN_MEMORY}: {refusals[0].reason}"))
-        owner = TierOwner.read(uncached(self.storage), self.tier)
-        if self.source.is_preview or owner is None or owner.is_alive:
+        owner = TierOwner.read(uncached(self.job.storage), self.tier)
+        if self.is_preview or owner is None or owner.is_alive:
             return
         for refusal in refusals:
             if refusal.rank in ranks:
                 with suppress(OSError):
-                    uncached(self.storage).remove(os.path.join(candidate.records_dir or "", record_name(refusal.rank)))
-
-    def _emit_refused(self) -> None:
-        """Emits what was refused in memory: the error of the disk lists only checkpoints on disk."""
-        for row in self.refused:
-            self.emit(Notice(f"step {row.step}: {row.reason}"))
+                    uncached(self.job.storage).remove(os.path.join(candidate.records_dir or "", record_name(refusal.rank)))
 
 
 def _unwanted(reason: str) -> dict[str, Any]:

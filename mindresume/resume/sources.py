@@ -1,0 +1,366 @@
+"""The disks from which a job can take a checkpoint: one folder that all ranks see, or the folders of nodes that share no storage.
+
+    choice = disk_of(job).select()              # of all ranks together; raises if there are checkpoints, and none can be used
+
+``bucket_source`` and ``memory_source`` are the other sources; ``selection`` tells in which order they are asked. All exchanges go
+through ``mindresume.coordination.collectives``: an error on one rank is raised on all of them.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
+from mindresume.coordination.storage_topology import SharedGroups
+from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.events import Emit, ignore
+from mindresume.events.progress import ProgressReporter
+from mindresume.formats import Candidate, Refusal, Scan
+from mindresume.formats.location import CHECKPOINT
+from mindresume.formats.rank_folder_naming import folder_rank, parse_name
+from mindresume.formats.weight_files import is_weights_only
+from mindresume.formatting import listed, ranks_count
+from mindresume.resume.candidates import find_candidates, world_size_notes
+from mindresume.resume.checkpoint_warnings import damaged_metadata_files, replica_warning
+from mindresume.resume.choice import Choice, VerifiedShard, candidate_from_json, candidate_to_json, read_size
+from mindresume.resume.eligible import UNHEALTHY, SelectionPolicy, check_files, eligible, none_usable
+from mindresume.resume.metadata_verifier import MetadataVerifier
+from mindresume.resume.replicas import StrategyOf, complete_missing_ranks, unknown_strategy
+from mindresume.resume.verifier import verify_rank
+from mindresume.saving.crash_loop import FailedLoad, failed_loads_by_key, key_of, warning
+from mindresume.storage.interface import Storage
+from mindresume.storage.read_cache import ReadCache
+
+_MAX_OFFERS = 64                # names of checkpoints that one rank sends to the others
+
+
+class ProgressMeter(Protocol):
+    """Receives the progress of a verification."""
+
+    def expect(self, total: int) -> None:
+        """Resets the count; ``total`` bytes will be read."""
+
+    def advance(self, count: int) -> None:
+        """Adds ``count`` bytes that were read."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Who selects: the ranks of a job together, or one process for all of them.
+
+    Args:
+        storage: reads the files. Those that it keeps in memory (``ReadCache``) are dropped whenever a candidate is refused.
+        path: the folder or file in which the checkpoints lie (``formats.location``).
+        policy: what is accepted and how it is verified.
+        strategy_of: returns the strategy of a job that left no manifest. It gives the number of ranks, and the tensors of missing
+            ranks.
+        progress: receives the bytes that are verified of each candidate.
+        shared: which ranks see the same folder. None: all of them.
+    """
+    storage: Storage
+    path: str
+    group: Group
+    policy: SelectionPolicy
+    strategy_of: StrategyOf = unknown_strategy
+    emit: Emit = ignore
+    progress: ProgressMeter = field(default_factory=ProgressReporter.silent)
+    shared: SharedGroups | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether its nodes share no disk."""
+        return self.shared is not None and self.shared.is_split
+
+
+def disk_of(job: Job) -> SharedDisk | NodeDisks:
+    """Returns the disk from which ``job`` selects; each call of its ``select`` needs a new one."""
+    return NodeDisks(job) if job.is_split else SharedDisk(job)
+
+
+def job_directory(path: str, saved_to: Collection[str]) -> str | None:
+    """Returns the folder in ``saved_to``, in which the job saves, that ``path`` means; None if it means another one."""
+    root = os.path.realpath(path)
+    root = os.path.dirname(root) if folder_rank(os.path.basename(root)) is not None else root
+    if root not in saved_to and os.path.join(root, CHECKPOINT) in saved_to:
+        root = os.path.join(root, CHECKPOINT)           # the output folder was given, and nothing is in it yet
+    return root if root in saved_to else None
+
+
+# ---- verification ----------------------------------------------------------------------------------------------------
+
+def drop_cached_files(storage: Storage) -> None:
+    """Drops the files that ``storage`` keeps in memory (``ReadCache``), because their candidate was refused or they were replaced
+    on disk."""
+    if isinstance(storage, ReadCache):
+        storage.clear()
+
+
+def verify_on_all_ranks(job: Job, storage: Storage, root: str, candidate: Candidate, ranks: Sequence[int],
+                        keep: ReadCache | None = None) -> Choice | list[Refusal]:
+    """Verifies ``candidate`` on all ranks of the job together, each the files that it will load.
+
+    Args:
+        storage: reads the files.
+        ranks: ranks of the checkpoint whose files this process verifies.
+        keep: as for ``verify_rank``.
+    Returns:
+        The choice of the candidate, or the refusals of all ranks; the same on all but for the files that each verified.
+    """
+    drop_cached_files(job.storage)
+    job.progress.expect(read_size(candidate, ranks))
+    shards: list[VerifiedShard] = []
+    metadata, read = MetadataVerifier(storage, root, candidate), ProgressReporter.silent()
+
+    def counted(count: int) -> None:
+        read.advance(count)
+        job.progress.advance(count)
+
+    def check() -> Any:
+        for rank in ranks:
+            strategy = job.strategy_of(root, candidate) if candidate.missing_ranks and candidate.records_dir is None else None
+            result = verify_rank(storage, root, candidate, rank, counted, job.policy.verifies_bytes, strategy, metadata, keep)
+            if isinstance(result, Refusal):
+                return {"refusal": result.to_json()}
+            shards.append(result)
+        return {"lost": [row for shard in shards for row in shard.missing_files(candidate)]}
+    rows = gather_results(job.group, check, Watchdog(f"checking step {candidate.step}", lambda: read.done))
+    if refusals := refusals_of(rows):
+        return refusals
+    missing = sorted({(rank, path) for row in rows for rank, path in row.get("lost", ())})
+    damaged = run_on_rank0(job.group, lambda: [refusal.reason for refusal in damaged_metadata_files(storage, root, candidate)],
+                           Watchdog("checking the metadata files"))
+    return Choice(candidate, (), (), False, tuple(shards), root, job.policy.verifies_bytes,
+                  (*replica_warning(missing), *damaged))
+
+
+def refusals_of(rows: Sequence[Mapping[str, Any]]) -> list[Refusal]:
+    """Returns the refusals in the answers of all ranks: one rank that refuses a checkpoint refuses it for all."""
+    return [Refusal(**row["refusal"]) for row in rows if "refusal" in row]
+
+
+# ---- a folder that all ranks see -------------------------------------------------------------------------------------
+
+class SharedDisk:
+    """A folder that all ranks see. All ranks of the job take the same checkpoint of it.
+
+        rank 0        scan ─▶ the newest candidate that passes the cheap checks ─▶ broadcast
+        each rank     verifies the files that it will load ─▶ gather the refusals of all ranks
+        all ranks     no refusal: take it; else rank 0 offers the next older candidate
+    """
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.scan: Scan | None = None                       # this and what follows: on rank 0 only
+        self.is_explicit = False
+        self.queue: list[Candidate] = []
+        self.failed_loads: Mapping[str, tuple[FailedLoad, ...]] = {}
+        self.suspected: list[Candidate] = []
+        self.refused: list[Refusal] = []
+        self.notes: list[str] = []
+
+    def select(self) -> Choice:
+        """Selects the newest checkpoint that every rank has verified; the same on all ranks.
+
+        Raises:
+            MissingCheckpointError: on all ranks, if the requested checkpoint cannot be used, or the path is a folder of another
+                kind.
+            NoUsableCheckpointError: on all ranks, if there are checkpoints, and none can be used.
+            ConfigError: on all ranks, if the path is a file of another kind.
+            CollectiveError: on all ranks, if one fails in another way.
+        """
+        job, refusals = self.job, []
+        while True:
+            message = run_on_rank0(job.group, lambda refusals=refusals: self.offer(refusals),
+                                   Watchdog("scanning the checkpoints"))
+            refused = tuple(Refusal(**refusal) for refusal in message.get("refused", ()))
+            end, notes = message["end"], tuple(message.get("notes", ()))
+            if end == "config":
+                raise ConfigError(message["text"])
+            if end == "missing":
+                raise MissingCheckpointError(message["text"], refused)
+            if end == "none":
+                raise NoUsableCheckpointError(message["text"], refused)
+            if end:
+                return Choice(None, refused, notes, True, (), message["root"], job.policy.verifies_bytes)
+            candidate = candidate_from_json(message["candidate"])
+            ranks = job.policy.ranks_to_verify(job.group, candidate)
+            verdict = verify_on_all_ranks(job, job.storage, message["root"], candidate, ranks)
+            if isinstance(verdict, Choice):
+                return replace(verdict, refused=refused, notes=notes)
+            refusals = verdict
+
+    def offer(self, refusals: list[Refusal]) -> dict[str, Any]:
+        """Returns the next message to all ranks: a candidate that passes the cheap checks, or the outcome (``end``).
+
+        Args:
+            refusals: why the ranks refused the candidate before; empty at the first call.
+        """
+        try:
+            scan = self.scan = self.scan or self._scan()
+        except (MissingCheckpointError, ConfigError) as error:
+            return {"end": "missing" if isinstance(error, MissingCheckpointError) else "config", "text": str(error)}
+        self.refused += refusals[:1]
+        while self.queue or self.suspected:
+            if not self.queue:                                  # a suspected checkpoint is better than none
+                self.queue, self.suspected, self.failed_loads = self.suspected, [], {}
+            candidate, refusal = self._checked(scan, self.queue.pop(0))
+            if refusal is None:
+                return {"end": "", "candidate": candidate_to_json(candidate), **self._report(scan)}
+            self.refused.append(refusal)
+        is_fresh = not any(candidate.maybe_completed for candidate in scan.candidates)
+        end = "missing" if self.is_explicit or scan.fresh_start_refusal else "fresh" if is_fresh else "none"
+        return {"end": end, **self._report(scan), "text": self._error_text(end, scan)}
+
+    def _scan(self) -> Scan:
+        storage, policy = self.job.storage, self.job.policy
+        scan, self.is_explicit = find_candidates(storage, self.job.path, policy.requested, policy.world_size)
+        self.queue = list(scan.candidates)
+        if policy.max_failed_loads and not self.is_explicit:
+            self.failed_loads = failed_loads_by_key(storage, scan.root)
+        return scan
+
+    def _checked(self, scan: Scan, candidate: Candidate) -> tuple[Candidate, Refusal | None]:
+        """Returns the candidate as it is loaded, and why it cannot be used, as far as that is known without its contents."""
+        storage, policy = self.job.storage, self.job.policy
+        if not policy.require_counters and is_weights_only(candidate):
+            candidate = replace(candidate, problem=None)
+        ranks = policy.world_size
+        if not (self.is_explicit and len(candidate.files) == 1):
+            candidate, ranks = complete_missing_ranks(storage, scan.root, candidate, self.job.strategy_of, ranks,
+                                                      scan.expected_ranks)
+        failed = self.failed_loads.get(key_of(candidate), ())
+        refusal = eligible(storage, scan.root, candidate, policy, failed, self.is_explicit)
+        if refusal is not None and refusal.is_last_resort:
+            self.suspected.append(candidate)
+        if refusal is not None and refusal.reason == UNHEALTHY:
+            refusal = candidate.refuse(f"{UNHEALTHY} (the embedding's local norm was above embedding_local_norm_threshold); to "
+                                       f"use it anyway, request it by the name of its "
+                                       f"{'folder' if candidate.iteration_dir else 'file'}")
+        refusal = refusal or check_files(storage, scan.root, candidate, policy.world_size if self.is_explicit else ranks,
+                                         not candidate.committed)
+        if refusal is None and (text := warning(failed, policy.max_failed_loads)):
+            self.notes.append(f"step {candidate.step}: {text}")
+        return candidate, refusal
+
+    def _report(self, scan: Scan) -> dict[str, Any]:
+        """Returns what was found and refused so far."""
+        return {"root": scan.root, "refused": [refusal.to_json() for refusal in self.refused],
+                "notes": [*scan.notes, *world_size_notes(scan, self.job.policy.world_size), *self.notes]}
+
+    def _error_text(self, end: str, scan: Scan) -> str:
+        """Returns the message of the error that the outcome means; empty for a fresh start."""
+        if scan.fresh_start_refusal or end == "fresh":
+            return scan.fresh_start_refusal
+        if end == "missing":
+            return "\n".join(["the requested checkpoint cannot be used:", *(f"  {refusal}" for refusal in self.refused)])
+        return (f"{none_usable(scan.root, self.refused)}\nRepair or restore one of them, or set another load_checkpoint"
+                + ("; or, to start afresh, set resume_training: False" if self.job.policy.require_counters else ""))
+
+
+# ---- folders of nodes that share no storage --------------------------------------------------------------------------
+
+@dataclass
+class NodeDisks:
+    """The folders of nodes that share no storage: the newest checkpoint that every rank finds in its own folder.
+
+        each rank    scan its own folder ─▶ candidates whose files for this rank pass the cheap checks ─▶ gather their names
+        all ranks    the first name, in the order of rank 0, that all ranks have ─▶ each verifies its files ─▶ gather the refusals
+        all ranks    no refusal: take it; else the next name that all ranks have
+
+    The job must have as many ranks as the checkpoint, each rank verifies its own files, and failed loads are not counted. The
+    policy's ``unhealthy`` is known to rank 0 only.
+
+    Args:
+        scan: of the folder of this rank.
+        is_explicit: see ``find_candidates``.
+        offers: usable candidates by name, newest first.
+    """
+    job: Job
+    scan: Scan = field(default_factory=lambda: Scan("", exists=False))
+    is_explicit: bool = False
+    offers: dict[str, Candidate] = field(default_factory=dict)
+    refused: list[Refusal] = field(default_factory=list)
+
+    def select(self) -> Choice:
+        """Selects the newest checkpoint that every rank finds in its own folder and has verified.
+
+        Raises:
+            NoUsableCheckpointError: on all ranks, if there are checkpoints, but none that all ranks can use.
+            MissingCheckpointError: on all ranks, unless all of them can use the requested checkpoint.
+        """
+        job, refused = self.job, []
+        rows = gather_results(job.group, self._look, Watchdog(f"scanning the checkpoints below {job.path}"))
+        scan, common = self.scan, set.intersection(*(set(row["offers"]) for row in rows))
+        for name in [name for name in rows[0]["offers"] if name in common]:
+            verdict = verify_on_all_ranks(job, job.storage, scan.root, self.offers[name], [job.group.rank])
+            if isinstance(verdict, Choice):
+                return replace(verdict, refused=tuple(refused), notes=scan.notes)
+            refused.append(verdict[0])
+        refused += _differences(rows, self.refused)
+        table = "\n".join(f"  {refusal}" for refusal in refused)
+        if rows[0]["is_explicit"]:
+            raise MissingCheckpointError(f"the requested checkpoint cannot be used by all ranks:\n{table}", tuple(refused))
+        if any(row["maybe_completed"] for row in rows):
+            raise NoUsableCheckpointError(
+                f"nodes share no disk, and no checkpoint below {job.path} exists for all ranks:\n{table}\n"
+                "Start the nodes in the same order as in the job that saved, copy the folders of all nodes to one shared disk, "
+                "or, to start afresh, set resume_training: False", tuple(refused))
+        for rank, row in enumerate(rows):
+            if row["fresh_start_refusal"]:
+                raise MissingCheckpointError(f"rank {rank}: {row['fresh_start_refusal']}")
+        return Choice(None, tuple(self.refused), scan.notes, True, (), scan.root, job.policy.verifies_bytes)
+
+    def _look(self) -> dict[str, Any]:
+        """Returns what this rank sees, for the other ranks, and keeps it, split into usable and refused candidates."""
+        job, size = self.job, self.job.group.size
+        try:
+            self.scan, self.is_explicit = find_candidates(job.storage, job.path, job.policy.requested, size)
+        except MissingCheckpointError:                          # other ranks may have it
+            self.scan, self.is_explicit = Scan(job.path, exists=False), True
+        for candidate in self.scan.candidates:
+            whole = replace(candidate, world_size=size) if candidate.records_dir is None else candidate
+            refusal = eligible(job.storage, self.scan.root, whole, job.policy, is_explicit=self.is_explicit) or \
+                _refuse_for_rank(candidate, job.group)
+            if refusal is None:                                 # without records, the scan counted only the files of this node
+                self.offers.setdefault(_shared_name(candidate), whole)
+            else:
+                self.refused.append(refusal)
+        return {"offers": list(self.offers)[:_MAX_OFFERS], "is_explicit": self.is_explicit,
+                "maybe_completed": any(candidate.maybe_completed for candidate in self.scan.candidates),
+                "fresh_start_refusal": self.scan.fresh_start_refusal}
+
+
+def _refuse_for_rank(candidate: Candidate, group: Group) -> Refusal | None:
+    """Returns why this rank cannot load the candidate from a disk that other nodes do not see; None if it can."""
+    if candidate.iteration_dir:
+        return candidate.refuse("an iteration folder needs a disk that all nodes share", candidate.iteration_dir)
+    if candidate.records_dir and candidate.world_size != group.size:
+        return candidate.refuse(f"saved by {ranks_count(candidate.world_size)}, this job has {group.size}; another number of "
+                                f"ranks needs a disk that all nodes share")
+    if candidate.records_dir is None and max(candidate.files) >= group.size:
+        return candidate.refuse(f"saved by at least {max(candidate.files) + 1} ranks, this job has {group.size}; another number "
+                                f"of ranks needs a disk that all nodes share", rank=max(candidate.files))
+    if group.rank not in candidate.files:
+        return candidate.refuse(f"this node holds files of rank {listed(sorted(candidate.files))}, none of rank {group.rank}",
+                                rank=group.rank)
+    return None
+
+
+def _shared_name(candidate: Candidate) -> str:
+    """Returns a name that is the same on all nodes: the name of the folder of records, or of mindformers' files without the
+    rank."""
+    if candidate.records_dir:
+        return candidate.name
+    parsed = parse_name(os.path.basename(candidate.first.path))
+    return f"{candidate.step} {parsed._replace(rank=0) if parsed else ''}"
+
+
+def _differences(rows: list[dict[str, Any]], refused: list[Refusal]) -> list[Refusal]:
+    """Returns which checkpoints each group of ranks has, if they differ, then why this rank refused its newest ones."""
+    by_offers: dict[str, list[int]] = {}
+    for rank, row in enumerate(rows):
+        by_offers.setdefault(", ".join(row["offers"][:3]) or "nothing usable", []).append(rank)
+    groups = [Refusal(None, f"rank {listed(ranks)}: {offers}", rank=ranks[0]) for offers, ranks in by_offers.items()]
+    return [*(groups if len(groups) > 1 else ()), *refused[:3]]
