@@ -20,9 +20,10 @@ from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.iteration_naming import TRACKER, parse_iteration
 from mindresume.formats.iteration_scan import is_iteration, tracked
 from mindresume.formats.rank_folder_naming import META, folder_rank
+from mindresume.formats.records import find_attempts
 from mindresume.formats.scan import is_root, scan
 from mindresume.formatting import listed
-from mindresume.model.manifest import FOLDER, FORMATS, is_probe
+from mindresume.model.manifest import FOLDER, FORMATS, MANIFEST, is_probe
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 
@@ -150,6 +151,8 @@ def _has_checkpoint(storage: Storage, path: str) -> bool:
     if FOLDER not in names and ranks and not any(parse_iteration(name) is not None for name in names):
         unlisted: list[str] = []                              # an unlisted folder may hold one: no record tells
         return any(any(map(_is_tensor_file, _names(storage, os.path.join(path, name), unlisted))) or unlisted for name in ranks)
+    if any(MANIFEST in attempt.content for attempt in find_attempts(storage, path, top=names)):
+        return True                                           # so is every candidate of a scan with a manifest
     return any(candidate.maybe_completed for candidate in scan(storage, path).candidates)
 
 
