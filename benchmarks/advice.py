@@ -29,9 +29,8 @@ import numpy as np
 
 from mindresume.events import DISK, MEMORY
 from mindresume.report.advice import advice_from
-from mindresume.report.failure_rate import FailureRate
 from mindresume.report.measurement import Measured, TierCosts
-from mindresume.report.save_interval import Tier, best_interval
+from mindresume.report.save_interval import FailureRate, Tier, best_interval
 
 TARGET = 1.05
 FIRST, FURTHER = (1, 3, 10), 2000

@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from mindresume.events.recovery_phases import PHASES  # noqa: E402
+from mindresume.report.accounting import Recovery  # noqa: E402
 from mindresume.report.builder import build_report  # noqa: E402
-from mindresume.report.recoveries import Recovery  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from st.run_attempts import LIMIT, assert_no_process_left, committed_steps  # noqa: E402
 from st.supervised_run import number_of_starts, supervised, supervisor_events  # noqa: E402

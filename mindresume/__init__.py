@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from mindresume.api.scrubbing import ScrubbedCheckpoint, ScrubReport, scrub
     from mindresume.api.tensors import TensorInfo, TensorSlice
     from mindresume.errors import MindResumeError
-    from mindresume.report.advice import Advice, TierAdvice
-    from mindresume.report.advise import advise
+    from mindresume.report.advice import Advice, TierAdvice, advise
     from mindresume.saving.retention import KeepAny, KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes
 
 __version__ = "0.1.0"
@@ -51,8 +50,7 @@ _MODULES = {                    # {module: names of the API that are imported fr
     "api.scrubbing": ("ScrubReport", "ScrubbedCheckpoint", "scrub"),
     "api.tensors": ("TensorInfo", "TensorSlice"),
     "errors": ("MindResumeError",),
-    "report.advice": ("Advice", "TierAdvice"),
-    "report.advise": ("advise",),
+    "report.advice": ("Advice", "TierAdvice", "advise"),
     "saving.retention": ("KeepAny", "KeepBest", "KeepEverySteps", "KeepLast", "KeepPerMinutes"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

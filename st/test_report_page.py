@@ -12,12 +12,10 @@ import pytest
 
 from mindresume.report import chart, page
 from mindresume.report.accounting import accounts_of
-from mindresume.report.builder import Report
-from mindresume.report.checkpoint_state import CheckpointState, StoredCheckpoint
+from mindresume.report.builder import CheckpointState, Report, StoredCheckpoint
 from mindresume.report.losses import Losses
-from mindresume.report.phrases import CHINESE, ENGLISH
+from mindresume.report.phrases import CHINESE, ENGLISH, TEXTS
 from mindresume.report.runs import KILLED, MemorySave, RefusedCheckpoint, RunAttempt, Save
-from mindresume.report.texts import TEXTS
 from st.browser import Browser, missing
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(missing()), reason=missing())]

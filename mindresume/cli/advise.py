@@ -15,12 +15,12 @@ def advise(folder: Output, json: AsJson = False, logs: Logs = None) -> None:
     is written. docs/advice.md explains the numbers.
     Exit status: 0; 2 if too little was measured.
     """
-    from mindresume.report.advise import advise as advise_on
+    from mindresume.report.advice import advise as advise_on
     check_folders(logs or ())
     found = advise_on(folder, logs=logs or ())
     if json:
         print_json(found.to_json())
         return
-    from mindresume.report.advice_text import lines_of
+    from mindresume.report.advice import lines_of
     for name, text in lines_of(found):
         say(f"{name:9}  {text}")

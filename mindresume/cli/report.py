@@ -33,7 +33,7 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
     msrun_log*/worker_*.log) below OUTPUT_DIR, and the records of the checkpoints. The page says what is missing. Only the page
     and the figure are written.
     """
-    from mindresume.report.advise import advice_of
+    from mindresume.report.advice import advice_of
     from mindresume.report.builder import build_report, folders_of, to_json
     output, root = folders_of(folder)
     check_folders(logs or ())
@@ -51,7 +51,7 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
         advice = advice_of(built)
         print_json({**to_json(built), "advice": advice.to_json() if advice else None, "files": files})
         return
-    from mindresume.report.advice_text import sentence_of
+    from mindresume.report.advice import sentence_of
     from mindresume.report.page import recovery_summary, summary
     say(summary(built))
     if recovered := recovery_summary(built):

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mindresume.api.sources import existing
+from mindresume.coordination.lease import SAVING, is_alive, known_lease_holders
 from mindresume.events import FAILED
 from mindresume.events.recovery_phases import Moments
 from mindresume.formats.location import locate
-from mindresume.report import accounting, event_log, log_discovery
-from mindresume.report.accounting import AttemptAccount, Seconds, accounts_of, total_of
-from mindresume.report.checkpoint_state import CheckpointState, read_checkpoint_state
+from mindresume.report import accounting, event_log, log_parser
+from mindresume.report.accounting import AttemptAccount, Recovery, Seconds, accounts_of, recoveries_of, total_of, totals_of
 from mindresume.report.event_log import (
     EventLog,
     failures_in,
@@ -23,14 +23,60 @@ from mindresume.report.event_log import (
     is_thinned,
     read_events,
 )
-from mindresume.report.log_discovery import LogFile, find_logs
-from mindresume.report.log_parser import merged
+from mindresume.report.log_parser import LogFile, find_logs, merged
 from mindresume.report.phrases import Phrase, phrase
-from mindresume.report.recoveries import Recovery, recoveries_of, totals_of
 from mindresume.report.runs import RunAttempt, attempts_of, with_losses, with_outcome
 from mindresume.report.supervisor_log import SUPERVISED, of_first_node, supervised_starts, supervisor_moments
+from mindresume.reshard.strategy_store import strategy_lookup
+from mindresume.resume.candidates import COMPLETE, list_checkpoints, size_of
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """Describes a saved step. Its fields have the names of ``mindresume ls --json``.
+
+    ``state``: as of ``mindresume.resume.candidates.CheckpointStatus``. ``reason``: why a resume refuses it; or what is missing or
+    damaged in it and not needed. ``run_id`` None: mindformers wrote it. ``saved_at``: seconds since 1970.
+    """
+    step: int | None
+    epoch: int | None
+    run_id: str | None
+    world_size: int
+    size_bytes: int
+    format: str
+    iteration_dir: str | None
+    committed: bool
+    saved_at: float | None
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """Holds the checkpoints of ``root``. ``leases``: {run id: whether its process runs, None: it is on another machine}."""
+    root: str
+    exists: bool
+    checkpoints: tuple[StoredCheckpoint, ...]
+    notes: tuple[str, ...]
+    leases: dict[str, bool | None]
+
+    @property
+    def newest(self) -> StoredCheckpoint | None:
+        """The checkpoint that a resume would take, as far as is known without reading it."""
+        return next((row for row in self.checkpoints if row.state == COMPLETE), None)
+
+
+def read_checkpoint_state(storage: Storage, root: str) -> CheckpointState:
+    """Returns the checkpoints, newest first, in the order in which a resume tries them."""
+    found, seen = list_checkpoints(storage, root, strategy_lookup(storage))
+    rows = [StoredCheckpoint(saved.step, saved.epoch, saved.run, saved.world_size, size_of(storage, found.root, saved),
+                             saved.format, saved.iteration_dir or None, saved.committed, saved.saved_at, row.state,
+                             row.problem.reason if row.problem else "; ".join(row.warnings))
+            for row in seen for saved in [row.candidate]]
+    leases = {holder.run: is_alive(holder) for holder in known_lease_holders(storage, found.root) if holder.purpose == SAVING}
+    return CheckpointState(found.root, found.exists, tuple(rows), found.notes, leases)
 
 
 @dataclass(frozen=True)
@@ -231,7 +277,7 @@ def to_json(report: Report) -> dict[str, Any]:
 def looked_for(report: Report) -> list[str]:
     """Returns the patterns of the files that are looked for."""
     return [os.path.join(folder, pattern) for folder in report.folders
-            for pattern in (*log_discovery.LOOKED_FOR, event_log.LOOKED_FOR)]
+            for pattern in (*log_parser.LOOKED_FOR, event_log.LOOKED_FOR)]
 
 
 def _attempt(row: AttemptAccount) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from mindresume import runtime
 from mindresume.events import FAILED, Event, RunOpened, SaveFailed, TrainingEnded, TrainingStarted, event_from_json
 from mindresume.events.event_file import FOLDER, LIMIT, TEXT_LIMIT
-from mindresume.report.lines import pieces_of
+from mindresume.report.log_parser import pieces_of
 from mindresume.storage.posix import open_regular
 from mindresume.typed import parse_json
 

@@ -1,6 +1,10 @@
-"""Parses the lines of mindformers' own log: the loss of each step, the start and the end of a training. Event files
-(``event_log``) record what mindresume does. Both formats of mindformers are understood, that of its files and that of its
-standard output:
+"""Finds and parses the logs of mindformers: the loss of each step, the start and the end of a training.
+
+    output/log[_SUFFIX]/rank_0/info.log.2, info.log.1, info.log      all starts, one after the other
+    output/msrun_log[_SUFFIX]/worker_0.log                           output of the last start; the next one overwrites it
+
+Event files (``event_log``) record what mindresume does. Both formats of mindformers are understood, that of its files and that of
+its standard output:
 
     [INFO] 2026-11-21 20:50:43,411 [mindformers/core/callback/callback.py:747] print_output_info: { Epoch:[  1/  4], step:[ ...
     2026-11-21 20:50:43,411 - mindformers/home/output/log[mindformers/core/callback/callback.py:747] - INFO - { Epoch:[  1/ ...
@@ -14,14 +18,87 @@ from __future__ import annotations
 
 import calendar
 import heapq
+import os
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
 
 from mindresume import runtime
-from mindresume.report.lines import pieces_of
-from mindresume.report.log_discovery import LogFile
 from mindresume.storage.posix import open_regular
+
+_LOGS, _WORKERS, _WORKER = re.compile(r"log(_.+)?"), re.compile(r"msrun_log(_.+)?"), re.compile(r"worker_(\d{1,9})\.log")
+_RANK, _INFO = re.compile(r"rank_(\d{1,9})"), re.compile(r"info\.log(?:\.(\d{1,6}))?")
+LOOKED_FOR = ("log*/rank_*/info.log*", "msrun_log*/worker_*.log")
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """Describes one log. ``pieces``: its files in order of time: rotated files, oldest first, then the current one. ``rank``:
+    from its name."""
+    rank: int
+    pieces: tuple[str, ...]
+
+
+def find_logs(folders: Iterable[str]) -> tuple[LogFile, ...]:
+    """Returns the logs in each of ``folders`` (output folders, or folders of logs), in order of rank."""
+    found: dict[tuple[str, ...], LogFile] = {}
+    for folder in folders:
+        for log in (*_of_folder(folder), *(log for name in _names(folder) if _LOGS.fullmatch(name) or _WORKERS.fullmatch(name)
+                                           for log in _of_folder(os.path.join(folder, name)))):
+            found.setdefault(tuple(os.path.realpath(piece) for piece in log.pieces), log)
+    return tuple(sorted(found.values(), key=lambda log: (log.rank, log.pieces)))
+
+
+def _of_folder(folder: str) -> Iterator[LogFile]:
+    for name in _names(folder):
+        path = os.path.join(folder, name)
+        if match := _WORKER.fullmatch(name):
+            if os.path.isfile(path):
+                yield LogFile(int(match[1]), (path,))
+        elif match := _RANK.fullmatch(name):
+            pieces = [(int(piece[1] or 0), piece[0]) for piece in map(_INFO.fullmatch, _names(path)) if piece]
+            paths = tuple(os.path.join(path, piece) for _, piece in sorted(pieces, reverse=True))
+            if paths:
+                yield LogFile(int(match[1]), paths)
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def pieces_of(file: BinaryIO, limit: int, total: int | None = None) -> Iterator[bytes]:
+    """Yields each line with its end; a line longer than ``limit`` bytes in pieces of that size. Skips any number of zero bytes
+    before a line. Stops after ``total`` bytes of content (None: at the end of the file)."""
+    read = 0
+    while (total is None or read < total) and (piece := file.readline(limit)):
+        read += len(piece)
+        if piece.startswith(b"\0"):
+            is_cut = len(piece) == limit and not piece.endswith(b"\n")
+            piece = piece.lstrip(b"\0")
+            if is_cut and not piece:
+                _skip_hole(file)
+            elif is_cut:                    # reads the rest of the line that begins in this piece
+                piece += file.readline(limit - len(piece))
+        if piece:
+            yield piece
+
+
+def _skip_hole(file: BinaryIO) -> None:
+    """Seeks to the next written bytes: a host that loses its power leaves holes of any size."""
+    descriptor = file.fileno()
+    place = os.lseek(descriptor, 0, os.SEEK_CUR)            # the position of the descriptor: buffered bytes lie before it
+    try:
+        data = os.lseek(descriptor, file.tell(), os.SEEK_DATA)
+    except OSError:                         # nothing follows, or this file system does not support it
+        file.seek(0, os.SEEK_END)
+        return
+    os.lseek(descriptor, place, os.SEEK_SET)                # the position that the buffer expects
+    file.seek(data)
+
 
 LINE_LIMIT = 1 << 16            # bytes; a longer line is no log line
 

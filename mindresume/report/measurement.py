@@ -19,12 +19,10 @@ import numpy as np
 
 from mindresume.errors import MindResumeError
 from mindresume.events import DISK, FAILED, MEMORY
-from mindresume.report.accounting import AttemptAccount
-from mindresume.report.failure_rate import FailureRate, PartRate
+from mindresume.report.accounting import AttemptAccount, recoveries_of
 from mindresume.report.phrases import phrase
-from mindresume.report.recoveries import recoveries_of
 from mindresume.report.runs import RunAttempt
-from mindresume.report.save_interval import Tier
+from mindresume.report.save_interval import FailureRate, PartRate, Tier
 
 RECENT = 50                     # newest saves that count: the disk and the settings of today
 COPIED = 1 << 30                # bytes a second that one rank copies, where nothing measured it

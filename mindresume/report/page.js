@@ -1,5 +1,5 @@
 // Makes the report interactive: both languages, light and dark, and charts with values, zoom and a legend. The page works
-// without it. It reads the block "data" (chart_data.py, texts.py), asks no network, and writes texts only as text, never as
+// without it. It reads the block "data" (chart.py, texts.json), asks no network, and writes texts only as text, never as
 // markup. plot.js stands before it in the same script.
 
 const data = JSON.parse(document.getElementById("data").textContent);

@@ -1,7 +1,7 @@
 """Renders the report as one HTML page, which loads nothing from a network.
 
     page.html the template: tables, the static figure     page.css, plot.js, page.js are written into the page
-    tables.py the cells     chart_data.py the data of the interactive charts     texts.py, phrases.py its texts in both languages
+    tables.py the cells     chart.py the data of the interactive charts     texts.json, phrases.py its texts in both languages
 
 Everything from a log, an event file or a name is escaped. The Content-Security-Policy of the page lets a browser run only the
 script and apply only the style with the hashes that it names, so that nothing that got into the page would run.
@@ -18,13 +18,11 @@ from typing import Any
 from mindresume.events import FAILED
 from mindresume.formatting import shortened, shown, size_text, span_text
 from mindresume.report import tables
-from mindresume.report.advice_text import interval_rows, memory_text, sentence_of
-from mindresume.report.advise import advice_of
+from mindresume.report.advice import advice_of, interval_rows, memory_text, sentence_of
 from mindresume.report.builder import Report, looked_for
-from mindresume.report.chart_data import chart_data
-from mindresume.report.phrases import LANGUAGES, Phrase, as_json, counted, joined, phrase
+from mindresume.report.chart import chart_data
+from mindresume.report.phrases import LANGUAGES, TEXTS, Phrase, as_json, counted, joined, phrase
 from mindresume.report.tables import number_text, recovery_summary, summary
-from mindresume.report.texts import TEXTS
 from mindresume.resume.candidates import COMPLETE, NODE_LOCAL
 from mindresume.typed import finite
 

@@ -1,13 +1,19 @@
 """Makes the texts of the report in English and Chinese. A Phrase is its English text, and carries what its Chinese text needs, so
-that the page can switch between both; everything else takes it as a string."""
+that the page can switch between both; everything else takes it as a string.
+
+texts.json holds every fixed text: {key: [English, Chinese]}. ``{name}`` is replaced by an argument; "one form|other form" depends
+on the argument ``count``. Names of files, settings and commands are the same in both languages. Texts of logs and event files are
+not there: the page shows them as logged.
+"""
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from mindresume.report.texts import TEXTS
-
+TEXTS: dict[str, tuple[str, str]] = json.loads((Path(__file__).parent / "texts.json").read_text(encoding="utf-8"))
 ENGLISH, CHINESE = 0, 1
 LANGUAGES = {"en": ENGLISH, "zh": CHINESE}      # a column of TEXTS for each language of the page
 _PLACE = re.compile(r"\{(\w+)\}")

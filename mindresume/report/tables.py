@@ -9,12 +9,10 @@ from mindresume import runtime
 from mindresume.events import DISK, FAILED, MEMORY
 from mindresume.events.recovery_phases import PHASES
 from mindresume.formatting import span_text
-from mindresume.report.accounting import AttemptAccount
+from mindresume.report.accounting import REDONE, AttemptAccount, totals_of
 from mindresume.report.builder import Report
-from mindresume.report.phrases import Phrase, counted, joined, phrase
-from mindresume.report.recoveries import REDONE, totals_of
+from mindresume.report.phrases import TEXTS, Phrase, counted, joined, phrase
 from mindresume.report.runs import NORMAL, RUNNING, UNKNOWN, RunAttempt
-from mindresume.report.texts import TEXTS
 
 BAR = 24.0                      # rem of the longest recovery
 SHARE = 9.0                     # rem of the whole time

@@ -9,11 +9,9 @@ from training_logs import history
 
 import mindresume
 from mindresume.events import DISK, MEMORY
-from mindresume.report.advice import advice_from, steps_of
-from mindresume.report.advice_text import failures_text, interval_rows, lines_of, sentence_of, stop_text
-from mindresume.report.failure_rate import FailureRate
+from mindresume.report.advice import advice_from, failures_text, interval_rows, lines_of, sentence_of, steps_of, stop_text
 from mindresume.report.measurement import Measured, TierCosts
-from mindresume.report.save_interval import Tier
+from mindresume.report.save_interval import FailureRate, Tier
 
 DISK_TIER = Tier(DISK, 0.5, 20.0, 100.0)
 

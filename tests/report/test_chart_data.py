@@ -9,13 +9,10 @@ from training_logs import RUNS, Log, Training, history, two_attempts
 from mindresume.events import FAILED, TrainingEnded
 from mindresume.events.recovery_phases import PHASES
 from mindresume.report import page
-from mindresume.report.accounting import Seconds, accounts_of
-from mindresume.report.builder import Report, build_report
-from mindresume.report.chart import MARKS
-from mindresume.report.chart_data import POINTS, chart_data
-from mindresume.report.checkpoint_state import CheckpointState
+from mindresume.report.accounting import REDONE, Seconds, accounts_of
+from mindresume.report.builder import CheckpointState, Report, build_report
+from mindresume.report.chart import MARKS, PAGE_POINTS, chart_data
 from mindresume.report.losses import Losses
-from mindresume.report.recoveries import REDONE
 from mindresume.report.runs import RunAttempt, Save
 
 
@@ -108,7 +105,7 @@ def test_a_million_losses_are_a_small_page():
                                   saves=saves))
     found = chart_data(report)
     (curve,) = found["curves"]
-    assert len(curve["steps"]) <= POINTS and found["losses"] == {"shown": len(curve["steps"]), "total": count}
+    assert len(curve["steps"]) <= PAGE_POINTS and found["losses"] == {"shown": len(curve["steps"]), "total": count}
     assert 99.0 in curve["values"] and 123_457 in curve["steps"] and (curve["steps"][0], curve["steps"][-1]) == (1, count)
     assert found["saves"]["shown"] <= MARKS + 1 and found["saves"]["total"] == len(saves)
     assert len(page.html(report, "<svg ></svg>")) < 800_000

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindresume.report.failure_rate import FailureRate, PartRate, gamma_cdf, gamma_quantile
+from mindresume.report.save_interval import FailureRate, PartRate, gamma_cdf, gamma_quantile
 
 
 @pytest.mark.parametrize("degrees, probability, quantile", [

@@ -1,7 +1,7 @@
 """Lines of any length, and holes, in bounded memory."""
 import pytest
 
-from mindresume.report.lines import pieces_of
+from mindresume.report.log_parser import pieces_of
 
 LIMIT = 1 << 14                 # as long as what Python buffers, or longer
 

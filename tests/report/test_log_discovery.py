@@ -1,7 +1,7 @@
 """Finds the files that are logs of a training, and orders their pieces."""
 from pathlib import Path
 
-from mindresume.report.log_discovery import LogFile, find_logs
+from mindresume.report.log_parser import LogFile, find_logs
 
 
 def put(folder: Path, *names: str) -> None:

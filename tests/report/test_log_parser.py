@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from training_logs import ZERO, Log, two_attempts
 
 from mindresume.report import log_parser
-from mindresume.report.log_discovery import LogFile
-from mindresume.report.log_parser import Clock, LogLine, lines_of, merged, parse
+from mindresume.report.log_parser import Clock, LogFile, LogLine, lines_of, merged, parse
 
 
 def one(log):

@@ -8,11 +8,10 @@ from mindresume import events as ev
 from mindresume.events import DISK, MEMORY
 from mindresume.report.accounting import accounts_of
 from mindresume.report.event_log import RecordedEvent
-from mindresume.report.failure_rate import FailureRate
 from mindresume.report.log_parser import Clock, parse
 from mindresume.report.measurement import TierCosts, TooLittleMeasuredError, measure
 from mindresume.report.runs import attempts_of
-from mindresume.report.save_interval import Tier
+from mindresume.report.save_interval import FailureRate, Tier
 
 
 def accounts(training):

@@ -14,11 +14,10 @@ from training_logs import RUNS, Training, history, two_attempts
 from mindresume import events as ev
 from mindresume.formatting import shown
 from mindresume.report import chart, page, tables
-from mindresume.report.advice_text import percent
-from mindresume.report.advise import advice_of
+from mindresume.report.advice import advice_of, percent
 from mindresume.report.builder import build_report
+from mindresume.report.phrases import TEXTS
 from mindresume.report.runs import KILLED
-from mindresume.report.texts import TEXTS
 
 VOID = {"meta", "br"}
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;<!--</title>"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import mindresume.report
-from mindresume.report.phrases import CHINESE, LANGUAGES, as_json, counted, in_language, joined, phrase, sentences, text_of
-from mindresume.report.texts import TEXTS
+from mindresume.report.phrases import CHINESE, LANGUAGES, TEXTS, as_json, counted, in_language, joined, phrase, sentences, text_of
 
 ROOM = Path(mindresume.report.__file__).parent
 SAME = {"run", "epoch", "loss", "{key}: {steps}", "{first} + {second}", "{phase} {span}"}
@@ -37,7 +36,7 @@ def test_the_english_text_has_no_chinese_and_no_hidden_character(key):
 
 def test_each_text_is_used():
     source = "".join(path.read_text(encoding="utf-8") for path in ROOM.iterdir()
-                     if path.suffix in (".py", ".js", ".html") and path.name != "texts.py")
+                     if path.suffix in (".py", ".js", ".html") and path.name != "texts.json")
     prefixes = set(re.findall(r'f"([a-z_.]+)\{|"([a-z_]+\.)"', source))
     begins = tuple(one or other for one, other in prefixes)
     assert not [key for key in TEXTS if f'"{key}"' not in source and not key.startswith(begins)]

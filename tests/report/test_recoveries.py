@@ -4,10 +4,9 @@ from training_logs import RUNS, ZERO, Training, history, two_attempts
 
 from mindresume import events as ev
 from mindresume.events.recovery_phases import Moments
-from mindresume.report.accounting import accounts_of
+from mindresume.report.accounting import accounts_of, recoveries_of, totals_of
 from mindresume.report.event_log import RecordedEvent
 from mindresume.report.log_parser import Clock, parse
-from mindresume.report.recoveries import recoveries_of, totals_of
 from mindresume.report.runs import attempts_of
 
 
