@@ -16,26 +16,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindresume import runtime
-from mindresume.coordination import host_memory
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import Emit, SaveNotStaged, WriterDied, ignore
 from mindresume.saving.background_writer import WRITERS, Writer
 from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import Policy
 from mindresume.saving.shard_writer import Outcome, Save, SaveTarget
-from mindresume.saving.staging import staging_buffer
+from mindresume.saving.staging import StagingLimits, staging_buffer
 
 _GRACE = 5.0                    # seconds added to a timeout that the writer keeps by itself
 _POLL = 0.05                    # seconds between two checks of a writer
 
 
 @dataclass
-class SaveCounts:
-    """Counts the saves of one training. ``stopped``: seconds for which they stopped the training thread."""
-    saves: int = 0
-    waited: int = 0
-    foreground: int = 0
-    stopped: float = 0.0
+class _InFlight:
+    """The step that the writer has. ``has_outcome``: its outcome was received, and it is being committed."""
+    step: int
+    has_outcome: bool
 
 
 class AsyncSaver:
@@ -44,25 +41,20 @@ class AsyncSaver:
     Args:
         policy: of retention, on rank 0; None on other ranks.
         kind: "thread" or "process".
-        budget: bytes of staging memory; 0: as much as a save needs.
+        limits: of staging memory.
         timeout: seconds for which a save waits for the previous one.
-        share: bytes that this rank may take of the memory of its host or container.
-        available: returns the bytes that are left now.
         on_write: called with the step that a thread begins to write, and with 0 once it has ended: by that thread, because the
             training's can wait in a collective for a rank that has died. Not called for a process.
     """
 
-    def __init__(self, target: SaveTarget, policy: Policy | None, kind: str = "thread", budget: int = 0, timeout: float = 600.0,
-                 emit: Emit = ignore, share: int = host_memory.UNKNOWN,
-                 available: Callable[[], int] = host_memory.left, on_write: Callable[[int], None] = lambda step: None):
-        self.target, self.policy, self.kind, self.budget, self.timeout, self.emit = target, policy, kind, budget, timeout, emit
-        self.share, self.on_write = share, on_write
-        self.counts = SaveCounts()
-        self._available = available
+    def __init__(self, target: SaveTarget, policy: Policy | None, kind: str = "thread", limits: StagingLimits | None = None,
+                 timeout: float = 600.0, emit: Emit = ignore, on_write: Callable[[int], None] | None = None):
+        self.target, self.policy, self.kind, self.timeout, self.emit = target, policy, kind, timeout, emit
+        self.limits = limits or StagingLimits()
+        self.on_write = on_write if kind == "thread" else None
         self._staging = staging_buffer(shared=kind == "process")
         self._writer: Writer | None = None
-        self._in_flight: int | None = None          # step that the writer has
-        self._reported: int | None = None           # the same step once its outcome was received and it is being committed
+        self._in_flight: _InFlight | None = None
         self._polling = False
         self._outcomes: list[Outcome] = []
         self._lease_error: LeaseHeldError | None = None
@@ -72,17 +64,12 @@ class AsyncSaver:
     # ---- the training's side ---------------------------------------------------------------------------------------
 
     def save(self, save: Save) -> None:
-        started = runtime.monotonic()
-        self.counts.saves += 1
         busy, self._uncommitted = self.busy(), None         # an older step is not committed behind this one
-        if busy:
-            self.counts.waited += 1
-            if not self._wait_until_idle(self.timeout):
-                error = SaveError(f"step {save.step} was not saved on rank {self.target.rank}: step {self._in_flight} is still "
-                                  f"being written after {self.timeout:.0f} s")
-                self._outcomes.append(Outcome(save.step, False, error))
-                return
-        self._reported = None                               # the step may be saved for the second time
+        if busy and not self._wait_until_idle(self.timeout):
+            error = SaveError(f"step {save.step} was not saved on rank {self.target.rank}: step {self._in_flight.step} is still "
+                              f"being written after {self.timeout:.0f} s")
+            self._outcomes.append(Outcome(save.step, False, error))
+            return
         reason = self._why_not_staged(save)
         if reason is None:
             try:
@@ -90,15 +77,16 @@ class AsyncSaver:
             except (OSError, MemoryError) as error:
                 reason = f"no staging memory: {error}"
         if reason is None:
-            self._send(("save", staged, *self._announce(save.step)), save.step)
+            if self.on_write is not None:
+                self.on_write(save.step)
+            self._in_flight = _InFlight(save.step, False)
+            self._send(("save", staged, self.on_write))
         else:
-            self.counts.foreground += 1
             self.emit(SaveNotStaged(save.step, reason))
             outcome = SyncSaver(self.target, None, self.emit).write(save)
             self._outcomes.append(outcome)
-            self._reported = save.step
-            self._send(("commit", outcome), save.step)
-        self.counts.stopped += runtime.monotonic() - started
+            self._in_flight = _InFlight(save.step, True)
+            self._send(("commit", outcome))
 
     def busy(self) -> bool:
         self._receive(0.0)
@@ -116,7 +104,7 @@ class AsyncSaver:
         uncommitted, self._uncommitted = self._uncommitted, None
         if uncommitted is not None or self._writer is not None:
             self._polling = True
-            self._send(("poll",) if uncommitted is None else ("recommit", uncommitted), None)
+            self._send(("poll",) if uncommitted is None else ("recommit", uncommitted))
 
     def wait(self, timeout: float) -> list[Outcome]:
         self._wait_until_idle(timeout)
@@ -125,15 +113,16 @@ class AsyncSaver:
     def finish(self, timeout: float, record_timeout: float | None = None) -> list[Outcome]:
         record_timeout = timeout if record_timeout is None else record_timeout
         if not self._wait_until_idle(timeout):
-            error = SaveError(f"step {self._in_flight} is still being written on rank {self.target.rank} after {timeout:.0f} s; "
-                              f"it is left to the {self.kind} that writes it and may not become complete")
-            self._outcomes.append(Outcome(self._in_flight or 0, False, error))
+            step = self._in_flight.step
+            error = SaveError(f"step {step} is still being written on rank {self.target.rank} after {timeout:.0f} s; it is left "
+                              f"to the {self.kind} that writes it and may not become complete")
+            self._outcomes.append(Outcome(step, False, error))
         else:
             self._receive(0.0)                      # it may have died since the last check
             if self._uncommitted is not None:
                 self._request_commit()
         if self._in_flight is None and self._writer is not None:
-            self._send(("finish", record_timeout), None)
+            self._send(("finish", record_timeout))
             self._last_saved = None                 # no step follows, so its end is not a death
             with suppress(OSError):                 # it has just died: there is nothing to wait for
                 if self._writer is not None:
@@ -147,35 +136,17 @@ class AsyncSaver:
         return self._take_outcomes()
 
     def _take_outcomes(self) -> list[Outcome]:
-        found, self._outcomes = self._outcomes, []
+        outcomes, self._outcomes = self._outcomes, []
         if self._lease_error is not None:
             raise self._lease_error
-        return found
+        return outcomes
 
     def _why_not_staged(self, save: Save) -> str | None:
-        """Returns why ``save`` cannot be staged, None if it can. A buffer that exists already is used in any case: it takes no
-        more memory."""
-        needed = self._staging.needed(save)
-        if needed <= self._staging.size:
-            return None
-        more = needed - self._staging.size
-        limits = [(needed, self.budget or host_memory.UNKNOWN, "the budget (mindresume.staging_gib) is"),
-                  (needed, self.share, "the share of this rank in what the host, or its container, had left at the start is"),
-                  (more, self._available(), f"{more / 2**20:.0f} MiB more than it has, and the host, or its container, has left")]
-        return next((f"it needs {needed / 2**20:.0f} MiB of staging memory; {what} {limit / 2**20:.0f} MiB"
-                     for wanted, limit, what in limits if wanted > limit), None)
-
-    def _announce(self, step: int) -> tuple[Callable[[], None], ...]:
-        """Announces what a thread is going to write. Returns what the thread calls at the end of it."""
-        if self.kind != "thread":
-            return ()
-        self.on_write(step)
-        return (lambda: self.on_write(0),)
+        return self.limits.why_not(self._staging.needed(save), self._staging.size)
 
     # ---- the writer's side -----------------------------------------------------------------------------------------
 
-    def _send(self, message: tuple[Any, ...], step: int | None) -> None:
-        self._in_flight = step if step is not None else self._in_flight
+    def _send(self, message: tuple[Any, ...]) -> None:
         try:
             if self._writer is None or not self._writer.alive():
                 self._writer = WRITERS[self.kind](self.target, self.policy, self._staging, self.timeout)
@@ -206,7 +177,8 @@ class AsyncSaver:
                 self.emit(values[0])
             elif kind == "outcome":
                 self._outcomes.append(values[0])
-                self._reported = values[0].step
+                if self._in_flight is not None and self._in_flight.step == values[0].step:
+                    self._in_flight.has_outcome = True
                 self._last_saved = values[0] if values[0].saved else self._last_saved
             elif kind == "lease_lost":
                 self._lease_error = values[0]
@@ -216,14 +188,14 @@ class AsyncSaver:
 
     def _handle_writer_death(self, reason: str) -> None:
         self._writer, self._polling = None, False
-        if self.kind == "thread":
+        if self.on_write is not None:
             self.on_write(0)
         if self.policy is not None and self._last_saved is not None:        # once: not again if the next writer dies too
             self._uncommitted, self._last_saved = self._last_saved, None
             self.emit(WriterDied(self.kind, reason, self._uncommitted.step))
         if self._in_flight is not None:
-            step, self._in_flight = self._in_flight, None
-            if step != self._reported:              # else it died after it had sent the outcome
-                self._outcomes.append(Outcome(step, False, SaveError(
-                    f"step {step} may not be saved on rank {self.target.rank}: the {self.kind} that wrote it died ({reason}). It "
-                    f"counts if its record is there")))
+            lost, self._in_flight = self._in_flight, None
+            if not lost.has_outcome:                # else it died after it had sent the outcome
+                self._outcomes.append(Outcome(lost.step, False, SaveError(
+                    f"step {lost.step} may not be saved on rank {self.target.rank}: the {self.kind} that wrote it died "
+                    f"({reason}). It counts if its record is there")))

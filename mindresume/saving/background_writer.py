@@ -1,8 +1,8 @@
 """Runs the writer of a background save: a thread, or a process of its own, that handles the messages of one ``AsyncSaver``.
 
     writer = WRITERS["process"](target, policy, staging, timeout)
-    writer.send(("save", staged))               # or ("commit", outcome), ("recommit", outcome), ("poll",), ("finish", seconds);
-                                                # for a thread ("save", staged, call): it calls ``call()`` once that is written
+    writer.send(("save", staged, on_write))     # or ("commit", outcome), ("recommit", outcome), ("poll",), ("finish", seconds);
+                                                # a thread calls ``on_write(0)`` once that is written; None for a process
     writer.receive(timeout)                     # ("outcome", outcome), ("event", event), ("lease_lost", error), ("done", step)
     writer.close()                              # no message follows
 
@@ -39,32 +39,33 @@ def serve(target: SaveTarget, policy: Policy | None, staging: Staging, receive: 
         policy: of retention, on rank 0, which commits and prunes; None on other ranks.
         staging: the buffer in which the arrays of a save lie.
     """
-    job = sync_saver(target, policy, lambda event: send(("event", event)))
-    job.begin()                         # also after a writer that died: what it had written can be complete
+    saver = sync_saver(target, policy, lambda event: send(("event", event)))
+    saver.begin()                         # also after a writer that died: what it had written can be complete
     while (message := receive()) is not None:
         kind, *values = message
         step, outcome = None, None
         try:
             if kind == "save":
-                step = values[0].save.step
+                staged, on_write = values
+                step = staged.save.step
                 try:
-                    outcome = job.write(staging.unpack(values[0]))
+                    outcome = saver.write(staging.unpack(staged))
                 finally:
-                    for is_written in values[1:]:
-                        is_written()
+                    if on_write is not None:
+                        on_write(0)
                 send(("outcome", outcome))
-                job.commit(outcome)
+                saver.commit(outcome)
             elif kind == "commit":
                 outcome = values[0]
                 step = outcome.step
-                job.commit(outcome)
+                saver.commit(outcome)
             elif kind == "recommit":
                 if not is_committed(target, values[0].step):
-                    job.commit(values[0])
+                    saver.commit(values[0])
             elif kind == "poll":
-                job.poll()
+                saver.poll()
             elif kind == "finish":
-                job.finish(values[0])
+                saver.finish(values[0])
         except LeaseHeldError as error:
             send(("lease_lost", error))
         except Exception as error:      # any error goes to the training; the writer handles the next message

@@ -83,6 +83,7 @@ from mindresume.saving.shard_writer import (
     mark_emergency,
     write_shard,
 )
+from mindresume.saving.staging import StagingLimits
 from mindresume.saving.uploader import Uploader
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
@@ -110,7 +111,7 @@ class CheckpointManager:
     """
 
     def __init__(self, storage: Storage, group: Group, settings: Settings, options: SaveOptions, emit: Emit = ignore,
-                 pending: PendingLoadAttempt | None = None, on_write: Callable[[int], None] = lambda step: None):
+                 pending: PendingLoadAttempt | None = None, on_write: Callable[[int], None] | None = None):
         self.storage, self.group, self.settings, self.options, self.emit = storage, group, settings, options, emit
         self.pending, self.on_write = pending or PendingLoadAttempt(), on_write
         self.policy = SavePolicy(options, settings, group, emit)
@@ -187,8 +188,9 @@ class CheckpointManager:
         saver.begin()
         if not kind:
             return saver
-        return AsyncSaver(self.target, retention, kind if isinstance(kind, str) else "thread", int(settings.staging_gib * 2**30),
-                          settings.commit_timeout, self._emit_of_saver, share, on_write=self.on_write)
+        return AsyncSaver(self.target, retention, kind if isinstance(kind, str) else "thread",
+                          StagingLimits(int(settings.staging_gib * 2**30), share), settings.commit_timeout,
+                          self._emit_of_saver, self.on_write)
 
     def _emit_of_saver(self, event: Event) -> None:
         """Receives the events of the saver, in any thread."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mindresume import runtime
+from mindresume.coordination import host_memory
 from mindresume.saving.shard_writer import ExtraWeights, Save
 from mindresume.tensor_files.header import DTYPES, tensor_bytes
 
@@ -28,6 +29,32 @@ class Slot:
     dtype: str
     shape: tuple[int, ...]
     offset: int
+
+
+@dataclass(frozen=True)
+class StagingLimits:
+    """The memory that a copy may take.
+
+    Attributes:
+        budget: bytes of staging memory; 0: as much as a save needs.
+        share: bytes that this rank may take of the memory of its host or container.
+        available: returns the bytes that are left now.
+    """
+    budget: int = 0
+    share: int = host_memory.UNKNOWN
+    available: Callable[[], int] = host_memory.left
+
+    def why_not(self, needed: int, size: int) -> str | None:
+        """Returns why a save of ``needed`` bytes cannot be staged, None if it can. A buffer of ``size`` bytes exists already, and
+        is used in any case: it takes no more memory."""
+        if needed <= size:
+            return None
+        more = needed - size
+        limits = [(needed, self.budget or host_memory.UNKNOWN, "the budget (mindresume.staging_gib) is"),
+                  (needed, self.share, "the share of this rank in what the host, or its container, had left at the start is"),
+                  (more, self.available(), f"{more / 2**20:.0f} MiB more than it has, and the host, or its container, has left")]
+        return next((f"it needs {needed / 2**20:.0f} MiB of staging memory; {what} {limit / 2**20:.0f} MiB"
+                     for wanted, limit, what in limits if wanted > limit), None)
 
 
 @dataclass(frozen=True)

@@ -220,8 +220,8 @@ MUTANTS = [
     mutant("files are published without a flush of their folder", [
         Edit(atomic_publish, "publish", "storage.sync(folder)", "pass")], ("save", "ckpt", ""), LOST, first=2),
     mutant("a save is reported before it is written", [
-        Edit(background_writer, "serve", "outcome = job.write(",
-             "send((\"outcome\", Outcome(step, True))); outcome = job.write(")],
+        Edit(background_writer, "serve", "outcome = saver.write(",
+             "send((\"outcome\", Outcome(step, True))); outcome = saver.write(")],
         ("save", "safetensors", "thread"), LOST, first=1),
     mutant("a save in doubt is reported as saved", [
         Edit(committer.SyncSaver, "write", "written.durability_error is None", "True")], ("save", "ckpt", ""), LOST,
