@@ -15,6 +15,7 @@ from mindresume.coordination.lease import LeaseHolder
 from mindresume.formats import Candidate, Refusal
 from mindresume.resume.candidates import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
 from mindresume.storage.interface import Storage
+from mindresume.typed import decode
 
 VERIFIED, UNVERIFIABLE, DAMAGED, UNREADABLE = "verified", "unverifiable", "damaged", "unreadable"
 
@@ -229,12 +230,7 @@ class VerificationReport(Result):
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> VerificationReport:
         """Returns the report of which ``value`` is the ``to_json()``."""
-        def row(found: Mapping[str, Any]) -> CheckpointVerification:
-            problems = tuple(Problem(**{**bad, "tensors": tuple(bad["tensors"])}) for bad in found["problems"])
-            lists = {name: tuple(found[name]) for name in ("missing_ranks", "local_ranks", "notes")}
-            return CheckpointVerification(**{**found, **lists, "problems": problems})
-        return cls(**{**value, **{name: tuple(map(row, value[name])) for name in ("checkpoints", "memory")},
-                      "removed_steps": tuple(value["removed_steps"]), "notes": tuple(value["notes"])})
+        return decode(cls, value, "a report")
 
     @property
     def problems(self) -> tuple[Problem, ...]:

@@ -21,7 +21,8 @@ from mindresume.typed import finite
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mindresume.api.results import CheckpointInfo
+    from mindresume.api.results import CheckpointInfo, VerificationReport
+    from mindresume.api.scrubbing import ScrubReport
 
 Folder = Annotated[str, typer.Argument(
     metavar="DIR", help="The checkpoint folder (which contains the rank folders; or the output folder or run folder "
@@ -167,6 +168,22 @@ def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Progre
             def advance(self, count: int) -> None:
                 progress.advance(task, count)
         yield Bar()
+
+
+def new_table(columns: Iterable[str], right: Sequence[str] = (), wrapped: str = "") -> Table:
+    """Returns an empty table. ``right``: columns of numbers. ``wrapped``: the column that may be wrapped."""
+    from rich.table import Table
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name != wrapped)
+    return table
+
+
+def say_read(report: VerificationReport | ScrubReport) -> None:
+    """Prints how much was read, and how fast."""
+    rate = report.bytes_read / report.seconds if report.seconds else 0
+    say(f"{size_text(report.bytes_read)} read in {report.seconds:.1f} s ({size_text(rate)}/s)" if report.checkpoints else
+        f"{report.root}: no checkpoints")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], hidden: Sequence[str] = ()) -> None:

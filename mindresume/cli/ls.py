@@ -18,6 +18,7 @@ from mindresume.cli.common import (
     Stopped,
     WorldSize,
     checkpoint_cells,
+    new_table,
     print_json,
     say,
     show_table,
@@ -91,14 +92,11 @@ def _print_listing(listing: Listing) -> None:
 
 
 def _print(listing: Listing, title: str, checkpoints: tuple[CheckpointInfo, ...]) -> None:
-    from rich.table import Table
     if not checkpoints:
         say(f"{title}: no checkpoints")
         return
     say(title)                               # not as a title, which would wrap at spaces
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in CHECKPOINT_COLUMNS:
-        table.add_column(name, justify="right" if name in RIGHT_ALIGNED else "left", no_wrap=True)
+    table = new_table(CHECKPOINT_COLUMNS, RIGHT_ALIGNED)
     for row in checkpoints:
         *cells, state = checkpoint_cells(row)
         table.add_row(*cells, state + (", see below" if row.warnings else ""),

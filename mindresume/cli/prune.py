@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, print_json, say, show_table, time_text
+from mindresume.cli.common import AsJson, new_table, print_json, say, show_table, time_text
 from mindresume.errors import ConfigError
 from mindresume.formatting import shown, size_text
 
@@ -66,8 +66,6 @@ def _policy(last: int | None, every: int | None, best: int | None, metric: str |
 
 
 def _print(result: PruneResult) -> None:
-    from rich.table import Table
-
     from mindresume.model.manifest import run_sequence
     words = {"kept": "kept", "held": "held", "removed": "would be removed" if result.dry_run else "removed"}
     rows = [(name, row) for name in words for row in getattr(result, name)]
@@ -75,9 +73,7 @@ def _print(result: PruneResult) -> None:
         say(f"{result.root}: mindresume saved nothing here; what mindformers wrote alone is never removed")
     else:
         say(result.root)
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for name in ("step", "run", "saved at", "size", "state", "why"):
-            table.add_column(name, justify="right" if name in ("step", "size") else "left", no_wrap=name != "why")
+        table = new_table(("step", "run", "saved at", "size", "state", "why"), ("step", "size"), wrapped="why")
         for name, row in sorted(rows, key=lambda item: _order(item[1]), reverse=True):
             table.add_row(str(row.step), str(run_sequence(str(row.run_id))), time_text(row.saved_at), size_text(row.size_bytes),
                           words[name], shown(row.reason), style="yellow" if name == "removed" else "")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import NOTHING, AsJson, Folder, print_json, progress_bar, say, step_text, stopped_by_signals
+from mindresume.cli.common import NOTHING, AsJson, Folder, print_json, progress_bar, say, say_read, step_text, stopped_by_signals
 from mindresume.formatting import size_text
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def scrub(folder: Folder, json: AsJson = False,
     else:
         for found in report.checkpoints:
             _print(found)
-        each = report.bytes_read / report.seconds if report.seconds else 0
-        say(f"{size_text(report.bytes_read)} read in {report.seconds:.1f} s ({size_text(each)}/s)" if report.checkpoints else
-            f"{report.root}: no checkpoints")
+        say_read(report)
         cached = sum(found.cached_bytes for found in report.checkpoints)
         if cached > report.bytes_read // 2:
             say(f"the kernel kept about {size_text(cached)} in its cache although it was asked to drop them: these bytes may not "

@@ -7,9 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import NOTHING, AsJson, Folder, WorldSize, origin_text, print_json, progress_bar, say, step_text
+from mindresume.cli.common import (
+    NOTHING,
+    AsJson,
+    Folder,
+    WorldSize,
+    origin_text,
+    print_json,
+    progress_bar,
+    say,
+    say_read,
+    step_text,
+)
 from mindresume.cli.launch import TIMEOUT, Timeout, launched_group
-from mindresume.formatting import size_text
 
 if TYPE_CHECKING:
     from mindresume.api.results import CheckpointVerification, VerificationReport
@@ -43,9 +53,7 @@ def _show(report: VerificationReport) -> None:
         _print(found)
     for found in report.memory:
         _print(found, "memory (this node), ")
-    rate = report.bytes_read / report.seconds if report.seconds else 0
-    say(f"{size_text(report.bytes_read)} read in {report.seconds:.1f} s ({size_text(rate)}/s)" if report.checkpoints else
-        f"{report.root}: no checkpoints")
+    say_read(report)
     if report.removed_steps:
         say(f"step {', '.join(map(str, report.removed_steps))}: was removed while it was read")
     for note in report.notes:
