@@ -20,7 +20,7 @@ from mindresume.supervisor.hang import Heartbeats
 from mindresume.supervisor.job import Observer
 from mindresume.supervisor.members import Members
 from mindresume.supervisor.node_states import BackgroundStates, NodeStates
-from mindresume.supervisor.rendezvous import Rendezvous
+from mindresume.supervisor.rendezvous import Place, Rendezvous
 from mindresume.supervisor.restart_policy import DIED, EXITED, JobEnd, RestartPolicy, StartOutcome
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 from sim.cluster import Process, current_cluster, current_process
@@ -185,8 +185,8 @@ def _supervised(fewest: int, states: type[NodeStates] = NodeStates) -> Callable[
 
         def supervise(node: int) -> None:
             storage = Mount(sim.cluster, current_process())
-            nodes = Rendezvous(storage, FOLDER, node, NODES, fewest, TIMEOUT, f"host{node}", lambda: sim.cluster.scheduler.now,
-                               sim.cluster.token(4), states)
+            nodes = Rendezvous(storage, FOLDER, Place(node, NODES, fewest, TIMEOUT, f"host{node}"),
+                               lambda: sim.cluster.scheduler.now, sim.cluster.token(4), states)
             decision = _SimulatedSupervisor(jobs, nodes, fewest, random.Random(sim.schedule.seed + node)).supervise()
             jobs.ends.setdefault(node, []).append(decision.status)
 

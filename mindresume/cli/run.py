@@ -98,13 +98,13 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
 
     Exit status: the job's, 128 + N if signal N ended it, 124 after a hang.
     """
-    from mindresume.coordination.awake_clock import AwakeClock
+    from mindresume.coordination.shared_folder import AwakeClock
     from mindresume.storage.posix import PosixStorage
     from mindresume.supervisor.event_recorder import BackgroundHandler
     from mindresume.supervisor.hang import HangLimits
     from mindresume.supervisor.job import JobSettings
     from mindresume.supervisor.node_states import BackgroundStates
-    from mindresume.supervisor.rendezvous import Rendezvous
+    from mindresume.supervisor.rendezvous import Place, Rendezvous
     from mindresume.supervisor.restart_policy import RestartPolicy
     from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
     if command[:1] == ["--"]:
@@ -124,8 +124,8 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
         if min_nodes is not None and min_nodes < nodes and not any("{node_rank}" in word for word in command):
             raise ConfigError("--min-nodes: the command must change with the nodes that take part; write {nodes} or {workers}, "
                               "{node_rank} and {master_addr} into it")
-        meeting = Rendezvous(PosixStorage(), os.path.abspath(rendezvous), node_rank, nodes, min_nodes or nodes, node_timeout,
-                             node_address or _own_address(), AwakeClock(), states=BackgroundStates)
+        place = Place(node_rank, nodes, min_nodes or nodes, node_timeout, node_address or _own_address())
+        meeting = Rendezvous(PosixStorage(), os.path.abspath(rendezvous), place, AwakeClock(), states=BackgroundStates)
     printed = BackgroundHandler(_JsonLines() if json else _Lines())
     sys.exit(Supervisor(command, settings, Emitter(printed), meeting, flush=_flush_memory).run())
 

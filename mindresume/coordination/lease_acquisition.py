@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from mindresume import runtime
-from mindresume.coordination.awake_clock import AwakeClock
 from mindresume.coordination.lease import (
     BEAT,
     ENDED,
@@ -37,6 +36,7 @@ from mindresume.coordination.lease import (
     past_runs,
     read_leases,
 )
+from mindresume.coordination.shared_folder import AwakeClock
 from mindresume.errors import LeaseHeldError
 from mindresume.events import Emit, LeaseWatched, StaleLeaseRemoved, ignore
 from mindresume.formatting import ranks_count

@@ -13,6 +13,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from mindresume import runtime
+
+_GAP = 10.0                     # seconds between two readings of a clock; of a longer gap no more count
+
 
 @dataclass(frozen=True)
 class Sighting:
@@ -33,7 +37,7 @@ class Sighting:
 
 
 class Watch:
-    """Remembers the numbers of members. ``clock``: monotonic."""
+    """Remembers the numbers of members. ``clock``: monotonic; an ``AwakeClock`` where the watcher can be suspended."""
 
     def __init__(self, clock: Callable[[], float]):
         self.clock = clock
@@ -48,3 +52,25 @@ class Watch:
             number, before.first, now, before.advances + 1, content)
         self.members = {**self.members, member: seen}           # others iterate over it
         return seen
+
+
+class AwakeClock:
+    """A monotonic clock that stands still while this process is suspended (SIGSTOP, Slurm's suspend, a paused container or
+    machine): nobody could make progress then, or be heard of. It is read several times a second, and a gap between two readings
+    shows that nobody could."""
+
+    def __init__(self, clock: Callable[[], float] = runtime.monotonic):
+        self._clock, self._last, self._lock = clock, clock(), runtime.Lock()
+        self._gaps: list[tuple[float, float]] = []              # (end, seconds that do not count)
+
+    def __call__(self) -> float:
+        with self._lock:
+            now = self._clock()
+            if now - self._last > _GAP:                         # a slow disk counts a little, so that no watch is endless
+                self._gaps.append((now, now - self._last - _GAP))
+            self._last = now
+        return self.at(now)
+
+    def at(self, moment: float) -> float:
+        """Returns the reading at a moment of the monotonic clock."""
+        return moment - sum(seconds for end, seconds in self._gaps if end <= moment)

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from mindresume import runtime
-from mindresume.coordination.awake_clock import AwakeClock
 from mindresume.coordination.process_identity import process_namespace, start_time, stat_fields
 from mindresume.coordination.rank_heartbeat import (
     BUILDING,
@@ -36,6 +35,7 @@ from mindresume.coordination.rank_heartbeat import (
     read_heartbeat,
     read_heartbeats,
 )
+from mindresume.coordination.shared_folder import AwakeClock
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 from mindresume.events.recovery_phases import Moments, Phase, phases_of
 from mindresume.supervisor.process_table import send

@@ -20,8 +20,8 @@ from typing import Protocol
 
 from mindresume import runtime
 from mindresume.coordination import rank_heartbeat
-from mindresume.coordination.awake_clock import AwakeClock
 from mindresume.coordination.rank_heartbeat import ENDED, ENDING, NONE
+from mindresume.coordination.shared_folder import AwakeClock
 from mindresume.events import (
     FAILED,
     PREEMPTED,

@@ -81,9 +81,6 @@ class Members:
         """Returns the members that have not ended, or those with one of ``roles``."""
         return [member for member in self._members.values() if not roles or member.role in roles]
 
-    def member(self, pid: int) -> Member | None:
-        return self._members.get(pid)
-
     def above(self, pids: Iterable[int]) -> set[int]:
         """Returns the members that have started ``pids``, directly or not."""
         return ancestors(pids, self._table, self.root) & self._members.keys()
@@ -109,17 +106,17 @@ class Members:
             if (process.pid, process.ticks) in self._ended:         # a zombie; its parent is stopped, or has died
                 exit_status(process)
                 continue
-            known = self._members.get(process.pid)
-            if known is None or known.process.ticks != process.ticks:
-                self._enter(process, began)
-            elif known.role != RANK and began - known.seen < _SETTLED:
-                self._members[process.pid] = self._classified(replace(known, process=process))
-            else:
-                self._members[process.pid] = replace(known, process=process)
-            heartbeat, member = ranks.get((process.pid, process.ticks)), self._members.get(process.pid)
-            if heartbeat is not None and member is not None and (member.role, member.rank) != (RANK, heartbeat.rank):
-                rank = heartbeat.rank if heartbeat.rank >= 0 else member.rank
-                self._members[process.pid] = replace(member, role=RANK, rank=rank)
+            member = self._members.get(process.pid)
+            if member is None or member.process.ticks != process.ticks:
+                if not self._enter(process):
+                    continue
+                member = Member(process, seen=began)
+            is_young = member.role != RANK and began - member.seen < _SETTLED
+            member = self._classified(replace(member, process=process)) if is_young else replace(member, process=process)
+            heartbeat = ranks.get((process.pid, process.ticks))
+            if heartbeat is not None:
+                member = replace(member, role=RANK, rank=heartbeat.rank if heartbeat.rank >= 0 else member.rank)
+            self._members[process.pid] = member
         for pid, member in self._members.items():               # now that all are known: one can read what another prints
             if member.role in (RANK, SCHEDULER) and not member.log and began - member.seen < _SETTLED:
                 self._members[pid] = member = replace(member, log=log_of(pid, self._members))
@@ -132,41 +129,41 @@ class Members:
             pause = _SETTLED_SCAN_SECONDS
         self._next_scan = runtime.monotonic() + pause
 
-    def _enter(self, process: Process, now: float) -> None:
-        """Begins to track a process, unless it has ended already and another one has its number."""
+    def _enter(self, process: Process) -> bool:
+        """Begins to track a process. Returns False if it has ended already, and another one can have its number."""
         handle = None
         try:
             handle = os.pidfd_open(process.pid)
         except ProcessLookupError:
-            return
+            return False
         except OSError:             # a kernel before 5.3, a sandbox, too many open files: ``wait`` looks at the process table
             pass
         seen = read_process(process.pid)
         if seen is None or seen.ticks != process.ticks:
             if handle is not None:
                 os.close(handle)
-            return
+            return False
         self._forget(process.pid)
         if handle is not None:
             self._handles[process.pid] = handle
             self._poll.register(handle, select.POLLIN)
-        self._members[process.pid] = self._classified(Member(process, seen=now))
+        return True
 
     def _classified(self, member: Member) -> Member:
         """Returns the member with the role that its environment shows. Between fork and exec a process has that of its parent."""
         environment = environment_of(member.pid)
         if not environment:                             # it ends, or is another user's
             return member
-        process, role, rank = member.process, OTHER, None
         if _WRITER_MARK in environment:
-            role = WRITER
-        elif environment.get("MS_ROLE") == "MS_SCHED":
-            role = SCHEDULER
-        elif environment.get("MS_ROLE") == "MS_WORKER" and process.pid == process.session and not any(
-                self._members[pid].role == RANK for pid in self.above([process.pid])):
+            return replace(member, role=WRITER, rank=None)
+        if environment.get("MS_ROLE") == "MS_SCHED":
+            return replace(member, role=SCHEDULER, rank=None)
+        is_leader = member.pid == member.process.session
+        if environment.get("MS_ROLE") == "MS_WORKER" and is_leader and not any(
+                self._members[pid].role == RANK for pid in self.above([member.pid])):
             number = environment.get("RANK_ID", "")
-            role, rank = RANK, int(number) if number.isdigit() else None
-        return replace(member, role=role, rank=rank)
+            return replace(member, role=RANK, rank=int(number) if number.isdigit() else None)
+        return replace(member, role=OTHER, rank=None)
 
     def log_file(self, member: Member) -> str:
         """Returns the log of a rank. One that ended before it was first seen has a log beside those of other ranks, if theirs are

@@ -87,8 +87,10 @@ def make_folder() -> str:
     base = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
     mine = f"{_PREFIX}-{os.getuid()}-"
     for name in os.listdir(base):
-        if name.startswith(mine):
-            _remove_unlocked(os.path.join(base, name))
+        folder = os.path.join(base, name)
+        if name.startswith(mine) and (lock := _locked(folder)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
     prefix = f"{mine}{os.getpid()}."
     for _ in range(_ATTEMPTS):
         folder = tempfile.mkdtemp(prefix=prefix, dir=base)
@@ -105,13 +107,6 @@ def make_folder() -> str:
 
 
 _locks: list[int] = []          # descriptors of this process's folders, open until it ends
-
-
-def _remove_unlocked(folder: str) -> None:
-    lock = _locked(folder)
-    if lock is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
 
 
 def _locked(folder: str) -> int | None:

@@ -138,9 +138,11 @@ def log_of(pid: int, others: Iterable[int] = ()) -> str:
     target = _link(pid, 1)
     if target.startswith("pipe:"):
         reader = next((other for other in others if other != pid and _link(other, 0) == target), None)
-        names = () if reader is None else sorted(_names(PROC / str(reader) / "fd"), key=len)
-        targets = [_link(reader, int(name)) for name in names if int(name) > 2] if reader is not None else []
-        target = next((found for found in targets if _is_file(found)), "")
+        names: list[str] = []
+        with suppress(OSError):
+            names = sorted(os.listdir(PROC / str(reader) / "fd"), key=len)          # of no process, if there is no reader
+        targets = (_link(reader, int(name)) for name in names if int(name) > 2)
+        target = next((target for target in targets if _is_file(target)), "")
     return target if _is_file(target) else ""
 
 
@@ -149,13 +151,6 @@ def _link(pid: int, descriptor: int) -> str:
         return os.readlink(PROC / str(pid) / "fd" / str(descriptor))
     except OSError:
         return ""
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def _is_file(path: str) -> bool:

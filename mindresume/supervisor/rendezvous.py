@@ -22,7 +22,7 @@ from mindresume.coordination.shared_folder import Sighting
 from mindresume.errors import ConfigError
 from mindresume.storage.interface import Storage
 from mindresume.supervisor.node_states import FAILED, FINISHED, LEFT, READY, RUNNING, NodeState, NodeStates
-from mindresume.supervisor.restart_policy import PEER
+from mindresume.supervisor.restart_policy import PEER, STOPPED, JobEnd
 
 _BEATS = 10                     # states that a node publishes in the time after which it counts as gone
 _LONGEST_BEAT = 10.0            # seconds
@@ -43,36 +43,43 @@ class Membership:
 
 
 @dataclass(frozen=True)
-class PeerEnd:
-    """Says that another node ends this part. ``leaves``: the job is over, and ``status`` is its exit status."""
-    status: int
-    reason: str
-    kind: str = PEER
-    leaves: bool = False
+class Place:
+    """Says which node this is. Raises ConfigError if the numbers do not fit.
+
+    Attributes:
+        node: its number, from 0.
+        nodes: of the job.
+        min_nodes: with as many the job goes on.
+        timeout: seconds for which a node is waited for.
+        address: under which this host can be reached.
+    """
+    node: int
+    nodes: int
+    min_nodes: int
+    timeout: float
+    address: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.node < self.nodes:
+            raise ConfigError(f"--node-rank {self.node}: expected a number from 0 to {self.nodes - 1} (--nodes {self.nodes})")
+        if not 1 <= self.min_nodes <= self.nodes:
+            raise ConfigError(f"--min-nodes {self.min_nodes}: expected a number from 1 to {self.nodes} (--nodes {self.nodes})")
 
 
 class Rendezvous:
     """Coordinates the supervisor of one node with the others. All methods return at once; call them again and again.
 
     Args:
-        node: number of this node, from 0.
-        nodes: of the job.
-        min_nodes: with as many the job goes on.
-        timeout: seconds.
-        address: under which this host can be reached.
         clock: monotonic.
         states: exchanges the states, in the calling thread or in one of its own.
     """
 
-    def __init__(self, storage: Storage, folder: str, node: int, nodes: int, min_nodes: int, timeout: float, address: str,
-                 clock: Callable[[], float], session: str = "", states: type[NodeStates] = NodeStates):
-        if not 0 <= node < nodes:
-            raise ConfigError(f"--node-rank {node}: expected a number from 0 to {nodes - 1} (--nodes {nodes})")
-        if not 1 <= min_nodes <= nodes:
-            raise ConfigError(f"--min-nodes {min_nodes}: expected a number from 1 to {nodes} (--nodes {nodes})")
-        self.node, self.nodes, self.min_nodes, self.timeout, self.clock = node, nodes, min_nodes, timeout, clock
-        state = NodeState(node, session or runtime.token_hex(4), address=address)
-        self.states = states(storage, folder, state, min(_LONGEST_BEAT, timeout / _BEATS), clock)
+    def __init__(self, storage: Storage, folder: str, place: Place, clock: Callable[[], float], session: str = "",
+                 states: type[NodeStates] = NodeStates):
+        self.node, self.nodes, self.min_nodes, self.timeout = place.node, place.nodes, place.min_nodes, place.timeout
+        self.clock = clock
+        state = NodeState(place.node, session or runtime.token_hex(4), address=place.address)
+        self.states = states(storage, folder, state, min(_LONGEST_BEAT, place.timeout / _BEATS), clock)
         self._waits_since: float | None = None
         self._looked = -_LOOK
 
@@ -82,8 +89,8 @@ class Rendezvous:
 
     # ---- start --------------------------------------------------------------------------------------------------------
 
-    def agree(self) -> Membership | PeerEnd | None:
-        """Returns who starts together now; None: not yet; PeerEnd: nothing is started any more. Looks twice in a second."""
+    def agree(self) -> Membership | JobEnd | None:
+        """Returns who starts together now; None: not yet; JobEnd: nothing is started any more. Looks twice in a second."""
         now = self.clock()
         if self._waits_since is None:
             self._waits_since = now
@@ -101,7 +108,7 @@ class Rendezvous:
             if not self._is_fresh(seen):
                 continue
             if state.state == LEFT and state.seen.get(self.node) == self.states.mine.session:
-                return PeerEnd(state.status, state.reason, leaves=True)
+                return _last(state.status, state.reason)
             if self._admits(state):
                 return self._begin(state.generation, state.members, state.address)
         return self._lead(others)
@@ -111,7 +118,7 @@ class Rendezvous:
         return (state.state in (RUNNING, FINISHED) and state.generation > self.generation
                 and state.members.get(self.node) == self.states.mine.session and min(state.members) == state.node)
 
-    def _lead(self, others: Mapping[int, Sighting]) -> Membership | PeerEnd | None:
+    def _lead(self, others: Mapping[int, Sighting]) -> Membership | JobEnd | None:
         """Starts a generation if this node is the leader, and all nodes are ready or the others were waited for."""
         fresh = {node: seen.content for node, seen in others.items() if self._is_fresh(seen)}
         ready = {self.node: self.states.mine, **{node: state for node, state in fresh.items() if state.state == READY
@@ -123,16 +130,16 @@ class Rendezvous:
         if len(ready) < self.min_nodes:
             missing = [node for node in range(self.nodes) if node not in ready]
             if self._has_finished_with([others[node].content for node in missing if node in others], len(missing)):
-                return PeerEnd(0, "all nodes had finished the job before this one was started again", leaves=True)
+                return _last(0, "all nodes had finished the job before this one was started again")
             reason = (f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(map(str, missing))} did not come within "
                       f"{self.timeout:.0f} s (--node-timeout)" + (f"; {self.states.error}" if self.states.error else ""))
             self.leave(NODE_LOST, reason)
-            return PeerEnd(NODE_LOST, reason, leaves=True)
+            return _last(NODE_LOST, reason)
         if min(ready) != self.node:
             if waited > 2 * _PATIENCE * self.timeout:               # the leader waits for nodes that this one sees
                 reason = f"node {min(ready)} leads the job and does not start it"
                 self.leave(NODE_LOST, reason)
-                return PeerEnd(NODE_LOST, reason, leaves=True)
+                return _last(NODE_LOST, reason)
             return None
         generation = max(state.generation for state in ready.values()) + 1
         return self._begin(generation, {node: state.session for node, state in sorted(ready.items())}, self.states.mine.address)
@@ -154,15 +161,15 @@ class Rendezvous:
 
     # ---- while it runs ------------------------------------------------------------------------------------------------
 
-    def check(self) -> PeerEnd | None:
+    def check(self) -> JobEnd | None:
         """Returns why this node's part is to end, because of another node; None: it goes on. Looks once in a second. The end is
         part of this node's state from then on, so that it reaches all nodes, in whatever order they see the states."""
         end = self._check()
         if end is not None:
-            self.states.set(status=end.status, reason=end.reason[:500], kind=end.kind)
+            self.states.set(status=end.status, reason=end.cause[:500], kind=end.kind)
         return end
 
-    def _check(self) -> PeerEnd | None:
+    def _check(self) -> JobEnd | None:
         now = self.clock()
         if now - self._looked < _LOOK:
             return None
@@ -176,24 +183,24 @@ class Rendezvous:
                 continue
             state = seen.content
             if state.session != session:
-                return PeerEnd(NODE_LOST, f"the supervisor of node {node} was started anew")
+                return JobEnd(PEER, NODE_LOST, f"the supervisor of node {node} was started anew")
             if state.state == LEFT:                     # also before it had seen that this generation begins
-                return PeerEnd(state.status, _from_node(state), state.kind or PEER, True)
+                return JobEnd(state.kind or PEER, state.status, _from_node(state), state.kind == STOPPED, is_last=True)
             if state.state in (FAILED, READY) and state.generation == self.generation and state.kind:
-                return PeerEnd(state.status, _from_node(state), state.kind)
+                return JobEnd(state.kind, state.status, _from_node(state), state.kind == STOPPED)
             if state.state == READY and state.generation >= self.generation or state.generation > self.generation:
-                return PeerEnd(NODE_LOST, f"node {node} has ended its part")
+                return JobEnd(PEER, NODE_LOST, f"node {node} has ended its part")
             if not self._is_fresh(seen) and state.state != FINISHED:
-                return PeerEnd(NODE_LOST, f"node {node} was not heard of for {self.timeout:.0f} s (--node-timeout)")
+                return JobEnd(PEER, NODE_LOST, f"node {node} was not heard of for {self.timeout:.0f} s (--node-timeout)")
         return None
 
     def fail(self, status: int, reason: str, kind: str) -> None:
         """Tells the others that this node's part has ended badly. Called before the part is ended."""
         self.states.set(state=FAILED, status=status, reason=reason[:500], kind=kind)
 
-    def finish(self, status: int = 0) -> PeerEnd | None:
+    def finish(self, status: int = 0) -> JobEnd | None:
         """Tells the others that this node's part has finished, with the exit ``status`` of the command. Returns None until all
-        have, then PeerEnd with the status of the first node whose command failed, else 0; the end of another node's part if it
+        have, then the end with the status of the first node whose command failed, else 0; the end of another node's part if it
         fails before it has finished."""
         self.states.set(state=FINISHED, status=status)
         if end := self.check():
@@ -202,7 +209,7 @@ class Rendezvous:
         parts = [self.states.mine if node == self.node else others[node].content for node in sorted(members)
                  if node == self.node or node in others]
         if len(parts) == len(members) and all(part.state == FINISHED and part.generation == self.generation for part in parts):
-            return PeerEnd(next((part.status for part in parts if part.status), 0), "all nodes have finished", leaves=True)
+            return _last(next((part.status for part in parts if part.status), 0), "all nodes have finished")
         return None
 
     def leave(self, status: int, reason: str, kind: str = "") -> None:
@@ -219,14 +226,18 @@ class Rendezvous:
     def _is_fresh(self, seen: Sighting) -> bool:
         return self.clock() - seen.since <= self.timeout
 
-    def _conflict(self) -> PeerEnd | None:
+    def _conflict(self) -> JobEnd | None:
         """Returns an end if another supervisor of this node is alive: of two, the one with the higher session ends."""
         for (node, session), seen in self.states.watch.members.items():
             if (node == self.node and session < self.states.mine.session and seen.advances >= _ALIVE and self._is_fresh(seen)
                     and seen.content.state != LEFT):
-                return PeerEnd(NODE_LOST, f"another supervisor of node {node} is alive (session {session}); give each node its "
-                                          f"own --node-rank", leaves=True)
+                return _last(NODE_LOST, f"another supervisor of node {node} is alive (session {session}); give each node its "
+                                          f"own --node-rank")
         return None
+
+
+def _last(status: int, cause: str) -> JobEnd:
+    return JobEnd(PEER, status, cause, is_last=True)
 
 
 def _has_finished(state: NodeState) -> bool:

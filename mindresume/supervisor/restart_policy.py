@@ -44,6 +44,7 @@ class JobEnd:
         status: exit status, as of a shell.
         cause: for people.
         leave: the ranks may save before they end.
+        is_last: another node ended the job: nothing is started any more, and ``status`` is that of the job.
         rank: the rank that ended it; None: none, or not known.
         phase: of that rank; empty: not known.
         noticed: ``time.monotonic``.
@@ -57,6 +58,7 @@ class JobEnd:
     phase: str = ""
     noticed: float = field(default_factory=runtime.monotonic)
     log: tuple[str, ...] = ()
+    is_last: bool = False
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from mindresume.supervisor.job import TICK, Command, Job, JobSettings
 from mindresume.supervisor.job_end import EndTimes
 from mindresume.supervisor.logs import keep_logs
 from mindresume.supervisor.process_table import RANK, all_processes, become_subreaper, descendants
-from mindresume.supervisor.rendezvous import Membership, PeerEnd, Rendezvous
+from mindresume.supervisor.rendezvous import Membership, Rendezvous
 from mindresume.supervisor.restart_policy import (
     DIED,
     EXIT,
@@ -103,7 +103,7 @@ class Supervisor:
         self._folder = ""
         self._logs: set[str] = set()                    # of the last start
         self._left: set[int] = set()                    # processes that did not end after SIGKILL
-        self._peer_end: PeerEnd | None = None           # why another node ends the running start
+        self._peer_end: JobEnd | None = None            # why another node ends the running start
         self._output = ""                               # folder of the training; empty: not known
         self._silent_after: float | None = None         # when a start without heartbeats is reported; None: it is
 
@@ -159,10 +159,10 @@ class Supervisor:
             members = self._agree()
             if isinstance(members, Decision):
                 return members
-            outcome, peer = self._one_start(members)
+            outcome = self._one_start(members)
             self.starts.append(outcome)
-            if peer is not None and peer.leaves:
-                return Decision(EXIT, peer.status, reason=peer.reason)
+            if self._peer_end is not None and self._peer_end.is_last:
+                return Decision(EXIT, self._peer_end.status, reason=self._peer_end.cause)
             if members is not None and not members.is_leader and outcome.end.kind != STOPPED:
                 continue                                    # the leader decides
             decision = decide(self.settings.policy, self.starts)
@@ -183,12 +183,12 @@ class Supervisor:
                 self.emit(NodesJoined(found.generation, found.nodes, runtime.monotonic() - began, missing))
                 return found
             if found is not None:
-                return Decision(GIVE_UP if self.starts and found.status else EXIT, found.status, reason=found.reason)
+                return Decision(GIVE_UP if self.starts and found.status else EXIT, found.status, reason=found.cause)
             runtime.sleep(TICK)
         return self._stopped()
 
-    def _one_start(self, members: Membership | None) -> tuple[StartOutcome, PeerEnd | None]:
-        """Runs the command once. Returns its outcome, and the end of another node's part if that ended it."""
+    def _one_start(self, members: Membership | None) -> StartOutcome:
+        """Runs the command once. ``_peer_end``: the end of another node's part if that ended it."""
         self._keep_logs()
         self._peer_end, number = None, len(self.starts) + 1
         try:
@@ -198,20 +198,19 @@ class Supervisor:
             if self.nodes is not None:
                 self.nodes.fail(1, cause, NOT_STARTED)
             self.emit(warning(cause))
-            return StartOutcome(number, runtime.time(), 0.0, JobEnd(NOT_STARTED, 1, cause), runtime.gethostname()), None
+            return StartOutcome(number, runtime.time(), 0.0, JobEnd(NOT_STARTED, 1, cause), runtime.gethostname())
         job.start()
         self._silent_after = runtime.monotonic() + _SILENT
         end = job.watch(self)
-        peer = self._peer_end
-        if self.nodes is not None and peer is None:
-            peer = self._report_to_nodes(job, end)
-            if peer is not None and not peer.leaves:
-                end = _by_peer(peer)
+        if self.nodes is not None and self._peer_end is None:
+            self._peer_end = self._report_to_nodes(job, end)
+            if self._peer_end is not None and not self._peer_end.is_last:
+                end = self._peer_end
         outcome, left = job.end(end, self)
         self._output = job.heartbeats.output or self._output
         self._logs = job.members.logs
         self._left |= set(left)
-        return outcome, peer
+        return outcome
 
     def make_job(self, command: Sequence[str], number: int) -> Job:
         """Returns a start of the command. Raises OSError."""
@@ -225,7 +224,7 @@ class Supervisor:
         return Job(Command(command, environment, self.settings.to_stderr), number, folder, self.settings.job, self.emit, existing,
                    self._recorder)
 
-    def _report_to_nodes(self, job: Job, end: JobEnd) -> PeerEnd | None:
+    def _report_to_nodes(self, job: Job, end: JobEnd) -> JobEnd | None:
         """Tells the other nodes how this part ends, before what is left of it is ended. Waits for them if it has finished.
         Returns what they ended with, None if that does not matter."""
         if end.kind == STOPPED:
@@ -236,7 +235,7 @@ class Supervisor:
             while not self._signals:
                 peer = self.nodes.finish(end.status)
                 if peer is not None:
-                    return replace(peer, status=peer.status or end.status) if peer.leaves else peer
+                    return replace(peer, status=peer.status or end.status) if peer.is_last else peer
                 runtime.sleep(TICK)
         return None
 
@@ -253,7 +252,7 @@ class Supervisor:
             number = self._signals[0]
             return JobEnd(STOPPED, _SIGNALS[number], f"{signal.Signals(number).name} was received", True)
         self._peer_end = self.nodes.check() if self.nodes is not None else None
-        return _by_peer(self._peer_end) if self._peer_end is not None else None
+        return self._peer_end
 
     def is_hurried(self) -> bool:
         """Returns whether everything is to be killed now. Called often while a job is ended."""
@@ -305,12 +304,6 @@ class Supervisor:
 
     def _stopped(self) -> Decision:
         return Decision(EXIT, _SIGNALS[self._signals[0]], reason="a signal came between two starts")
-
-
-def _by_peer(peer: PeerEnd) -> JobEnd:
-    """Returns the end of this node's part because of another node. Its kind is that of the other node's end, so that the leader
-    decides as if it had happened here."""
-    return JobEnd(peer.kind or PEER, peer.status, peer.reason, leave=peer.kind == STOPPED)
 
 
 def fill_in(command: Sequence[str], members: Membership | None, local_workers: int) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import pytest
 from mindresume.errors import RecordError
 from mindresume.storage.posix import PosixStorage
 from mindresume.supervisor.node_states import FAILED, READY, BackgroundStates, NodeState, NodeStates
-from mindresume.supervisor.rendezvous import Rendezvous
+from mindresume.supervisor.rendezvous import Place, Rendezvous
 from mindresume.supervisor.restart_policy import DIED
 
 PATIENCE = 120.0
@@ -102,7 +102,7 @@ def test_a_state_that_is_set_while_another_is_published_is_published_too(states,
 def test_the_rendezvous_goes_on_without_its_storage(storage, tmp_path):
     """Here time does not pass, so nobody counts as gone."""
     now = [0.0]
-    nodes = Rendezvous(storage, str(tmp_path), 0, 2, 2, 60.0, "host0", lambda: now[0], states=BackgroundStates)
+    nodes = Rendezvous(storage, str(tmp_path), Place(0, 2, 2, 60.0, "host0"), lambda: now[0], states=BackgroundStates)
     storage.hang()
     for _ in range(20):
         now[0] += 1.0
@@ -110,7 +110,7 @@ def test_the_rendezvous_goes_on_without_its_storage(storage, tmp_path):
     nodes.fail(9, "rank 0 was killed", DIED)
     assert nodes.check() is None and not nodes.states.is_published
     now[0] += 60.0
-    assert nodes.agree().leaves
+    assert nodes.agree().is_last
 
 
 def test_a_defect_does_not_end_the_thread_in_silence(states, monkeypatch):

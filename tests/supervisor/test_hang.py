@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from mindresume.coordination import rank_heartbeat as hb
-from mindresume.coordination.awake_clock import AwakeClock
 from mindresume.coordination.rank_heartbeat import Heartbeat
+from mindresume.coordination.shared_folder import AwakeClock
 from mindresume.supervisor.hang import HangLimits, find_hang
 
 LIMITS = HangLimits(step=100, start=1000)

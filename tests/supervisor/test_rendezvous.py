@@ -2,7 +2,7 @@
 import pytest
 
 from mindresume.storage.posix import PosixStorage
-from mindresume.supervisor.rendezvous import NODE_LOST, Membership, Rendezvous
+from mindresume.supervisor.rendezvous import NODE_LOST, Membership, Place, Rendezvous
 
 TIMEOUT = 60.0
 
@@ -10,7 +10,7 @@ TIMEOUT = 60.0
 @pytest.fixture
 def nodes(tmp_path):
     now = [0.0]
-    made = [Rendezvous(PosixStorage(), str(tmp_path), node, 2, 2, TIMEOUT, f"host{node}", lambda: now[0], str(node) * 8)
+    made = [Rendezvous(PosixStorage(), str(tmp_path), Place(node, 2, 2, TIMEOUT, f"host{node}"), lambda: now[0], str(node) * 8)
             for node in range(2)]
 
     def later():
@@ -46,7 +46,7 @@ def test_a_node_starts_although_the_leader_has_finished_its_part_already(nodes):
     later()
     assert other.finish().status == 0
     later()
-    assert leader.finish().leaves
+    assert leader.finish().is_last
 
 
 @pytest.mark.parametrize("statuses", [(0, 9), (9, 0), (9, 7)])
@@ -60,7 +60,7 @@ def test_all_nodes_end_with_the_status_of_the_first_node_whose_command_failed_af
     later()
     found = other.finish(statuses[1])
     later()
-    assert found.leaves and leader.finish(statuses[0]).status == found.status == 9
+    assert found.is_last and leader.finish(statuses[0]).status == found.status == 9
 
 
 def test_a_node_that_leaves_before_it_starts_ends_the_part_of_the_others(nodes):
@@ -70,7 +70,7 @@ def test_a_node_that_leaves_before_it_starts_ends_the_part_of_the_others(nodes):
     other.leave(143, "SIGTERM was received")
     later()
     end = leader.check()
-    assert end is not None and end.leaves and end.status == 143
+    assert end is not None and end.is_last and end.status == 143
 
 
 @pytest.mark.parametrize(("status", "expected"), [(0, 0), (9, NODE_LOST)])
@@ -85,12 +85,12 @@ def test_a_node_that_is_started_again_after_all_have_finished_ends_with_their_st
     later()
     end = other.finish()
     later()
-    assert leader.finish(status).leaves
+    assert leader.finish(status).is_last
     for node in (leader, other):
-        node.leave(end.status, end.reason)
-    again = Rendezvous(PosixStorage(), str(tmp_path), 1, 2, 2, TIMEOUT, "host1", leader.clock, "a" * 8)
+        node.leave(end.status, end.cause)
+    again = Rendezvous(PosixStorage(), str(tmp_path), Place(1, 2, 2, TIMEOUT, "host1"), leader.clock, "a" * 8)
     found = None
     while found is None:
         later()
         found = again.agree()
-    assert found.leaves and found.status == expected
+    assert found.is_last and found.status == expected

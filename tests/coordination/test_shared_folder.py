@@ -1,5 +1,5 @@
-"""coordination/awake_clock.py: a clock that stands still while nobody reads it."""
-from mindresume.coordination.awake_clock import AwakeClock
+"""coordination/shared_folder.py: a clock that stands still while nobody reads it."""
+from mindresume.coordination.shared_folder import AwakeClock
 
 
 def test_of_a_gap_between_two_readings_ten_seconds_count():
