@@ -74,6 +74,7 @@ def test_a_preempted_rank_does_not_wait_for_a_rank_that_ended_with_an_error(tmp_
     """After a signal the end of the training has one exchange more."""
     job = Job(tmp_path).steps(5)
     job.manager.group = Peer(RAISES)
+    job.manager.preemption.close()
     job.manager.preemption = SimpleNamespace(check=lambda step: "SIGTERM", close=lambda: None)
     with pytest.raises(SaveError, match="rank 1 ends with an error"):
         job.steps(1)
