@@ -27,7 +27,6 @@ from mindresume.resume.health import add
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.retention import policy_of
 from mindresume.saving.save_policy import SaveOptions
-from mindresume.saving.save_session import SaveSession
 from mindresume.saving.shard_writer import Save, Shard
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
@@ -159,7 +158,7 @@ class CheckpointMonitor(BuiltIn):
         home = training_saves.open_directory(manager, context)
         if not self._iterations:
             self._prefix = stem(self.origin_prefix, resources.group.rank, home.suffix)
-        self._collector = self._make_collector(home, context)
+        self._collector = StateCollector(self, home, context)
         training_saves.begin_saving(manager, context, self._append_step_num, self)
 
     def _root(self) -> str:
@@ -167,18 +166,6 @@ class CheckpointMonitor(BuiltIn):
         if not self._iterations:
             return os.path.dirname(self._directory)
         return os.path.realpath(self.directory or os.path.join(adapter.output_root(), "checkpoint"))
-
-    def _make_collector(self, home: SaveSession, context: training_context.TrainingContext) -> StateCollector:
-        inference = [(self.save_trainable_params, self.trainable_directory, "trainable_params"),
-                     (self.save_network_params, self.network_directory, "network")]
-        if self._iterations:                            # mindformers ignores both settings then (callback.py, step_end)
-            inference.clear()
-        return StateCollector(self._config, home.target, self.origin_prefix, home.suffix, self._append_step_num,
-                              self._append_dict,
-                        self.global_batch_size, self.save_optimizer, context.progress, context.emit,
-                        tuple((folder, kind) for wanted, folder, kind in inference if wanted),
-                        self._asked["keep_checkpoint_max"] or 0,
-                        self.get_checkpoint_health_info if self.use_checkpoint_health_monitor else None)
 
     # ---- collecting --------------------------------------------------------------------------------------------------
 

@@ -1,55 +1,41 @@
 """Collects what a save consists of: network, optimizer and counters as a shard of this rank; and the weights for inference.
 
-    collector = StateCollector(...)                     # at the start of a training, by the CheckpointMonitor
+    collector = StateCollector(monitor, session, context)       # at the start of a training, by the CheckpointMonitor
     state = collector.state(cb_params)                  # step, epoch, loss scale, position in the data
     collector.shard(cb_params, state)                   # everything that a resume needs
 """
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from mindresume.events import Emit, warning
+from mindresume.events import warning
 from mindresume.formats.rank_folder_naming import FileName, stem
 from mindresume.mindformers import adapter, arrangement
 from mindresume.mindformers import network_state as live
-from mindresume.mindformers.training_context import RunProgress
+from mindresume.mindformers.training_context import TrainingContext
 from mindresume.model.layout import TensorLayout
 from mindresume.model.training_state import TrainingState, is_transient
-from mindresume.saving.shard_writer import ExtraWeights, SaveTarget, Shard, iteration_shard, rank_shard
+from mindresume.saving.save_session import SaveSession
+from mindresume.saving.shard_writer import ExtraWeights, Shard, iteration_shard, rank_shard
 
 
-@dataclass
 class StateCollector:
-    """Collects the state of one training.
+    """Collects the state of one training of a ``CheckpointMonitor``, whose fields are those of mindformers' callback. What
+    mindformers appends to each file (``_append_dict``) is kept up to date."""
 
-    ``config``: mindspore's CheckpointConfig. ``prefix``, ``suffix``: of the file names. ``steps_before``: steps done before this
-    process. ``append_dict``: what mindformers appends to each file, kept up to date. ``inference``: (folder, kind) of the
-    inference weights to write, of which the newest ``keep_inference`` stay. ``progress``: counters of the run.
-    ``health(cb_params)``: not 0 if the network is unhealthy; None: not monitored.
-    """
-    config: Any
-    target: SaveTarget
-    prefix: str | None
-    suffix: int
-    steps_before: int
-    append_dict: dict[str, Any]
-    global_batch_size: int | None
-    save_optimizer: bool
-    progress: RunProgress
-    emit: Emit
-    inference: tuple[tuple[str, str], ...] = ()
-    keep_inference: int = 0
-    health: Callable[[Any], int] | None = None
-    _share: frozenset[str] | None = None            # with redundancy removal: the tensors with a layout that this rank writes
-    _arrangement: tuple[tuple[str, bool], ...] | None = None
-    _warned: set[str] = field(default_factory=set)
-    _laid_out: tuple[dict, dict, dict] | None = None        # arguments and result of the last ``live.layouts``
-    _known: adapter.SavedParameters = field(default_factory=adapter.SavedParameters)
+    def __init__(self, monitor: Any, session: SaveSession, context: TrainingContext):
+        self.monitor, self.target, self.context = monitor, session.target, context
+        self.config = monitor._config                   # mindspore's CheckpointConfig
+        self.suffix = session.suffix
+        self._share: frozenset[str] | None = None       # with redundancy removal: the tensors with a layout that this rank writes
+        self._arrangement: tuple[tuple[str, bool], ...] | None = None
+        self._warned: set[str] = set()
+        self._laid_out: tuple[dict, dict, dict] | None = None       # arguments and result of the last ``live.layouts``
+        self._known = adapter.SavedParameters()
 
     def shard(self, cb_params: Any, state: TrainingState, emergency: bool = False) -> Shard:
         """Returns everything that a resume needs. Tensors are copied from the device when their bytes are read. ``emergency``:
@@ -59,25 +45,20 @@ class StateCollector:
     def state(self, cb_params: Any, emergency: bool = False) -> TrainingState:
         """Returns the training state after this step. ``emergency``: without any exchange with other ranks."""
         optimizer = cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
-        outputs, scale = cb_params.net_outputs, self.append_dict.get("loss_scale")
-        if "loss_scale" in self.append_dict and isinstance(outputs, (tuple, list)) and len(outputs) >= 3:
+        monitor, progress = self.monitor, self.context.progress
+        outputs, scale = cb_params.net_outputs, monitor._append_dict.get("loss_scale")
+        if "loss_scale" in monitor._append_dict and isinstance(outputs, (tuple, list)) and len(outputs) >= 3:
             scale = outputs[2]
-        step = self.steps_before + cb_params.cur_step_num
-        progress, health = self.progress, None
-        if self.health is not None and not emergency:
-            health = int(self.health(cb_params) != 0)
-        return TrainingState(step, int(cb_params.batch_num), number(optimizer.global_step, int), self.global_batch_size,
-                             None if scale is None else number(scale, float), progress.sink_size, progress.dataset_size,
-                             tuple({**(loss_metric(outputs) if adapter.has_loss() else {}), **progress.metrics}.items()), health,
-                             *progress.data_at(step, self.global_batch_size), self._arranged(cb_params))
-
-    def _arranged(self, cb_params: Any) -> tuple[tuple[str, bool], ...]:
+        step, batch = monitor._append_step_num + cb_params.cur_step_num, monitor.global_batch_size
+        health = None
+        if monitor.use_checkpoint_health_monitor and not emergency:
+            health = int(monitor.get_checkpoint_health_info(cb_params) != 0)
         if self._arrangement is None:
             self._arrangement = tuple(arrangement.of_network(cb_params.train_network).items())
-        return self._arrangement
-
-    def _file(self, state: TrainingState) -> FileName:
-        return FileName(self.prefix, self.target.rank, self.suffix, state.epoch, state.step_in_epoch, self.config.format)
+        metrics = {**(loss_metric(outputs) if adapter.has_loss() else {}), **progress.metrics}
+        return TrainingState(step, int(cb_params.batch_num), number(optimizer.global_step, int), batch,
+                             None if scale is None else number(scale, float), progress.sink_size, progress.dataset_size,
+                             tuple(metrics.items()), health, *progress.data_at(step, batch), self._arrangement)
 
     def _rank_file(self, cb_params: Any, state: TrainingState, emergency: bool) -> Shard:
         net = self.config.saved_network if self.config.saved_network is not None else cb_params.train_network
@@ -87,8 +68,9 @@ class StateCollector:
             tensors = live.deferred(adapter.parameters_to_save(net, self.config.integrated_save, self._chooser(net), self._known))
         tables = self._layouts(getattr(net, "parameter_layout_dict", None) or {}, _shapes(tensors))
         tensors.update(live.snapshot(self._counters(cb_params, state)))
-        return rank_shard(self._file(state), state, tensors, tables, live.capture_random(),
-                          {**self._metadata(), **({"remove_redundancy": "False"} if emergency else {})})
+        name = FileName(self.monitor.origin_prefix, self.target.rank, self.suffix, state.epoch, state.step_in_epoch,
+                        self.config.format)
+        return rank_shard(name, state, tensors, tables, live.capture_random(), self._metadata(emergency))
 
     def _layouts(self, table: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]
                  ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
@@ -101,8 +83,9 @@ class StateCollector:
     def _iteration(self, cb_params: Any, state: TrainingState, emergency: bool) -> Shard:
         """Returns two files: the tensors of the network, and those of the optimizer and the train step alone; without
         save_optimizer only the first."""
-        net, model = cb_params.train_network, set(self._model(cb_params).parameters_dict())
-        save_optimizer, deduplicates = self.save_optimizer or emergency, self._deduplicates() and not emergency
+        net, model = cb_params.train_network, set(_model(cb_params).parameters_dict())
+        save_optimizer = self.monitor.save_optimizer or emergency
+        deduplicates = self._deduplicates() and not emergency
 
         def wanted_here(name: str) -> bool:
             return _lasting(name) and (save_optimizer or name in model)
@@ -114,19 +97,13 @@ class StateCollector:
                 self._share = live.own_share(tensors, tables, self.target.rank)
             tensors = {name: array for name, array in tensors.items() if name not in tables or name in self._share}
         parts = [{name: array for name, array in tensors.items() if (name in model) is wanted} for wanted in (True, False)]
-        return iteration_shard(self.prefix, self.target, state, parts[0], parts[1] if save_optimizer else None,
+        return iteration_shard(self.monitor.origin_prefix, self.target, state, parts[0], parts[1] if save_optimizer else None,
                                tables, live.capture_random(), deduplicates)
-
-    @staticmethod
-    def _model(cb_params: Any) -> Any:
-        """Returns the network without optimizer and train step."""
-        net = cb_params.network
-        return net.network if getattr(net, "optimizer", None) is not None else net
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            self.emit(warning(text))
+            self.context.emit(warning(text))
 
     def _chooser(self, net: Any) -> Any:
         if self._deduplicates():
@@ -137,36 +114,44 @@ class StateCollector:
     def _deduplicates(self) -> bool:
         return bool(self.config.remove_redundancy) and self.target.world_size > 1
 
-    def _metadata(self) -> dict[str, str]:
-        return {"format": "ms", "remove_redundancy": str(self._deduplicates())}
+    def _metadata(self, emergency: bool = False) -> dict[str, str]:
+        return {"format": "ms", "remove_redundancy": str(self._deduplicates() and not emergency)}
 
     def _counters(self, cb_params: Any, state: TrainingState) -> list[tuple[str, Any]]:
         """Returns the counters that mindformers appends to each file, and reads in its resume (callback.py:save_checkpoint)."""
-        appended = dict(self.append_dict)
+        appended = dict(self.monitor._append_dict)
         optimizer = cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
         appended.update(epoch_num=state.epoch, step_num=state.step, global_step=optimizer.global_step)
         if "loss_scale" in appended and state.loss_scale is not None:
             appended["loss_scale"] = state.loss_scale
-        if self.global_batch_size is not None:
-            appended["global_batch_size"] = self.global_batch_size
-        self.append_dict.update({key: appended[key] for key in ("epoch_num", "step_num")})
+        if state.global_batch_size is not None:
+            appended["global_batch_size"] = state.global_batch_size
+        self.monitor._append_dict.update({key: appended[key] for key in ("epoch_num", "step_num")})
         return list(appended.items())
 
     def extras(self, cb_params: Any, state: TrainingState) -> list[ExtraWeights]:
-        """Returns the files of ``checkpoint_network`` and ``checkpoint_trainable``, as far as they are asked for."""
-        if not self.inference:
+        """Returns the files of ``checkpoint_network`` and ``checkpoint_trainable``, as far as they are asked for. In iteration
+        folders mindformers ignores both settings (callback.py, step_end)."""
+        monitor = self.monitor
+        wanted = [(folder, kind) for is_wanted, folder, kind in (
+            (monitor.save_trainable_params, monitor.trainable_directory, "trainable_params"),
+            (monitor.save_network_params, monitor.network_directory, "network")) if is_wanted]
+        if not wanted or self.target.iterations:
             return []
-        net = self._model(cb_params)
+        net, keep = _model(cb_params), monitor._asked["keep_checkpoint_max"] or 0
+        start = stem(monitor.origin_prefix, self.target.rank, self.suffix)
         rows = adapter.parameters_to_save(net, self.config.integrated_save, self._chooser(cb_params.train_network))
         trainable = {parameter.name for parameter in net.trainable_params()}
-        found = []
-        for folder, kind in self.inference:
-            chosen = [row for row in rows if kind == "network" or row[0] in trainable]
-            name = (f"{stem(self.prefix, self.target.rank, self.suffix)}-{kind}-{state.epoch}_{state.step_in_epoch}."
-                    f"{self.config.format}")
-            found.append(ExtraWeights(folder, name, kind, self.config.format, live.deferred(chosen), self._metadata(),
-                                      self.keep_inference))
-        return found
+        return [ExtraWeights(
+            folder, f"{start}-{kind}-{state.epoch}_{state.step_in_epoch}.{self.config.format}", kind, self.config.format,
+            live.deferred([row for row in rows if kind == "network" or row[0] in trainable]), self._metadata(), keep)
+            for folder, kind in wanted]
+
+
+def _model(cb_params: Any) -> Any:
+    """Returns the network without optimizer and train step."""
+    net = cb_params.network
+    return net.network if getattr(net, "optimizer", None) is not None else net
 
 
 def _lasting(name: str) -> bool:

@@ -1,4 +1,6 @@
 """What a collector remembers between two saves."""
+from types import SimpleNamespace
+
 from mindresume.mindformers import network_state
 from mindresume.mindformers.state_collector import StateCollector
 
@@ -6,7 +8,8 @@ from mindresume.mindformers.state_collector import StateCollector
 def test_layouts_are_computed_again_only_after_a_change(monkeypatch):
     computed, real = [], network_state.layouts
     monkeypatch.setattr(network_state, "layouts", lambda *what: computed.append(1) or real(*what))
-    collector = StateCollector(None, None, None, 0, 0, {}, None, True, None, lambda event: None)
+    session = SimpleNamespace(target=SimpleNamespace(rank=0), suffix=0)
+    collector = StateCollector(SimpleNamespace(_config=None), session, SimpleNamespace(emit=lambda event: None))
     row = [[2, 2], [0, -1], [4, 8], 0, True, "", [8, 8]]
     table, shapes = {"a": row}, {"a": (4, 8)}
 
