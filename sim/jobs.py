@@ -20,6 +20,7 @@ from mindresume.model.manifest import run_sequence
 from mindresume.resume.background_scrub import BackgroundScrub
 from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
+from mindresume.resume.selection import CheckpointSources
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
@@ -270,8 +271,8 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
     shared_groups: dict[str, Any] = {}
     remote = _remote_of(job, process) if training.url else None
     if not training.fresh:
-        found = CheckpointSelector(storage, group, training.settings, process.emit, _NoConsolidatedWeights(), remote=remote,
-                                   saved_to={training.root}, shared_groups=shared_groups).select(
+        sources = CheckpointSources(consolidated=_NoConsolidatedWeights(), saved_to={training.root}, remote=remote)
+        found = CheckpointSelector(storage, group, training.settings, process.emit, sources, shared_groups).select(
             SelectionRequest(training.root, output_dir=training.output, any_layout=training.allow_reshard,
                              health_dir=training.output if training.health_monitored else None))
         choice, load_attempt, hold = found.choice, found.load_attempt, found.read_lock

@@ -10,6 +10,7 @@ from mindresume.mindformers.training_context import ResumePlan, TrainingContext
 from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
+from mindresume.resume.selection import CheckpointSources
 from mindresume.storage.interface import Storage
 
 FRESH = "are initialised at random"             # weights of a fresh start without others
@@ -37,10 +38,9 @@ def select(config: Any, path: str, requested: str | None, context: TrainingConte
     request = SelectionRequest(path, requested, any_layout, resume, keep_layout, fresh_weights,
                                health_dir=str(config.get("output_dir") or "") if healthy else None,
                                output_dir=adapter.output_root() if resume and _has_monitor(config) else None)
-    selector = CheckpointSelector(storage, group, context.settings, context.emit, consolidated,
-                                  strategy_lookup(storage, config.get("src_strategy_path_or_dir") or None),
-                                  resources.remote, modelarts.checkpoint_roots(config), resources.topology)
-    found = selector.select(request)
+    sources = CheckpointSources(strategy_lookup(storage, config.get("src_strategy_path_or_dir") or None), consolidated,
+                                saved_to=modelarts.checkpoint_roots(config), remote=resources.remote)
+    found = CheckpointSelector(storage, group, context.settings, context.emit, sources, resources.topology).select(request)
     if found.choice is None:
         return None
     resources.read_lock, resources.pending_load.attempt = found.read_lock, found.load_attempt

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
 from mindresume.coordination.host_memory import share_of_rank
@@ -40,11 +40,9 @@ from mindresume.model.manifest import FOLDER, attempts
 from mindresume.resume.choice import Choice, VerifiedShard, describe_candidate
 from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
 from mindresume.resume.health import unhealthy_files
-from mindresume.resume.replicas import StrategyOf, unknown_strategy
-from mindresume.resume.selection import CheckpointSources, ConsolidatedWeights, select_checkpoint
+from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.resume.sources import drop_cached_files
 from mindresume.saving.crash_loop import LoadAttempt
-from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache, uncached
@@ -100,18 +98,14 @@ class CheckpointSelector:
     Args:
         storage: reads the checkpoint, first to verify it and then to load it (``caching_storage``).
         emit: receives the events of the selection.
-        consolidated, strategy_of, saved_to: see ``selection.CheckpointSources``.
-        remote: object store that may hold newer checkpoints. It is asked only if the path is one of ``saved_to``.
+        sources: besides the folder of a request. Its object store and memory are asked for a resume only.
         shared_groups: which ranks share a folder, by its real path. New findings are added.
     """
     storage: Storage
     group: Group
     settings: Settings
     emit: Emit
-    consolidated: ConsolidatedWeights
-    strategy_of: StrategyOf = unknown_strategy
-    remote: RemoteCheckpoints | None = None
-    saved_to: Collection[str] = ()
+    sources: CheckpointSources = CheckpointSources()
     shared_groups: dict[str, SharedGroups] = field(default_factory=dict)
 
     def select(self, request: SelectionRequest) -> SelectedCheckpoint:
@@ -133,7 +127,15 @@ class CheckpointSelector:
         visibility = wait_until_visible(disk, path, group, shared_groups)
         if visibility.wait_seconds or visibility.missing:
             emit(VisibilityWaited(visibility.wait_seconds, visibility.missing))
-        choice = self._select(request, path, requested, shared_groups)
+        if shared_groups.is_split:
+            emit(Notice(f"the nodes share no disk below {path}: the newest checkpoint that all nodes have is selected"))
+        any_layout = request.any_layout
+        policy = SelectionPolicy(
+            None if any_layout else group.size, requested, self.settings.verify, every_rank if any_layout else own_rank,
+            any_layout, self._unhealthy(request.health_dir), self.settings.max_failed_loads, require_counters=resume)
+        sources = replace(self.sources, shared=shared_groups, remote=self.sources.remote if resume else None,
+                          memory=self.shared_groups if self.settings.memory_tier.every_steps and resume else None)
+        choice = select_checkpoint(self.storage, path, group, policy, sources, emit, ProgressReporter("checking", emit))
         for refusal in choice.refused:
             emit(CandidateRefused(refusal.step, refusal.reason, refusal.file, weights_only=not resume))
         for note in choice.notes:
@@ -145,26 +147,12 @@ class CheckpointSelector:
         if choice.chosen is None:
             self._start_afresh(request, path)
             return SelectedCheckpoint()
-        return self._protect(request, choice, request.any_layout or choice.consolidated)
+        return self._protect(request, choice, any_layout or choice.consolidated)
 
-    def _policy(self, request: SelectionRequest, requested: str | None) -> SelectionPolicy:
-        any_layout = request.any_layout
-        return SelectionPolicy(
-            None if any_layout else self.group.size, requested, self.settings.verify, every_rank if any_layout else own_rank,
-            any_layout, self._unhealthy(request.health_dir) if request.health_dir is not None else None,
-            self.settings.max_failed_loads, require_counters=request.resume)
-
-    def _select(self, request: SelectionRequest, path: str, requested: str | None, shared_groups: SharedGroups) -> Choice:
-        if shared_groups.is_split:
-            self.emit(Notice(f"the nodes share no disk below {path}: the newest checkpoint that all nodes have is selected"))
-        memory = self.shared_groups if self.settings.memory_tier.every_steps and request.resume else None
-        sources = CheckpointSources(self.strategy_of, self.consolidated, shared_groups, self.saved_to,
-                                    self.remote if request.resume else None, memory)
-        return select_checkpoint(self.storage, path, self.group, self._policy(request, requested), sources, self.emit,
-                                 ProgressReporter("checking", self.emit))
-
-    def _unhealthy(self, folder: str) -> Collection[str]:
-        """Returns the names of unhealthy files on rank 0, which decides; nothing on other ranks."""
+    def _unhealthy(self, folder: str | None) -> Collection[str] | None:
+        """Returns the names of unhealthy files on rank 0, which decides; nothing on other ranks. None if health is ignored."""
+        if folder is None:
+            return None
         names, problem = unhealthy_files(uncached(self.storage), folder) if self.group.rank == 0 else (frozenset(), "")
         if problem:
             self.emit(warning(problem))
@@ -288,22 +276,20 @@ def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[st
     chosen = choice.chosen
     if chosen.records_dir is None:
         return None
-    held: list[Lease] = []
+    shared_groups = known.get(os.path.realpath(choice.root), single_group(group.size))
+    held: list[Lease | None] = []
 
     def lock() -> bool:
         try:
-            lease = acquire_read_lock(storage, choice.root, chosen.name, chosen.commit_dir)
+            held.append(acquire_read_lock(storage, choice.root, chosen.name, chosen.commit_dir))
         except OSError as error:
             emit(Notice(f"{choice.root} is read without a lock, because none can be written: {error}"))
-            return True
-        held.extend([lease] if lease is not None else [])
-        return lease is not None
-    shared_groups = known.get(os.path.realpath(choice.root), single_group(group.size))
+        return None not in held
     try:
         if not all(gather_results(group, lambda: lock() if shared_groups.is_leader(group.rank) else True)):
             raise LoadError(f"{chosen.records_dir} was removed while it was selected; start the job again")
     except BaseException:
-        for lease in held:
+        for lease in filter(None, held):
             lease.release()
         raise
     return held[0] if held else None

@@ -25,7 +25,7 @@ from mindresume.resume import job_selection
 from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.eligible import QUICK, SelectionPolicy
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest, caching_storage, locate_checkpoints, own_shard
-from mindresume.resume.selection import select_checkpoint
+from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.settings import Settings
 from mindresume.storage.read_cache import ReadCache
 
@@ -36,19 +36,16 @@ def events():
     return []
 
 
-def complete(group):
-    return consolidated_checkpoint.ConsolidatedSource(group, True, True)
-
-
-def chooser(group=None, storage=STORAGE, settings=None, emit=ignore, **options):
+def chooser(group=None, storage=STORAGE, settings=None, emit=ignore, shared_groups=None, **options):
     group = group or SingleProcess()
-    return CheckpointSelector(storage, group, settings or Settings(), emit, complete(group), **options)
+    sources = CheckpointSources(consolidated=consolidated_checkpoint.ConsolidatedSource(group, True, True), **options)
+    return CheckpointSelector(storage, group, settings or Settings(), emit, sources,
+                              {} if shared_groups is None else shared_groups)
 
 
 def choose(path, group=None, settings=None, storage=STORAGE, remote=None, saved_to=(), shared_groups=None, emit=ignore,
            **request):
-    made = chooser(group, storage, settings, emit, remote=remote, saved_to=saved_to, shared_groups={} if shared_groups is None
-                   else shared_groups)
+    made = chooser(group, storage, settings, emit, shared_groups, remote=remote, saved_to=saved_to)
     return made.select(SelectionRequest(str(path), **request))
 
 

@@ -36,8 +36,8 @@ def choose(root, ranks=2, settings=None, events=None, saved_to=None, path=None, 
 
     def work(group):
         selector = CheckpointSelector(storages[group.rank] if storages else STORAGE, group, settings,
-                                      events.append if group.rank == 0 else lambda event: None, None,
-                                      saved_to={os.path.realpath(root)} if saved_to is None else saved_to)
+                                      events.append if group.rank == 0 else lambda event: None,
+                                      CheckpointSources(saved_to={os.path.realpath(root)} if saved_to is None else saved_to))
         found = selector.select(SelectionRequest(str(path or root), output_dir="/output", **request))
         if found.read_lock is not None:
             found.read_lock.release()
