@@ -25,7 +25,7 @@ from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.memory_source import MemorySource
 from mindresume.resume.replicas import StrategyOf, unknown_strategy
-from mindresume.resume.sources import Job, ProgressMeter, disk_of, job_directory
+from mindresume.resume.sources import Job, ProgressMeter, disk_of, drop_cached_files, job_directory
 from mindresume.resume.verifier import verify_rank
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Storage
@@ -127,6 +127,7 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
 
 def _from_disk(job: Job) -> tuple[Choice, UnusableCheckpointError | None]:
     """Returns the choice of the disk; if it has checkpoints, and none can be used, that error, and a choice of none."""
+    drop_cached_files(job.storage)          # a download may have replaced files that were verified before
     try:
         return disk_of(job).select(), None
     except UnusableCheckpointError as error:

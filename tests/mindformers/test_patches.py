@@ -809,13 +809,15 @@ def test_files_replaced_by_a_download_are_read_again(tmp_path, current, monkeypa
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
-    def restore(pick, *arguments):
-        with pytest.raises(NoUsableCheckpointError):
-            pick()
+    def restore(self, chosen, refused):
+        if chosen is not None:
+            return False
+        assert [refusal.step for refusal in refused] == [15]
         (tmp_path / "new").write_bytes(content)
         (tmp_path / "new").replace(path)
-        return pick()
-    monkeypatch.setattr(selection, "select_with_remote", restore)
+        return True
+    monkeypatch.setattr(selection.BucketSource, "fetch_newer", restore)
+    monkeypatch.setattr(selection, "job_directory", lambda path, saved_to: path)
     together = SimpleNamespace(is_split=True, is_leader=lambda rank: True)
     monkeypatch.setattr(job_selection, "shared_groups_of", lambda *arguments: together)
     current.resources.remote = object()
