@@ -16,7 +16,7 @@ from mindresume.formats.strategy import read_strategy
 from mindresume.reshard.conversion_plan import to_consolidated, to_ranks
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Traffic
-from mindresume.reshard.engines import writer
+from mindresume.reshard.engines import Engine
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.storage import posix
 from mindresume.storage.posix import PosixStorage
@@ -68,7 +68,7 @@ def direct(task: dict[str, Any]) -> dict[str, Any]:
     source = open_checkpoint(storage, task["source"], strategy=task["from"])
     job = to_ranks(source, read_strategy(task["to"]), "safetensors") if task["to"] else to_consolidated(source, "mindspore")
     conversion = Conversion(storage, job, task["target"])
-    conversion.run(lambda: conversion.write(writer("direct", conversion, task["workers"], traffic=traffic)))
+    conversion.run(Engine(workers=task["workers"], traffic=traffic))
     return {"read": traffic.read}
 
 

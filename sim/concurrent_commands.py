@@ -16,9 +16,8 @@ from mindresume.errors import MindResumeError
 from mindresume.events import warning
 from mindresume.reshard.conversion_plan import to_iteration, to_ranks
 from mindresume.reshard.converter import Conversion
-from mindresume.reshard.engines import writer
+from mindresume.reshard.engines import Engine
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_and_hold
-from mindresume.reshard.replica_check import check_replicas
 from mindresume.reshard.strategy_store import own_strategy
 from mindresume.resume.candidates import list_checkpoints
 from mindresume.resume.choice import Choice
@@ -71,8 +70,9 @@ class _Files(_Slow):
 class _Conversion(Conversion):
     """A conversion without its lock: that is a file of the real disk, and no other process makes the same conversion here."""
 
-    def _take_lock(self) -> None:
+    def _take_lock(self, kind: int) -> bool:
         self._owns_work = True
+        return True
 
 
 def convert(sim: Simulation) -> None:
@@ -88,13 +88,8 @@ def _carry_out(storage: _Files, source: OpenCheckpoint, target: str, training: T
     strategy = own_strategy(source.weights)
     job = to_iteration(source, strategy) if source.is_iteration else to_ranks(source, strategy, source.weights.format)
     conversion = _Conversion(storage, job, target)
-    if conversion.finished():
-        return
-
-    def write() -> None:
-        check_replicas(source.weights, read=True)
-        conversion.write(writer("direct", conversion, workers=1, tile=1 << 10))
-    conversion.run(write)
+    if not conversion.finished():
+        conversion.run(Engine(workers=1, tile=1 << 10), checks_source=True)
 
 
 def verify(sim: Simulation) -> None:

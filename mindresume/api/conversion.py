@@ -10,16 +10,14 @@ nothing behind; after a kill, the same call continues with what is missing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mindresume import runtime
 from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import Problem, Result, problem_of
-from mindresume.api.shared_conversion import run_shared, total_traffic
 from mindresume.api.sources import CheckpointLike, opened
-from mindresume.coordination.collectives import Group, SingleProcess, run_on_rank0
-from mindresume.errors import ConfigError, EngineError
+from mindresume.errors import ConfigError
 from mindresume.events.log_lines import texts_into
 from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE
 from mindresume.formats.huggingface import model_from_config
@@ -27,24 +25,24 @@ from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_fro
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.manifest import FORMATS
 from mindresume.reshard.conversion_plan import ConversionPlan, ranks_in_group, to_consolidated, to_iteration, to_ranks
-from mindresume.reshard.converter import Conversion
-from mindresume.reshard.direct_engine import BUFFERS, Traffic
+from mindresume.reshard.converter import Conversion, Share
+from mindresume.reshard.direct_engine import BUFFERS
 from mindresume.reshard.element_order import pieces_of
-from mindresume.reshard.engines import ENGINES, engine_for, tile_for, writer
+from mindresume.reshard.engines import AUTO, BY_MINDSPORE, DIRECT, ENGINES, Engine, engine_for, tile_for
 from mindresume.reshard.huggingface import read_config
-from mindresume.reshard.huggingface_export import KEEP, Export, orders_in, to_huggingface, verify_composed
+from mindresume.reshard.huggingface_export import KEEP, orders_in, to_huggingface
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.range_reader import COMPOSED_MEMORY
-from mindresume.reshard.replica_check import check_replicas
 from mindresume.reshard.strategy_store import own_strategy
 from mindresume.reshard.target_files import PART_BYTES
+from mindresume.reshard.translated_view import TranslatedView
 from mindresume.storage.posix import PosixStorage
 
 SAME, ITERATION = "same", "iteration"
 TARGET_FORMATS = (*FORMATS, ITERATION)
 MAX_SHARD_BYTES = 5 << 30           # the default of transformers' save_pretrained
 
-ALONE = SingleProcess()
+ALONE = (1, 1)
 
 Path = str | os.PathLike[str]
 
@@ -99,7 +97,8 @@ class ConversionResult(Result):
 
 def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None = None, strategy: Path | None = None,
             format: str | None = None, engine: str = "auto", workers: int = 2, memory_limit_bytes: int | None = None,
-            dry_run: bool = False, progress: Progress = SILENT, group: Group = ALONE) -> ConversionResult:
+            dry_run: bool = False, progress: Progress = SILENT, part: tuple[int, int] = ALONE,
+            timeout_seconds: float = 0.0) -> ConversionResult:
     """Cuts a checkpoint for another parallel strategy, converts it to another format, or both. Tensors are copied bit for bit.
 
     Args:
@@ -118,7 +117,9 @@ def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None
         memory_limit_bytes: Most memory for buffers of the direct engine; None: 12 MiB per worker.
         dry_run: Whether to write nothing, and only return what would be done.
         progress: Receives the numbers of bytes to write, and of bytes written.
-        group: The processes that share the work; all make the same call. One commits; all return the same result.
+        part: (K, N): this call writes the K-th of N shares of the files, K from 1; other calls, in other processes and on other
+            nodes that see the same folders, write the other ones. Whoever completes them commits.
+        timeout_seconds: How long to wait for the other parts without a sign of them; 0: this call does not wait for them.
 
     Returns:
         A ConversionResult. If the target is already this conversion, nothing is done.
@@ -130,23 +131,24 @@ def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None
         OutOfSpaceError: The disk has too little space for ``dst``.
         SaveError: ``dst`` could not be written, or the same conversion is running.
         EngineError: MindSpore's engine was requested, and failed.
-        CollectiveError: In a group of several processes, on all of them, if one fails or is lost.
+        ProcessLostError: Another part gave no sign for ``timeout_seconds``, or failed.
         MindResumeError: As for ``Checkpoint.tensors``.
     """
+    request = _Request(os.fspath(dst), engine, workers, memory_limit_bytes, dry_run, progress, _share(part, timeout_seconds))
     with opened(src, step, strategy, hold=not dry_run) as source:
         format = format or (ITERATION if source.is_iteration else source.weights.format)
         if format not in TARGET_FORMATS:
             raise ConfigError(f"format is {format!r}; choose one of {', '.join(TARGET_FORMATS)}")
         target = _target(os.fspath(to), source)
-        each = ranks_in_group(target, group.size) if group.size > 1 else None
-        job = to_iteration(source, target, each) if format == ITERATION else to_ranks(source, target, format, each)
-        return _run(job, dst, source.weights.format, engine, workers, memory_limit_bytes, dry_run, progress, group)
+        each = ranks_in_group(target, part[1]) if part[1] > 1 else None
+        plan = to_iteration(source, target, each) if format == ITERATION else to_ranks(source, target, format, each)
+        return _carry_out(plan, request)
 
 
 def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: Path | None = None, hf_index: bool = False,
           drop: Sequence[str] = (), part_size_bytes: int = PART_BYTES, engine: str = "auto", workers: int = 2,
-          memory_limit_bytes: int | None = None, dry_run: bool = False, progress: Progress = SILENT, group: Group = ALONE
-          ) -> ConversionResult:
+          memory_limit_bytes: int | None = None, dry_run: bool = False, progress: Progress = SILENT,
+          part: tuple[int, int] = ALONE, timeout_seconds: float = 0.0) -> ConversionResult:
     """Merges the slices of all ranks into consolidated weights, as MindSpore's ``unified_safetensors`` does.
 
     Args:
@@ -163,7 +165,8 @@ def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: 
         memory_limit_bytes: As for ``convert``.
         dry_run: As for ``convert``.
         progress: As for ``convert``.
-        group: As for ``convert``.
+        part: As for ``convert``.
+        timeout_seconds: As for ``convert``.
 
     Returns:
         A ConversionResult.
@@ -171,15 +174,16 @@ def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: 
     Raises:
         MindResumeError: As for ``convert``.
     """
+    request = _Request(os.fspath(dst), engine, workers, memory_limit_bytes, dry_run, progress, _share(part, timeout_seconds))
     with opened(src, step, strategy, hold=not dry_run) as source:
-        job = to_consolidated(source, HUGGINGFACE if hf_index else MINDSPORE, part_size_bytes, tuple(drop))
-        return _run(job, dst, source.weights.format, engine, workers, memory_limit_bytes, dry_run, progress, group)
+        plan = to_consolidated(source, HUGGINGFACE if hf_index else MINDSPORE, part_size_bytes, tuple(drop))
+        return _carry_out(plan, request)
 
 
 def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP, max_shard_size_bytes: int = MAX_SHARD_BYTES,
               contiguous_attention: bool | None = None, contiguous_mlp: bool | None = None, step: int | None = None,
               strategy: Path | None = None, workers: int = 2, memory_limit_bytes: int | None = None, dry_run: bool = False,
-              progress: Progress = SILENT, group: Group = ALONE) -> ConversionResult:
+              progress: Progress = SILENT, part: tuple[int, int] = ALONE, timeout_seconds: float = 0.0) -> ConversionResult:
     """Writes the weights of a checkpoint as a Hugging Face folder: Qwen3, Qwen3-MoE, DeepSeek-V3, TeleChat3.
 
     Names, shapes and order become those of Hugging Face: q_proj, k_proj and v_proj instead of linear_qkv, and so on. Counters and
@@ -201,7 +205,8 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
         memory_limit_bytes: Most memory for buffers; None: about 56 MiB per worker.
         dry_run: As for ``convert``.
         progress: As for ``convert``.
-        group: As for ``convert``.
+        part: As for ``convert``.
+        timeout_seconds: As for ``convert``.
 
     Returns:
         A ConversionResult with ``model_type``.
@@ -211,30 +216,12 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
         ConfigError: ``config`` is missing, or its model has no rules; or the checkpoint records another order.
         MindResumeError: As for ``convert``.
     """
-    storage = PosixStorage()
-    document, path = read_config(storage, os.fspath(config))
+    request = _Request(os.fspath(dst), DIRECT, workers, memory_limit_bytes, dry_run, progress, _share(part, timeout_seconds))
+    document, path = read_config(PosixStorage(), os.fspath(config))
     model_from_config(document, path)               # refuses it before the checkpoint is opened
-    limit = None if memory_limit_bytes is None else memory_limit_bytes * BUFFERS // (BUFFERS + COMPOSED_MEMORY)
-    tile = tile_for(limit, workers)
     with opened(src, step, strategy, hold=not dry_run) as source:
         model = model_from_config(document, path, *orders_in(source, contiguous_attention, contiguous_mlp))
-        job = to_huggingface(source, model, dtype, max_shard_size_bytes, document)
-        notes, traffic = [*source.notes], Traffic()
-        conversion = Export(storage, job, os.fspath(dst), texts_into(notes), config=document)
-        planned = _planned(job, os.fspath(dst), "direct", (BUFFERS + COMPOSED_MEMORY) * workers * tile, dry_run,
-                           _finished(conversion, group), model.kind)
-        if dry_run or planned.finished:
-            return replace(planned, notes=tuple(notes))
-
-        def check() -> None:
-            if group.rank == 0:
-                check_replicas(source.weights, read=True)
-            verify_composed(job, traffic, group.rank, group.size)
-
-        def write(numbers: Sequence[int] | None) -> None:
-            conversion.write(writer("direct", conversion, workers, tile, traffic, texts_into(notes)), numbers)
-        seconds = _carry_out(conversion, check, write, traffic, progress, group)
-        return _done(planned, traffic, seconds, notes, group)
+        return _carry_out(to_huggingface(source, model, dtype, max_shard_size_bytes, document), request)
 
 
 def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
@@ -254,88 +241,64 @@ def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
     return strategy_from_plan(plan, tensors, source.weights.world_size // max(sizes, default=1))
 
 
-def _run(job: ConversionPlan, target: Path, source_format: str, engine: str, workers: int, memory_limit_bytes: int | None,
-         dry_run: bool, progress: Progress, group: Group) -> ConversionResult:
-    """Runs a conversion, unless it is a dry run or the target exists already."""
-    if engine not in ENGINES:
-        raise ConfigError(f"engine is {engine!r}; choose one of {', '.join(ENGINES)}")
-    if group.size > 1 and engine == "mindspore":
-        raise ConfigError(f"engine is mindspore, which does not share its work among the {group.size} processes of this launch; "
-                          f"leave it away, or start one process")
-    notes, traffic = [*job.source.notes], Traffic()
-    conversion = Conversion(PosixStorage(), job, os.fspath(target), texts_into(notes))
-    tile, chosen = tile_for(memory_limit_bytes, workers), engine_for(engine, source_format) if group.size == 1 else "direct"
-    planned = _planned(job, os.fspath(target), chosen, BUFFERS * workers * tile, dry_run,
-                       _finished(conversion, group))
-    if dry_run or planned.finished:
-        return replace(planned, notes=tuple(notes))
-
-    def check() -> None:
-        if group.rank == 0:
-            check_replicas(job.source.weights, read=True)
-
-    def write(numbers: Sequence[int] | None) -> None:
-        nonlocal planned
-        try:
-            conversion.write(writer(chosen, conversion, workers, tile, traffic, texts_into(notes)), numbers)
-        except EngineError as error:
-            if engine != "auto":
-                raise
-            notes.append(f"MindSpore's engine cannot convert this, so the direct engine did: {error}")
-            planned = replace(planned, engine="direct")
-            conversion.write(writer("direct", conversion, workers, tile, traffic, texts_into(notes)), numbers)
-    seconds = _carry_out(conversion, check, write, traffic, progress, group)
-    return _done(planned, traffic, seconds, notes, group)
+@dataclass(frozen=True)
+class _Request:
+    """How a conversion is carried out, whatever it writes: the parameters that ``convert``, ``merge`` and ``export_hf`` share."""
+    target: str
+    engine: str
+    workers: int
+    memory_limit_bytes: int | None
+    dry_run: bool
+    progress: Progress
+    share: Share
 
 
-def _finished(conversion: Conversion, group: Group) -> bool:
-    """Returns whether the target exists, as process 0 sees it."""
-    return conversion.finished() if group.size == 1 else run_on_rank0(group, conversion.finished)
+def _share(part: tuple[int, int], timeout_seconds: float) -> Share:
+    number, count = part
+    if not 1 <= number <= count:
+        raise ConfigError(f"part is {number} of {count}; expected a number from 1 on, and at least as many parts")
+    return Share(number, count, timeout_seconds)
 
 
-def _carry_out(conversion: Conversion, check: Callable[[], None], write: Callable[[Sequence[int] | None], None], traffic: Traffic,
-               progress: Progress, group: Group) -> float:
-    """Prepares, checks, writes and commits; a failure of one process alone leaves nothing behind. Returns the seconds that it
-    took."""
-    started = runtime.monotonic()
-    numbers = None if group.size == 1 else range(group.rank, len(conversion.plan.groups), group.size)
+def _carry_out(plan: ConversionPlan, request: _Request) -> ConversionResult:
+    """Writes the files of a plan and commits them, unless it is a dry run or the target exists already.
 
-    def work() -> None:
-        check()
-        progress.expect(_bytes_to_write(conversion.plan, numbers))
-        traffic.progress = progress.advance            # counts what is written, not what ``check`` reads
-        write(numbers)
-    if group.size == 1:
-        conversion.run(work)
-    else:
-        run_shared(conversion, work, traffic, group)
-    return round(runtime.monotonic() - started, 3)
-
-
-def _planned(job: ConversionPlan, target: str, engine: str, memory_bytes: int, dry_run: bool, finished: bool,
-             model_type: str | None = None) -> ConversionResult:
-    """Returns the result of a conversion before anything is done."""
-    source, tensors = job.source, job.source.weights.tensors
-    groups = [{name for number in group for name in job.files[number].holds} for group in job.groups]
+    The source is open, and the regions of all target files are planned. Then: the target is this conversion already, or free ─▶
+    read and compare what the engine cannot compare ─▶ read, verify, write group by group ─▶ records and manifest, or index ─▶
+    rename (``Conversion``).
+    """
+    source, target, share = plan.source, os.path.abspath(request.target), request.share
+    if request.engine not in ENGINES:
+        raise ConfigError(f"engine is {request.engine!r}; choose one of {', '.join(ENGINES)}")
+    if share.count > 1 and request.engine == BY_MINDSPORE:
+        raise ConfigError(f"engine is mindspore, which does not share its work among {share.count} processes; leave it away, or "
+                          f"start one process")
+    # tensors that are composed of others need more memory than tiles
+    buffers = BUFFERS + (COMPOSED_MEMORY if isinstance(source.weights, TranslatedView) else 0)
+    limit = request.memory_limit_bytes
+    tile = tile_for(None if limit is None else limit * BUFFERS // buffers, request.workers)
+    notes = [*source.notes]
+    engine = Engine(engine_for(request.engine, source.weights.format) if share.count == 1 else DIRECT, request.workers, tile,
+                    emit=texts_into(notes), falls_back=request.engine == AUTO)
+    conversion = Conversion(PosixStorage(), plan, request.target, texts_into(notes), share=share)
+    tensors = source.weights.tensors
+    groups = [{name for number in group for name in plan.files[number].holds} for group in plan.groups]
     names = set[str]().union(*groups)
     needed = sum(tensors[name].nbytes for name in names)
-    read = sum(tensors[name].nbytes for group in groups for name in group)
-    return ConversionResult(
-        source.what, os.path.abspath(target), engine, len(job.files), len(names),
-        tuple(sorted({tensors[name].dtype for name in names})), model_type, needed, read, _bytes_to_write(job),
-        round(read / needed, 4) if needed else 1.0, memory_bytes, dry_run, finished,
+    to_read = sum(tensors[name].nbytes for group in groups for name in group)
+    result = ConversionResult(
+        source.what, target, engine.name, len(plan.files), len(names), tuple(sorted({tensors[name].dtype for name in names})),
+        plan.model_type, needed, to_read, plan.tensor_bytes(), round(to_read / needed, 4) if needed else 1.0,
+        buffers * request.workers * tile, request.dry_run, conversion.finished(),
         refused=tuple(problem_of(source.folder or "", refusal) for refusal in source.refused))
-
-
-def _bytes_to_write(job: ConversionPlan, groups: Sequence[int] | None = None) -> int:
-    """Returns the bytes of tensors in the files of these groups, by default of all."""
-    tensors = job.source.weights.tensors
-    files = job.files if groups is None else [job.files[i] for number in groups for i in job.groups[number]]
-    return sum(sum(count for rows in file.plan_file(tensors).tensors.values() for _, _, count in rows) for file in files)
-
-
-def _done(planned: ConversionResult, traffic: Traffic, seconds: float, notes: Sequence[str], group: Group) -> ConversionResult:
-    if group.size > 1:
-        traffic = total_traffic(traffic, group)
-    return replace(planned, finished=True, bytes_read=traffic.read, bytes_written=traffic.written,
-                   bytes_verified=traffic.verified, seconds=seconds, notes=tuple(notes))
+    if request.dry_run or result.finished:
+        return replace(result, notes=tuple(notes))
+    started = runtime.monotonic()
+    request.progress.expect(plan.tensor_bytes(plan.groups[number] for number in share.groups(plan)))
+    engine.traffic.progress = request.progress.advance
+    finished = conversion.run(engine, checks_source=True)
+    if not finished:
+        notes.append(f"{share} is written; {target} appears when the other parts are, too")
+    return replace(result, engine=engine.name, finished=finished, bytes_read=engine.traffic.read,
+                   bytes_written=engine.traffic.written, bytes_verified=engine.traffic.verified,
+                   seconds=round(runtime.monotonic() - started, 3), notes=tuple(notes))

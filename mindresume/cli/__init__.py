@@ -55,14 +55,12 @@ def main() -> None:
     do."""
     from mindresume.cli import (  # noqa: F401  each module registers its command
         advise,
-        convert,
+        conversions,
         diff,
         drill,
-        export_hf,
         flush,
         inspect,
         ls,
-        merge,
         plugin_path,
         prune,
         report,

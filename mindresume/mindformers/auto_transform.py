@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from mindresume.coordination.collectives import Group, Watchdog, always_advancing, gather_results, run_on_all, run_on_rank0
-from mindresume.errors import ConfigError, EngineError, StrategyError
+from mindresume.errors import ConfigError, EngineError, SaveError, StrategyError
 from mindresume.events import Emit, Notice, warning
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import OURS
@@ -33,9 +33,9 @@ from mindresume.mindformers.network_state import layouts as network_layouts
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated, to_ranks
-from mindresume.reshard.converter import Conversion
+from mindresume.reshard.converter import Conversion, Share
 from mindresume.reshard.direct_engine import Traffic
-from mindresume.reshard.engines import engine_for, writer
+from mindresume.reshard.engines import BY_MINDSPORE, Engine, engine_for
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, checkpoint_of, open_consolidated, with_world_size
 from mindresume.reshard.region_load import bytes_of, read_regions, wanted_regions
@@ -227,7 +227,7 @@ def _by_mindspore(storage: Storage, job: ConversionPlan, folder: str, processes:
     conversion, finished = _free_target(storage, job, folder, emit)
     if not finished:
         try:
-            conversion.run(lambda: conversion.write(writer("mindspore", conversion, processes, emit=emit)))
+            conversion.run(Engine(BY_MINDSPORE, processes, emit=emit))
         except EngineError as error:
             return {"refused": str(error)}
     return {"folder": conversion.target}
@@ -243,22 +243,22 @@ def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: T
         found, finished = _free_target(storage, job, folder, emit)
         return [found.target, finished]
     target, finished = run_on_rank0(group, find_target, OPENING)
-    conversion = Conversion(storage, job, target, emit)
     if finished:
-        emit(Notice(f"{conversion.target} exists already, from an earlier start; it is used"))
-        return conversion.target
-    mine = [number for number in range(len(job.groups)) if number % processes * step == group.rank]
+        emit(Notice(f"{target} exists already, from an earlier start; it is used"))
+        return target
+    share = Share(group.rank // step + 1, processes) if group.rank % step == 0 else None
+    conversion = Conversion(storage, job, target, emit, share=share or Share())
     progress = ProgressReporter("converting", emit)
-    write = writer("direct", conversion, traffic=Traffic(progress=progress.advance))
-    conversion.join(run_on_rank0(group, conversion.prepare, OPENING))
+    engine = Engine(traffic=Traffic(progress=progress.advance))
     try:
-        gather_results(group, lambda: conversion.write(write, mine), waiting_for(progress))
-        run_on_rank0(group, conversion.commit, Watchdog("committing the conversion"))
+        gather_results(group, lambda: share and conversion.run(engine), waiting_for(progress))
+        if not run_on_rank0(group, conversion.finished):
+            raise SaveError(f"{target} is not complete, though every rank has written its share")
     except BaseException:
         if group.rank == 0:
-            conversion.abandon()
+            conversion.discard()
         raise
-    return conversion.target
+    return target
 
 
 def _free_target(storage: Storage, job: ConversionPlan, folder: str, emit: Emit) -> tuple[Conversion, bool]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from mindresume.model.manifest import attempt_name, run_name
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.scalar_tensors import with_counters
 from mindresume.reshard.target_files import METADATA, PART_BYTES, TargetFile, consolidated_files, iteration_files, rank_files
+from mindresume.tensor_files import FilePlan
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class ConversionPlan:
         shards: indices of the files of each rank; empty for consolidated weights.
         iteration_dir: the unfinished iteration folder that holds the files; else empty.
         strategy: None for one rank and for consolidated weights.
-        index: (name, JSON value) of the index of consolidated weights.
+        documents: (name, JSON value) of the index and the configuration of consolidated weights.
+        model_type: of Hugging Face, if the tensors have its names.
     """
     source: OpenCheckpoint
     files: tuple[TargetFile, ...]
@@ -46,7 +48,8 @@ class ConversionPlan:
     shards: tuple[tuple[int, ...], ...] = ()
     iteration_dir: str = ""
     strategy: Strategy | None = None
-    index: tuple[str, Mapping[str, Any]] | None = None
+    documents: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    model_type: str | None = None
 
     @property
     def run(self) -> str:
@@ -58,10 +61,17 @@ class ConversionPlan:
         path = self.files[number].path
         return f"{iteration_name(self.source.state.step)}{path.removeprefix(self.iteration_dir)}" if self.iteration_dir else path
 
-    def size(self, groups: Sequence[tuple[int, ...]] | None = None) -> int:
+    def size(self, groups: Iterable[tuple[int, ...]] | None = None) -> int:
         """Returns the bytes of the files of these groups, by default of all."""
+        return sum(plan.size for plan in self._file_plans(groups))
+
+    def tensor_bytes(self, groups: Iterable[tuple[int, ...]] | None = None) -> int:
+        """Returns the bytes of the tensors in these files."""
+        return sum(count for plan in self._file_plans(groups) for rows in plan.tensors.values() for _, _, count in rows)
+
+    def _file_plans(self, groups: Iterable[tuple[int, ...]] | None) -> Iterator[FilePlan]:
         tensors = self.source.weights.tensors
-        return sum(self.files[i].plan_file(tensors).size for group in (self.groups if groups is None else groups) for i in group)
+        return (self.files[i].plan_file(tensors) for group in (self.groups if groups is None else groups) for i in group)
 
 
 def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, ranks_per_group: int | None = None) -> ConversionPlan:
@@ -138,7 +148,8 @@ def to_consolidated(source: OpenCheckpoint, kind: str, part_bytes: int = PART_BY
     source = with_counters(source) if kind == MINDSPORE else source
     files, index = consolidated_files(source.weights, kind, part_bytes, drop)
     fingerprint = _fingerprint(source, ["complete", kind, part_bytes, sorted(drop)])
-    return ConversionPlan(source, tuple(files), tuple((i,) for i in range(len(files))), fingerprint, index=index)
+    return ConversionPlan(source, tuple(files), tuple((i,) for i in range(len(files))), fingerprint,
+                          documents=(index,))
 
 
 def file_name(source: OpenCheckpoint, rank: int, fmt: str) -> str:

@@ -1,45 +1,79 @@
 """Runs a conversion as one transaction: the target folder appears complete or not at all, and nothing else is touched.
 
     prepare   is the target finished, free, is there room? ─▶ work folder beside the target, with a lock
-    write     group by group (a pipeline stage, a part of consolidated weights): files ─▶ flush ─▶ mark of the finished group
+    write     group by group (a pipeline stage, a file of consolidated weights): files ─▶ flush ─▶ mark of the finished group
     commit    records and manifest (rank folders) or index (consolidated weights) ─▶ rename the work folder to the target
 
 The name of the work folder identifies everything that determines the bytes. So the same conversion, started again after a kill,
 continues with the missing groups, and a finished conversion is not repeated. An error or Ctrl-C removes the work folder.
-Several processes may share the groups: one prepares and commits, the others ``join`` and write.
+
+Several processes may write a share of the groups each. They exchange no messages: the name leads all of them to one work folder,
+and whoever finds all marks there commits.
 """
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from mindresume import runtime
-from mindresume.errors import ConfigError, CorruptFileError, OutOfSpaceError, RecordError, SaveError
+from mindresume.errors import (
+    ConfigError,
+    CorruptFileError,
+    LoadError,
+    OutOfSpaceError,
+    ProcessLostError,
+    RecordError,
+    SaveError,
+    StrategyError,
+)
 from mindresume.events import Emit, Event, Notice, ignore, warning
 from mindresume.events.log_lines import line_of
 from mindresume.formats.iteration_naming import iteration_name
-from mindresume.model.layout import TensorLayout
+from mindresume.formatting import listed
 from mindresume.model.manifest import Details, FileRecord, Record, TensorRecord, encode_head, read_head, record_name
-from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
 from mindresume.reshard.conversion_plan import ConversionPlan
+from mindresume.reshard.engines import Engine, check_source
 from mindresume.reshard.geometry import shape_of
-from mindresume.reshard.target_files import TargetFile
 from mindresume.saving.committer import Committer
 from mindresume.saving.lineage import continued
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.atomic_publish import TEMPORARY, publish, publish_json
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import remove_tree
+from mindresume.storage.operations import parallel, remove_tree
 from mindresume.tensor_files.checksum import Checksums, file_checksum
 
 LOCK = ".lock"                      # suffix of the name of the work folder
 _SPARE = 1 << 20                    # bytes for records, manifest and index
+NOTE_EVERY = 30.0                   # seconds between two notices of what is waited for
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0                            # seconds between two looks at the work folder
+_LOOKS = 4                          # at a lock that another process holds
+_FINAL = (ConfigError, CorruptFileError, LoadError, StrategyError)  # a second try would find the same
 
-Writer = Callable[[CheckpointView, Storage, Sequence[TargetFile]], list[Checksums]]
+
+@dataclass(frozen=True)
+class Share:
+    """What one process writes of a conversion that several share: every ``count``-th group of files.
+
+    Args:
+        number: which of them, from 1.
+        timeout: seconds without a sign of the others, whose shares are missing, after which waiting for them ends with an error;
+            0: nobody waits for the others.
+    """
+    number: int = 1
+    count: int = 1
+    timeout: float = 0.0
+
+    def groups(self, plan: ConversionPlan) -> range:
+        """Returns the numbers of the groups."""
+        return range(self.number - 1, len(plan.groups), self.count)
+
+    def __str__(self) -> str:
+        return f"part {self.number} of {self.count}"
 
 
 @dataclass
@@ -51,31 +85,58 @@ class Conversion:
     target: str
     emit: Emit = ignore
     clock: Callable[[], float] = runtime.time
+    share: Share = field(default_factory=Share)
     _lock: int = field(default=-1, repr=False)
-    _owns_work: bool = field(default=False, repr=False)     # whether this object made the work folder and may remove it
-    _suffix: str = field(default="", repr=False)            # makes its name unique
+    _owns_work: bool = field(default=False, repr=False)     # whether this object holds the work folder and may remove it
+    _suffix: str = field(default="", repr=False)            # makes its name unique where locks are not known
+    _identity: str = field(default="", repr=False)          # of the work folder: another share can remove it
 
     def __post_init__(self) -> None:
         self.target = os.path.realpath(self.target)
 
+    def _hidden(self, suffix: str) -> str:
+        folder, name = os.path.split(self.target)
+        return os.path.join(folder, f".{name}.{self.plan.fingerprint[:16]}{suffix}{TEMPORARY}")
+
     @property
     def work(self) -> str:
-        folder, name = os.path.split(self.target)
-        return os.path.join(folder, f".{name}.{self.plan.fingerprint[:16]}{self._suffix}{TEMPORARY}")
+        return self._hidden(self._suffix)
+
+    @property
+    def _lock_path(self) -> str:
+        return self._hidden("") + LOCK
 
     @property
     def scratch(self) -> str:
         """Folder for intermediate files, removed at the commit."""
         return os.path.join(self.work, "scratch")
 
-    def run(self, write: Callable[[], None]) -> None:
-        """Prepares the work folder, calls ``write`` to fill it, and commits. Any error removes the work folder."""
+    def run(self, engine: Engine, checks_source: bool = False) -> bool:
+        """Writes the share of this process, and commits when all shares are there. Returns whether the target is complete.
+
+        A process that works alone leaves nothing behind after any error or signal. One of several removes the work of all after
+        an error that a second try would find again; after any other error what is finished stays for the next try.
+
+        Args:
+            checks_source: what the engine cannot compare while it copies is read and compared before (``check_source``).
+        """
         try:
-            self.prepare()
-            write()
-            self.commit()
-        except BaseException:                       # Ctrl-C too
-            self.abandon()
+            if not self.prepare():
+                return self._commit_or_wait()
+            if checks_source:
+                check_source(self.plan.source.weights, engine.traffic, self.share.number - 1, self.share.count)
+            self.write(engine)
+            if self.share.count == 1:
+                self.commit()
+                return True
+            self._release()                             # nothing of this share is open any more: others may commit
+            return self._commit_or_wait()
+        except BaseException as error:                  # Ctrl-C too
+            if self.share.count == 1 or isinstance(error, _FINAL):
+                self.abandon()
+            self._release()
+            if self.share.count > 1 and isinstance(error, (OSError, SaveError)) and self._identity and not self._is_there():
+                raise self._lost_work() from error
             raise
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
@@ -102,16 +163,15 @@ class Conversion:
                 state = "is gone" if found is None else f"has {found.size} bytes instead of {file.size}"
                 raise ConfigError(f"{self.target} was converted from {made.what}, but its file {file.path} {state}; remove the "
                                   f"folder")
-        if self._lock < 0 and self.storage.status(self.work + LOCK) is not None:
+        if self._lock < 0 and self.storage.status(self._lock_path) is not None:
             with suppress(OSError):                 # left by a process that died right after the rename
-                self.storage.remove(self.work + LOCK)
+                self.storage.remove(self._lock_path)
         return True
 
-    def prepare(self) -> str:
-        """Creates the work folder.
+    def prepare(self) -> bool:
+        """Creates the work folder. Returns False if there is nothing to write, because another process commits all shares or has
+        done so.
 
-        Returns:
-            The value that other processes pass to ``join``.
         Raises:
             ConfigError: the target is impossible.
             OutOfSpaceError: the disk has no room.
@@ -121,47 +181,61 @@ class Conversion:
         if root and os.path.commonpath([self.target, root]) == root:
             raise ConfigError(f"{self.target} lies in {root}, the source, into which nothing is written; give another folder")
         self.storage.make_folder(os.path.dirname(self.work))
-        self._take_lock()
-        if self.plan.iteration_dir and self.storage.list(self.work) and not self.storage.list(os.path.join(self.work,
-            self.plan.iteration_dir)):
-            remove_tree(self.storage, self.work)    # left by a process that died during its commit
+        for left in reversed(range(1 if self.share.count == 1 else _LOOKS)):
+            if self._take_lock(fcntl.LOCK_EX if self.share.count == 1 else fcntl.LOCK_SH):
+                break
+            if self.share.count > 1 and (self.storage.status(self._claimed) is not None or self.finished()):
+                return False
+            if not left:
+                raise SaveError(f"the same conversion to {self.target} is running in another process; wait for it, and then "
+                                f"start this one again")
+            runtime.sleep(_FIRST_PAUSE)             # a process that begins to commit holds the lock before it renames the folder
+        if self.finished():
+            if self.share.count > 1:
+                self._release()
+                return False
+            self.abandon()
+            raise SaveError(f"the same conversion to {self.target} was just finished by another process; nothing is left to do")
+        if not self._suffix and self.storage.status(self._claimed) is not None:     # left by a process that died in its commit
+            if self.storage.status(self.work) is None:
+                self.storage.rename(self._claimed, self.work)
+            else:
+                remove_tree(self.storage, self._claimed)
+        if self.plan.iteration_dir and self.storage.status(os.path.join(self.work, iteration_name(self.plan.source.state.step))):
+            remove_tree(self.storage, self.work)    # the same: its files have their final names already
         self.storage.make_folder(self.work)
-        missing = [group for number, group in enumerate(self.plan.groups) if self.done(number) is None]
+        self._identity = self.storage.status(self.work).identity
+        missing = [self.plan.groups[number] for number in self.share.groups(self.plan) if self.done(number) is None]
         needed = _SPARE + self.plan.size(missing)
         room = self.storage.free_space(self.work)
         if room < needed:
-            if len(missing) == len(self.plan.groups):
+            if not self.storage.list(self.work) or self.share.count == 1 and len(missing) == len(self.plan.groups):
                 self.abandon()
             self._release()                         # keep groups that a killed process finished
             raise OutOfSpaceError(f"{self.target} needs {needed / 2**20:.1f} MiB, there is room for {room / 2**20:.1f} MiB. "
                                   f"Nothing was written")
-        return self._suffix
+        return True
 
-    def join(self, prepared: str) -> None:
-        """Joins a conversion that another process prepared, and will commit or abandon."""
-        self._suffix = prepared
-
-    def _take_lock(self) -> None:
-        path = self.work + LOCK
+    def _take_lock(self, kind: int) -> bool:
+        """Locks the work folder: shared by the processes that write shares, exclusive by one that works alone or commits. Returns
+        False if the lock is held."""
+        path = self._lock_path
         self._lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_locked = os.path.exists(path) and os.path.samestat(os.fstat(self._lock), os.stat(path))
+            fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
+            self._owns_work = os.path.exists(path) and os.path.samestat(os.fstat(self._lock), os.stat(path))
         except BlockingIOError:
-            is_locked = False
-        except OSError as error:                    # a file system without locks needs a unique name
+            self._owns_work = False
+        except OSError as error:                    # a file system without locks: a process alone needs a unique name
             self.emit(warning(f"{self.work} cannot be locked: {error}"))
             with suppress(OSError):
                 self.storage.remove(path)
-            is_locked, self._suffix = True, f"-{os.getpid()}-{os.urandom(4).hex()}"
-        if not is_locked:                               # or it finished between our open and our flock
+            if self.share.count == 1:
+                self._suffix = f"-{os.getpid()}-{os.urandom(4).hex()}"
+            self._owns_work = True
+        if not self._owns_work:                         # or it finished between our open and our flock
             self._release()
-            raise SaveError(f"the same conversion to {self.target} is running in another process; wait for it, and then start "
-                            f"this one again")
-        self._owns_work = True
-        if self.finished():
-            self.abandon()
-            raise SaveError(f"the same conversion to {self.target} was just finished by another process; nothing is left to do")
+        return self._owns_work
 
     # ---- write -----------------------------------------------------------------------------------------------------
 
@@ -181,27 +255,28 @@ class Conversion:
                 return None
         return found
 
-    def write(self, writer: Writer, numbers: Sequence[int] | None = None) -> None:
-        """Writes those of the groups ``numbers`` (default: all) that are not finished, or whose files are not what was written.
-        Raises any error of ``writer``."""
-        for number in range(len(self.plan.groups)) if numbers is None else numbers:
+    def write(self, engine: Engine) -> None:
+        """Writes those groups of the share that are not finished, or whose files are not what was written. Raises the errors of
+        ``engine``."""
+        for number in self.share.groups(self.plan):
             if self._is_intact(number):
                 self.emit(Notice(f"part {number + 1} of {len(self.plan.groups)} is there already"))
                 continue
-            files = [replace(self.plan.files[i], path=os.path.join(self.work, self.plan.files[i].path))
-                     for i in self.plan.groups[number]]
+            if self.share.count > 1 and not self._is_there():
+                raise self._lost_work()
+            group = self.plan.groups[number]
+            files = [replace(self.plan.files[i], path=os.path.join(self.work, self.plan.files[i].path)) for i in group]
             folders = {os.path.dirname(file.path) for file in files}
             for folder in folders:
                 self.storage.make_folder(folder)
             for file in files:
                 self.storage.remove(file.path)      # left by a killed process
-            found = writer(self.plan.source.weights, self.storage, files)
+            found = engine.write(self.plan, self.storage, files, self.scratch)
             for folder in folders:
                 self.storage.sync(folder)
             self.storage.make_folder(os.path.dirname(self._mark(number)))
-            publish(self.storage, self._mark(number), [encode_head(
-                {"version": 1, "kind": "group", "files": [[self.plan.files[i].path, s.size, s.file, s.tensors] for i, s in
-                                                          zip(self.plan.groups[number], found, strict=True)]}, LIMIT)],
+            rows = [[self.plan.files[i].path, s.size, s.file, s.tensors] for i, s in zip(group, found, strict=True)]
+            publish(self.storage, self._mark(number), [encode_head({"version": 1, "kind": "group", "files": rows}, LIMIT)],
                     self.plan.run)
 
     def _is_intact(self, number: int) -> bool:
@@ -219,6 +294,74 @@ class Conversion:
     def _mark(self, number: int) -> str:
         return os.path.join(self.work, "done", f"{number}.json")
 
+    # ---- the other shares ------------------------------------------------------------------------------------------
+
+    @property
+    def _claimed(self) -> str:
+        """The work folder while one of several processes commits it."""
+        return self._hidden("-commit")
+
+    def _commit_or_wait(self) -> bool:
+        """Commits if all groups are there, else waits for whoever completes them. Returns whether the target is complete. Raises
+        ProcessLostError if the others give no sign for ``timeout`` seconds."""
+        left, sign = list(range(len(self.plan.groups))), None
+        pause, since, noted = _FIRST_PAUSE, runtime.monotonic(), runtime.monotonic()
+        while not self.finished():
+            left = [number for number in left if self.done(number) is None]
+            if not left and self._commit_alone():
+                return True
+            if self.share.timeout <= 0:
+                return self.finished()
+            if not self._is_there() and not self.finished():
+                raise self._lost_work()
+            now, before, sign = runtime.monotonic(), sign, (left, self._stamps(left))
+            if sign != before:
+                since = now
+            text = f"{listed(sorted({f'part {number % self.share.count + 1}' for number in left}), 3)} of {self.share.count}" \
+                if left else "the process that commits"
+            if now - since > self.share.timeout:
+                raise ProcessLostError(
+                    f"waited {now - since:.0f} s for {text} ({self.work}): it must run, with the same arguments, and see this "
+                    f"folder. Was a step saved meanwhile? Give --step. The same command, started again, continues")
+            if now - noted >= NOTE_EVERY:
+                noted = now
+                logging.getLogger("mindresume").warning("waiting for %s", text)     # at once: ``emit`` may collect
+            runtime.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return True
+
+    def _commit_alone(self) -> bool:
+        """Commits if no other process writes or commits. Returns whether it did. The lock keeps out those of this machine; the
+        rename lets one alone pass where locks do not reach."""
+        if not self._take_lock(fcntl.LOCK_EX):
+            return False
+        try:
+            if self.finished() or any(self.done(number) is None for number in range(len(self.plan.groups))):
+                return False
+            try:
+                self.storage.rename(self.work, self._claimed)
+            except FileNotFoundError:
+                return False
+            self._suffix += "-commit"
+            self.commit()
+            return True
+        finally:
+            self._suffix = ""
+            self._release()
+
+    def _is_there(self) -> bool:
+        """Returns whether the work folder is the one that this process began with, also while another process commits it."""
+        found = [self.storage.status(path) for path in (self.work, self._claimed)]
+        return any(status is not None and self._identity in ("", status.identity) for status in found)
+
+    def _lost_work(self) -> ProcessLostError:
+        return ProcessLostError(f"{self.work} was removed: another process of this conversion found an error")
+
+    def _stamps(self, groups: list[int]) -> list[tuple[int, float] | None]:
+        """Returns what changes while another process writes these groups."""
+        paths = [os.path.join(self.work, self.plan.files[i].path) for number in groups for i in self.plan.groups[number]]
+        return [status and (status.size, status.mtime) for status in parallel(self.storage, self.storage.status, paths)]
+
     # ---- commit ----------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
@@ -231,8 +374,8 @@ class Conversion:
             sums.update(zip(group, found, strict=True))
         if self.plan.shards and self.plan.source.state is not None:
             self._commit_records(sums)
-        if self.plan.index is not None:
-            publish_json(self.storage, os.path.join(self.work, self.plan.index[0]), self.plan.index[1], self.plan.run)
+        for name, document in self.plan.documents:
+            publish_json(self.storage, os.path.join(self.work, name), document, self.plan.run)
         rows = [[self.plan.path(i), sums[i].size, sums[i].file] for i in range(len(self.plan.files))]
         value = {"version": 1, "kind": "conversion", "fingerprint": self.plan.fingerprint, "what": self.plan.source.what,
                  "files": rows}
@@ -258,7 +401,8 @@ class Conversion:
         attempt = place.attempt(state.step)
         self.storage.make_folder(attempt)
         for rank, numbers in enumerate(plan.shards):
-            layouts, rows, records = self._layouts(rank), {}, []
+            layouts = plan.strategy.of_rank(rank) if plan.strategy is not None else {}
+            rows, records = {}, []
             for index, number in enumerate(numbers):
                 file = plan.files[number]
                 for name, region in file.holds.items():
@@ -282,29 +426,31 @@ class Conversion:
         if text:
             self.emit(Notice(text, level))
 
-    def _layouts(self, rank: int) -> Mapping[str, TensorLayout]:
-        if self.plan.strategy is None:
-            return {}
-        return self.plan.strategy.of_rank(rank)
+    # ---- the end ---------------------------------------------------------------------------------------------------
 
-    def keep(self) -> None:
-        """Leaves the work folder to the next start of the same conversion, and releases the lock."""
-        self._release()
+    def discard(self) -> None:
+        """Removes the work folder unless another process uses it. Raises nothing."""
+        with suppress(OSError):
+            if self._take_lock(fcntl.LOCK_EX):
+                self.abandon()
 
     def abandon(self) -> None:
-        """Removes the work folder if this object made it, and the lock. Raises nothing."""
+        """Removes the work folder if this object holds it, and the lock. Raises nothing."""
         if self._owns_work:
             # rename first: the same conversion may start again at once
             gone = f"{self.work}-{runtime.token_hex(4)}"
             with suppress(OSError):
                 self.storage.rename(self.work, gone)
                 remove_tree(self.storage, gone)
+        self._identity = ""
         self._release()
 
     def _release(self) -> None:
         if self._owns_work:                              # while the lock is held, so that no other process locks a removed file
             with suppress(OSError):
-                self.storage.remove(self.work + LOCK)
+                if self.share.count > 1:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)      # other shares may hold it too
+                self.storage.remove(self._lock_path)
         self._owns_work = False
         if self._lock >= 0:
             os.close(self._lock)

@@ -1,14 +1,13 @@
 """Exports weights under the names of Hugging Face, with a ``config.json``.
 
     plan = to_huggingface(source, read_model(storage, "Qwen3-8B"), "bfloat16", 5 << 30)
-    Export(storage, plan, target, config=document)
+    Conversion(storage, plan, target).run(Engine())
 """
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import xxhash
@@ -29,14 +28,9 @@ from mindresume.formats.huggingface import (
 from mindresume.formats.huggingface_rules import Rule, copies, inverse_rules, rules
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated
-from mindresume.reshard.converter import Conversion
-from mindresume.reshard.direct_engine import Traffic
-from mindresume.reshard.geometry import whole
 from mindresume.reshard.huggingface import is_no_weight
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
-from mindresume.reshard.region_load import check_tensors
-from mindresume.reshard.translated_view import problems_text, translated
-from mindresume.storage.atomic_publish import publish_json
+from mindresume.reshard.translated_view import TranslatedView, problems_text, translated
 
 KEEP = "keep"                                       # the stored dtype
 DTYPES = ("bfloat16", "float32", KEEP)              # what an export can write
@@ -67,7 +61,7 @@ def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes:
     Args:
         dtype: one of DTYPES; router biases are written in float32, or kept.
         part_bytes: largest size of a part.
-        config: the content of the config.json that ``Export`` will write.
+        config: the content of the ``config.json`` beside the weights; None: there is none.
     Raises:
         LoadError: A tensor is missing, has another shape, or has no rule; the message names these tensors and shows how the
             expected shape is computed.
@@ -91,8 +85,22 @@ def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes:
     plan = to_consolidated(replace(source, weights=view, state=state, made=None), HUGGINGFACE, part_bytes)
     wanted = json.dumps([plan.fingerprint, repr(replace(model, source=CONFIG)), config], sort_keys=True)
     files = tuple(replace(file, metadata={"format": "pt"}) for file in plan.files)   # transformers refuses any other
-    return replace(plan, files=files, fingerprint=xxhash.xxh3_128_hexdigest(wanted.encode()),
-                   index=plan.index if len(files) > 1 else None)
+    documents = plan.documents if len(files) > 1 else ()
+    if config is not None:
+        documents = ((CONFIG, _config_of(view, config)), *documents)
+    return replace(plan, files=files, fingerprint=xxhash.xxh3_128_hexdigest(wanted.encode()), documents=documents,
+                   model_type=model.kind)
+
+
+def _config_of(view: TranslatedView, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``config`` with the dtype of the weights, under the key that it has (``dtype`` since transformers 4.57,
+    ``torch_dtype`` before), and without a quantisation, as the weights have none."""
+    dtypes = {tensor.dtype for tensor in view.tensors.values() if not tensor.rule.float32} or {"float32"}
+    document = {key: value for key, value in config.items() if key != QUANTIZATION}
+    if len(dtypes) == 1:
+        key = "dtype" if "dtype" in document else "torch_dtype"
+        document = {**{k: v for k, v in document.items() if k not in ("dtype", "torch_dtype")}, key: dtypes.pop()}
+    return document
 
 
 def _check(inner: CheckpointView, known: Mapping[str, Rule], model: Model) -> None:
@@ -129,30 +137,3 @@ def _is_known(name: str, tensor: Tensor, known: Mapping[str, Rule]) -> bool:
     if HEAD not in known and parts[1:] == HEAD.split("."):
         return True                                 # an optimizer state of the tied head
     return tensor.is_counter or is_no_weight(name)
-
-
-def verify_composed(plan: ConversionPlan, traffic: Traffic | None = None, part: int = 0, parts: int = 1) -> None:
-    """Compares the recorded checksums of the tensors that an export reads in parts, because the export itself cannot compare
-    them. Raises CorruptFileError if one differs. ``part``: which of ``parts`` shares of the tensors."""
-    view = plan.source.weights
-    inner = view.inner
-    recorded = [name for name in view.composed_sources() if any(
-        inner.locate(name, cut).checksum for cut in inner.tensors[name].cuts(whole(inner.tensors[name].shape)))]
-    check_tensors(inner, recorded[part::parts], traffic=traffic)
-
-
-@dataclass
-class Export(Conversion):
-    """Runs a conversion and writes ``config`` as ``config.json`` beside the weights: with their dtype, under the key that it has
-    (``dtype`` since transformers 4.57, ``torch_dtype`` before), and without a quantisation, as the weights have none."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    def commit(self) -> None:
-        """Writes ``config.json``, then commits. Raises the errors of ``Conversion.commit``."""
-        dtypes = {tensor.dtype for tensor in self.plan.source.weights.tensors.values() if not tensor.rule.float32} or {"float32"}
-        document = {key: value for key, value in self.config.items() if key != QUANTIZATION}
-        if len(dtypes) == 1:
-            key = "dtype" if "dtype" in document else "torch_dtype"
-            document = {**{k: v for k, v in document.items() if k not in ("dtype", "torch_dtype")}, key: dtypes.pop()}
-        publish_json(self.storage, os.path.join(self.work, CONFIG), document, self.plan.run)
-        super().commit()

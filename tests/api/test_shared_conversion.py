@@ -1,9 +1,9 @@
 """Several processes write the bytes that one process writes; one that dies is an error, and the same command goes on."""
+import fcntl
 import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from rank_folders import flip_bit, folder_contents
@@ -11,14 +11,13 @@ from reshard.plans import MODEL, Plan, random_tensors, recorded
 
 import mindresume
 from mindresume.api import conversion
-from mindresume.coordination.file_group import file_group
-from mindresume.coordination.launched_process import LaunchedProcess
-from mindresume.errors import CollectiveError, ProcessLostError
-from mindresume.reshard.converter import Conversion
+from mindresume.errors import ConfigError, ProcessLostError, SaveError
+from mindresume.reshard.engines import Engine
 from mindresume.storage.atomic_publish import TEMPORARY
 from mindresume.storage.posix import PosixStorage
 
-LOST, FAILED, DIED = 11, 12, 13                     # exit statuses
+LOST, FAILED = 11, 12                           # exit statuses
+LONG = 60.0                                     # seconds: nothing waits so long
 
 
 @pytest.fixture(scope="module")
@@ -28,39 +27,33 @@ def source(tmp_path_factory):
     return folder
 
 
-def convert(source, target, group):
-    return conversion.convert(source, target, to="tp=2,dp=2", group=group)
+def convert(source, target, **share):
+    return conversion.convert(source, target, to="tp=2,dp=2", **share)
 
 
-def iterations(source, target, group):
-    return conversion.convert(source, target, to="dp=3", format="iteration", group=group)
+def iterations(source, target, **share):
+    return conversion.convert(source, target, to="dp=3", format="iteration", **share)
 
 
-def merge(source, target, group):
-    return conversion.merge(source, target, part_size_bytes=2000, group=group)
+def merge(source, target, **share):
+    return conversion.merge(source, target, part_size_bytes=2000, **share)
 
 
-def meeting(target):
-    return str(Path(target).parent / "meeting")
-
-
-def fork(rank, size, source, target, work=convert, storage=None, before=lambda group: None):
-    """Starts one process of a launch. Returns its process id."""
+def fork(number, count, source, target, work=convert, timeout=LONG, storage=None, before=lambda: None):
+    """Starts one process. Returns its process id."""
     child = os.fork()
     if child:
         return child
     status = FAILED
     try:
-        storage = storage or PosixStorage()
-        conversion.PosixStorage = lambda: storage
-        with file_group(storage, meeting(target), LaunchedProcess(rank, size), ("same",), 600.0) as group:
-            before(group)
-            work(source, target, group)
-            status = 0
+        before()
+        conversion.PosixStorage = lambda: storage or PosixStorage()
+        assert work(source, target, part=(number, count), timeout_seconds=timeout).finished
+        status = 0
     except ProcessLostError:
         status = LOST
-    except CollectiveError as error:
-        print(error)
+    except Exception as error:                  # any error is one status
+        print(f"{type(error).__name__}: {error}")
     finally:
         os._exit(status)
 
@@ -69,8 +62,8 @@ def statuses(children):
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def launch(size, source, target, work=convert):
-    return statuses([fork(rank, size, source, target, work) for rank in range(size)])
+def launch(count, source, target, work=convert, timeout=LONG):
+    return statuses([fork(number, count, source, target, work, timeout) for number in range(1, count + 1)])
 
 
 def content(folder):
@@ -81,40 +74,82 @@ def content(folder):
 
 
 @pytest.mark.parametrize("work", [convert, iterations, merge])
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_same_bytes_as_with_one_process(source, tmp_path, work, size):
-    work(source, tmp_path / "one", conversion.ALONE)
-    assert launch(size, source, tmp_path / "many", work) == [0] * size
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_same_bytes_as_with_one_process(source, tmp_path, work, count):
+    work(source, tmp_path / "one")
+    assert launch(count, source, tmp_path / "many", work) == [0] * count
     assert content(tmp_path / "many") == content(tmp_path / "one")
     assert sorted(os.listdir(tmp_path)) == ["many", "one"]
-    assert launch(size, source, tmp_path / "many", work) == [0] * size              # it exists already
+    assert launch(count, source, tmp_path / "many", work) == [0] * count            # it exists already
     assert not mindresume.open(tmp_path / "many").verify().damaged
 
 
-def test_the_result_counts_the_bytes_of_all(source, tmp_path):
-    one = convert(source, tmp_path / "one", conversion.ALONE)
-    read, write = os.pipe()
+@pytest.mark.parametrize("work", [convert, iterations, merge])
+@pytest.mark.parametrize("locks", [True, False])
+def test_one_part_after_the_other(source, tmp_path, monkeypatch, work, locks):
+    """Nobody waits, and whoever writes the last part commits."""
+    def no_locks(handle, operation):
+        raise OSError(37, "No locks available")
+    one = work(source, tmp_path / "one")
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    written = 0
+    for number in (3, 1, 2):
+        found = work(source, tmp_path / "many", part=(number, 3))
+        written += found.bytes_written
+        assert found.finished is (number == 2) is (tmp_path / "many").exists()
+        assert found.finished or f"part {number} of 3 is written; {tmp_path}/many appears" in found.notes[-1]
+    assert written == one.bytes_written and content(tmp_path / "many") == content(tmp_path / "one")
+    assert sorted(os.listdir(tmp_path)) == ["many", "one"]
+    assert work(source, tmp_path / "many", part=(1, 3)).seconds is None
 
-    def work(source, target, group):
-        found = convert(source, target, group)
-        os.write(write, b"%d %d\n" % (found.bytes_written, found.finished))
-    assert launch(3, source, tmp_path / "many", work) == [0] * 3
-    assert os.read(read, 1000) == b"%d 1\n" % one.bytes_written * 3
+
+@pytest.mark.parametrize("part", [(0, 2), (3, 2), (1, 0)])
+def test_a_part_that_does_not_exist(source, tmp_path, part):
+    with pytest.raises(ConfigError, match=f"part is {part[0]} of {part[1]}"):
+        convert(source, tmp_path / "new", part=part)
 
 
-def test_damage_is_an_error_on_all_and_leaves_nothing_behind(tmp_path):
+def test_damage_leaves_nothing_behind_and_ends_all(tmp_path):
     root, target = tmp_path / "source", tmp_path / "target"
     candidate = recorded(root, Plan.parse("tp4"), random_tensors(MODEL))
     flip_bit(root / candidate.files[2][0].path, -1)
-    assert launch(3, root, target) == [FAILED] * 3
+    assert set(launch(3, root, target)) <= {FAILED, LOST}
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_the_processes_must_open_the_same_checkpoint(source, tmp_path):
-    def work(source, target, group):
-        conversion.convert(source, target, to="tp=2,dp=2" if group.rank else "tp=4", group=group)
-    assert 0 not in launch(2, source, tmp_path / "target", work)
-    assert os.listdir(tmp_path) == []
+def test_who_waits_for_parts_of_another_conversion_is_told(source, tmp_path):
+    with pytest.raises(ProcessLostError, match=r"waited 1 s for part 2 of 2 \(.*\): it must run, with the same arguments, .* "
+                                               r"Give --step. The same command, started again, continues"):
+        conversion.convert(source, tmp_path / "new", to="tp=2", part=(1, 2), timeout_seconds=0.5)
+    with pytest.raises(ProcessLostError, match=r"for part 1 of 2"):
+        convert(source, tmp_path / "new", part=(2, 2), timeout_seconds=0.5)
+    convert(source, tmp_path / "new", part=(1, 2))
+    assert content(tmp_path / "new") == content_of_one(source, tmp_path)
+
+
+def content_of_one(source, tmp_path):
+    convert(source, tmp_path / "one")
+    return content(tmp_path / "one")
+
+
+def test_a_part_and_a_whole_conversion_keep_each_other_out(source, tmp_path, monkeypatch):
+    write = Engine.write
+    refused = []
+
+    def meanwhile(self, *arguments):
+        for share in ({}, {"part": (2, 2)}):
+            try:
+                monkeypatch.setattr(Engine, "write", write)
+                found = convert(source, tmp_path / "new", **share)
+                assert share and not found.finished
+            except SaveError as error:
+                refused.append(str(error))
+        return write(self, *arguments)
+    monkeypatch.setattr(Engine, "write", meanwhile)
+    assert convert(source, tmp_path / "new", part=(1, 2)).finished
+    assert len(refused) == 1 and "is running in another process" in refused[0]
+    assert os.listdir(tmp_path) == ["new"]
 
 
 class Killing(PosixStorage):
@@ -142,44 +177,49 @@ for _name in ("list", "status", "open", "write", "create", "rename", "sync", "re
 
 
 def test_a_killed_process_is_an_error_and_the_same_command_goes_on(source, tmp_path):
-    convert(source, tmp_path / "one", conversion.ALONE)
-
-    def die(source, target, group):
-        write = Conversion.write
+    def die():
+        write = Engine.write
 
         def once(self, *arguments):
             write(self, *arguments)
             os.kill(os.getpid(), signal.SIGKILL)
-        Conversion.write = once
-        convert(source, target, group)
-    target = tmp_path / "many"
-    children = [fork(rank, 3, source, target, die if rank == 1 else convert) for rank in range(3)]
+        Engine.write = once
+    target, expected = tmp_path / "many", content_of_one(source, tmp_path)
+    children = [fork(number, 3, source, target, timeout=2.0, before=die if number == 2 else lambda: None)
+                for number in (1, 2, 3)]
     assert statuses(children) == [LOST, -signal.SIGKILL, LOST]
     work, = tmp_path.glob(f".many*{TEMPORARY}")                     # what is finished stays
+    assert not target.exists()
     files = sorted(work.rglob("*.safetensors"))
-    assert len(files) == 4 and not target.exists()
+    assert len(files) == 4
     kept = [file.stat().st_mtime_ns for file in files[:2]]          # of another group
-    flip_bit(files[3], -1)                                          # as a process that was cut off could do
+    flip_bit(files[2], -1)                                          # it was never marked as finished
     assert launch(3, source, target) == [0] * 3
     assert [(target / file.relative_to(work)).stat().st_mtime_ns for file in files[:2]] == kept
-    assert content(target) == content(tmp_path / "one")
+    assert content(target) == expected
     assert sorted(os.listdir(tmp_path)) == ["many", "one"]
 
 
+def test_a_part_that_changed_since_it_was_written_is_written_again(source, tmp_path):
+    convert(source, tmp_path / "new", part=(1, 2))
+    work, = tmp_path.glob(f".new*{TEMPORARY}")
+    flip_bit(sorted(work.rglob("*.safetensors"))[0], -1)
+    found = convert(source, tmp_path / "new", part=(1, 2))
+    assert "is not what was written; it is written again" in found.notes[0] and found.bytes_written
+    assert convert(source, tmp_path / "new", part=(2, 2)).finished
+    assert content(tmp_path / "new") == content_of_one(source, tmp_path)
+
+
 @pytest.mark.parametrize("first", range(2))
-def test_process_0_may_die_before_any_operation(source, tmp_path, first):
+def test_a_process_may_die_before_any_operation(source, tmp_path, first):
     """Every twentieth operation; ``range(10_000)`` takes each, in two minutes."""
-    convert(source, tmp_path / "one", conversion.ALONE)
-    target, expected = tmp_path / "many", content(tmp_path / "one")
+    target, expected = tmp_path / "many", content_of_one(source, tmp_path)
     for at in range(20 * first + 2, 10_000, 40):
-        children = [fork(rank, 2, source, target, storage=Killing(at) if rank == 0 else None) for rank in range(2)]
-        found = statuses(children[:1])
-        if found == [0]:
-            assert statuses(children[1:]) == [0]
+        children = [fork(number, 2, source, target, timeout=0.3, storage=Killing(at) if number == 1 else None)
+                    for number in (1, 2)]
+        found = statuses(children)
+        if found == [0, 0]:
             break
-        if not joined(tmp_path / "meeting"):
-            os.kill(children[1], signal.SIGKILL)                    # it would wait for process 0 until its timeout
-        assert statuses(children[1:])[0] in (0, LOST, -signal.SIGKILL)
         assert not target.exists() or content(target) == expected   # complete or not at all
         assert launch(2, source, target) == [0] * 2
         assert content(target) == expected
@@ -190,7 +230,3 @@ def test_process_0_may_die_before_any_operation(source, tmp_path, first):
     else:
         raise AssertionError("it never came to its end")
     assert at > 40
-
-
-def joined(folder):
-    return any(folder.glob("launch-session-*/start"))

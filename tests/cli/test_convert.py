@@ -32,8 +32,8 @@ from mindresume.formats.scan import scan
 from mindresume.formats.strategy import Strategy, write_strategy
 from mindresume.reshard.conversion_manifest import CONVERSION
 from mindresume.reshard.conversion_plan import to_ranks
-from mindresume.reshard.converter import LOCK, Conversion
-from mindresume.reshard.engines import writer
+from mindresume.reshard.converter import LOCK, Conversion, Share
+from mindresume.reshard.engines import Engine
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.storage.atomic_publish import TEMPORARY
 from mindresume.storage.posix import PosixStorage
@@ -348,7 +348,9 @@ def running(source, tmp_path):
     made = Conversion(PosixStorage(), to_ranks(open_checkpoint(STORAGE, str(source)), Strategy(plan.stages), "safetensors"),
                       str(tmp_path / "new"))
     made.prepare()
-    made.write(writer("direct", made), [0])
+    made.share = Share(1, 2)
+    made.write(Engine())
+    made.share = Share()
     yield made
     made.abandon()
 
@@ -363,7 +365,7 @@ def test_a_running_conversion_is_left_alone(source, tmp_path, call, running):
     before = folder_contents(Path(running.work))
     assert call(source, tmp_path / "new", "--to", strategy_in(tmp_path / "to", "dp2pp2"))[0] == 2
     assert folder_contents(Path(running.work)) == before
-    running.write(writer("direct", running))
+    running.write(Engine())
     running.commit()
     check(tmp_path / "new", Plan.parse("dp2pp2"))
 

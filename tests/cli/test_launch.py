@@ -41,26 +41,31 @@ def test_verify_prints_once_what_all_found(source, tmp_path):
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-def test_the_files_of_merged_weights_are_shared_too(source, tmp_path):
+def test_the_processes_of_a_launch_share_the_files(source, tmp_path):
     _, root = source
     found = launch(2, "merge", root, tmp_path / "merged", "--part-size", "2000")
     assert [status for status, _, _ in found] == [0, 0] and found[0][1] and not found[1][1]
-    one, = launch(1, "verify", tmp_path / "merged", "--json")
-    flip_bit(tmp_path / "merged" / "part1.safetensors", -1)
-    flip_bit(tmp_path / "merged" / "part2.safetensors", -1)
-    expected, = launch(1, "verify", tmp_path / "merged", "--json")
-    found = launch(3, "verify", tmp_path / "merged", "--json")
-    assert (one[0], expected[0], [status for status, _, _ in found]) == (0, 1, [1] * 3)
-    assert json.loads(found[0][1])["checkpoints"] == json.loads(expected[1])["checkpoints"]
+    assert "this is process 1 of 2, as RANK_ID=1 and MS_WORKER_NUM=2 in the environment say" in found[1][2]
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "merged"]
+
+
+def test_parts_by_hand(source, tmp_path):
+    _, root = source
+    for part, text in (("2/2", "part 2 of 2 is written"), ("1/2", "written in")):
+        (status, out, err), = launch(1, "convert", root, tmp_path / "new", "--to", "tp=2", "--part", part)
+        assert (status, err) == (0, "") and text in out
+    for part in ("0/2", "2", "a/b"):
+        (status, _, err), = launch(1, "convert", root, tmp_path / "new", "--part", part)
+        assert status == 2 and "part is" in err
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "new"]
 
 
 def test_a_process_that_does_not_come_is_an_error(source, tmp_path):
     _, root = source
-    found = launch(3, "convert", root, tmp_path / "new", "--to", "tp=2", "--timeout", "4", ranks=(0, 2))
+    found = launch(3, "convert", root, tmp_path / "new", "--to", "dp=3", "--timeout", "2", ranks=(0, 2))
     assert [status for status, _, _ in found] == [2, 2]
-    assert "process 1 of 3" in found[0][2] and "MS_WORKER_NUM=3" in found[0][2]
-    assert os.listdir(tmp_path) == ["checkpoint"]
+    assert "part 2 of 3" in found[0][2] and "MS_WORKER_NUM=3" in found[0][2]
+    assert not (tmp_path / "new").exists()
 
 
 def test_what_process_0_alone_does(source, tmp_path):

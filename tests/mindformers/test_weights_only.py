@@ -22,7 +22,7 @@ from mindresume.mindformers import adapter, patches, training_context, upstream,
 from mindresume.mindformers.training_context import EVALUATE, PREDICT, TRAIN  # noqa: E402
 from mindresume.reshard.conversion_plan import to_consolidated, to_iteration  # noqa: E402
 from mindresume.reshard.converter import Conversion  # noqa: E402
-from mindresume.reshard.engines import writer  # noqa: E402
+from mindresume.reshard.engines import Engine  # noqa: E402
 from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
 from mindresume.reshard.strategy_store import own_strategy  # noqa: E402
 from mindresume.resume import job_selection  # noqa: E402
@@ -123,7 +123,7 @@ def written(root, origin, plan):
         source, target = open_checkpoint(STORAGE, str(path)), root / origin
         conversion = Conversion(STORAGE, to_consolidated(source, "mindspore") if origin == "merged" else
                                 to_iteration(source, own_strategy(source.weights)), str(target))
-        conversion.run(lambda: conversion.write(writer("direct", conversion)))
+        conversion.run(Engine())
         return target
     return path / "rank_1" / path_of(path, STEP, 1).name if origin == "file of a rank" else path
 

@@ -15,7 +15,7 @@ from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
 from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
-from mindresume.reshard.engines import writer
+from mindresume.reshard.engines import Engine
 from mindresume.reshard.open_checkpoint import open_checkpoint, open_consolidated
 from mindresume.resume.choice import describe_candidate
 from mindresume.tensor_files import read_header
@@ -34,7 +34,7 @@ def merge(root: Path, kind: str = MINDSPORE) -> Path:
     recorded(root / "a", Plan.parse("tp2", TINY), TENSORS)
     job = to_consolidated(open_checkpoint(STORAGE, str(root / "a")), kind, 520)
     conversion = Conversion(STORAGE, job, str(root / "merged"))
-    conversion.run(lambda: conversion.write(writer("direct", conversion)))
+    conversion.run(Engine())
     return root / "merged"
 
 

@@ -45,8 +45,8 @@ from mindresume.model.manifest import FOLDER, read_details, run_sequence
 from mindresume.reshard import converter as module
 from mindresume.reshard.conversion_manifest import CONVERSION, read_conversion_manifest
 from mindresume.reshard.conversion_plan import to_consolidated, to_ranks
-from mindresume.reshard.converter import LOCK, Conversion, remove_tree
-from mindresume.reshard.engines import writer
+from mindresume.reshard.converter import LOCK, Conversion, Share, remove_tree
+from mindresume.reshard.engines import Engine
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
@@ -93,7 +93,14 @@ def conversion(job, target, storage=STORAGE, emit=ignore):
 def carry_out(made):
     """Runs a conversion as the command line does: an error or Ctrl-C removes the unfinished work."""
     if not made.finished():
-        made.run(lambda: made.write(writer("direct", made, workers=1)))
+        made.run(Engine(workers=1))
+
+
+def write(made, number):
+    """Writes one group, as a process does that dies after it."""
+    made.share = Share(number + 1, len(made.plan.groups))
+    made.write(Engine())
+    made.share = Share()
 
 
 def contents(folder):
@@ -266,7 +273,7 @@ def test_a_power_loss_after_the_end_loses_nothing(in_memory, root, expected, wha
 def test_a_killed_conversion_continues_where_it_stopped(tmp_path, root, expected):
     first, events = conversion(ranks_job(root), tmp_path / "new"), []
     first.prepare()
-    first.write(writer("direct", first), [1])
+    write(first, 1)
     first._release()
     before = stamps(Path(first.work) / "rank_1")
     carry_out(conversion(ranks_job(root), tmp_path / "new", emit=events.append))
@@ -279,7 +286,7 @@ def test_a_killed_conversion_continues_where_it_stopped(tmp_path, root, expected
 def test_changed_files_are_written_again(tmp_path, root, expected, spoil):
     first, again = conversion(ranks_job(root), tmp_path / "new"), disk()
     first.prepare()
-    first.write(writer("direct", first))
+    first.write(Engine())
     first._release()
     made = Path(first.work) / "rank_1" / "net_rank_1-2_5.safetensors"
     if spoil == "a torn mark":
@@ -295,7 +302,7 @@ def test_changed_files_are_written_again(tmp_path, root, expected, spoil):
 def test_a_killed_conversion_continues_with_another_memory_share(tmp_path, root, expected):
     first = conversion(ranks_job(root), tmp_path / "new")
     first.prepare()
-    first.write(writer("direct", first), [0])
+    write(first, 0)
     first._release()
     job = to_ranks(open_checkpoint(STORAGE, str(root)), Plan.parse("pp2", TINY).strategy(), "safetensors", ranks_per_group=2)
     carry_out(conversion(job, tmp_path / "new"))
@@ -305,7 +312,7 @@ def test_a_killed_conversion_continues_with_another_memory_share(tmp_path, root,
 def test_nothing_is_committed_while_a_group_is_missing(tmp_path, root):
     made = conversion(ranks_job(root), tmp_path / "new")
     made.prepare()
-    made.write(writer("direct", made), [0])
+    write(made, 0)
     with pytest.raises(SaveError, match=r"part 2 of 2 was not written"):
         made.commit()
     assert not (tmp_path / "new").exists()
@@ -470,7 +477,7 @@ def test_too_little_room_is_seen_before_the_first_byte(tmp_path, root):
 def test_finished_files_need_no_space(tmp_path, root):
     job, first = ranks_job(root), conversion(ranks_job(root), tmp_path / "new")
     first.prepare()
-    first.write(writer("direct", first), [0])
+    write(first, 0)
     first._release()
     small = Room(FaultInjector(STORAGE, Scheduler(1, random.Random(0))), 0)
     small.bytes = module._SPARE + (Path(first.work) / "rank_0" / "net_rank_0-2_5.safetensors").stat().st_size
@@ -483,13 +490,13 @@ RUNNING = r"the same conversion to .*new is running in another process; wait for
 def test_the_same_conversion_twice_at_once(tmp_path, root, expected):
     first, second = (conversion(ranks_job(root), tmp_path / "new") for _ in range(2))
     first.prepare()
-    first.write(writer("direct", first), [0])
+    write(first, 0)
     before = stamps(tmp_path)
     for _ in range(2):
         with pytest.raises(SaveError, match=RUNNING):
             second.prepare()
     assert stamps(tmp_path) == before
-    first.write(writer("direct", first))
+    first.write(Engine())
     first.commit()
     assert contents(tmp_path / "new") == expected["ranks"][0] and os.listdir(tmp_path) == ["new"]
     assert second.finished()
@@ -515,7 +522,7 @@ def test_two_different_conversions_at_once(tmp_path, root):
     for made in (first, second):
         assert not made.finished()
         made.prepare()
-        made.write(writer("direct", made))
+        made.write(Engine())
     first.commit()
     before = stamps(tmp_path / "new")
     with pytest.raises(OSError, match="not empty"):
@@ -542,7 +549,7 @@ def test_the_other_process_commits_between_our_check_and_our_lock(tmp_path, root
     before = stamps(tmp_path / "new")
     with suppress(OSError, SaveError, ConfigError):
         second.prepare()
-        second.write(writer("direct", second))
+        second.write(Engine())
         second.commit()
     second.abandon()
     assert stamps(tmp_path / "new") == before and contents(tmp_path / "new") == expected["ranks"][0]
@@ -560,7 +567,7 @@ def test_no_conversion_starts_between_the_end_of_the_lock_and_the_rename(tmp_pat
         with suppress(SaveError):
             second.prepare()
             started.append(True)
-            second.write(lambda weights, storage, files: pytest.fail("it was written already"), [0])
+            write(second, 0)
     committing.then = start
     with suppress(pytest.fail.Exception):
         carry_out(first)
@@ -588,7 +595,7 @@ def test_two_at_once_without_locks(tmp_path, root, expected, monkeypatch):
     second.prepare()
     assert first.work != second.work
     for made in (first, second):
-        made.write(writer("direct", made))
+        made.write(Engine())
     first.commit()
     with pytest.raises(OSError):
         second.commit()

@@ -7,9 +7,9 @@ from reshard.plans import COUNTERS, Plan, Spec, random_tensors, recorded, shard_
 
 from mindresume.errors import ConfigError
 from mindresume.reshard.conversion_plan import to_consolidated, to_ranks
-from mindresume.reshard.converter import Conversion
+from mindresume.reshard.converter import Conversion, Share
 from mindresume.reshard.direct_engine import BUFFERS, TILE, Traffic
-from mindresume.reshard.engines import ENGINES, MIN_TILE, engine_for, tile_for, writer
+from mindresume.reshard.engines import ENGINES, MIN_TILE, Engine, engine_for, tile_for
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.tensor_files.checksum import file_checksum
 
@@ -56,7 +56,7 @@ def test_the_direct_engine_writes_the_groups_of_a_conversion(made, workers, tile
     traffic, shown = Traffic(), []
     traffic.progress = shown.append
     made.prepare()
-    made.write(writer("direct", made, workers, tile, traffic))
+    made.write(Engine(workers=workers, tile=tile, traffic=traffic))
     sums = {}
     for number, group in enumerate(made.plan.groups):
         sums |= dict(zip(group, made.done(number), strict=True))
@@ -73,11 +73,13 @@ def test_the_direct_engine_writes_the_groups_of_a_conversion(made, workers, tile
 def test_finished_files_are_not_written_again(made):
     made.prepare()
     traffic = Traffic()
-    made.write(writer("direct", made, traffic=traffic), [0])
+    made.share = Share(1, 2)
+    made.write(Engine(traffic=traffic))
     first = traffic.written
-    made.write(writer("direct", made, traffic=traffic), [0])
+    made.write(Engine(traffic=traffic))
     assert traffic.written == first > 0
-    made.write(writer("direct", made, traffic=traffic))
+    made.share = Share()
+    made.write(Engine(traffic=traffic))
     assert traffic.written > first
     made.commit()
 
@@ -85,7 +87,7 @@ def test_finished_files_are_not_written_again(made):
 def test_every_source_byte_is_read_once_for_consolidated_weights(tmp_path, made):
     source = open_checkpoint(STORAGE, str(tmp_path / "a"))
     merged, traffic = Conversion(STORAGE, to_consolidated(source, "mindspore", 4096), str(tmp_path / "merged")), Traffic()
-    merged.run(lambda: merged.write(writer("direct", merged, traffic=traffic)))
+    merged.run(Engine(traffic=traffic))
     assert traffic.read == traffic.verified == traffic.written == NBYTES
 
 
@@ -103,7 +105,7 @@ def test_leftovers_in_the_scratch_folder_are_ignored(made, monkeypatch, still_wr
     monkeypatch.setattr(mindspore_engine, "rewrite", rewrite)
     if still_writing:
         monkeypatch.setattr(engines, "remove_tree", lambda storage, folder: os.rmdir(folder))       # not empty: OSError
-    made.write(writer("mindspore", made))
+    made.write(Engine("mindspore"))
     (content, beside), = given
     assert content == [] and len(beside) == (2 if still_writing else 1)
     made.commit()

@@ -21,10 +21,10 @@ from mindresume.reshard.broadcast_load import plan_reads
 from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Traffic
-from mindresume.reshard.engines import writer
+from mindresume.reshard.engines import Engine, check_source
 from mindresume.reshard.geometry import held, slices_of, whole
 from mindresume.reshard.huggingface import check_network, is_huggingface, orders_of, read_model, read_network, view_of_folder
-from mindresume.reshard.huggingface_export import Export, to_huggingface, verify_composed
+from mindresume.reshard.huggingface_export import to_huggingface
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.range_reader import cast
 from mindresume.reshard.region_load import read_regions, wanted_regions
@@ -403,13 +403,13 @@ def test_large_experts_are_read_in_pieces(tmp_path, monkeypatch):
 # ---- round trips -----------------------------------------------------------------------------------------------------
 
 def convert(conversion):
-    conversion.run(lambda: conversion.write(writer("direct", conversion)))
+    conversion.run(Engine())
     return conversion.target
 
 
 def exported(source, folder, model, dtype="keep", part=5 << 30):
     job = to_huggingface(source, model, dtype, part, document(model))
-    return convert(Export(STORAGE, job, str(folder), config=document(model)))
+    return convert(Conversion(STORAGE, job, str(folder)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -482,7 +482,7 @@ def test_sources_that_do_not_fit(tmp_path):
     source = complete(tmp_path / "states", {**whole_, **states, "global_step": np.zeros(1, np.int32),
                                             "decoder.layers.0.mlp.router.fi_accu": np.zeros(4, np.float32)})
     job = to_huggingface(source, GROUPED, "keep", 1 << 30)
-    assert job.files[0].holds.keys() == inverse_rules(rules(GROUPED)).keys() and job.index is None
+    assert job.files[0].holds.keys() == inverse_rules(rules(GROUPED)).keys() and job.documents == ()
 
 
 def test_recorded_checksums_are_compared(tmp_path):
@@ -496,7 +496,7 @@ def test_recorded_checksums_are_compared(tmp_path):
         source = open_checkpoint(STORAGE, merged)
         job = to_huggingface(source, GROUPED, "keep", 1 << 30)
         traffic, tensors = Traffic(), source.weights.tensors
-        verify_composed(job, traffic)
+        check_source(job.source.weights, traffic)
         fused = [one for one in tensors if "linear_qkv" in one or "linear_fc1" in one]
         assert traffic.verified == traffic.read == sum(tensors[one].nbytes for one in fused)
         path = os.path.join(merged, "part0.safetensors")
@@ -504,7 +504,7 @@ def test_recorded_checksums_are_compared(tmp_path):
         os.chmod(path, 0o644)
         flip_bit(Path(path), at + 5)
         with pytest.raises(CorruptFileError, match=name):
-            verify_composed(job)
+            check_source(job.source.weights, Traffic())
             exported(source, folder / "hf", GROUPED)
         assert not os.path.exists(folder / "hf")
 
