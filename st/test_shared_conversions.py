@@ -85,15 +85,15 @@ def test_a_killed_process_is_an_error_and_the_same_command_goes_on(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["killed", "logs", "many", "new"]
 
 
-def test_what_verify_finds_is_printed_though_msrun_kills_all_after_it(tmp_path):
+def test_each_process_prints_what_it_verified(tmp_path):
     alone("convert", *SOURCE, tmp_path / "new", "--to", "same")
     assert msrun(tmp_path / "fine", "verify", tmp_path / "new", "--json") == 0
+    read = [json.loads(text[text.index("{"):])["bytes_read"] for rank in range(2) for text in [printed(tmp_path / "fine", rank)]]
+    assert all(read)
     file, = tmp_path.glob("new/rank_1/*.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     assert msrun(tmp_path / "logs", "verify", tmp_path / "new", "--json") != 0
-    text = printed(tmp_path / "logs", 0)
-    report = json.loads(text[text.index("\n{") if "\n{" in text else 0:])
-    assert [problem["file"] for problem in report["checkpoints"][0]["problems"]] == [str(file)]
+    assert str(file) in printed(tmp_path / "logs", 0) + printed(tmp_path / "logs", 1)
     assert sorted(os.listdir(tmp_path)) == ["fine", "logs", "new"]

@@ -36,9 +36,9 @@ from mindresume.api.results import (
     problem_of,
 )
 from mindresume.api.sources import existing
-from mindresume.coordination.collectives import Group, SingleProcess, Watchdog, gather_results, run_on_rank0
+from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import is_alive, known_lease_holders
-from mindresume.errors import MissingCheckpointError
+from mindresume.errors import ConfigError, MissingCheckpointError
 from mindresume.events import DISK, MEMORY
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan, missing_ranks_text, steps_text
 from mindresume.formats.consolidated import is_consolidated
@@ -56,14 +56,12 @@ from mindresume.resume.candidates import (
 )
 from mindresume.resume.choice import describe_candidate, read_size
 from mindresume.resume.eligible import FULL, QUICK, SelectionPolicy, every_rank
-from mindresume.resume.folder_verification import read_shared, verify_checkpoints
+from mindresume.resume.folder_verification import WHOLE, verify_checkpoints
 from mindresume.resume.selection import CheckpointSources, preview_selection
 from mindresume.saving.memory_tier.directory import find_tier
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
-
-_ALONE = SingleProcess()
 
 
 @dataclass(frozen=True)
@@ -236,7 +234,8 @@ class Catalog:
 
     # ---- verification ------------------------------------------------------------------------------------------------
 
-    def verify(self, step: int | None = None, *, progress: Progress = SILENT, group: Group = _ALONE) -> VerificationReport:
+    def verify(self, step: int | None = None, *, progress: Progress = SILENT, part: tuple[int, int] = WHOLE
+               ) -> VerificationReport:
         """Reads every byte, and names the damaged files and tensors.
 
         What mindformers wrote has no checksums: its headers, sizes and counters are checked. What a job removes meanwhile is no
@@ -245,28 +244,24 @@ class Catalog:
         Args:
             step: Only this step; None: all.
             progress: Receives the numbers of bytes to read, and of bytes read.
-            group: The processes that share the files; all make the same call, and all return the same report.
+            part: (K, N): only the K-th of N shares of the files, K from 1. Other calls verify the other ones.
 
         Returns:
             A VerificationReport; ``damaged`` and ``unreadable`` are the answer.
 
         Raises:
             MissingCheckpointError: There is no such step.
-            CollectiveError: In a group of several processes, on all of them, if one fails or is lost.
+            ConfigError: There is no such part.
         """
-        if group.size == 1:
-            return self._verify(step, progress, group)
-        own = self._verify(step, progress, group)
-        return VerificationReport.from_json(run_on_rank0(group, own.to_json))
-
-    def _verify(self, step: int | None, progress: Progress, group: Group) -> VerificationReport:
+        if not 1 <= part[0] <= part[1]:
+            raise ConfigError(f"part is {part[0]} of {part[1]}; expected a number from 1 on, and at least as many parts")
         started, read, location = runtime.monotonic(), [0], self._locate()
         found, rows = self._list(location)
         wanted = [row for row in rows if step is None or row.candidate.step == step]
         if step is not None and not wanted:
             raise self._missing_step(step, found)
         progress.expect(sum(read_size(row.candidate, [*row.candidate.files]) for row in wanted if row.candidate.maybe_completed)
-                        // group.size)
+                        // part[1])
 
         def counted(count: int) -> None:
             read[0] += count
@@ -274,17 +269,13 @@ class Catalog:
 
         def again() -> Iterator[CheckpointStatus]:
             return (row for row in self._list(location)[1] if step is None or row.candidate.step == step)
-        timeout = getattr(group, "timeout", Watchdog.stall_timeout)
         if location.is_consolidated:
-            verdicts = [consolidated_checkpoint.verify(self._storage, location.path, counted, group, timeout) for _ in wanted]
+            verdicts = [consolidated_checkpoint.verify(self._storage, location.path, counted, part) for _ in wanted]
         else:
-            known = read_shared(self._storage, found.root, wanted, counted, group, timeout) if group.size > 1 else None
-            verdicts = verify_checkpoints(self._storage, found.root, wanted, again, counted, known) if group.rank == 0 else []
+            verdicts = verify_checkpoints(self._storage, found.root, wanted, again, counted, part)
         tier, in_memory = self._memory(found.root)
-        asked = [row for row in in_memory if step is None or row.candidate.step == step] if group.rank == 0 else []
+        asked = [row for row in in_memory if step is None or row.candidate.step == step] if part[0] == 1 else []
         held = verify_checkpoints(self._storage, tier, asked, lambda: self._memory(found.root)[1], counted)
-        if group.size > 1:
-            read[0] = sum(gather_results(group, lambda: read[0]))
         there = {candidate.step for candidate, _ in verdicts}
         removed = {step for row in wanted if (step := row.candidate.step) is not None} - there
         results = tuple(_verification(found.root, candidate, bad) for candidate, bad in verdicts)

@@ -15,7 +15,6 @@ from mindresume.coordination.lease import LeaseHolder
 from mindresume.formats import Candidate, Refusal
 from mindresume.resume.candidates import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
 from mindresume.storage.interface import Storage
-from mindresume.typed import decode
 
 VERIFIED, UNVERIFIABLE, DAMAGED, UNREADABLE = "verified", "unverifiable", "damaged", "unreadable"
 
@@ -226,11 +225,6 @@ class VerificationReport(Result):
     notes: tuple[str, ...] = ()
     memory: tuple[CheckpointVerification, ...] = ()
     unreadable: bool = False
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> VerificationReport:
-        """Returns the report of which ``value`` is the ``to_json()``."""
-        return decode(cls, value, "a report")
 
     @property
     def problems(self) -> tuple[Problem, ...]:

@@ -1,19 +1,16 @@
-"""Joins the processes of a launch (msrun, mpirun, srun) that run one command together."""
+"""Finds the share of a process of a launch (msrun, mpirun, srun) whose processes run one command together."""
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from mindresume.cli.common import say
 from mindresume.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mindresume.coordination.collectives import Group
 
 Timeout = Annotated[float, typer.Option("--timeout", min=1.0, metavar="SECONDS", help="Under msrun, mpirun or srun, which start "
                                         "several processes that share the work: an error, if one of them gives no sign for so "
@@ -21,6 +18,64 @@ Timeout = Annotated[float, typer.Option("--timeout", min=1.0, metavar="SECONDS",
 Part = Annotated[str | None, typer.Option("--part", metavar="K/N", help="Take only the K-th of N shares of the files, and do not "
                                           "wait for the others. Under msrun, mpirun or srun each process takes one by itself.")]
 TIMEOUT = 1800.0
+
+# (variables of the rank, the first that is set; variable of the number of processes).
+# SLURM_NTASKS is that of the allocation: a batch script and the shell of salloc have it too, beside SLURM_PROCID=0, though only
+# one process runs there. SLURM_STEP_NUM_TASKS is what srun started: absent in a batch script, 1 in the shell of salloc, which may
+# be a step.
+_LAUNCHERS = (
+    (("MS_NODE_ID", "RANK_ID"), "MS_WORKER_NUM"),
+    (("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_SIZE"),
+    (("PMI_RANK",), "PMI_SIZE"),
+    (("SLURM_PROCID",), "SLURM_STEP_NUM_TASKS"),
+)
+
+
+@dataclass(frozen=True)
+class LaunchedProcess:
+    """Describes this process of a launch.
+
+    Args:
+        rank: its number, from 0.
+        size: number of processes of the launch.
+        source: the variables that say so, for messages.
+    """
+    rank: int
+    size: int
+    source: str
+
+
+def is_scheduler(environment: Mapping[str, str]) -> bool:
+    """Returns whether msrun started this process in addition to the workers, with the same command. It has nothing to do."""
+    return environment.get("MS_ROLE") == "MS_SCHED"
+
+
+def launched_process(environment: Mapping[str, str]) -> LaunchedProcess | None:
+    """Returns this process's place in its launch; None if no launcher started it, or this process alone.
+
+    Raises:
+        ConfigError: The variables of a launcher are no numbers, or the rank is not below the number of processes; msrun on
+            several nodes was not told which node this is.
+    """
+    workers = environment.get("MS_WORKER_NUM", "1")
+    if environment.get("MS_ROLE") == "MS_WORKER" and not environment.get("MS_NODE_ID") and workers != "1":
+        # RANK_ID is absent or that of the scheduler: MindSpore would assign ranks when the training begins
+        raise ConfigError(f"msrun started {workers} processes on several nodes and gave this one no rank (no MS_NODE_ID): "
+                          f"give --node_rank to msrun on each node")
+    for ranks, count in _LAUNCHERS:
+        name = next((name for name in ranks if environment.get(name)), "")
+        if not name or not environment.get(count):
+            continue
+        source = f"{name}={environment[name]} and {count}={environment[count]}"
+        try:
+            rank, size = int(environment[name]), int(environment[count])
+        except ValueError:
+            rank, size = -1, 0
+        if not 0 <= rank < size:
+            raise ConfigError(f"the environment has {source}; expected a rank from 0 on and a larger number of processes. Unset "
+                              f"{count} to run one process")
+        return LaunchedProcess(rank, size, source) if size > 1 else None
+    return None
 
 
 @dataclass(frozen=True)
@@ -37,14 +92,13 @@ class ShareOfProcess:
     prints: bool = True
 
 
-def share_of_process(part: str | None, timeout: float, alone: bool = False) -> ShareOfProcess:
+def share_of_process(part: str | None, timeout: float = 0.0, alone: bool = False) -> ShareOfProcess:
     """Returns the share that ``part`` names, else that of this process in its launch, else all. The scheduler process of msrun
     ends here, with status 0; with ``alone`` all processes but the first one, too.
 
     Raises:
         ConfigError: ``part`` is no K/N; and as ``launched_process``.
     """
-    from mindresume.coordination.launched_process import is_scheduler, launched_process
     if is_scheduler(os.environ):
         sys.exit(0)
     if part is not None:
@@ -59,41 +113,5 @@ def share_of_process(part: str | None, timeout: float, alone: bool = False) -> S
         if process.rank:
             sys.exit(0)
         return ShareOfProcess()
-    from mindresume.cli.common import say
     say(f"this is process {process.rank} of {process.size}, as {process.source} in the environment say", error=True)
     return ShareOfProcess((process.rank + 1, process.size), timeout, process.rank == 0)
-
-
-@contextmanager
-def launched_group(path: str, command: str, timeout: float, alone: bool = False) -> Iterator[Group]:
-    """Yields the processes of this launch once all of them have come; without a launcher this process alone. They meet in a
-    hidden folder beside ``path``. The scheduler process of msrun ends here, with status 0.
-
-    Process 0 prints the result inside the block: the others end after it.
-
-    Args:
-        alone: process 0 works alone, and the others end with status 0.
-    Raises:
-        ConfigError, ProcessLostError: As ``launched_process`` and ``file_group``.
-    """
-    from mindresume.coordination.collectives import SingleProcess
-    from mindresume.coordination.launched_process import is_scheduler, launched_process
-    if is_scheduler(os.environ):
-        sys.exit(0)
-    process = launched_process(os.environ)
-    if process is not None and alone and process.rank:
-        sys.exit(0)
-    if process is None or alone:
-        yield SingleProcess()
-        return
-    from mindresume.cli.common import say
-    from mindresume.coordination.file_group import file_group
-    from mindresume.events.log_lines import line_of
-    from mindresume.storage.atomic_publish import TEMPORARY
-    from mindresume.storage.posix import PosixStorage
-    folder, name = os.path.split(os.path.realpath(path))
-    meeting = os.path.join(folder, f".{name}.{command}{TEMPORARY}")
-    with file_group(PosixStorage(), meeting, process, sys.argv[1:], timeout,
-                    lambda event: say(line_of(event)[1], error=True)) as group:
-        yield group
-        sys.stdout.flush()          # before the others may end: a launcher kills all when one ends with an error

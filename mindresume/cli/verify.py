@@ -19,7 +19,7 @@ from mindresume.cli.common import (
     say_read,
     step_text,
 )
-from mindresume.cli.launch import TIMEOUT, Timeout, launched_group
+from mindresume.cli.launch import Part, share_of_process
 
 if TYPE_CHECKING:
     from mindresume.api.results import CheckpointVerification, VerificationReport
@@ -28,23 +28,24 @@ if TYPE_CHECKING:
 @app.command()
 def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
            step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.")] = None,
-           timeout: Timeout = TIMEOUT) -> None:
+           part: Part = None) -> None:
     """Reads every byte of every checkpoint and names the damaged file and tensor.
 
     What mindformers wrote has no checksums: its headers, sizes and counters are checked, and the output says so. What a job
-    removes while it is read is no damage. Under msrun, mpirun or srun, the processes share the files.
+    removes while it is read is no damage. Under msrun, mpirun or srun, each process reads a share of the files and prints what it
+    found there.
     Exit status: 0 everything is as written, 1 something is damaged, missing or cannot be read, 3 there is no checkpoint.
     """
     from mindresume.api import catalog
-    with launched_group(folder, "verify", timeout) as group:
-        with progress_bar("verifying", json or group.rank > 0) as progress:
-            report = catalog.open(folder, world_size=world_size).verify(step, progress=progress, group=group)
-        if group.rank:
-            pass                                        # process 0 prints; all end with the same status
-        elif json:
-            print_json(report.to_json())
-        else:
-            _show(report)
+    share = share_of_process(part)
+    with progress_bar("verifying", json or not share.prints) as progress:
+        report = catalog.open(folder, world_size=world_size).verify(step, progress=progress, part=share.part)
+    if json:
+        print_json(report.to_json())
+    else:
+        _show(report)
+        if share.part[1] > 1:
+            say(f"part {share.part[0]} of {share.part[1]}: only this share of the files was read")
     sys.exit(NOTHING if not report.checkpoints else 1 if report.damaged or report.unreadable else 0)
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
-from mindresume.coordination.collectives import Group, SingleProcess, Watchdog, gather_results
+from mindresume.coordination.collectives import Group, Watchdog, gather_results
 from mindresume.errors import CorruptFileError, MindResumeError, MissingCheckpointError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
@@ -97,27 +96,20 @@ def survey(storage: Storage, path: str) -> tuple[Scan, tuple[CheckpointStatus, .
     return Scan(_folder(path), (candidate,)), (CheckpointStatus(candidate, problem),)
 
 
-def verify(storage: Storage, path: str, progress: OnBytesRead, group: Group | None = None, timeout: float = Watchdog.stall_timeout
+def verify(storage: Storage, path: str, progress: OnBytesRead, part: tuple[int, int] = (1, 1)
            ) -> tuple[Candidate, list[Refusal]]:
-    """Reads every byte of every file that has a checksum in ``conversion.json``, and checks what ``look`` checks. The processes
-    of ``group`` share the files. Returns the candidate and the refusals, on each of them."""
+    """Reads every byte of the files that have a checksum in ``conversion.json``, of those of ``part``, and checks what ``look``
+    checks. Returns the candidate and the refusals."""
     candidate, problem = look(storage, path)
     try:
         made = conversion_manifest_of(storage, path)
     except CorruptFileError:
         made = None                                     # it is the problem that ``look`` found
-    group, read, folder = group or SingleProcess(), [0], _folder(path)
-
-    def counted(count: int) -> None:
-        read[0] += count
-        progress(count)
-
-    def check() -> list[Any]:
-        files = list(enumerate(made.files if made else ()))[group.rank::group.size]
-        return [[number, bad.to_json()] for number, file in files
-                if (bad := _file_problem(storage, folder, made, file, counted))]
-    rows = gather_results(group, check, Watchdog(f"verifying {path}", lambda: read[0], timeout))
-    found = [Refusal(**bad) for _, bad in sorted((row for part in rows for row in part), key=lambda row: row[0])]
+    found = []
+    if made is not None:
+        for file in made.files[part[0] - 1::part[1]]:
+            if bad := _file_problem(storage, _folder(path), made, file, progress):
+                found.append(bad)
     return candidate, found or ([problem] if problem else [])
 
 

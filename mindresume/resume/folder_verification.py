@@ -5,15 +5,14 @@
 A job may complete and remove checkpoints during the verification. Before a checkpoint is reported as damaged, the folder is
 listed again: a removed checkpoint is not damaged, and one that was completed meanwhile is verified as it is now.
 
-Several processes may share the files (``read_shared``); process 0 alone lists again and decides.
+Several processes may read a part of the files each: (K, N) is the K-th of N, from 1.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
 from mindresume.formats import Candidate, Refusal
 from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files, replica_warning
@@ -23,22 +22,20 @@ from mindresume.storage.interface import Storage
 
 _MAX_LISTINGS = 20                      # each after a change of the folder
 Verdict = tuple[Candidate, list[Refusal]]
-# {checkpoint: {rank: [the refusal of its files as JSON or None, [[rank, path] of missing files with replicas]]}}
-RankVerdicts = Mapping[str, Mapping[int, list[Any]]]
+WHOLE = (1, 1)
 
 
 def verify_checkpoints(storage: Storage, root: str, rows: Iterable[CheckpointStatus],
                        list_again: Callable[[], Iterable[CheckpointStatus]],
-                       progress: OnBytesRead = lambda count: None, known: RankVerdicts | None = None) -> list[Verdict]:
+                       progress: OnBytesRead = lambda count: None, part: tuple[int, int] = WHOLE) -> list[Verdict]:
     """Returns (candidate, refusals of damaged or missing files) for ``rows``, without checkpoints that were removed meanwhile.
 
     Args:
         list_again: lists the checkpoints again.
         progress: receives the bytes that are read.
-        known: what ``read_shared`` returned for ``rows``.
+        part: of the files, which are read.
     """
-    known = known or {}
-    found = [(row.candidate, find_damage(storage, root, row, progress, known.get(_key(row.candidate)))) for row in rows]
+    found = [(row.candidate, find_damage(storage, root, row, progress, part)) for row in rows]
     for _ in range(_MAX_LISTINGS):
         if not any(candidate.maybe_completed for candidate, bad in found if bad):
             break
@@ -48,7 +45,7 @@ def verify_checkpoints(storage: Storage, root: str, rows: Iterable[CheckpointSta
             break
         known, lost = {_identity(candidate) for candidate, _ in found}, {candidate.step for candidate, _ in gone}
         later = [row for identity, row in now.items() if row.candidate.step in lost and identity not in known]
-        found = [*((row.candidate, find_damage(storage, root, row, progress)) for row in later),
+        found = [*((row.candidate, find_damage(storage, root, row, progress, part)) for row in later),
                  *(verdict for verdict in found if verdict not in gone)]
     return found
 
@@ -65,61 +62,26 @@ def _is_unchanged(storage: Storage, candidate: Candidate, now: dict[Any, Checkpo
 
 
 def find_damage(storage: Storage, root: str, row: CheckpointStatus, progress: OnBytesRead = lambda count: None,
-                known: Mapping[int, list[Any]] | None = None) -> list[Refusal]:
-    """Returns a refusal for each damaged or missing file of one step; an empty list if all is as it was written. ``known``:
-    verdicts on ranks that need not be read again."""
-    candidate, problem, known = row.candidate, row.problem, known or {}
+                part: tuple[int, int] = WHOLE) -> list[Refusal]:
+    """Returns a refusal for each damaged or missing file of one step, of those of ``part``; an empty list if all is as it was
+    written."""
+    candidate, problem, (number, count) = row.candidate, row.problem, part
     if candidate.local_ranks:                           # partial on purpose
         problem = None
     metadata = MetadataVerifier(storage, root, candidate)
-    results = [] if candidate.problem else [known.get(rank) or _read_rank(storage, root, candidate, rank, progress, metadata)
-                                            for rank in candidate.files]
-    bad = [Refusal(**refused) for refused, _ in results if refused]
-    harmless = [candidate.refuse(replica_warning([(rank, path)])[0], path, rank) for _, missing in results
-                for rank, path in missing]
+    bad: list[Refusal] = []
+    harmless: list[Refusal] = []
+    ranks = [] if candidate.problem else [*candidate.files]
+    for position, rank in enumerate(ranks, candidate.step or 0):        # so that saves of few ranks are shared too
+        if position % count != number - 1:
+            continue
+        found = verify_rank(storage, root, candidate, rank, progress, metadata=metadata)
+        if isinstance(found, Refusal):
+            bad.append(found)
+        else:
+            harmless += [candidate.refuse(replica_warning([(lost, path)])[0], path, lost)
+                         for lost, path in found.missing_files(candidate)]
     harmless += damaged_metadata_files(storage, root, candidate)
     bad += [replace(row, is_harmless=True) for row in harmless]
     bad = list(dict.fromkeys(bad))                      # every rank reports the same defect of metadata.json
     return bad or ([problem] if problem else [])
-
-
-def _read_rank(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead, metadata: MetadataVerifier
-               ) -> list[Any]:
-    """Reads the files of one rank. Returns a row of ``RankVerdicts``."""
-    found = verify_rank(storage, root, candidate, rank, progress, metadata=metadata)
-    if isinstance(found, Refusal):
-        return [found.to_json(), []]
-    return [None, [list(row) for row in found.missing_files(candidate)]]
-
-
-def _key(candidate: Candidate) -> str:
-    return repr(_identity(candidate))
-
-
-def read_shared(storage: Storage, root: str, rows: Sequence[CheckpointStatus], progress: OnBytesRead, group: Group, timeout: float
-                ) -> RankVerdicts:
-    """Reads a share of the files of ``rows`` in each process of ``group``. A checkpoint that a process does not see as process 0
-    does is left out; process 0 then reads it itself.
-
-    Returns:
-        What all processes found, on all of them.
-    Raises:
-        CollectiveError: On all processes, if one fails.
-    """
-    own, read = {_key(row.candidate): row.candidate for row in rows}, [0]
-    files = run_on_rank0(group, lambda: [[_key(row.candidate), rank] for row in rows if not row.candidate.problem
-                                         for rank in sorted(row.candidate.files)])
-
-    def counted(count: int) -> None:
-        read[0] += count
-        progress(count)
-
-    def work() -> list[Any]:
-        metadata = {key: MetadataVerifier(storage, root, candidate) for key, candidate in own.items()}
-        return [[key, rank, _read_rank(storage, root, own[key], rank, counted, metadata[key])]
-                for key, rank in files[group.rank::group.size] if key in own]
-    found: dict[str, dict[int, list[Any]]] = {}
-    for part in gather_results(group, work, Watchdog(f"verifying {root}", lambda: read[0], timeout)):
-        for key, rank, verdict in part:
-            found.setdefault(key, {})[rank] = verdict
-    return found

@@ -1,4 +1,4 @@
-"""The command line of mindresume, in which one process of a launch is killed after its first file. For
+"""The command line of mindresume, in which one process of a launch is killed before its first file is finished. For
 st/test_shared_conversions.py.
 
     KILLED_PROCESS=1 msrun ... killed_conversion.py convert SRC DST
@@ -13,15 +13,15 @@ from pathlib import Path
 
 def main() -> None:
     from mindresume import cli
-    from mindresume.reshard.converter import Conversion
-    write = Conversion.write
+    from mindresume.reshard.engines import Engine
+    write = Engine.write
 
-    def die_after_the_first(self, writer, numbers=None):
+    def die_before_they_are_marked(self, *arguments):
+        found = write(self, *arguments)
         if os.environ["KILLED_PROCESS"] == os.environ["RANK_ID"]:
-            write(self, writer, list(numbers)[:1])
             os.kill(os.getpid(), signal.SIGKILL)
-        write(self, writer, numbers)
-    Conversion.write = die_after_the_first
+        return found
+    Engine.write = die_before_they_are_marked
     cli.main()
 
 

@@ -3,7 +3,6 @@ import errno
 import json
 import os
 import shutil
-from dataclasses import replace
 
 import iteration_folders
 import pytest
@@ -13,7 +12,6 @@ from reshard.plans import COUNTERS, MODEL, STEP, complete, put, random_tensors
 
 import mindresume
 from mindresume.api.catalog import Catalog
-from mindresume.api.results import VerificationReport
 from mindresume.coordination.lease import SAVING, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import ConfigError, MissingCheckpointError
@@ -327,11 +325,3 @@ def test_what_is_missing_is_damaged(tmp_path, iterations, name):
     path.unlink()
     report = Catalog(STORAGE, str(tmp_path)).verify()
     assert report.checkpoints[0].state == "damaged" and (report.damaged, report.unreadable) == (True, False)
-
-
-def test_a_report_survives_json(tmp_path):
-    """As process 0 sends it to the others, which share the work."""
-    save(tmp_path, 5)
-    report = mindresume.open(tmp_path).verify()
-    report = replace(report, memory=report.checkpoints)
-    assert VerificationReport.from_json(json.loads(json.dumps(report.to_json()))) == report

@@ -26,19 +26,33 @@ def source(tmp_path):
     return recorded(tmp_path / "checkpoint", Plan.parse("tp4"), random_tensors(MODEL)), tmp_path / "checkpoint"
 
 
-def test_verify_prints_once_what_all_found(source, tmp_path):
+def test_each_process_verifies_a_share_and_prints_what_it_found(source, tmp_path):
     candidate, root = source
     found = launch(3, "verify", root, "--json")
     assert [status for status, _, _ in found] == [0] * 3
-    report = json.loads(found[0][1])
-    assert report["bytes_read"] >= sum(file.size for file in candidate.all_files) and [out for _, out, _ in found[1:]] == ["", ""]
+    assert sum(json.loads(out)["bytes_read"] for _, out, _ in found) >= sum(file.size for file in candidate.all_files)
     damaged = [str(root / candidate.files[rank][0].path) for rank in (1, 3)]
     for path in damaged:
         flip_bit(root / path, -1)
     found = launch(3, "verify", root, "--json")
-    assert [status for status, _, _ in found] == [1] * 3
-    assert [problem["file"] for problem in json.loads(found[0][1])["checkpoints"][0]["problems"]] == damaged
+    problems = [[problem["file"] for problem in json.loads(out)["checkpoints"][0]["problems"]] for _, out, _ in found]
+    assert [status for status, _, _ in found] == [int(bool(files)) for files in problems]
+    assert sorted(sum(problems, [])) == damaged
+    (_, out, _), = launch(1, "verify", root, "--part", "1/2")
+    assert out.endswith("part 1 of 2: only this share of the files was read\n")
     assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_the_files_of_merged_weights_are_shared_too(source, tmp_path):
+    _, root = source
+    launch(1, "merge", root, tmp_path / "merged", "--part-size", "2000")
+    files = ["part1.safetensors", "part2.safetensors"]
+    for file in files:
+        flip_bit(tmp_path / "merged" / file, -1)
+    found = [json.loads(launch(1, "verify", tmp_path / "merged", "--json", "--part", f"{number}/3")[0][1])
+             for number in (1, 2, 3)]
+    problems = [problem["file"] for report in found for problem in report["checkpoints"][0]["problems"]]
+    assert sorted(os.path.basename(file) for file in problems) == files
 
 
 def test_the_processes_of_a_launch_share_the_files(source, tmp_path):

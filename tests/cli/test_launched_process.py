@@ -1,7 +1,7 @@
 """Rank and number of processes come from the launcher's variables; a process that no launcher started is alone."""
 import pytest
 
-from mindresume.coordination.launched_process import is_scheduler, launched_process
+from mindresume.cli.launch import is_scheduler, launched_process
 from mindresume.errors import ConfigError
 
 MSRUN = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "8", "MS_NODE_ID": "3", "RANK_ID": "3", "MS_SCHED_HOST": "10.0.0.1",
@@ -11,21 +11,21 @@ BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_
 SALLOC = {**BATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}      # LaunchParameters=use_interactive_step
 
 
-@pytest.mark.parametrize("environment, rank, size, job", [
-    (MSRUN, 3, 8, "10.0.0.1-8118"),
-    ({"RANK_ID": "1", "MS_WORKER_NUM": "2"}, 1, 2, ""),
-    ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3", "PMIX_NAMESPACE": "prterun-a/b@1"}, 1, 3, "prterun-a-b-1"),
-    ({"PMI_RANK": "0", "PMI_SIZE": "2"}, 0, 2, ""),
-    ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "4", "PMI_JOBID": "4711.0"}, 2, 4, "4711.0-4711"),       # srun --mpi=pmi2
-    ({**SRUN, "PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.pmix.4711.0"}, 2, 4, "4711-0"),            # srun --mpi=pmix
-    (SRUN, 2, 4, "4711-0"),
-    ({**SRUN, "SLURM_NTASKS": "16"}, 2, 4, "4711-0"),               # srun -n 4 --preserve-env in an allocation of 16
-    ({**SRUN, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}, 1, 3, ""),          # mpirun within an allocation
-    ({**MSRUN, "RANK_ID": "0"}, 3, 8, "10.0.0.1-8118"),             # that of the scheduler
+@pytest.mark.parametrize("environment, rank, size", [
+    (MSRUN, 3, 8),
+    ({"RANK_ID": "1", "MS_WORKER_NUM": "2"}, 1, 2),
+    ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3", "PMIX_NAMESPACE": "prterun-a/b@1"}, 1, 3),
+    ({"PMI_RANK": "0", "PMI_SIZE": "2"}, 0, 2),
+    ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "4", "PMI_JOBID": "4711.0"}, 2, 4),       # srun --mpi=pmi2
+    ({**SRUN, "PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.pmix.4711.0"}, 2, 4),            # srun --mpi=pmix
+    (SRUN, 2, 4),
+    ({**SRUN, "SLURM_NTASKS": "16"}, 2, 4),               # srun -n 4 --preserve-env in an allocation of 16
+    ({**SRUN, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}, 1, 3),          # mpirun within an allocation
+    ({**MSRUN, "RANK_ID": "0"}, 3, 8),             # that of the scheduler
 ])
-def test_the_launchers(environment, rank, size, job):
+def test_the_launchers(environment, rank, size):
     found = launched_process(environment)
-    assert (found.rank, found.size, found.job) == (rank, size, job)
+    assert (found.rank, found.size) == (rank, size)
 
 
 @pytest.mark.parametrize("environment", [
@@ -35,13 +35,6 @@ def test_the_launchers(environment, rank, size, job):
 ])
 def test_a_process_alone(environment):
     assert launched_process(environment) is None
-
-
-def test_mpiexec_in_an_allocation_is_one_launch_on_all_nodes():
-    """The processes on the first node have the variables of the shell that called mpiexec, the others those of a step."""
-    ranks = [launched_process({**shell, "PMI_RANK": str(rank), "PMI_SIZE": "2"})
-             for rank, shell in enumerate([BATCH, {**SRUN, "SLURM_STEP_NUM_TASKS": "2"}])]
-    assert [found.rank for found in ranks] == [0, 1] and ranks[0].job == ranks[1].job
 
 
 @pytest.mark.parametrize("rank", [{}, {"RANK_ID": "0"}])                # on the node of the scheduler RANK_ID is the scheduler's
