@@ -31,7 +31,7 @@ RANKS = TARGET[0] * TARGET[1]
 
 
 class Ours:
-    """Loads as mindresume.mindformers.load_iteration does."""
+    """Loads as mindresume.mindformers.loading does."""
 
     def __init__(self, optimizer: Any, strategies: job.Strategies, rank: int):
         self.optimizer, self.strategies, self.rank = optimizer, strategies, rank
@@ -42,14 +42,14 @@ class Ours:
         from mindresume.mindformers.network_state import strategy_layouts
         from mindresume.reshard.direct_engine import Traffic
         from mindresume.reshard.iteration_view import view_of_iteration
-        from mindresume.reshard.region_load import read_regions, wanted_regions
+        from mindresume.reshard.region_load import LoadTarget, read_regions, wanted_regions
         from mindresume.storage.posix import PosixStorage
         storage, traffic = PosixStorage(), Traffic()
         weights = view_of_iteration(storage, root, scan(storage, root).candidates[0])
         wanted = adapter.parameters_to_load(self.optimizer)
         shapes = {name: shape for name, (shape, _) in wanted.items()}
         layouts = strategy_layouts(self.strategies.of_rank[self.rank], shapes, print)
-        arrays = read_regions(weights, wanted_regions(weights, wanted, layouts, self.rank), traffic=traffic)
+        arrays = read_regions(weights, wanted_regions(weights, LoadTarget(wanted, layouts), self.rank), traffic=traffic)
         left = adapter.load_into(self.optimizer, arrays, False)
         if left:
             raise SystemExit(f"{len(left)} parameters got no value, for example {left[0]}")

@@ -29,7 +29,7 @@ import numpy as np
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.formats.records import scan_records
-from mindresume.mindformers.state_restorer import read_shard
+from mindresume.mindformers.loading import read_shard
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.choice import VerifiedShard
 from mindresume.resume.verifier import verify_rank

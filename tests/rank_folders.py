@@ -133,7 +133,7 @@ def simulated(function):
 
 class Threads:
     """The same as real threads, for what reads with threads of its own pools, which a simulated cluster cannot run (``reshard``,
-    ``mindformers/state_restorer.py``). They meet in each exchange, and write to no common folder, so their order decides
+    ``mindformers/loading.py``). They meet in each exchange, and write to no common folder, so their order decides
     nothing."""
 
     def __init__(self, size: int):

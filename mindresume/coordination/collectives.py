@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from mindresume import runtime
 from mindresume.errors import CollectiveError
+from mindresume.events.progress import ProgressReporter
 
 Result = TypeVar("Result")
 
@@ -62,6 +63,11 @@ class Watchdog:
     what: str = "long work"
     progress: Callable[[], float] = lambda: 0
     stall_timeout: float = 1800.0
+
+    @classmethod
+    def of(cls, reporter: ProgressReporter) -> Watchdog:
+        """Returns a watchdog of work that ``reporter`` counts."""
+        return cls(reporter.what, lambda: reporter.done)
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0              # seconds between two exchanges; doubled each time

@@ -49,8 +49,8 @@ def check(plan: ResumePlan, own: Mapping[str, bool], remedy: str = "Set {key}: {
                               f"{remedy.format(key=key, value=saved[key])}")
 
 
-def assume(weights: CheckpointView, network: Any) -> None:
+def assume(weights: CheckpointView, own: Mapping[str, bool]) -> None:
     """Takes the arrangement of the network for that of the ranks' files of a checkpoint that records none: mindformers does not
     record it, and its job had the same model configuration."""
     if weights.path_by_tensor is None:
-        weights.arrangement = {**of_network(network), **weights.arrangement}
+        weights.arrangement = {**own, **weights.arrangement}

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mindresume.coordination.collectives import Group, Watchdog, always_advancing, gather_results, run_on_all, run_on_rank0
+from mindresume.coordination.collectives import Watchdog, always_advancing, gather_results, run_on_rank0
 from mindresume.errors import ConfigError, EngineError, SaveError, StrategyError
 from mindresume.events import Emit, Notice, warning
 from mindresume.events.progress import ProgressReporter
@@ -26,10 +26,7 @@ from mindresume.formats import OURS
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.formatting import ranks_count
-from mindresume.mindformers import adapter, arrangement, upstream, upstream_check
-from mindresume.mindformers.balanced_load import BalancedLoad
-from mindresume.mindformers.load_progress import load_traffic, waiting_for
-from mindresume.mindformers.network_state import layouts as network_layouts
+from mindresume.mindformers import upstream, upstream_check
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated, to_ranks
@@ -38,7 +35,6 @@ from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.engines import BY_MINDSPORE, Engine, engine_for
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, checkpoint_of, open_consolidated, with_world_size
-from mindresume.reshard.region_load import bytes_of, read_regions, wanted_regions
 from mindresume.reshard.strategy_store import has_layouts, identity_of, set_aside, strategy_for
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy
@@ -112,45 +108,30 @@ def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity:
 
 # ---- at the load -----------------------------------------------------------------------------------------------------
 
-def read_arrays(config: Any, network: Any, context: TrainingContext, storage: Storage) -> tuple[dict[str, Any], int,
-                                                                                                str] | Choice:
-    """Loads the selected checkpoint after the compilation.
+def rewrite(config: Any, context: TrainingContext, source: OpenCheckpoint, regions: Mapping[str, Region]
+            ) -> OpenCheckpoint | Choice:
+    """Writes files in another layout, where the settings or the format of the source ask for them. All ranks call it.
 
+    Args:
+        regions: what this rank loads.
     Returns:
-        ({name: array} of everything that this rank loads, bytes read, description of the source); or, if ckpt files were
-            converted on disk, the choice of the new ones.
+        What is loaded: ``source``, the new consolidated weights, or the choice of the new ckpt files.
     Raises:
         CollectiveError: On all ranks, if one fails.
     """
-    group, emit = context.group, context.emit
-    source = run_on_all(group, context.plan.open_source, OPENING)
-    arrangement.assume(source.weights, network)
-    shapes = adapter.parameters_to_load(network, source.weights.tensors)
-    table = getattr(network, "parameter_layout_dict", None) if adapter.is_parallel() else None
-    layouts = network_layouts(table, {name: shape for name, (shape, _) in shapes.items()},
-                              lambda text: emit(warning(text)))
-    regions = run_on_all(group, partial(wanted_regions, source.weights, shapes, layouts, group.rank))
-    engine = context.settings.transform_engine
-    if source.candidate is not None and (context.settings.unified_checkpoint or (
-            engine == "mindspore" and source.candidate.format == "safetensors")):
+    group, engine, storage = context.group, context.settings.transform_engine, context.resources.storage
+    if source.candidate is None:
+        return source
+    if context.settings.unified_checkpoint or engine == "mindspore" and source.candidate.format == "safetensors":
         folder = unify(config, context, storage, source)
         if engine == "mindspore":
-            source = open_consolidated(storage, folder)
-    if source.candidate is not None and source.candidate.format == "ckpt" and _needs_files(group, source.weights, regions):
+            return open_consolidated(storage, folder)
+    if source.candidate.format == "ckpt" and not all(gather_results(group, partial(_file_fits, group.rank, group.size,
+                                                                                   source.weights, regions))):
         folder = transform_files(config, context, storage, source)
-        emit(Notice(f"transformed to {folder}; it can be loaded later without auto_trans_ckpt"))
+        context.emit(Notice(f"transformed to {folder}; it can be loaded later without auto_trans_ckpt"))
         return select_checkpoint(storage, folder, group, SelectionPolicy(group.size, verify=context.settings.verify))
-    shared = BalancedLoad(layouts, context, bool(config.get("balanced_load")))
-    mine = shared.mine(regions, {name: source.weights.tensors[name].dtype for name in regions})
-    traffic, until_read = load_traffic(bytes_of(source.weights, mine), emit)
-    arrays = run_on_all(group, partial(read_regions, source.weights, mine, traffic=traffic), until_read)
-    shared.receive(arrays, traffic.read)
-    return arrays, traffic.read, source.what
-
-
-def _needs_files(group: Group, weights: CheckpointView, regions: Mapping[str, Region]) -> bool:
-    """Returns whether some rank's file differs from what that rank loads. All ranks get the same answer."""
-    return not all(gather_results(group, partial(_file_fits, group.rank, group.size, weights, regions)))
+    return source
 
 
 def _file_fits(rank: int, size: int, weights: CheckpointView, regions: Mapping[str, Region]) -> bool:
@@ -251,7 +232,7 @@ def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: T
     progress = ProgressReporter("converting", emit)
     engine = Engine(traffic=Traffic(progress=progress.advance))
     try:
-        gather_results(group, lambda: share and conversion.run(engine), waiting_for(progress))
+        gather_results(group, lambda: share and conversion.run(engine), Watchdog.of(progress))
         if not run_on_rank0(group, conversion.finished):
             raise SaveError(f"{target} is not complete, though every rank has written its share")
     except BaseException:

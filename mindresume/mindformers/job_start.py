@@ -1,20 +1,34 @@
 """Prepares the start of a job: computes the fingerprint of the data set, and writes the selected checkpoint into the
-configuration."""
+configuration.
+
+    configuration ─▶ request of its dialect ─▶ the selection by all ranks ─▶ the plan ─▶ the configuration is set to it
+
+Sources of Checkpoint 2.0 are iteration folders; also rank folders and consolidated weights, so that a job can switch to it.
+"""
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from dataclasses import replace
 from typing import Any
 
-from mindresume.coordination.collectives import Watchdog, run_on_rank0
+from mindresume import runtime
+from mindresume.coordination.collectives import Watchdog, gather_results, run_on_rank0
 from mindresume.errors import CollectiveError, ConfigError
 from mindresume.events import Notice, warning
-from mindresume.mindformers import load_iteration, selection, weights_only
+from mindresume.formats.consolidated import is_consolidated
+from mindresume.formats.iteration_naming import COMMON
+from mindresume.formats.scan import is_root
+from mindresume.mindformers import adapter, selection, upstream, upstream_check
 from mindresume.mindformers.auto_transform import STRATEGY, TRANSFORMED, UNIFIED
+from mindresume.mindformers.load_request import TRAIN, request_of_iterations, request_of_resume, request_of_weights
 from mindresume.mindformers.selection import FRESH
-from mindresume.mindformers.training_context import TRAIN, LoadRequest, TrainingContext
+from mindresume.mindformers.training_context import ResumePlan, TrainingContext
+from mindresume.reshard.huggingface import CONFIG
 from mindresume.resume.dataset_fingerprint import dataset_identity
-from mindresume.resume.job_selection import caching_storage
+from mindresume.resume.job_selection import caching_storage, locate_checkpoints, shared_groups_of
+from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 
 
@@ -37,10 +51,10 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
         NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: On all ranks together.
     """
     storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
-    if load_iteration.applies(config):
-        return load_iteration.select(config, context, storage)
+    if uses_iterations(config):
+        return _select_iterations(config, context, storage)
     if not config.resume_training or config.resume_training is True and not config.load_checkpoint:
-        return weights_only.select(config, TRAIN, context, storage)         # perhaps of pretrained_model_dir, as mindformers does
+        return select_weights(config, TRAIN, context, storage)         # perhaps of pretrained_model_dir, as mindformers does
     if not config.load_checkpoint:
         return None
     path, requested = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
@@ -50,7 +64,7 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
                             fresh_weights=f"of {pretrained}" if pretrained else FRESH)
     if plan is None:
         config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
-        return weights_only.select(config, TRAIN, context, storage)         # of pretrained_model_dir, if there is one
+        return select_weights(config, TRAIN, context, storage)         # of pretrained_model_dir, if there is one
     choice = plan.choice
     if not os.path.isfile(path):
         config.load_checkpoint = choice.root
@@ -58,11 +72,111 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
         context.emit(Notice(f"load_ckpt_format is set to {choice.chosen.format}, the format of the selected files"))
         config.load_ckpt_format = choice.chosen.format
     config.resume_training = True
-    context.plan = replace(plan, request=LoadRequest(config.load_checkpoint))
+    context.plan = replace(plan, request=request_of_resume(config))
     if plan.open_source is not None:
         config.auto_trans_ckpt = False                      # mindformers must neither convert nor clear anything
     return None
 
+
+def select_weights(config: Any, task: str, context: TrainingContext, storage: Storage) -> None:
+    """Sets the keys of ``config``, and the plan of ``context``, to what all ranks selected.
+
+    Raises:
+        NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: As ``selection.select``.
+    """
+    request = request_of_weights(config, task)
+    if not request.path:
+        return
+    group, asked = context.group, config.get("resume_training")
+    path = locate_checkpoints(storage, request.path, group, context.emit)
+    split = not request.converts and group.size > 1 and any(gather_results(
+        group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
+        shared_groups_of(storage, path, group, context.resources.topology, context.emit).is_split
+    plan = selection.select(config, path, asked if isinstance(asked, str) else None, context, storage, any_layout=not split,
+                            resume=False, keep_layout=not request.converts)
+    choice, chosen = plan.choice, plan.choice.chosen
+    shown = path if os.path.isfile(path) else os.path.join(choice.root,
+                                                           chosen.iteration_dir) if chosen.iteration_dir else choice.root
+    context.plan = replace(plan, request=replace(request, path=shown))
+    config.load_checkpoint, config.resume_training, config.load_ckpt_format = shown, False, chosen.format
+    if config.get("checkpoint"):
+        config.checkpoint.load_path = shown
+    config.auto_trans_ckpt = False              # mindformers must neither convert nor clear anything
+
+
+# ---- Checkpoint 2.0 ---------------------------------------------------------------------------------------------------
+
+def uses_iterations(config: Any) -> bool:
+    """Returns whether the job uses Checkpoint 2.0 (mindformers trainer/utils.py:convert_checkpoint_config). Raises ConfigError if
+    it has a section that this release of mindformers would ignore."""
+    if config.get("checkpoint"):
+        upstream_check.refuse_if_off(upstream.CHECKPOINT_SECTION)
+    return bool(config.get("checkpoint")) or config.get("use_legacy_format", True) is False
+
+
+def _select_iterations(config: Any, context: TrainingContext, storage: Storage) -> None:
+    """Sets the keys of both dialects, and the plan of ``context``, to what all ranks selected.
+
+    Raises:
+        ConfigError: Keys contradict each other.
+        NoUsableCheckpointError, MissingCheckpointError, CollectiveError: As ``selection.select``.
+    """
+    asked = request_of_iterations(config)
+    for callback in config.get("callbacks") or []:
+        if callback.get("type") == adapter.ALIAS and callback.get("checkpoint_format", "ckpt") == "ckpt":
+            callback["checkpoint_format"] = "safetensors"           # document 004: mindformers converts it by itself
+    pretrained = str(config.get("pretrained_model_dir") or "")
+    if not asked.path and not pretrained:
+        return
+    plan, resume = None, False
+    if asked.path and not run_on_rank0(context.group, lambda: is_pretrained(storage, asked.path)):
+        plan = selection.select(config, asked.path, None, context, storage, any_layout=True, resume=asked.resume,
+                                healthy=asked.resume and _monitors_health(config), fresh_weights=f"of {pretrained}" if pretrained
+                                else selection.FRESH)
+        resume = asked.resume and plan is not None
+        folder = _folder_with_common(plan.choice.root, plan.choice.chosen.iteration_dir) if plan else pretrained
+    elif asked.resume and asked.path:
+        raise ConfigError(f"{asked.path} holds Hugging Face weights, from which no training can resume: they have no optimizer "
+                          f"state and no step. To begin with them set resume_training: False (no_load_optim: True), or give them "
+                          f"as pretrained_model_dir and the checkpoint folder as load_checkpoint")
+    else:
+        folder = asked.path or pretrained
+    if plan is None and folder:
+        upstream_check.refuse_if_off(upstream.PRETRAINED)
+        context.emit(Notice(f"the training begins with Hugging Face weights: {folder}"))
+    if folder:
+        context.plan = replace(plan or ResumePlan(), request=replace(asked, path=folder, resume=resume, pretrained=plan is None))
+    config.load_checkpoint, config.resume_training, config.load_ckpt_format = folder, resume, "safetensors"
+    if config.get("checkpoint"):
+        config.checkpoint.load_path, config.checkpoint.no_load_optim = folder, not resume
+    config.auto_trans_ckpt = False                                  # mindformers must neither convert nor clear anything
+
+
+def _folder_with_common(root: str, iteration_dir: str) -> str:
+    """Returns the folder for mindformers, which reads ``common.json`` there: the iteration folder, or if it has no such file a
+    temporary folder that has one."""
+    folder = os.path.abspath(os.path.join(root, iteration_dir))
+    if os.path.isfile(os.path.join(folder, COMMON)):
+        return folder
+    folder = tempfile.mkdtemp(prefix="mindresume-")
+    runtime.at_exit(shutil.rmtree, folder, ignore_errors=True)
+    with open(os.path.join(folder, COMMON), "w") as file:
+        file.write("{}")
+    return folder
+
+
+def is_pretrained(storage: Storage, path: str) -> bool:
+    """Returns whether ``path`` is a Hugging Face folder: consolidated weights with the configuration of the model beside them."""
+    return storage.status(os.path.join(path, CONFIG)) is not None and is_consolidated(storage, path)
+
+
+def _monitors_health(config: Any) -> bool:
+    """Returns whether the configuration sets a limit for mindformers' health monitor."""
+    monitor = config.get("monitor_config") or {}
+    return bool((monitor.get("health_checkpoint") or {}).get("embedding_local_norm_threshold"))
+
+
+# ---- what mindformers clears ------------------------------------------------------------------------------------------
 
 def check_not_cleared(output: str, *sources: Any, load_ckpt_format: str) -> None:
     """Protects sources: with auto_trans_ckpt mindformers empties folders below ``output``.

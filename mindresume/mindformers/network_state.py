@@ -11,11 +11,8 @@ import numpy as np
 
 from mindresume.errors import LoadError, SaveError
 from mindresume.formats.slices import ordinals
-from mindresume.formatting import counted
-from mindresume.model.layout import TensorLayout, is_scalar, same_shape
-from mindresume.model.training_state import may_be_absent
+from mindresume.model.layout import TensorLayout, is_scalar
 from mindresume.saving.shard_assignment import shares
-from mindresume.settings import allow_text
 from mindresume.tensor_files.header import DTYPES
 
 
@@ -193,35 +190,6 @@ def own_share(tensors: Mapping[str, Any], tables: Mapping[str, tuple[TensorLayou
     size = next(iter(tables.values()))[0].stage_size
     held = {name: (layout, full, tensors[name].dtype.itemsize) for name, (layout, full) in tables.items()}
     return shares(held, size)[rank % size]
-
-
-def check_fit(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[tuple[int, ...], str]],
-              may_miss: Callable[[str], bool] = may_be_absent, allow: bool = False) -> None:
-    """Compares a checkpoint with the network.
-
-    Args:
-        arrays: of the checkpoint.
-        wanted: {name: (shape, dtype)} of the network.
-        may_miss: whether a parameter may be missing.
-        allow: whether the error says how to continue without the missing tensors.
-    Raises:
-        LoadError: It names the tensors that the checkpoint lacks or holds in another shape or dtype.
-    """
-    problems, missing = [], []
-    for name, (shape, dtype) in wanted.items():
-        if name not in arrays:
-            if not may_miss(name):
-                problems.append(f"{name} is not in the checkpoint")
-                missing.append(name)
-        elif not same_shape(arrays[name].shape, shape):
-            problems.append(f"{name} is {tuple(arrays[name].shape)} in the checkpoint, {shape} in the network")
-        elif str(arrays[name].dtype) != dtype:
-            problems.append(f"{name} is {arrays[name].dtype} in the checkpoint, {dtype} in the network")
-    if problems:
-        raise LoadError(f"the checkpoint does not fit the network ({counted(len(problems), 'tensor')}): "
-                        + "; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else "")
-                        + ". Was the model configuration or the parallel strategy changed? For another strategy set "
-                          "auto_trans_ckpt: True" + ("." + allow_text(missing) if allow and missing else ""))
 
 
 def capture_random() -> dict[str, Any]:

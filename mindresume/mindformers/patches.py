@@ -7,13 +7,10 @@
       load_resume_context_from_...    ─▶ restore_progress: initial step and epoch, loss scale
       _resume_hf_iterable_dataset     ─▶ streaming data continues at its own position
       check_runner_config             ─▶ records the dataset and sink size; ends a training that is already complete
-      transform_and_load_checkpoint   ─▶ load_chosen: loads what this rank verified, and verifies it again while it is read
+      transform_and_load_checkpoint   ─▶ load_resume: loads what this rank verified, and verifies it again while it is read
       Model.train                     ─▶ FirstStep: the parameters are compared with what was loaded
 
-With ``auto_trans_ckpt`` and for consolidated weights, the wrapper of transform_and_load_checkpoint calls
-``mindresume.mindformers.auto_transform``. Checkpoint 2.0 (``use_legacy_format: False``) has wrappers of its own, which call
-``mindresume.mindformers.load_iteration``. ``mindresume.mindformers.weights_only`` loads weights without counters and optimizer:
-for an evaluation, a prediction, or a training of Checkpoint 1.0 that does not resume.
+Checkpoint 2.0 (``use_legacy_format: False``) has wrappers of its own. ``mindresume.mindformers.graph_load`` loads.
 """
 from __future__ import annotations
 
@@ -32,13 +29,13 @@ from mindresume.formats.rank_folder_naming import name_for_rank
 from mindresume.formatting import counted
 from mindresume.mindformers import (
     adapter,
+    counters,
+    graph_load,
     heartbeat,
     hf_streaming,
     job_start,
-    load_iteration,
-    state_restorer,
+    load_request,
     training_context,
-    weights_only,
 )
 from mindresume.mindformers.monitor_arguments import check_callbacks
 from mindresume.mindformers.pretrained_config import without_foreign_keys
@@ -78,7 +75,7 @@ def _wrap_check_config_rules(original: Any) -> Any:
         context = training_context.current()
         for note in lift_data_skip(self.config):
             context.emit(Notice(note))
-        if context.task == training_context.TRAIN:
+        if context.task == load_request.TRAIN:
             check_callbacks(adapter.built_in_monitor().__init__, self.config.get("callbacks") or ())
             context.progress.dataset_identity = job_start.fingerprint(self.config, context)
             with context.progress.timed_load():
@@ -86,7 +83,7 @@ def _wrap_check_config_rules(original: Any) -> Any:
                 job_start.select_checkpoint(self.config, context)
         elif context.task and not getattr(getattr(self, "trainer", None), "pipeline_task", None):
             # if there is a pipeline_task, it has loaded the weights already
-            weights_only.select(self.config, context.task, context, PosixStorage())
+            job_start.select_weights(self.config, context.task, context, PosixStorage())
         return original(self, *args, **kwargs)
     return check
 
@@ -96,7 +93,7 @@ def _wrap_get_last_checkpoint(original: Any) -> Any:
     rank by modification time, which after a crash is one of a save that never completed."""
     @functools.wraps(original)
     def get(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if training_context.current().task != training_context.TRAIN:
+        if training_context.current().task != load_request.TRAIN:
             return original(self, *args, **kwargs)
         return os.path.join(self.config.output_dir, adapter.CHECKPOINTS)
     return get
@@ -183,7 +180,7 @@ def _wrap_load_resume_context(original: Any) -> Any:
         if not context.plan.resumes:
             return original(*args, **kwargs)
         given = bind(args, kwargs)
-        return state_restorer.restore_progress(given["config"], given["dataset"].get_dataset_size(), context)
+        return counters.restore_progress(given["config"], given["dataset"].get_dataset_size(), context)
     return load
 
 
@@ -210,7 +207,7 @@ def _wrap_check_runner_config(original: Any) -> Any:
         config, run, resumes = given["config"], context.progress, context.plan.resumes
         runner, run.dataset_size = config.runner_config, config.data_size
         if not resumes:
-            run.origin = state_restorer.fresh_origin(config, given["dataset"], context)
+            run.origin = counters.fresh_origin(config, given["dataset"], context)
         run.sink_size = runner.sink_size if runner.sink_mode else None
         if resumes and runner.initial_epoch >= runner.epochs:
             raise TrainingCompleteError(f"the training is complete: step {runner.initial_step} is the end of "
@@ -234,13 +231,13 @@ def _wrap_transform_and_load_checkpoint(original: Any) -> Any:
     def load(*args: Any, **kwargs: Any) -> Any:
         given, context = bind(args, kwargs), training_context.current()
         config, model, dataset, resources = given["config"], given["model"], given["dataset"], context.resources
-        if context.plan.weights_only and weights_only.load(config, model, given["network"], dataset, context, resources.storage,
-                                                           given.get("do_eval", False), given.get("do_predict", False)):
+        if context.plan.weights_only and graph_load.load_weights(config, model, given["network"], dataset, context,
+                                                                 given.get("do_eval", False), given.get("do_predict", False)):
             return None
         if not context.plan.resumes or config.only_save_strategy:
             return original(*args, **kwargs)
         try:
-            return state_restorer.load_chosen(config, model, dataset, context, resources.storage)
+            return graph_load.load_resume(config, model, dataset, context)
         finally:
             resources.drop_verified_bytes()
     return load
@@ -277,7 +274,7 @@ def _wrap_train_dataset_postprocess(original: Any) -> Any:
         if request := context.plan.iterations:
             config = context.objects.config = bind(args, kwargs)["config"]
             if request.resume:
-                context.objects.common = load_iteration.common_info(config, dataset.get_dataset_size(), context)
+                context.objects.common = counters.common_info(config, dataset.get_dataset_size(), context)
         return dataset
     return postprocess
 
@@ -313,7 +310,7 @@ def _wrap_model_train(original: Any) -> Any:
     @functools.wraps(original)
     def train(*args: Any, **kwargs: Any) -> Any:
         given = bind(args, kwargs)
-        if training_context.current().task == training_context.TRAIN:
+        if training_context.current().task == load_request.TRAIN:
             asked = given["callbacks"]
             others = asked if isinstance(asked, Iterable) else [] if asked is None else [asked]
             given["callbacks"] = [*others, FirstStep()]             # behind all others: what they change is seen
@@ -349,7 +346,7 @@ def _wrap_load_checkpoint(original: Any) -> Any:
         heartbeat.enter(LOADING)
         try:
             with context.progress.timed_load():
-                return load_iteration.load(given["network"], given.get("optimizer"), context)
+                return graph_load.load_iterations(given["network"], given.get("optimizer"), context)
         finally:
             context.resources.drop_verified_bytes()
     return load
@@ -368,8 +365,8 @@ def _wrap_merge_model_config(original: Any) -> Any:
 WRAPPERS: dict[str, Callable[[Any], Any]] = {           # {name of a symbol: its wrapper}; several modules may import a symbol
     "Trainer.train": _wrap_train,
     "Trainer.finetune": _wrap_train,
-    "Trainer.evaluate": functools.partial(_wrap_inference, training_context.EVALUATE),
-    "Trainer.predict": functools.partial(_wrap_inference, training_context.PREDICT),
+    "Trainer.evaluate": functools.partial(_wrap_inference, load_request.EVALUATE),
+    "Trainer.predict": functools.partial(_wrap_inference, load_request.PREDICT),
     "Trainer._check_config_rules": _wrap_check_config_rules,
     "Trainer.get_last_checkpoint": _wrap_get_last_checkpoint,
     "MindFormerRegister.get_cls": _wrap_get_cls,

@@ -30,6 +30,7 @@ from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, Not
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import EventFile
 from mindresume.mindformers import adapter, heartbeat, modelarts, process_times
+from mindresume.mindformers.load_request import TRAIN, LoadRequest
 from mindresume.mindformers.loaded_weights import LoadedWeights
 from mindresume.mindformers.process_group import check_launch, group_of_job
 from mindresume.mindformers.tensorboard import MindFormersLog, TensorBoard
@@ -49,34 +50,7 @@ from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import ReadCache, uncached
 
-TRAIN, EVALUATE, PREDICT = "train", "evaluate", "predict"
-
-
 # ---- decided once ----------------------------------------------------------------------------------------------------
-
-@dataclass(frozen=True)
-class LoadRequest:
-    """Describes what the configuration requests to load, and how.
-
-    Attributes:
-        path: path of the checkpoint; empty: none. After the selection: the path that mindformers receives.
-        resume: optimizer and counters are loaded too; else only weights.
-        iterations: the code for Checkpoint 2.0 loads.
-        balanced: replicas are read once and broadcast.
-        workers: number of reading threads; 0: chosen automatically.
-        pretrained: ``path`` holds Hugging Face weights.
-        trains: a training starts with the weights; else an evaluation or a prediction.
-        converts: ``auto_trans_ckpt`` as the user wrote it.
-    """
-    path: str
-    resume: bool = True
-    iterations: bool = False
-    balanced: bool = False
-    workers: int = 0
-    pretrained: bool = False
-    trains: bool = True
-    converts: bool = False
-
 
 @dataclass(frozen=True)
 class ResumePlan:

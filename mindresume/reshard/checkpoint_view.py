@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats.consolidated import ConsolidatedWeights
 from mindresume.formatting import listed
 from mindresume.model.layout import TensorLayout, is_scalar
-from mindresume.reshard.geometry import Cut, Region, cuts, shape_of
+from mindresume.reshard.geometry import Cut, Region, blocks, cuts, shape_of
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import Header, TensorEntry, read_header
@@ -58,6 +58,11 @@ class Tensor:
         if self.layout is None:
             return ()
         return tuple(sorted(first // self.layout.stage_size for first in (self.first, *self.other_stages)))
+
+    def tiles(self, region: Region, most: int) -> Iterator[Region]:
+        """Yields the parts of ``region`` in which it is read, of at most ``most`` elements each (at least one)."""
+        for block in blocks(shape_of(region), most):
+            yield tuple((low + start, low + stop) for (start, stop), (low, _) in zip(block, region, strict=True))
 
     def cuts(self, region: Region) -> tuple[Cut, ...]:
         """Returns the pieces that cover ``region``, each once."""

@@ -1,7 +1,7 @@
-"""Views a Hugging Face folder with the names, shapes and order of MindSpore Transformers, and reads it into a network.
+"""Views a Hugging Face folder with the names, shapes and order of MindSpore Transformers, for a network too.
 
     weights = view_of_folder(storage, "Qwen3-8B", wanted=wanted)     # for ``wanted_regions``, ``read_regions``
-    arrays = read_network(storage, "Qwen3-8B", wanted, layouts, rank, network=transformer_config)
+    weights = view_for_network(storage, "Qwen3-8B", LoadTarget(shapes, layouts), NetworkModel(transformer_config))
 
     config.json ─▶ Model ─▶ rules of its family ─▶ {parameter: blocks of stored tensors}
     headers ─▶ fp8 weights joined with their scales ─▶ everything that does not fit, in one error ─▶ TranslatedView
@@ -9,17 +9,14 @@
 """
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
-
 from mindresume.errors import ConfigError, CorruptFileError, LoadError
+from mindresume.events import Emit, Notice, ignore
 from mindresume.formats.huggingface import (
     CONFIG,
     CONTIGUOUS,
@@ -31,18 +28,13 @@ from mindresume.formats.huggingface import (
 )
 from mindresume.formats.huggingface_families import FAMILIES
 from mindresume.formats.huggingface_rules import compare_with_template, copies, rules, shapes
-from mindresume.model.layout import TensorLayout
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.block_scales import with_scales
 from mindresume.reshard.conversion_manifest import read_weights
-from mindresume.reshard.direct_engine import TILE, Traffic
-from mindresume.reshard.geometry import Region, shape_of, view, within
-from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
-from mindresume.reshard.region_load import WORKERS, read_regions, wanted_regions
+from mindresume.reshard.region_load import LoadTarget
 from mindresume.reshard.translated_view import TranslatedView, problems_text, translated
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import read_bytes
-from mindresume.tensor_files.header import DTYPES as FILE_DTYPES
 from mindresume.tensor_files.header import parse_object
 
 IGNORED = (HF_HEAD, "*.rotary_emb.inv_freq")        # in a Hugging Face folder: the head of tied weights; a computed table
@@ -139,86 +131,49 @@ def _prediction_layer(model: Model) -> str:
     return f"model.layers.{model.layers}."
 
 
-Share = Callable[[Mapping[str, Region], Mapping[str, str]], Mapping[str, Region]]
+@dataclass(frozen=True)
+class NetworkModel:
+    """Describes the network of a training that takes the weights of a folder.
+
+    Attributes:
+        config: its TransformerConfig of mindformers, whose dimensions must be equal to those of the folder; None: unknown.
+        tied: whether it shares embedding and head; None: unknown.
+        converters: ``weight_converters`` of its template, which must agree with the rules; empty: it has no template.
+        kind: its ``model_type``; None: unknown.
+    """
+    config: Any = None
+    tied: bool | None = None
+    converters: Sequence[Any] = ()
+    kind: str | None = None
 
 
-def read_network(storage: Storage, folder: str, wanted: Mapping[str, tuple[tuple[int, ...], str]],
-                 layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int, network: Any = None,
-                 tied: bool | None = None, converters: Iterable[Any] = (), traffic: Traffic | None = None,
-                 kind: str | None = None, note: Callable[[str], None] = lambda text: None,
-                 share: Share = lambda regions, dtypes: regions) -> dict[str, np.ndarray]:
-    """Reads the weights of one rank's network from a Hugging Face folder. Returns {parameter: its slice, in its dtype}. A network
-    without next-token prediction takes the other layers of a model that has it.
+def view_for_network(storage: Storage, folder: str, target: LoadTarget, network: NetworkModel, emit: Emit = ignore
+                     ) -> TranslatedView:
+    """Views a Hugging Face folder for one rank of a network. A network without next-token prediction takes the other layers of a
+    model that has it.
 
     Args:
-        wanted, layouts: as for ``wanted_regions``, for the parameters of the network only.
-        network: mindformers' TransformerConfig of the network; its dimensions must be equal to those of the folder.
-        tied: whether the network shares embedding and head.
-        converters: ``weight_converters`` of the network's template, which must agree with the rules; empty: it has no template.
-        kind: ``model_type`` of the network; None: unknown.
-        note: receives a sentence about layers of the folder that the network does not have.
-        share: returns which regions this rank reads, by all that it needs and their dtypes; the others are left out.
+        target: the parameters of the network only.
     Raises:
-        ConfigError, LoadError, CorruptFileError, OSError: As ``view_of_folder``; ConfigError also if ``network`` has other
+        ConfigError, LoadError, CorruptFileError, OSError: As ``view_of_folder``; ConfigError also if the network has other
             dimensions.
     """
-    model, left_out = read_model(storage, folder, *orders_of(network)), ()
-    if kind is not None and kind != model.kind:
-        raise ConfigError(f"{model.source}: model_type is {model.kind}, but the network is {kind}. Use the model "
+    model, left_out = read_model(storage, folder, *orders_of(network.config)), ()
+    if network.kind is not None and network.kind != model.kind:
+        raise ConfigError(f"{model.source}: model_type is {model.kind}, but the network is {network.kind}. Use the model "
                           f"configuration of that folder")
-    if network is not None:
-        check_network(model, network)
-        if model.predictions and not getattr(network, "mtp_num_layers", None):
-            note(f"{folder}: the next-token-prediction layer is not loaded, because the network has none")
+    if network.config is not None:
+        check_network(model, network.config)
+        if model.predictions and not getattr(network.config, "mtp_num_layers", None):
+            emit(Notice(f"{folder}: the next-token-prediction layer is not loaded, because the network has none"))
             model, left_out = replace(model, predictions=0), (f"{_prediction_layer(model)}*",)
-    if tied and not model.tied:
+    if network.tied and not model.tied:
         raise ConfigError(f"{model.source}: tie_word_embeddings is false, but the network shares embedding and output layer, so "
                           f"{HF_HEAD} would be lost; set tie_word_embeddings: False in the model configuration")
-    converters = list(converters)
-    if converters and (problems := compare_with_template(converters, model)):
+    if network.converters and (problems := compare_with_template(list(network.converters), model)):
         raise LoadError(f"the network's own template does not fit the rules for {model.kind}: {problems_text(problems)}")
-    check_contiguous_order(model, {name: layout for name, (layout, _) in layouts.items()})
-    weights = _of_folder(storage, folder, model, wanted, left_out)
-    regions, traffic = wanted_regions(weights, wanted, layouts, rank, is_no_weight), traffic or Traffic()
-    regions = share(regions, {name: weights.tensors[name].dtype for name in regions})
-    transposed = {name: region for name, region in regions.items()
-                  if any(block.transposed for block in weights.tensors[name].rule.blocks)}
-    found = read_regions(weights, {name: region for name, region in regions.items() if name not in transposed}, traffic=traffic)
-    return found | _read_transposed(weights, transposed, traffic)
-
-
-def _read_transposed(weights: TranslatedView, regions: Mapping[str, Region], traffic: Traffic) -> dict[str, np.ndarray]:
-    """Reads regions of tensors with transposed blocks, one block (the weights of one expert) at a time. Tiles of rows would each
-    read a few columns of every stored row, so every row would be read many times. A large block is read in pieces of ``TILE``
-    bytes, which are whole rows of the stored tensor."""
-    files = OpenFiles(weights.storage)
-
-    def one(item: tuple[str, Region]) -> np.ndarray:
-        name, ((low, high), (left, right)) = item
-        tensor = weights.tensors[name]
-        out = np.empty(shape_of(item[1]), bits_dtype(tensor.dtype))
-        rows, columns = ({edge for block in tensor.rule.blocks for edge in (block.part[i].start, block.part[i].stop)}
-                         for i in (0, 1))
-        for start, stop in _between(rows, low, high):
-            width = max(TILE // out.itemsize // (stop - start), 1)
-            for first, last in _between(columns, left, right):
-                for begin in range(first, last, width):
-                    part = (start, stop), (begin, min(begin + width, last))
-                    gather(weights, files, name, part, view(out, within(part, item[1])), out[:0])
-        traffic.progress(out.nbytes)
-        return out.view(FILE_DTYPES[tensor.dtype])
-    try:
-        with ThreadPoolExecutor(WORKERS) as pool:
-            found = dict(zip(regions, pool.map(one, regions.items()), strict=True))
-    finally:
-        files.close()
-    traffic.read += files.bytes_read
-    return found
-
-
-def _between(edges: Iterable[int], low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Yields the intervals from ``low`` to ``high`` between the edges."""
-    return itertools.pairwise(sorted({low, high, *(edge for edge in edges if low < edge < high)}))
+    check_contiguous_order(model, {name: layout for name, (layout, _) in target.layouts.items()})
+    return _of_folder(storage, folder, model, target.shapes, left_out)
 
 
 # ---- the network ---------------------------------------------------------------------------------------------------

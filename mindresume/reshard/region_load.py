@@ -1,12 +1,14 @@
 """Reads into memory exactly the regions that one rank of a training needs, from a checkpoint of any layout.
 
-    regions = wanted_regions(weights, wanted, layouts, rank)
+    regions = wanted_regions(weights, LoadTarget(shapes, layouts), rank)
     arrays = read_regions(weights, regions)
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
 from mindresume.reshard.direct_engine import TILE, SourceChecksums, Traffic
 from mindresume.reshard.element_order import check_order
-from mindresume.reshard.geometry import Region, blocks, elements, held, shape_of, view, whole
+from mindresume.reshard.geometry import Region, elements, held, shape_of, view, whole, within
 from mindresume.reshard.range_reader import ComposedCut, OpenFiles, bits_dtype, gather
 from mindresume.reshard.target_files import model_names
 from mindresume.settings import allow_text
@@ -28,66 +30,80 @@ from mindresume.tensor_files.whole_file import new_memory
 
 WORKERS = 4                 # threads: reading mostly waits
 
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]                          # {name: (shape, dtype)}
+Layouts = Mapping[str, tuple[TensorLayout, tuple[int, ...]]]                # {name: (layout, global shape)}
 
-def wanted_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int, ...], str]],
-                   layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int,
-                   may_miss: Callable[[str], bool] = may_be_absent, allow: bool = False) -> dict[str, Region]:
+
+@dataclass(frozen=True)
+class LoadTarget:
+    """Describes what one rank of a training takes from a checkpoint.
+
+    Attributes:
+        shapes: the parameters of this rank.
+        layouts: of those that are cut.
+        optional: parameters that the checkpoint may lack, besides those that ``may_be_absent``.
+        of_model: the parameters of the model, if the others are those of its optimizer; None: they are not told apart.
+        proposes: whether an error says how to load without the missing parameters.
+        names: {name in the checkpoint: parameter}, where they differ. All else has names of the checkpoint.
+        dtypes: {name: dtype of the parameter}, where the values of the checkpoint are converted.
+    """
+    shapes: Shapes
+    layouts: Layouts
+    optional: Collection[str] = ()
+    of_model: Collection[str] | None = None
+    proposes: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    def parameter(self, name: str) -> str:
+        """Returns the name of the parameter that takes a tensor."""
+        return self.names.get(name, name)
+
+    def missing(self, stored: Collection[str]) -> list[str]:
+        """Returns the parameters that ``stored`` lacks and must not lack."""
+        return [name for name in self.shapes if name not in stored and name not in self.optional and not may_be_absent(name)]
+
+    def misfits(self, stored: Mapping[str, Any]) -> str:
+        """Compares tensors (``dtype``, ``shape``) with the parameters. Returns what does not fit or is missing, as text."""
+        problems = []
+        for name, (shape, dtype) in self.shapes.items():
+            tensor, (_, full) = stored.get(name), self.layouts.get(name, (None, shape))
+            if tensor is not None and str(tensor.dtype) != dtype:
+                problems.append(f"{name} is {tensor.dtype} in the checkpoint, {dtype} in the network")
+            elif tensor is not None and not same_shape(tensor.shape, full):
+                problems.append(f"{name} is {tuple(tensor.shape)} in the checkpoint, {full} in the network")
+        problems += [f"{name} is not in the checkpoint" for name in self.missing(stored)]
+        shown = "; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else "")
+        return f"({counted(len(problems), 'tensor')}): {shown}" if problems else ""
+
+
+def wanted_regions(weights: CheckpointView, target: LoadTarget, rank: int) -> dict[str, Region]:
     """Returns {tensor: region} for the tensors that this rank loads.
 
-    Args:
-        wanted: {name: (shape, dtype)} of the parameters of this rank.
-        layouts: {name: (layout, global shape)} of those that are cut.
-        may_miss: whether the checkpoint may lack a parameter.
-        allow: whether the error says how to load without the missing parameters.
-
     Raises:
-        LoadError: names every parameter that the checkpoint lacks or holds in another global shape or dtype. A counter may have
-            another number of dimensions.
+        LoadError: names every parameter that the checkpoint lacks or holds in another global shape or dtype (a counter may have
+            another number of dimensions); another one if the checkpoint holds the model but no optimizer state.
         ConfigError: see ``check_order``.
     """
-    regions: dict[str, Region] = {}
-    problems, missing = [], []
-    for name, (shape, dtype) in wanted.items():
-        tensor = weights.tensors.get(name)
-        layout, full = layouts.get(name, (None, shape))
-        if tensor is None:
-            if not may_miss(name):
-                problems.append(f"{name} is not in the checkpoint")
-                missing.append(name)
-        elif tensor.dtype != dtype:
-            problems.append(f"{name} is {tensor.dtype} in the checkpoint, {dtype} in the network")
-        elif not same_shape(tensor.shape, full):
-            problems.append(f"{name} is {tensor.shape} in the checkpoint, {full} in the network")
-        elif layout is None or tensor.shape != full:
-            regions[name] = whole(tensor.shape)
-        else:
-            regions[name] = held(layout, rank % layout.stage_size, full)
-        if name in regions:
-            check_order(weights, name, layout)
-    if problems:
-        raise LoadError(f"the checkpoint {weights.name} does not fit the network ({counted(len(problems), 'tensor')}): "
-                        + "; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else "")
-                        + ". All shapes are those of whole tensors. Was the model configuration changed?"
-                        + (allow_text(missing) if allow and missing else ""))
-    return regions
-
-
-def resume_regions(weights: CheckpointView, wanted: Mapping[str, tuple[tuple[int, ...], str]],
-                   layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int, may_miss: Callable[[str], bool],
-                   of_model: Collection[str]) -> dict[str, Region]:
-    """Returns ``wanted_regions`` for the model and its optimizer. ``of_model``: the parameters of the model.
-
-    Raises:
-        LoadError: The same as ``wanted_regions``; another one if the checkpoint holds the model but no optimizer state.
-    """
-    absent = [name for name in wanted if name not in weights.tensors and not may_miss(name)]
-    if absent and not any(name in of_model for name in absent):
+    missing = target.missing(weights.tensors)
+    if missing and target.of_model is not None and not any(name in target.of_model for name in missing):
         known = model_names(weights.tensors)
         if all(name in known or tensor.is_counter for name, tensor in weights.tensors.items()):
             raise LoadError(f"{weights.name} holds no optimizer state: its files of the optimizer are missing, or it was saved "
                             f"without (no_save_optim, save_optimizer: False). To take the weights alone and start at step 0, set "
                             f"no_load_optim: True (resume_training: False)")
-    return wanted_regions(weights, wanted, layouts, rank, may_miss, allow=True)
+    if problems := target.misfits(weights.tensors):
+        raise LoadError(f"the checkpoint {weights.name} does not fit the network {problems}. All shapes are those of whole "
+                        f"tensors. Was the model configuration changed?"
+                        + (allow_text(missing) if missing and target.proposes else ""))
+    regions: dict[str, Region] = {}
+    for name, (shape, _) in target.shapes.items():
+        if name in weights.tensors:
+            layout, full = target.layouts.get(name, (None, shape))
+            stored = weights.tensors[name].shape
+            regions[name] = whole(stored) if layout is None or stored != full else held(layout, rank % layout.stage_size, full)
+            check_order(weights, name, layout)
+    return regions
 
 
 def bytes_of(weights: CheckpointView, regions: Mapping[str, Region]) -> int:
@@ -107,17 +123,17 @@ def read_regions(weights: CheckpointView, regions: Mapping[str, Region], workers
     new = new_memory({name: bytes_of(weights, {name: region}) for name, region in regions.items()})
 
     def read(files: OpenFiles, name: str, region: Region) -> tuple[np.ndarray, int]:
-        dtype = bits_dtype(weights.tensors[name].dtype)
-        out, staging, sources = new.pop(name).view(dtype).reshape(shape_of(region)), room.buffer, SourceChecksums()
+        tensor, staging, sources = weights.tensors[name], room.buffer, SourceChecksums()
+        dtype = bits_dtype(tensor.dtype)
+        out = new.pop(name).view(dtype).reshape(shape_of(region))
         if (found := _take_kept(weights, name, region)) is not None:
             place, kept = found
             sources.hash(name, place, 0, memoryview(kept.reshape(-1).view(np.uint8)))
             files.count(kept.nbytes)
             return kept, sources.verified
-        for block in blocks(out.shape, max(TILE // dtype.itemsize, 1)):
-            part = tuple((low + start, low + stop) for (start, stop), (low, _) in zip(block, region, strict=True))
-            _gather_and_hash(weights, files, name, part, view(out, block), staging, sources)
-        return out.view(DTYPES[weights.tensors[name].dtype]), sources.verified
+        for part in tensor.tiles(region, max(TILE // dtype.itemsize, 1)):
+            _gather_and_hash(weights, files, name, part, view(out, within(part, region)), staging, sources)
+        return out.view(DTYPES[tensor.dtype]), sources.verified
     return _each(weights, regions, read, workers, traffic or Traffic())
 
 
@@ -142,9 +158,9 @@ def check_tensors(weights: CheckpointView, names: Iterable[str], workers: int = 
         dtype, staging, sources = bits_dtype(weights.tensors[name].dtype), room.buffer, SourceChecksums()
         most = max(TILE // dtype.itemsize, 1)
         buffer = buffers.buffer[:most * dtype.itemsize].view(dtype)
-        for block in blocks(shape_of(region), most):
-            out = buffer[:elements(block)].reshape(shape_of(block))
-            _gather_and_hash(weights, files, name, block, out, staging, sources)
+        for part in weights.tensors[name].tiles(region, most):
+            out = buffer[:elements(part)].reshape(shape_of(part))
+            _gather_and_hash(weights, files, name, part, out, staging, sources)
         return buffer[:0], sources.verified
     _each(weights, {name: whole(weights.tensors[name].shape) for name in names}, read, workers, traffic or Traffic())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -61,6 +61,21 @@ class ComposedTensor(Tensor):
                                                      block.transposed), part))
         return tuple(found)
 
+    def tiles(self, region: Region, most: int) -> Iterator[Region]:
+        """Yields one transposed block (the weights of one expert) after the other: parts of rows would each read a few columns of
+        every stored row, so every row would be read many times. A large block is read in pieces of whole stored rows."""
+        if not any(block.transposed for block in self.rule.blocks):
+            yield from super().tiles(region, most)
+            return
+        (low, high), (left, right) = region
+        rows, columns = ({edge for block in self.rule.blocks for edge in (block.part[i].start, block.part[i].stop)}
+                         for i in (0, 1))
+        for start, stop in _between(rows, low, high):
+            width = max(most // (stop - start), 1)
+            for first, last in _between(columns, left, right):
+                for begin in range(first, last, width):
+                    yield (start, stop), (begin, min(begin + width, last))
+
     def _blocks_in(self, low: int, high: int) -> Sequence[Block]:
         """Returns the blocks that may have rows from ``low`` to ``high``: a tensor of many experts has hundreds."""
         blocks, starts, stops = self._by_row
@@ -72,6 +87,11 @@ class ComposedTensor(Tensor):
         blocks = sorted(self.rule.blocks, key=lambda block: block.part[0].start)
         return (blocks, [block.part[0].start for block in blocks],
                 list(itertools.accumulate((block.part[0].stop for block in blocks), max)))
+
+
+def _between(edges: Iterable[int], low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Yields the intervals from ``low`` to ``high`` between the edges."""
+    return itertools.pairwise(sorted({low, high, *(edge for edge in edges if low < edge < high)}))
 
 
 def _clip(part: Sequence[range], region: Region) -> tuple[tuple[int, int], ...] | None:

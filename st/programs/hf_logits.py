@@ -15,7 +15,8 @@ from mindformers import MindFormerConfig, build_context
 from mindformers.checkpoint.checkpoint import load_hf_checkpoint
 from mindformers.models.build_model import build_network
 
-from mindresume.reshard.huggingface import is_huggingface, read_network
+from mindresume.reshard.huggingface import NetworkModel, is_huggingface, is_no_weight, view_for_network
+from mindresume.reshard.region_load import LoadTarget, read_regions, wanted_regions
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
 
@@ -28,9 +29,12 @@ def logits(config_path, source, tokens, out, *changes):
     wanted = {name: (tuple(p.shape), str(p.dtype).lower()) for name, p in parameters.items()
               if name.startswith(("embedding.", "decoder.", "output_layer."))}
     if is_huggingface(PosixStorage(), source):
-        arrays = read_network(PosixStorage(), source, wanted, {}, 0, network=network.get_gpt_transformer_config(),
-                              tied=network.config.tie_word_embeddings, kind=network.config.model_type,
-                              converters=network.template.weight_converters if hasattr(network, "template") else ())
+        target = LoadTarget(wanted, {})
+        weights = view_for_network(PosixStorage(), source, target, NetworkModel(
+            network.get_gpt_transformer_config(), network.config.tie_word_embeddings,
+            network.template.weight_converters if hasattr(network, "template") else (), network.config.model_type))
+        shapes = {name: row for name, row in wanted.items() if not is_no_weight(name)}
+        arrays = read_regions(weights, wanted_regions(weights, LoadTarget(shapes, {}), 0))
         if hasattr(network, "template"):                # mindformers can load only Qwen3
             load_hf_checkpoint(source, network)
             with open(f"{out}.json", "w", encoding="utf-8") as file:

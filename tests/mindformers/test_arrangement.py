@@ -78,5 +78,5 @@ def test_after_a_conversion_the_source_counts():
     ({"w": "model.safetensors"}, {}, {})])
 def test_files_of_ranks_without_a_record_have_the_order_of_the_network(path_by_tensor, recorded, expected):
     weights = SimpleNamespace(path_by_tensor=path_by_tensor, arrangement=recorded)
-    arrangement.assume(weights, Wrapper(Network(**KEYS)))
+    arrangement.assume(weights, KEYS)
     assert weights.arrangement == expected

@@ -1,6 +1,5 @@
 """auto_trans_ckpt on several ranks (threads), with a network that only has parameters."""
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -15,7 +14,8 @@ from mindformers import MindFormerConfig  # noqa: E402
 
 from mindresume.errors import CollectiveError, ConfigError, EngineError, MissingCheckpointError  # noqa: E402
 from mindresume.formats.strategy import write_strategy  # noqa: E402
-from mindresume.mindformers import adapter, auto_transform, job_start, state_restorer, training_context  # noqa: E402
+from mindresume.mindformers import adapter, job_start, load_request, loading, network_state, training_context  # noqa: E402
+from mindresume.mindformers.graph_load import GraphNetwork  # noqa: E402
 from mindresume.mindformers.tensorboard import MindFormersLog  # noqa: E402
 from mindresume.reshard.compare import compare  # noqa: E402
 from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
@@ -59,14 +59,16 @@ def released():
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     monkeypatch.setattr(adapter, "is_parallel", lambda: True)
+    monkeypatch.setattr(network_state, "is_parallel", lambda: True)
     monkeypatch.setattr(adapter, "parameters_to_load", lambda network, offered: network.wanted)
+    monkeypatch.setattr(adapter, "load_into", lambda network, arrays, deduplicated: setattr(network, "taken", dict(arrays)) or [])
 
 
 def job(group, path, output, plan, settings=None, **values):
     """Runs the hooks of one rank up to the load. Returns (session, configuration)."""
     config = MindFormerConfig(load_checkpoint=str(path), resume_training=True, auto_trans_ckpt=True, output_dir=str(output),
                               load_ckpt_format="safetensors", **values)
-    current = training_context.TrainingContext(settings or Settings(), training_context.TRAIN, training_context.Resources(group))
+    current = training_context.TrainingContext(settings or Settings(), load_request.TRAIN, training_context.Resources(group))
     CONTEXTS.append(current)
     job_start.select_checkpoint(config, current)
     assert config.auto_trans_ckpt is False
@@ -83,12 +85,9 @@ def load(group, path, output, plan, settings=None, **values):
 
 
 def read_arrays(config, network, current):
-    """Returns the arrays; None if files were converted: then the plan has them."""
-    found = auto_transform.read_arrays(config, network, current, STORAGE)
-    if isinstance(found, tuple):
-        return found[0]
-    current.plan = replace(current.plan, choice=found)
-    return None
+    """Returns the arrays that the network takes."""
+    loading.load(GraphNetwork(current, config, network), current)
+    return network.taken
 
 
 def run(plan, function):
@@ -186,13 +185,9 @@ def test_ckpt_files_are_converted_on_disk_and_loaded_later_directly(tmp_path, pr
         times = {file: file.stat().st_mtime_ns for file in made.rglob("*.ckpt")}
         for rank, found in enumerate(start(path)):
             assert not isinstance(found, Exception), found
-            if path == made:                                    # nothing is left to transform
-                right(plan, rank, found[0])
-            else:
-                assert found[0] is None and found[1].plan.choice.root == str(made) and found[1].shard.rank == rank
-                read = state_restorer.read_shard(STORAGE, str(made), found[1].shard)[0]
-                right(plan, rank, {name: array for name, array in read.items()
-                                   if name not in COUNTERS or name == "global_step"})
+            assert found[1].plan.choice.root == str(made) and found[1].shard.rank == rank
+            right(plan, rank, {name: array for name, array in found[0].items()       # at last nothing is left to transform
+                               if name not in COUNTERS or name == "global_step"})
         assert len(list(made.rglob("*.ckpt"))) == 4
         assert not times or times == {file: file.stat().st_mtime_ns for file in made.rglob("*.ckpt")}
     assert os.listdir(tmp_path / "out" / "transformed_checkpoint") == ["checkpoint"]

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from rank_folders import Ranks
 
-from mindresume.mindformers import balanced_load
-from mindresume.mindformers.balanced_load import BalancedLoad
+from mindresume.mindformers import loading
+from mindresume.mindformers.load_request import LoadRequest
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.geometry import held, slices_of
 from sim.threads import Condition
@@ -38,7 +38,13 @@ def broadcaster(monkeypatch):
 
         def close(self):
             pass
-    monkeypatch.setattr(balanced_load, "TensorBroadcaster", Broadcaster)
+    monkeypatch.setattr(loading, "TensorBroadcaster", Broadcaster)
+    monkeypatch.setattr(loading, "read_regions", read_regions)
+
+
+def read_regions(weights, regions, *_):
+    weights.read.update(regions)
+    return {name: np.ascontiguousarray(WHOLE[name][slices_of(region)]) for name, region in regions.items()}
 
 
 def load(layouts, enabled=True):
@@ -47,13 +53,12 @@ def load(layouts, enabled=True):
 
     def work(group):
         notices = []
-        shared = BalancedLoad(layouts, SimpleNamespace(group=group, emit=lambda event: notices.append(event.text)), enabled)
         regions = {name: held(layout, group.rank, shape) for name, (layout, shape) in layouts.items()}
-        mine = shared.mine(regions, dict.fromkeys(regions, "float32"))
-        arrays = {name: np.ascontiguousarray(WHOLE[name][slices_of(region)]) for name, region in mine.items()}
-        read = set(arrays)
-        shared.receive(arrays, 7)
-        results[group.rank] = read, arrays, regions, notices
+        weights = SimpleNamespace(tensors=dict.fromkeys(regions, SimpleNamespace(dtype="float32")), read=set())
+        context = SimpleNamespace(group=group, emit=lambda event: notices.append(event.text),
+                                  plan=SimpleNamespace(request=LoadRequest("", balanced=enabled)))
+        arrays, _ = loading.read_balanced(weights, regions, layouts, context)
+        results[group.rank] = weights.read, arrays, regions, notices
     assert Ranks(RANKS).run(work) == [None] * RANKS
     return results
 

@@ -13,7 +13,7 @@ from mindspore import nn  # noqa: E402
 
 from mindresume.errors import AlteredWeightsError  # noqa: E402
 from mindresume.events import NetworkCompiled  # noqa: E402
-from mindresume.mindformers import first_step, training_context  # noqa: E402
+from mindresume.mindformers import first_step, load_request, training_context  # noqa: E402
 from mindresume.mindformers.loaded_weights import LoadedWeights  # noqa: E402
 from mindresume.mindformers.patches import WRAPPERS  # noqa: E402
 from mindresume.mindformers.training_context import TrainingContext  # noqa: E402
@@ -58,7 +58,7 @@ def train(request, monkeypatch):
     monkeypatch.setattr(ms.Model, "train", WRAPPERS["Model.train"](ms.Model.train))
     ms.set_context(mode=request.param)
 
-    def run(callbacks, task=training_context.TRAIN):
+    def run(callbacks, task=load_request.TRAIN):
         emitted = []
         context = training_context.set_current(TrainingContext(task=task))
         context.resources.emit, context.plan = emitted.append, SimpleNamespace(resumes=True)
@@ -98,7 +98,7 @@ def test_only_a_training_of_the_trainer_is_compared(train):
 def test_the_load_attempt_begins_when_the_network_is_compiled(monkeypatch):
     compiled, begun = [], []
     monkeypatch.setattr(first_step.adapter, "call_when_compiled", lambda network, work: compiled.append((network, work)))
-    before, context = training_context.current(), training_context.set_current(TrainingContext(task=training_context.TRAIN))
+    before, context = training_context.current(), training_context.set_current(TrainingContext(task=load_request.TRAIN))
     try:
         attempt = context.resources.pending_load.attempt = SimpleNamespace(begun=False)
         context.monitor = SimpleNamespace(begin_load_attempt=lambda: begun.append(True))

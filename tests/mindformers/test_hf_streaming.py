@@ -9,7 +9,7 @@ from datasets import IterableDataset  # noqa: E402
 from mindformers.dataset.dataloader.hf_dataloader import HFIterableDataset, _resume_hf_iterable_dataset  # noqa: E402
 
 from mindresume.errors import CollectiveError, ProgressError  # noqa: E402
-from mindresume.mindformers import hf_streaming, patches, training_context  # noqa: E402
+from mindresume.mindformers import hf_streaming, load_request, patches, training_context  # noqa: E402
 from mindresume.model.data_position import DataPosition  # noqa: E402
 from mindresume.resume.progress import ResumeProgress  # noqa: E402
 
@@ -49,7 +49,7 @@ def at(skip, begins=False):
 @pytest.fixture
 def current():
     before = training_context.current()
-    yield training_context.set_current(training_context.TrainingContext(task=training_context.TRAIN))
+    yield training_context.set_current(training_context.TrainingContext(task=load_request.TRAIN))
     training_context.set_current(before)
 
 

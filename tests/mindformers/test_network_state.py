@@ -12,7 +12,6 @@ ms = pytest.importorskip("mindspore")
 from mindresume.errors import LoadError, SaveError  # noqa: E402
 from mindresume.mindformers.network_state import (  # noqa: E402
     capture_random,
-    check_fit,
     deferred,
     layouts,
     restore_random,
@@ -21,7 +20,6 @@ from mindresume.mindformers.network_state import (  # noqa: E402
     to_numpy,
 )
 from mindresume.model.layout import TensorLayout  # noqa: E402
-from mindresume.model.training_state import TRANSIENT, is_transient  # noqa: E402
 from mindresume.tensor_files import encode, read_header, read_tensor  # noqa: E402
 from mindresume.tensor_files.header import tensor_bytes  # noqa: E402
 
@@ -176,68 +174,6 @@ def test_rows_of_unsaved_tensors_are_ignored_and_a_missing_table_has_no_layouts(
 
 def test_an_empty_tensor_has_a_layout():
     assert layouts({"w": row((2, 2), [0, -1], (0, 4), (0, 4))}, {"w": (0, 4)}, no_warning)["w"][1] == (0, 4)
-
-
-# ---- fit -------------------------------------------------------------------------------------------------------------
-
-WANTED = {"w": ((8, 4), "float32"), "bias": ((4,), "bfloat16"), "global_step": ((1,), "int32")}
-
-
-def fitting():
-    return {"w": np.zeros((8, 4), np.float32), "bias": np.zeros(4, ml_dtypes.bfloat16), "global_step": np.zeros(1, np.int32)}
-
-
-def test_a_checkpoint_that_fits_with_more_in_it_than_the_network_has():
-    check_fit({**fitting(), "epoch_num": np.array(3)}, WANTED)
-
-
-@pytest.mark.parametrize("name, array, said", [
-    ("w", None, "w is not in the checkpoint"),
-    ("w", np.zeros((4, 4), np.float32), r"w is \(4, 4\) in the checkpoint, \(8, 4\) in the network"),
-    ("w", np.zeros((1,), np.float32), r"w is \(1,\) in the checkpoint, \(8, 4\) in the network"),
-    ("bias", np.zeros(4, np.float16), "bias is float16 in the checkpoint, bfloat16 in the network"),
-    ("global_step", np.zeros(2, np.int32), r"global_step is \(2,\) in the checkpoint, \(1,\) in the network")])
-def test_errors_name_the_tensor_what_was_found_and_what_is_expected(name, array, said):
-    arrays = {**fitting(), name: array}
-    if array is None:
-        del arrays[name]
-    with pytest.raises(LoadError, match=rf"does not fit the network \(1 tensor\): {said}\..*auto_trans_ckpt: True"):
-        check_fit(arrays, WANTED)
-
-
-def test_a_single_number_fits_any_number_of_dimensions():
-    check_fit({**fitting(), "global_step": np.array(5, np.int32)}, WANTED)
-
-
-def test_all_problems_are_counted_and_ten_are_shown():
-    wanted = {f"w{i:02d}": ((1,), "float32") for i in range(12)}
-    with pytest.raises(LoadError, match=r"\(12 tensors\).*w09 is not in the checkpoint; \.\.\.\. Was") as caught:
-        check_fit({}, {name: ((3,), "float32") for name in wanted})
-    assert "w10" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", TRANSIENT)
-def test_transient_parameters_may_be_missing(name):
-    assert is_transient(f"model.layers.0.{name}.weight")
-    check_fit(fitting(), {**WANTED, f"model.{name}": ((4,), "float32")})
-
-
-def test_the_state_of_a_dropout_of_1_8_0_may_be_missing_or_left_over():
-    """Only the network of mindformers 1.8.0 has it."""
-    state = {"layers.0.hidden_states_dropout.seed": ((), "int64"), "layers.0.hidden_states_dropout.offset": ((), "int64")}
-    check_fit(fitting(), {**WANTED, **state})
-    check_fit({**fitting(), **{name: np.array(3) for name in state}}, WANTED)
-
-
-def test_the_numbers_for_the_log_of_another_release_may_be_missing():
-    """1.8.0 has no indexer_loss."""
-    check_fit({**fitting(), "lm_loss": np.zeros(1, np.float32)}, {**WANTED, "indexer_loss": ((1,), "float32")})
-
-
-def test_other_tensors_may_be_missing_only_if_the_caller_allows_it():
-    with pytest.raises(LoadError):
-        check_fit({}, WANTED)
-    check_fit({}, WANTED, may_miss=lambda name: True)
 
 
 # ---- random states ---------------------------------------------------------------------------------------------------

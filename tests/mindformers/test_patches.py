@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import iteration_folders
 import numpy as np
 import pytest
+import rank_folders
 from memory_tiers import make_owned_tier, memory  # noqa: F401  a fixture
-from rank_folders import RUN, STORAGE, counters, flip_bit, path_of, save, state_of, target_of, write_foreign
+from rank_folders import RUN, STORAGE, flip_bit, path_of, save, state_of, target_of, write_foreign
 
 pytest.importorskip("mindformers.tools")
 
@@ -36,7 +37,17 @@ from mindresume.errors import (  # noqa: E402
 from mindresume.formats.iteration_scan import tracked
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.formats.records import scan_records
-from mindresume.mindformers import adapter, job_start, load_iteration, patches, state_restorer, training_context, upstream  # noqa: E402
+from mindresume.mindformers import (  # noqa: E402
+    adapter,
+    counters,
+    graph_load,
+    job_start,
+    load_request,
+    loading,
+    patches,
+    training_context,
+    upstream,
+)
 from mindresume.mindformers.network_state import snapshot  # noqa: E402
 from mindresume.mindformers.upstream import Kind  # noqa: E402
 from mindresume.model.layout import TensorLayout  # noqa: E402
@@ -44,6 +55,7 @@ from mindresume.model.manifest import (
     FOLDER,  # noqa: E402
     FileRecord,  # noqa: E402
 )
+from mindresume.reshard.region_load import LoadTarget  # noqa: E402
 from mindresume.resume import job_selection, resume_summary, selection  # noqa: E402
 from mindresume.resume.choice import Choice  # noqa: E402
 from mindresume.resume.eligible import SelectionPolicy  # noqa: E402
@@ -129,14 +141,14 @@ def test_folders_are_recognized_by_their_files(tmp_path, names, complete):
     for name in names:
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_bytes(b"")
     for path in (tmp_path, f"{tmp_path}/"):
-        assert not load_iteration.applies(config_of(path))
+        assert not job_start.uses_iterations(config_of(path))
         assert selection.selects_consolidated(STORAGE, str(path), False) is complete
 
 
 @pytest.mark.parametrize("values, iterations", [({"use_legacy_format": False}, True), ({"checkpoint": {"load_path": "x"}}, True),
                                                 ({"use_legacy_format": True}, False), ({}, False)])
 def test_the_format_of_a_job_is_recognized(tmp_path, values, iterations):
-    assert load_iteration.applies(MindFormerConfig(**{"load_checkpoint": str(tmp_path), **values})) is iterations
+    assert job_start.uses_iterations(MindFormerConfig(**{"load_checkpoint": str(tmp_path), **values})) is iterations
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
@@ -178,7 +190,7 @@ def test_an_empty_folder_is_a_fresh_start(tmp_path, current):
     assert (config.resume_training, config.load_checkpoint, current.plan.resumes) == (False, "", False)
 
 
-@pytest.mark.parametrize("task, found", [(training_context.TRAIN, "/output/checkpoint"), (training_context.EVALUATE, "a file")])
+@pytest.mark.parametrize("task, found", [(load_request.TRAIN, "/output/checkpoint"), (load_request.EVALUATE, "a file")])
 def test_resume_from_checkpoint_true_means_the_folder(current, monkeypatch, task, found):
     """The newest file of a rank can be of a save that never completed, and as a file it would be requested alone."""
     monkeypatch.setattr(training_context, "_current", [replace(current, task=task)])
@@ -208,8 +220,8 @@ def test_the_selection_sees_the_keys_as_mindformers_converts_them(tmp_path, curr
                               callbacks=[], **keys)
     trainer, asked = object.__new__(Trainer), []
     trainer.config = config
-    monkeypatch.setattr(training_context, "_current", [replace(current, task=training_context.TRAIN)])
-    monkeypatch.setattr(load_iteration.selection, "select", lambda *given, healthy, **more: asked.append(healthy))
+    monkeypatch.setattr(training_context, "_current", [replace(current, task=load_request.TRAIN)])
+    monkeypatch.setattr(job_start.selection, "select", lambda *given, healthy, **more: asked.append(healthy))
     patches._wrap_check_config_rules(lambda self: None)(trainer)
     assert asked == [bool(keys)]
 
@@ -280,7 +292,7 @@ def test_quick_does_not_read_the_contents(tmp_path, current):
     job_start.select_checkpoint(config_of(tmp_path), current)
     assert current.plan.choice.chosen.step == 5
     with pytest.raises(LoadError, match="changed after it was checked"):        # still not loaded
-        state_restorer.read_shard(STORAGE, current.plan.choice.root, current.shard)
+        loading.read_shard(STORAGE, current.plan.choice.root, current.shard)
 
 
 # ---- a training and its end ------------------------------------------------------------------------------------------
@@ -388,7 +400,7 @@ def test_all_resources_are_closed_once_although_one_fails(output):
 def test_an_evaluation_within_a_training_leaves_its_context_alone():
     def train(self):
         current = training_context.current()
-        patches._wrap_inference(training_context.EVALUATE, lambda self: training_context.current().task)(FakeTrainer())
+        patches._wrap_inference(load_request.EVALUATE, lambda self: training_context.current().task)(FakeTrainer())
         return training_context.current() is current
     assert patches._wrap_train(train)(FakeTrainer()) is True
 
@@ -398,7 +410,7 @@ def test_a_context_exists_during_its_training(tmp_path):
 
     def train(self):
         current = training_context.current()
-        assert current.task == training_context.TRAIN
+        assert current.task == load_request.TRAIN
         job_start.select_checkpoint(config_of(tmp_path), current)
         return current.plan.resumes
     assert patches._wrap_train(train)(FakeTrainer()) is True
@@ -533,7 +545,7 @@ def test_a_run_from_its_beginning_that_skips_data(current):
     for skip, sink, epoch, position in ((4, None, 0, 32), (4, 2, 2, 32), (14, 2, 2, 32), (14, None, 0, 32), (None, 2, 0, 0)):
         config = runner(sink_mode=sink is not None, sink_size=sink or -1, data_size=10, data_skip_steps=skip)
         config.runner_config.origin_epochs = 3
-        origin = state_restorer.fresh_origin(config, dataset, current)
+        origin = counters.fresh_origin(config, dataset, current)
         assert (config.runner_config.initial_epoch, origin.position.passes, origin.position.samples) == (epoch, 0, position)
     assert skips == [4, 4]                                              # of the 14; mindformers itself did the others
 
@@ -546,7 +558,7 @@ class ScaleObject:
 def test_counters_of_the_new_run(tmp_path, current, foreign):
     chosen(tmp_path, current, foreign=foreign)
     config = runner()
-    state_restorer.restore_progress(config, 10, current)
+    counters.restore_progress(config, 10, current)
     got = config.runner_config
     assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (15, 1, 1.0, 15)
     assert config.runner_wrapper.scale_sense is None                    # none configured, none invented
@@ -555,7 +567,7 @@ def test_counters_of_the_new_run(tmp_path, current, foreign):
 def test_counters_at_another_global_batch_size(tmp_path, current):
     chosen(tmp_path, current, 20)
     config = runner(batch=16)
-    state_restorer.restore_progress(config, 5, current)
+    counters.restore_progress(config, 5, current)
     got = config.runner_config
     assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (10, 2, 0.5, 10)
 
@@ -563,10 +575,10 @@ def test_counters_at_another_global_batch_size(tmp_path, current):
 def test_a_step_that_does_not_scale_is_rounded_down(tmp_path, current, monkeypatch):
     chosen(tmp_path, current, 15)
     log = []
-    monkeypatch.setattr(state_restorer, "resume_warnings", lambda *given: log.extend(resume_summary.resume_warnings(*given))
+    monkeypatch.setattr(counters, "resume_warnings", lambda *given: log.extend(resume_summary.resume_warnings(*given))
                         or [])
     config = runner(batch=16)
-    state_restorer.restore_progress(config, 5, current)
+    counters.restore_progress(config, 5, current)
     assert (config.runner_config.initial_step, config.data_skip_steps) == (7, 7)
     assert [line.partition(":")[0] for line in log] == ["8 samples are seen again"]
 
@@ -575,7 +587,7 @@ def test_a_step_that_does_not_scale_is_rounded_down(tmp_path, current, monkeypat
 def test_counters_in_sink_mode(tmp_path, current, step, sink_size, epoch):
     chosen(tmp_path, current, step)
     config = runner(sink_mode=True, sink_size=sink_size)
-    state_restorer.restore_progress(config, 10, current)
+    counters.restore_progress(config, 10, current)
     assert (config.runner_config.initial_step, config.runner_config.initial_epoch) == (step, epoch)
     assert (config.data_skip_steps, config.ignore_data_skip) == (step, False)
 
@@ -583,7 +595,7 @@ def test_counters_in_sink_mode(tmp_path, current, step, sink_size, epoch):
 def test_a_sink_is_not_cut(tmp_path, current):
     chosen(tmp_path, current, 15)
     with pytest.raises(ProgressError, match="no multiple of sink_size 2"):
-        state_restorer.restore_progress(runner(sink_mode=True, sink_size=2), 10, current)
+        counters.restore_progress(runner(sink_mode=True, sink_size=2), 10, current)
 
 
 def set_scale(current, scale):
@@ -599,7 +611,7 @@ def test_the_loss_scale_is_set_on_its_owner(tmp_path, current, scale, sense, exp
     chosen(tmp_path, current, 15)
     set_scale(current, scale)
     config = runner(scale_sense=sense)
-    state_restorer.restore_progress(config, 10, current)
+    counters.restore_progress(config, 10, current)
     found = config.runner_wrapper.scale_sense
     assert (found.loss_scale_value if isinstance(sense, dict) else found) == expected
 
@@ -609,14 +621,14 @@ def test_the_loss_scale_of_an_object(tmp_path, current):
     set_scale(current, 4096.0)
     config, sense = runner(), ScaleObject()
     config.runner_wrapper.scale_sense = sense
-    state_restorer.restore_progress(config, 10, current)
+    counters.restore_progress(config, 10, current)
     assert config.runner_wrapper.scale_sense is sense and sense.loss_scale_value == 4096.0
 
 
 def test_no_wrapper_no_loss_scale(tmp_path, current):
     chosen(tmp_path, current, 15)
     config = MindFormerConfig(runner_config={"global_batch_size": 8, "sink_mode": False, "sink_size": 1})
-    state_restorer.restore_progress(config, 10, current)
+    counters.restore_progress(config, 10, current)
     assert config.get("runner_wrapper") is None
 
 
@@ -635,13 +647,18 @@ def saved_network(root, net, step=5, drop=()):
     Committer(target_of(root, 0, 1)).saved(step)
 
 
+def load_shard(net, current, storage=STORAGE):
+    current.resources.storage = storage
+    loading.load(graph_load.GraphNetwork(current, config_of(), net), current)
+
+
 @pytest.mark.parametrize("dtype", [ms.float32, ms.bfloat16])
 def test_every_value_is_restored_and_global_step_is_scaled(tmp_path, current, dtype):
     saved_network(tmp_path, network(1.7, dtype))
     job_start.select_checkpoint(config_of(tmp_path), current)
     current.progress.global_step = 3
     net, expected = network(0.0, dtype), network(1.7, dtype)
-    state_restorer.load_shard(net, current, STORAGE)
+    load_shard(net, current)
     found = {p.name: p.asnumpy() for p in net.get_parameters()}
     assert np.array_equal(found["weight"], expected.parameters_dict()["weight"].asnumpy())
     assert found["global_step"].tolist() == [3]
@@ -651,30 +668,31 @@ def test_every_value_is_restored_and_global_step_is_scaled(tmp_path, current, dt
 def test_load_ckpt_async_reads_while_the_graph_is_compiled(tmp_path, current, monkeypatch, beside):
     saved_network(tmp_path, network(1.7))
     job_start.select_checkpoint(config_of(tmp_path), current)
-    net, reading, seen, read = network(0.0), threading.Event(), [], state_restorer.read_shard
+    current.resources.storage = STORAGE
+    net, reading, seen, read = network(0.0), threading.Event(), [], loading.read_shard
 
     def read_and_tell(*arguments):
         reading.set()
         return read(*arguments)
-    monkeypatch.setattr(state_restorer, "read_shard", read_and_tell)
+    monkeypatch.setattr(loading, "read_shard", read_and_tell)
     monkeypatch.setattr(adapter, "is_parallel", lambda: True)
     monkeypatch.setattr(adapter, "parameters_to_load", lambda net,
                         offered: {p.name: (p.shape, "float32") for p in net.get_parameters()
                                                                     if p.name == "weight"})
     monkeypatch.setattr(adapter, "compile_for_load", lambda *arguments: seen.append(reading.wait(600 if beside else 0)))
-    state_restorer.load_chosen(config_of(tmp_path, load_ckpt_async=beside, use_parallel=True),
-                               SimpleNamespace(_train_network=net), None,
-                             current, STORAGE)
+    graph_load.load_resume(config_of(tmp_path, load_ckpt_async=beside, use_parallel=True),
+                           SimpleNamespace(_train_network=net), None, current)
     assert seen == [beside] and float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == np.float32(1.7)
 
 
 def test_an_error_of_the_early_reading_is_raised_after_the_compilation(tmp_path, current, monkeypatch):
     saved_network(tmp_path, network(1.0))
     job_start.select_checkpoint(config_of(tmp_path), current)
+    current.resources.storage = STORAGE
     flip_bit(tmp_path / "rank_0" / "net_rank_0-1_5.safetensors")
     with pytest.raises(CollectiveError, match="rank 0: LoadError: .*changed after it was checked"):
-        state_restorer.load_chosen(config_of(tmp_path, load_ckpt_async=True, use_parallel=False),
-                                 SimpleNamespace(_train_network=network(5.0)), None, current, STORAGE)
+        graph_load.load_resume(config_of(tmp_path, load_ckpt_async=True, use_parallel=False),
+                                 SimpleNamespace(_train_network=network(5.0)), None, current)
 
 
 def test_regions_into_a_real_network(tmp_path, current):
@@ -685,7 +703,7 @@ def test_regions_into_a_real_network(tmp_path, current):
     job_start.select_checkpoint(config, current)
     current.progress.global_step = 3
     net = network(0.0)
-    state_restorer.load_chosen(config, SimpleNamespace(_train_network=net), None, current, STORAGE)
+    graph_load.load_resume(config, SimpleNamespace(_train_network=net), None, current)
     found, wanted = ({p.name: p.asnumpy() for p in one.get_parameters()} for one in (net, source))
     assert found.pop("global_step").tolist() == [3] and wanted.pop("global_step") is not None
     assert {name: array.tobytes() for name, array in found.items()} == {name: array.tobytes() for name, array in wanted.items()}
@@ -697,7 +715,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(tm
     job_start.select_checkpoint(config_of(tmp_path), current)
     net = network(5.0)
     with pytest.raises(CollectiveError, match=rf"LoadError: .*\(1 tensor\): {name} is not in the checkpoint"):
-        state_restorer.load_shard(net, current, STORAGE)
+        load_shard(net, current)
     assert float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == 5.0
 
 
@@ -706,13 +724,14 @@ def test_the_file_of_one_rank_is_not_loaded_by_all_ranks_of_a_job_that_cuts_tens
     """It fits in shape, and each rank would load the slices of that one. Without cuts each rank holds everything."""
     names = ["net_rank_0-1_5.safetensors", "rank_1/net_rank_1-1_5.safetensors"]
     one, other = (FileRecord(name, "safetensors") for name in names)
-    monkeypatch.setattr(state_restorer, "job_layouts", lambda *given: {"weight": (layout, layout.global_shape((4, 2)))})
+    monkeypatch.setattr(graph_load, "job_layouts", lambda *given: {"weight": (layout, layout.global_shape((4, 2)))})
     current.resources.group = SimpleNamespace(rank=0, size=2)
 
     def check(files):
         choice = Choice(SimpleNamespace(files=dict(enumerate(files))), (), (), True, root="/run")
         current.plan = training_context.ResumePlan(choice=choice)
-        state_restorer.check_not_of_one_rank(None, {"weight": ((4, 2), "float32")}, current)
+        target = LoadTarget({"weight": ((4, 2), "float32")}, {})
+        loading._check_not_of_one_rank(graph_load.GraphNetwork(current, None, None), target, current)
     check([(one,), (other,)])
     if max(layout.pieces(layout.global_shape((4, 2)))) == 1:
         check([(one,), (one,)])
@@ -725,15 +744,15 @@ def test_the_load_looks_for_the_file_of_one_rank(tmp_path, current, monkeypatch)
     class Pair(SingleProcess):
         def gather(self, message):
             return [message, message]
-    tensors = {**snapshot([(p.name, p) for p in network(1.0).get_parameters()]), **counters(5)}
+    tensors = {**snapshot([(p.name, p) for p in network(1.0).get_parameters()]), **rank_folders.counters(5)}
     write_shard(target_of(tmp_path / "other", 0, 1), rank_shard(FileName("net", 0, 0, 1, 5, "safetensors"), state_of(5), tensors))
     path = shutil.copy(tmp_path / "other" / "rank_0" / "net_rank_0-1_5.safetensors", tmp_path)
     current.resources.group = Pair(0, 2)
     job_start.select_checkpoint(config_of(path), current)
     cut = TensorLayout((2,), (0, -1)), (4, 3)               # of a network that was compiled for two ranks
-    monkeypatch.setattr(state_restorer, "job_layouts", lambda *given: {"weight": cut})
+    monkeypatch.setattr(graph_load, "job_layouts", lambda *given: {"weight": cut})
     with pytest.raises(CollectiveError, match="is one file, which each of the 2 ranks would load"):
-        state_restorer.load_shard(network(5.0), current, STORAGE)
+        load_shard(network(5.0), current)
 
 
 def test_a_file_that_changed_between_proof_and_load_is_not_loaded(tmp_path, current):
@@ -742,10 +761,10 @@ def test_a_file_that_changed_between_proof_and_load_is_not_loaded(tmp_path, curr
     path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
     flip_bit(path)
     with pytest.raises(CollectiveError, match="rank 0: LoadError: .*changed after it was checked; start the job again"):
-        state_restorer.load_shard(network(5.0), current, STORAGE)
+        load_shard(network(5.0), current)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CollectiveError, match="CorruptFileError"):
-        state_restorer.load_shard(network(5.0), current, STORAGE)
+        load_shard(network(5.0), current)
 
 
 def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
@@ -753,14 +772,14 @@ def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
     expected = path_of(tmp_path, 5, 0).read_bytes()
     shutil.rmtree(tmp_path / "rank_0")
     choice = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(4))
-    arrays, deduplicated = state_restorer.read_shard(STORAGE, str(tmp_path), choice.shards[0])
-    assert not deduplicated and arrays["embedding.weight"].tobytes() in expected
+    arrays = loading.read_shard(STORAGE, str(tmp_path), choice.shards[0])
+    assert arrays["embedding.weight"].tobytes() in expected
     assert (tmp_path / FOLDER).is_dir() and choice.chosen.run == RUN
 
 
 def test_counters_of_files_without_records(tmp_path, current):
     chosen(tmp_path, current, 15, foreign=True)
-    state = state_restorer.selected_state(current.plan.choice)
+    state = counters.selected_state(current.plan.choice)
     assert (state.step, state.global_step, state.global_batch_size, state.loss_scale) == (15, 15, 8, 1.0)
     assert state == mindresume.open(tmp_path)[15].state                 # what the API shows is what a resume takes
 
@@ -789,11 +808,11 @@ def test_verified_files_are_loaded_from_memory(tmp_path, current):
     job_start.select_checkpoint(config_of(tmp_path), current)
     flip_bit(path)
     loaded = network(5.0)
-    state_restorer.load_shard(loaded, current, current.resources.storage)
+    load_shard(loaded, current, current.resources.storage)
     assert float(loaded.weight.asnumpy().ravel()[0]) == 1.0
     current.resources.release()
     with pytest.raises(CollectiveError, match="changed after it was checked"):
-        state_restorer.load_shard(network(5.0), current, current.resources.storage)
+        load_shard(network(5.0), current, current.resources.storage)
     path.write_bytes(content)
     for settings in (Settings(staging_gib=1e-9), Settings(verify="quick")):
         current.settings = settings
@@ -844,7 +863,7 @@ def test_nothing_is_cached_for_a_plain_load_nor_kept_after_the_load(tmp_path, cu
     """Files of mindformers are not verified by their bytes; reading them kept a second copy, for the whole training without a
     CheckpointMonitor."""
     chosen(tmp_path, current, foreign=True)
-    state_restorer.read_shard(current.resources.storage, str(tmp_path), current.shard)
+    loading.read_shard(current.resources.storage, str(tmp_path), current.shard)
     assert path_of(tmp_path, 15, 0).stat().st_size > current.resources.storage.size
     saved_network(tmp_path / "ours", network(1.0))
     job_start.select_checkpoint(config_of(tmp_path / "ours"), current)

@@ -18,8 +18,8 @@ from mindresume.coordination.collectives import SingleProcess  # noqa: E402
 from mindresume.coordination.storage_topology import SharedGroups  # noqa: E402
 from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableCheckpointError  # noqa: E402
 from mindresume.formats.strategy import write_strategy  # noqa: E402
-from mindresume.mindformers import adapter, patches, training_context, upstream, weights_only  # noqa: E402
-from mindresume.mindformers.training_context import EVALUATE, PREDICT, TRAIN  # noqa: E402
+from mindresume.mindformers import adapter, graph_load, job_start, patches, training_context, upstream  # noqa: E402
+from mindresume.mindformers.load_request import EVALUATE, PREDICT, TRAIN, LoadRequest, request_of_weights  # noqa: E402
 from mindresume.reshard.conversion_plan import to_consolidated, to_iteration  # noqa: E402
 from mindresume.reshard.converter import Conversion  # noqa: E402
 from mindresume.reshard.engines import Engine  # noqa: E402
@@ -64,7 +64,7 @@ def device(monkeypatch):
     monkeypatch.setattr(adapter, "parameters_to_load", lambda network, offered=(): network.wanted)
     monkeypatch.setattr(adapter, "_translation", lambda network: None)
     monkeypatch.setattr(adapter, "core_network", lambda network: network)
-    monkeypatch.setattr(weights_only, "job_layouts", lambda network, shapes, size, warn: {
+    monkeypatch.setattr(graph_load, "job_layouts", lambda network, shapes, size, warn: {
         name: (network.plan_layouts[name], TENSORS[name].shape) for name in shapes if name in network.plan_layouts})
 
     def load_into(network, arrays, deduplicated):
@@ -84,7 +84,7 @@ def chosen(path, output, task=TRAIN, group=None, settings=None, **values):
     """(configuration, session) after the choice, and after mindformers has migrated the keys."""
     current = training_context.TrainingContext(settings or Settings(), task, training_context.Resources(group or SingleProcess()))
     config = config_of(path, output, **values)
-    weights_only.select(config, task, current, STORAGE)
+    job_start.select_weights(config, task, current, STORAGE)
     config.checkpoint = MindFormerConfig(load_path=config.load_checkpoint)
     return config, current
 
@@ -96,7 +96,7 @@ def load(path, output, plan, task=TRAIN, group=None, settings=None, changed=None
     network = Network(plan, group.rank, changed)
     network.plan_layouts = plan.layouts(group.rank) if plan.world_size > 1 else {}
     model = SimpleNamespace(_train_network=network if task == TRAIN else None)
-    assert weights_only.load(config, model, network, None, current, STORAGE, task == EVALUATE, task == PREDICT)
+    assert graph_load.load_weights(config, model, network, None, current, task == EVALUATE, task == PREDICT)
     assert not current.plan.resumes and config.resume_training is False and config.auto_trans_ckpt is False
     return network
 
@@ -168,7 +168,7 @@ def test_equal_ranks_without_a_strategy_load_their_own_files(tmp_path):
 def test_nodes_that_share_no_disk_load_their_own(tmp_path, monkeypatch):
     plan = Plan.parse("tp2", NET)
     recorded(tmp_path / "checkpoint", plan, TENSORS)
-    for module in (job_selection, weights_only):
+    for module in (job_selection, job_start):
         monkeypatch.setattr(module, "shared_groups_of", lambda *arguments: SharedGroups((0, 1)))
     for rank, network in enumerate(Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group))):
         assert not isinstance(network, Exception), network
@@ -328,7 +328,7 @@ def test_evaluation_and_prediction_select_and_end_their_context(tmp_path):
     path = written(tmp_path, "records", SINGLE)
     for task in (EVALUATE, PREDICT):
         config = config_of(path, tmp_path, resume_training=True, auto_trans_ckpt=True)
-        assert begun(task, config) == training_context.LoadRequest(str(path), resume=False, trains=False, converts=True)
+        assert begun(task, config) == LoadRequest(str(path), resume=False, trains=False, converts=True)
         assert (config.resume_training, config.auto_trans_ckpt, config.load_ckpt_format) == (False, False, "safetensors")
 
 
@@ -350,7 +350,7 @@ def test_the_path_is_read_from_every_key(tmp_path, values):
     values = {key: {"load_path": path} if isinstance(value, dict) else path if value == "PATH" else value
               for key, value in values.items()}
     config = config_of(path, tmp_path, **{"load_checkpoint": path, **values})
-    assert weights_only.path_of(config, PREDICT) == path
+    assert request_of_weights(config, PREDICT).path == path
     assert begun(PREDICT, config).path == path == config.load_checkpoint
 
 
@@ -358,7 +358,7 @@ def test_hugging_face_names_that_only_the_network_translates_are_left_to_mindfor
     path = put(tmp_path / "hf" / "model.safetensors", {"model.embed": np.zeros((2, 2), np.float32)}).parent
     config, current = chosen(path, tmp_path, auto_trans_ckpt=True)
     monkeypatch.setattr(adapter, "_translation", lambda network: lambda name: name.replace("embed", "tok_embeddings"))
-    assert not weights_only.load(config, None, Network(SINGLE), None, current, STORAGE, False, False)
+    assert not graph_load.load_weights(config, None, Network(SINGLE), None, current)
     assert config.auto_trans_ckpt is True                           # as the user wrote it
     monkeypatch.setattr(training_context, "_current", [current])
     called = []
@@ -374,7 +374,7 @@ def test_new_files_that_mindformers_translated_names_into(tmp_path):
     config.checkpoint.load_path = str(complete(tmp_path / "translated", TENSORS))
     network = Network(SINGLE)
     network.plan_layouts = {}
-    assert weights_only.load(config, SimpleNamespace(_train_network=network), network, None, current, STORAGE, False, False)
+    assert graph_load.load_weights(config, SimpleNamespace(_train_network=network), network, None, current)
     right(network, SINGLE)
 
 
@@ -383,5 +383,5 @@ def test_the_places_that_evaluation_and_prediction_pass(tmp_path):
                          (upstream.CAUSAL_TRAINER, "transform_and_load_checkpoint")):
         assert getattr(importlib.import_module(module), name)._mindresume
     current = training_context.set_current(training_context.TrainingContext())
-    current.plan = training_context.ResumePlan(training_context.LoadRequest(str(tmp_path), resume=False, trains=False))
+    current.plan = training_context.ResumePlan(LoadRequest(str(tmp_path), resume=False, trains=False))
     assert patches._wrap_preload_ckpt(lambda config: pytest.fail("mindformers preloads"))(None) is None

@@ -8,7 +8,7 @@ import pytest
 from formats.test_huggingface import GROUPED, LATENT, MOE, assemble, random
 from hypothesis import given
 from hypothesis import strategies as st
-from reshard.test_huggingface import STORAGE, bits, everything, folder_of, network_of, same, viewed
+from reshard.test_huggingface import STORAGE, bits, everything, folder_of, network_of, read_network, same, viewed
 
 from mindresume.errors import LoadError
 from mindresume.formats.huggingface_rules import copies, rules
@@ -16,7 +16,6 @@ from mindresume.model.layout import TensorLayout
 from mindresume.reshard.block_scales import FP8, SCALE, scale_blocks, scales_shape, with_scales
 from mindresume.reshard.checkpoint_view import Tensor
 from mindresume.reshard.geometry import held, slices_of
-from mindresume.reshard.huggingface import read_network
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 

@@ -2,6 +2,7 @@
 import os
 import threading
 
+import ml_dtypes
 import numpy as np
 import pytest
 from rank_folders import STORAGE, flip_bit, leaves_nothing
@@ -10,12 +11,13 @@ from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, put, r
 from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats.consolidated import read_consolidated
 from mindresume.model.layout import TensorLayout
+from mindresume.model.training_state import TRANSIENT, is_transient
 from mindresume.reshard import region_load
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_consolidated
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.geometry import elements, whole
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
-from mindresume.reshard.region_load import check_tensors, read_regions, resume_regions, wanted_regions
+from mindresume.reshard.region_load import LoadTarget, check_tensors, read_regions, wanted_regions
 from mindresume.tensor_files import read_header
 
 TENSORS = random_tensors(MODEL)
@@ -41,10 +43,10 @@ def weights_of(roots, text, write=recorded):
 
 
 def parameters_to_load(plan, rank, model=MODEL):
-    """Returns arguments of ``wanted_regions``: parameters of the network on the rank, and their layouts."""
+    """Returns the parameters of the network on the rank, and their layouts."""
     shard = plan.shard(random_tensors(model), rank)
     wanted = {name: (array.shape, str(array.dtype)) for name, array in {**shard, **COUNTERS}.items()}
-    return wanted, {name: (layout, model[name].shape) for name, layout in plan.layouts(rank).items()}
+    return LoadTarget(wanted, {name: (layout, model[name].shape) for name, layout in plan.layouts(rank).items()})
 
 
 # ---- wanted_regions --------------------------------------------------------------------------------------------------
@@ -54,7 +56,7 @@ def parameters_to_load(plan, rank, model=MODEL):
 def test_the_regions_of_every_rank(roots, source, target):
     weights, plan = weights_of(roots, source), Plan.parse(target)
     for rank in range(plan.world_size):
-        found = wanted_regions(weights, *parameters_to_load(plan, rank), rank)
+        found = wanted_regions(weights, parameters_to_load(plan, rank), rank)
         expected = plan.regions(rank)
         assert set(found) == set(expected) | set(COUNTERS)
         assert all(found[name] == region for name, region in expected.items() if elements(region))
@@ -66,7 +68,7 @@ def test_everything_that_does_not_fit_is_named(roots):
     wanted = {name: (array.shape, str(array.dtype)) for name, array in TENSORS.items()}
     wanted |= {"layers.9.weight": ((4, 4), "float32"), "embedding.weight": ((16, 8), "float32"), "norm.weight": ((9,), "float32")}
     with pytest.raises(LoadError) as found:
-        wanted_regions(weights, wanted, {}, 0)
+        wanted_regions(weights, LoadTarget(wanted, {}), 0)
     assert str(found.value) == (
         f"the checkpoint {weights.name} does not fit the network (3 tensors): embedding.weight is bfloat16 in the checkpoint, "
         f"float32 in the network; norm.weight is (8,) in the checkpoint, (9,) in the network; layers.9.weight is not in the "
@@ -77,40 +79,71 @@ def test_ten_are_named_of_many(roots):
     wanted = {f"layers.{number}.nothing": ((4,), "float32") for number in range(25)}
     with pytest.raises(LoadError, match=r"\(25 tensors\): layers.0.nothing is not .*; layers.9.nothing is not in the checkpoint; "
                                         r"\.\.\.\. All"):
-        wanted_regions(weights_of(roots, "tp4"), wanted, {}, 0)
+        wanted_regions(weights_of(roots, "tp4"), LoadTarget(wanted, {}), 0)
 
 
 def test_whole_shapes_are_compared(roots):
     """The slice of this rank has the right shape, the global tensor has not."""
     layout = TensorLayout((2,), (0, -1))
     with pytest.raises(LoadError, match=r"embedding.weight is \(16, 8\) in the checkpoint, \(8, 8\) in the network"):
-        wanted_regions(weights_of(roots, "tp4"), {"embedding.weight": ((4, 8), "bfloat16")}, {
-            "embedding.weight": (layout, (8, 8))}, 0)
+        wanted_regions(weights_of(roots, "tp4"), LoadTarget({"embedding.weight": ((4, 8), "bfloat16")}, {
+            "embedding.weight": (layout, (8, 8))}), 0)
 
 
 def test_transient_state_of_a_step_may_be_missing(roots):
     weights = weights_of(roots, "tp4")
     wanted = {"accu_grads.new.weight": ((4,), "float32"), "norm.weight": ((8,), "float32")}
-    assert set(wanted_regions(weights, wanted, {}, 0)) == {"norm.weight"}
-    with pytest.raises(LoadError, match="accu_grads.new.weight is not in the checkpoint"):
-        wanted_regions(weights, wanted, {}, 0, may_miss=lambda name: False)
+    assert set(wanted_regions(weights, LoadTarget(wanted, {}), 0)) == {"norm.weight"}
     wanted = {"hidden_states_dropout.seed": ((), "int64"), "norm.weight": ((8,), "float32")}
-    assert set(wanted_regions(weights, wanted, {}, 0)) == {"norm.weight"}
+    assert set(wanted_regions(weights, LoadTarget(wanted, {}), 0)) == {"norm.weight"}
     wanted = {"adam_m.new": ((4,), "float32")}
-    assert wanted_regions(weights, wanted, {}, 0, may_miss=lambda name: name.startswith("adam")) == {}
+    assert wanted_regions(weights, LoadTarget(wanted, {}, {"adam_m.new"}), 0) == {}
 
 
 @pytest.mark.parametrize("here, there", [((), (1,)), ((1,), ()), ((1, 1), ())])
 def test_a_number_may_have_other_dimensions(here, there):
     weights = CheckpointView(STORAGE, "w", {"global_step": Tensor("global_step", "int32", here)}, lambda rank, name: None)
-    assert wanted_regions(weights, {"global_step": (there, "int32")}, {}, 0) == {"global_step": whole(here)}
+    assert wanted_regions(weights, LoadTarget({"global_step": (there, "int32")}, {}), 0) == {"global_step": whole(here)}
     with pytest.raises(LoadError, match="global_step is int32 in the checkpoint, int64 in the network"):
-        wanted_regions(weights, {"global_step": (there, "int64")}, {}, 0)
+        wanted_regions(weights, LoadTarget({"global_step": (there, "int64")}, {}), 0)
     with pytest.raises(LoadError, match=r"global_step is .* in the checkpoint, \(2,\) in the network"):
-        wanted_regions(weights, {"global_step": ((2,), "int32")}, {}, 0)
+        wanted_regions(weights, LoadTarget({"global_step": ((2,), "int32")}, {}), 0)
 
 
-# ---- resume_regions --------------------------------------------------------------------------------------------------
+FITTING = {"w": np.zeros((8, 4), np.float32), "bias": np.zeros(4, ml_dtypes.bfloat16), "global_step": np.zeros(1, np.int32)}
+SHAPES = {"w": ((8, 4), "float32"), "bias": ((4,), "bfloat16"), "global_step": ((1,), "int32")}
+
+
+def misfits(arrays, **more):
+    return LoadTarget({**SHAPES, **more}, {}).misfits(arrays)
+
+
+def test_arrays_that_fit_with_more_in_them_than_the_network_has():
+    assert misfits({**FITTING, "epoch_num": np.array(3), "global_step": np.array(5, np.int32)}) == ""
+
+
+@pytest.mark.parametrize("name, array, said", [
+    ("w", np.zeros((4, 4), np.float32), "w is (4, 4) in the checkpoint, (8, 4) in the network"),
+    ("w", np.zeros((1,), np.float32), "w is (1,) in the checkpoint, (8, 4) in the network"),
+    ("bias", np.zeros(4, np.float16), "bias is float16 in the checkpoint, bfloat16 in the network"),
+    ("global_step", np.zeros(2, np.int32), "global_step is (2,) in the checkpoint, (1,) in the network")])
+def test_errors_name_the_tensor_what_was_found_and_what_is_expected(name, array, said):
+    assert misfits({**FITTING, name: array}) == f"(1 tensor): {said}"
+
+
+@pytest.mark.parametrize("name", TRANSIENT)
+def test_transient_parameters_may_be_missing(name):
+    assert is_transient(f"model.layers.0.{name}.weight") and misfits(FITTING, **{f"model.{name}": ((4,), "float32")}) == ""
+
+
+def test_the_state_of_a_dropout_of_1_8_0_may_be_missing_or_left_over():
+    """Only the network of mindformers 1.8.0 has it. And 1.8.0 has no indexer_loss."""
+    state = {"layers.0.hidden_states_dropout.seed": ((), "int64"), "layers.0.hidden_states_dropout.offset": ((), "int64")}
+    assert misfits(FITTING, **state) == misfits({**FITTING, **{name: np.array(3) for name in state}}) == ""
+    assert misfits({**FITTING, "lm_loss": np.zeros(1, np.float32)}, indexer_loss=((1,), "float32")) == ""
+
+
+# ---- a missing optimizer ----------------------------------------------------------------------------------------------
 
 def small_weights(**shapes):
     return CheckpointView(STORAGE, "source", {name.replace("__", "."): Tensor(name.replace("__", "."), "float32", shape)
@@ -125,7 +158,7 @@ def small_wanted(**shapes):
 def test_no_optimizer_state_names_the_key(others):
     """A pipeline stage holds some of the parameters of the model only."""
     with pytest.raises(LoadError, match="source holds no optimizer state.*set no_load_optim: True"):
-        resume_regions(small_weights(w=(3,), **others), small_wanted(w=(3,), adam_m__w=(3,)), {}, 0, lambda name: False, {"w"})
+        wanted_regions(small_weights(w=(3,), **others), LoadTarget(small_wanted(w=(3,), adam_m__w=(3,)), {}, (), {"w"}), 0)
 
 
 @pytest.mark.parametrize("shapes, message", [
@@ -135,12 +168,11 @@ def test_no_optimizer_state_names_the_key(others):
     ({"w": (3,), "muon_m__w": (3,)}, "muon_m.w is not in the checkpoint")])            # the state of another optimizer
 def test_tensors_that_do_not_fit_are_named(shapes, message):
     with pytest.raises(LoadError, match=message):
-        resume_regions(small_weights(w=(3,), adam_m__w=(3,)), small_wanted(**shapes), {}, 0, lambda name: False, {"w", "v"})
+        wanted_regions(small_weights(w=(3,), adam_m__w=(3,)), LoadTarget(small_wanted(**shapes), {}, (), {"w", "v"}), 0)
 
 
 def test_what_may_miss_is_left_out():
-    found = resume_regions(small_weights(w=(3,)), small_wanted(w=(3,), adam_m__w=(3,)), {}, 0,
-                           lambda name: name.startswith("adam_m."), {"w"})
+    found = wanted_regions(small_weights(w=(3,)), LoadTarget(small_wanted(w=(3,), adam_m__w=(3,)), {}, {"adam_m.w"}, {"w"}), 0)
     assert set(found) == {"w"}
 
 
@@ -160,7 +192,7 @@ def test_every_rank_reads_its_part(roots, monkeypatch, source, write, target, ti
     monkeypatch.setattr(region_load, "TILE", tile)
     weights, plan = weights_of(roots, source, write), Plan.parse(target)
     for rank in range(plan.world_size):
-        check(read_regions(weights, wanted_regions(weights, *parameters_to_load(plan, rank), rank), 2), plan, rank)
+        check(read_regions(weights, wanted_regions(weights, parameters_to_load(plan, rank), rank), 2), plan, rank)
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
@@ -173,10 +205,9 @@ def test_no_other_byte_is_read(tmp_path, fmt, target):
     candidate = recorded(tmp_path, Plan.parse("tp2", model), tensors, fmt)
     weights = view_of_rank_folders(STORAGE, str(tmp_path), candidate)
     for rank in range(plan.world_size):
-        wanted, layouts = parameters_to_load(plan, rank, model)
         traffic, shown = Traffic(), []
         traffic.progress = shown.append
-        found = read_regions(weights, wanted_regions(weights, wanted, layouts, rank), 2, traffic)
+        found = read_regions(weights, wanted_regions(weights, parameters_to_load(plan, rank, model), rank), 2, traffic)
         assert traffic.read == sum(array.nbytes for array in found.values()) == sum(shown)
         assert traffic.verified <= traffic.read and traffic.written == 0
 
@@ -259,7 +290,7 @@ def test_many_threads_and_no_file_left_open(roots, workers):
 
     def rank(number):
         try:
-            check(read_regions(weights, wanted_regions(weights, *parameters_to_load(plan, number), number), workers), plan,
+            check(read_regions(weights, wanted_regions(weights, parameters_to_load(plan, number), number), workers), plan,
                   number)
         except BaseException as error:
             failed.append(error)

@@ -88,7 +88,7 @@ def test_memory_alone_is_enough_and_is_locked_while_it_is_read(root, tier):
 @pytest.mark.parametrize("budget", [1 << 20, 10])
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_exactly_what_was_verified_is_loaded(root, tier, budget, fmt):
-    from mindresume.mindformers.state_restorer import read_shard
+    from mindresume.mindformers.loading import read_shard
     save(tier, 5, world=2, fmt=fmt)
     save(tier, 10, world=2, fmt=fmt)
     save(tier, 15, world=2, fmt=fmt)
@@ -107,7 +107,7 @@ def test_exactly_what_was_verified_is_loaded(root, tier, budget, fmt):
             with pytest.raises(LoadError, match="changed after it was checked"):
                 read_shard(storages[rank], str(tier), shard)
             continue
-        arrays, _ = read_shard(storages[rank], str(tier), shard)
+        arrays = read_shard(storages[rank], str(tier), shard)
         assert {name: array.tobytes() for name, array in arrays.items()} == {
             name: array.tobytes() for name, array in expected[rank].items() if array.dtype.kind != "U"}
         with pytest.raises(LoadError, match="changed after it was checked"):        # an array is given away once

@@ -74,8 +74,8 @@ def choose(root, world=WORLD, **options):
 
 
 def loaded(choice, rank):
-    from mindresume.mindformers.state_restorer import read_shard
-    return read_shard(STORAGE, choice.root, choice.shards[rank])[0]
+    from mindresume.mindformers.loading import read_shard
+    return read_shard(STORAGE, choice.root, choice.shards[rank])
 
 
 @pytest.mark.parametrize("iterations", [False, True])

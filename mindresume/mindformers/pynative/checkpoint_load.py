@@ -10,34 +10,30 @@ identity, if both arrange the elements within the tensors equally.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from mindresume import runtime
-from mindresume.coordination.collectives import run_on_all, run_on_rank0
+from mindresume.coordination.collectives import run_on_rank0
 from mindresume.coordination.rank_heartbeat import LOADING
 from mindresume.errors import ConfigError, TrainingCompleteError
-from mindresume.events import Notice, WeightsLoaded, warning
+from mindresume.events import Notice, warning
 from mindresume.mindformers import arrangement, heartbeat, selection, training_saves
-from mindresume.mindformers.auto_transform import OPENING
-from mindresume.mindformers.load_iteration import is_pretrained
-from mindresume.mindformers.load_progress import load_traffic
-from mindresume.mindformers.loaded_weights import LoadedWeights
+from mindresume.mindformers.counters import continue_after, selected_state
+from mindresume.mindformers.job_start import is_pretrained
+from mindresume.mindformers.load_request import request_of_pynative
+from mindresume.mindformers.loading import COUNTER
+from mindresume.mindformers.loading import load as load_network
 from mindresume.mindformers.pynative import parameters, trainer_state
-from mindresume.mindformers.pynative.parameters import COUNTER, MASTER
+from mindresume.mindformers.pynative.parameters import MASTER
 from mindresume.mindformers.pynative.training_run import TrainingRun
-from mindresume.mindformers.state_restorer import continue_after, selected_state
-from mindresume.mindformers.training_context import LoadRequest, ResumePlan, RunOrigin
+from mindresume.mindformers.training_context import RunOrigin
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER
 from mindresume.model.data_position import DataPosition
 from mindresume.model.training_state import TrainingState
-from mindresume.reshard.checkpoint_view import CheckpointView
-from mindresume.reshard.geometry import Region
-from mindresume.reshard.region_load import WORKERS, bytes_of, read_regions, resume_regions
+from mindresume.reshard.region_load import Layouts, LoadTarget
 from mindresume.resume.job_selection import caching_storage
 from mindresume.resume.progress import RunSettings, check_skip, fresh_position, parse_data_request
 from mindresume.storage.posix import PosixStorage
@@ -66,11 +62,10 @@ def load(run: TrainingRun, path: str) -> None:
         NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: On all ranks together.
         TrainingCompleteError: The checkpoint is of the last step.
     """
-    context, checkpoint = run.context, run.config["checkpoint"]
+    context = run.context
     check_arrangement(run)
     storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
-    request = LoadRequest(str(path), not checkpoint.get("no_load_optim"), True, bool(checkpoint.get("load_balanced")),
-                          _workers(checkpoint))
+    request = request_of_pynative(run.config, path)
     with context.progress.timed_load():
         plan = selection.select(run.config, request.path, None, context, storage, any_layout=True, resume=request.resume)
         if plan is None:
@@ -79,7 +74,8 @@ def load(run: TrainingRun, path: str) -> None:
         context.plan = replace(plan, request=request)
         if request.resume:
             restore_counters(run)
-        load_tensors(run, context.plan)
+        heartbeat.enter(LOADING)
+        load_network(PyNativeNetwork(run), context)
 
 
 def end_without_saves(run: TrainingRun) -> None:
@@ -100,13 +96,6 @@ def check_arrangement(run: TrainingRun) -> None:
             raise ConfigError(f"model.{key} is {model[key]}, and the PyNative trainer ignores it: it would take the elements of "
                               f"such a tensor of the graph trainer in another order. If the PyNative trainer saved the "
                               f"checkpoint, remove the key; what the graph trainer saved with this key cannot be loaded")
-
-
-def _workers(checkpoint: Mapping[str, Any]) -> int:
-    count = checkpoint.get("reshard_worker_num") or checkpoint.get("load_worker_number") or 0
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise ConfigError(f"checkpoint.reshard_worker_num is {count!r}; expected a whole number of at least 1")
-    return count
 
 
 # ---- counters --------------------------------------------------------------------------------------------------------
@@ -194,34 +183,45 @@ def with_position(state: TrainingState, batch: int | None, run: TrainingRun) -> 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
-def load_tensors(run: TrainingRun, plan: ResumePlan) -> None:
-    """Loads this rank's part of the models, and with a resume of the optimizer.
+@dataclass(frozen=True)
+class PyNativeNetwork:
+    """The models of this rank, and with a resume the optimizer, as a load sees them (``mindformers.loading.Network``)."""
+    run: TrainingRun
+    arrangement: Mapping[str, bool] = field(default_factory=lambda: arrangement.DEFAULTS)
 
-    Raises:
-        CollectiveError: On all ranks, if one fails.
-    """
-    heartbeat.enter(LOADING)
-    context, trainer, resume, started = run.context, run.trainer, plan.request.resume, runtime.monotonic()
-    model = parameters.model_parameters(trainer.model)
-    wanted = {**model, **(parameters.optimizer_parameters(trainer.optimizer, model) if resume else {})}
-    shapes = parameters.shapes_of(wanted)
-    layouts = parameters.layouts_of(trainer.model, trainer.optimizer if resume else None,
-                                    {name: shape for name, (shape, _) in shapes.items()}, context.group.size,
-                                    lambda text: context.emit(warning(text)))
-    source = run_on_all(context.group, plan.open_source, OPENING)
-    regions = run_on_all(context.group, partial(_regions, run, source.weights, shapes, layouts, model))
-    traffic, watchdog = load_traffic(bytes_of(source.weights, regions), context.emit)
-    read = partial(read_regions, source.weights, regions, max(WORKERS, plan.request.workers), traffic)
-    arrays = run_on_all(context.group, read, watchdog)
-    if COUNTER in arrays:
-        arrays[COUNTER] = np.full(shapes[COUNTER][0], context.progress.global_step, shapes[COUNTER][1])
-    for name, array in arrays.items():
-        arrays[name] = array.reshape(shapes[name][0])               # () and (1,) hold the same number
-    count, size = len(arrays), sum(array.nbytes for array in arrays.values())
-    context.resources.loaded = LoadedWeights.of(arrays)
-    parameters.restore(trainer.model, trainer.optimizer if resume else None, arrays)
-    parameters.refresh_masters(trainer.optimizer, arrays)
-    context.emit(WeightsLoaded(context.group.rank, count, size, traffic.read, source.what, runtime.monotonic() - started))
+    @property
+    def config(self) -> Any:
+        return self.run.config
+
+    @property
+    def optimizer(self) -> Any:
+        """Returns the optimizer, if it is loaded; else None."""
+        return self.run.trainer.optimizer if self.run.context.plan.request.resume else None
+
+    def target(self, stored: Mapping[str, Any], what: str) -> LoadTarget:
+        """Returns all parameters. The step counter of the optimizer, which is set separately, is int32 in 1.9.0 and int64 later;
+        float32 copies may all be missing."""
+        model = parameters.model_parameters(self.run.trainer.model)
+        shapes = parameters.shapes_of({**model, **parameters.optimizer_parameters(self.optimizer, model)})
+        if COUNTER in shapes and COUNTER in stored:
+            shapes[COUNTER] = shapes[COUNTER][0], stored[COUNTER].dtype
+        without_masters = not any(name.startswith(MASTER) for name in stored)
+        optional = {name for name in shapes if name == COUNTER or without_masters and name.startswith(MASTER)
+                    or self.run.context.settings.allows(name)}
+        return LoadTarget(shapes, {}, optional, model, True)
+
+    def layouts(self, target: LoadTarget) -> Layouts:
+        context = self.run.context
+        return parameters.layouts_of(self.run.trainer.model, self.optimizer, {name: shape for name, (shape, _) in
+                                                                              target.shapes.items()}, context.group.size,
+                                     lambda text: context.emit(warning(text)))
+
+    def assign(self, arrays: dict[str, np.ndarray], target: LoadTarget, deduplicated: bool) -> None:
+        if COUNTER in arrays:
+            own = parameters.shapes_of({COUNTER: self.optimizer.parameters_dict()[COUNTER]})
+            arrays[COUNTER] = arrays[COUNTER].astype(own[COUNTER][1])
+        parameters.restore(self.run.trainer.model, self.optimizer, arrays)
+        parameters.refresh_masters(self.run.trainer.optimizer, arrays)
 
 
 def check_loaded(run: TrainingRun) -> None:
@@ -233,24 +233,3 @@ def check_loaded(run: TrainingRun) -> None:
         held = {**model, **parameters.optimizer_parameters(trainer.optimizer, model)}
         resources.check_loaded(((name, parameters.local(parameter)) for name, parameter in held.items()),
                                trainer.callback_handler.callbacks, run.context.plan.resumes)
-
-
-def _regions(run: TrainingRun, weights: CheckpointView, shapes: Mapping[str, Any], layouts: parameters.Layouts,
-             of_model: Collection[str]) -> dict[str, Region]:
-    """Returns the region of each tensor that this rank reads. Raises LoadError if the checkpoint lacks the optimizer state or a
-    parameter."""
-    has_masters = any(name.startswith(MASTER) for name in weights.tensors)
-
-    def may_miss(name: str) -> bool:
-        return name == COUNTER or not has_masters and name.startswith(MASTER) or run.context.settings.allows(name)
-    names = {name: _counter_dtype(row, weights, name) for name, row in shapes.items()}
-    return resume_regions(weights, names, layouts, run.context.group.rank, may_miss, of_model)
-
-
-def _counter_dtype(row: tuple[tuple[int, ...], str], weights: CheckpointView, name: str) -> tuple[tuple[int, ...], str]:
-    """Returns (shape, dtype) as the checkpoint has it for the step counter, which is int32 in 1.9.0 and int64 later."""
-    if name == COUNTER and name in weights.tensors:
-        return row[0], weights.tensors[name].dtype
-    return row
-
-

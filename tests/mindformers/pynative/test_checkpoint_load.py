@@ -7,7 +7,7 @@ pytest.importorskip("mindformers.tools")
 
 from pynative_trainers import DataSet, LaterState, State  # noqa: E402
 
-from mindresume.errors import ConfigError, ProgressError, TrainingCompleteError  # noqa: E402
+from mindresume.errors import ProgressError, TrainingCompleteError  # noqa: E402
 from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
 from mindresume.mindformers.pynative.training_run import Configuration, TrainingRun  # noqa: E402
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext  # noqa: E402
@@ -146,14 +146,3 @@ def test_balanced_data_is_positioned_by_mindformers(monkeypatch, source):
     balance = SimpleNamespace(restore=lambda consumed, step: calls.append((consumed, step))) if source else None
     run, _ = restored(monkeypatch, OURS, item=2, _balance_source=balance, _uses_data_balance=lambda: True)
     assert calls == ([(240, 30)] if source else []) and run.skip == 0
-
-
-@pytest.mark.parametrize("section, count", [({}, 0), ({"reshard_worker_num": 3}, 3), ({"load_worker_number": 2}, 2)])
-def test_the_number_of_reading_threads(section, count):
-    assert checkpoint_load._workers(section) == count
-
-
-@pytest.mark.parametrize("value", [-1, True, "4", 1.5])
-def test_a_wrong_number_of_reading_threads(value):
-    with pytest.raises(ConfigError, match="reshard_worker_num"):
-        checkpoint_load._workers({"reshard_worker_num": value})

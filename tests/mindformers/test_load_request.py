@@ -11,8 +11,10 @@ from mindformers.tools.register import MindFormerConfig  # noqa: E402
 from rank_folders import STORAGE, flip_bit, save, state_of, write_rank  # noqa: E402
 
 from mindresume.errors import ConfigError, MissingCheckpointError  # noqa: E402
-from mindresume.mindformers import load_iteration, training_context  # noqa: E402
-from mindresume.mindformers.load_iteration import common_info, load_request  # noqa: E402
+from mindresume.mindformers import adapter, job_start, training_context  # noqa: E402
+from mindresume.mindformers.counters import common_info  # noqa: E402
+from mindresume.mindformers.graph_load import GraphNetwork  # noqa: E402
+from mindresume.mindformers.load_request import TRAIN, LoadRequest, request_of_iterations, request_of_pynative  # noqa: E402
 from mindresume.model.training_state import TrainingState  # noqa: E402
 from mindresume.saving.committer import Committer  # noqa: E402
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard  # noqa: E402
@@ -21,7 +23,7 @@ from mindresume.settings import Settings  # noqa: E402
 
 @pytest.fixture
 def current():
-    before, own = training_context.current(), training_context.TrainingContext(Settings(), task=training_context.TRAIN)
+    before, own = training_context.current(), training_context.TrainingContext(Settings(), task=TRAIN)
     yield training_context.set_current(own)
     own.resources.release()                             # its read lock and kept bytes, as at the end of a training
     training_context.set_current(before)
@@ -44,7 +46,7 @@ def saved(root, *steps, optimizer=True):
 # ---- the load request ---------------------------------------------------------------------------------------------------
 
 def asks(path, resume, balanced=False):
-    return training_context.LoadRequest(path, resume, iterations=True, balanced=balanced)
+    return LoadRequest(path, resume, iterations=True, balanced=balanced)
 
 
 @pytest.mark.parametrize("values, asked", [
@@ -62,23 +64,23 @@ def asks(path, resume, balanced=False):
     ({"checkpoint": {"load_path": "b", "load_balanced": False}, "balanced_load": True, "resume_training": True}, asks("b", True)),
     ({"checkpoint": {"load_path": "b", "load_balanced": True}, "resume_training": True}, asks("b", True, True))])
 def test_both_configuration_dialects_give_the_same_request(values, asked):
-    assert load_request(MindFormerConfig(**values)) == asked
+    assert request_of_iterations(MindFormerConfig(**values)) == asked
 
 
 def test_two_paths_are_one_error_that_names_both():
     with pytest.raises(ConfigError, match="checkpoint.load_path is b, load_checkpoint is a;.* remove one"):
-        load_request(config_of(checkpoint={"load_path": "b"}, load_checkpoint="a", resume_training=True))
+        request_of_iterations(config_of(checkpoint={"load_path": "b"}, load_checkpoint="a", resume_training=True))
 
 
 @pytest.mark.parametrize("name", ["net_rank_0-2_5.safetensors", "iteration_00000010", "10"])
 def test_a_name_is_the_documented_error(name):
     with pytest.raises(ConfigError, match="The resume_training must be a boolean value .* give its folder as load_checkpoint"):
-        load_request(config_of(load_checkpoint="a", resume_training=name))
+        request_of_iterations(config_of(load_checkpoint="a", resume_training=name))
 
 
 def test_a_contradiction_is_an_error():
     with pytest.raises(ConfigError, match="resume_training is set.* checkpoint.no_load_optim: True"):
-        load_request(config_of(checkpoint={"load_path": "b", "no_load_optim": True}, resume_training=True))
+        request_of_iterations(config_of(checkpoint={"load_path": "b", "no_load_optim": True}, resume_training=True))
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def test_both_configuration_dialects_are_set_to_the_selection(tmp_path, current,
     saved(tmp_path, 5, 10)
     config = config_of(load_checkpoint=str(tmp_path), resume_training=True, auto_trans_ckpt=True, load_ckpt_format="ckpt",
                        **({"checkpoint": {"load_path": str(tmp_path)}} if section else {}))
-    load_iteration.select(config, current, STORAGE)
+    job_start.select_checkpoint(config, current)
     folder = str(tmp_path / "iteration_00000010")
     assert (config.load_checkpoint, config.resume_training, config.load_ckpt_format, config.auto_trans_ckpt) == (
         folder, True, "safetensors", False)
@@ -103,20 +105,20 @@ def test_an_empty_folder_is_a_fresh_start_or_an_error_for_weights_only(tmp_path,
     if exists:
         (tmp_path / "c").mkdir()
     config = config_of(load_checkpoint=str(tmp_path / "c"), resume_training=True)
-    load_iteration.select(config, current, STORAGE)
+    job_start.select_checkpoint(config, current)
     assert (config.load_checkpoint, config.resume_training) == ("", False)
     assert current.plan == training_context.ResumePlan() and not current.plan.resumes
     with pytest.raises(MissingCheckpointError, match=str(tmp_path / "c")):
-        load_iteration.select(config_of(load_checkpoint=str(tmp_path / "c"), resume_training=False), current, STORAGE)
+        job_start.select_checkpoint(config_of(load_checkpoint=str(tmp_path / "c"), resume_training=False), current)
 
 
 def test_the_folder_above_is_accepted_and_an_unrelated_folder_is_an_error(tmp_path, current):
     (tmp_path / "data.bin").write_bytes(b"x")
     with pytest.raises(MissingCheckpointError, match="is not a checkpoint directory: .* found data.bin"):
-        load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True), current, STORAGE)
+        job_start.select_checkpoint(config_of(load_checkpoint=str(tmp_path), resume_training=True), current)
     saved(tmp_path / "checkpoint", 5)
     config = config_of(load_checkpoint=str(tmp_path), resume_training=True)
-    load_iteration.select(config, current, STORAGE)
+    job_start.select_checkpoint(config, current)
     assert config.load_checkpoint == str(tmp_path / "checkpoint" / "iteration_00000005") and current.plan.choice.chosen.step == 5
     current.resources.release()
 
@@ -124,7 +126,7 @@ def test_the_folder_above_is_accepted_and_an_unrelated_folder_is_an_error(tmp_pa
 def test_a_weights_only_load_is_not_a_resume(tmp_path, current):
     saved(tmp_path, 5)
     config = config_of(load_checkpoint=str(tmp_path), resume_training=False, checkpoint={"save_max": 3})
-    load_iteration.select(config, current, STORAGE)
+    job_start.select_checkpoint(config, current)
     assert not current.plan.resumes and current.plan.request and not current.plan.request.resume
     assert (config.checkpoint.no_load_optim, config.resume_training) == (True, False)
     current.resources.release()
@@ -134,7 +136,7 @@ def test_mindformers_gets_another_folder_if_common_json_is_missing(tmp_path, cur
     saved(tmp_path, 5)
     os.remove(tmp_path / "iteration_00000005" / "common.json")
     config = config_of(load_checkpoint=str(tmp_path), resume_training=True)
-    load_iteration.select(config, current, STORAGE)
+    job_start.select_checkpoint(config, current)
     assert os.path.isfile(os.path.join(config.load_checkpoint, "common.json")) and current.plan.choice.chosen.step == 5
     assert not config.load_checkpoint.startswith(str(tmp_path / "iteration"))
     current.resources.release()
@@ -143,14 +145,12 @@ def test_mindformers_gets_another_folder_if_common_json_is_missing(tmp_path, cur
 def test_rank_folders_are_selected_if_there_is_nothing_else(tmp_path, current):
     """A job changes to Checkpoint 2.0; after its first save its iteration folders are newer."""
     save(tmp_path, 5, world=2)
-    load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current,
-                          STORAGE)
+    job_start.select_checkpoint(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current)
     assert current.plan.choice.chosen.step == 5 and current.plan.choice.chosen.iteration_dir == ""
     assert current.plan.open_source is not None
     current.resources.release()
     saved(tmp_path, 7)
-    load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current,
-                          STORAGE)
+    job_start.select_checkpoint(config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)), current)
     assert current.plan.choice.chosen.iteration_dir == "iteration_00000007"
     current.resources.release()
 
@@ -163,16 +163,16 @@ def test_weights_of_hugging_face(tmp_path, current):
     source, = (tmp_path / "x" / "rank_0").glob("*.safetensors")
     (folder / "model.safetensors").write_bytes(source.read_bytes())
     with pytest.raises(ConfigError, match="hf holds Hugging Face weights.* resume_training: False"):
-        load_iteration.select(config_of(load_checkpoint=str(folder), resume_training=True), current, STORAGE)
+        job_start.select_checkpoint(config_of(load_checkpoint=str(folder), resume_training=True), current)
     config = config_of(load_checkpoint="", pretrained_model_dir=str(folder), resume_training=False)
-    load_iteration.select(config, current, STORAGE)
+    job_start.select_checkpoint(config, current)
     assert current.plan.request.pretrained and config.load_checkpoint == str(folder) and not current.plan.resumes
     config = config_of(load_checkpoint=str(tmp_path / "none"), pretrained_model_dir=str(folder), resume_training=True)
-    load_iteration.select(config, current, STORAGE)
+    job_start.select_checkpoint(config, current)
     assert current.plan.request.pretrained and config.load_checkpoint == str(folder) and config.resume_training is False
     saved(tmp_path / "none", 5)
     config = config_of(load_checkpoint=str(tmp_path / "none"), pretrained_model_dir=str(folder), resume_training=True)
-    load_iteration.select(config, current, STORAGE)
+    job_start.select_checkpoint(config, current)
     assert current.plan.resumes and not current.plan.request.pretrained                    # load_checkpoint wins
     current.resources.release()
 
@@ -186,7 +186,7 @@ def test_an_unhealthy_checkpoint_is_refused_unless_requested(tmp_path, current):
     monitored = {"monitor_config": {"health_checkpoint": {"embedding_local_norm_threshold": 1.0}}, "resume_training": True}
     for path, step, more in ((tmp_path, 5, monitored), (tmp_path / "iteration_00000010", 10, monitored),
                              (tmp_path, 10, {"resume_training": True})):
-        load_iteration.select(config_of(load_checkpoint=str(path), **more), current, STORAGE)
+        job_start.select_checkpoint(config_of(load_checkpoint=str(path), **more), current)
         assert current.plan.choice.chosen.step == step
         current.resources.release()
 
@@ -194,7 +194,7 @@ def test_an_unhealthy_checkpoint_is_refused_unless_requested(tmp_path, current):
 def test_a_damaged_one_is_refused_with_its_reason(tmp_path, current):
     saved(tmp_path, 5, 10)
     flip_bit(tmp_path / "iteration_00000010" / "net-model-0000000-0000001.safetensors", -3)
-    load_iteration.select(config_of(load_checkpoint=str(tmp_path), resume_training=True), current, STORAGE)
+    job_start.select_checkpoint(config_of(load_checkpoint=str(tmp_path), resume_training=True), current)
     assert current.plan.choice.chosen.step == 5 and "damaged: w" in current.plan.choice.refused[0].reason
     current.resources.release()
 
@@ -251,9 +251,26 @@ def test_a_step_that_does_not_scale_is_rounded_down(current):
 
 @pytest.mark.parametrize("name, may", [("accu_grads.w", True), ("global_step", True), ("scale_sense", True), ("lora_a.w", True),
                                        ("w", False), ("adam_m.w", False)])
-def test_optional_tensors_may_be_missing(current, name, may):
+def test_optional_tensors_may_be_missing(current, name, may, monkeypatch):
     current.settings = Settings(allow_missing=("lora_*",))
-    assert load_iteration._optional(current, {"scale_sense"})(name) is may
+    current.plan = training_context.ResumePlan(LoadRequest("a", iterations=True))
+    monkeypatch.setattr(adapter, "parameters_to_load", lambda cell, offered: {name: ((), "float32")})
+    model = SimpleNamespace(parameters_dict=lambda: ["w", "lora_a.w"])
+    optimizer = SimpleNamespace(parameters_dict=lambda: ["w", "adam_m.w", "global_step"])
+    target = GraphNetwork(current, None, None, model, optimizer).target({}, "a")
+    assert target.missing(()) == ([] if may else [name])
+
+
+@pytest.mark.parametrize("section, count", [({}, 0), ({"reshard_worker_num": 3}, 3), ({"load_worker_number": 2}, 2)])
+def test_the_number_of_reading_threads(section, count):
+    assert request_of_pynative({"checkpoint": section}, "a").workers == count
+
+
+@pytest.mark.parametrize("value", [-1, True, "4", 1.5])
+def test_a_wrong_number_of_reading_threads(value):
+    for read in (lambda section: request_of_pynative(section, "a"), request_of_iterations):
+        with pytest.raises(ConfigError, match="reshard_worker_num"):
+            read({"checkpoint": {"reshard_worker_num": value}})
 
 
 def test_settings_accept_a_list_or_text():

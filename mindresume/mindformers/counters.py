@@ -1,0 +1,125 @@
+"""Restores a training: counters into the configuration, tensors into the network."""
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from mindresume.events import ProgressRestored, warning
+from mindresume.formats.rank_folder_naming import parse_name
+from mindresume.mindformers import hf_streaming
+from mindresume.mindformers.training_context import RunOrigin, RunProgress, TrainingContext
+from mindresume.model.training_state import TrainingState
+from mindresume.reshard.open_checkpoint import state_of
+from mindresume.resume.choice import Choice
+from mindresume.resume.progress import (
+    ResumeProgress,
+    RunSettings,
+    check_skip,
+    fresh_position,
+    parse_data_request,
+    resume_progress,
+)
+from mindresume.resume.resume_summary import resume_warnings, summary_rows
+
+
+def progress_for(config: Any, dataset_size: int, context: TrainingContext) -> tuple[ResumeProgress, float | None]:
+    """Returns the counters of the run and the loss scale, from the state of the selected checkpoint; sets the position at which
+    mindformers continues the data.
+
+    Raises:
+        ProgressError: As ``resume.progress.resume_progress``.
+    """
+    state = selected_state(context.plan.choice)
+    progress = continue_after(state, _run_settings(config, dataset_size, context.progress), context)
+    config.data_skip_steps, config.ignore_data_skip = progress.data_skip, not progress.data_skip
+    return progress, state.loss_scale
+
+
+def continue_after(state: TrainingState, setting: RunSettings, context: TrainingContext) -> ResumeProgress:
+    """Returns the counters of a run with ``setting`` that continues after ``state``, and records them in the context.
+
+    Raises:
+        ProgressError: As ``resume.progress.resume_progress``.
+    """
+    run, progress = context.progress, resume_progress(state, setting)
+    run.origin, run.restored = RunOrigin(progress.initial_step, progress.position, progress.consumed), progress
+    run.global_step, run.summary = progress.global_step, summary_rows(state, progress, setting)
+    for sentence in resume_warnings(progress, setting, context.settings.on_dataset_change):
+        context.emit(warning(sentence))
+    context.emit(ProgressRestored(progress.initial_step, progress.initial_epoch, state.step, progress.step_scale,
+                                  setting.global_batch_size, state.loss_scale))
+    return progress
+
+
+def fresh_origin(config: Any, dataset: Any, context: TrainingContext) -> RunOrigin:
+    """Returns where a run begins that does not resume. ``data_skip_steps`` counts at its beginning too; mindformers ignores that
+    whole passes cannot be skipped, and that in sink mode fewer steps are left then."""
+    runner, setting = config.runner_config, _run_settings(config, config.data_size, context.progress)
+    sentence = check_skip(setting)
+    if sentence:
+        context.emit(warning(sentence))
+    position, skip, runner.initial_epoch = fresh_position(setting)
+    hf_streaming.refuse_skip(dataset, skip)
+    if setting.data_request.skip and not setting.data_request.ignore and skip != setting.data_request.skip:
+        dataset.set_init_step(skip)
+    return RunOrigin(0, position)
+
+
+def _run_settings(config: Any, dataset_size: int, run: RunProgress) -> RunSettings:
+    runner = config.runner_config
+    sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
+    data_request = parse_data_request(config.get("ignore_data_skip"), config.get("data_skip_steps"))
+    return RunSettings(runner.global_batch_size, dataset_size, sink_size, run.dataset_identity, data_request, _epochs(runner))
+
+
+def _epochs(runner: Any) -> int | None:
+    """Returns the epochs of the configuration: in sink mode mindformers later counts sinks in ``epochs``."""
+    return getattr(runner, "origin_epochs", None) or getattr(runner, "epochs", None)
+
+
+def restore_progress(config: Any, dataset_size: int, context: TrainingContext) -> None:
+    """Sets the initial step, the initial epoch and the loss scale of the run.
+
+    Raises:
+        ProgressError: As ``progress_for``.
+    """
+    progress, scale = progress_for(config, dataset_size, context)
+    runner = config.runner_config
+    runner.step_scale, runner.initial_step = progress.step_scale, progress.initial_step
+    runner.initial_epoch = progress.initial_epoch
+    if scale is not None and runner_scale(config) is not None:
+        if hasattr(config.runner_wrapper.scale_sense, "loss_scale_value"):
+            config.runner_wrapper.scale_sense.loss_scale_value = scale
+        else:
+            config.runner_wrapper.scale_sense = scale
+
+
+def runner_scale(config: Any) -> Any:
+    """Returns the loss scale of the configuration, or None."""
+    wrapper = config.get("runner_wrapper")
+    return None if wrapper is None else wrapper.get("scale_sense")
+
+
+def selected_state(choice: Choice) -> TrainingState:
+    """Returns the training state of the selected checkpoint, from its records or from the counters in its first file."""
+    chosen = choice.chosen
+    found = chosen.state or state_of(choice.shards[0].scalars, parse_name(os.path.basename(chosen.first.path)))
+    return found or TrainingState(0, 1, 0)              # mindformers saved before the first step
+
+
+def common_info(config: Any, dataset_size: int, context: TrainingContext) -> dict[str, Any]:
+    """Returns the numbers of ``common.json`` from which mindformers (trainer/base_trainer.py, training_process) computes the
+    progress of this run: with this run's own global batch size it scales nothing.
+
+    Raises:
+        ProgressError: As ``progress_for``.
+    """
+    progress, scale = progress_for(config, dataset_size, context)
+    runner, epoch = config.runner_config, progress.initial_epoch
+    if not runner.sink_mode:                                        # mindformers subtracts one within an epoch
+        epoch += progress.initial_step % dataset_size != 0
+    if scale is None:                                               # mindformers would set the scale to None
+        scale = runner_scale(config)
+        scale = getattr(scale, "loss_scale_value", scale)
+    return {"epoch_num": epoch, "step_num": progress.initial_step, "global_step": progress.global_step, "loss_scale": scale,
+            "global_batch_size": runner.global_batch_size}
