@@ -23,7 +23,7 @@ import threading
 import time as _time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 questions: list[Callable[..., Any]] = []                            # all that ``asks_machine`` has returned
@@ -59,6 +59,15 @@ localtime = asks_machine(_time.localtime)
 gmtime = asks_machine(_time.gmtime)
 strftime, strptime, mktime = _time.strftime, _time.strptime, _time.mktime
 timestamp = asks_machine(_time.time)            # for records that only people read: a cluster may give one that is less exact
+
+
+class Clock(Protocol):
+    """Time that passes, and can be waited for. This module is one."""
+
+    def monotonic(self) -> float: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
 
 # ---- threads -------------------------------------------------------------------------------------------------------
 

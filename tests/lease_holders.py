@@ -20,7 +20,7 @@ class ManualClock:
     def __init__(self, also=lambda now: None):
         self.now, self.also = 0.0, also
 
-    def clock(self):
+    def monotonic(self):
         return self.now
 
     def sleep(self, seconds):
@@ -31,7 +31,7 @@ class ManualClock:
 def acquire_lease(root, holder=ME, time=None, emit=ignore):
     """Acquires the folder without real waiting."""
     time = time or ManualClock()
-    return acquire(STORAGE, str(root), holder, emit=emit, clock=time.clock, sleep=time.sleep)
+    return acquire(STORAGE, str(root), holder, emit=emit, time=time)
 
 
 def publish_lease(root, holder, sequence=1):

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -230,7 +231,7 @@ class Training(RuleBasedStateMachine):
     def _start(self, step: int, fmt: str) -> None:
         """Starts as ``CheckpointMonitor`` does: lease, suffix, clean-up, commit of complete saves."""
         holder = LeaseHolder("saving", "", "simulated", "", 1, 1, 0.0, self.world)
-        run = acquire(STORAGE, self.root, holder, 1.0, clock=lambda: self.now, sleep=self._sleep).run
+        run = acquire(STORAGE, self.root, holder, 1.0, time=SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)).run
         known = [parse_name(os.path.basename(path)) for path in scan_records(STORAGE, self.root)[1]]
         suffix = max([name.suffix + 1 for name in known if name] +
                      [free_suffix(STORAGE.list(os.path.join(self.root, folder_name(rank))), "net", rank)

@@ -13,9 +13,11 @@ on finds the lease of its successor and stops saving.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from typing import Annotated
 
 from mindresume import runtime
 from mindresume.coordination.heartbeat_process import HeartbeatProcess
@@ -23,18 +25,18 @@ from mindresume.coordination.process_identity import boot_id, is_running, proces
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.formats.iteration_naming import parse_iteration
 from mindresume.formatting import ranks_count
-from mindresume.model.manifest import FOLDER, attempts, encode_head, field_errors, read_head, run_name, run_sequence, strip_trash
-from mindresume.model.training_state import is_count, is_number
+from mindresume.model.manifest import FOLDER, attempts, encode_head, read_head, run_name, run_sequence, strip_trash
 from mindresume.storage.atomic_publish import TEMPORARY, publish
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import uncached
+from mindresume.typed import Count, Limits, Time, decode
 
 BEAT = 15.0                     # seconds between two heartbeats
 SAVING, LOADING, REMOVING, SCRUBBING = "saving", "loading", "removing", "scrubbing"
 READER = 0                     # run number of readers and removals: never later than any job
-_LATEST = 4e11                  # seconds: the year 14645; later ones cannot be printed
+_Text = Annotated[str, Limits(0, 4095)]
 PREFIX, SUFFIX = "claim-", ".json"
 _TRIES = 5                      # starts of the process that sends heartbeats
 start_process = HeartbeatProcess.start          # of a job that saves; tests and the simulation let a thread send them
@@ -62,19 +64,19 @@ class LeaseHolder:
             has another one.
         is_copy: it was read in another folder. Not stored.
     """
-    purpose: str
-    run: str
-    host: str
-    machine: str
-    pid: int
-    started: int
-    since: float
-    world_size: int = 1
-    holds: tuple[str, ...] = ()
-    beat: int = 0
-    step: int = 0
-    every: float = BEAT
-    folder: str = ""
+    purpose: _Text
+    run: _Text
+    host: _Text
+    machine: _Text
+    pid: Count
+    started: Count
+    since: Time
+    world_size: Count = 1
+    holds: tuple[_Text, ...] = ()
+    beat: Count = 0
+    step: Count = 0
+    every: Annotated[float, Limits(0, sys.float_info.max)] = BEAT
+    folder: _Text = ""
     is_copy: bool = False
 
     @property
@@ -96,21 +98,9 @@ class LeaseHolder:
         it is gone, OSError if it cannot be read."""
         with storage.open(path) as file:
             head, _ = read_head(file, "claim")
-        with field_errors("claim"):
-            run_sequence(head["run"])
-            texts = [head[name] for name in ("purpose", "run", "host", "machine")]
-            counts = [*(head[name] for name in ("pid", "started", "world_size", "beat")), head.get("step", 0)]
-            names, since, every = tuple(head["holds"]), head["since"], head.get("every", BEAT)
-            folder = head.get("folder", "")
-            if not all(isinstance(text, str) and len(text) < 4096 for text in (*texts, *names, folder)):
-                raise RecordError("lease: purpose, run, host, machine, holds and folder are texts")
-            if not all(map(is_count, counts)) or not is_number(since) or not 0 <= since < _LATEST:
-                raise RecordError("lease: pid, started, world_size, beat and step are counts, since is a time")
-            if not is_number(every) or every < 0:
-                raise RecordError("lease: every is a number of seconds")
-            pid, started, world_size, beat, step = counts
-            return cls(*texts, pid, started, float(since), world_size, names, beat, step, float(every),
-                       folder)
+        holder = decode(cls, {**head, "is_copy": False}, "lease")
+        run_sequence(holder.run)
+        return holder
 
 
 @runtime.asks_machine

@@ -10,15 +10,14 @@ has acquired the directory.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mindresume import runtime
 from mindresume.coordination.lease import (
     BEAT,
     ENDED,
-    PREFIX,
     READER,
     SAVING,
     SUFFIX,
@@ -30,13 +29,14 @@ from mindresume.coordination.lease import (
     is_job_lease,
     iteration_record_names,
     lease_holders,
+    lease_name,
     lease_path,
     leased_runs,
     next_run,
     past_runs,
     read_leases,
 )
-from mindresume.coordination.shared_folder import AwakeClock
+from mindresume.coordination.shared_folder import AwakeClock, Watch
 from mindresume.errors import LeaseHeldError
 from mindresume.events import Emit, LeaseWatched, StaleLeaseRemoved, ignore
 from mindresume.formatting import ranks_count
@@ -49,8 +49,7 @@ LONGEST = 600.0                 # longest watch in seconds; a holder with rarer 
 
 
 def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT, emit: Emit = ignore,
-            clock: Callable[[], float] = runtime.monotonic, sleep: Callable[[float], None] = runtime.sleep,
-            keep_run_marker: bool = False) -> Lease:
+            time: runtime.Clock = runtime, keep_run_marker: bool = False) -> Lease:
     """Acquires ``root`` for a job that saves there, as a run later than all before.
 
     Waits only if another lease has a holder that is not known to be dead: ``PATIENCE`` heartbeats of that holder, at most
@@ -65,15 +64,13 @@ def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT
     """
     folder = os.path.join(root, FOLDER)
     storage.make_folder(folder)
-
-    def watch(*besides: str) -> list[LeaseHolder]:
-        return _watch(storage, root, holder, emit, clock, sleep, besides)
-    dead = watch()
+    others = _Others(storage, root, holder, emit, time)
+    dead = others.watch()
     names = storage.list(folder)
     run = holder.run or next_run([*names, *iteration_record_names(storage, root)])
     lease = Lease(storage, root, replace(holder, run=run, every=beat), keep_run_marker)
     try:
-        dead = _publish_and_look(lease, dead, watch)
+        dead = _publish_and_look(lease, dead, others)
         used = [other for other in past_runs(storage.list(folder)) if run_sequence(other) >= run_sequence(run) and other != run]
         if not used:
             lease.beat()
@@ -85,11 +82,18 @@ def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT
         if holder.run:
             raise LeaseHeldError(_in_use_message(root, f"run {used[0]}", holder))
         again = next_run([*names, *storage.list(folder), *iteration_record_names(storage, root)])
-        return acquire(storage, root, replace(holder, run=again), beat, emit, clock, sleep, keep_run_marker)
+        return acquire(storage, root, replace(holder, run=again), beat, emit, time, keep_run_marker)
     for other in dead:
         emit(StaleLeaseRemoved(other.run, other.host, other.pid))
+    _remove_left_over(lease, dead, names)
+    return lease
+
+
+def _remove_left_over(lease: Lease, dead: Sequence[LeaseHolder], names: Sequence[str]) -> None:
+    """Removes the leases of ``dead`` jobs, and what else earlier jobs have left among ``names``."""
+    storage, folder = lease.storage, os.path.join(lease.root, FOLDER)
     half = half_written(names)
-    over = [f"{PREFIX}{other.run}{SUFFIX}" for other in dead]
+    over = [lease_name(other.run) for other in dead]
     over += [f"{ENDED}{run}{SUFFIX}" for run in leased_runs(names, ENDED)]              # our lease has the largest number now
     over += [name for name, run in half if READER < run_sequence(run) < lease.holder.order[0]]
     for name in over:
@@ -97,21 +101,19 @@ def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT
             storage.remove(os.path.join(folder, name))
     # Run numbers of readers are not ordered: these are removed by age.
     remove_stale(storage, [os.path.join(folder, name) for name, run in half if not is_job_lease(run)],
-                 lease_path(root, lease.run))
-    return lease
+                 lease_path(lease.root, lease.run))
 
 
-def check_no_live_job(storage: Storage, root: str, emit: Emit = ignore, clock: Callable[[], float] = runtime.monotonic,
-                      sleep: Callable[[float], None] = runtime.sleep) -> None:
+def check_no_live_job(storage: Storage, root: str, emit: Emit = ignore, time: runtime.Clock = runtime) -> None:
     """Waits like ``acquire``, and acquires nothing. Raises LeaseHeldError if a job that saves into ``root`` is or may be alive. A
     lease that an earlier job of this process has left does not count."""
     me = holder_of_this_process(SAVING)
     own = [holder.run for holder in lease_holders(storage, root)
            if (holder.machine, holder.pid, holder.started) == (me.machine, me.pid, me.started)]
-    _watch(storage, root, me, emit, clock, sleep, own)
+    _Others(storage, root, me, emit, time).watch(own)
 
 
-def _publish_and_look(lease: Lease, dead: list[LeaseHolder], watch: Callable[..., list[LeaseHolder]]) -> list[LeaseHolder]:
+def _publish_and_look(lease: Lease, dead: list[LeaseHolder], others: _Others) -> list[LeaseHolder]:
     """Publishes ``lease``, and repeats until no other job has one, except those of ``dead``. Returns all dead holders. Raises
     LeaseHeldError if this job must give up.
 
@@ -129,15 +131,69 @@ def _publish_and_look(lease: Lease, dead: list[LeaseHolder], watch: Callable[...
         if woken := next((holder for holder in found if silent.get(holder.run, holder.beat) != holder.beat
                           and is_alive(holder) is not False), None):
             raise LeaseHeldError(_in_use_message(lease.root, str(woken), lease.holder))
-        others = {holder.run: str(holder) for holder in found} | {run: f"run {run}" for run in unreadable}
-        rivals = sorted((run_sequence(run), run) for run in others if is_job_lease(run) and run not in known)
+        names = {holder.run: str(holder) for holder in found} | {run: f"run {run}" for run in unreadable}
+        rivals = sorted((run_sequence(run), run) for run in names if is_job_lease(run) and run not in known)
         if rivals and (failed is not None or rivals[0] < lease.holder.order):
-            raise LeaseHeldError(_in_use_message(lease.root, others[rivals[0][1]], lease.holder)) from failed
+            raise LeaseHeldError(_in_use_message(lease.root, names[rivals[0][1]], lease.holder)) from failed
         if failed is not None:
             raise failed
         if not rivals:
             return dead
-        dead = dead + watch(*known)
+        dead = dead + others.watch(known)
+
+
+@dataclass(frozen=True)
+class _Others:
+    """Watches the other jobs that have leases on a directory, for the job ``me``."""
+    storage: Storage
+    root: str
+    me: LeaseHolder
+    emit: Emit
+    time: runtime.Clock
+
+    def watch(self, besides: Collection[str] = ()) -> list[LeaseHolder]:
+        """Returns the dead holders, without the runs ``besides``. A holder on another machine is alive if a heartbeat comes, and
+        dead after ``PATIENCE`` of its heartbeats without one. A process of this machine may end in this time, and an unreadable
+        lease may become readable. Time in which this process was suspended itself does not count: a holder may have been, too.
+        Raises LeaseHeldError if a holder is or may be alive."""
+        watch, said = Watch(AwakeClock(self.time.monotonic)), False
+        while True:
+            now = watch.clock()
+            found, unreadable = read_leases(self.storage, self.root)
+            owners = [holder for holder in found if holder.purpose == SAVING and holder.run not in besides]
+            unreadable = {run: why for run, why in unreadable.items() if is_job_lease(run) and run not in besides}
+            states = {holder.run: is_alive(holder) for holder in owners}
+            for holder in owners:
+                if states[holder.run] is None and watch.see(holder.run, holder.beat).advances:
+                    raise LeaseHeldError(_in_use_message(self.root, str(holder), self.me))
+            alive = [holder for holder in owners if states[holder.run] is not False]
+            waits = [PATIENCE * BEAT - (now - watch.see((run, "unreadable"), 0).first) for run in unreadable]
+            waits += [PATIENCE * (holder.every if _has_usable_heartbeat(holder) else BEAT)
+                      - (now - watch.see((holder.run, "alive"), 0).first) for holder in alive]
+            left = max(waits, default=0.0)
+            if left <= 0:
+                break
+            if not said:
+                run, host = (alive[0].run, alive[0].host) if alive else (next(iter(unreadable)), None)
+                self.emit(LeaseWatched(lease_path(self.root, run), run, host, left))
+                said = True
+            self.time.sleep(min(1.0, max(0.01, left)))
+        self._refuse(alive, states, unreadable)
+        return owners
+
+    def _refuse(self, alive: Sequence[LeaseHolder], states: Mapping[str, bool | None], unreadable: Mapping[str, str]) -> None:
+        """Raises LeaseHeldError if one of the holders that were watched in vain can still be alive."""
+        for holder in alive:
+            if states[holder.run]:
+                raise LeaseHeldError(_in_use_message(self.root, str(holder), self.me))
+            if not _has_usable_heartbeat(holder):
+                rare = f"only every {holder.every:g} s" if holder.every else "none"
+                why = (f"{holder} did not say that it ended, and of its signs of life (mindresume.heartbeat) there are {rare}")
+                raise LeaseHeldError(_unknown_message(self.root, lease_path(self.root, holder.run), why, self.me))
+        for run, problem in unreadable.items():
+            path = lease_path(self.root, run)
+            why = f"{path}, by which run {run} says that it saves there, cannot be read ({problem})"
+            raise LeaseHeldError(_unknown_message(self.root, path, why, self.me))
 
 
 def _in_use_message(root: str, other: str, me: LeaseHolder) -> str:
@@ -156,48 +212,3 @@ def _refused(me: LeaseHolder) -> str:
 
 def _has_usable_heartbeat(holder: LeaseHolder) -> bool:
     return 0 < holder.every * PATIENCE <= LONGEST
-
-
-def _watch(storage: Storage, root: str, me: LeaseHolder, emit: Emit, clock: Callable[[], float], sleep: Callable[[float], None],
-           besides: Collection[str] = ()) -> list[LeaseHolder]:
-    """Returns the dead holders of leases on ``root``, without the runs ``besides``. A holder on another machine is alive if a
-    heartbeat comes, and dead after ``PATIENCE`` of its heartbeats without one. A process of this machine may end in this time,
-    and an unreadable lease may become readable. Time in which this process was suspended itself does not count: a holder may have
-    been, too. Raises LeaseHeldError if a holder is or may be alive."""
-    beats: dict[str, int] = {}                      # {run: heartbeats when first read}
-    since: dict[tuple[str, bool], float] = {}       # {(run, readable): when that was first seen}
-    said, clock = False, AwakeClock(clock)
-    while True:
-        now, (found, unreadable) = clock(), read_leases(storage, root)
-        owners = [holder for holder in found if holder.purpose == SAVING and holder.run not in besides]
-        unreadable = {run: why for run, why in unreadable.items() if is_job_lease(run) and run not in besides}
-        states = {holder.run: is_alive(holder) for holder in owners}
-        beating = [holder for holder in owners if states[holder.run] is None and
-                   beats.setdefault(holder.run, holder.beat) != holder.beat]
-        if beating:
-            raise LeaseHeldError(_in_use_message(root, str(beating[0]), me))
-        alive = [holder for holder in owners if states[holder.run] is not False]
-        waits = {run: PATIENCE * BEAT - (now - since.setdefault((run, False), now)) for run in unreadable}
-        waits |= {holder.run: PATIENCE * (holder.every if _has_usable_heartbeat(holder) else BEAT) -
-                  (now - since.setdefault((holder.run, True), now)) for holder in alive}
-        left = max(waits.values(), default=0.0)
-        if left <= 0:
-            break
-        if not said:
-            run, host = (alive[0].run, alive[0].host) if alive else (next(iter(unreadable)), None)
-            emit(LeaseWatched(lease_path(root, run), run, host, left))
-            said = True
-        sleep(min(1.0, max(0.01, left)))
-    for holder in alive:
-        path = lease_path(root, holder.run)
-        if states[holder.run]:
-            raise LeaseHeldError(_in_use_message(root, str(holder), me))
-        if not _has_usable_heartbeat(holder):
-            rare = f"only every {holder.every:g} s" if holder.every else "none"
-            raise LeaseHeldError(_unknown_message(root, path, f"{holder} did not say that it ended, and of its signs of life "
-                                                    f"(mindresume.heartbeat) there are {rare}", me))
-    for run, why in unreadable.items():
-        path = lease_path(root, run)
-        raise LeaseHeldError(_unknown_message(root, path, f"{path}, by which run {run} says that it saves there, cannot be read "
-                                                f"({why})", me))
-    return owners

@@ -30,6 +30,7 @@ from mindresume.coordination.lease import (
     leased_runs,
     read_leases,
 )
+from mindresume.coordination.shared_folder import Watch
 from mindresume.model.manifest import FOLDER, attempts, run_name, strip_trash
 from mindresume.storage.interface import Storage
 
@@ -104,8 +105,7 @@ class ReadLocks:
     that the lock of a reader that died on another machine expires. An unreadable lease may lock any checkpoint, for as long."""
 
     def __init__(self, storage: Storage, root: str, clock: Callable[[], float] = runtime.monotonic):
-        self.storage, self.root, self.clock = storage, root, clock
-        self._seen: dict[str, tuple[int | None, float]] = {}
+        self.storage, self.root, self._watch = storage, root, Watch(clock)
 
     def __call__(self) -> Mapping[str, str]:
         held: dict[str, str] = {}
@@ -129,11 +129,8 @@ class ReadLocks:
 
     def _silent(self, run: str, beat: int | None, every: float) -> bool:
         """Returns whether a lease had no heartbeat for ``GIVEN_UP`` intervals. ``beat``: None while it cannot be read."""
-        before, since = self._seen.get(run, (-1, 0.0))
-        if before != beat:
-            since = self.clock()
-            self._seen[run] = beat, since
-        return self.clock() - since > every * GIVEN_UP
+        seen = self._watch.see(run, beat)
+        return self._watch.clock() - seen.since > every * GIVEN_UP
 
     def _all_attempts(self) -> set[str]:
         names = [*self.storage.list(os.path.join(self.root, FOLDER)), *iteration_record_names(self.storage, self.root)]

@@ -110,7 +110,7 @@ class FaultInjector:
         """Returns the file system as ``rank`` sees it."""
         return self._views[rank]
 
-    def clock(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:

@@ -172,7 +172,7 @@ def _check_next_run(sandbox: Sandbox, storage: Storage, found: Verdict) -> Verdi
     places = [sandbox.target(rank, run, storage) for rank in range(sandbox.ranks)]
     try:
         holder = LeaseHolder("saving", RUNS[run], "drill", "", 1, 1, 0.0, sandbox.ranks)
-        lease = acquire(storage, sandbox.root, holder, 1.0, clock=sandbox.injector.clock, sleep=sandbox.injector.sleep,
+        lease = acquire(storage, sandbox.root, holder, 1.0, time=sandbox.injector,
                         keep_run_marker=sandbox.format == ITERATION)
         for target in places:
             clean_own_folder(target)

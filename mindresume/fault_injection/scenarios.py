@@ -56,7 +56,7 @@ class Sandbox:
         return [saved for saved, ranks in self.recorded.items() if len(ranks) == self.ranks]
 
     def committer(self, run: int, policy: Policy = KEEP_ALL) -> Committer:
-        return Committer(self.target(0, run), policy, clock=self.injector.clock, sleep=self.injector.sleep)
+        return Committer(self.target(0, run), policy, clock=self.injector.monotonic, sleep=self.injector.sleep)
 
 
 def tensors(run: int, step: int, rank: int) -> dict[str, np.ndarray]:
@@ -158,8 +158,8 @@ def _acquire_lease(sandbox: Sandbox, rank: int) -> None:
     """Rank 0 acquires the lease; the other ranks wait for the run id, as in a training."""
     if rank == 0:
         holder = LeaseHolder("saving", RUNS[1], "drill", "", 1, 1, 0.0, sandbox.ranks)
-        acquire(sandbox.target(0, 1).storage, sandbox.root, holder, 1.0, clock=sandbox.injector.clock,
-                sleep=sandbox.injector.sleep, keep_run_marker=sandbox.format == ITERATION)
+        acquire(sandbox.target(0, 1).storage, sandbox.root, holder, 1.0, time=sandbox.injector,
+                keep_run_marker=sandbox.format == ITERATION)
 
 
 def _start(sandbox: Sandbox, rank: int) -> None:

@@ -181,7 +181,7 @@ def test_a_mount_that_shows_old_contents_makes_no_job_look_dead(tmp_path):
     other = publish_lease(tmp_path, ELSEWHERE)
     time = ManualClock(lambda now: other.beat())
     with pytest.raises(LeaseHeldError, match="node7"):
-        acquire(OldContent(), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)
+        acquire(OldContent(), str(tmp_path), ME, time=time)
     assert [holder.run for holder in lease_holders(STORAGE, str(tmp_path))] == [other.run]
 
 
@@ -253,7 +253,7 @@ def test_one_of_two_concurrent_jobs_acquires_the_folder_and_keeps_it(tmp_path, t
     def begin(holder, storage):
         time = ManualClock(lambda now: [lease.beat() for lease in acquired])
         with suppress(LeaseHeldError):
-            acquired.append(acquire(storage, str(tmp_path), holder, clock=time.clock, sleep=time.sleep))
+            acquired.append(acquire(storage, str(tmp_path), holder, time=time))
         for lease in acquired:
             fence(STORAGE, str(tmp_path), lease.run)
     mine = replace(ME, run=run_name(1, "88888888"))
@@ -271,7 +271,7 @@ def test_the_earlier_of_two_concurrent_jobs_waits_for_the_later_to_give_way(tmp_
     time = ManualClock(lambda now: rival.withdraw())
     holder = replace(ME, run=run_name(1, "88888888"))
     storage = During(4, lambda: rival.publish())                # watched, listed, written: now it gets its name
-    lease = acquire(storage, str(tmp_path), holder, clock=time.clock, sleep=time.sleep)
+    lease = acquire(storage, str(tmp_path), holder, time=time)
     assert 0 < time.now < 3 and os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
 
 
@@ -279,7 +279,7 @@ def test_the_earlier_of_two_concurrent_jobs_gives_way_if_the_later_has_acquired_
     rival = rival_of(tmp_path, "ffffffff")
     time, holder = ManualClock(lambda now: rival.beat()), replace(ME, run=run_name(1, "88888888"))
     with pytest.raises(LeaseHeldError, match="run 0001-ffffffff on host node7"):
-        acquire(During(4, lambda: rival.publish()), str(tmp_path), holder, clock=time.clock, sleep=time.sleep)
+        acquire(During(4, lambda: rival.publish()), str(tmp_path), holder, time=time)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"] and time.now < 3
 
 
@@ -336,7 +336,7 @@ def test_a_job_that_waited_for_a_later_name_lists_again(tmp_path):
         rival.publish()
         rival.beat()
     time = ManualClock(ends)
-    run = acquire(Remembering(begins), str(tmp_path), ME, clock=time.clock, sleep=time.sleep).run
+    run = acquire(Remembering(begins), str(tmp_path), ME, time=time).run
     assert run_sequence(run) == 2 and 5 < time.now < 8
     fence(STORAGE, str(tmp_path), run)
 
@@ -396,10 +396,10 @@ def test_a_lease_that_is_unreadable_for_a_moment_counts(tmp_path):
     """The running job was fenced because the second job did not see its lease."""
     publish_lease(tmp_path, ME)
     with pytest.raises(LeaseHeldError, match="is in use: run 0001"):
-        acquire(Stale(1), str(tmp_path), ME, clock=(time := ManualClock()).clock, sleep=time.sleep)
+        acquire(Stale(1), str(tmp_path), ME, time=(time := ManualClock()))
     publish_lease(tmp_path, ELSEWHERE)
     time = ManualClock()
-    lease = acquire(Stale(5), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)        # silent since it could be read
+    lease = acquire(Stale(5), str(tmp_path), ME, time=time)        # silent since it could be read
     assert run_sequence(lease.run) == 2 and BEAT * PATIENCE + 4 <= time.now < BEAT * PATIENCE + 6
 
 
@@ -429,7 +429,7 @@ def test_an_unreadable_lease_counts_between_two_concurrent_jobs(tmp_path):
             super().rename(old, new)
     time = ManualClock()
     with pytest.raises(LeaseHeldError, match="by which run 0001-ffffffff says that it saves there, cannot be read"):
-        acquire(Late(0), str(tmp_path), ME, clock=time.clock, sleep=time.sleep)
+        acquire(Late(0), str(tmp_path), ME, time=time)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 
 
@@ -440,7 +440,7 @@ def test_an_unreadable_lease_counts_between_two_concurrent_jobs(tmp_path):
 def test_the_holders_own_heartbeat_interval_counts(tmp_path, mine, theirs):
     publish_lease(tmp_path, replace(ELSEWHERE, every=theirs))
     time = ManualClock()
-    lease = acquire(STORAGE, str(tmp_path), ME, mine, clock=time.clock, sleep=time.sleep)
+    lease = acquire(STORAGE, str(tmp_path), ME, mine, time=time)
     assert theirs * PATIENCE <= time.now < theirs * PATIENCE + 1.5
     assert lease_holders(STORAGE, str(tmp_path))[0].every == mine and lease.run == lease_holders(STORAGE, str(tmp_path))[0].run
 
@@ -474,10 +474,10 @@ def test_a_lease_of_an_earlier_version_has_the_default_heartbeat_interval(tmp_pa
 
 def test_a_failed_training_of_this_process_does_not_count_as_another_job(tmp_path):
     left, time = acquire_lease(tmp_path), ManualClock()
-    check_no_live_job(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)
+    check_no_live_job(STORAGE, str(tmp_path), time=time)
     assert time.now == 0
     left.release()
     other = publish_lease(tmp_path, ELSEWHERE, 7)
     time.also = lambda now: other.beat()
     with pytest.raises(LeaseHeldError, match="run 0007-0000aaaa"):
-        check_no_live_job(STORAGE, str(tmp_path), clock=time.clock, sleep=time.sleep)
+        check_no_live_job(STORAGE, str(tmp_path), time=time)

@@ -328,8 +328,8 @@ def test_an_unfinished_save_of_a_running_job_is_kept(tmp_path, monkeypatch):
     lease = acquire(STORAGE, str(world.disk), replace(holder_of_this_process("saving"), run=LATER), 0)
     before = content(world.disk)
     times = iter(range(0, 10_000, 60))
-    monkeypatch.setattr(remote_fetch, "check_no_live_job",
-                        partial(check_no_live_job, clock=lambda: next(times), sleep=lambda seconds: None))
+    time = SimpleNamespace(monotonic=lambda: next(times), sleep=lambda seconds: None)
+    monkeypatch.setattr(remote_fetch, "check_no_live_job", partial(check_no_live_job, time=time))
     with pytest.raises(CollectiveError, match="run 0002-0000bbbb on host"):
         world.restore_all()
     assert content(world.disk) == before

@@ -159,7 +159,7 @@ MUTANTS = [
         ("same hosts", "safetensors", ""), LOST, deaths=False, first=155, within=25,
         draws=each("kill host", lag=60.0)),
     mutant("the heartbeat of another job is expected as often as that of this job", [
-        Edit(lease_acquisition, "_watch", "holder.every if _has_usable_heartbeat(holder) else BEAT", "BEAT")],
+        Edit(lease_acquisition._Others, "watch", "holder.every if _has_usable_heartbeat(holder) else BEAT", "BEAT")],
            ("rare beats", "safetensors", ""),
         STUCK, deaths=False, draws=undisturbed()),
     mutant("retention removes the newest healthy checkpoint", [
@@ -201,8 +201,9 @@ MUTANTS = [
         ("copy", "safetensors", ""), STUCK, deaths=False, draws=undisturbed()),
 
     mutant("a process that cannot be looked at counts as dead", [
-        Edit(lease_acquisition, "_watch", "if states[holder.run] is not False]", "if states[holder.run]]"),
-        Edit(lease_acquisition, "_watch", "if beating:", "if False:")],
+        Edit(lease_acquisition._Others, "watch", "if states[holder.run] is not False]", "if states[holder.run]]"),
+        Edit(lease_acquisition._Others, "watch", "if states[holder.run] is None and watch.see(holder.run, holder.beat).advances:",
+             "if False:")],
         ("hidden", "safetensors", ""), f"{LOST} {STUCK} {WRONG} {MISREPORTED}", deaths=False, within=60),
 
     # ---- committing ----------------------------------------------------------------------------------------------------
