@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mindresume.events import TierSaved
 from mindresume.report import chart, page
 from mindresume.report.accounting import accounts_of
 from mindresume.report.builder import CheckpointState, Report, StoredCheckpoint
-from mindresume.report.losses import Losses
 from mindresume.report.phrases import CHINESE, ENGLISH, TEXTS
-from mindresume.report.runs import KILLED, MemorySave, RefusedCheckpoint, RunAttempt, Save
+from mindresume.report.runs import KILLED, Losses, Origin, RefusedCheckpoint, RunAttempt, Save, Saves
 from st.browser import Browser, missing
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -27,15 +27,15 @@ NAMES = ("JSON", "json", "report", "verify", "every_steps", "save_checkpoint_ste
          "CheckpointMonitor", "English", "MindSpore", "Page", "Down", "Shift", "Esc", "Up")
 
 
-def attempt(number: int, first: int, last: int, started: float, base: int = 0, **more: object) -> RunAttempt:
+def attempt(number: int, first: int, last: int, started: float, copies: tuple[TierSaved, ...] = (), **more: object) -> RunAttempt:
     """Returns an attempt with a step each second and a save every tenth step."""
     steps = np.arange(first, last + 1)
     losses = Losses(steps, 6 - steps / 50 + 0.1 * np.sin(steps), started + 10 + np.arange(len(steps)), np.ones(len(steps)))
     saves = tuple(Save(step, started + 10 + step - first, 0.1, 0.2, 13_000_000, True) for step in range(first, last + 1)
                   if step % 10 == 0)
     return RunAttempt(number, started, started + 12 + len(steps), **{
-        "outcome": "failed", "run_id": f"000{number}-0000aaaa", "base_step": base, "first_step": first, "last_step": last,
-        "losses": losses, "saves": saves, **more})
+        "outcome": "failed", "run_id": f"000{number}-0000aaaa", "first_step": first, "last_step": last,
+        "losses": losses, "saves": Saves(saves, copies), **more})
 
 
 def report_of(*attempts: RunAttempt, reason: str = "file is missing", output: str = "/home/me/output") -> Report:
@@ -47,19 +47,21 @@ def report_of(*attempts: RunAttempt, reason: str = "file is missing", output: st
 
 def usual() -> Report:
     return report_of(
-        attempt(1, 1, 37, 1e9, is_fresh=True, reason=KILLED),
-        attempt(2, 31, 78, 1e9 + 80, base=30, resumed_from=30, resumed_run_id="0001-0000aaaa", resumed_source="disk",
-                load_seconds=1.5, reason="RuntimeError: out of memory", failed_rank=0,
-                memory_saves=(MemorySave(35, 0.05, 0.1, 13_000_000),), refused=(RefusedCheckpoint(35, "3 bytes are damaged"),)),
-        attempt(3, 71, 120, 1e9 + 180, base=70, resumed_from=70, resumed_run_id="0002-0000aaaa", resumed_source="memory",
+        attempt(1, 1, 37, 1e9, origin=Origin(is_fresh=True), reason=KILLED),
+        attempt(2, 31, 78, 1e9 + 80, reason="RuntimeError: out of memory", failed_rank=0,
+                copies=(TierSaved(35, 13_000_000, 0.05, 0.1),),
+                origin=Origin(step=30, run_id="0001-0000aaaa", source="disk", base_step=30, load_seconds=1.5,
+                              refused=(RefusedCheckpoint(35, "3 bytes are damaged"),))),
+        attempt(3, 71, 120, 1e9 + 180, origin=Origin(step=70, run_id="0002-0000aaaa", source="memory", base_step=70),
                 outcome="finished"))
 
 
 def hostile() -> Report:
     saves = (Save(20, 1e9 + 25, failure=EVIL), Save(30, 1e9 + 35, 0.1, 0.2, 10**6, True))
     return report_of(
-        attempt(1, 1, 37, 1e9, run_id=EVIL, reason=EVIL, checkpoint=EVIL, saves=saves, refused=(RefusedCheckpoint(5, EVIL),)),
-        attempt(2, 31, 60, 1e9 + 80, base=30, resumed_from=30, resumed_run_id=EVIL, resumed_source=EVIL, outcome=EVIL),
+        attempt(1, 1, 37, 1e9, run_id=EVIL, reason=EVIL, saves=Saves(saves),
+                origin=Origin(checkpoint=EVIL, refused=(RefusedCheckpoint(5, EVIL),))),
+        attempt(2, 31, 60, 1e9 + 80, origin=Origin(step=30, run_id=EVIL, source=EVIL, base_step=30), outcome=EVIL),
         reason=EVIL, output=f"/home/{EVIL}")
 
 
@@ -69,7 +71,7 @@ def long() -> Report:
     values = 2 + np.sin(steps / 5000)
     values[77_776] = 9.0
     return report_of(RunAttempt(
-        1, 0.0, count + 5.0, "finished", run_id="0001-0000aaaa", is_fresh=True, first_step=1, last_step=count,
+        1, 0.0, count + 5.0, "finished", run_id="0001-0000aaaa", origin=Origin(is_fresh=True), first_step=1, last_step=count,
         losses=Losses(steps, values, steps + 1.0, np.ones(count))))
 
 

@@ -13,12 +13,14 @@ until the training is where it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from mindresume.events import JobEnded, JobStarted
 from mindresume.events.recovery_phases import Moments, Phase, phases_of
+from mindresume.report.event_log import RecordedEvent
 from mindresume.report.runs import NORMAL, RunAttempt
 
 
@@ -100,32 +102,32 @@ def _limits(attempts: Sequence[RunAttempt]) -> list[float]:
 
 def _is_link(attempt: RunAttempt, is_last: bool) -> bool:
     """Returns whether the attempt did steps, or as the last one will."""
-    return attempt.first_step is not None or is_last and (attempt.is_fresh or attempt.resumed_from is not None)
+    return attempt.first_step is not None or is_last and (attempt.origin.is_fresh or attempt.origin.step is not None)
 
 
 def _parent(attempts: Sequence[RunAttempt], index: int) -> tuple[int | None, float]:
     """Returns the attempt from which another one resumed, and the step in the count of that attempt; None if neither run nor step
     identify it."""
-    attempt, before = attempts[index], range(index - 1, -1, -1)
-    if attempt.resumed_from is None:
+    origin, before = attempts[index].origin, range(index - 1, -1, -1)
+    if origin.step is None:
         trained = next((other for other in before if attempts[other].first_step is not None), None)
         is_another = trained is not None and attempts[trained].outcome in NORMAL
         return (trained, math.inf) if is_another else (None, 0.0)       # what starts after a normal end is another training
     for other in before:
-        if attempt.resumed_run_id is not None and attempts[other].run_id == attempt.resumed_run_id:
-            return other, attempt.resumed_from
+        if origin.run_id is not None and attempts[other].run_id == origin.run_id:
+            return other, origin.step
     for other in before:
         candidate = attempts[other]
-        is_possible = candidate.run_id is None or attempt.resumed_run_id is None
-        if is_possible and candidate.first_step is not None and candidate.base_step < attempt.resumed_from <= candidate.last_step:
-            return other, attempt.resumed_from
+        is_possible = candidate.run_id is None or origin.run_id is None
+        if is_possible and candidate.first_step is not None and candidate.origin.base_step < origin.step <= candidate.last_step:
+            return other, origin.step
     return None, 0.0
 
 
 def _account(attempt: RunAttempt, limit: float, next_start: float | None) -> AttemptAccount:
     """Returns the account of one attempt. ``limit``: as of ``_limits``; ``next_start``: of the next attempt."""
-    done = 0 if attempt.last_step is None else max(attempt.last_step - attempt.base_step, 0)
-    lost = 0 if attempt.last_step is None else int(max(attempt.last_step - max(limit, attempt.base_step), 0))
+    done = 0 if attempt.last_step is None else max(attempt.last_step - attempt.origin.base_step, 0)
+    lost = 0 if attempt.last_step is None else int(max(attempt.last_step - max(limit, attempt.origin.base_step), 0))
     begin, kept, last = _edges(attempt, limit)
     spans = [Span("startup", attempt.started, begin), Span("productive", begin, kept), Span("lost", kept, last),
              Span("shutdown", last, attempt.ended)]
@@ -135,12 +137,12 @@ def _account(attempt: RunAttempt, limit: float, next_start: float | None) -> Att
         spans.append(Span("idle" if attempt.outcome in NORMAL else "downtime", attempt.ended, max(next_start, attempt.ended)))
     seconds = {span.kind: max(span.end - span.begin, 0.0) for span in spans}
     saving = 0.0
-    for save in attempt.saves:
+    for save in attempt.saves.disk:
         kind = "unknown" if "unknown" in seconds else _kind_at(save.time, begin, kept, last)
         stalled = min(max(save.stall_seconds, 0.0), seconds[kind])
         seconds[kind] -= stalled
         saving += stalled
-    for save in attempt.memory_saves:
+    for save in attempt.saves.memory:
         kind = "unknown" if "unknown" in seconds else "lost" if save.step > limit else "productive"
         stalled = min(max(save.stall_seconds, 0.0), seconds[kind])
         seconds[kind] -= stalled
@@ -161,7 +163,7 @@ def _edges(attempt: RunAttempt, limit: float) -> tuple[float, float, float]:
     if not len(losses):
         return attempt.ended, attempt.ended, attempt.ended
     last = max(min(float(losses.times[-1]), attempt.ended), attempt.started)
-    count = min(max(int(losses.steps[0]) - attempt.base_step, 1), losses.interval)
+    count = min(max(int(losses.steps[0]) - attempt.origin.base_step, 1), losses.interval)
     begin = min(max(float(losses.times[0]) - count * losses.typical, attempt.started), last)
     if attempt.is_cut:
         begin = attempt.started
@@ -227,14 +229,38 @@ def recoveries_of(accounts: Sequence[AttemptAccount], moments: Mapping[int, Mome
         if until is None or any(other.attempt.outcome in NORMAL for other in accounts[index + 1:until]):
             continue
         later = accounts[until]
-        known = _joined(later.attempt.moments, (moments or {}).get(later.attempt.number))
+        known = _joined(later.attempt.origin.moments, (moments or {}).get(later.attempt.number))
         first = (moments or {}).get(accounts[index + 1].attempt.number, Moments())          # the start after the failure itself
         known = replace(known, noticed=first.noticed, ended=first.ended)
         died, end = row.attempt.ended, _first_step(later, known)
         if end is not None and end >= died:
-            found.append(Recovery(row.attempt.number, later.attempt.number, later.attempt.resumed_source, died, end,
+            found.append(Recovery(row.attempt.number, later.attempt.number, later.attempt.origin.source, died, end,
                                   phases_of(died, known, end), row.steps_lost, row.seconds.lost))
     return tuple(found)
+
+
+def supervisor_moments(events: Iterable[RecordedEvent], attempts: Sequence[RunAttempt]) -> dict[int, Moments]:
+    """Returns the moments between two starts, by the number of the attempt that the later start began.
+
+    Args:
+        events: of the supervisors of one node, in order of time.
+        attempts: in order of time. The attempt of a start is the first one that began after it and before the next start.
+    """
+    starts: list[tuple[float, Moments]] = []
+    ended: tuple[float, float] | None = None                # noticed, and the last process was gone
+    for at, event in events:
+        if isinstance(event, JobEnded):
+            ended = (at - event.end_seconds, at)
+        elif isinstance(event, JobStarted):
+            starts.append((at, Moments(noticed=ended and ended[0], ended=ended and ended[1], started=at)))
+            ended = None
+    found = {}
+    for index, (at, moments) in enumerate(starts):
+        until = starts[index + 1][0] if index + 1 < len(starts) else float("inf")
+        attempt = next((row for row in attempts if at <= row.started < until), None)
+        if attempt is not None:
+            found[attempt.number] = moments
+    return found
 
 
 def totals_of(recoveries: Sequence[Recovery]) -> dict[str, float]:

@@ -13,20 +13,31 @@ from mindresume.events import FAILED
 from mindresume.events.recovery_phases import Moments
 from mindresume.formats.location import locate
 from mindresume.report import accounting, event_log, log_parser
-from mindresume.report.accounting import AttemptAccount, Recovery, Seconds, accounts_of, recoveries_of, total_of, totals_of
+from mindresume.report.accounting import (
+    AttemptAccount,
+    Recovery,
+    Seconds,
+    accounts_of,
+    recoveries_of,
+    supervisor_moments,
+    total_of,
+    totals_of,
+)
 from mindresume.report.event_log import (
+    SUPERVISED,
     EventLog,
     failures_in,
     find_event_logs,
     find_supervisor_logs,
     foreign_utc_offsets,
     is_thinned,
+    of_first_node,
     read_events,
+    supervised_starts,
 )
 from mindresume.report.log_parser import LogFile, find_logs, merged
 from mindresume.report.phrases import Phrase, phrase
 from mindresume.report.runs import RunAttempt, attempts_of, with_losses, with_outcome
-from mindresume.report.supervisor_log import SUPERVISED, of_first_node, supervised_starts, supervisor_moments
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.candidates import COMPLETE, list_checkpoints, size_of
 from mindresume.storage.interface import Storage
@@ -193,7 +204,7 @@ def _with_true_losses(attempts: tuple[RunAttempt, ...], found: Iterable[LogFile]
     the number of ranks changed, another rank for each attempt."""
     used: list[int] = []
     by_rank = sorted({log.rank for log in found} - {rank}, reverse=True)
-    todo = {attempt.number for attempt in attempts if not attempt.has_true_loss and len(attempt.losses)}
+    todo = {attempt.number for attempt in attempts if not attempt.losses.are_true and len(attempt.losses)}
     for other in by_rank:
         if not todo:
             break
@@ -216,7 +227,7 @@ def _notes(attempts: Sequence[RunAttempt], rank: int | None, others: Sequence[in
         yield phrase("note.no_log", attempts=_named(unlogged))
     if rank:
         yield phrase("note.other_rank", rank=rank)
-    if any(not attempt.has_true_loss and len(attempt.losses) for attempt in attempts) and not others:
+    if any(not attempt.losses.are_true and len(attempt.losses) for attempt in attempts) and not others:
         yield phrase("note.no_last_rank", rank=rank)
     if others:
         yield phrase("note.last_rank", ranks=", ".join(map(str, sorted(others))))
@@ -228,7 +239,7 @@ def _notes(attempts: Sequence[RunAttempt], rank: int | None, others: Sequence[in
     bad = sum(attempt.losses.not_finite for attempt in attempts)
     if bad:
         yield phrase("note.not_finite", steps=bad)
-    if any(attempt.step_scale != 1 for attempt in attempts):
+    if any(attempt.origin.step_scale != 1 for attempt in attempts):
         yield phrase("note.renumbered")
 
 
@@ -287,15 +298,15 @@ def _attempt(row: AttemptAccount) -> dict[str, Any]:
     return {
         "number": attempt.number, "run_id": attempt.run_id, "has_events": known, "world_size": attempt.world_size,
         "started": attempt.started, "ended": attempt.ended, "outcome": attempt.outcome, "reason": attempt.reason,
-        "failed_rank": attempt.failed_rank, "is_fresh": attempt.is_fresh, "resumed_from": attempt.resumed_from,
-        "resumed_run_id": attempt.resumed_run_id, "resumed_source": attempt.resumed_source,
-        "is_inferred": attempt.is_inferred, "checkpoint": attempt.checkpoint,
-        "load_seconds": attempt.load_seconds, "first_step": attempt.first_step, "last_step": attempt.last_step,
+        "failed_rank": attempt.failed_rank, "is_fresh": attempt.origin.is_fresh, "resumed_from": attempt.origin.step,
+        "resumed_run_id": attempt.origin.run_id, "resumed_source": attempt.origin.source,
+        "is_inferred": attempt.origin.is_inferred, "checkpoint": attempt.origin.checkpoint,
+        "load_seconds": attempt.origin.load_seconds, "first_step": attempt.first_step, "last_step": attempt.last_step,
         "steps": row.steps, "steps_lost": row.steps_lost, "loss": _ends(attempt), "seconds": _rounded(asdict(row.seconds)),
-        "saves": [asdict(save) for save in attempt.saves] if known else None,
-        "skipped_saves": attempt.skipped_saves if known else None,
-        "memory_saves": len(attempt.memory_saves) if known else None,
-        "refused": [asdict(refused) for refused in attempt.refused] if known else None,
+        "saves": [asdict(save) for save in attempt.saves.disk] if known else None,
+        "skipped_saves": attempt.saves.skipped if known else None,
+        "memory_saves": len(attempt.saves.memory) if known else None,
+        "refused": [asdict(refused) for refused in attempt.origin.refused] if known else None,
     }
 
 

@@ -23,7 +23,6 @@ from mindresume.formatting import shortened, size_text, span_text
 from mindresume.report.accounting import AttemptAccount
 from mindresume.report.advice import stop_text
 from mindresume.report.builder import Report
-from mindresume.report.losses import thinned
 from mindresume.report.phrases import as_json, phrase
 from mindresume.report.runs import RunAttempt
 from mindresume.report.tables import moment, phase_class, phase_name, reason_of
@@ -95,7 +94,7 @@ def _losses(axes: Any, accounts: Sequence[AttemptAccount]) -> None:
             losses, first = account.attempt.losses, int(np.searchsorted(account.attempt.losses.steps, account.kept, side="right"))
             _line(axes, losses.steps[first:], losses.values[first:], most, color=LOST, linewidth=5, alpha=0.8,
                   solid_capstyle="butt", zorder=2)
-            axes.axvspan(max(account.kept, account.attempt.base_step), account.attempt.last_step, color=LOST, alpha=0.13,
+            axes.axvspan(max(account.kept, account.attempt.origin.base_step), account.attempt.last_step, color=LOST, alpha=0.13,
                          linewidth=0, zorder=0)
     steps, values = kept_curve(curves)
     _line(axes, steps, values, POINTS // 2, color=KEPT, linewidth=1.5, zorder=3)
@@ -125,6 +124,20 @@ def kept_curve(accounts: Sequence[AttemptAccount]) -> tuple[np.ndarray, np.ndarr
     return np.concatenate(steps), np.concatenate(values)
 
 
+def thinned(values: np.ndarray, most: int) -> np.ndarray:
+    """Returns ascending indices of at most ``most`` (at least 4) values: the first, the last, and the smallest and largest of
+    each interval, so that no peak is lost. Values that are not finite are no extremes; an interval without finite values keeps
+    its first."""
+    count = len(values)
+    if count <= most:
+        return np.arange(count)
+    kept = {0, count - 1}
+    for stretch in np.array_split(np.arange(count), (most - 2) // 2):
+        finite = stretch[np.isfinite(values[stretch])]
+        kept |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])} if len(finite) else {int(stretch[0])}
+    return np.array(sorted(kept))
+
+
 def _line(axes: Any, steps: np.ndarray, values: np.ndarray, most: int, **style: Any) -> None:
     if len(steps):
         kept = thinned(values, most)
@@ -135,7 +148,7 @@ def _line(axes: Any, steps: np.ndarray, values: np.ndarray, most: int, **style: 
 def _marks(axes: Any, accounts: Sequence[AttemptAccount], steps: np.ndarray, values: np.ndarray) -> None:
     """Draws saves, resumes and failures. ``steps``, ``values``: the kept curve, on which the marks lie."""
     low, high = axes.get_ylim()
-    saves = [save for account in accounts for save in account.attempt.saves]
+    saves = [save for account in accounts for save in account.attempt.saves.disk]
     good = sorted({save.step for save in saves if save.is_committed})
     other = sorted({save.step for save in saves if save.is_staged} - set(good))
     for marks, face, label in ((good, SAVE, "committed: complete on all ranks"), (other, "none", "saved, not committed")):
@@ -144,8 +157,8 @@ def _marks(axes: Any, accounts: Sequence[AttemptAccount], steps: np.ndarray, val
             axes.plot(marks, [low - 0.05 * (high - low)] * len(marks), linestyle="none", markersize=4.5,
                       marker="s" if len(marks) <= SQUARES else "|", markerfacecolor=face, markeredgecolor=SAVE, label=label,
                       zorder=4, clip_on=False)
-    resumed = [(account.attempt.base_step, _at(account.attempt.base_step, steps, values, low)) for account in accounts
-               if account.attempt.base_step and account.attempt.last_step is not None]
+    resumed = [(base, _at(base, steps, values, low)) for account in accounts if account.attempt.last_step is not None
+               and (base := account.attempt.origin.base_step)]
     _points(axes, resumed, ">", RESUMED, "resumed after this step", 5)
     attempts = [account.attempt for account in accounts]
     failed = [attempt for attempt in attempts if attempt.outcome == FAILED and attempt.last_step is not None]
@@ -214,7 +227,7 @@ def _times(axes: Any, accounts: Sequence[AttemptAccount]) -> None:
     failures = [(account.attempt.ended - origin) / size for account in accounts if account.attempt.outcome == FAILED]
     axes.plot(failures, [1.0] * len(failures), linestyle="none", marker="X", markersize=8, markerfacecolor=DEAD,
               markeredgecolor="white", markeredgewidth=0.8, clip_on=False)
-    saves = spread([save.time for account in accounts for save in account.attempt.saves if save.is_staged], float)
+    saves = spread([save.time for account in accounts for save in account.attempt.saves.disk if save.is_staged], float)
     axes.plot([(at - origin) / size for at in saves], [0.0] * len(saves), linestyle="none", marker="|", markersize=7, color=SAVE,
               clip_on=False)
     axes.set_xlim(0, max((end - origin) / size, 1e-9))
@@ -242,7 +255,7 @@ def chart_data(report: Report) -> dict[str, Any] | None:
     numbers = {row.attempt.number for row in rows}
     return {
         "curves": curves, "marks": marks,
-        "areas": [[max(row.kept, row.attempt.base_step), row.attempt.last_step] for row in rows if row.steps_lost],
+        "areas": [[max(row.kept, row.attempt.origin.base_step), row.attempt.last_step] for row in rows if row.steps_lost],
         "spans": [[span.kind, row.attempt.number, _since(span.begin, origin), _since(span.end, origin)]
                   for row in rows for span in row.timeline],
         "phases": [[phase_class(phase.names), recovery.failed, _since(phase.begin, origin), _since(phase.end, origin),
@@ -305,8 +318,8 @@ def _page_marks(rows: Sequence[AttemptAccount], origin: float) -> tuple[list[dic
     def mark(kind: str, step: int | None, at: float | None, loss: float | None, text: Any) -> None:
         found.append({"kind": kind, "step": step, "at": None if at is None else _since(at, origin), "loss": loss,
                       "text": as_json(text)})
-    staged = [(row, save) for row in rows for save in row.attempt.saves if save.is_staged]
-    copies = [(row, save) for row in rows for save in row.attempt.memory_saves]
+    staged = [(row, save) for row in rows for save in row.attempt.saves.disk if save.is_staged]
+    copies = [(row, save) for row in rows for save in row.attempt.saves.memory]
     for kind, group in (("committed", [pair for pair in staged if pair[1].is_committed]),
                         ("staged", [pair for pair in staged if not pair[1].is_committed]), ("memory", copies)):
         kept = spread(group, lambda pair: pair[1].step)
@@ -322,11 +335,11 @@ def _page_marks(rows: Sequence[AttemptAccount], origin: float) -> tuple[list[dic
                     size=size_text(save.size_bytes), stall=stop_text(save.stall_seconds), write=_span(save.write_seconds)))
     for row in rows:
         attempt = row.attempt
-        if attempt.base_step and attempt.last_step is not None:
-            source = attempt.resumed_source if attempt.resumed_source in (DISK, MEMORY) else "unknown"
-            mark("resumed", attempt.base_step, None, loss_at(attempt.base_step, steps, values), phrase(
-                "tip.resumed", attempt=attempt.number, step=attempt.base_step, at=moment(attempt.started),
-                source=phrase(f"source.{source}"), load=_span(attempt.load_seconds)))
+        if attempt.origin.base_step and attempt.last_step is not None:
+            source = attempt.origin.source if attempt.origin.source in (DISK, MEMORY) else "unknown"
+            mark("resumed", attempt.origin.base_step, None, loss_at(attempt.origin.base_step, steps, values), phrase(
+                "tip.resumed", attempt=attempt.number, step=attempt.origin.base_step, at=moment(attempt.started),
+                source=phrase(f"source.{source}"), load=_span(attempt.origin.load_seconds)))
         if attempt.outcome == FAILED:
             known = {"attempt": attempt.number, "at": moment(attempt.ended), "reason": shortened(reason_of(attempt), REASON)}
             if attempt.last_step is None:

@@ -11,13 +11,26 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from mindresume import runtime
-from mindresume.events import FAILED, Event, RunOpened, SaveFailed, TrainingEnded, TrainingStarted, event_from_json
+from mindresume.events import (
+    FAILED,
+    Event,
+    HangDetected,
+    JobEnded,
+    JobStarted,
+    RankDied,
+    RunOpened,
+    SaveFailed,
+    TrainingEnded,
+    TrainingStarted,
+    event_from_json,
+)
 from mindresume.events.event_file import FOLDER, LIMIT, TEXT_LIMIT
+from mindresume.events.log_lines import end_text
 from mindresume.report.log_parser import pieces_of
 from mindresume.storage.posix import open_regular
 from mindresume.typed import parse_json
@@ -31,6 +44,7 @@ LOOKED_FOR = f"{FOLDER}/*.jsonl"
 _NAME = re.compile(r"\d{8}T\d{6}(?:\.\d{3})?-rank_(\d{1,9})-\d{1,18}\.jsonl")
 _SUPERVISOR = re.compile(_NAME.pattern.replace("rank_", "supervisor_"))
 _BEGIN = b'{"time": '
+SUPERVISED = (JobStarted, RankDied, HangDetected, JobEnded)        # the events of a supervisor that are read
 
 
 @dataclass(frozen=True)
@@ -139,6 +153,43 @@ def _shortened(event: Event) -> Event:
     long = {field.name: text[:TEXT_LIMIT] for field in fields(event)
             if isinstance(text := getattr(event, field.name), str) and len(text) > TEXT_LIMIT}
     return replace(event, **long) if long else event
+
+
+@dataclass(frozen=True)
+class SupervisedStart:
+    """Describes one start of the command by a supervisor. ``began``: in seconds since 1970. ``failure``: what the supervisor
+    noticed first; None: nothing."""
+    began: float
+    failure: Failure | None = None
+
+
+def of_first_node(logs: Sequence[EventLog]) -> list[EventLog]:
+    """Returns the files of the supervisors of one node: those of the others tell the same."""
+    return [log for log in logs if log.rank == min(other.rank for other in logs)]
+
+
+def supervised_starts(events: Iterable[RecordedEvent]) -> list[SupervisedStart]:
+    """Returns the starts of the command, in order. ``events``: of the supervisors of one node, in order of time."""
+    found: list[SupervisedStart] = []
+    for at, event in events:
+        if isinstance(event, JobStarted):
+            found.append(SupervisedStart(at))
+        elif found and isinstance(event, (RankDied, HangDetected, JobEnded)):
+            found[-1] = replace(found[-1], failure=_failure(found[-1].failure, at, event))
+    return found
+
+
+def _failure(before: Failure | None, at: float, event: RankDied | HangDetected | JobEnded) -> Failure | None:
+    """Returns the failure of a start, after one more event. ``before``: as it was known until then; the first death counts."""
+    if isinstance(event, RankDied):
+        return before or Failure(at, event.rank, end_text(event.status))
+    if isinstance(event, HangDetected):
+        return before or Failure(at, next(iter(event.ranks), None), f"made no progress for {event.seconds:.0f} s "
+                                                                    f"while {event.phase}")
+    if not event.status:
+        return None
+    rank, noticed = before.rank if before else None, at - event.end_seconds
+    return Failure(min(noticed, before.time) if before else noticed, rank, event.reason.removeprefix(f"rank {rank} "))
 
 
 def failures_in(logs: Iterable[EventLog]) -> list[Failure]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -98,7 +98,7 @@ def measure(rows: Sequence[AttemptAccount], where: str) -> Measured:
     if step <= 0:
         raise TooLittleMeasuredError(f"{where}: the logs hold no time of a step, so the costs of a failure are unknown; give the "
                                      f"folder of mindformers' logs (log*/rank_*/info.log*) with --logs")
-    saves = [save for row in rows for save in row.attempt.saves if save.write_seconds is not None][-RECENT:]
+    saves = [save for row in rows for save in row.attempt.saves.disk if save.write_seconds is not None][-RECENT:]
     if not saves:
         raise TooLittleMeasuredError(f"{where}: no event file tells how long a save took; an advice needs at least one save to "
                                      f"disk of a training with mindresume")
@@ -110,19 +110,21 @@ def measure(rows: Sequence[AttemptAccount], where: str) -> Measured:
         raise TooLittleMeasuredError(f"{where}: no attempt has two logged steps, so the time of training is unknown")
     restarts, attempts = _Restarts(rows, trained, step), [row.attempt for row in rows]
     stall = statistics.median(save.stall_seconds for save in saves)
-    disk = restarts.costs(Tier(DISK, stall, statistics.median(save.write_seconds for save in saves) if background else 0.0, 0.0),
-                          len(saves), _present_interval(attempts, lambda attempt: attempt.save_steps, lambda attempt: [
-                              save.step for save in attempt.saves if save.is_staged]))
+    write = statistics.median(save.write_seconds for save in saves) if background else 0.0
+    steps_now = _present_interval([(attempt.saves.disk_steps, [save.step for save in attempt.saves.disk if save.is_staged])
+                                   for attempt in attempts])
+    disk = restarts.costs(Tier(DISK, stall, write, 0.0), len(saves), steps_now)
     intact, lost = _survivals(attempts)
     survival = PartRate(rate, intact, lost).share
-    copies = [save for attempt in attempts for save in attempt.memory_saves][-RECENT:]
-    memory, assumed = None, []
+    copies = [save for attempt in attempts for save in attempt.saves.memory][-RECENT:]
+    assumed = []
     if copies:
         # The end of the next step waits until the checksums are done.
         behind = statistics.median(save.background_seconds for save in copies)
         copy = statistics.median(save.stall_seconds for save in copies) + max(behind - step, 0.0)
-        memory = restarts.costs(Tier(MEMORY, copy, behind, 0.0, survival), len(copies), _present_interval(
-            attempts, lambda attempt: attempt.memory_steps, lambda attempt: [save.step for save in attempt.memory_saves]))
+        steps_now = _present_interval([(attempt.saves.memory_steps, [save.step for save in attempt.saves.memory])
+                                       for attempt in attempts])
+        memory = restarts.costs(Tier(MEMORY, copy, behind, 0.0, survival), len(copies), steps_now)
     else:
         copy = stall if background else max(save.size_bytes or 0 for save in saves) / COPIED
         memory = restarts.costs(Tier(MEMORY, copy, copy, 0.0, survival), 0, None)
@@ -135,7 +137,7 @@ def measure(rows: Sequence[AttemptAccount], where: str) -> Measured:
         assumed.append(phrase("assumed.load"))
     if not intact + lost:
         assumed.append(phrase("assumed.survival"))
-    is_on = bool(copies and next(attempt for attempt in reversed(attempts) if attempt.saves or attempt.memory_saves).memory_saves)
+    is_on = bool(next(saves.memory for attempt in reversed(attempts) if (saves := attempt.saves).disk or saves.memory))
     return Measured(step, disk, background, rate,
                     sum(attempt.outcome == FAILED and attempt.last_step is None for attempt in attempts),
                     memory if is_on else None, intact, lost, None if is_on else memory, () if is_on else tuple(assumed))
@@ -153,8 +155,8 @@ class _Restarts:
         """Returns the costs of a tier, with the restart from it: else any restart, else the time of a start."""
         own = [recovery for recovery in self.found if (recovery.source == MEMORY) == (tier.name == MEMORY)]
         restart = [self.seconds[recovery] for recovery in own or self.found] or self.startup
-        loads = [row.attempt.load_seconds for row in self.rows if row.attempt.load_seconds is not None
-                 and (row.attempt.resumed_source == MEMORY) == (tier.name == MEMORY)]
+        loads = [row.attempt.origin.load_seconds for row in self.rows if row.attempt.origin.load_seconds is not None
+                 and (row.attempt.origin.source == MEMORY) == (tier.name == MEMORY)]
         return TierCosts(replace(tier, restart_seconds=statistics.median(restart)), saves, len(own),
                          statistics.median(loads) if loads else None, steps_now)
 
@@ -164,15 +166,15 @@ def _trained_seconds(row: AttemptAccount) -> float:
     return math.fsum(span.end - span.begin for span in row.timeline if span.kind in ("productive", "lost"))
 
 
-def _present_interval(attempts: Sequence[RunAttempt], configured_of: Callable[[RunAttempt], int | None],
-                      steps_of: Callable[[RunAttempt], Iterable[int]]) -> int | None:
-    """Returns the number of steps between two saves of the latest attempt that tells; None if none does.
+def _present_interval(saves: Sequence[tuple[int | None, list[int]]]) -> int | None:
+    """Returns the number of steps between two saves of the latest attempt that tells; None if none does. ``saves``: for each
+    attempt the configured number, and the steps that it saved.
 
     It is the configured one, or in sink mode with longer sinks the least one that occurred; in event files of earlier versions
     the usual one, if there are two saves. The save at the end of a training is not counted, which falls on any step.
     """
-    for attempt in reversed(attempts):
-        apart, configured = np.diff(list(steps_of(attempt))), configured_of(attempt)
+    for configured, steps in reversed(saves):
+        apart = np.diff(steps)
         if configured:
             return max(configured, int(min(apart[:-1], default=0)))
         if len(apart):
@@ -186,10 +188,10 @@ def _survivals(attempts: Sequence[RunAttempt]) -> tuple[int, int]:
     for index, attempt in enumerate(attempts):
         if attempt.outcome != FAILED or attempt.last_step is None:
             continue
-        later = next((row for row in attempts[index + 1:] if row.resumed_source or row.is_fresh), None)
+        later = next((row for row in attempts[index + 1:] if row.origin.source or row.origin.is_fresh), None)
         if later is None:
             continue
-        if later.resumed_source == MEMORY:
+        if later.origin.source == MEMORY:
             intact += 1
         elif (step := _whole_in_memory(attempt)) is not None and not _is_newer(later, attempt, step):
             lost += 1
@@ -200,9 +202,9 @@ def _whole_in_memory(attempt: RunAttempt) -> int | None:
     """Returns the newest step that all ranks had in memory when the attempt failed; None if no one is known."""
     # The end of a step waits for a save of an earlier end; all ranks have begun a step that one of them has done.
     sure = (attempt.last_step or 0) - 2 * attempt.losses.interval
-    return next((save.step for save in reversed(attempt.memory_saves) if save.step <= sure), None)
+    return next((save.step for save in reversed(attempt.saves.memory) if save.step <= sure), None)
 
 
 def _is_newer(later: RunAttempt, failed: RunAttempt, step: int) -> bool:
     """Returns whether ``later`` resumed from ``step`` of ``failed``, or a newer one."""
-    return later.resumed_from is not None and later.resumed_run_id in (None, failed.run_id) and later.resumed_from >= step
+    return later.origin.step is not None and later.origin.run_id in (None, failed.run_id) and later.origin.step >= step

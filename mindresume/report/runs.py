@@ -9,13 +9,14 @@ Only this module infers what is not recorded; each field says from what.
 """
 from __future__ import annotations
 
+import functools
+import heapq
 import math
 from array import array
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,14 +24,47 @@ from mindresume import events as ev
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 from mindresume.events.recovery_phases import Moments
 from mindresume.report import log_parser
-from mindresume.report.event_log import Failure, RecordedEvent
+from mindresume.report.event_log import Failure, RecordedEvent, SupervisedStart
 from mindresume.report.log_parser import LogLine
-from mindresume.report.losses import Losses
 from mindresume.report.phrases import phrase
 
 RUNNING, UNKNOWN = "running", "unknown"             # the other outcomes are those of TrainingEnded
 NORMAL = (FINISHED, PREEMPTED, NOTHING_TO_TRAIN)    # nothing is lost after these
 KILLED = phrase("reason.killed")
+_Kind = TypeVar("_Kind", bound=ev.Event)
+_NONE = functools.partial(np.empty, 0)
+_MOMENTS: dict[type[ev.Event], str] = {             # the moment of a start that an event records
+    ev.TrainingStarted: "joined", ev.CheckpointSelected: "selected", ev.FreshStart: "selected", ev.WeightsLoaded: "loaded",
+    ev.NetworkCompiled: "compiled", ev.FirstStepDone: "stepped"}
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """Holds the losses of one attempt, in ascending order of steps. ``times``: when the line was written; ``seconds``: duration
+    of the step. ``are_true``: False if the last rank has the true loss (pipeline stages)."""
+    steps: np.ndarray = field(default_factory=_NONE)
+    values: np.ndarray = field(default_factory=_NONE)
+    times: np.ndarray = field(default_factory=_NONE)
+    seconds: np.ndarray = field(default_factory=_NONE)
+    are_true: bool = True
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def interval(self) -> int:
+        """Steps between two lines: 1, unless the monitor prints less often, or a line is one sink."""
+        return int(np.median(np.diff(self.steps))) if len(self) > 1 else 1
+
+    @property
+    def typical(self) -> float:
+        """Seconds of an ordinary step: the median, because the first step includes the compilation."""
+        return float(np.median(self.seconds)) if len(self) else 0.0
+
+    @property
+    def not_finite(self) -> int:
+        """The number of losses that are nan or infinite."""
+        return int(np.count_nonzero(~np.isfinite(self.values)))
 
 
 @dataclass(frozen=True)
@@ -54,16 +88,6 @@ class Save:
 
 
 @dataclass(frozen=True)
-class MemorySave:
-    """Describes one save into the tier in memory. ``stall_seconds``: the training waited so long for the copy.
-    ``background_seconds``: of its checksums. ``size_bytes``: of rank 0."""
-    step: int
-    stall_seconds: float
-    background_seconds: float
-    size_bytes: int
-
-
-@dataclass(frozen=True)
 class RefusedCheckpoint:
     """Describes a checkpoint that an attempt refused."""
     step: int | None
@@ -71,11 +95,38 @@ class RefusedCheckpoint:
 
 
 @dataclass(frozen=True)
-class SupervisedStart:
-    """Describes one start of the command by a supervisor. ``began``: in seconds since 1970. ``failure``: what the supervisor
-    noticed first; None: nothing."""
-    began: float
-    failure: Failure | None = None
+class Saves:
+    """Holds the saves of one attempt, in order of steps. ``memory``: into the tier in memory, of rank 0. ``skipped``: number of
+    skipped saves. ``disk_steps``, ``memory_steps``: the configured steps between two of them; None: not recorded, or not by
+    steps."""
+    disk: tuple[Save, ...] = ()
+    memory: tuple[ev.TierSaved, ...] = ()
+    skipped: int = 0
+    disk_steps: int | None = None
+    memory_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Describes what an attempt began with.
+
+    ``is_fresh``: there was no checkpoint. ``step``: of the checkpoint, in the count of the run that saved it; None: from the
+    beginning. ``is_inferred``: it follows from the first loss. ``run_id``: the run that saved it. ``source``: where it lay,
+    "disk" or "memory"; empty: nothing was selected. ``checkpoint``: its description. ``base_step``: the step after which this
+    attempt counts, which differs after a change of the batch size. ``step_scale``: steps of this attempt per step of the run that
+    saved. ``refused``: the checkpoints that it did not take. ``moments``: of the start, as far as they were recorded.
+    """
+    is_fresh: bool = False
+    step: int | None = None
+    is_inferred: bool = False
+    run_id: str | None = None
+    source: str = ""
+    checkpoint: str = ""
+    base_step: int = 0
+    step_scale: float = 1.0
+    load_seconds: float | None = None
+    refused: tuple[RefusedCheckpoint, ...] = ()
+    moments: Moments = Moments()
 
 
 @dataclass(frozen=True)
@@ -83,17 +134,11 @@ class RunAttempt:
     """Describes one start of the training until its end.
 
     ``started``: of the command, if a supervisor recorded it, else of the first record. ``ended``: of the last record of its
-    ranks; a killed process records no end. Both in seconds since 1970. ``is_cut``: the log begins after the attempt began.
-    ``has_events``: there is an event file; without one, ``run_id``, ``world_size``, ``saves``, ``skipped_saves``, ``refused`` and
-    the reason of a failure are unknown. ``outcome``: one of TrainingEnded, RUNNING or UNKNOWN; FAILED also if another start
-    follows and no end was recorded. ``reason``: of the outcome. ``failed_rank``: the rank that failed first, None: unknown.
-    ``resumed_from``: step of the checkpoint, in the count of the run that saved it; None: from the beginning. ``is_inferred``: it
-    follows from the first loss. ``resumed_run_id``: the run that saved it. ``resumed_source``: where it lay, "disk" or "memory";
-    empty: nothing was selected. ``checkpoint``: its description. ``base_step``: the step after which this attempt counts, which
-    differs after a change of the batch size. ``step_scale``: steps of this attempt per step of the run that saved.
-    ``first_step``, ``last_step``: steps done in this attempt; None: none. ``has_true_loss``: False if the last rank has the true
-    loss (pipeline stages). ``moments``: of its start, as far as they were recorded. ``save_steps``, ``memory_steps``: the
-    configured steps between two saves to disk, and into memory; None: not recorded, or not by steps.
+    ranks; a killed process records no end. Both in seconds since 1970. ``outcome``: one of TrainingEnded, RUNNING or UNKNOWN;
+    FAILED also if another start follows and no end was recorded. ``reason``: of the outcome. ``failed_rank``: the rank that
+    failed first, None: unknown. ``has_events``: there is an event file; without one, ``run_id``, ``world_size``, ``saves`` and
+    the reason of a failure are unknown. ``is_cut``: the log begins after the attempt began. ``first_step``, ``last_step``: steps
+    done in this attempt; None: none.
     """
     number: int
     started: float
@@ -105,45 +150,37 @@ class RunAttempt:
     is_cut: bool = False
     run_id: str | None = None
     world_size: int | None = None
-    is_fresh: bool = False
-    resumed_from: int | None = None
-    is_inferred: bool = False
-    resumed_run_id: str | None = None
-    checkpoint: str = ""
-    base_step: int = 0
-    step_scale: float = 1.0
     first_step: int | None = None
     last_step: int | None = None
-    load_seconds: float | None = None
-    saves: tuple[Save, ...] = ()
-    skipped_saves: int = 0
-    refused: tuple[RefusedCheckpoint, ...] = ()
-    has_true_loss: bool = True
+    origin: Origin = Origin()
+    saves: Saves = Saves()
     losses: Losses = field(default_factory=Losses)
-    moments: Moments = Moments()
-    resumed_source: str = ""
-    memory_saves: tuple[MemorySave, ...] = ()
-    save_steps: int | None = None
-    memory_steps: int | None = None
 
 
 def attempts_of(event_logs: Iterable[Iterable[RecordedEvent]], lines: Iterable[LogLine], failures: Iterable[Failure] = (),
                 starts: Sequence[SupervisedStart] = ()) -> tuple[RunAttempt, ...]:
     """Returns the attempts in order of time. ``event_logs``: the event files of rank 0. ``lines``: the log of one rank.
     ``failures``: those of the other ranks. ``starts``: what supervisors recorded, in order of time."""
-    builders = _with_lines([builder for events in event_logs for builder in _recorded(events)], lines)
-    for index, builder in enumerate(builders):
-        for run_id, step in builder.committed_for_others:
-            owner = next((other for other in reversed(builders[:index]) if other.run_id == run_id and step in other.saves), None)
+    found = _with_lines([attempt for events in event_logs for attempt in _recorded(events)], lines)
+    for index, attempt in enumerate(found):
+        for run_id, step in attempt.committed_for_others:
+            owner = next((other for other in reversed(found[:index]) if other.run_id == run_id and step in other.saves), None)
             if owner is not None:
                 owner.saves[step] = replace(owner.saves[step], is_committed=True, failure="")
-    _assign(builders, failures)
+    by_run = {attempt.run_id: attempt for attempt in found if attempt.run_id is not None}
+    began = [attempt.started for attempt in found]
+    for failure in failures:                        # of its run; if the run is not recorded, of its time
+        index = bisect_right(began, failure.time) - 1
+        if failure.run_id in by_run:
+            by_run[failure.run_id].fail(failure)
+        elif index >= 0 and (failure.run_id is None or found[index].run_id is None):
+            found[index].fail(failure)
     for start, until in zip(starts, [*(later.began for later in starts[1:]), math.inf], strict=False):
-        if rows := [row for row in builders if start.began <= row.started < until]:
-            rows[0].started = start.began
-            rows[-1].take_death(start.failure)
-    ends = [*(builder.started for builder in builders[1:]), None]
-    return tuple(builder.build(number, end) for number, builder, end in zip(count(1), builders, ends, strict=False))
+        if supervised := [attempt for attempt in found if start.began <= attempt.started < until]:
+            supervised[0].started = start.began
+            supervised[-1].take_death(start.failure)
+    ends = [*(attempt.started for attempt in found[1:]), None]
+    return tuple(attempt.build(index + 1, ends[index]) for index, attempt in enumerate(found))
 
 
 def with_losses(attempts: Sequence[RunAttempt], lines: Iterable[LogLine]) -> tuple[RunAttempt, ...]:
@@ -154,7 +191,7 @@ def with_losses(attempts: Sequence[RunAttempt], lines: Iterable[LogLine]) -> tup
         index = bisect_right(starts, line.time) - 1
         if line.kind == log_parser.LOSS and index >= 0:
             curves[index].add(line)
-    return tuple(attempt if attempt.has_true_loss or not curve.steps else replace(attempt, losses=curve.build())
+    return tuple(attempt if attempt.losses.are_true or not curve.steps else replace(attempt, losses=curve.build())
                  for attempt, curve in zip(attempts, curves, strict=True))
 
 
@@ -171,47 +208,34 @@ def with_outcome(attempt: RunAttempt, leases: Mapping[str, bool | None] | None) 
     return replace(attempt, outcome=RUNNING) if alive else replace(attempt, outcome=FAILED, reason=KILLED)
 
 
-def _recorded(events: Iterable[RecordedEvent]) -> list[_AttemptBuilder]:
-    """Returns a builder for each training in one event file: normally one."""
-    found: list[_AttemptBuilder] = []
+def _recorded(events: Iterable[RecordedEvent]) -> list[_Attempt]:
+    """Returns the attempt of each training in one event file: normally one."""
+    found: list[_Attempt] = []
     for recorded in events:
-        if not found or isinstance(recorded.event, ev.TrainingStarted) and found[-1].is_begun:
-            found.append(_AttemptBuilder(recorded.time, has_events=True))
+        if not found or isinstance(recorded.event, ev.TrainingStarted) and found[-1].newest:
+            found.append(_Attempt(recorded.time, has_events=True))
         found[-1].take(recorded)
     return found
 
 
-def _with_lines(recorded: list[_AttemptBuilder], lines: Iterable[LogLine]) -> list[_AttemptBuilder]:
+def _with_lines(recorded: list[_Attempt], lines: Iterable[LogLine]) -> list[_Attempt]:
     """Adds the lines of the log to ``recorded``, and adds an attempt for each start without an event file."""
-    found: list[_AttemptBuilder] = []
-    coming = deque(sorted(recorded, key=lambda builder: builder.started))
-
-    def enter(builder: _AttemptBuilder) -> None:
-        """Adds a builder. mindformers logs its start shortly before the first event."""
-        if found and found[-1].is_only_start:
-            builder.started, builder.has_start_line = min(found.pop().started, builder.started), True
-        found.append(builder)
-    for line in lines:
-        while coming and coming[0].started <= line.time:
-            enter(coming.popleft())
-        if not found or line.kind == log_parser.START and not found[-1].can_take_start():
-            found.append(_AttemptBuilder(line.time, has_events=False, is_cut=line.kind != log_parser.START))
-        found[-1].take_line(line)
-    while coming:
-        enter(coming.popleft())
+    found: list[_Attempt] = []
+    for item in heapq.merge(sorted(recorded, key=_time_of), lines, key=_time_of):
+        if isinstance(item, LogLine):
+            if not found or item.kind == log_parser.START and not found[-1].can_take_start():
+                found.append(_Attempt(item.time, has_events=False, is_cut=item.kind != log_parser.START))
+            found[-1].take_line(item)
+            continue
+        if found and found[-1].is_only_start:           # mindformers logs its start shortly before the first event
+            item.started = min(found.pop().started, item.started)
+            item.logged.add(log_parser.START)
+        found.append(item)
     return found
 
 
-def _assign(builders: Sequence[_AttemptBuilder], failures: Iterable[Failure]) -> None:
-    """Assigns each failure of another rank to the attempt of its run; if the run is not recorded, to the attempt of its time."""
-    by_run = {builder.run_id: builder for builder in builders if builder.run_id is not None}
-    starts = [builder.started for builder in builders]
-    for failure in failures:
-        index = bisect_right(starts, failure.time) - 1
-        if failure.run_id in by_run:
-            by_run[failure.run_id].fail(failure)
-        elif index >= 0 and (failure.run_id is None or builders[index].run_id is None):
-            builders[index].fail(failure)
+def _time_of(item: _Attempt | LogLine) -> float:
+    return item.time if isinstance(item, LogLine) else item.started
 
 
 class _Curve:
@@ -226,58 +250,57 @@ class _Curve:
             for row, value in zip(self.rows, (line.loss, line.time, line.step_seconds), strict=True):
                 row.append(value)
 
-    def build(self) -> Losses:
+    def build(self, are_true: bool = True) -> Losses:
         return Losses(np.frombuffer(self.steps, np.int64) if self.steps else np.empty(0, np.int64),
-                      *(np.frombuffer(row) if row else np.empty(0) for row in self.rows))
+                      *(np.frombuffer(row) if row else np.empty(0) for row in self.rows), are_true)
 
 
-class _AttemptBuilder:
-    """Collects the records of one attempt."""
+class _Attempt:
+    """Collects the records of one attempt. ``newest``: the newest event of each kind but Notice; a fresh start is a selection.
+    ``moments``: the first time of each. ``logged``: the kinds of lines in the log of mindformers. ``reached``: the largest step
+    that an event other than a save to disk names."""
 
     def __init__(self, started: float, has_events: bool, is_cut: bool = False):
         self.started = self.ended = started
         self.has_events, self.is_cut = has_events, is_cut
-        self.is_begun = self.has_start_line = False
-        self.run_id: str | None = None
-        self.world_size: int | None = None
-        self.save_steps: int | None = None
-        self.memory_steps: int | None = None
-        self.choice: ev.CheckpointSelected | ev.FreshStart | None = None
-        self.progress: ev.ProgressRestored | None = None
-        self.load_seconds: float | None = None
-        self.end: ev.TrainingEnded | None = None
+        self.newest: dict[type[ev.Event], ev.Event] = {}
+        self.moments: dict[str, float] = {}
         self.failure: Failure | None = None
-        self.is_over = self.is_preempted = self.is_pipeline = False
         self.reached = self.skipped_saves = 0
         self.saves: dict[int, Save] = {}
-        self.memory_saves: list[MemorySave] = []
+        self.memory_saves: list[ev.TierSaved] = []
         self.committed_for_others: list[tuple[str, int]] = []
         self.refused: list[RefusedCheckpoint] = []
-        self.curve = _Curve()
-        self.moments = Moments()
+        self.curve, self.logged = _Curve(), set[str]()
+
+    def _newest(self, kind: type[_Kind]) -> _Kind | None:
+        event: Any = self.newest.get(kind)
+        return event
+
+    @property
+    def run_id(self) -> str | None:
+        opened = self._newest(ev.RunOpened)
+        return opened.run_id if opened else None
 
     # ---- the log
 
     @property
     def is_only_start(self) -> bool:
         """Whether only mindformers' start line is known."""
-        return not self.has_events and not self.is_cut and not self.is_over and not self.curve.steps
+        return not self.has_events and not self.is_cut and log_parser.OVER not in self.logged and not self.curve.steps
 
     def can_take_start(self) -> bool:
         """Returns whether mindformers' start line can belong to this attempt, whose first event came before it."""
-        return self.has_events and not (self.has_start_line or self.end or self.is_over or self.curve.steps)
+        return self.has_events and not (self.logged & {log_parser.START, log_parser.OVER} or self.curve.steps
+                                        or ev.TrainingEnded in self.newest)
 
     def take_line(self, line: LogLine) -> None:
         """Takes a line of mindformers' log."""
         self.ended = max(self.ended, line.time)
         if line.kind == log_parser.LOSS:
             self.curve.add(line)
-        elif line.kind == log_parser.START:
-            self.has_start_line = True
-        elif line.kind == log_parser.LAST_CARD:
-            self.is_pipeline = True
-        elif line.kind == log_parser.OVER:
-            self.is_over = True
+        else:
+            self.logged.add(line.kind)
 
     # ---- events
 
@@ -285,59 +308,39 @@ class _AttemptBuilder:
         """Takes an event."""
         at, event = recorded
         self.ended = max(self.ended, at)
-        self.is_begun = self.is_begun or not isinstance(event, ev.Notice)
-        if isinstance(event, ev.TrainingStarted):
-            self.world_size = event.world_size
-            self._see(started=event.process_started, imported=event.imported, joined=at)
-        elif isinstance(event, ev.RunOpened):
-            self.run_id, self.world_size = event.run_id, event.world_size
-            self.save_steps, self.memory_steps = event.save_steps, event.memory_steps
-        elif isinstance(event, (ev.CheckpointSelected, ev.FreshStart)):
-            self.choice = event
-            self._see(selected=at)
+        if isinstance(event, ev.Notice):
+            return
+        self.newest[ev.CheckpointSelected if isinstance(event, ev.FreshStart) else type(event)] = event
+        if type(event) in _MOMENTS:
+            self._take_moment(at, event)
         elif isinstance(event, ev.CandidateRefused):
             self.refused.append(RefusedCheckpoint(event.step, event.reason + (f" ({event.file})" if event.file else "")))
-        elif isinstance(event, ev.ProgressRestored):
-            self.progress = event
-        elif isinstance(event, ev.Resumed):
-            self.load_seconds = event.load_seconds
-        elif isinstance(event, ev.WeightsLoaded):
-            self._see(loading=None if event.seconds is None else at - event.seconds, loaded=at)
-        elif isinstance(event, ev.NetworkCompiled):
-            self._see(compiled=at)
-        elif isinstance(event, ev.FirstStepDone):
-            self._see(stepped=at)
-        elif isinstance(event, ev.PreemptionRequested):
-            self.is_preempted = True
         elif isinstance(event, ev.TrainingEnded):
-            self._take_end(at, event)
-        else:
-            self._take_save(at, event)
-
-    def _see(self, **moments: float | None) -> None:
-        """Keeps the first of each moment of the start."""
-        known = {name: at for name, at in moments.items() if at is not None and getattr(self.moments, name) is None}
-        self.moments = replace(self.moments, **known)
-
-    def _take_end(self, at: float, event: ev.TrainingEnded) -> None:
-        self.end = event
-        if event.outcome != NOTHING_TO_TRAIN and event.step is not None:
-            self.reached = max(self.reached, event.step)
-        if event.outcome == FAILED:
-            self.fail(Failure(at, 0, event.reason))
-
-    def _take_save(self, at: float, event: ev.Event) -> None:
-        if isinstance(event, ev.SaveCommitted) and event.run_id not in (None, self.run_id):
+            if event.outcome != NOTHING_TO_TRAIN and event.step is not None:
+                self.reached = max(self.reached, event.step)
+            if event.outcome == FAILED:
+                self.fail(Failure(at, 0, event.reason))
+        elif isinstance(event, ev.SaveCommitted) and event.run_id not in (None, self.run_id):
             self.committed_for_others.append((event.run_id, event.step))
         elif isinstance(event, ev.SaveSkipped):
             self.skipped_saves += 1
             self.reached = max(self.reached, event.step)
         elif isinstance(event, ev.TierSaved):
-            self.memory_saves.append(MemorySave(event.step, event.stall_seconds, event.background_seconds, event.size_bytes))
+            self.memory_saves.append(event)
             self.reached = max(self.reached, event.step)
         elif isinstance(event, (ev.SaveBegun, ev.SaveStaged, ev.SaveWritten, ev.SaveCommitted, ev.SaveFailed, ev.SaveAbandoned)
                         ) and event.step is not None:
             self.saves[event.step] = _updated(self.saves.get(event.step, Save(event.step, at)), at, event)
+
+    def _take_moment(self, at: float, event: ev.Event) -> None:
+        self.moments.setdefault(_MOMENTS[type(event)], at)
+        if isinstance(event, ev.TrainingStarted):
+            if event.process_started is not None:
+                self.moments.setdefault("started", event.process_started)
+            if event.imported is not None:
+                self.moments.setdefault("imported", event.imported)
+        elif isinstance(event, ev.WeightsLoaded) and event.seconds is not None:
+            self.moments.setdefault("loading", at - event.seconds)
 
     def fail(self, failure: Failure) -> None:
         """Keeps the failure of the rank that failed first; other ranks fail because that rank is lost."""
@@ -352,7 +355,8 @@ class _AttemptBuilder:
 
     def take_death(self, noticed: Failure | None) -> None:
         """Takes what a supervisor noticed. A killed or hanging rank records nothing, and others fail later, because of it."""
-        ended_well = self.is_over if self.end is None else self.end.outcome != FAILED
+        end = self._newest(ev.TrainingEnded)
+        ended_well = end.outcome != FAILED if end else log_parser.OVER in self.logged
         if noticed is not None and (not ended_well if self.failure is None else noticed.time < self.failure.time):
             self.failure = noticed
 
@@ -360,45 +364,49 @@ class _AttemptBuilder:
 
     def build(self, number: int, next_start: float | None) -> RunAttempt:
         """Returns the attempt. ``next_start``: of the next attempt."""
-        losses, choice = self.curve.build(), self.choice
-        base, scale = self._base(losses)
+        losses = self.curve.build(are_true=log_parser.LAST_CARD not in self.logged)
+        origin, begun = self._origin(losses), self._newest(ev.RunOpened) or self._newest(ev.TrainingStarted)
+        opened = self._newest(ev.RunOpened)
         last = max(int(losses.steps[-1]) if len(losses) else 0, self.reached, *self.saves, 0)
-        last_step = last if last > base else None
-        selected = choice if isinstance(choice, ev.CheckpointSelected) else None
-        is_inferred = choice is None and self.progress is None
-        resumed = base or None if is_inferred else None
-        if selected is not None and not selected.weights_only:
-            resumed = base if selected.step is None else selected.step
-        elif choice is None and self.progress is not None:          # the line of the selection is damaged
-            resumed = self.progress.saved_step
+        has_steps = last > origin.base_step
+        saves = Saves(tuple(self.saves[step] for step in sorted(self.saves)), tuple(self.memory_saves), self.skipped_saves,
+                      opened.save_steps if opened else None, opened.memory_steps if opened else None)
         outcome, reason = self._outcome(next_start is None)
         return RunAttempt(
             number, self.started, self.ended if next_start is None else max(min(self.ended, next_start), self.started),
             outcome, reason, self.failure.rank if self.failure else None, self.has_events, self.is_cut, self.run_id,
-            self.world_size, isinstance(choice, ev.FreshStart), resumed, is_inferred, selected.run_id if selected else None,
-            _description(selected) if selected else "", base, scale, base + 1 if last_step is not None else None, last_step,
-            self.load_seconds, tuple(self.saves[step] for step in sorted(self.saves)), self.skipped_saves, tuple(self.refused),
-            not self.is_pipeline, losses, self.moments, selected.source if selected else "", tuple(self.memory_saves),
-            self.save_steps, self.memory_steps)
+            begun.world_size if begun else None, origin.base_step + 1 if has_steps else None, last if has_steps else None,
+            origin, saves, losses)
 
     def _outcome(self, is_last: bool) -> tuple[str, str]:
+        end = self._newest(ev.TrainingEnded)
         if self.failure is not None:
             return FAILED, self.failure.reason
-        if self.end is not None:
-            return self.end.outcome, self.end.reason
-        if self.is_over:
-            return PREEMPTED if self.is_preempted else FINISHED, ""
+        if end is not None:
+            return end.outcome, end.reason
+        if log_parser.OVER in self.logged:
+            return PREEMPTED if ev.PreemptionRequested in self.newest else FINISHED, ""
         return (UNKNOWN, "") if is_last else (FAILED, KILLED if self.has_events else "")
 
-    def _base(self, losses: Losses) -> tuple[int, float]:
-        """Returns the step after which this attempt counts, and its steps per step of the run that saved."""
-        if self.progress is not None:
-            return self.progress.step, self.progress.step_scale
-        if isinstance(self.choice, ev.CheckpointSelected) and self.choice.step is not None and not self.choice.weights_only:
-            return self.choice.step, 1.0
-        if self.choice is not None or not len(losses):
-            return 0, 1.0
-        return max(int(losses.steps[0]) - losses.interval, 0), 1.0
+    def _origin(self, losses: Losses) -> Origin:
+        choice: ev.Event | None = self.newest.get(ev.CheckpointSelected)
+        progress, resumed = self._newest(ev.ProgressRestored), self._newest(ev.Resumed)
+        origin = Origin(isinstance(choice, ev.FreshStart), load_seconds=resumed.load_seconds if resumed else None,
+                        refused=tuple(self.refused), moments=Moments(**self.moments))
+        if progress is not None:
+            origin = replace(origin, base_step=progress.step, step_scale=progress.step_scale)
+        if isinstance(choice, ev.CheckpointSelected):
+            if progress is None and choice.step is not None and not choice.weights_only:
+                origin = replace(origin, base_step=choice.step)
+            text = f"weights only: {choice.description}" if choice.weights_only else choice.description
+            step = None if choice.weights_only else origin.base_step if choice.step is None else choice.step
+            return replace(origin, step=step, run_id=choice.run_id, source=choice.source, checkpoint=text)
+        if choice is not None:
+            return origin
+        if progress is not None:                        # the line of the selection is damaged
+            return replace(origin, step=progress.saved_step)
+        base = max(int(losses.steps[0]) - losses.interval, 0) if len(losses) else 0
+        return replace(origin, base_step=base, step=base or None, is_inferred=True)
 
 
 def _updated(save: Save, at: float, event: ev.Event) -> Save:
@@ -413,7 +421,3 @@ def _updated(save: Save, at: float, event: ev.Event) -> Save:
     if isinstance(event, (ev.SaveFailed, ev.SaveAbandoned)):
         return replace(save, failure=event.reason)
     return save
-
-
-def _description(selected: ev.CheckpointSelected) -> str:
-    return f"weights only: {selected.description}" if selected.weights_only else selected.description

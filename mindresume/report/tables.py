@@ -49,12 +49,12 @@ def recovery_summary(report: Report) -> str:
 def tiles(report: Report) -> list[tuple[str, str, str]]:
     """Returns (name, value, explanation) of the key figures."""
     attempts, seconds = report.attempts, report.seconds
-    staged = [save for attempt in attempts for save in attempt.saves if save.is_staged]
+    staged = [save for attempt in attempts for save in attempt.saves.disk if save.is_staged]
     outcome = attempts[-1].outcome
     last = (phrase(f"tile.last.{outcome}") if outcome in (RUNNING, UNKNOWN) else
             phrase("tile.last", outcome=outcome_text(outcome)))
     unrecorded = sum(not attempt.has_events for attempt in attempts)
-    copies = sum(len(attempt.memory_saves) for attempt in attempts)
+    copies = sum(len(attempt.saves.memory) for attempt in attempts)
     saves = [*([phrase("tile.saves.memory", copies=copies)] if copies else []),
              phrase("tile.saves.more", span=span_text(seconds.saving), share=percent(seconds.saving, seconds.total)),
              *([phrase("tile.saves.unknown", attempts=counted("attempt", unrecorded))] if unrecorded else [])]
@@ -76,10 +76,10 @@ def tiles(report: Report) -> list[tuple[str, str, str]]:
 def attempt_row(account: AttemptAccount) -> dict[str, Any]:
     """Returns the cells of one attempt."""
     attempt = account.attempt
-    failed = sum(bool(save.failure) for save in attempt.saves)
-    saves = [str(sum(save.is_staged for save in attempt.saves)), *([phrase("saves.failed", count=failed)] if failed else []),
-             *([phrase("saves.memory", count=len(attempt.memory_saves))] if attempt.memory_saves else []),
-             *([phrase("saves.skipped", count=attempt.skipped_saves)] if attempt.skipped_saves else [])]
+    failed = sum(bool(save.failure) for save in attempt.saves.disk)
+    saves = [str(sum(save.is_staged for save in attempt.saves.disk)), *([phrase("saves.failed", count=failed)] if failed else []),
+             *([phrase("saves.memory", count=len(attempt.saves.memory))] if attempt.saves.memory else []),
+             *([phrase("saves.skipped", count=attempt.saves.skipped)] if attempt.saves.skipped else [])]
     started = moment(attempt.started)
     return {"attempt": attempt, "run": attempt.run_id or phrase("not_known"), "outcome": outcome_text(attempt.outcome),
             "started": phrase("before", moment=started) if attempt.is_cut else started, "reason": reason_of(attempt),
@@ -99,15 +99,15 @@ def reason_of(attempt: RunAttempt) -> str:
 
 def _resumed_from(attempt: RunAttempt) -> str:
     """Returns where an attempt began, as a cell."""
-    if attempt.resumed_from is not None:
-        found = phrase("resumed.memory" if attempt.resumed_source == MEMORY else "resumed.step", step=attempt.resumed_from)
-        if attempt.step_scale != 1:
-            found = phrase("resumed.scaled", where=found, step=attempt.base_step)
-        return phrase("resumed.inferred", where=found) if attempt.is_inferred else found
-    if attempt.is_fresh:
+    if attempt.origin.step is not None:
+        found = phrase("resumed.memory" if attempt.origin.source == MEMORY else "resumed.step", step=attempt.origin.step)
+        if attempt.origin.step_scale != 1:
+            found = phrase("resumed.scaled", where=found, step=attempt.origin.base_step)
+        return phrase("resumed.inferred", where=found) if attempt.origin.is_inferred else found
+    if attempt.origin.is_fresh:
         return phrase("resumed.fresh")
-    if attempt.checkpoint:
-        return attempt.checkpoint
+    if attempt.origin.checkpoint:
+        return attempt.origin.checkpoint
     if attempt.first_step is not None:
         return phrase("resumed.beginning")
     return phrase("resumed.not_yet") if attempt.has_events else phrase("not_known")
@@ -115,9 +115,9 @@ def _resumed_from(attempt: RunAttempt) -> str:
 
 def problems(attempts: Sequence[RunAttempt]) -> list[tuple[int, int | None, str]]:
     """Returns (attempt, step, reason) of refused checkpoints, then of failed saves."""
-    refused = [(attempt.number, row.step, row.reason) for attempt in attempts for row in attempt.refused]
+    refused = [(attempt.number, row.step, row.reason) for attempt in attempts for row in attempt.origin.refused]
     return refused + [(attempt.number, save.step, phrase("failed_save", reason=save.failure))
-                      for attempt in attempts for save in attempt.saves if save.failure]
+                      for attempt in attempts for save in attempt.saves.disk if save.failure]
 
 
 def spent(report: Report) -> list[dict[str, Any]]:

@@ -11,8 +11,7 @@ from training_logs import RUNS, ZERO, history, two_attempts
 from mindresume.events import FAILED, FINISHED, PREEMPTED
 from mindresume.report.accounting import Seconds, accounts_of, steps_at_risk, total_of
 from mindresume.report.log_parser import Clock, parse
-from mindresume.report.losses import Losses
-from mindresume.report.runs import UNKNOWN, RunAttempt, Save, attempts_of
+from mindresume.report.runs import UNKNOWN, Losses, Origin, RunAttempt, Save, Saves, attempts_of
 
 
 def attempt(number, first, last, parent=None, outcome=FAILED, run=None, **more):
@@ -22,8 +21,9 @@ def attempt(number, first, last, parent=None, outcome=FAILED, run=None, **more):
     steps = np.arange(first, last + 1)
     losses = Losses(steps, np.ones(count), start + 10 + np.arange(count), np.ones(count))
     ended = more.pop("ended", start + 9 + count)
-    given = dict(run_id=run or RUNS[number], resumed_from=first - 1 or None, resumed_run_id=parent, base_step=first - 1,
-                 first_step=first, last_step=last, losses=losses, is_fresh=first == 1)
+    origin = Origin(**{"is_fresh": first == 1, "step": first - 1 or None, "run_id": parent, "base_step": first - 1,
+                       **{name: more.pop(name) for name in ("step", "step_scale", "is_fresh", "base_step") if name in more}})
+    given = dict(run_id=run or RUNS[number], first_step=first, last_step=last, losses=losses, origin=origin)
     return RunAttempt(number, start, ended, outcome, **{**given, **more})
 
 
@@ -76,7 +76,8 @@ def test_an_attempt_in_between_that_resumed_from_elsewhere_is_lost():
 def test_an_attempt_that_failed_while_it_loaded_loses_nothing():
     loading = replace(attempt(2, 11, 11, RUNS[1]), first_step=None, last_step=None, losses=Losses())
     assert lost(attempt(1, 1, 20), loading, attempt(3, 21, 30, RUNS[1], FINISHED)) == [0, 0, 0]
-    assert lost(attempt(1, 1, 25), replace(loading, resumed_from=20)) == [5, 0]                # it is about to
+    about_to = replace(loading, origin=replace(loading.origin, step=20))
+    assert lost(attempt(1, 1, 25), about_to) == [5, 0]
 
 
 def test_a_fresh_start_after_a_failure_loses_everything_and_after_an_end_nothing():
@@ -99,7 +100,7 @@ def test_a_saving_run_without_an_attempt_is_not_another_run():
 
 
 def test_another_batch_size_counts_in_the_steps_of_the_attempt_that_lost_them():
-    scaled = attempt(2, 18, 30, RUNS[1], FINISHED, resumed_from=35, step_scale=17 / 35)
+    scaled = attempt(2, 18, 30, RUNS[1], FINISHED, step=35, step_scale=17 / 35)
     assert lost(attempt(1, 1, 38), scaled) == [3, 0]
 
 
@@ -133,7 +134,7 @@ def histories(draw):
     for number in range(1, draw(st.integers(1, 6)) + 1):
         parents = [other for other in attempts if other.last_step]
         parent = draw(st.sampled_from([None, *parents]))
-        base = draw(st.integers(parent.base_step, parent.last_step)) if parent else 0
+        base = draw(st.integers(parent.origin.base_step, parent.last_step)) if parent else 0
         count = draw(st.integers(0, 8))
         seconds = draw(st.lists(st.floats(0, 5), min_size=count, max_size=count))
         start = at + draw(st.floats(0, 9))
@@ -144,9 +145,9 @@ def histories(draw):
         saves = tuple(Save(base + 1, draw(st.floats(start, end)), draw(st.floats(0, 4))) for _ in range(draw(st.integers(0, 2))))
         attempts.append(RunAttempt(
             number, start, end, draw(st.sampled_from([FAILED, PREEMPTED, FINISHED])), run_id=RUNS[number],
-            is_fresh=parent is None, resumed_from=base or None if parent else None, base_step=base, losses=losses, saves=saves,
-            resumed_run_id=parent.run_id if parent else None, first_step=base + 1 if count else None,
-            last_step=base + count if count else None))
+            origin=Origin(parent is None, base or None if parent else None, run_id=parent.run_id if parent else None,
+                          base_step=base),
+            losses=losses, saves=Saves(saves), first_step=base + 1 if count else None, last_step=base + count if count else None))
         at = end
     return attempts
 
@@ -169,8 +170,8 @@ def test_every_second_is_counted_once_and_every_step_is_kept_or_lost(attempts):
 
 def test_stops_for_saves_in_memory_are_not_productive():
     rows = accounts_of(built(history(attempts=3, memory=3, sources="md", every=50)))
-    assert [(row.steps_lost, len(row.attempt.memory_saves)) for row in rows] == [(2, 36), (18, 36), (0, 37)]
+    assert [(row.steps_lost, len(row.attempt.saves.memory)) for row in rows] == [(2, 36), (18, 36), (0, 37)]
     for row in rows:            # those in lost steps count as saving, too
-        assert row.seconds.saving == pytest.approx(0.1 * len(row.attempt.memory_saves) + 0.5 * len(row.attempt.saves))
+        assert row.seconds.saving == pytest.approx(0.1 * len(row.attempt.saves.memory) + 0.5 * len(row.attempt.saves.disk))
         assert row.seconds.lost == pytest.approx(2.0 * row.steps_lost, abs=0.2)
         assert row.seconds.productive == pytest.approx(2.0 * (row.steps - row.steps_lost), abs=0.2)

@@ -10,8 +10,7 @@ from mindresume.errors import ConfigError
 from mindresume.report import chart
 from mindresume.report.accounting import accounts_of
 from mindresume.report.log_parser import Clock, parse
-from mindresume.report.losses import Losses
-from mindresume.report.runs import RunAttempt, attempts_of
+from mindresume.report.runs import Losses, Origin, RunAttempt, attempts_of
 
 
 def accounts(*written):
@@ -64,7 +63,8 @@ def test_the_svg_stands_alone_and_is_the_same_each_time():
 def test_millions_of_steps_are_few_points():
     count = 1_000_000
     losses = Losses(np.arange(1, count + 1), np.linspace(6, 1, count), np.arange(count) + 10.0, np.ones(count))
-    attempt = RunAttempt(1, 0.0, count + 10.0, "failed", first_step=1, last_step=count, losses=losses, is_fresh=True)
+    attempt = RunAttempt(1, 0.0, count + 10.0, "failed", first_step=1, last_step=count, losses=losses,
+                         origin=Origin(is_fresh=True))
     figure = chart.draw(accounts_of([attempt]))
     assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) < 2 * chart.POINTS
     assert len(chart.svg(figure)) < 1_000_000

@@ -12,8 +12,7 @@ from mindresume.report import page
 from mindresume.report.accounting import REDONE, Seconds, accounts_of
 from mindresume.report.builder import CheckpointState, Report, build_report
 from mindresume.report.chart import MARKS, PAGE_POINTS, chart_data
-from mindresume.report.losses import Losses
-from mindresume.report.runs import RunAttempt, Save
+from mindresume.report.runs import Losses, Origin, RunAttempt, Save, Saves
 
 
 def written(folder, log):
@@ -60,7 +59,8 @@ def test_a_short_span_after_days_has_its_length():
     """The page shows seconds with a decimal where they are less than ten."""
     def attempt(number, started):
         losses = Losses(np.arange(1, 4), np.ones(3), started + 4.4 + np.arange(3), np.ones(3))
-        return RunAttempt(number, started, started + 10, "finished", first_step=1, last_step=3, losses=losses, is_fresh=True)
+        return RunAttempt(number, started, started + 10, "finished", first_step=1, last_step=3, losses=losses,
+                          origin=Origin(is_fresh=True))
     spans = [span for span in chart_data(report_of(attempt(1, 0.0), attempt(2, 300_000.2)))["spans"] if span[0] == "startup"]
     lasted = [end - begin for _, _, begin, end in spans]
     assert len(lasted) == 2 and lasted[1] == pytest.approx(lasted[0]) and lasted[0] % 1
@@ -77,9 +77,9 @@ def test_a_failure_before_the_first_step_is_on_the_timeline_alone(tmp_path):
 
 def test_saves_to_memory_are_marks(tmp_path):
     report = written(tmp_path, history(attempts=3, memory=3, sources="md"))
-    found, copies = chart_data(report), [save.step for row in report.attempts for save in row.memory_saves]
+    found, copies = chart_data(report), [save.step for row in report.attempts for save in row.saves.memory]
     assert [mark["step"] for mark in of_kind(found["marks"], "memory")] == copies and len(copies) > 100
-    assert found["saves"]["total"] == found["saves"]["shown"] == len(copies) + sum(len(row.saves) for row in report.attempts)
+    assert found["saves"]["total"] == found["saves"]["shown"] == len(copies) + sum(len(row.saves.disk) for row in report.attempts)
     assert [mark["text"][1]["source"][0] for mark in of_kind(found["marks"], "resumed")] == ["source.memory", "source.disk"]
 
 
@@ -101,8 +101,8 @@ def test_a_million_losses_are_a_small_page():
     values[123_456], values[500_000] = 99.0, np.nan
     losses = Losses(np.arange(1, count + 1), values, np.arange(count) + 10.0, np.ones(count))
     saves = tuple(Save(step, step + 10.0, 0.1, 1.0, 10**9, True) for step in range(100, count, 100))
-    report = report_of(RunAttempt(1, 0.0, count + 10.0, "failed", first_step=1, last_step=count, losses=losses, is_fresh=True,
-                                  saves=saves))
+    report = report_of(RunAttempt(1, 0.0, count + 10.0, "failed", first_step=1, last_step=count, losses=losses,
+                                  origin=Origin(is_fresh=True), saves=Saves(saves)))
     found = chart_data(report)
     (curve,) = found["curves"]
     assert len(curve["steps"]) <= PAGE_POINTS and found["losses"] == {"shown": len(curve["steps"]), "total": count}
@@ -116,7 +116,7 @@ def test_many_attempts_are_a_bounded_page():
     for number in range(3000):
         losses = Losses(np.arange(number + 1, number + 21), np.ones(20), number * 100.0 + np.arange(20), np.ones(20))
         attempts.append(RunAttempt(number + 1, number * 100.0, number * 100.0 + 30, "failed", "killed", run_id=str(number),
-                                   resumed_from=number, resumed_run_id=str(number - 1), base_step=number, first_step=number + 1,
+                                   origin=Origin(step=number, run_id=str(number - 1), base_step=number), first_step=number + 1,
                                    last_step=number + 20, losses=losses))
     found = chart_data(report_of(*attempts))
     assert found["attempts"] == {"shown": 2000, "total": 3000} and len(json.dumps(found)) < 2_500_000

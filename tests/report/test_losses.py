@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindresume.report.losses import Losses, thinned
+from mindresume.report.chart import thinned
+from mindresume.report.runs import Losses
 
 VALUES = st.lists(st.floats(width=32), max_size=300).map(np.array)
 

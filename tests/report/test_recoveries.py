@@ -61,7 +61,7 @@ def test_only_the_first_of_each_moment_counts():
     training = Training().start(0).fresh(1).run(2, RUNS[0])
     training.event(3, ev.WeightsLoaded(0, 1, 1)).event(4, ev.WeightsLoaded(0, 1, 1)).event(5, ev.FirstStepDone(1))
     (row,) = accounts(training)
-    assert row.attempt.moments == Moments(joined=ZERO + 0.1, selected=ZERO + 1, loaded=ZERO + 3, stepped=ZERO + 5)
+    assert row.attempt.origin.moments == Moments(joined=ZERO + 0.1, selected=ZERO + 1, loaded=ZERO + 3, stepped=ZERO + 5)
 
 
 def test_a_recovery_knows_where_its_checkpoint_lay():

@@ -11,7 +11,7 @@ from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 from mindresume.report import log_parser
 from mindresume.report.event_log import Failure, RecordedEvent
 from mindresume.report.log_parser import Clock, LogLine, parse
-from mindresume.report.runs import RUNNING, UNKNOWN, MemorySave, RefusedCheckpoint, Save, attempts_of, with_losses, with_outcome
+from mindresume.report.runs import RUNNING, UNKNOWN, RefusedCheckpoint, Save, attempts_of, with_losses, with_outcome
 
 
 def lines(*written):
@@ -36,13 +36,13 @@ def test_two_attempts():
     first, second = attempts(two_attempts())
     assert (first.number, first.run_id, first.started - ZERO, first.ended - ZERO) == (1, RUNS[0], 0, 19.5)
     assert (first.outcome, first.failed_rank, first.has_events, first.world_size) == (FAILED, None, True, 1)
-    assert (first.is_fresh, first.resumed_from, first.first_step, first.last_step) == (True, None, 1, 8)
+    assert (first.origin.is_fresh, first.origin.step, first.first_step, first.last_step) == (True, None, 1, 8)
     assert (second.run_id, second.outcome) == (RUNS[1], FINISHED)
-    assert (second.resumed_from, second.first_step, second.last_step) == (5, 6, 10)
-    assert (second.resumed_run_id, second.checkpoint) == (RUNS[0], "1 rank, every byte verified")
-    assert second.refused == (RefusedCheckpoint(8, "the save never completed: no rank recorded what they wrote"),)
-    assert first.saves == (Save(5, ZERO + 16.5, 0.5, 0.5, 13_000_000, is_committed=True),)
-    assert list(second.losses.steps) == [6, 7, 8, 9, 10] and not first.is_inferred and not first.is_cut
+    assert (second.origin.step, second.first_step, second.last_step) == (5, 6, 10)
+    assert (second.origin.run_id, second.origin.checkpoint) == (RUNS[0], "1 rank, every byte verified")
+    assert second.origin.refused == (RefusedCheckpoint(8, "the save never completed: no rank recorded what they wrote"),)
+    assert first.saves.disk == (Save(5, ZERO + 16.5, 0.5, 0.5, 13_000_000, is_committed=True),)
+    assert list(second.losses.steps) == [6, 7, 8, 9, 10] and not first.origin.is_inferred and not first.is_cut
 
 
 def test_events_without_a_log_give_attempts_without_losses():
@@ -53,9 +53,9 @@ def test_events_without_a_log_give_attempts_without_losses():
 
 def test_a_log_without_events_gives_attempts_with_unknown_fields():
     first, second = attempts_of([], lines(two_attempts()))
-    assert (first.has_events, first.run_id, first.saves, first.outcome, first.reason) == (False, None, (), FAILED, "")
-    assert (first.resumed_from, first.first_step, first.last_step, first.is_inferred) == (None, 1, 8, True)
-    assert (second.resumed_from, second.is_inferred, second.first_step, second.outcome) == (5, True, 6, FINISHED)
+    assert (first.has_events, first.run_id, first.saves.disk, first.outcome, first.reason) == (False, None, (), FAILED, "")
+    assert (first.origin.step, first.first_step, first.last_step, first.origin.is_inferred) == (None, 1, 8, True)
+    assert (second.origin.step, second.origin.is_inferred, second.first_step, second.outcome) == (5, True, 6, FINISHED)
 
 
 def test_attempts_with_and_without_events_in_one_folder():
@@ -92,13 +92,13 @@ def test_two_trainings_of_one_process_in_one_file():
 def test_an_event_file_whose_beginning_is_lost():
     recorded = [found for found in two_attempts().recorded[0] if not isinstance(found.event, (ev.TrainingStarted, ev.RunOpened))]
     attempt, = attempts_of([recorded], [])
-    assert (attempt.is_fresh, attempt.run_id, attempt.last_step) == (True, None, 5)
+    assert (attempt.origin.is_fresh, attempt.run_id, attempt.last_step) == (True, None, 5)
 
 
 def test_a_log_that_begins_in_the_middle():
     attempt = one(Log().steps(100, 51, 60))
-    assert attempt.is_cut and attempt.is_inferred
-    assert (attempt.resumed_from, attempt.first_step, attempt.last_step) == (50, 51, 60)
+    assert attempt.is_cut and attempt.origin.is_inferred
+    assert (attempt.origin.step, attempt.first_step, attempt.last_step) == (50, 51, 60)
 
 
 @pytest.mark.parametrize("ending, outcome, reason", [
@@ -118,7 +118,7 @@ def test_the_outcome_of_an_attempt_is_recognized(ending, outcome, reason):
 
 def test_nothing_to_train():
     attempt = one(Training().start(0).resume(1, 40, RUNS[0]).event(2, ev.TrainingEnded(NOTHING_TO_TRAIN, "the end", 40)))
-    assert (attempt.outcome, attempt.reason, attempt.first_step, attempt.resumed_from) == (NOTHING_TO_TRAIN, "the end", None, 40)
+    assert (attempt.outcome, attempt.reason, attempt.first_step, attempt.origin.step) == (NOTHING_TO_TRAIN, "the end", None, 40)
 
 
 def test_the_reason_comes_from_the_rank_that_failed_first():
@@ -140,17 +140,17 @@ def test_a_failure_belongs_to_its_run_or_to_the_attempt_of_its_time():
 
 def test_a_save_that_another_rank_could_not_write():
     log = trained(Training(), 0, 1, 5).event(6, ev.SaveWritten(5, 1, 0.1, 0.1))
-    save, = one(log, failures=[Failure(ZERO + 7, 3, "full", 5)]).saves
+    save, = one(log, failures=[Failure(ZERO + 7, 3, "full", 5)]).saves.disk
     assert "rank 3" in save.failure and "full" in save.failure
-    save, = one(log.event(8, ev.SaveCommitted(5, 4, 4)), failures=[Failure(ZERO + 7, 3, "full", 5)]).saves
+    save, = one(log.event(8, ev.SaveCommitted(5, 4, 4)), failures=[Failure(ZERO + 7, 3, "full", 5)]).saves.disk
     assert save.failure == "" and save.is_committed
 
 
 def test_a_save_in_the_background_stops_the_training_for_its_copy_only():
     log = trained(Training(), 0, 1, 5).event(6.0, ev.SaveBegun(5)).event(6.1, ev.SaveStaged(5, "x", 0.1))
-    save, = one(log).saves
+    save, = one(log).saves.disk
     assert (save.stall_seconds, save.write_seconds, save.is_background, save.is_staged) == (0.1, None, True, True)
-    save, = one(log.event(8, ev.SaveWritten(5, 9, 2.0)).event(9, ev.SaveCommitted(5, 1, 9))).saves
+    save, = one(log.event(8, ev.SaveWritten(5, 9, 2.0)).event(9, ev.SaveCommitted(5, 1, 9))).saves.disk
     assert save == Save(5, ZERO + 6.1, 0.1, 2.0, 9, is_committed=True, is_background=True)
 
 
@@ -159,14 +159,14 @@ def test_failed_skipped_abandoned_and_unfinished_saves():
     log.event(11, ev.SaveSkipped(6, "the previous save is still being written", 1)).event(12, ev.SaveAbandoned(7, "rank 3"))
     log.event(12, ev.SaveFailed(None, "not known", 2)).event(13, ev.SaveBegun(9))
     attempt = one(log)
-    assert [(save.step, save.failure, save.is_staged) for save in attempt.saves] == [
+    assert [(save.step, save.failure, save.is_staged) for save in attempt.saves.disk] == [
         (5, "No space left", False), (7, "rank 3", False), (9, "", False)]
-    assert attempt.skipped_saves == 1 and attempt.last_step == 9
+    assert attempt.saves.skipped == 1 and attempt.last_step == 9
 
 
 def test_a_failed_save_that_is_repeated_successfully():
     log = trained(Training(), 0, 1, 9).event(10, ev.SaveFailed(5, "in doubt")).event(11, ev.SaveCommitted(5, 1, 1))
-    assert [(save.failure, save.is_committed) for save in one(log).saves] == [("", True)]
+    assert [(save.failure, save.is_committed) for save in one(log).saves.disk] == [("", True)]
 
 
 def test_a_save_that_the_next_attempt_commits_is_one_of_the_attempt_that_made_it():
@@ -174,7 +174,7 @@ def test_a_save_that_the_next_attempt_commits_is_one_of_the_attempt_that_made_it
     log.event(22, ev.SaveCommitted(5, 1, 1, RUNS[0])).event(22, ev.SaveCommitted(5, 1, 1, RUNS[9]))
     log.run(23, RUNS[1]).steps(24, 6, 7)
     first, second = attempts(log)
-    assert [save.is_committed for save in first.saves] == [True] and second.saves == ()
+    assert [save.is_committed for save in first.saves.disk] == [True] and second.saves.disk == ()
 
 
 def test_a_save_proves_that_its_step_was_done():
@@ -184,22 +184,23 @@ def test_a_save_proves_that_its_step_was_done():
 
 def test_another_batch_size_renumbers():
     attempt = one(Training().start(0).resume(1, 35, RUNS[0], after=17, scale=0.5).run(2, RUNS[1]).steps(3, 18, 20))
-    assert (attempt.resumed_from, attempt.base_step, attempt.first_step, attempt.last_step) == (35, 17, 18, 20)
-    assert attempt.step_scale == 0.5
+    assert (attempt.origin.step, attempt.origin.base_step, attempt.first_step, attempt.last_step) == (35, 17, 18, 20)
+    assert attempt.origin.step_scale == 0.5
 
 
 def test_a_resume_whose_selection_is_lost():
     training = Training().start(0).resume(1, 35, RUNS[0], after=17, scale=0.5).run(2, RUNS[1]).steps(3, 18, 20)
     kept = [found for found in training.recorded[0] if not isinstance(found.event, ev.CheckpointSelected)]
     attempt, = attempts_of([kept], lines(training))
-    assert (attempt.resumed_from, attempt.base_step, attempt.resumed_run_id, attempt.is_inferred) == (35, 17, None, False)
+    origin = attempt.origin
+    assert (origin.step, origin.base_step, origin.run_id, origin.is_inferred) == (35, 17, None, False)
 
 
 def test_a_weights_only_load_is_not_a_resume():
     selected = ev.CheckpointSelected(900, 3, RUNS[5], "/other", "4 ranks", weights_only=True)
     attempt = one(Training().start(0).event(1, selected).run(2, RUNS[0]).steps(5, 1, 4))
-    assert (attempt.resumed_from, attempt.base_step, attempt.first_step, attempt.is_inferred) == (None, 0, 1, False)
-    assert "4 ranks" in attempt.checkpoint
+    assert (attempt.origin.step, attempt.origin.base_step, attempt.first_step, attempt.origin.is_inferred) == (None, 0, 1, False)
+    assert "4 ranks" in attempt.origin.checkpoint
 
 
 def test_a_line_that_comes_twice_with_another_time_is_one_step():
@@ -263,7 +264,7 @@ def test_no_events_give_no_attempts():
 
 def test_saves_in_memory_and_where_a_resume_came_from():
     first, second = attempts(history(attempts=2, memory=3, sources="m", steps=10))
-    assert first.memory_saves == tuple(MemorySave(step, 0.1, 0.3, 13_000_000) for step in (3, 6, 9)) and first.saves == ()
-    assert (first.resumed_source, second.resumed_source, second.resumed_from) == ("", "memory", 9)
+    assert first.saves.memory == tuple(ev.TierSaved(step, 13_000_000, 0.1, 0.3) for step in (3, 6, 9)) and first.saves.disk == ()
+    assert (first.origin.source, second.origin.source, second.origin.step) == ("", "memory", 9)
     silent = one(Training().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 4).event(9, ev.TierSaved(6, 1, 0.1, 0.1)))
     assert silent.last_step == 6

@@ -1,4 +1,4 @@
-"""report/supervisor_log.py: what a supervisor records divides the recoveries of the report."""
+"""The event files of supervisors: what a supervisor records divides the recoveries of the report."""
 import pytest
 from rank_folders import STORAGE
 from training_logs import RUNS, ZERO, Training
@@ -6,13 +6,12 @@ from training_logs import RUNS, ZERO, Training
 from mindresume import events as ev
 from mindresume.events.event_file import SupervisorEventFile
 from mindresume.events.recovery_phases import Moments
-from mindresume.report.accounting import accounts_of
+from mindresume.report.accounting import accounts_of, supervisor_moments
 from mindresume.report.builder import build_report, to_json
-from mindresume.report.event_log import EventLog, RecordedEvent
+from mindresume.report.event_log import EventLog, RecordedEvent, of_first_node, supervised_starts
 from mindresume.report.log_parser import Clock, parse
 from mindresume.report.page import html
 from mindresume.report.runs import attempts_of
-from mindresume.report.supervisor_log import of_first_node, supervised_starts, supervisor_moments
 
 # Attempt 1 trains from 0 to 20, attempt 2 ends before its first step, attempt 3 trains from 60 on.
 TRAINING = Training().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 8).save(18.5, 5)
