@@ -301,7 +301,7 @@ class Training(RuleBasedStateMachine):
 
         def work(rank: int) -> None:
             target = SaveTarget(machine.storage_of(rank), self.root, run.run, rank, run.world)
-            committer = Committer(target, policy, clock=machine.clock, sleep=machine.sleep) if rank == 0 else None
+            committer = Committer(target, policy, clock=machine.monotonic, sleep=machine.sleep) if rank == 0 else None
             saver = SyncSaver(target, committer)
             saver.save(Save(self._shard(entry, rank)))
             if all(outcome.saved for outcome in saver.wait(0.0)):

@@ -5,7 +5,6 @@ import json as json_module
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -17,6 +16,7 @@ from mindresume.errors import ConfigError, MindResumeError
 from mindresume.events import Event, Notice, warning
 from mindresume.events.emitter import Emitter
 from mindresume.events.log_lines import PREFIX, line_of
+from mindresume.storage.operations import Hurry
 
 _HANG, _END, _NODES = "When is it a hang", "How a job is ended", "Several nodes"
 
@@ -130,7 +130,7 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
     sys.exit(Supervisor(command, settings, Emitter(printed), meeting, flush=_flush_memory).run())
 
 
-def _flush_memory(output: str, is_hurried: Callable[[], bool]) -> Event | None:
+def _flush_memory(output: str, hurry: Hurry) -> Event | None:
     """Writes what is newer in memory of this node to disk: it is not known whether a start on this node follows."""
     from mindresume.api import memory
 
@@ -139,7 +139,7 @@ def _flush_memory(output: str, is_hurried: Callable[[], bool]) -> Event | None:
             """Does nothing: nobody watches."""
 
         def advance(self, count: int) -> None:
-            if is_hurried():
+            if hurry.is_hurried():
                 raise InterruptedError("stopped by a second signal")
     try:
         found = memory.flush(output, progress=Progress())

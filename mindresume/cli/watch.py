@@ -256,7 +256,7 @@ class BoundedLook:
     def __call__(self) -> Look | None:
         """Returns the look that has ended, or None."""
         if not self._ended:
-            call_within(PATIENCE, self._work, None)
+            call_within(PATIENCE, None, self._work)
         newest = None
         while self._ended:                      # two, if a thread was started and did not run before the one before it ended
             newest = self._ended.pop(0)

@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 
 from mindresume import runtime
 from mindresume.errors import CollectiveError
-from mindresume.events.progress import ProgressReporter
 
 Result = TypeVar("Result")
 
@@ -49,6 +48,13 @@ class SingleProcess:
         return [message]
 
 
+class Progress(Protocol):
+    """``done``: any number that changes while work goes on."""
+
+    @property
+    def done(self) -> float: ...
+
+
 @dataclass(frozen=True)
 class Watchdog:
     """Supervises work that may take minutes. No rank waits in a collective meanwhile, which HCCL would end: each rank works in a
@@ -56,26 +62,25 @@ class Watchdog:
 
     Attributes:
         what: the work, for the error.
-        progress: returns any number that changes while the work of this rank goes on.
+        progress: counts the work of this rank while it goes on; None: it does not say.
         stall_timeout: seconds, by the clock of rank 0, without a changed number or another rank done, after which all ranks raise
             CollectiveError that names the ranks that are not done.
     """
     what: str = "long work"
-    progress: Callable[[], float] = lambda: 0
+    progress: Progress | None = None
     stall_timeout: float = 1800.0
-
-    @classmethod
-    def of(cls, reporter: ProgressReporter) -> Watchdog:
-        """Returns a watchdog of work that ``reporter`` counts."""
-        return cls(reporter.what, lambda: reporter.done)
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0              # seconds between two exchanges; doubled each time
 
 
-def always_advancing() -> float:
-    """Returns the progress of work that has a timeout of its own: it never stalls."""
-    return runtime.monotonic()
+class _Always:
+    @property
+    def done(self) -> float:
+        return runtime.monotonic()
+
+
+ALWAYS_ADVANCING = _Always()                        # progress of work that has a timeout of its own: it never stalls
 
 
 def run_on_rank0(group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None) -> Any:
@@ -165,7 +170,7 @@ def _wait_for_all(group: Group, done: runtime.Event, watchdog: Watchdog) -> None
     pause, before, since = FIRST_PAUSE, None, 0.0
     while True:
         (idle if done.is_set() else done).wait(pause)
-        own = [done.is_set(), watchdog.progress(), runtime.monotonic()]
+        own = [done.is_set(), watchdog.progress.done if watchdog.progress else 0, runtime.monotonic()]
         rows = [json.loads(row) for row in group.gather(json.dumps(own).encode())]
         busy = [rank for rank, (is_done, _, _) in enumerate(rows) if not is_done]
         if not busy:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mindresume.coordination.collectives import Watchdog, always_advancing, gather_results, run_on_rank0
+from mindresume.coordination.collectives import ALWAYS_ADVANCING, Watchdog, gather_results, run_on_rank0
 from mindresume.errors import ConfigError, EngineError, SaveError, StrategyError
 from mindresume.events import Emit, Notice, warning
 from mindresume.events.progress import ProgressReporter
@@ -43,7 +43,7 @@ from mindresume.storage.interface import Storage
 
 UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"      # below output_dir
 OPENING = Watchdog("opening the checkpoint")
-_TRANSFORMING = Watchdog("transforming by MindSpore's engine", always_advancing)
+_TRANSFORMING = Watchdog("transforming by MindSpore's engine", ALWAYS_ADVANCING)
 
 
 # ---- at the selection ------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: T
     progress = ProgressReporter("converting", emit)
     engine = Engine(traffic=Traffic(progress=progress.advance))
     try:
-        gather_results(group, lambda: share and conversion.run(engine), Watchdog.of(progress))
+        gather_results(group, lambda: share and conversion.run(engine), Watchdog(progress.what, progress))
         if not run_on_rank0(group, conversion.finished):
             raise SaveError(f"{target} is not complete, though every rank has written its share")
     except BaseException:

@@ -120,7 +120,7 @@ def read_balanced(weights: CheckpointView, regions: Mapping[str, Region], layout
     reporter.expect(bytes_of(weights, mine))
     traffic = Traffic(progress=reporter.advance)
     read = partial(read_regions, weights, mine, max(WORKERS, request.workers), traffic)
-    arrays = run_on_all(group, read, Watchdog.of(reporter))
+    arrays = run_on_all(group, read, Watchdog(reporter.what, reporter))
     if not request.balanced:
         return arrays, traffic.read
     if not any(gather_results(group, lambda: bool(exchanges))):
@@ -176,7 +176,7 @@ def load_own_files(network: Network, context: TrainingContext, early: Future | N
     names = target.shapes if plan.weights_only else None
     read = early.result if early else partial(read_shard, context.resources.storage, plan.choice.root, context.shard,
                                               reporter, names)
-    arrays = run_on_all(group, read, Watchdog.of(reporter))
+    arrays = run_on_all(group, read, Watchdog(reporter.what, reporter))
     if plan.weights_only:
         run_on_all(group, partial(weight_names.convert, arrays, target, context.emit))
     restore(network, arrays, target, context, what, None, deduplicated)

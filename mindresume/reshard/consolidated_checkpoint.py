@@ -60,7 +60,7 @@ class ConsolidatedSource:
         """
         read = ProgressReporter.silent()
         state = gather_results(self.group, lambda: self._check(storage, path, read),
-                               Watchdog(f"checking {path}", lambda: read.done))[0]
+                               Watchdog(f"checking {path}", read))[0]
         if state is None and self.resume:
             raise MissingCheckpointError(f"{path} holds consolidated weights, but no step_num: no training can be resumed from "
                                          f"them. With resume_training: False they are loaded as weights only")

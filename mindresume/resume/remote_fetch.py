@@ -72,7 +72,7 @@ class RemoteFetch:
             return problem
         late = self._on_all(rank, lambda: rank.commit(manifest_bytes), leaders=True)
         total = sum(file.size or 0 for files in manifest.files for file in files)
-        self.emit(CheckpointFetched(manifest.step, self.remote.url, rank.fetched_bytes, total, runtime.monotonic() - started))
+        self.emit(CheckpointFetched(manifest.step, self.remote.url, rank.done, total, runtime.monotonic() - started))
         if late is not None:                        # all files are here: the next run commits it and gives it its name
             self.emit(warning(f"step {manifest.step} was fetched, but not committed: {late}"))
         return None
@@ -110,7 +110,7 @@ class RemoteFetch:
                 return str(error)
             return None
         found = gather_results(self.group, attempt,
-                               Watchdog(f"fetching from {self.remote.url}", lambda: rank.fetched_bytes, _PATIENCE))
+                               Watchdog(f"fetching from {self.remote.url}", rank, _PATIENCE))
         return next((f"rank {number}: {reason}" for number, reason in enumerate(found) if reason), None)
 
 
@@ -130,7 +130,7 @@ class _RankFetch:
         else:
             self.target_dir = os.path.join(self.root, FOLDER, attempt)
         self.records = os.path.join(self.target_dir, FOLDER, attempt)
-        self.fetched_bytes = 0
+        self.done = 0                           # bytes so far
         self._missing: list[FileRecord] = []
         self._written: list[str] = []
 
@@ -169,7 +169,7 @@ class _RankFetch:
             self._written.append(path)
             self.storage.rename(temporary, path)
             self.storage.sync(os.path.dirname(path))
-            self.fetched_bytes += file.size or 0
+            self.done += file.size or 0
 
     def _refuse_foreign(self, path: str, file: FileRecord) -> None:
         """Raises RecordError if the file at ``path`` belongs to another run, which started on an empty disk with the same names.

@@ -125,7 +125,7 @@ def verify_on_all_ranks(job: Job, storage: Storage, root: str, candidate: Candid
                 return {"refusal": result.to_json()}
             shards.append(result)
         return {"lost": [row for shard in shards for row in shard.missing_files(candidate)]}
-    rows = gather_results(job.group, check, Watchdog(f"checking step {candidate.step}", lambda: read.done))
+    rows = gather_results(job.group, check, Watchdog(f"checking step {candidate.step}", read))
     if refusals := refusals_of(rows):
         return refusals
     missing = sorted({(rank, path) for row in rows for rank, path in row.get("lost", ())})

@@ -33,10 +33,10 @@ from typing import Any
 
 from mindresume import runtime
 from mindresume.coordination.collectives import (
+    ALWAYS_ADVANCING,
     Group,
     SingleProcess,
     Watchdog,
-    always_advancing,
     gather_results,
     run_on_all,
     run_until_all_done,
@@ -232,7 +232,7 @@ class CheckpointManager:
             self.pending.end(MindResumeError(_OWN_SIGNAL))      # it says nothing against the loaded checkpoint
             self.emit(Notice(_OWN_SIGNAL, ERROR))
             self.emit(TrainingEnded(FAILED, _OWN_SIGNAL, self.policy.last_step))
-        call_within(_LAST_WORDS, report, None)
+        call_within(_LAST_WORDS, None, report)
         os._exit(1)
 
     def begin_load_attempt(self) -> None:
@@ -338,7 +338,7 @@ class CheckpointManager:
             except SaveError as error:
                 self._end_errors.append(error)
             return [step in self.policy.saved, bool(self._end_errors)]
-        rows = gather_results(self.group, written, Watchdog(f"writing what was begun before step {step}", always_advancing))
+        rows = gather_results(self.group, written, Watchdog(f"writing what was begun before step {step}", ALWAYS_ADVANCING))
         if self._end_errors:
             raise self._end_errors[0]
         failing = [rank for rank, (_, fails) in enumerate(rows) if fails]

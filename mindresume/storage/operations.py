@@ -5,7 +5,7 @@ import errno
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mindresume import runtime
 from mindresume.storage.interface import Storage
@@ -55,20 +55,27 @@ def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterab
     return [results[number] for number in range(len(rows))]
 
 
-def call_within(seconds: float, work: Callable[[], Result], default: Result, may_go_on: Callable[[], bool] | None = None
+class Hurry(Protocol):
+    def is_hurried(self) -> bool:
+        """Returns whether nothing is waited for any more. Asked several times a second."""
+
+
+def call_within(seconds: float, default: Result, work: Callable[..., Result], *arguments: Any, hurry: Hurry | None = None
                 ) -> Result:
-    """Returns what ``work`` returns, which uses a disk that can hang for ever; ``default`` if that takes longer than ``seconds``,
-    if ``may_go_on``, which is asked several times a second, returns False, or if no thread can be started. ``work`` goes on in
-    its thread. It must not raise."""
-    found: list[Result] = []
-    thread = runtime.Thread(target=lambda: found.append(work()), name="mindresume-bounded", daemon=True)
+    """Returns ``work(*arguments)``, which uses a disk that can hang for ever; ``default`` if that takes longer than ``seconds``,
+    if ``hurry`` says so, or if no thread can be started. ``work`` goes on in its thread. It must not raise."""
+    results: list[Result] = []
+
+    def run() -> None:
+        results.append(work(*arguments))
+    thread = runtime.Thread(target=run, name="mindresume-bounded", daemon=True)
     until = runtime.monotonic() + seconds
     with suppress(RuntimeError):                # the limit of threads is reached
         thread.start()
-        thread.join(seconds if may_go_on is None else _TICK)
-        while may_go_on is not None and thread.is_alive() and may_go_on() and runtime.monotonic() < until:
+        thread.join(seconds if hurry is None else _TICK)
+        while hurry is not None and thread.is_alive() and not hurry.is_hurried() and runtime.monotonic() < until:
             thread.join(_TICK)
-    return found[0] if found else default
+    return results[0] if results else default
 
 
 MAX_SMALL_FILE = 256 << 20      # bytes of any file other than weights; a record has at most half of that

@@ -228,11 +228,11 @@ class Job:
 
     def _died(self, ended: Ended) -> JobEnd:
         member, beat = ended.member, self.heartbeats.of(ended.member.pid)
-        noticed, path = runtime.monotonic(), call_within(PATIENCE, lambda: self.members.log_file(member), "")
-        log = call_within(PATIENCE, lambda: excerpt(path), ()) if path else ()
+        noticed, path = runtime.monotonic(), call_within(PATIENCE, "", self.members.log_file, member)
+        log = call_within(PATIENCE, (), excerpt, path) if path else ()
         status = ended.status
         if status is None and path:
-            status = call_within(PATIENCE, lambda: _status_in_message(os.path.dirname(path), member.pid), None)
+            status = call_within(PATIENCE, None, _status_in_message, os.path.dirname(path), member.pid)
         phase, step = (beat.phase, beat.step) if beat else ("", NONE)
         self.emit(RankDied(self.number, runtime.gethostname(), member.pid, member.rank, status, phase, _known(step), log))
         who = "the scheduler of msrun" if member.role == SCHEDULER else _name(member.rank)
@@ -252,7 +252,7 @@ class Job:
         cause = f"the command ended with status {status}{unasked}"
         if unknown is None:
             return JobEnd(EXITED, status, cause, rank=next((beat.rank for beat in beats if beat.outcome == FAILED), None))
-        log = call_within(PATIENCE, lambda: excerpt(unknown.member.log), ())
+        log = call_within(PATIENCE, (), excerpt, unknown.member.log)
         return JobEnd(EXITED, status, cause, rank=unknown.member.rank, log=log)
 
     def _may_have_ranks(self) -> bool:
@@ -271,10 +271,7 @@ class Job:
             return None
         noticed, first = runtime.monotonic(), hang.ranks[0]
 
-        def write() -> tuple[str, ...] | None:
-            target = self.recorder.evidence() if self.recorder is not None else None
-            return None if target is None else write_stacks(alive, self.heartbeats.folder, f"{target}-start_{self.number}")
-        paths = call_within(_STACKS, write, ())             # py-spy, and a disk that can hang; None: there is no place for them
+        paths = call_within(_STACKS, (), self._write_stacks, alive)     # py-spy, and a disk that can hang
         if paths is not None and (absent := without_stacks(alive, paths)):
             self.emit(warning(f"no stacks of {absent}"))
         self.emit(HangDetected(self.number, runtime.gethostname(), tuple(max(it.rank, 0) for it in hang.ranks), hang.seconds,
@@ -282,6 +279,11 @@ class Job:
         cause = (f"{_name(first.rank)} made no progress for {hang.seconds:.0f} s while {first.phase} ({hang.limit})"
                  + (f", stacks: {paths[0]} ..." if paths else ""))
         return JobEnd(HUNG, HANG_STATUS, cause, False, first.rank, first.phase, noticed)
+
+    def _write_stacks(self, ranks: Sequence[rank_heartbeat.Heartbeat]) -> tuple[str, ...] | None:
+        """Returns the files with stacks; None: there is no place for them."""
+        target = self.recorder.evidence() if self.recorder is not None else None
+        return None if target is None else write_stacks(ranks, self.heartbeats.folder, f"{target}-start_{self.number}")
 
     def _beats_of_ranks(self) -> list[rank_heartbeat.Heartbeat | None]:
         """Returns the last heartbeat of each rank that runs; None for one without."""

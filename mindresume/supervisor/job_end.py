@@ -24,12 +24,13 @@ always at it, and each failure would wait.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDING, NONE, SAVING, Heartbeat
+from mindresume.storage.operations import Hurry
 from mindresume.supervisor.members import Member, Members
 from mindresume.supervisor.process_table import OTHER, RANK, SCHEDULER, WRITER, send
 from mindresume.supervisor.restart_policy import DIED, PEER, STOPPED
@@ -59,13 +60,9 @@ class EndingJob(Protocol):
         """Returns whether a rank writes a checkpoint that can still become complete."""
 
 
-class Hurry(Protocol):
-    def is_hurried(self) -> bool:
-        """Returns whether everything is to be killed now, for example after a second Ctrl-C."""
-
-
 def end_job(job: EndingJob, kind: str, times: EndTimes, observer: Hurry) -> tuple[int, ...]:
-    """Ends all members of a job. ``kind``: of its end. Returns the numbers of those left behind."""
+    """Ends all members of a job; kills them at once in a hurry, such as after a second Ctrl-C. ``kind``: of the end of the
+    job. Returns the numbers of those left behind."""
     return _Ending(job, kind, times, observer).run()
 
 
@@ -83,28 +80,29 @@ class _Ending:
         for pid in launchers:
             send(pid, signal.SIGSTOP)
 
-        def working() -> list[Member]:
-            if not ranks:
-                return self._alive(OTHER)
-            below = {pid for member in self._alive(RANK) for pid in (member.pid, *self.members.below(member.pid))}
-            return [member for member in self._alive(RANK, OTHER) if member.pid in below]
-        self._end(working, self.times.grace, self.times.save)
+        self._end((RANK, OTHER), self.times.grace, self.times.save, below_ranks=bool(ranks))
         for pid in launchers:
             send(pid, signal.SIGTERM)
             send(pid, signal.SIGCONT)
         self._asked.update(dict.fromkeys(launchers, runtime.monotonic()))
-        self._end(lambda: self._alive(RANK, OTHER, SCHEDULER), _CLEANUP, _CLEANUP)
-        self._end(lambda: self._alive(WRITER), self.times.grace, self.times.save)
-        self._end(self._alive, 0.0, 0.0)            # whatever came meanwhile
+        self._end((RANK, OTHER, SCHEDULER), _CLEANUP, _CLEANUP)
+        self._end((WRITER,), self.times.grace, self.times.save)
+        self._end((), 0.0, 0.0)                     # whatever came meanwhile
         return tuple(sorted(self.left))
 
-    def _alive(self, *roles: str) -> list[Member]:
-        return [member for member in self.members.alive(*roles) if member.pid not in self.left]
+    def _alive(self, roles: Sequence[str], below_ranks: bool) -> list[Member]:
+        """Returns the members with one of ``roles``, of all roles without. ``below_ranks``: the ranks and what they started."""
+        alive = [member for member in self.members.alive(*roles) if member.pid not in self.left]
+        if not below_ranks:
+            return alive
+        ranks = [member.pid for member in alive if member.role == RANK]
+        below = set(ranks).union(*map(self.members.below, ranks))
+        return [member for member in alive if member.pid in below]
 
-    def _end(self, alive: Callable[[], list[Member]], grace: float, save: float) -> None:
-        """Ends the members that ``alive`` returns, until it returns none."""
+    def _end(self, roles: Sequence[str], grace: float, save: float, below_ranks: bool = False) -> None:
+        """Ends these members, until there are none."""
         began = runtime.monotonic()
-        while left := alive():
+        while left := self._alive(roles, below_ranks):
             now, saving = runtime.monotonic(), self._saving(left)
             for member in left:
                 is_saving, is_late = member.pid in saving, now - began >= max(grace, save)

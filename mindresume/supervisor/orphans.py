@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from mindresume import runtime
@@ -52,9 +52,9 @@ def find_orphans(command: Sequence[str]) -> list[Process]:
     return found
 
 
-def end_orphans(orphans: Sequence[Process], times: EndTimes, at_once: Callable[[], bool]) -> tuple[int, ...]:
-    """Ends processes: SIGTERM, and SIGKILL after ``times.grace`` seconds; one that writes a checkpoint may finish. Returns those
-    that do not end."""
+def end_orphans(orphans: Sequence[Process], times: EndTimes, signals: Sequence[int]) -> tuple[int, ...]:
+    """Ends processes: SIGTERM, and SIGKILL after ``times.grace`` seconds; one that writes a checkpoint may finish. At the first
+    of ``signals`` that this process gets, SIGKILL to all. Returns those that do not end."""
     began, asked = runtime.monotonic(), set()
     writers = {process.pid for process in orphans if WRITER_MARK in environment_of(process.pid)}
     while left := [process for process in orphans if _is_there(process)]:
@@ -64,7 +64,7 @@ def end_orphans(orphans: Sequence[Process], times: EndTimes, at_once: Callable[[
             if process.pid not in asked and process.pid not in writers:
                 send(process.pid, signal.SIGTERM)
                 asked.add(process.pid)
-            if spent >= patience or at_once():
+            if spent >= patience or signals:
                 send(process.pid, signal.SIGKILL)
         if spent > max(times.grace, times.save) + times.stuck:
             break

@@ -29,7 +29,7 @@ from mindresume.events import (
     warning,
 )
 from mindresume.events.emitter import Emitter
-from mindresume.storage.operations import call_within
+from mindresume.storage.operations import Hurry, call_within
 from mindresume.supervisor import orphans
 from mindresume.supervisor.event_recorder import PATIENCE, EventRecorder
 from mindresume.supervisor.job import TICK, Command, Job, JobSettings
@@ -79,7 +79,14 @@ class SupervisorSettings:
     keep_logs: int = 5
 
 
-Flush = Callable[[str, Callable[[], bool]], Event | None]
+Flush = Callable[[str, Hurry], Event | None]
+
+
+class _Signals(list[int]):
+    """The signals that this process got."""
+
+    def is_hurried(self) -> bool:
+        return len(self) > 1
 
 
 class Supervisor:
@@ -89,7 +96,7 @@ class Supervisor:
         emit: has the handlers that print; the event file is added.
         nodes: coordinates this node with the others; None: there is one node.
         flush: writes what only memory has to disk. Called after the last start if the job has failed, with the output folder of
-            the training and a function that returns whether to stop at once. Returns what it did.
+            the training and what says that it is to stop at once. Returns what it did.
     """
 
     def __init__(self, command: Sequence[str], settings: SupervisorSettings, emit: Emitter, nodes: Rendezvous | None = None,
@@ -99,7 +106,7 @@ class Supervisor:
         self.environment = dict(os.environ if environment is None else environment)
         self.starts: list[StartOutcome] = []
         self._recorder = EventRecorder(emit, nodes.node if nodes else 0)
-        self._signals: list[int] = []
+        self._signals = _Signals()
         self._folder = ""
         self._logs: set[str] = set()                    # of the last start
         self._left: set[int] = set()                    # processes that did not end after SIGKILL
@@ -132,8 +139,7 @@ class Supervisor:
         self._folder = orphans.make_folder()
         decision = self.supervise()
         if decision.status and self._output and self.flush is not None:
-            done = call_within(_FLUSHING, lambda: self.flush(self._output, lambda: len(self._signals) > 1), None,
-                               lambda: len(self._signals) < 2)
+            done = call_within(_FLUSHING, None, self.flush, self._output, self._signals, hurry=self._signals)
             if done is not None:
                 self.emit(done)
         if decision.action == GIVE_UP:
@@ -149,7 +155,7 @@ class Supervisor:
         if self.nodes is not None:
             self.nodes.leave(decision.status, decision.reason)
             until = runtime.monotonic() + _LEAVING
-            while not self.nodes.states.is_published and runtime.monotonic() < until and len(self._signals) < 2:
+            while not self.nodes.states.is_published and runtime.monotonic() < until and not self._signals.is_hurried():
                 runtime.sleep(TICK)
                 self.nodes.states.publish_if_due()
         return decision
@@ -258,7 +264,7 @@ class Supervisor:
         """Returns whether everything is to be killed now. Called often while a job is ended."""
         if self.nodes is not None:
             self.nodes.states.publish_if_due()
-        return len(self._signals) > 1
+        return self._signals.is_hurried()
 
     # ---- between two starts -----------------------------------------------------------------------------------------------
 
@@ -282,7 +288,7 @@ class Supervisor:
                 return keep_logs(self._logs, node, last.number, last.started, self.settings.keep_logs, self.nodes is None)
             except OSError as error:
                 return error
-        folders = call_within(PATIENCE, move, TimeoutError(f"their disk did not answer in {PATIENCE:.0f} s"))
+        folders = call_within(PATIENCE, TimeoutError(f"their disk did not answer in {PATIENCE:.0f} s"), move)
         if isinstance(folders, OSError):
             self.emit(warning(f"the logs of start {last.number} are not kept: {folders}"))
         elif folders:
@@ -295,7 +301,7 @@ class Supervisor:
         if found:
             job = self.settings.job
             self.emit(OrphansEnded(tuple(process.pid for process in found)))
-            left = orphans.end_orphans(found, EndTimes(job.leave, job.leave, job.stuck), lambda: bool(self._signals))
+            left = orphans.end_orphans(found, EndTimes(job.leave, job.leave, job.stuck), self._signals)
             if left:
                 self.emit(warning(f"processes {', '.join(map(str, left))} do not end after SIGKILL and are left behind"))
 

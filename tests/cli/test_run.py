@@ -1,4 +1,6 @@
 """``mindresume run`` writes what only memory has to disk when it does not start a failed job again."""
+from types import SimpleNamespace
+
 import pytest
 from memory_tiers import make_owned_tier
 from rank_folders import STORAGE, save
@@ -19,7 +21,7 @@ def steps_on_disk(root):
 
 
 def write(root, is_hurried=lambda: False):
-    return _flush_memory(str(root.parent), is_hurried)
+    return _flush_memory(str(root.parent), SimpleNamespace(is_hurried=is_hurried))
 
 
 def test_a_save_that_only_memory_has_is_written(memory, root):

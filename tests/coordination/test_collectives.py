@@ -81,10 +81,18 @@ def test_all_ranks_give_up_work_without_progress():
     assert len(set(found)) == 1 and found[0][0].startswith("rank 2: checking: no progress for 10") and 100 < found[0][1] < 110
 
 
+class Growing:
+    """Progress until second 900."""
+
+    @property
+    def done(self):
+        return min(900.0, current_cluster().scheduler.now) // 30
+
+
 def test_work_with_progress_is_waited_for():
     """The wait lasts as long as a number changes, however slowly; here until second 900."""
     def work(group):
-        watchdog = Watchdog(progress=lambda: min(900.0, current_cluster().scheduler.now) // 30, stall_timeout=50.0)
+        watchdog = Watchdog(progress=Growing(), stall_timeout=50.0)
         return gather_results(group, lambda: group.rank == 0 or current_cluster().scheduler.sleep(1000.0 if late else 940.0),
                               watchdog)
     late = False

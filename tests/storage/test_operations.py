@@ -41,9 +41,9 @@ def test_parallel_starts_no_item_after_an_error(alone):
 
 def test_a_disk_that_hangs_is_not_waited_for_for_ever():
     answers = threading.Event()
-    assert call_within(0.01, answers.wait, "nothing") == "nothing" and call_within(600, lambda: "lines", "nothing") == "lines"
+    assert call_within(0.01, "nothing", answers.wait) == "nothing" and call_within(600, "nothing", str, 5) == "5"
     answers.set()
 
 
 def test_a_call_without_a_thread_is_not_made(alone):
-    assert call_within(600, lambda: "lines", "nothing") == "nothing"
+    assert call_within(600, "nothing", str, 5) == "nothing"

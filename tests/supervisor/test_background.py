@@ -1,6 +1,7 @@
 """The one who watches waits for nobody: a pipe whose reader stopped, a disk that hangs, the limit of threads."""
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_without_a_thread_the_events_wait_for_one(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(runtime, "Thread", NoThread)
         handler.handle(Notice("1"), 0.0)
-        assert call_within(60, lambda: 1, "none", lambda: True) == "none"
+        assert call_within(60, "none", str, hurry=SimpleNamespace(is_hurried=lambda: False)) == "none"
     handler.handle(Notice("2"), 0.0)
     handler.close()
     assert inner.seen == ["1", "2"]
@@ -97,5 +98,5 @@ def test_work_that_hangs_is_left(answers, found):
             hangs.wait()
         return "done"
     rows = iter(answers)
-    assert call_within(600, work, "gave up", lambda: next(rows, True)) == found
+    assert call_within(600, "gave up", work, hurry=SimpleNamespace(is_hurried=lambda: not next(rows, True))) == found
     hangs.set()

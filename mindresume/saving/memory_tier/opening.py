@@ -110,7 +110,7 @@ def _wait_for_mark(storage: Storage, root: str, mark: TierMark, run: str, group:
 def _remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit) -> None:
     """Removes tiers of dead jobs in the background, and waits some seconds for it: the disk of another training, which may hang
     for ever, is asked whether it has a newer save."""
-    if call_within(_PATIENCE, lambda: remove_leftovers(storage, tier, keep_days, emit), None) is None:
+    if call_within(_PATIENCE, None, remove_leftovers, storage, tier, keep_days, emit) is None:
         emit(Notice(f"{os.path.dirname(tier)}: whether tiers of earlier jobs can be removed was not found out in "
                     f"{_PATIENCE:.0f} s: perhaps the disk of one of them hangs"))
 
