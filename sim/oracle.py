@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.common_checkpoint import COMMON
+from mindresume.coordination.storage_topology import COMMON
 from mindresume.errors import MindResumeError, NoUsableCheckpointError
 from mindresume.fault_injection.tiny_checkpoints import ITERATION, Saved, leftovers
 from mindresume.formats import Candidate

@@ -1,31 +1,40 @@
-"""Finds which ranks share storage, where nodes share no disk.
+"""Finds which ranks share storage, and where nodes share no disk, which checkpoint all nodes have.
 
     groups = find_shared_groups(storage, root, group)       # every rank, at the start: a probe file of each node; who sees it
+    peers = PeerState(storage, root, run, groups, rank, uploads)
+    peers.on_peer_state(rows_of_all_ranks(peers.local_state()))         # all ranks at the same step, see ``preemption``
 
-Each group commits what its own ranks recorded; ``mindresume.coordination.common_checkpoint`` records which checkpoint all groups
-have.
+    {root}/.mindresume/common          name of the newest checkpoint that all nodes have; empty: none is known
+
+Each group commits what its own ranks recorded. The ranks exchange their checkpoints now and then, and each node records the
+newest common one. Retention keeps it: a node that is ahead must not remove the last checkpoint that the others have too. If no
+upload is in progress, that checkpoint is uploaded next; each node locks it now (``mindresume.saving.uploader``).
 """
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from mindresume import runtime
-from mindresume.coordination.collectives import Group, gather_results, run_on_rank0
+from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders, next_run
 from mindresume.coordination.process_identity import mount_namespace
 from mindresume.errors import LeaseHeldError
-from mindresume.model.manifest import FOLDER, PROBE, is_probe, run_name, run_sequence
+from mindresume.model.manifest import FOLDER, MANIFEST, MAX_NAME, PROBE, attempts, is_probe, run_name, run_sequence
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage
 from mindresume.storage.mounts import is_local
+from mindresume.storage.operations import read_bytes
 from mindresume.storage.stale_files import remove_stale
 
 PATIENCE = 65                   # checks, one a second: Linux caches the listing of a folder for at most 60 s (nfs(5), acdirmax)
 LOOKS = 5                       # the same, for local disks
+COMMON = "common"
+_NEWEST = 8                     # checkpoints of a group that are sent to the others
+_WHY = "nodes share no disk, and not all of them are known to have a newer one"
 
 
 @dataclass(frozen=True)
@@ -53,8 +62,7 @@ def single_group(size: int) -> SharedGroups:
     return SharedGroups((0,) * size)
 
 
-def find_shared_groups(storage: Storage, root: str, group: Group, sleep: Callable[[float], None] = runtime.sleep,
-                       local: Callable[[str], bool] = is_local) -> SharedGroups:
+def find_shared_groups(storage: Storage, root: str, group: Group, time: runtime.Clock = runtime) -> SharedGroups:
     """Finds the groups of ranks that share ``root``. In each container one rank writes a probe file; ranks that see the file of
     another rank, or whose file it sees, share storage with it.
 
@@ -66,87 +74,92 @@ def find_shared_groups(storage: Storage, root: str, group: Group, sleep: Callabl
         return single_group(1)
     holder, path = holder_of_this_process(""), os.path.realpath(root)
     container = f"{holder.machine}/{mount_namespace()}"
-    mounts = [tuple(row) for row in gather_results(group, lambda: [holder.host, container, path, local(path)])]
+    mounts = gather_results(group, lambda: [holder.host, container, path, is_local(path), runtime.token_hex(4)])
     first: dict[tuple[Any, ...], int] = {}
     for rank, mount in enumerate(mounts):
-        first.setdefault(mount, rank)
-    probers = sorted(first.values())
-    tag, folder = run_on_rank0(group, lambda: runtime.token_hex(4)), os.path.join(root, FOLDER)
-    is_prober, probe = group.rank in probers, os.path.join(folder, f"{PROBE}{tag}-{group.rank}")
-
-    def write_probe() -> None:
-        if is_prober:
-            storage.make_folder(folder)
-            publish(storage, probe, [b""], tag)
-
-    def remove_probe() -> None:
-        if is_prober:
-            storage.remove(probe)
-
-    def remove_stale_probes() -> None:
-        if is_prober and leaders[group.rank] == group.rank:
-            others = [name for name in storage.list(folder) if is_probe(name) and not name.startswith(f"{PROBE}{tag}")]
-            remove_stale(storage, [os.path.join(folder, name) for name in others], probe)
-
-    def remove_empty_folder() -> None:
-        if is_prober:                               # the other ranks only read the folder
-            with suppress(OSError):                 # not empty; a listing may be old, so it is not asked
-                storage.remove(folder)
+        first.setdefault(tuple(mount[:4]), rank)
+    probes = _Probes(storage, os.path.join(root, FOLDER), mounts[0][4], group.rank, sorted(first.values()))
     try:
-        gather_results(group, write_probe)
-        for attempt in range(LOOKS if all(mount[-1] for mount in mounts) else PATIENCE):
+        gather_results(group, probes.write)
+        for attempt in range(LOOKS if all(mount[3] for mount in mounts) else PATIENCE):
             if attempt:
-                sleep(1.0)
-            rows = gather_results(group, lambda: _encode(_visible_probes(storage, folder, tag, probers)))
-            leaders = _leaders([_decode(row) for row in rows], probers)
+                time.sleep(1.0)
+            rows = gather_results(group, probes.visible)
+            leaders = _leaders([int(row, 16) for row in rows], probes.ranks)
             if not any(leaders):
                 break
     except BaseException:                           # also KeyboardInterrupt
         with suppress(OSError):
-            remove_probe()
-            remove_empty_folder()
+            probes.remove()
+            probes.remove_empty_folder()
         raise
-    with suppress(OSError):
-        remove_stale_probes()
-    gather_results(group, remove_probe)
-    gather_results(group, remove_empty_folder)      # no rank goes on while the folder may be removed
+    if leaders[group.rank] == group.rank:
+        with suppress(OSError):
+            probes.remove_stale()
+    gather_results(group, probes.remove)
+    gather_results(group, probes.remove_empty_folder)       # no rank goes on while the folder may be removed
     return SharedGroups(leaders)
 
 
-def _visible_probes(storage: Storage, folder: str, tag: str, probers: Sequence[int]) -> list[bool]:
-    """Returns, for each of the ranks ``probers``, whether its file is visible here. A listing may be a minute old; a name that
-    this host has never looked up is looked up on the server."""
-    names, listed = [f"{PROBE}{tag}-{rank}" for rank in probers], set(storage.list(folder))
-    return [name in listed or storage.status(os.path.join(folder, name)) is not None for name in names]
+@dataclass(frozen=True)
+class _Probes:
+    """The probe files of one search, as this rank handles them. ``tag``: of the search. ``ranks``: that write one; the others
+    only read the folder."""
+    storage: Storage
+    folder: str
+    tag: str
+    rank: int
+    ranks: Sequence[int]
 
+    def path(self, rank: int) -> str:
+        return os.path.join(self.folder, f"{PROBE}{self.tag}-{rank}")
 
-def _encode(visible: Sequence[bool]) -> str:
-    """Encodes a row in few bytes: each of thousands of ranks sends it to all others."""
-    return f"{int(''.join('1' if one else '0' for one in visible), 2):x}"
+    def write(self) -> None:
+        if self.rank in self.ranks:
+            self.storage.make_folder(self.folder)
+            publish(self.storage, self.path(self.rank), [b""], self.tag)
 
+    def visible(self) -> str:
+        """Returns a bit for each of ``ranks``, whether its file is visible here, in few bytes: each of thousands of ranks sends
+        them to all others. A listing may be a minute old; a name that this host never looked up is looked up on the server."""
+        listed = set(self.storage.list(self.folder))
+        paths = [self.path(rank) for rank in self.ranks]
+        bits = ["1" if os.path.basename(path) in listed or self.storage.status(path) is not None else "0" for path in paths]
+        return f"{int(''.join(bits), 2):x}"
 
-def _decode(text: str) -> int:
-    return int(text, 16)
+    def remove(self) -> None:
+        if self.rank in self.ranks:
+            self.storage.remove(self.path(self.rank))
+
+    def remove_stale(self) -> None:
+        """Removes what dead jobs have left."""
+        if self.rank in self.ranks:
+            others = [name for name in self.storage.list(self.folder)
+                      if is_probe(name) and not name.startswith(f"{PROBE}{self.tag}")]
+            remove_stale(self.storage, [os.path.join(self.folder, name) for name in others], self.path(self.rank))
+
+    def remove_empty_folder(self) -> None:
+        if self.rank in self.ranks:
+            with suppress(OSError):                 # not empty; a listing may be old, so it is not asked
+                self.storage.remove(self.folder)
 
 
 def _leaders(rows: Sequence[int], probers: Sequence[int]) -> tuple[int, ...]:
     """Returns, by rank, the first rank that shares storage with it, directly or through others. ``rows``: by rank, a bit for each
     of ``probers``, the last one the lowest."""
     leader = list(range(len(rows)))
-
-    def top(rank: int) -> int:
-        while leader[rank] != rank:
-            leader[rank] = rank = leader[leader[rank]]
-        return rank
-
-    def join(one: int, two: int) -> None:
-        one, two = sorted((top(one), top(two)))
-        leader[two] = one
     for row in set(rows):                           # a few kinds of thousands of rows
         visible = [rank for index, rank in enumerate(reversed(probers)) if row >> index & 1]
         for rank in [rank for rank, other in enumerate(rows) if other == row and visible] + visible:
-            join(rank, visible[0])
-    return tuple(map(top, range(len(rows))))
+            one, two = sorted((_top(leader, rank), _top(leader, visible[0])))
+            leader[two] = one
+    return tuple(_top(leader, rank) for rank in range(len(rows)))
+
+
+def _top(leader: list[int], rank: int) -> int:
+    while leader[rank] != rank:
+        leader[rank] = rank = leader[leader[rank]]
+    return rank
 
 
 def check_not_shared(lease: Lease) -> None:
@@ -162,5 +175,103 @@ def check_not_shared(lease: Lease) -> None:
 
 def next_common_run(storage: Storage, root: str, group: Group) -> str:
     """Returns the name of a run later than every run in the directory of any rank; the same on all ranks."""
-    numbers = gather_results(group, lambda: run_sequence(next_run(storage.list(os.path.join(root, FOLDER)))))
-    return run_on_rank0(group, lambda: run_name(max(numbers), runtime.token_hex(4)))
+    rows = gather_results(group, lambda: next_run(storage.list(os.path.join(root, FOLDER))))
+    return run_name(max(map(run_sequence, rows)), rows[0].rpartition("-")[2])
+
+
+# ---- the checkpoint that all nodes have ---------------------------------------------------------------------------------
+
+def newest_committed(storage: Storage, root: str) -> list[str]:
+    """Returns the names of the newest committed checkpoints in ``root``, newest first."""
+    names = sorted((name for name, _, _ in attempts(storage.list(os.path.join(root, FOLDER)))), key=order_of, reverse=True)
+    found = []
+    for name in names:
+        with suppress(OSError):                                 # others must not rely on one that cannot be listed
+            if len(found) < _NEWEST and MANIFEST in storage.list(os.path.join(root, FOLDER, name)):
+                found.append(name)
+    return found
+
+
+def newest_common(rows: Sequence[Any]) -> str:
+    """Returns the newest name that is in all ``rows``: the ``committed`` names of each group. Empty if there is none."""
+    names = set.intersection(*(set(row) for row in rows)) if rows else set()
+    return max(names, key=order_of, default="")
+
+
+def order_of(name: str) -> tuple[int, int]:
+    """Returns the sort key of a folder of records: run, then step. Raises ValueError for another name."""
+    (_, step, run), = attempts([name])                          # ValueError for another name
+    return run_sequence(run), step
+
+
+def record_common(storage: Storage, root: str, name: str, tag: str) -> None:
+    """Records the newest checkpoint that all nodes have. Raises OSError."""
+    publish(storage, os.path.join(root, FOLDER, COMMON), [name.encode()], tag)
+
+
+def clear_common(storage: Storage, root: str) -> None:
+    """Removes the record from a directory that all ranks share (again). Raises OSError."""
+    with suppress(FileNotFoundError):
+        storage.remove(os.path.join(root, FOLDER, COMMON))
+
+
+def protected_by_peers(storage: Storage, root: str) -> Mapping[str, str]:
+    """Returns {name of an attempt folder: why it must stay}: the recorded checkpoint and all newer ones. Empty for a directory
+    without a record."""
+    names = storage.list(os.path.join(root, FOLDER))
+    if COMMON not in names:
+        return {}
+    try:
+        noted = read_bytes(storage, os.path.join(root, FOLDER, COMMON), MAX_NAME).decode()
+        least = order_of(noted) if noted else (0, 0)
+    except (OSError, ValueError):                               # unreadable: keep all
+        least = (0, 0)
+    return {name: _WHY for name, _, _ in attempts(names) if order_of(name) >= least}
+
+
+class Uploads(Protocol):
+    """The methods of an ``Uploader`` that an exchange calls."""
+
+    def ready(self) -> bool: ...
+
+    def schedule(self, name: str) -> None: ...
+
+
+@dataclass
+class PeerState:
+    """Sends the state of each leader (first rank of a group that shares storage) to the others, and acts on all states. Where all
+    ranks share the directory there is nothing to exchange. ``uploads``: of this rank, if checkpoints are uploaded."""
+    storage: Storage
+    root: str
+    run: str
+    shared_groups: SharedGroups
+    rank: int
+    uploads: Uploads | None = None
+    _recorded: str | None = None
+
+    def local_state(self) -> Any:
+        """Returns [names of the newest checkpoints of this group, whether an upload can begin]; None: nothing to exchange."""
+        if not self.shared_groups.is_split or not self.shared_groups.is_leader(self.rank):
+            return None
+        try:
+            names = newest_committed(self.storage, self.root)
+        except OSError:                                 # then no checkpoint is common, and nothing is removed
+            names = []
+        return [names, self.uploads is not None and self.uploads.ready()]
+
+    def on_peer_state(self, rows: Sequence[Any]) -> None:
+        """Acts on ``rows``, the local states of all ranks. Raises OSError if the common checkpoint cannot be recorded: then
+        nothing newer than the recorded one is removed."""
+        if not self.shared_groups.is_split or not self.shared_groups.is_leader(self.rank):
+            return
+        leaders = self.shared_groups.of_leaders(rows)
+        common = newest_common([names for names, _ in leaders])
+        if self.uploads is not None and leaders[0][1]:
+            self.uploads.schedule(common)           # before the record: after it older ones may be removed
+        self.record(common)
+
+    def record(self, name: str) -> None:
+        """Records ``name`` unless it is recorded already. Raises OSError as above."""
+        if name != self._recorded and self.shared_groups.is_leader(self.rank):
+            record_common(self.storage, self.root, name, self.run)
+            self._recorded = name

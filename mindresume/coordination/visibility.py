@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results
-from mindresume.coordination.common_checkpoint import order_of
-from mindresume.coordination.storage_topology import SharedGroups
+from mindresume.coordination.storage_topology import SharedGroups, order_of
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name, parse_iteration
 from mindresume.formats.iteration_scan import tracked
 from mindresume.formats.rank_folder_naming import folder_name, folder_rank, parse_name

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindresume.coordination.collectives import Watchdog, run_on_rank0
-from mindresume.coordination.common_checkpoint import order_of
+from mindresume.coordination.storage_topology import order_of
 from mindresume.errors import NoUsableCheckpointError, RecordError, RemoteError
 from mindresume.events import CandidateRefused, warning
 from mindresume.formats import OURS, Candidate, Refusal

@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mindresume.coordination.collectives import Watchdog, gather_results, run_on_rank0
-from mindresume.coordination.common_checkpoint import order_of
-from mindresume.coordination.storage_topology import SharedGroups
+from mindresume.coordination.storage_topology import SharedGroups, order_of
 from mindresume.errors import RemoteError, UnusableCheckpointError
 from mindresume.events import Notice
 from mindresume.formats import OURS, Candidate, Refusal

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from mindresume.coordination.common_checkpoint import protected_by_peers
+from mindresume.coordination.storage_topology import protected_by_peers
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import TRACKER, parse_iteration
 from mindresume.formats.iteration_scan import tracked

@@ -14,11 +14,16 @@ from typing import Any, Protocol
 
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
-from mindresume.coordination.common_checkpoint import clear
 from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.coordination.peer_state import PeerState
-from mindresume.coordination.storage_topology import SharedGroups, check_not_shared, find_shared_groups, next_common_run
+from mindresume.coordination.storage_topology import (
+    PeerState,
+    SharedGroups,
+    check_not_shared,
+    clear_common,
+    find_shared_groups,
+    next_common_run,
+)
 from mindresume.errors import ConfigError
 from mindresume.events import Emit, Notice, warning
 from mindresume.formats import Candidate
@@ -88,7 +93,7 @@ class SaveSession:
         if not self.shared_groups.is_split:
             if self.is_leader:
                 try:
-                    clear(storage, root)
+                    clear_common(storage, root)
                 except OSError as error:                # then more stays than must; no rank fails alone for that
                     self.emit(warning(f"{root}: {error}"))
             return

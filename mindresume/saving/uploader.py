@@ -13,8 +13,8 @@ step would ever be complete. Rank 0 publishes the step as an object, because the
 if their nodes share no disk. While rank 0 uploads a step, its read lock keeps retention from removing the files.
 
 If nodes share no disk, each node removes checkpoints by itself. So the exchange in which the nodes learn which checkpoints all of
-them have (``mindresume.coordination.peer_state``) also schedules the next upload: at that moment each node has the checkpoint,
-and locks it from then on.
+them have (``mindresume.coordination.storage_topology``) also schedules the next upload: at that moment each node has the
+checkpoint, and locks it from then on.
 """
 from __future__ import annotations
 

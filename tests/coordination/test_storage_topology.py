@@ -2,29 +2,28 @@
 import io
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rank_folders import STORAGE, Ranks, save, target_of, write_rank
 
-from mindresume.coordination import lease
+from mindresume.coordination import lease, storage_topology
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.common_checkpoint import (
-    COMMON,
-    clear,
-    committed,
-    newest_common,
-    order_of,
-    protected_by_peers,
-    record,
-)
 from mindresume.coordination.read_locks import ReadLocks
 from mindresume.coordination.storage_topology import (
+    COMMON,
     LOOKS,
     PATIENCE,
     SharedGroups,
     check_not_shared,
+    clear_common,
     find_shared_groups,
+    newest_committed,
+    newest_common,
     next_common_run,
+    order_of,
+    protected_by_peers,
+    record_common,
     single_group,
 )
 from mindresume.errors import CollectiveError, LeaseHeldError, RecordError
@@ -103,8 +102,10 @@ def looked_from(tmp_path, hosts, local=False):
     """Returns the groups that two ranks on each host find in one folder."""
     def work(group):
         host = hosts[group.rank // 2]
-        return find_shared_groups(host, str(tmp_path), group, host.sleep, lambda path: local)
-    found = Ranks(2 * len(hosts), [f"node{rank // 2}" for rank in range(2 * len(hosts))]).run(work)
+        return find_shared_groups(host, str(tmp_path), group, host)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage_topology, "is_local", lambda path: local)
+        found = Ranks(2 * len(hosts), [f"node{rank // 2}" for rank in range(2 * len(hosts))]).run(work)
     assert all(one == found[0] for one in found) and os.listdir(tmp_path) == []
     return found[0].leaders
 
@@ -179,7 +180,8 @@ def test_an_interrupted_wait_leaves_no_probe_files(tmp_path):
         raise RuntimeError("interrupted")
     for name in "ab":
         (tmp_path / name).mkdir()
-    found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / "ab"[group.rank]), group, sleep))
+    time = SimpleNamespace(sleep=sleep)
+    found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / "ab"[group.rank]), group, time))
     assert [str(error) for error in found] == ["interrupted"] * 2
     assert [os.listdir(tmp_path / name) for name in "ab"] == [[], []]
 
@@ -231,7 +233,7 @@ def test_a_node_commits_the_ranks_that_it_has(tmp_path):
     found = scan(STORAGE, str(tmp_path)).candidates
     assert [(c.step, c.local_ranks, c.world_size, sorted(c.files), c.committed, c.problem) for c in found] == [
         (5, (2, 3), 4, [2, 3], True, None)]
-    assert committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)]
+    assert newest_committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)]
     refusal = check_files(STORAGE, str(tmp_path), found[0], 4)
     assert "only the files of rank 2, 3 of 4 are here: nodes that share no disk saved it" in refusal.reason
     assert (tmp_path / "rank_2" / "meta.json").exists() and not (tmp_path / "rank_0").exists()
@@ -259,7 +261,7 @@ def test_the_records_of_a_node_are_its_commit(tmp_path):
     assert Committer(target_of(tmp_path, 2, 4, LATER, (2, 3))).recover() == [5]
     again, = scan(STORAGE, str(tmp_path)).candidates
     assert again.committed and replace(again, committed=False) == found
-    assert committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)] and (tmp_path / "rank_2" / "meta.json").exists()
+    assert newest_committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)] and (tmp_path / "rank_2" / "meta.json").exists()
 
 
 def test_a_node_without_the_record_of_one_rank_has_no_part(tmp_path):
@@ -333,22 +335,22 @@ def test_a_node_that_is_ahead_keeps_the_common_step(tmp_path):
     root = str(tmp_path)
     for step in (5, 10):
         save_part(tmp_path, step)
-    record(STORAGE, root, names(10)[0], RUN)
+    record_common(STORAGE, root, names(10)[0], RUN)
     for step in (15, 20, 25):
         save_part(tmp_path, step, policy=KeepLast(1))
-    assert committed(STORAGE, root) == names(25, 20, 15, 10)
-    record(STORAGE, root, names(20)[0], RUN)
+    assert newest_committed(STORAGE, root) == names(25, 20, 15, 10)
+    record_common(STORAGE, root, names(20)[0], RUN)
     save_part(tmp_path, 30, policy=KeepLast(1))
-    assert committed(STORAGE, root) == names(30, 25, 20)
-    clear(STORAGE, root)
-    clear(STORAGE, root)                                # twice is once
+    assert newest_committed(STORAGE, root) == names(30, 25, 20)
+    clear_common(STORAGE, root)
+    clear_common(STORAGE, root)                                # twice is once
     save_part(tmp_path, 35, policy=KeepLast(1))
-    assert committed(STORAGE, root) == names(35)
+    assert newest_committed(STORAGE, root) == names(35)
 
 
 def test_an_incomplete_save_newer_than_the_common_step_is_removed(tmp_path):
     save_part(tmp_path, 5)
-    record(STORAGE, str(tmp_path), names(5)[0], RUN)
+    record_common(STORAGE, str(tmp_path), names(5)[0], RUN)
     write_rank(tmp_path, 10, 2, 4, local_ranks=(2, 3))
     save_part(tmp_path, 15, commit=False)
     for over in (False, True):

@@ -10,9 +10,9 @@ from reshard.plans import MODEL, Plan, random_tensors
 from reshard.plans import foreign as foreign_of_plan
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.common_checkpoint import committed
 from mindresume.coordination.lease import holder_of_this_process, known_lease_holders
 from mindresume.coordination.lease_acquisition import acquire
+from mindresume.coordination.storage_topology import newest_committed
 from mindresume.errors import CollectiveError, NoUsableCheckpointError
 from mindresume.formats import MINDFORMERS, OURS
 from mindresume.formats.iteration_scan import intent_name
@@ -268,4 +268,4 @@ def test_a_job_starts_beside_an_unlistable_iteration(tmp_path):
 def test_an_unlistable_attempt_is_not_offered_to_other_nodes(tmp_path):
     save(tmp_path, 5, 2)
     save(tmp_path, 10, 2)
-    assert committed(Closed(tmp_path / FOLDER / attempt_name(10, RUN)), str(tmp_path)) == [attempt_name(5, RUN)]
+    assert newest_committed(Closed(tmp_path / FOLDER / attempt_name(10, RUN)), str(tmp_path)) == [attempt_name(5, RUN)]

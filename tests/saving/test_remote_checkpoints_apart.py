@@ -11,9 +11,7 @@ from resume.test_node_local_selection import NODES, PARTS
 
 from mindresume import runtime
 from mindresume.coordination import process_identity
-from mindresume.coordination.common_checkpoint import committed
-from mindresume.coordination.peer_state import PeerState
-from mindresume.coordination.storage_topology import SharedGroups
+from mindresume.coordination.storage_topology import PeerState, SharedGroups, newest_committed
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
 from mindresume.resume import remote_fetch
@@ -119,7 +117,7 @@ def test_a_node_with_an_empty_disk_gets_its_part_again(tmp_path, lost):
         assert [shard.rank for shard in choice.shards] == [rank]
         assert choice.shards[0].details.random == {"python": f"of rank {rank}"}
     names = {path.name for path in (tmp_path / lost).glob("rank_*")}
-    assert names == {f"rank_{rank}" for rank in PARTS[lost]} and committed(STORAGE, str(tmp_path / lost))
+    assert names == {f"rank_{rank}" for rank in PARTS[lost]} and newest_committed(STORAGE, str(tmp_path / lost))
 
 
 def test_a_replaced_damaged_file_is_read_again(tmp_path):
@@ -138,7 +136,7 @@ def test_a_newer_step_of_both_nodes_is_kept(tmp_path):
 
 def test_a_step_of_one_node_alone_is_downloaded_if_the_store_has_it_completely(tmp_path):
     save(tmp_path, 5, 10)
-    name = committed(STORAGE, str(tmp_path / "b"))[0]
+    name = newest_committed(STORAGE, str(tmp_path / "b"))[0]
     shutil.rmtree(tmp_path / "b" / ".mindresume" / name)
     assert [choice.chosen.step for choice in resume(tmp_path)] == [10] * 4
 
@@ -210,7 +208,7 @@ class Training:
                 self.uploaders[rank].run_once()
 
     def on_disk(self, node):
-        return steps_of(committed(STORAGE, str(self.base / node)))
+        return steps_of(newest_committed(STORAGE, str(self.base / node)))
 
     def finish(self):
         """Finishes on all ranks. Returns the errors."""

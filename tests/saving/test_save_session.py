@@ -4,10 +4,15 @@ from dataclasses import replace
 
 from rank_folders import RUN, STORAGE, Ranks, target_of
 
-from mindresume.coordination.common_checkpoint import COMMON, protected_by_peers, record
 from mindresume.coordination.lease import record_run_number
-from mindresume.coordination.peer_state import PeerState
-from mindresume.coordination.storage_topology import SharedGroups, single_group
+from mindresume.coordination.storage_topology import (
+    COMMON,
+    PeerState,
+    SharedGroups,
+    protected_by_peers,
+    record_common,
+    single_group,
+)
 from mindresume.events import ignore
 from mindresume.model.manifest import run_sequence
 from mindresume.saving.save_session import SaveSession, open_save_session
@@ -23,7 +28,7 @@ class Stuck(PosixStorage):
 
 def test_an_old_common_record_that_cannot_be_removed_is_kept_without_an_error(tmp_path):
     (tmp_path / ".mindresume").mkdir()
-    record(STORAGE, str(tmp_path), "", RUN)
+    record_common(STORAGE, str(tmp_path), "", RUN)
     for storage, there in ((Stuck(), [COMMON]), (STORAGE, [])):
         peer_state = PeerState(storage, str(tmp_path), RUN, single_group(2), 0)
         home = SaveSession(replace(target_of(tmp_path, 0, 2), storage=storage), 0, single_group(2), None, peer_state,
