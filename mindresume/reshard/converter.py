@@ -93,18 +93,14 @@ class Conversion:
 
     def __post_init__(self) -> None:
         self.target = os.path.realpath(self.target)
-
-    def _hidden(self, suffix: str) -> str:
         folder, name = os.path.split(self.target)
-        return os.path.join(folder, f".{name}.{self.plan.fingerprint[:16]}{suffix}{TEMPORARY}")
+        self._base = os.path.join(folder, f".{name}.{self.plan.fingerprint[:16]}")
+        self._lock_path = f"{self._base}{TEMPORARY}{LOCK}"
+        self._claimed = f"{self._base}-commit{TEMPORARY}"       # the work folder while one of several processes commits it
 
     @property
     def work(self) -> str:
-        return self._hidden(self._suffix)
-
-    @property
-    def _lock_path(self) -> str:
-        return self._hidden("") + LOCK
+        return f"{self._base}{self._suffix}{TEMPORARY}"
 
     @property
     def scratch(self) -> str:
@@ -296,11 +292,6 @@ class Conversion:
 
     # ---- the other shares ------------------------------------------------------------------------------------------
 
-    @property
-    def _claimed(self) -> str:
-        """The work folder while one of several processes commits it."""
-        return self._hidden("-commit")
-
     def _commit_or_wait(self) -> bool:
         """Commits if all groups are there, else waits for whoever completes them. Returns whether the target is complete. Raises
         ProcessLostError if the others give no sign for ``timeout`` seconds."""
@@ -414,7 +405,7 @@ class Conversion:
             record = Record(plan.run, rank, len(plan.shards), state, self.clock(), tuple(records),
                             lineage=continued(plan.source.candidate, "", same_folder=False))
             publish(self.storage, os.path.join(attempt, record_name(rank)), [record.encode(Details(rows))], plan.run)
-        left = Committer(place, emit=self._note).try_commit(state.step)
+        left = Committer(place, emit=self._note).commit_only(state.step)
         if left:
             raise SaveError(f"{self.work}: no record of rank {left}")
         if plan.iteration_dir and self.storage.status(os.path.join(self.work, iteration_name(state.step))) is None:

@@ -147,6 +147,14 @@ class Committer:
         self._after_commit(step, manifest)
         return []
 
+    def commit_only(self, step: int) -> list[int]:
+        """Commits the only step of a folder that no job uses, so that nothing there is fenced or removed. Returns the ranks that
+        have not recorded it, in which case it is not committed. Raises OSError and RecordError."""
+        missing = self._missing(step)
+        if not missing:
+            self._point(step, self._publish(step))
+        return missing
+
     def _publish(self, step: int) -> Manifest:
         """Publishes the manifest: that is the commit."""
         manifest = self._manifest(self.target, step)
@@ -171,17 +179,21 @@ class Committer:
     def _after_commit(self, step: int, manifest: Manifest) -> None:
         """Updates the pointers and prunes. An error does not undo the commit, and the next commit tries again. A checkpoint that
         old pointers name stays for one more save, not longer."""
+        if self._point(step, manifest):
+            try:
+                self.prune()
+            except OSError as error:
+                self.emit(warning(f"step {step} is committed, but older ones are not removed now: {error}"))
+
+    def _point(self, step: int, manifest: Manifest) -> bool:
+        """Updates the pointers. Returns whether older checkpoints may be removed."""
         try:
             self._update_pointers(self.target, step, manifest.files[0][0].path)
             pointed, self._pointers_are_old = True, False
         except OSError as error:
             self.emit(warning(f"step {step} is committed, but its pointers are not updated: {error}"))
             pointed, self._pointers_are_old = self._pointers_are_old, True
-        if pointed:
-            try:
-                self.prune()
-            except OSError as error:
-                self.emit(warning(f"step {step} is committed, but older ones are not removed now: {error}"))
+        return pointed
 
     def _manifest(self, target: SaveTarget, step: int) -> Manifest:
         """Returns the manifest of the records, after a check of each against its files. Raises RecordError or OSError if they do

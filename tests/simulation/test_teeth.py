@@ -249,7 +249,7 @@ MUTANTS = [
     # ---- removing ------------------------------------------------------------------------------------------------------
     mutant("retention runs before the pointers change and does not protect their target", [
         Edit(protection, "protected", "for rule in RULES:", "for rule in set(RULES) - {named_by_meta}:"),
-        Edit(committer.Committer, "_after_commit", "self._update_pointers(self.target, step, manifest.files[0][0].path)",
+        Edit(committer.Committer, "_point", "self._update_pointers(self.target, step, manifest.files[0][0].path)",
              "self.prune(); self._update_pointers(self.target, step, manifest.files[0][0].path)")],
         ("prune", "safetensors", ""), LOST),
     mutant("retention policies count uncommitted saves", [
