@@ -18,11 +18,10 @@ from mindresume.model.layout import TensorLayout
 from mindresume.reshard import mindspore_engine
 from mindresume.reshard.checkpoint_view import CheckpointView, view_of_consolidated
 from mindresume.reshard.direct_engine import transform
-from mindresume.reshard.mindspore_engine import prepare, rewrite
+from mindresume.reshard.mindspore_engine import prepare, rewrite, run
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.reshard.target_files import rank_files
-from mindresume.reshard.transform_processes import run
 from mindresume.tensor_files import read_header, read_tensor
 from st.training_run import ROOT
 

@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from mindresume.api.checkpoint import Checkpoint
-from mindresume.api.progress import SILENT, Progress
-from mindresume.api.results import Problem, Result, problem_of
+from mindresume.api.results import SILENT, Problem, Progress, Result, problem_of
 from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened
 from mindresume.errors import ConfigError
 from mindresume.reshard import compare as bits
 from mindresume.reshard.checkpoint_view import Tensor
 from mindresume.reshard.compare import DTYPE, ONLY_A, ONLY_B, SHAPE, VALUES
+from mindresume.reshard.conversion_plan import with_counters
 from mindresume.reshard.geometry import elements, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
-from mindresume.reshard.replica_check import check_replicas
-from mindresume.reshard.scalar_tensors import with_counters
+from mindresume.reshard.tensor_checks import check_replicas
 from mindresume.storage.posix import PosixStorage
 
 __all__ = ["DTYPE", "ONLY_A", "ONLY_B", "SHAPE", "VALUES", "ComparedCheckpoint", "Comparison", "TensorDifference", "TensorForm",

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mindresume import runtime
-from mindresume.api.progress import SILENT, Progress
-from mindresume.api.results import Problem, Result, problem_of
+from mindresume.api.results import SILENT, Problem, Progress, Result, problem_of
 from mindresume.api.sources import CheckpointLike, opened
 from mindresume.errors import ConfigError
 from mindresume.events.log_lines import texts_into
@@ -27,7 +26,6 @@ from mindresume.model.manifest import FORMATS
 from mindresume.reshard.conversion_plan import ConversionPlan, ranks_in_group, to_consolidated, to_iteration, to_ranks
 from mindresume.reshard.converter import Conversion, Share
 from mindresume.reshard.direct_engine import BUFFERS
-from mindresume.reshard.element_order import pieces_of
 from mindresume.reshard.engines import AUTO, BY_MINDSPORE, DIRECT, ENGINES, Engine, engine_for, tile_for
 from mindresume.reshard.huggingface import read_config
 from mindresume.reshard.huggingface_export import KEEP, orders_in, to_huggingface
@@ -35,6 +33,7 @@ from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.range_reader import COMPOSED_MEMORY
 from mindresume.reshard.strategy_store import own_strategy
 from mindresume.reshard.target_files import PART_BYTES
+from mindresume.reshard.tensor_checks import pieces_of
 from mindresume.reshard.translated_view import TranslatedView
 from mindresume.storage.posix import PosixStorage
 

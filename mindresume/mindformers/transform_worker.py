@@ -4,7 +4,7 @@
 or "unified"; "source", "out": folders; "source_strategy", "target_strategy": files or null; "format": of the files; "ranks":
 ranks of the target; "processes": most processes; "redundant": whether every rank has all tensors of its layout}. It reads
 ``<source>/rank_<R>/weights.<format>`` and writes ``<out>/rank_<R>/weights<R>.<format>``, or complete files into ``out``.
-``transform_processes`` starts and watches it.
+``reshard/mindspore_engine.py`` starts and watches it.
 """
 from __future__ import annotations
 

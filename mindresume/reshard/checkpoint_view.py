@@ -85,7 +85,7 @@ class CheckpointView:
     ``path_of(rank, tensor)`` returns the path of the file that holds a rank's piece of a tensor, None if there is none;
     ``checksum(rank, tensor)`` its recorded checksum or None; ``paths(rank)`` all files of a rank (an iteration folder has
     several). ``path_by_tensor``: of consolidated weights, else None. ``headers``: by path, as far as they were read.
-    ``arrangement``: how the network orders the elements within the tensors (``element_order``); empty if unknown. ``split``:
+    ``arrangement``: how the network orders the elements within the tensors (``tensor_checks``); empty if unknown. ``split``:
     the layouts tell optimizer shards from tensor parallelism; those of a ``metadata.json`` do not.
     """
     storage: Storage

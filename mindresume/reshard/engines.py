@@ -18,8 +18,8 @@ from mindresume.reshard.conversion_plan import ConversionPlan
 from mindresume.reshard.direct_engine import BUFFERS, TILE, Traffic, transform
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.region_load import check_tensors
-from mindresume.reshard.replica_check import check_replicas
 from mindresume.reshard.target_files import TargetFile
+from mindresume.reshard.tensor_checks import check_replicas
 from mindresume.reshard.translated_view import TranslatedView
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import remove_tree

@@ -17,7 +17,7 @@ from mindresume.model.manifest import Details
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, read_header_of
 from mindresume.reshard.geometry import held
-from mindresume.reshard.parameter_families import missing_parameters
+from mindresume.reshard.tensor_checks import missing_parameters
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 from mindresume.tensor_files import Header

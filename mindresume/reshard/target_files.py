@@ -19,9 +19,8 @@ from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import SCALARS
 from mindresume.formatting import listed
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
-from mindresume.reshard.element_order import check_order
 from mindresume.reshard.geometry import Region, elements, held, shape_of, whole
-from mindresume.reshard.parameter_families import missing_parameters, prefix_splits
+from mindresume.reshard.tensor_checks import check_order, missing_parameters, prefix_splits
 from mindresume.tensor_files import FilePlan, TensorSpec, plan_file
 from mindresume.tensor_files.header import DTYPES
 
@@ -78,7 +77,7 @@ def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[st
 
 
 def check_names(weights: CheckpointView, strategy: Strategy) -> None:
-    """Raises StrategyError if a tensor would be lost, or is missing (``parameter_families.missing_parameters``)."""
+    """Raises StrategyError if a tensor would be lost, or is missing (``missing_parameters``)."""
     named = {name for stage in strategy.stages for name in stage}
     lost = [name for name, tensor in weights.tensors.items() if name not in named and not tensor.is_counter]
     if lost:

@@ -24,10 +24,9 @@ from mindresume.formats.strategy import Strategy
 from mindresume.formats.strategy_codec import decode_strategy
 from mindresume.mindformers import transform_worker
 from mindresume.model.layout import TensorLayout
-from mindresume.reshard import transform_processes
 from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.geometry import whole
-from mindresume.reshard.mindspore_engine import prepare, rewrite, source_strategy
+from mindresume.reshard.mindspore_engine import prepare, rewrite, run, source_strategy
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.tensor_files import read_header, read_tensor
 
@@ -369,7 +368,7 @@ def test_one_failure_ends_the_other_processes(tmp_path, life):
     script = Path(command[1])
     script.write_text(script.read_text().replace("job = json.load(open(path))", "job = {'ranks': []}"))
     with pytest.raises(EngineError, match="process 2 of 2 ended with status 5"):
-        transform_processes.run([["first"], ["second"]], str(tmp_path), 600.0, command)
+        run([["first"], ["second"]], str(tmp_path), 600.0, command)
     assert life.over()
 
 
@@ -390,7 +389,7 @@ def test_the_worker_ends_with_its_parent(tmp_path, life):
                                       "threading.Thread(target=end_with_parent, daemon=True).start()\n"
                                       + life.hangs + f"os.open({str(tmp_path / 'go')!r}, os.O_WRONLY); signal.pause()")
     os.mkfifo(tmp_path / "go")
-    program = (f"from mindresume.reshard.transform_processes import run; "
+    program = (f"from mindresume.reshard.mindspore_engine import run; "
                f"run([[]], {str(tmp_path)!r}, 60.0, {worker!r})")
     with subprocess.Popen([sys.executable, "-c", program], cwd=HERE) as parent:
         os.close(os.open(tmp_path / "go", os.O_RDONLY))

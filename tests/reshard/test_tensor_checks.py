@@ -11,9 +11,9 @@ from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
 from mindresume.formats.slices import fold_optimizer_shards
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
-from mindresume.reshard.element_order import check_order, pieces_of
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import wanted_regions
+from mindresume.reshard.tensor_checks import check_order, pieces_of
 from mindresume.storage.posix import PosixStorage
 
 QKV, FC1 = "decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.linear_fc1.weight"
