@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from mindresume.api.checkpoint import Checkpoint
-from mindresume.api.results import SILENT, Problem, Progress, Result, problem_of
-from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened
+from mindresume.api.results import SILENT, Problem, Progress, Result
+from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened, refused_of
 from mindresume.errors import ConfigError
 from mindresume.reshard import compare as bits
 from mindresume.reshard.checkpoint_view import Tensor
 from mindresume.reshard.compare import DTYPE, ONLY_A, ONLY_B, SHAPE, VALUES
 from mindresume.reshard.conversion_plan import with_counters
 from mindresume.reshard.geometry import elements, whole
-from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.tensor_checks import check_replicas
 from mindresume.storage.posix import PosixStorage
 
@@ -157,15 +156,11 @@ def compare(a: CheckpointLike, b: CheckpointLike, *, step_a: int | None = None, 
         compared, size = bits.comparable(mine, other, names)
         progress.expect(size)
         found = tuple(map(_difference, bits.by_size(bits.compare(mine, other, names, progress=progress.advance))))
-    return Comparison(_side(sources[0]), _side(sources[1]), not found, all(row.within(tolerance) for row in found), tolerance,
-                      len(names), compared, size, found)
-
-
-def _side(source: OpenCheckpoint) -> ComparedCheckpoint:
-    return ComparedCheckpoint(
+    first, second = (ComparedCheckpoint(
         source.what, source.state.step if source.state else None, len(source.weights.tensors),
-        source.weights.world_size if source.candidate else None,
-        tuple(problem_of(source.folder or "", refusal) for refusal in source.refused), source.notes)
+        source.weights.world_size if source.candidate else None, refused_of(source), source.notes) for source in sources)
+    return Comparison(first, second, not found, all(row.within(tolerance) for row in found), tolerance,
+                      len(names), compared, size, found)
 
 
 def _difference(found: bits.Difference) -> TensorDifference:

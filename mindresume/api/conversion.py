@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mindresume import runtime
-from mindresume.api.results import SILENT, Problem, Progress, Result, problem_of
-from mindresume.api.sources import CheckpointLike, opened
+from mindresume.api.results import SILENT, Problem, Progress, Result
+from mindresume.api.sources import CheckpointLike, opened, refused_of
 from mindresume.errors import ConfigError
 from mindresume.events.log_lines import texts_into
 from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE
@@ -289,7 +289,7 @@ def _carry_out(plan: ConversionPlan, request: _Request) -> ConversionResult:
         source.what, target, engine.name, len(plan.files), len(names), tuple(sorted({tensors[name].dtype for name in names})),
         plan.model_type, needed, to_read, plan.tensor_bytes(), round(to_read / needed, 4) if needed else 1.0,
         buffers * request.workers * tile, request.dry_run, conversion.finished(),
-        refused=tuple(problem_of(source.folder or "", refusal) for refusal in source.refused))
+        refused=refused_of(source))
     if request.dry_run or result.finished:
         return replace(result, notes=tuple(notes))
     started = runtime.monotonic()

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from mindresume.api.checkpoint import Checkpoint
-from mindresume.api.results import Problem, Result, problem_of
-from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened
-from mindresume.api.tensors import TensorInfo, TensorSlice, slices_in, slices_of_strategy, tensors_of, tensors_of_strategy
+from mindresume.api.results import Problem, Result
+from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened, refused_of
+from mindresume.api.tensors import TensorInfo, TensorSlice, slices_of, tensors_of, tensors_of_strategy
 from mindresume.errors import ConfigError
-from mindresume.formats.strategy import read_strategy
+from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.formatting import ranks_count
+from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.storage.operations import parallel
 from mindresume.storage.posix import PosixStorage
 
 CHECKPOINT, CONSOLIDATED, STRATEGY = "checkpoint", "consolidated weights", "strategy"
-
-Slices = Callable[[TensorInfo, Sequence[int]], list[TensorSlice]]
 
 
 @dataclass(frozen=True)
@@ -100,18 +99,16 @@ def inspect(subject: CheckpointLike, *, step: int | None = None, strategy: str |
         ConfigError: No tensor matches, there is no such rank, or an argument does not apply to a strategy.
         MindResumeError: As for ``Checkpoint.tensors``.
     """
-    storage = PosixStorage()
-    if not isinstance(subject, Checkpoint) and is_strategy(storage, path := existing(subject)):
+    if not isinstance(subject, Checkpoint) and is_strategy(PosixStorage(), path := existing(subject)):
         if strategy is not None or step is not None:
             raise ConfigError(f"{path} is a strategy; the arguments strategy and step apply to checkpoints only")
-        given = read_strategy(path, storage)
+        given = read_strategy(path)
         rows = tensors_of_strategy(given)
         found = Inspection(given.source, STRATEGY, given.source, None, None, None, None, given.world_size, len(given.stages),
                            given.stage_size, len(rows), {}, None, None, None, (), (), tuple(rows))
-        return _asked(found, tensors, rank, given.world_size, lambda row, ranks: slices_of_strategy(given, row, ranks))
+        return _asked(found, given, tensors, rank)
     with opened(subject, step, strategy, hold=False) as source:
-        return _asked(_of_checkpoint(source), tensors, rank, source.weights.world_size,
-                      lambda row, ranks: slices_in(source.weights, storage, row, ranks))
+        return _asked(_of_checkpoint(source), source.weights, tensors, rank)
 
 
 def _of_checkpoint(source: OpenCheckpoint) -> Inspection:
@@ -131,11 +128,12 @@ def _of_checkpoint(source: OpenCheckpoint) -> Inspection:
         candidate.format if candidate else weights.format if weights.headers else None, weights.world_size if candidate else None,
         weights.world_size // stage_size if stage_size else None, stage_size, len(rows),
         {dtype: DtypeTotal(count, total[dtype]) for dtype, count in counts.most_common() if dtype}, total.total(), sum(on_disk),
-        len(on_disk), source.notes, tuple(problem_of(source.folder or "", refusal) for refusal in source.refused), rows)
+        len(on_disk), source.notes, refused_of(source), rows)
 
 
-def _asked(found: Inspection, pattern: str | None, rank: int | None, world_size: int, slices: Slices) -> Inspection:
+def _asked(found: Inspection, owner: CheckpointView | Strategy, pattern: str | None, rank: int | None) -> Inspection:
     """Returns ``found`` with the tensors and slices that were asked for."""
+    world_size = owner.world_size
     rows = tuple(row for row in found.tensors if pattern is None or fnmatchcase(row.name, pattern))
     if not rows:
         raise ConfigError(f"{found.path}: none of its {found.tensor_count} tensors matches {pattern!r}")
@@ -146,4 +144,4 @@ def _asked(found: Inspection, pattern: str | None, rank: int | None, world_size:
     if rank is not None and rows[0].file is not None:
         raise ConfigError(f"{found.path} holds consolidated weights, which belong to no rank; leave out the rank")
     ranks = range(world_size) if rank is None else range(rank, rank + 1)
-    return replace(found, tensors=rows, rank=rank, slices=tuple(part for row in rows for part in slices(row, ranks)))
+    return replace(found, tensors=rows, rank=rank, slices=tuple(part for row in rows for part in slices_of(owner, row, ranks)))

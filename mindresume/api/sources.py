@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from mindresume.api.checkpoint import Checkpoint
+from mindresume.api.results import Problem, problem_of
 from mindresume.errors import ConfigError
 from mindresume.events.log_lines import texts_into
 from mindresume.formats.location import locate
@@ -48,6 +49,11 @@ def opened(subject: CheckpointLike, step: int | None = None, strategy: str | os.
     notes: list[str] = []
     with open_and_hold(storage, path, step, given, texts_into(notes)) as source:
         yield replace(source, notes=(*source.notes, *notes))
+
+
+def refused_of(source: OpenCheckpoint) -> tuple[Problem, ...]:
+    """Returns the newer checkpoints that could not be used."""
+    return tuple(problem_of(source.folder or "", refusal) for refusal in source.refused)
 
 
 def existing(path: str | os.PathLike[str]) -> str:

@@ -3,16 +3,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mindresume.api.results import Result, json_value
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
-from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.geometry import Region, held, shape_of, whole
-from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 from mindresume.tensor_files.header import DTYPES
 
@@ -104,39 +103,17 @@ def cut_text(layout: TensorLayout | None) -> str:
     return f"{', '.join(words)} of {list(matrix)}" + (f"; {shards}" if shards else "")
 
 
-# ---- of weights ------------------------------------------------------------------------------------------------------
-
 def tensors_of(weights: CheckpointView) -> dict[str, TensorInfo]:
     """Returns every tensor of ``weights`` by name, in their order."""
-    return {name: _info(weights, tensor) for name, tensor in weights.tensors.items()}
+    infos = {}
+    for name, tensor in weights.tensors.items():
+        if tensor.layout is None:
+            file = os.path.basename(weights.path_by_tensor[name]) if weights.path_by_tensor is not None else None
+            infos[name] = TensorInfo(name, tensor.dtype, tensor.shape, None, (), weights.world_size, file)
+        else:
+            infos[name] = TensorInfo(name, tensor.dtype, tensor.shape, tensor.layout, tensor.stages, tensor.layout.copies)
+    return infos
 
-
-def _info(weights: CheckpointView, tensor: Tensor) -> TensorInfo:
-    if tensor.layout is None:
-        file = os.path.basename(weights.path_by_tensor[tensor.name]) if weights.path_by_tensor is not None else None
-        return TensorInfo(tensor.name, tensor.dtype, tensor.shape, None, (), weights.world_size, file)
-    return TensorInfo(tensor.name, tensor.dtype, tensor.shape, tensor.layout, tensor.stages, tensor.layout.copies)
-
-
-def slices_in(weights: CheckpointView, storage: Storage, tensor: TensorInfo, ranks: Sequence[int]) -> list[TensorSlice]:
-    """Returns which slice of ``tensor`` each of ``ranks`` stores, by the headers of their files."""
-    assert tensor.shape is not None
-    if tensor.file is not None:
-        return [TensorSlice(tensor.name, whole(tensor.shape), tensor.shape, ())]
-    found: dict[Region | None, tuple[list[int], list[int]]] = {}
-    for rank, entries in zip(ranks, parallel(storage, weights.entries, ranks), strict=True):
-        region, entry = whole(tensor.shape), entries.get(tensor.name) if entries else None
-        if tensor.layout is not None:
-            region = held(tensor.layout, rank % tensor.layout.stage_size, tensor.shape)
-        if entry is not None:
-            found.setdefault(region if shape_of(region) == entry.shape else None, ([], []))[0].append(rank)
-        elif tensor.layout is not None and rank // tensor.layout.stage_size in tensor.stages:
-            found.setdefault(region, ([], []))[1].append(rank)
-    return sorted((TensorSlice(tensor.name, region, tensor.shape, tuple(there), tuple(missing))
-                   for region, (there, missing) in found.items()), key=lambda part: (part.region is None, part.region or ()))
-
-
-# ---- of a strategy ---------------------------------------------------------------------------------------------------
 
 def tensors_of_strategy(strategy: Strategy) -> list[TensorInfo]:
     """Returns every parameter of ``strategy``; a parameter that stages cut differently has a row for each layout."""
@@ -147,12 +124,29 @@ def tensors_of_strategy(strategy: Strategy) -> list[TensorInfo]:
     return [TensorInfo(name, None, None, layout, tuple(numbers), layout.copies) for (name, layout), numbers in stages.items()]
 
 
-def slices_of_strategy(strategy: Strategy, tensor: TensorInfo, ranks: Iterable[int]) -> list[TensorSlice]:
-    """Returns which piece of ``tensor`` each of ``ranks`` holds."""
-    assert tensor.layout is not None
-    found: dict[Region, list[int]] = {}
-    counts, size = tensor.layout.pieces((0,) * len(tensor.layout.tensor_map)), strategy.stage_size
-    for rank in ranks:
-        if rank // size in tensor.stages:
-            found.setdefault(held(tensor.layout, rank % size, counts), []).append(rank)
-    return [TensorSlice(tensor.name, region, counts, tuple(holders), unit=PIECES) for region, holders in sorted(found.items())]
+def slices_of(owner: CheckpointView | Strategy, tensor: TensorInfo, ranks: Sequence[int]) -> list[TensorSlice]:
+    """Returns which slice of ``tensor`` each of ``ranks`` stores by the headers of its files, or holds by a strategy."""
+    layout = tensor.layout
+    if tensor.file is not None:
+        return [TensorSlice(tensor.name, whole(tensor.shape or ()), tensor.shape or (), ())]
+    weights = None if isinstance(owner, Strategy) else owner
+    # a strategy knows no shapes: it counts pieces
+    shape = tensor.shape if tensor.shape is not None else layout.pieces((0,) * len(layout.tensor_map)) if layout else ()
+    headers = [None] * len(ranks) if weights is None else parallel(weights.storage, weights.entries, ranks)
+    holders: dict[Region | None, tuple[list[int], list[int]]] = {}         # ranks that store it, ranks that lack it
+    for rank, header in zip(ranks, headers, strict=True):
+        region, entry = whole(shape), header.get(tensor.name) if header else None
+        is_holder = False
+        if layout is not None:
+            region = held(layout, rank % layout.stage_size, shape)
+            is_holder = rank // layout.stage_size in tensor.stages
+        if entry is not None:
+            holders.setdefault(region if shape_of(region) == entry.shape else None, ([], []))[0].append(rank)
+        elif is_holder:
+            holders.setdefault(region, ([], []))[0 if weights is None else 1].append(rank)
+    return sorted((TensorSlice(tensor.name, region, shape, tuple(there), tuple(missing), ELEMENTS if weights else PIECES)
+                   for region, (there, missing) in holders.items()), key=_by_region)
+
+
+def _by_region(row: TensorSlice) -> tuple[bool, Region]:
+    return row.region is None, row.region or ()

@@ -22,7 +22,7 @@ from mindresume.formats.iteration_naming import parse_weight_file
 from mindresume.formats.iteration_scan import is_iteration
 from mindresume.formats.rank_folder_naming import folder_rank
 from mindresume.formats.scan import is_root
-from mindresume.formats.weight_files import SCALARS, finite_scalar, header_of
+from mindresume.formats.weight_files import SCALARS, header_of, scalars_of
 from mindresume.formatting import listed
 from mindresume.model.manifest import FORMATS, FileRecord
 from mindresume.storage.interface import Storage
@@ -53,7 +53,7 @@ class ConsolidatedWeights:
     files: tuple[str, ...]
     tensors: Mapping[str, str]
     headers: Mapping[str, Header]
-    scalars: Mapping[str, int | float | str]
+    scalars: Mapping[str, int | float]
     kind: str
     notes: tuple[str, ...] = ()
 
@@ -154,14 +154,12 @@ def _by_index(root: str, found: Mapping[str, str], index: _Index) -> tuple[dict[
 
 
 def _scalars(storage: Storage, root: str, tensors: Mapping[str, str], headers: Mapping[str, Header]
-             ) -> dict[str, int | float | str]:
+             ) -> dict[str, int | float]:
     """Reads the counters among the tensors."""
-    there = [name for name in SCALARS if name in tensors]
-    values: dict[str, int | float | str] = {}
-    for file in sorted({tensors[name] for name in there}):
-        with storage.open(os.path.join(root, file)) as opened:
-            found = {name: finite_scalar(opened, headers[file], name) for name in there if tensors[name] == file}
-        values.update((name, value) for name, value in found.items() if value is not None)
+    values: dict[str, int | float] = {}
+    for file in sorted({tensors[name] for name in SCALARS if name in tensors}):
+        there = scalars_of(storage, root, FileRecord(file, ""), headers[file])
+        values |= {name: value for name, value in there.items() if tensors.get(name) == file}
     return values
 
 

@@ -1,7 +1,7 @@
 """Facts about a tensor that are known without reading it, as numbers and as text."""
 import pytest
 
-from mindresume.api.tensors import TensorInfo, TensorSlice, cut_text, slices_of_strategy, tensors_of_strategy
+from mindresume.api.tensors import TensorInfo, TensorSlice, cut_text, slices_of, tensors_of_strategy
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
 
@@ -31,6 +31,6 @@ def test_a_strategy_has_pieces():
     strategy = Strategy(({"w": layout}, {"w": layout, "v": layout}), "test")
     rows = tensors_of_strategy(strategy)
     assert [(row.name, row.stages, row.shape) for row in rows] == [("w", (0, 1), None), ("v", (1,), None)]
-    assert slices_of_strategy(strategy, rows[1], range(8)) == [
+    assert slices_of(strategy, rows[1], range(8)) == [
         TensorSlice("v", ((0, 1), (0, 1)), (2, 1), (4, 6), unit="pieces"),
         TensorSlice("v", ((1, 2), (0, 1)), (2, 1), (5, 7), unit="pieces")]

@@ -12,7 +12,7 @@ from mindresume.formats.slices import fold_optimizer_shards
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.reshard.region_load import wanted_regions
+from mindresume.reshard.region_load import LoadTarget, wanted_regions
 from mindresume.reshard.tensor_checks import check_order, pieces_of
 from mindresume.storage.posix import PosixStorage
 
@@ -32,7 +32,7 @@ def regions(source, plan, rank=0):
     """Returns what a job of ``plan`` reads."""
     weights = open_checkpoint(PosixStorage(), str(source)).weights
     layouts = {name: (layout, MODEL[name].shape) for name, layout in Plan.parse(plan, MODEL).layouts(rank).items()}
-    return wanted_regions(weights, {name: (spec.shape, spec.dtype) for name, spec in MODEL.items()}, layouts, rank)
+    return wanted_regions(weights, LoadTarget({name: (spec.shape, spec.dtype) for name, spec in MODEL.items()}, layouts), rank)
 
 
 @pytest.mark.parametrize("change", ["tp=1", "tp=4", "dp=2,tp=1"])
