@@ -94,14 +94,9 @@ def merge_similar_rows(rows: Iterable[TensorInfo]) -> list[tuple[str, list[Tenso
 
 def ranges_text(numbers: Iterable[int]) -> str:
     """Returns numbers as ranges: '0,2,4-7'."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][-1] + 1:
-            found[-1][1:] = [number]
-        else:
-            found.append([number])
-    return ",".join("-".join(map(str, ends)) if len(ends) == 1 or ends[1] > ends[0] + 1 else f"{ends[0]},{ends[1]}"
-                    for ends in found)
+    from mindresume.model.manifest import rank_ranges
+    return ",".join(str(first) if first == last else f"{first}{'-' if last > first + 1 else ','}{last}"
+                    for first, last in rank_ranges(sorted(numbers)))
 
 
 def _ranks_text(ranks: int, stage_size: int | None) -> str:

@@ -19,7 +19,7 @@ import xxhash
 
 from mindresume.errors import ConfigError
 from mindresume.formats.consolidated import MINDSPORE
-from mindresume.formats.iteration_naming import WeightFile, iteration_name, parse_weight_file
+from mindresume.formats.iteration_naming import MODEL, OPTIMIZER, WeightFile, iteration_name, parse_weight_file
 from mindresume.formats.rank_folder_naming import FileName, folder_name, label
 from mindresume.formats.strategy import Strategy
 from mindresume.model.manifest import FOLDER as RECORDS
@@ -27,7 +27,16 @@ from mindresume.model.manifest import attempt_name, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
-from mindresume.reshard.target_files import METADATA, PART_BYTES, TargetFile, consolidated_files, iteration_files, rank_files
+from mindresume.reshard.target_files import (
+    IN_COMMON,
+    METADATA,
+    PART_BYTES,
+    TargetFile,
+    consolidated_files,
+    holdings,
+    model_names,
+    rank_files,
+)
 from mindresume.tensor_files import FilePlan, encode, read_header
 
 
@@ -93,35 +102,44 @@ def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, ranks_
     metadata = {**METADATA, "remove_redundancy": "False"} if fmt == "safetensors" else {}
     if source.state is not None:
         metadata |= label(run_name(1, fingerprint[:8]), source.state.step)
-    if strategy is not None:
-        strategy = strategy.fit_dimensions({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
-
-    def path(rank: int) -> str:
-        return f"{folder_name(rank)}/{file_name(source, rank, fmt)}"
-    files = rank_files(source.weights, strategy, path, fmt, metadata)
-    size = ranks_per_group or (strategy.stage_size if strategy else 1)
-    groups = tuple(tuple(range(first, min(first + size, len(files)))) for first in range(0, len(files), size))
-    shards = tuple((rank,) for rank in range(len(files)))
-    return ConversionPlan(source, tuple(files), groups, fingerprint, shards, strategy=strategy)
+    strategy = _fitted(strategy, source)
+    files = rank_files(source.weights, strategy, lambda rank: f"{folder_name(rank)}/{file_name(source, rank, fmt)}", fmt,
+                       metadata)
+    return _of_ranks(ConversionPlan(source, tuple(files), (), fingerprint, strategy=strategy), 1, ranks_per_group)
 
 
 def to_iteration(source: OpenCheckpoint, strategy: Strategy | None, ranks_per_group: int | None = None) -> ConversionPlan:
-    """Plans an iteration folder of Checkpoint 2.0 with its tracker. ``strategy`` None: of one rank; ``ranks_per_group``: as for
-    ``to_ranks``. Raises ConfigError for weights without a step, and the errors of ``rank_files``."""
+    """Plans an iteration folder of Checkpoint 2.0 with its tracker: of each rank the network's weights and the rest, without the
+    counters, which are in ``common.json``. ``strategy`` None: of one rank; ``ranks_per_group``: as for ``to_ranks``. Raises
+    ConfigError for weights without a step, and the errors of ``holdings``."""
     if source.state is None:
         raise ConfigError(f"{source.what}: nothing there says which step it is; an iteration folder is named after one")
     fingerprint = _fingerprint(source, ["iteration", _content(strategy)])
     run = run_name(1, fingerprint[:8])
     iteration_dir = f"{RECORDS}/{attempt_name(source.state.step, run)}"
-    if strategy is not None:
-        strategy = strategy.fit_dimensions({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
+    strategy = _fitted(strategy, source)
     metadata = {**METADATA, "remove_redundancy": "False", **label(run, source.state.step)}
-    files = iteration_files(source.weights, strategy, lambda kind, rank, count: f"{iteration_dir}/" + str(
-        WeightFile(prefix_of(source), kind, rank, count)), metadata)
-    size = 2 * (ranks_per_group or (strategy.stage_size if strategy else 1))
-    groups = tuple(tuple(range(first, min(first + size, len(files)))) for first in range(0, len(files), size))
-    shards = tuple((number, number + 1) for number in range(0, len(files), 2))
-    return ConversionPlan(source, tuple(files), groups, fingerprint, shards, iteration_dir, strategy)
+    of_network = model_names(source.weights.tensors)
+    all_holdings, files = holdings(source.weights, strategy), []
+    for rank, holds in enumerate(all_holdings):
+        for kind in (MODEL, OPTIMIZER):
+            path = f"{iteration_dir}/{WeightFile(prefix_of(source), kind, rank, len(all_holdings))}"
+            files.append(TargetFile(path, "safetensors", {name: region for name, region in holds.items() if name not in IN_COMMON
+                                                          and (name in of_network) is (kind == MODEL)}, metadata))
+    plan = ConversionPlan(source, tuple(files), (), fingerprint, iteration_dir=iteration_dir, strategy=strategy)
+    return _of_ranks(plan, 2, ranks_per_group)
+
+
+def _of_ranks(plan: ConversionPlan, per_rank: int, ranks_per_group: int | None) -> ConversionPlan:
+    """Adds the groups and the files of each rank, which has ``per_rank`` of them."""
+    size, count = per_rank * (ranks_per_group or (plan.strategy.stage_size if plan.strategy else 1)), len(plan.files)
+    return replace(plan, groups=tuple(tuple(range(first, min(first + size, count))) for first in range(0, count, size)),
+                   shards=tuple(tuple(range(first, first + per_rank)) for first in range(0, count, per_rank)))
+
+
+def _fitted(strategy: Strategy | None, source: OpenCheckpoint) -> Strategy | None:
+    """Returns the strategy with as many dimensions of each layout as the tensor has."""
+    return strategy and strategy.fit_dimensions({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
 
 
 def ranks_in_group(strategy: Strategy | None, processes: int) -> int:

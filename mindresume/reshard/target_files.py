@@ -14,7 +14,6 @@ from typing import Any
 
 from mindresume.errors import ConfigError, StrategyError
 from mindresume.formats.consolidated import HYPER, MINDSPORE, index_document, is_hyper, part_name, split
-from mindresume.formats.iteration_naming import MODEL, OPTIMIZER
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import SCALARS
 from mindresume.formatting import listed
@@ -105,21 +104,6 @@ def rank_files(weights: CheckpointView, strategy: Strategy | None, path: Callabl
         except ValueError as error:
             raise ConfigError(f"{weights.name} cannot be written as {fmt}: {error}") from error
     return files
-
-
-def iteration_files(weights: CheckpointView, strategy: Strategy | None, path: Callable[[str, int, int], str],
-                    metadata: Mapping[str, str]) -> list[TargetFile]:
-    """Returns two files per rank, in turn: the network's weights and the rest, at ``path(kind, rank, ranks)``, without the
-    counters that Checkpoint 2.0 keeps in ``common.json``. Raises the errors of ``rank_files``."""
-    model = model_names(weights.tensors)
-    all_holdings = holdings(weights, strategy)
-    found = []
-    for rank, holds in enumerate(all_holdings):
-        kept = {name: region for name, region in holds.items() if name not in IN_COMMON}
-        for kind, wanted in ((MODEL, True), (OPTIMIZER, False)):
-            found.append(TargetFile(path(kind, rank, len(all_holdings)), "safetensors",
-                                    {name: region for name, region in kept.items() if (name in model) is wanted}, metadata))
-    return found
 
 
 def model_names(tensors: Mapping[str, Tensor]) -> set[str]:
