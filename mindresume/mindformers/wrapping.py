@@ -4,6 +4,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from functools import cached_property, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from inspect import signature
@@ -11,15 +12,44 @@ from types import ModuleType
 from typing import Any
 
 
-def argument_binder(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """Returns a function that maps the arguments of a call to the parameter names of ``original``, defaults included."""
-    parameters = signature(original)
+class Call:
+    """One call of a wrapped function: ``call()`` calls the function itself, ``call["name"]`` is an argument or its default."""
 
-    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        bound = parameters.bind(*args, **kwargs)
+    def __init__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.original, self.args, self.kwargs = original, args, kwargs
+
+    def __call__(self, **changed: Any) -> Any:
+        """Calls the function, with the arguments ``changed`` instead of those of the call."""
+        if not changed:
+            return self.original(*self.args, **self.kwargs)
+        bound = signature(self.original).bind(*self.args, **self.kwargs)
+        bound.arguments.update(changed)
+        return self.original(*bound.args, **bound.kwargs)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns an argument; ``default`` if the installed release has no such parameter."""
+        return self.arguments.get(name, default)
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Returns {parameter of the function: its argument}."""
+        bound = signature(self.original).bind(*self.args, **self.kwargs)
         bound.apply_defaults()
         return {**bound.arguments, **bound.arguments.get("kwargs", {})}
-    return bind
+
+
+def wrapper(replacement: Callable[[Call], Any]) -> Callable[[Any], Any]:
+    """Makes a function that returns the wrapped form of an upstream function or class, whose calls go to ``replacement``."""
+    @wraps(replacement)
+    def wrap(original: Any) -> Any:
+        @wraps(original, updated=())
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return replacement(Call(original, args, kwargs))
+        return wrapped
+    return wrap
 
 
 def when_imported(module: str, work: Callable[[], None]) -> None:

@@ -56,7 +56,7 @@ def current():
 def gone_on(dataset, progress, current):
     """Continues through the hook; the step of the training is 99."""
     current.progress.restored = progress
-    patches._wrap_resume_hf_iterable_dataset(_resume_hf_iterable_dataset)(dataset, 99)
+    patches.WRAPPERS["_resume_hf_iterable_dataset"](_resume_hf_iterable_dataset)(dataset, 99)
 
 
 @pytest.mark.parametrize("skip", [1, 3, 9, 10, 11, 13, 20])

@@ -106,15 +106,15 @@ class TaskTrainer:
 
 def test_data_keys_below_trainer_reach_the_top_level():
     config = MindFormerConfig(trainer={"type": "X", "ignore_data_skip": True, "data_skip_steps": 7}, resume_training=False)
-    checked = patches._wrap_check_config_rules(lambda self: (self.config.ignore_data_skip, self.config.data_skip_steps,
-                                                             dict(self.config.trainer)))
+    checked = patches.WRAPPERS["Trainer._check_config_rules"](
+        lambda self: (self.config.ignore_data_skip, self.config.data_skip_steps, dict(self.config.trainer)))
     assert checked(SimpleNamespace(config=config)) == (True, 7, {"type": "X"})
 
 
 def test_data_keys_that_contradict_each_other_are_an_error():
     config = MindFormerConfig(trainer={"data_skip_steps": 7}, data_skip_steps=8)
     with pytest.raises(ConfigError, match="data_skip_steps is 8 at the top level of the configuration but 7 in trainer"):
-        patches._wrap_check_config_rules(lambda self: None)(SimpleNamespace(config=config))
+        patches.WRAPPERS["Trainer._check_config_rules"](lambda self: None)(SimpleNamespace(config=config))
 
 
 def test_the_constructor_of_the_task_trainer_never_sees_them():
@@ -195,7 +195,7 @@ def test_resume_from_checkpoint_true_means_the_folder(current, monkeypatch, task
     """The newest file of a rank can be of a save that never completed, and as a file it would be requested alone."""
     monkeypatch.setattr(training_context, "_current", [replace(current, task=task)])
     trainer = SimpleNamespace(config=MindFormerConfig(output_dir="/output"))
-    assert patches._wrap_get_last_checkpoint(lambda self: "a file")(trainer) == found
+    assert patches.WRAPPERS["Trainer.get_last_checkpoint"](lambda self: "a file")(trainer) == found
 
 
 @pytest.mark.parametrize("is_given", [True, False])
@@ -222,7 +222,7 @@ def test_the_selection_sees_the_keys_as_mindformers_converts_them(tmp_path, curr
     trainer.config = config
     monkeypatch.setattr(training_context, "_current", [replace(current, task=load_request.TRAIN)])
     monkeypatch.setattr(job_start.selection, "select", lambda *given, healthy, **more: asked.append(healthy))
-    patches._wrap_check_config_rules(lambda self: None)(trainer)
+    patches.WRAPPERS["Trainer._check_config_rules"](lambda self: None)(trainer)
     assert asked == [bool(keys)]
 
 
@@ -337,7 +337,7 @@ def ends(outcome):
     ("failed", "ValueError: loss is nan", 7)])
 def test_the_event_file_records_how_a_training_ended(output, outcome, reason, step):
     with contextlib.suppress(ValueError):
-        patches._wrap_train(ends(outcome))(FakeTrainer())
+        patches.WRAPPERS["Trainer.train"](ends(outcome))(FakeTrainer())
     first, last = recorded(output)
     assert (first["event"], first["world_size"]) == ("training_started", 1)
     assert first["utc_offset_seconds"] == time.localtime().tm_gmtoff
@@ -349,7 +349,7 @@ def test_sigterm_is_not_a_failure(output):
     def train(self):
         training_context.current().progress.stop_reason = preemption.BY_SIGNAL
     with pytest.raises(SystemExit):
-        patches._wrap_train(train)(FakeTrainer())
+        patches.WRAPPERS["Trainer.train"](train)(FakeTrainer())
     assert recorded(output)[-1]["outcome"] == "preempted"
 
 
@@ -362,7 +362,7 @@ def test_an_exit_of_the_program_is_recorded_by_its_status(output, status, stop_r
         training_context.current().progress.step, training_context.current().progress.stop_reason = 7, stop_reason
         raise SystemExit(status)
     with pytest.raises(SystemExit):
-        patches._wrap_train(train)(FakeTrainer())
+        patches.WRAPPERS["Trainer.train"](train)(FakeTrainer())
     last = recorded(output)[-1]
     assert (last["outcome"], last["reason"], last["step"]) == (outcome, reason, 7)
 
@@ -371,16 +371,16 @@ def test_wrong_settings_are_in_the_event_file_too(output):
     class Trainer:
         config = MindFormerConfig(mindresume={"on_save": "raise"})
     with pytest.raises(ConfigError):
-        patches._wrap_train(lambda self: None)(Trainer())
+        patches.WRAPPERS["Trainer.train"](lambda self: None)(Trainer())
     assert recorded(output)[-1]["outcome"] == "failed" and "on_save" in recorded(output)[-1]["reason"]
 
 
 def test_only_a_rank_that_fails_writes_a_file_besides_rank_0(output, monkeypatch):
     monkeypatch.setattr(training_context, "group_of_job", lambda: SimpleNamespace(rank=3, size=4))
-    patches._wrap_train(ends("finished"))(FakeTrainer())
+    patches.WRAPPERS["Trainer.train"](ends("finished"))(FakeTrainer())
     assert not output.exists()
     with pytest.raises(ValueError, match="loss is nan"):
-        patches._wrap_train(ends("failed"))(FakeTrainer())
+        patches.WRAPPERS["Trainer.train"](ends("failed"))(FakeTrainer())
     assert [row["rank"] for row in recorded(output)] == [3, 3] and recorded(output)[-1]["outcome"] == "failed"
 
 
@@ -393,16 +393,16 @@ def test_all_resources_are_closed_once_although_one_fails(output):
         current.resources.read_lock = SimpleNamespace(release=lambda: 1 / 0)
         current.monitor = SimpleNamespace(finish_after_error=lambda: closed.append("settled"))
     with pytest.raises(ZeroDivisionError):
-        patches._wrap_train(train)(FakeTrainer())
+        patches.WRAPPERS["Trainer.train"](train)(FakeTrainer())
     assert closed == ["settled"] and training_context.current().task == "" and recorded(output)[-1]["event"] == "training_ended"
 
 
 def test_an_evaluation_within_a_training_leaves_its_context_alone():
     def train(self):
         current = training_context.current()
-        patches._wrap_inference(load_request.EVALUATE, lambda self: training_context.current().task)(FakeTrainer())
+        patches.WRAPPERS[f"Trainer.{load_request.EVALUATE}"](lambda self: training_context.current().task)(FakeTrainer())
         return training_context.current() is current
-    assert patches._wrap_train(train)(FakeTrainer()) is True
+    assert patches.WRAPPERS["Trainer.train"](train)(FakeTrainer()) is True
 
 
 def test_a_context_exists_during_its_training(tmp_path):
@@ -413,7 +413,7 @@ def test_a_context_exists_during_its_training(tmp_path):
         assert current.task == load_request.TRAIN
         job_start.select_checkpoint(config_of(tmp_path), current)
         return current.plan.resumes
-    assert patches._wrap_train(train)(FakeTrainer()) is True
+    assert patches.WRAPPERS["Trainer.train"](train)(FakeTrainer()) is True
     assert training_context.current().task == ""
     assert not training_context.current().plan.resumes   # an evaluation afterwards in this process loads what it asks for
 
@@ -425,7 +425,7 @@ def test_a_failed_training_finishes_its_saves():
         training_context.current().monitor = SimpleNamespace(finish_after_error=lambda: stopped.append(True))
         raise RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
-        patches._wrap_train(train)(FakeTrainer())
+        patches.WRAPPERS["Trainer.train"](train)(FakeTrainer())
     assert stopped == [True] and training_context.current().monitor is None
 
 
@@ -437,7 +437,7 @@ def test_the_load_attempt_receives_the_error_of_the_training(error):
         training_context.current().resources.pending_load.attempt = SimpleNamespace(failed=failures.append)
         raise error
     with pytest.raises(type(error)):
-        patches._wrap_train(train)(FakeTrainer())
+        patches.WRAPPERS["Trainer.train"](train)(FakeTrainer())
     assert failures == [error] and training_context.current().resources.pending_load.attempt is None
 
 
@@ -447,9 +447,9 @@ def test_a_complete_training_ends_quietly_and_other_errors_do_not():
 
     def broken(self):
         raise ValueError("something else")
-    assert patches._wrap_train(done)(FakeTrainer()) is None
+    assert patches.WRAPPERS["Trainer.train"](done)(FakeTrainer()) is None
     with pytest.raises(ValueError, match="something else"):
-        patches._wrap_train(broken)(FakeTrainer())
+        patches.WRAPPERS["Trainer.train"](broken)(FakeTrainer())
     assert training_context.current().task == ""
 
 
@@ -462,7 +462,7 @@ def test_a_training_that_is_complete_with_a_save_in_memory_writes_it_to_disk(tmp
         choice = Choice(chosen, (), (), False, (), str(tier), directory=str(tmp_path / "checkpoint"))
         training_context.current().plan = training_context.ResumePlan(choice=choice, selected=choice)
         raise TrainingCompleteError("the training is complete: step 40")
-    assert patches._wrap_train(done)(FakeTrainer()) is None
+    assert patches.WRAPPERS["Trainer.train"](done)(FakeTrainer()) is None
     assert [(c.step, c.committed) for c in scan_records(STORAGE, str(tmp_path / "checkpoint"))[0]] == [(40, True)]
 
 
@@ -477,7 +477,7 @@ def test_a_training_that_is_complete_commits_its_last_step_if_the_run_before_had
         choice, current = Choice(chosen, (), (), False, (), str(root)), training_context.current()
         current.plan, current.resources.storage = training_context.ResumePlan(choice=choice, selected=choice), STORAGE
         raise TrainingCompleteError("the training is complete: step 40")
-    assert patches._wrap_train(done)(FakeTrainer()) is None
+    assert patches.WRAPPERS["Trainer.train"](done)(FakeTrainer()) is None
     assert [(c.step, c.committed) for c in scan_records(STORAGE, str(root))[0]] == [(40, True)]
 
 
@@ -485,16 +485,16 @@ def test_processes_of_msrun_that_do_not_communicate_do_not_train(monkeypatch):
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
     monkeypatch.setenv("MS_WORKER_NUM", "2")
     with pytest.raises(ConfigError, match="2 processes, but they do not communicate"):
-        patches._wrap_train(lambda self: pytest.fail("it trains"))(FakeTrainer())
+        patches.WRAPPERS["Trainer.train"](lambda self: pytest.fail("it trains"))(FakeTrainer())
 
 
 def test_settings_come_from_the_yaml_section():
     class Trainer:
         config = MindFormerConfig(mindresume={"on_save_error": "raise"})
-    assert patches._wrap_train(lambda self: training_context.current().settings.on_save_error)(Trainer()) == "raise"
+    assert patches.WRAPPERS["Trainer.train"](lambda self: training_context.current().settings.on_save_error)(Trainer()) == "raise"
     Trainer.config = MindFormerConfig(mindresume={"on_save": "raise"})
     with pytest.raises(ConfigError, match="unknown key 'on_save'"):
-        patches._wrap_train(lambda self: None)(Trainer())
+        patches.WRAPPERS["Trainer.train"](lambda self: None)(Trainer())
 
 
 def test_files_are_not_hf_checkpoints(tmp_path):
@@ -504,7 +504,7 @@ def test_files_are_not_hf_checkpoints(tmp_path):
 
 
 def test_preload_is_left_out_of_a_resume_only(tmp_path, current):
-    preload = patches._wrap_preload_ckpt(lambda config: "loaded")
+    preload = patches.WRAPPERS["preload_ckpt"](lambda config: "loaded")
     assert preload(None) == "loaded"
     save(tmp_path, 5, world=1)
     job_start.select_checkpoint(config_of(tmp_path), current)
@@ -517,7 +517,7 @@ def test_a_training_that_is_complete_already(tmp_path, current, epochs, complete
     job_start.select_checkpoint(config_of(tmp_path), current)
     config = MindFormerConfig(data_size=10, runner_config={
         "epochs": epochs, "origin_epochs": epochs, "initial_epoch": 2, "initial_step": 20, "sink_mode": False, "sink_size": 1})
-    check = patches._wrap_check_runner_config(lambda config, dataset: None)
+    check = patches.WRAPPERS["check_runner_config"](lambda config, dataset: None)
     if complete:
         with pytest.raises(TrainingCompleteError, match="step 20 is the end of 2 epochs of 10 steps.*raise runner_config.epochs"):
             check(config, None)
@@ -868,7 +868,7 @@ def test_nothing_is_cached_for_a_plain_load_nor_kept_after_the_load(tmp_path, cu
     saved_network(tmp_path / "ours", network(1.0))
     job_start.select_checkpoint(config_of(tmp_path / "ours"), current)
     assert current.resources.storage.size > 0
-    net, load = network(5.0), patches._wrap_transform_and_load_checkpoint(load_by_mindformers)
+    net, load = network(5.0), patches.WRAPPERS["transform_and_load_checkpoint"](load_by_mindformers)
     config = SimpleNamespace(only_save_strategy=False, load_ckpt_async=False, use_parallel=False)
     load(config, SimpleNamespace(_train_network=net), net, None)
     assert float(net.weight.asnumpy().ravel()[0]) == 1.0 and current.resources.storage.size == 0

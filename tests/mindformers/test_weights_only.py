@@ -316,9 +316,9 @@ class Trainer:
 def begun(task, config, pipeline_task=None):
     """Returns the session as it is after mindformers' checks."""
     found = []
-    checks = patches._wrap_check_config_rules(lambda self: found.append((training_context.current().plan.weights_only,
-                                                                         training_context.current().plan.choice)))
-    patches._wrap_inference(task, lambda self: checks(self))(Trainer(config, pipeline_task))
+    checks = patches.WRAPPERS["Trainer._check_config_rules"](
+        lambda self: found.append((training_context.current().plan.weights_only, training_context.current().plan.choice)))
+    patches.WRAPPERS[f"Trainer.{task}"](lambda self: checks(self))(Trainer(config, pipeline_task))
     assert training_context.current().task == "" and training_context.current().plan.choice is None
     assert training_context.current().plan.weights_only is None
     return found[0][0]
@@ -365,7 +365,7 @@ def test_hugging_face_names_that_only_the_network_translates_are_left_to_mindfor
 
     def load(config, model, network, dataset, optimizer=None, do_eval=False, do_predict=False):
         called.append((optimizer, do_eval, do_predict))
-    patches._wrap_transform_and_load_checkpoint(load)(config, None, Network(SINGLE), None, do_eval=True)
+    patches.WRAPPERS["transform_and_load_checkpoint"](load)(config, None, Network(SINGLE), None, do_eval=True)
     assert called == [(None, True, False)]
 
 
@@ -384,4 +384,4 @@ def test_the_places_that_evaluation_and_prediction_pass(tmp_path):
         assert getattr(importlib.import_module(module), name)._mindresume
     current = training_context.set_current(training_context.TrainingContext())
     current.plan = training_context.ResumePlan(LoadRequest(str(tmp_path), resume=False, trains=False))
-    assert patches._wrap_preload_ckpt(lambda config: pytest.fail("mindformers preloads"))(None) is None
+    assert patches.WRAPPERS["preload_ckpt"](lambda config: pytest.fail("mindformers preloads"))(None) is None

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mindresume.mindformers.wrapping import argument_binder, when_imported
+from mindresume.mindformers.wrapping import Call, when_imported, wrapper
 
 
 @pytest.fixture
@@ -96,8 +96,11 @@ def test_a_module_that_does_not_exist_stays_absent():
 
 def test_arguments_by_name():
     def function(first, second=2, *, third=3, **kwargs):
-        """Is not called."""
-    bind = argument_binder(function)
-    assert bind((1,), {"more": 4}) == {"first": 1, "second": 2, "third": 3, "kwargs": {"more": 4}, "more": 4}
+        return first, second, third, kwargs
+    call = Call(function, (1,), {"more": 4})
+    assert call.arguments == {"first": 1, "second": 2, "third": 3, "kwargs": {"more": 4}, "more": 4}
+    assert (call["second"], call.get("fourth", 4), call()) == (2, 4, (1, 2, 3, {"more": 4}))
+    assert call(third=5) == (1, 2, 5, {"more": 4})
+    assert wrapper(lambda call: call(first=7))(function)(1) == (7, 2, 3, {})
     with pytest.raises(TypeError):
-        bind((), {})
+        Call(function, (), {}).get("first")

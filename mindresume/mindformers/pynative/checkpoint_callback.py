@@ -18,7 +18,7 @@ from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.pynative import parameters, trainer_state
 from mindresume.mindformers.pynative.training_run import TrainingRun
 from mindresume.mindformers.state_collector import loss_metric, number
-from mindresume.mindformers.wrapping import argument_binder
+from mindresume.mindformers.wrapping import Call
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.retention import policy_of
@@ -126,8 +126,6 @@ class _PyNativeState(training_saves.TrainerState):
 
 def make_callback_class(built_in: type) -> type:
     """Returns the callback that takes the place of ``built_in`` in the trainer."""
-    bind = argument_binder(built_in.__init__)
-
     class CheckpointCallback(built_in):
         """Saves the checkpoints of a training. Its arguments are those of mindformers' callback of this name in the installed
         release.
@@ -139,7 +137,7 @@ def make_callback_class(built_in: type) -> type:
         """
 
         def __init__(self, *args: Any, **kwargs: Any):
-            asked = bind((self, *args), kwargs)
+            asked = Call(built_in.__init__, (self, *args), kwargs).arguments
             super().__init__(**{name: value for name, value in asked.items() if name != "self"})
             self._mindresume = None if asked.get("save_trainable_only") else RunSaver(asked, runtime.monotonic())
 
