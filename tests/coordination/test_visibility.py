@@ -40,7 +40,7 @@ def ask(root, late, ranks=3, late_ranks=(0,), shared_groups=None):
     """Returns the result that all ranks get. ``late``: the storage of ``late_ranks``."""
     hosts = [late if rank in late_ranks else Late() for rank in range(ranks)]
     found = Ranks(ranks).run(lambda group: wait_until_visible(
-        hosts[group.rank], str(root), group, shared_groups or single_group(ranks), hosts[group.rank].sleep))
+        hosts[group.rank], str(root), group, shared_groups or single_group(ranks), hosts[group.rank]))
     assert all(one == found[0] for one in found), found
     return found[0]
 
@@ -193,5 +193,5 @@ def test_each_node_waits_only_for_its_own_ranks(tmp_path):
     shared_groups, late = SharedGroups((0, 0, 2, 2)), Late(tmp_path / "b", [FOLDER])
     hosts = [Late(), Late(), Late(), late]
     found = Ranks(4).run(lambda group: wait_until_visible(hosts[group.rank], str(tmp_path / "aabb"[group.rank]), group,
-                                                          shared_groups, hosts[group.rank].sleep))
+                                                          shared_groups, hosts[group.rank]))
     assert found == [Visibility(30)] * 4
