@@ -25,7 +25,7 @@ from mindresume.coordination.process_identity import boot_id, is_running, proces
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.formats.iteration_naming import parse_iteration
 from mindresume.formatting import ranks_count
-from mindresume.model.manifest import FOLDER, attempts, encode_head, read_head, run_name, run_sequence, strip_trash
+from mindresume.model.manifest import FOLDER, attempts, encode_head, is_run, read_head, run_name, run_sequence, strip_trash
 from mindresume.storage.atomic_publish import TEMPORARY, publish
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
@@ -81,7 +81,7 @@ class LeaseHolder:
 
     @property
     def order(self) -> tuple[int, str]:
-        return (run_sequence(self.run), self.run)
+        return run_order(self.run)
 
     def __str__(self) -> str:
         since = runtime.strftime("%Y-%m-%d %H:%M:%S", runtime.localtime(self.since))
@@ -136,28 +136,21 @@ def lease_path(root: str, run: str) -> str:
     return os.path.join(root, FOLDER, lease_name(run))
 
 
+def run_order(run: str) -> tuple[int, str]:
+    """Returns the sort key of runs."""
+    return run_sequence(run), run
+
+
 def leased_runs(names: Iterable[str], prefix: str = PREFIX) -> list[str]:
     """Returns the runs of the leases among ``names``."""
-    found = []
-    for name in names:
-        if name.startswith(prefix) and name.endswith(SUFFIX):
-            run = name[len(prefix):-len(SUFFIX)]
-            with suppress(RecordError):
-                run_sequence(run)
-                found.append(run)
-    return found
+    return [run for name in names if name.startswith(prefix) and name.endswith(SUFFIX)
+            and is_run(run := name[len(prefix):-len(SUFFIX)])]
 
 
 def half_written(names: Iterable[str]) -> list[tuple[str, str]]:
     """Returns (name, run) of the temporary files among ``names``."""
-    found = []
-    for name in names:
-        run = name.removesuffix(TEMPORARY).rpartition(".")[2]
-        with suppress(RecordError):
-            if name.endswith(TEMPORARY):
-                run_sequence(run)
-                found.append((name, run))
-    return found
+    return [(name, run) for name in names if name.endswith(TEMPORARY)
+            and is_run(run := name.removesuffix(TEMPORARY).rpartition(".")[2])]
 
 
 def lease_holders(storage: Storage, root: str, names: list[str] | None = None) -> list[LeaseHolder]:
@@ -168,21 +161,20 @@ def lease_holders(storage: Storage, root: str, names: list[str] | None = None) -
 def read_leases(storage: Storage, root: str, names: list[str] | None = None) -> tuple[list[LeaseHolder], dict[str, str]]:
     """Returns the holder of every lease that can be read, and {run: reason} of the unreadable ones. Another host has just
     replaced such a file (ESTALE), a later version wrote it, or it is damaged: its holder counts as alive."""
-    unreadable: dict[str, str] = {}
     runs = leased_runs(storage.list(os.path.join(root, FOLDER)) if names is None else names)
     here = _identity(storage, root) if runs else ""
 
-    def read(run: str) -> LeaseHolder | None:
+    def read(run: str) -> LeaseHolder | str:
         try:
             holder = LeaseHolder.read(storage, lease_path(root, run))
             return replace(holder, is_copy=bool(here and holder.folder) and holder.folder != here)
         except FileNotFoundError:
-            pass                                # its holder has just ended
+            return ""                           # its holder has just ended
         except (RecordError, OSError) as error:
-            unreadable[run] = str(error)
-        return None
-    found = [holder for holder in parallel(storage, read, runs) if holder is not None]
-    return found, dict(sorted(unreadable.items()))
+            return str(error) or type(error).__name__
+    rows = dict(zip(runs, parallel(storage, read, runs), strict=True))
+    return ([row for row in rows.values() if isinstance(row, LeaseHolder)],
+            {run: row for run, row in sorted(rows.items()) if row and isinstance(row, str)})
 
 
 def _identity(storage: Storage, root: str) -> str:
@@ -239,19 +231,20 @@ def record_run_number(storage: Storage, root: str, run: str) -> None:
 def fence(storage: Storage, root: str, run: str) -> None:
     """Raises LeaseHeldError if a later run has acquired this directory or saved into it: then this one was taken for dead. A
     run that has published its lease and not sent a heartbeat yet may still give way, and does not count."""
-    names, mine = storage.list(os.path.join(root, FOLDER)), (run_sequence(run), run)
-    later = [other for other in leased_runs(names, ENDED) + [other for _, _, other in attempts(names)]
-             if (run_sequence(other), other) > mine]
-    if any((run_sequence(other), other) > mine for other in leased_runs(names)):
-        found, unreadable = read_leases(storage, root, names)
-        later += [other for other in (*unreadable, *(holder.run for holder in found if holder.beat))
-                  if (run_sequence(other), other) > mine]
+    names = storage.list(os.path.join(root, FOLDER))
+    later = [other for other in (*leased_runs(names, ENDED), *(other for _, _, other in attempts(names)))
+             if run_order(other) > run_order(run)]
+    if not later and all(run_order(other) <= run_order(run) for other in leased_runs(names)):
+        return
+    holders, unreadable = read_leases(storage, root, names)
+    later += [other for other in (*unreadable, *(holder.run for holder in holders if holder.beat))
+              if run_order(other) > run_order(run)]
     if later:
-        newest = max(later, key=lambda other: (run_sequence(other), other))
-        who = next((str(holder) for holder in lease_holders(storage, root, names) if holder.run == newest), f"run {newest}")
-        me = next((str(holder) for holder in lease_holders(storage, root, names) if holder.run == run), f"run {run}")
-        raise LeaseHeldError(f"{who} has taken over {root}; this job, {me}, stops saving there. Checkpoints of two jobs are "
-                               f"never mixed: end one of them, or give it an output_dir of its own")
+        known = {holder.run: str(holder) for holder in holders}
+        newest = max(later, key=run_order)
+        raise LeaseHeldError(f"{known.get(newest, f'run {newest}')} has taken over {root}; this job, "
+                             f"{known.get(run, f'run {run}')}, stops saving there. Checkpoints of two jobs are never mixed: end "
+                             f"one of them, or give it an output_dir of its own")
 
 
 def ended(storage: Storage, root: str) -> Callable[[str], bool]:
@@ -300,18 +293,24 @@ class Lease:
                 self.publish()
 
     def start(self) -> Lease:
-        def work() -> None:
-            while not self._stop.wait(self.holder.every):
-                if not self._has_process():
-                    with suppress(OSError):
-                        self.beat()
-                    self._start_process()
-            with self._lock:
-                self._end_process()
         if self.holder.every:
             self._start_process()
-            runtime.Thread(target=work, name="mindresume-heartbeat", daemon=True).start()
+            runtime.Thread(target=self._work, name="mindresume-heartbeat", daemon=True).start()
         return self
+
+    def _work(self) -> None:
+        """Tells the process that sends the heartbeats the step, or sends them where there is none."""
+        while not self._stop.wait(self.holder.every):
+            with self._lock:
+                is_beating = self._beating is not None and self._beating.is_alive()
+                if is_beating:
+                    self._beating.reached(self.step)
+            if not is_beating:
+                with suppress(OSError):
+                    self.beat()
+                self._start_process()
+        with self._lock:
+            self._end_process()
 
     def _start_process(self) -> None:
         """Lets a process send the heartbeats from here on, at most ``_TRIES`` times: it may be killed, or not be able to run."""
@@ -320,14 +319,6 @@ class Lease:
                     type(uncached(self.storage)) is PosixStorage:
                 self._tries -= 1
                 self._beating = start_process(lease_path(self.root, self.run), self.holder.encode(), self.holder.every, self.run)
-
-    def _has_process(self) -> bool:
-        """Returns whether a process sends the heartbeats, and tells it the step."""
-        with self._lock:
-            if self._beating is None or not self._beating.is_alive():
-                return False
-            self._beating.reached(self.step)
-            return True
 
     def _end_process(self) -> bool:
         """Ends the process that sends the heartbeats. Returns whether it is gone; False if it hangs in the file system."""

@@ -35,6 +35,7 @@ from mindresume.coordination.lease import (
     next_run,
     past_runs,
     read_leases,
+    run_order,
 )
 from mindresume.coordination.shared_folder import AwakeClock, Watch
 from mindresume.errors import LeaseHeldError
@@ -132,7 +133,7 @@ def _publish_and_look(lease: Lease, dead: list[LeaseHolder], others: _Others) ->
                           and is_alive(holder) is not False), None):
             raise LeaseHeldError(_in_use_message(lease.root, str(woken), lease.holder))
         names = {holder.run: str(holder) for holder in found} | {run: f"run {run}" for run in unreadable}
-        rivals = sorted((run_sequence(run), run) for run in names if is_job_lease(run) and run not in known)
+        rivals = sorted(run_order(run) for run in names if is_job_lease(run) and run not in known)
         if rivals and (failed is not None or rivals[0] < lease.holder.order):
             raise LeaseHeldError(_in_use_message(lease.root, names[rivals[0][1]], lease.holder)) from failed
         if failed is not None:

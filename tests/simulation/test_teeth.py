@@ -283,7 +283,7 @@ MUTANTS = [
 
     # ---- common starts and ends ----------------------------------------------------------------------------------------
     mutant("an unreadable lease is ignored", [
-        Edit(lease, "read_leases", "unreadable[run] = str(error)", "pass")],
+        Edit(lease, "read_leases", "return str(error) or type(error).__name__", 'return ""')],
         ("twice", "safetensors", ""), STUCK, deaths=False, first=285, within=25,
         draws=each("EIO", later=(11, "EIO"), seed=2)),
     mutant("a load attempt record stays while the training continues from another checkpoint", [
