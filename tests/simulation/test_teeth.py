@@ -284,7 +284,7 @@ MUTANTS = [
     # ---- common starts and ends ----------------------------------------------------------------------------------------
     mutant("an unreadable lease is ignored", [
         Edit(lease, "read_leases", "return str(error) or type(error).__name__", 'return ""')],
-        ("twice", "safetensors", ""), STUCK, deaths=False, first=285, within=25,
+        ("twice", "safetensors", ""), STUCK, deaths=False, first=200, within=200,
         draws=each("EIO", later=(11, "EIO"), seed=2)),
     mutant("a load attempt record stays while the training continues from another checkpoint", [
         Edit(crash_loop.LoadAttempt, "_clear_others", "if self.limit else ()", "if False else ()")],
