@@ -51,7 +51,7 @@ LOCK = ".lock"                      # suffix of the name of the work folder
 _SPARE = 1 << 20                    # bytes for records, manifest and index
 NOTE_EVERY = 30.0                   # seconds between two notices of what is waited for
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0                            # seconds between two looks at the work folder
-_LOOKS = 4                          # at a lock that another process holds
+_TRIES = 100                        # of a share, each after _FIRST_PAUSE, to begin
 _FINAL = (ConfigError, CorruptFileError, LoadError, StrategyError)  # a second try would find the same
 
 
@@ -177,40 +177,52 @@ class Conversion:
         if root and os.path.commonpath([self.target, root]) == root:
             raise ConfigError(f"{self.target} lies in {root}, the source, into which nothing is written; give another folder")
         self.storage.make_folder(os.path.dirname(self.work))
-        for left in reversed(range(1 if self.share.count == 1 else _LOOKS)):
-            if self._take_lock(fcntl.LOCK_EX if self.share.count == 1 else fcntl.LOCK_SH):
-                break
-            if self.share.count > 1 and (self.storage.status(self._claimed) is not None or self.finished()):
-                return False
-            if not left:
+        alone, tries = self.share.count == 1, 1
+        while not self._take_lock(fcntl.LOCK_EX):
+            if not alone:
+                if self._take_lock(fcntl.LOCK_SH):
+                    break
+                if self.storage.status(self._claimed) is not None or self.finished():
+                    return False
+            if alone or tries == _TRIES:            # else another share begins, or begins to commit
                 raise SaveError(f"the same conversion to {self.target} is running in another process; wait for it, and then "
                                 f"start this one again")
-            runtime.sleep(_FIRST_PAUSE)             # a process that begins to commit holds the lock before it renames the folder
+            tries += 1
+            runtime.sleep(_FIRST_PAUSE)
+        else:
+            self._put_in_order()
         if self.finished():
-            if self.share.count > 1:
+            if not alone:
                 self._release()
                 return False
             self.abandon()
             raise SaveError(f"the same conversion to {self.target} was just finished by another process; nothing is left to do")
-        if not self._suffix and self.storage.status(self._claimed) is not None:     # left by a process that died in its commit
-            if self.storage.status(self.work) is None:
-                self.storage.rename(self._claimed, self.work)
-            else:
-                remove_tree(self.storage, self._claimed)
-        if self.plan.iteration_dir and self.storage.status(os.path.join(self.work, iteration_name(self.plan.source.state.step))):
-            remove_tree(self.storage, self.work)    # the same: its files have their final names already
         self.storage.make_folder(self.work)
         self._identity = self.storage.status(self.work).identity
         missing = [self.plan.groups[number] for number in self.share.groups(self.plan) if self.done(number) is None]
         needed = _SPARE + self.plan.size(missing)
         room = self.storage.free_space(self.work)
         if room < needed:
-            if not self.storage.list(self.work) or self.share.count == 1 and len(missing) == len(self.plan.groups):
+            if not self.storage.list(self.work) or alone and len(missing) == len(self.plan.groups):
                 self.abandon()
             self._release()                         # keep groups that a killed process finished
             raise OutOfSpaceError(f"{self.target} needs {needed / 2**20:.1f} MiB, there is room for {room / 2**20:.1f} MiB. "
                                   f"Nothing was written")
         return True
+
+    def _put_in_order(self) -> None:
+        """Makes the work folder of a process that died in its commit one that can be continued, while no other process uses it.
+        A share then lets the others in."""
+        if not self._suffix and self.storage.status(self._claimed) is not None:
+            if self.storage.status(self.work) is None:
+                self.storage.rename(self._claimed, self.work)
+            else:
+                remove_tree(self.storage, self._claimed)
+        if self.plan.iteration_dir and self.storage.status(os.path.join(self.work, iteration_name(self.plan.source.state.step))):
+            remove_tree(self.storage, self.work)    # its files have their final names already
+        if self.share.count > 1:
+            with suppress(OSError):                 # a file system without locks
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _take_lock(self, kind: int) -> bool:
         """Locks the work folder: shared by the processes that write shares, exclusive by one that works alone or commits. Returns
