@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from mindresume import runtime
 from mindresume.api.checkpoint import Checkpoint
+from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import (
     DAMAGED,
     INCOMPLETE,
-    SILENT,
     UNREADABLE,
     UNVERIFIABLE,
     VERIFIED,
@@ -30,7 +30,6 @@ from mindresume.api.results import (
     DirectoryUser,
     Listing,
     Problem,
-    Progress,
     Result,
     VerificationReport,
     info_of,

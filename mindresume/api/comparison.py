@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from mindresume.api.checkpoint import Checkpoint
-from mindresume.api.results import SILENT, Problem, Progress, Result
+from mindresume.api.progress import SILENT, Progress
+from mindresume.api.results import Problem, Result
 from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened, refused_of
 from mindresume.errors import ConfigError
 from mindresume.reshard import compare as bits

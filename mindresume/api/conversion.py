@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mindresume import runtime
-from mindresume.api.results import SILENT, Problem, Progress, Result
+from mindresume.api.progress import SILENT, Progress
+from mindresume.api.results import Problem, Result
 from mindresume.api.sources import CheckpointLike, opened, refused_of
 from mindresume.errors import ConfigError
 from mindresume.events.log_lines import texts_into

@@ -4,7 +4,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from mindresume.api.results import SILENT, Progress, Result
+from mindresume.api.progress import SILENT, Progress
+from mindresume.api.results import Result
 from mindresume.api.sources import existing
 from mindresume.coordination.lease_acquisition import check_no_live_job
 from mindresume.errors import LeaseHeldError

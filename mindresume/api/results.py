@@ -9,10 +9,9 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 from mindresume.coordination.lease import LeaseHolder
-from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate, Refusal
 from mindresume.resume.candidates import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
 from mindresume.storage.interface import Storage
@@ -231,16 +230,3 @@ class VerificationReport(Result):
     def problems(self) -> tuple[Problem, ...]:
         """What is damaged or missing in all checkpoints."""
         return tuple(problem for found in self.checkpoints for problem in found.problems)
-
-
-class Progress(Protocol):
-    """Receives byte counts from any thread: a progress bar, or any object with these two methods."""
-
-    def expect(self, count: int) -> None:
-        """Receives the number of bytes to come, before the first ``advance``."""
-
-    def advance(self, count: int) -> None:
-        """Receives the number of bytes processed since the last call."""
-
-
-SILENT: Progress = ProgressReporter.silent()

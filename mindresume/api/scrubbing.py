@@ -9,7 +9,8 @@ import os
 from dataclasses import dataclass
 
 from mindresume import runtime
-from mindresume.api.results import SILENT, Problem, Progress, Result, problem_of
+from mindresume.api.progress import SILENT, Progress
+from mindresume.api.results import Problem, Result, problem_of
 from mindresume.api.sources import existing
 from mindresume.errors import ConfigError, MissingCheckpointError
 from mindresume.formats.consolidated import is_consolidated

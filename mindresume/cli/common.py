@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mindresume import runtime
-from mindresume.api.results import SILENT, Progress
+from mindresume.api.progress import SILENT, Progress
 from mindresume.events.log_lines import progress_text
 from mindresume.events.progress import ProgressReporter
 from mindresume.formatting import shown, size_text

@@ -67,6 +67,6 @@ def test_choices_in_the_help_match_the_api():
     from mindresume.api.conversion import TARGET_FORMATS
     from mindresume.reshard.engines import ENGINES
     from mindresume.reshard.huggingface_export import DTYPES
-    for module, name, choices in (("conversions", "ENGINES", ENGINES), ("convert", "CHOICES", TARGET_FORMATS),
-                                  ("export_hf", "DTYPES", DTYPES)):
+    for module, name, choices in (("conversions", "ENGINES", ENGINES), ("conversions", "FORMATS", TARGET_FORMATS),
+                                  ("conversions", "DTYPES", DTYPES)):
         assert getattr(import_module(f"mindresume.cli.{module}"), name) == choices
