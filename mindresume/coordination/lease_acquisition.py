@@ -43,7 +43,7 @@ from mindresume.events import Emit, LeaseWatched, StaleLeaseRemoved, ignore
 from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FOLDER, run_sequence
 from mindresume.storage.interface import Storage
-from mindresume.storage.stale_files import remove_stale
+from mindresume.storage.operations import remove_stale
 
 PATIENCE = 3                    # heartbeats for which a holder on another machine is watched before it counts as dead
 LONGEST = 600.0                 # longest watch in seconds; a holder with rarer heartbeats never counts as dead

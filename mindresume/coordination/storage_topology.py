@@ -27,8 +27,7 @@ from mindresume.model.manifest import FOLDER, MANIFEST, MAX_NAME, PROBE, attempt
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage
 from mindresume.storage.mounts import is_local
-from mindresume.storage.operations import read_bytes
-from mindresume.storage.stale_files import remove_stale
+from mindresume.storage.operations import read_bytes, remove_stale
 
 PATIENCE = 65                   # checks, one a second: Linux caches the listing of a folder for at most 60 s (nfs(5), acdirmax)
 LOOKS = 5                       # the same, for local disks

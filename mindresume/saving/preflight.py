@@ -10,8 +10,7 @@ from mindresume import runtime
 from mindresume.errors import SaveError
 from mindresume.model.manifest import FOLDER, PROBE, is_probe
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import read_bytes
-from mindresume.storage.stale_files import remove_stale
+from mindresume.storage.operations import read_bytes, remove_stale
 
 
 def check_directory(storage: Storage, root: str) -> None:

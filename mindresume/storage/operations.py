@@ -1,4 +1,4 @@
-"""Functions that work on any ``Storage``: parallel calls, small files, removal of a folder tree."""
+"""Functions that work on any ``Storage``: parallel calls, small files, removal of a folder tree and of stale files."""
 from __future__ import annotations
 
 import errno
@@ -114,3 +114,25 @@ def remove_tree(storage: Storage, folder: str) -> None:
             files.append(path)
     parallel(storage, storage.remove, files)
     storage.remove(folder)
+
+
+STALE_SECONDS = 3600.0          # no process needs such a file for longer
+
+
+def remove_stale(storage: Storage, paths: Iterable[str], fresh: str) -> None:
+    """Removes small temporary files of processes that died: each of ``paths`` that is more than ``STALE_SECONDS`` older than
+    ``fresh``, a file that was just written. Their names hold no run that could be checked for its end, so their age decides.
+    Compares times of the file system only, as clocks of hosts differ. Raises no error: the next job tries again."""
+    others = [path for path in paths if path != fresh]
+    with suppress(OSError):
+        now = storage.status(fresh) if others else None
+        if now is None:
+            return
+        oldest = now.mtime - STALE_SECONDS
+
+        def remove(path: str) -> None:
+            with suppress(OSError):             # a file that cannot be removed does no harm
+                found = storage.status(path)
+                if found is not None and not found.is_folder and found.mtime < oldest:
+                    storage.remove(path)
+        parallel(storage, remove, others)

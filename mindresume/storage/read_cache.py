@@ -146,11 +146,31 @@ def uncached(storage: Storage) -> Storage:
     return storage.inner if isinstance(storage, ReadCache) else storage
 
 
-class _RecordingFile:
-    """Reads a file and copies its bytes into the cache, as long as they are read without a gap from the start."""
+class WrappedFile:
+    """Passes everything on to a file, except what a subclass has itself."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._file, name)
+
+    def __enter__(self) -> WrappedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _RecordingFile(WrappedFile):
+    """Reads a file and copies its bytes into the cache, as long as they are read without a gap from the start. What other methods
+    than ``read`` and ``readinto`` read, also through the file handle, is not copied, so the file is not kept."""
 
     def __init__(self, files: ReadCache, path: str, file: BinaryIO):
-        self._files, self._path, self._file = files, path, file
+        super().__init__(file)
+        self._files, self._path = files, path
         self._size, self._recorded = os.fstat(file.fileno()).st_size, 0
         self._copy: int | None = None
         self._recording = True
@@ -191,26 +211,6 @@ class _RecordingFile:
         if copy is not None:
             self._files.release(copy, self._size)
 
-    def __getattr__(self, name: str) -> Any:
-        """Returns any other method of the file. What it reads is not copied, so the file is not kept."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._file, name)
-
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(position, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def fileno(self) -> int:
-        """Returns the file handle. Reads through it are not copied, so the file is not kept."""
-        return self._file.fileno()
-
-    @property
-    def closed(self) -> bool:
-        return self._file.closed
-
     def close(self) -> None:
         if self._file.closed:
             return
@@ -220,12 +220,6 @@ class _RecordingFile:
             self._files.add(self._path, copy, self._size)
         else:
             self._discard()
-
-    def __enter__(self) -> _RecordingFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def __del__(self) -> None:
         with suppress(Exception):

@@ -14,11 +14,11 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from mindresume import runtime
 from mindresume.storage.interface import Status, Storage
+from mindresume.storage.read_cache import WrappedFile
 
 PIECE = 1 << 20                 # bytes of one read, so that the rate is even and a stop takes effect soon
 BURST = 0.25                    # seconds of the rate that an idle bucket collects
@@ -86,21 +86,17 @@ class ThrottledReads:
         return _ThrottledFile(self, file)               # type: ignore[return-value]  # has what readers call
 
 
-class _ThrottledFile:
+class _ThrottledFile(WrappedFile):
     """A file whose reads are limited."""
 
     def __init__(self, owner: ThrottledReads, file: BinaryIO):
-        self._owner, self._file = owner, file
+        super().__init__(file)
+        self._owner = owner
         self._handle: int | None = None
         with suppress(OSError, AttributeError, ValueError):     # a file in memory has no handle
             self._handle = file.fileno()
         self._drop(0, 0)
         self._cached = _share_in_cache(self._handle)        # of what is read: a file can be opened several times
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._file, name)
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")[:PIECE]
@@ -140,12 +136,6 @@ class _ThrottledFile:
         if self._handle is not None:
             with suppress(OSError, AttributeError):             # a file system without caches, or without posix_fadvise
                 os.posix_fadvise(self._handle, start, count, os.POSIX_FADV_DONTNEED)
-
-    def __enter__(self) -> _ThrottledFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
 
 
 def _share_in_cache(handle: int | None) -> float:

@@ -5,8 +5,8 @@ import os
 import pytest
 from rank_folders import STORAGE
 
+from mindresume.storage.operations import STALE_SECONDS, remove_stale
 from mindresume.storage.posix import PosixStorage
-from mindresume.storage.stale_files import STALE_SECONDS, remove_stale
 
 NOW = 2_000_000_000.0           # no clock of this host
 
