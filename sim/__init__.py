@@ -7,19 +7,17 @@
     bucket.py                an in-memory object store as pods see it
     cluster.py               hosts, processes, signals, clocks
     threads.py               threads, locks and queues of simulated processes
-    writer_process.py        the writer of ``async_save: process`` as a simulated process
-    machine.py               answers what the product asks of the machine: time, threads, signals, names, memory
+    machine.py               answers what the product asks of the machine: time, threads, signals, names, memory, a writer process
     communicator.py          the collectives of a job
     bit_rot.py               lets a bit of a kept file flip, and remembers what was written
-    saved_content.py         what the ranks save, and whether a checkpoint holds it
     jobs.py                  a job: its launcher, and what each rank does, in the order in which the trainer calls the product
-    scenarios.py             which jobs run, on which disks; one run of a scenario (``Simulation``)
-    leftover_scenarios.py    scenarios that start with the remains of earlier runs
-    environment_scenarios.py quotas, memory limits, copied folders, and commands that run beside a job
-    rot_scenarios.py         checkpoints rot on disk, beside a scrub that repairs, and in memory
-    concurrent_commands.py   those commands: convert, verify, scrub
-    bucket_scenarios.py      jobs with an object store; bucket_fault_scenarios.py: unreadable objects, unhealthy checkpoints
+    commands.py              what users run beside a job: convert, verify, scrub, prune, read
+    scenarios.py             a scenario, and one run of it (``Simulation``)
+    catalogue.py             all scenarios, as data: workload, training, past, faults and invariants
+    workloads.py             which jobs run, when, and what was there before; supervisors.py: several nodes
     oracle.py                the invariants that the disks must satisfy after a run; bucket_oracle.py: those of a bucket
-    search.py                random and systematic search for a failing schedule, and shrinking
-    search_shards.py         cuts a search into shards for worker processes
+    run_checks.py            the invariants of the run itself
+    search.py                random and systematic search for a failing schedule, shrinking, and shards for worker processes
+
+What ranks save and were promised (``journal.py``), faults and worker processes are those of ``mindresume.fault_injection``.
 """

@@ -18,7 +18,7 @@ from mindresume.errors import ConfigError
 from mindresume.events.log_lines import line_of
 from mindresume.fault_injection import workers
 from mindresume.typed import parse_json
-from sim import search_shards
+from sim import search
 from sim.scenarios import FORMATS, WAYS, Simulation
 from sim.schedule import EXPLAINED
 from sim.search import SCENARIOS, Counts, Failure, SearchRequest
@@ -86,13 +86,13 @@ def run_search(options: SearchOptions) -> int:
     """Runs the requested schedules in worker processes. Returns the exit status. Raises Stopped after Ctrl-C, when it has printed
     the findings so far."""
     wanted = _search(options)
-    work: Callable[[Any], search_shards.Found]
+    work: Callable[[Any], search.Found]
     if options.systematic is None:
-        what, work = f"simulating {options.seeds:,} seeds", search_shards.search_random
-        parts = search_shards.random_shards(wanted)
+        what, work = f"simulating {options.seeds:,} seeds", search.search_random
+        parts = search.random_shards(wanted)
     else:
-        what, work = f"simulating at most {options.systematic} switches", search_shards.search_switches
-        parts = search_shards.systematic_shards(wanted, options.systematic)
+        what, work = f"simulating at most {options.systematic} switches", search.search_switches
+        parts = search.systematic_shards(wanted, options.systematic)
     counts, found, stopped, began = Counts(), {}, None, time.monotonic()
     try:
         with (stopped_by_signals(), workers.Workers(options.jobs) as pool,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindresume.events import Event
+from mindresume.fault_injection.faults import READS, Fault, Killed
 from sim.bit_rot import Rot, rot
 from sim.disk import Disk, File, Folder
 from sim.schedule import (
@@ -20,16 +21,14 @@ from sim.schedule import (
     OWN_SIGNAL,
     QUOTA,
     QUOTA_OF_HOST,
-    READS,
     ROT,
     ROT_IN_MEMORY,
     UNREADABLE,
     UNREADABLE_DISK,
     UNREADABLE_FILE,
-    Fault,
     Schedule,
 )
-from sim.scheduler import Killed, Scheduler, Task
+from sim.scheduler import Scheduler, Task
 
 SHARED = "shared"
 SHM = "/dev/shm/"               # paths below it lie in memory of the host
@@ -135,6 +134,10 @@ class Process:
         self.events.append((self.cluster.scheduler.now, event))
         for handle in self.on_event:
             handle(event)
+
+    @property
+    def ending(self) -> str:
+        return f"{self.name} ended with {self.exit}: {type(self.error).__name__}: {self.error}"
 
     def __repr__(self) -> str:
         return self.name

@@ -8,15 +8,16 @@ A rank selects and loads a checkpoint, acquires the folder, trains (each step is
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from mindresume.coordination.collectives import Group, gather_results
 from mindresume.errors import LeaseHeldError, MindResumeError
-from mindresume.fault_injection.tiny_checkpoints import ITERATION, Saved
-from mindresume.model.manifest import run_sequence
+from mindresume.events import TierSaved
+from mindresume.fault_injection.faults import Killed
+from mindresume.fault_injection.journal import ITERATION, Journal, Saved, make_shard, save_order, wrong_content
 from mindresume.resume.background_scrub import BackgroundScrub
 from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
@@ -35,11 +36,10 @@ from sim.cluster import Cluster, Host, Process, current_cluster, current_process
 from sim.communicator import LIMIT, Communicator, ExchangeError
 from sim.disk import Disk
 from sim.mount import Mount
-from sim.saved_content import make_shard, wrong_content
 from sim.schedule import ERRORS, PASSING, SILENT
-from sim.scheduler import Killed
 from sim.threads import Event
 
+NAMED = "sim", 100                                     # prefix of the names of files, steps of an epoch
 FIRST_SCRUB, NEXT_SCRUB = 0.5, 4.0                      # seconds before the first scrub in a training, and between two
 
 
@@ -85,44 +85,40 @@ class Training:
 
 
 @dataclass
-class History:
-    """What the jobs have observed.
+class History(Journal):
+    """What the jobs have observed, besides what their ranks were told.
 
-    ``reported``: (run, step) -> ranks that were told that it is saved. ``failed``: ((run, step), rank) -> reason of a failed
-    save. ``chosen``: run -> the checkpoint from which it resumed, None for a fresh start. ``wrong``: violations that a job has
-    seen. ``ended``: runs that ended with status 0. ``uploaded``: saves that rank 0 was told are at the url.
+    ``failed``: ((run, step), rank) -> reason of a failed save. ``chosen``: run -> the checkpoint from which it resumed, None for
+    a fresh start. ``wrong``: violations that a job has seen. ``ended``: runs that ended with status 0. ``uploaded``: saves that
+    rank 0 was told are at the url.
     """
-    reported: dict[Saved, set[int]] = field(default_factory=dict)
     failed: dict[tuple[Saved, int], str] = field(default_factory=dict)
     chosen: dict[str, Saved | None] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)         # run -> number of ranks
     began: set[Saved] = field(default_factory=set)
     ended: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     protected: list[Saved] = field(default_factory=list)        # checkpoints of another training, which must never be removed
-    unhealthy: tuple[int, ...] = ()                             # unhealthy steps, which must not be taken
     stale_choices: list[str] = field(default_factory=list)      # jobs that took something older than the newest acknowledged save
     opened: dict[str, float] = field(default_factory=dict)      # run -> when it had acquired its folder
     lease_losses: list[str] = field(default_factory=list)       # jobs that lost their lease although no fault affected them
     uploaded: set[Saved] = field(default_factory=set)
     started_runs: set[str] = field(default_factory=set)         # runs that have begun their first step
 
-    def complete(self) -> list[Saved]:
-        """Returns the acknowledged saves: every rank was told that it is saved, and a resume may take it."""
-        return [saved for saved, those in self.reported.items()
-                if len(those) == self.sizes[saved[0]] and saved[1] not in self.unhealthy]
+    def hear(self, run: str, rank: int, outcomes: Sequence[Outcome]) -> None:
+        """Records what ``rank`` is told about its saves."""
+        for outcome in outcomes:
+            saved = (run, outcome.step)
+            if outcome.saved:
+                self.report(saved, rank)
+                self.failed.pop((saved, rank), None)
+            else:
+                self.failed[saved, rank] = str(outcome.error)
 
     def copy(self) -> History:
         """Returns a copy that shares no mutable state."""
-        return History({saved: set(ranks) for saved, ranks in self.reported.items()}, dict(self.failed), dict(self.chosen),
-                       dict(self.sizes), set(self.began), list(self.ended), list(self.wrong), list(self.protected),
-                       self.unhealthy, list(self.stale_choices), dict(self.opened), list(self.lease_losses), set(self.uploaded),
-                       set(self.started_runs))
-
-
-def save_order(saved: Saved) -> tuple[int, int]:
-    """Returns a sort key: a save of a later run is newer; within a run, the later step."""
-    return run_sequence(saved[0]) if saved[0] else 0, saved[1]          # a checkpoint without records has no run
+        made = History(**{name: type(value)(value) for name, value in vars(self).items()})
+        made.reported = {saved: set(ranks) for saved, ranks in self.reported.items()}
+        return made
 
 
 def intact_saves(history: History, disks: Mapping[str, Disk], keep: int) -> list[Saved]:
@@ -137,11 +133,6 @@ def intact_saves(history: History, disks: Mapping[str, Disk], keep: int) -> list
     def may_be_gone(saved: Saved) -> bool:
         return bool(keep) and sum(save_order(other) > save_order(saved) for other in present.union(acknowledged)) >= keep
     return [saved for saved in acknowledged if saved not in rotted and (saved in present or not may_be_gone(saved))]
-
-
-def newest_acknowledged(history: History) -> Saved | None:
-    """Returns the newest save that all ranks were told is complete. From then on a resume must take nothing older."""
-    return max(history.complete(), key=save_order, default=None)
 
 
 class _StepState:
@@ -166,7 +157,7 @@ class _StepState:
         self.history.began.add(saved)
         self.history.failed.pop((saved, session.target.rank), None)     # a repeated save replaces a failed one
         health = (1 if self.step in training.unhealthy else 0) if training.health_monitored else None
-        return make_shard(session.target, self.step, training.format, session.suffix, health, training.replicated)
+        return make_shard(session.target, self.step, training.format, session.suffix, *NAMED, health, training.replicated)
 
 
 class _RemoteCheckpoints(RemoteCheckpoints):
@@ -194,12 +185,7 @@ class _Manager(CheckpointManager):
         raise Killed
 
     def _record_outcome(self, outcome: Outcome) -> None:
-        key = (self.target.run, outcome.step)
-        if outcome.saved:
-            self.history.reported.setdefault(key, set()).add(self.target.rank)
-            self.history.failed.pop((key, self.target.rank), None)
-        else:
-            self.history.failed[key, self.target.rank] = str(outcome.error)
+        self.history.hear(self.target.run, self.target.rank, [outcome])
         super()._record_outcome(outcome)
 
 
@@ -412,3 +398,12 @@ def _loaded(job: Job, choice: Choice, storage: Mount, rank: int, known: _Known) 
     for text in wrong_content(storage, choice, proven, job.training.replicated):
         job.history.wrong.append(text)
     return saved[1]
+
+
+def common_saves(job: Job) -> list[Saved]:
+    """Returns the saves in memory of a job that each of its ranks knows to be whole."""
+    ranks = [process for process in job.ranks if process.own is not None and process.own.session is not None]
+    if not ranks or len(ranks) < job.training.ranks:
+        return []
+    steps = [{event.step for _, event in process.events if isinstance(event, TierSaved)} for process in ranks]
+    return [(ranks[0].own.target.run, step) for step in sorted(set.intersection(*steps))]

@@ -7,24 +7,34 @@
 """
 from __future__ import annotations
 
+import errno
+import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from mindresume import runtime
 from mindresume.coordination import host_memory, lease
 from mindresume.coordination.signal_sender import OTHER, OWN, SignalSenders
+from mindresume.fault_injection.faults import Killed
 from mindresume.resume import background_scrub
 from mindresume.saving import background_writer, crash_loop, staging
+from mindresume.saving.background_writer import serve
+from mindresume.saving.memory_tier import directory, mapped_file
+from mindresume.saving.retention import Policy
+from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.staging import Staging
 from mindresume.storage import mounts
-from sim import memory_disk
 from sim.cluster import Cluster, active_clusters, current_cluster, current_process
-from sim.scheduler import Killed
+from sim.disk import Disk, Folder, fail
+from sim.mount import Mount
 from sim.threads import Condition, Event, Lock, RLock, SimpleQueue, Thread
-from sim.writer_process import WriterProcess
 
 # ---- time, threads, signals ----------------------------------------------------------------------------------------
 
@@ -146,6 +156,145 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Does nothing: it would be a file of the real disk, or the priority of a real thread."""
 
 
+# ---- the writer of async_save: process -------------------------------------------------------------------------------
+
+_CHECK = 1.0                    # seconds between checks of the training
+
+
+class WriterProcess:
+    """The training's end of the writer of ``async_save: process``, which is a process of the cluster.
+
+    It keeps the contract of ``mindresume.saving.background_writer.WriterProcess``: it shares only messages and the staging buffer
+    with the training, ignores SIGTERM, finishes what it has begun when the training has died, and then waits for other ranks no
+    longer than a living training would.
+    """
+
+    def __init__(self, target: SaveTarget, policy: Policy | None, staging: Staging, timeout: float):
+        self._inbox, self._outbox = SimpleQueue(), SimpleQueue()
+        training, cluster = current_process(), current_cluster()
+        self._process = cluster.process(training.host, f"{training.name}.writer", lambda: None)
+        self._process.sigterm_handler = lambda: None
+        (target, policy), memory = _pickled((replace(target, storage=None), policy)), Staging(fd=os.dup(staging.fd))
+        mine = replace(target, storage=Mount(cluster, self._process))
+        cluster.cleanups.append(memory.close)
+        cluster.scheduler.start(self._process, _deadline_task(training, self._process, timeout), f"{training.name}.writer/bound")
+        self._process.main = cluster.scheduler.start(
+            self._process, lambda: serve(mine, policy, memory, self._receive(training),
+                                         lambda message: self._outbox.put(_pickled(message))), self._process.name)
+
+    def _receive(self, training: Any) -> Callable[[], Any]:
+        def receive() -> Any:
+            while self._inbox.empty():
+                if training.dead:
+                    return None
+                self._inbox.wait(_CHECK)
+            return self._inbox.get()
+        return receive
+
+    def send(self, message: Any) -> None:
+        if self._process.dead:
+            raise BrokenPipeError("the writer process has ended")
+        self._inbox.put(_pickled(message))
+
+    def receive(self, timeout: float) -> Any:
+        if self._outbox.empty() and timeout:
+            self._outbox.wait(timeout)
+        return None if self._outbox.empty() else self._outbox.get()
+
+    def alive(self) -> bool:
+        return not self._process.dead
+
+    def close(self) -> None:
+        self.send(None)
+
+    def join(self) -> None:
+        while self.alive():
+            current_cluster().scheduler.sleep(_CHECK)
+
+    def end(self) -> str:
+        return f"exit status {self._process.exit}"
+
+
+def _pickled(message: Any) -> Any:
+    """Returns ``message`` as it arrives at the other end of a pipe."""
+    return pickle.loads(pickle.dumps(message))
+
+
+def _deadline_task(training: Any, process: Any, timeout: float) -> Callable[[], None]:
+    """Returns a task that kills the writer ``timeout`` seconds after the death of its training."""
+    def work() -> None:
+        scheduler = current_cluster().scheduler
+        while not training.dead:
+            scheduler.sleep(_CHECK)
+        scheduler.sleep(timeout)
+        current_cluster().kill(process)
+    return work
+
+
+# ---- memory of the host --------------------------------------------------------------------------------------------
+# It survives the death of processes, and is lost with the host. Paths below ``SHM`` lead there (``Host.disk_of``).
+
+class MappedFile:
+    """A file whose bytes are overwritten in two operations: a process that dies between them leaves half of each."""
+
+    def __init__(self, path: str, size: int):
+        self.path, self.size = path, size
+        self._disk = self._operate("create")
+        if self._disk.find(path) is not None:
+            fail(errno.EEXIST, path)
+        self._file = self._disk.create(path, bytes(size), whole=True)
+        self._content = bytearray(size)
+
+    def resize(self, size: int) -> None:
+        self._operate("resize")
+        half = bytearray(b"\7" * (size // 2)) + self._content[size // 2:size]
+        self._content, self.size = half + bytes(size - len(half)), size
+        self._disk.fill(self._file, bytes(self._content), True, self.path)
+        self._operate("copy")
+
+    @property
+    def data(self) -> np.ndarray:
+        self._disk.fill(self._file, bytes(self._content), True, self.path)      # what was copied since the last call
+        return np.frombuffer(self._content, np.uint8)
+
+    def close(self) -> None:
+        pass
+
+    def _operate(self, name: str) -> Disk:
+        code, _ = current_cluster().operate(current_process(), name, self.path)
+        if code:
+            fail(code, self.path)
+        return current_process().host.disk_of(self.path)
+
+
+def _is_simulated() -> bool:
+    """Returns whether this process works on simulated disks. Tests run ranks as processes of a cluster on the real disk."""
+    return bool(current_process().host.disk.root.entries)
+
+
+def _mapped_file(path: str, size: int) -> Any:
+    return MappedFile(path, size) if _is_simulated() else mapped_file.MappedFile(path, size)
+
+
+def _make_tier(path: str) -> None:
+    if not _is_simulated():
+        directory.make_tier.__wrapped__(path)
+        return
+    disk, folder = current_process().host.disk_of(path), ""
+    for name in filter(None, path.split("/")):
+        folder += f"/{name}"
+        if not isinstance(disk.find(folder), Folder):
+            disk.make_folder(folder)
+
+
+def _foreign_folder(path: str) -> str:
+    return "" if _is_simulated() else directory.foreign_folder.__wrapped__(path)
+
+
+def _memory_identity(tier: str) -> str:
+    return current_process().host.name if _is_simulated() else directory.memory_identity.__wrapped__(tier)
+
+
 ANSWERS: dict[Any, Callable[..., Any]] = {
     runtime.monotonic: _monotonic, runtime.process_time: _monotonic, runtime.time: _time, runtime.timestamp: _timestamp,
     runtime.sleep: _sleep, runtime.localtime: _localtime, runtime.gmtime: _gmtime,
@@ -160,7 +309,8 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     lease.holder_of_this_process: _holder_of_this_process, lease.is_alive: _is_alive,
     host_memory.levels: _memory_levels, mounts.is_local: lambda path, mounted=None: current_process().host.disk.local,
     staging.staging_buffer: _Staging, background_writer.WRITERS["process"]: WriterProcess,
-    **memory_disk.ANSWERS,
+    mapped_file.mapped_file: _mapped_file, directory.make_tier: _make_tier, directory.foreign_folder: _foreign_folder,
+    directory.memory_identity: _memory_identity,
 }
 
 

@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import COMMON
 from mindresume.errors import MindResumeError, NoUsableCheckpointError
-from mindresume.fault_injection.tiny_checkpoints import ITERATION, Saved, leftovers
+from mindresume.fault_injection.journal import ITERATION, Saved, leftovers, save_order, select, wrong_content
 from mindresume.formats import Candidate
 from mindresume.formats.iteration_naming import TRACKER, iteration_name
 from mindresume.formats.iteration_scan import tracked
 from mindresume.formats.rank_folder_naming import META, folder_name
 from mindresume.formats.records import scan_records
 from mindresume.formats.scrub_result import known_damage
-from mindresume.model.manifest import attempt_name
+from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.resume.candidates import COMPLETE, list_checkpoints
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files
 from mindresume.resume.eligible import SelectionPolicy, every_rank
@@ -41,10 +41,9 @@ from mindresume.storage.operations import read_json
 from sim.bit_rot import rotted_files, rotted_saves, unreadable_saves
 from sim.cluster import Cluster
 from sim.disk import Disk
-from sim.jobs import History, Job, Training, intact_saves, newest_acknowledged, save_order
+from sim.jobs import History, Job, Training, intact_saves
 from sim.machine import use_cluster
 from sim.mount import Mount
-from sim.saved_content import wrong_content
 from sim.schedule import Schedule
 from sim.scheduler import Deadlock, OperationLimit
 
@@ -67,7 +66,7 @@ def check_disks(disks: Mapping[str, Disk], history: History, training: Training,
     if rotted:                                              # no resume has to take these; what else is acknowledged must be taken
         history = history.copy()
         history.reported = {saved: history.reported[saved] for saved in intact_saves(history, disks, training.keep)}
-    required = newest_acknowledged(history)
+    required = history.newest()
     findings = [Finding(WRONG, text) for text in history.wrong]
     findings += [Finding(LOST, text) for text in history.stale_choices]
     findings += [Finding(STUCK, text) for text in history.lease_losses]
@@ -132,7 +131,7 @@ def _inspect(disks: Mapping[str, Disk], history: History, training: Training, ro
             choice = select_checkpoint(storage, training.root, SingleProcess(), policy)
             rows = list_checkpoints(storage, training.root, unknown_strategy, ranks)[1]
         except (MindResumeError, OSError) as error:
-            if isinstance(error, NoUsableCheckpointError) and rotted and newest_acknowledged(history) is None:
+            if isinstance(error, NoUsableCheckpointError) and rotted and history.newest() is None:
                 selections.append(UNUSABLE)
             else:
                 findings.append(Finding(STUCK, f"which, ls: {type(error).__name__}: {error}"))
@@ -272,9 +271,7 @@ def restart_and_check(disks: Mapping[str, Disk], training: Training, required: S
         return [Finding(STUCK, f"the next run: {type(stuck).__name__}: {stuck}")]
     for process in (*job.ranks, job.launcher):
         if process.exit or process.error is not None:
-            findings.append(Finding(STUCK, f"the next run: {process.name} ended with {process.exit}: "
-                                           f"{type(process.error).__name__}: {process.error}"))
-            return findings
+            return [Finding(STUCK, f"the next run: {process.ending}")]
     findings += [Finding(WRONG, text) for text in history.wrong]
     (run, chosen), = history.chosen.items()
     if selected not in (UNKNOWN, chosen):
@@ -319,8 +316,7 @@ def _check_leftovers(disks: Mapping[str, Disk], training: Training, newest: Save
 
     def work(cluster: Cluster) -> None:
         storage = Mount(cluster, cluster.processes[0])
-        choice = select_checkpoint(storage, training.root, SingleProcess(),
-                               SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
+        choice = select(storage, training.root, training.ranks)
         chosen = choice.chosen
         if chosen is None or (chosen.run, chosen.step) != newest:
             findings.append(Finding(LOST, f"after the next run: {chosen and chosen.name} is taken, not {newest}"))
@@ -357,7 +353,6 @@ def _check_node_leftovers(disks: Mapping[str, Disk], training: Training, newest:
 
 def _leftovers(storage: Mount, training: Training, newest: Saved, chosen: Saved | None = None) -> list[str]:
     """Returns the leftover files. ``chosen``: where nodes share no disk, this checkpoint and newer ones may stay."""
-    return leftovers(storage, training.root, training.format, newest,
-                     lambda saved: chosen is not None and save_order(saved) >= save_order(chosen),
-                     lambda name: training.node_local and name == COMMON or training.settings.memory_tier.every_steps > 0
-                     and name == MARK)
+    own = {f"{FOLDER}/{COMMON}"} if training.node_local else {f"{FOLDER}/{MARK}"} if training.settings.memory_tier.every_steps \
+        else set()
+    return [path for path in leftovers(storage, training.root, training.format, newest, chosen) if path not in own]

@@ -1,60 +1,32 @@
-"""Scenarios: which jobs run, on which disks, and what was there before.
+"""A scenario, which jobs run on which disks and what was there before, and one run of it.
 
-    sim = Simulation(SCENARIOS["save"], "safetensors", schedule)
+    sim = Simulation(SCENARIOS["save"], "safetensors", schedule)            # of sim.catalogue
     sim.run()
     sim.findings()
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mindresume.coordination.lease import ended
-from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock, read_locks
-from mindresume.errors import MindResumeError, MissingCheckpointError
+from mindresume.errors import MindResumeError
 from mindresume.events.log_lines import line_of
-from mindresume.fault_injection.tiny_checkpoints import ITERATION
-from mindresume.formats.iteration_naming import iteration_name
-from mindresume.formats.records import scan_records
-from mindresume.model.manifest import FOLDER, attempt_name, record_name
-from mindresume.saving.async_saver import AsyncSaver
-from mindresume.saving.committer import sync_saver
-from mindresume.saving.garbage_collector import carry_out, plan
-from mindresume.saving.retention import KEEP_ALL, KeepLast
-from mindresume.saving.shard_writer import Outcome, Save, SaveTarget
-from mindresume.settings import MemoryTierSettings
+from mindresume.fault_injection.faults import Killed
+from mindresume.fault_injection.journal import ITERATION
 from sim.bucket import BUCKET, Bucket
-from sim.cluster import (
-    SHARED,
-    SHM,
-    Cluster,
-    Host,
-    InjectedFault,
-    Process,
-    current_cluster,
-    current_process,
-    lose_power,
-)
+from sim.cluster import SHARED, Cluster, Host, InjectedFault, Process, lose_power
 from sim.communicator import ExchangeError
 from sim.disk import Disk
-from sim.jobs import History, Job, Training, save_order
+from sim.jobs import History, Job, Training
 from sim.machine import use_cluster
-from sim.memory_disk import common_saves
-from sim.mount import Mount
-from sim.oracle import LOST, STUCK, Finding, check_disks, check_pointers
-from sim.saved_content import make_shard, wrong_content
-from sim.schedule import KINDS, ROT_IN_MEMORY, Schedule
-from sim.scheduler import TICK, Deadlock, Killed, OperationLimit
+from sim.oracle import STUCK, Finding, check_disks, check_pointers
+from sim.schedule import KINDS, Schedule
+from sim.scheduler import TICK, Deadlock, OperationLimit
 
-TIER = replace(Training().settings, memory_tier=MemoryTierSettings(1, SHM.rstrip("/")))
 FORMATS = ("safetensors", "ckpt", ITERATION)
 WAYS = ("", "thread", "process")            # ways of saving: synchronous, in a thread, in a process
-RUN = "0002-1111aaaa"
-ATTEMPTS = 3                    # number of times that a platform starts a job
 LONGEST_EXCHANGE = 10.0         # seconds; ranks wait up to 20 s for records
-LATER = (0.0, 0.0, 2.5)         # seconds between the starts of two jobs
 A_COMMIT = 200                  # operations of a commit and the removal after it
 SHORT_WORK = 2 * A_COMMIT        # rank 0 commits several steps at once if their records are listed late
 SCRUBS = 600                    # operations of scrubs in the training meanwhile
@@ -208,219 +180,3 @@ def _past(training: Training | None, node_local: bool, hosts: int, remote: bool)
     for disk in disks.values():
         disk.lose_power(lambda: True)
     return disks, history
-
-
-# ---- saves alone, without the start and the end of a job -----------------------------------------------------------------------
-
-def _save_only(sim: Simulation, steps: tuple[int, ...], keep: int = 0) -> None:
-    host = sim.cluster.host()
-    sim.history.sizes[RUN] = sim.training.ranks
-    for rank in range(sim.training.ranks):
-        sim.cluster.process(host, f"rank{rank}", lambda rank=rank: _save(sim, rank, steps, keep))
-
-
-def _save(sim: Simulation, rank: int, steps: tuple[int, ...], keep: int) -> None:
-    training, history, process = sim.training, sim.history, current_process()
-    lineage = next(iter(history.chosen), RUN)
-    target = SaveTarget(Mount(sim.cluster, process), training.root, RUN, rank, training.ranks, sim.format == ITERATION, (),
-                        lineage)
-    mine = (KeepLast(keep) if keep else KEEP_ALL) if rank == 0 else None
-    saver = AsyncSaver(target, mine, sim.way, emit=process.emit, timeout=20.0) if sim.way else sync_saver(
-        target, mine, process.emit)
-
-    def hear(outcomes: list[Outcome]) -> None:
-        for outcome in outcomes:
-            if outcome.saved:
-                history.reported.setdefault((RUN, outcome.step), set()).add(rank)
-            else:
-                history.failed[(RUN, outcome.step), rank] = str(outcome.error)
-    for step in steps:
-        history.began.add((RUN, step))
-        saver.save(Save(make_shard(target, step, sim.format, 1)))
-        hear(saver.poll())
-    hear(saver.wait(20.0))
-    hear(saver.finish(20.0, 5.0))
-    current_cluster().scheduler.sleep(200.0)                    # keeps the process alive for a late writer thread
-
-
-# ---- whole jobs ----------------------------------------------------------------------------------------------------------------
-
-def _one_job(sim: Simulation) -> None:
-    sim.job(sim.training).start()
-
-
-def _exchanged(sim: Simulation) -> None:
-    """As ``_restarted``, on hosts that keep their caches and later change places."""
-    _restarted(sim, [sim.cluster.host("", node) for node in range(sim.training.hosts)])
-
-
-def _restarted(sim: Simulation, hosts: list[Host] | None = None) -> None:
-    """A platform restarts the same command after every error."""
-    restarted(sim, lambda attempt: sim.job(sim.training, hosts=hosts and (hosts[::-1] if attempt == 2 else hosts)))
-
-
-def restarted(sim: Simulation, job_of: Callable[[int], Job]) -> None:
-    """Starts a platform process that runs ``job_of(attempt)``, from attempt 0, until a job ends without an error; at most
-    ``ATTEMPTS``."""
-    def work() -> None:
-        for attempt in range(ATTEMPTS):
-            job = job_of(attempt)
-            job.start()
-            while not job.launcher.dead or not job.over:
-                current_cluster().scheduler.sleep(1.0)
-                if job.launcher.dead and not job.ranks:         # killed before it started a rank
-                    break
-            if job.ranks and not any(process.exit for process in job.ranks):
-                return
-    sim.cluster.process(sim.cluster.host("platform"), "platform", work)
-
-
-def _twice(sim: Simulation) -> None:
-    """Two jobs are started in one folder, at the same moment or while the first one trains."""
-    sim.job(sim.training).start()
-
-    def work() -> None:
-        current_cluster().scheduler.sleep(LATER[sim.schedule.seed % len(LATER)])
-        sim.job(sim.training).start()
-    sim.cluster.process(sim.cluster.host("platform"), "platform", work)
-
-
-def _in_memory(sim: Simulation) -> None:
-    """A platform restarts the same command on the same hosts, which keep what lies in their memory."""
-    hosts = [sim.cluster.host("", node) for node in range(sim.training.hosts)]
-    restarted(sim, lambda attempt: sim.job(sim.training, hosts=hosts))
-
-
-def check_memory(sim: Simulation) -> list[Finding]:
-    """A job takes nothing older than what all ranks of an earlier one had in memory, unless a host or an operation failed, or it
-    has rotted."""
-    if any(row.fault.kind not in ("kill", "kill all", "slow", "pause", "term", "term all", ROT_IN_MEMORY)
-           for row in sim.cluster.injected):
-        return []
-    rotted = {saved for row in sim.cluster.rots for saved in row.saves}
-    found, required = [], None
-    for job in sim.jobs:
-        run = next((process.own.target.run for process in job.ranks if process.own is not None and process.own.session), None)
-        chosen = sim.history.chosen.get(run, required)
-        if required is not None and required not in rotted and (chosen is None or save_order(chosen) < save_order(required)):
-            found.append(Finding(LOST, f"{job.name} takes {chosen}, though all ranks had {required} in memory"))
-        required = max([*([required] if required else []), *common_saves(job)], key=save_order, default=None)
-    return found
-
-
-def _rare_beats(sim: Simulation) -> None:
-    """A job has a longer heartbeat interval than a second one that is started beside it."""
-    sim.job(replace(sim.training, settings=replace(sim.training.settings, heartbeat=60.0))).start()
-    sim.job(sim.training).start()
-
-
-def _orphan(sim: Simulation) -> None:
-    """An earlier version has left a folder of records under the name of one inside an iteration folder."""
-    root, disk = sim.training.root, sim.cluster.disks[SHARED]
-    (run, step), = sim.history.reported
-    name = attempt_name(step, run)
-    inner = f"{iteration_name(step)}/{FOLDER}/{name}"
-    for path in ("", f"/{FOLDER}", f"/{FOLDER}/{name}"):
-        disk.make_folder(f"{root}/{FOLDER}/{name}{path}")
-    disk.create(f"{root}/{FOLDER}/{name}/{FOLDER}/{name}/{record_name(1)}", disk.find(f"{root}/{inner}/{record_name(1)}").data)
-    disk.lose_power(lambda: True, lambda data: data)
-    _one_job(sim)
-
-
-def _afresh(sim: Simulation) -> None:
-    """A new training is started on purpose in the folder of another one."""
-    sim.history.protected = list(sim.history.reported)
-    _one_job(sim)
-
-
-def _with_reader(sim: Simulation) -> None:
-    """Beside a job one process prunes the folder, and one reads checkpoints."""
-    _one_job(sim)
-    host = sim.cluster.host("user")
-    sim.cluster.process(host, "prune", lambda: _prune(sim))
-    sim.cluster.process(host, "reader", lambda: _read(sim))
-
-
-def _readers(sim: Simulation) -> None:
-    """One process prunes, another one reads, and no process saves."""
-    sim.cluster.process(sim.cluster.host("user"), "prune", lambda: _prune(sim, (3, 2, 1), 0.0))
-    sim.cluster.process(sim.cluster.host("user2"), "reader", lambda: _read(sim, 0.0))
-
-
-def _prune(sim: Simulation, keeps: tuple[int, ...] = (1, 1, 1), pause: float = 1.5) -> None:
-    """Prunes as ``mindresume prune --keep-last KEEP`` does."""
-    storage, root = Mount(sim.cluster, current_process()), sim.training.root
-    for keep in keeps:
-        current_cluster().scheduler.sleep(pause)
-        made = plan(storage, root, KeepLast(keep), read_locks(storage, root), ended=ended(storage, root))
-        carry_out(storage, root, made, ReadLocks(storage, root))
-
-
-def _read(sim: Simulation, pause: float = 0.8) -> None:
-    """Selects and reads as a conversion does, with a read lock: alternately the newest checkpoint, and the oldest by its name."""
-    from mindresume.coordination.collectives import SingleProcess
-    from mindresume.resume.eligible import SelectionPolicy, every_rank
-    from mindresume.resume.selection import select_checkpoint
-    storage, training = Mount(sim.cluster, current_process()), sim.training
-    for number in range(6):
-        current_cluster().scheduler.sleep(pause)
-        oldest = next(iter(scan_records(storage, training.root)[0][::-1]), None) if number % 2 else None
-        named = oldest and oldest.first and (oldest.iteration_dir or os.path.basename(oldest.first.path))
-        try:
-            choice = select_checkpoint(storage, training.root, SingleProcess(),
-                            SelectionPolicy(training.ranks, named, ranks_to_verify=every_rank))
-        except MissingCheckpointError:
-            continue                                            # it was pruned meanwhile
-        if choice.chosen is None:
-            continue
-        if choice.chosen.run is None:
-            sim.history.wrong.append(f"{choice.chosen.first} was selected as files without records")
-            continue
-        held = acquire_read_lock(storage, choice.root, choice.chosen.name, choice.chosen.commit_dir)
-        if held is not None:
-            try:
-                sim.history.wrong += wrong_content(storage, choice, list(range(training.ranks)))
-            except FileNotFoundError as error:
-                if not any(row.process == current_process().name and row.fault.kind in ("slow", "pause")
-                           for row in current_cluster().injected):
-                    sim.history.wrong.append(f"{choice.chosen.name} has a read lock and was removed: {error}")
-                raise
-            held.release()
-
-
-SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in (
-    Scenario("save", "two ranks save one step", lambda sim: _save_only(sim, (4,))),
-    Scenario("prune", "two ranks save two steps and keep the newest", lambda sim: _save_only(sim, (4, 6), keep=1)),
-    Scenario("replace", "two ranks save one step, commit it, and remove the previous one",
-             lambda sim: _save_only(sim, (4,), keep=1)),
-    Scenario("first", "a job in an empty folder", _one_job, past=None),
-    Scenario("job", "a job resumes from a checkpoint, saves twice, keeps one", _one_job, Training(steps=6, keep=1)),
-    Scenario("older", "a job resumes where two checkpoints exist", _one_job, Training(steps=8, keep=1), Training(steps=4)),
-    Scenario("restarts", "a platform restarts the job after every error", _restarted, Training(steps=8, keep=2)),
-    Scenario("twice", "two jobs are started in one folder at the same time", _twice,
-             Training(steps=6, keep=2)),
-    Scenario("rare beats", "another job is started beside one with a long heartbeat interval", _rare_beats,
-             Training(steps=6, keep=2, pace=25.0)),
-    Scenario("same hosts", "a job is restarted on its hosts, and once more with the hosts swapped", _exchanged,
-             Training(hosts=2, steps=8, keep=2)),
-    Scenario("orphan", "an earlier version has left records under a name that is in use", _orphan, Training(steps=6, keep=1),
-             formats=(ITERATION,)),
-    Scenario("health", "the last checkpoints of a job are unhealthy", _restarted,
-             Training(steps=8, keep=1, health_monitored=True, unhealthy=(6, 8)), Training(steps=2, health_monitored=True)),
-    Scenario("two hosts", "a job on two hosts that share a disk", _one_job, Training(hosts=2, steps=6, keep=1)),
-    Scenario("three ranks", "a job of three ranks resumes from a checkpoint of two", _one_job,
-             Training(ranks=3, steps=6, keep=1, allow_reshard=True)),
-    Scenario("nodes", "a job on two hosts that share no disk", _restarted,
-             Training(hosts=2, steps=6, keep=1, node_local=True), Training(hosts=2, steps=2, node_local=True), FORMATS[:2]),
-    Scenario("afresh", "a new training in the folder of another one", _afresh, Training(steps=4, keep=1, fresh=True)),
-    Scenario("lost ranks", "after a rank has died, the others save what they have", _one_job,
-             Training(steps=6, keep=2, rescue=True)),
-    Scenario("tier", "a job with a tier in memory is restarted on its host", _in_memory,
-             Training(steps=10, every=6, keep=2, settings=TIER), check_run=check_memory),
-    Scenario("tier of two hosts", "a job with tiers in memory of two hosts is restarted on them", _in_memory,
-             Training(hosts=2, steps=10, every=6, keep=2, settings=TIER), formats=FORMATS[:2], check_run=check_memory),
-    Scenario("a reader", "one process prunes and another one reads", _readers, Training(steps=8, pruned_by_others=True),
-             Training(steps=8), ways=("",)),
-    Scenario("readers", "one process prunes and another one reads beside a job", _with_reader,
-             Training(steps=6, keep=2, pruned_by_others=True)),
-)}

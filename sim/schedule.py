@@ -14,23 +14,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from mindresume.fault_injection import faults
+from mindresume.fault_injection.faults import Fault
 from sim.scheduler import TICK, Task
 
-_FULL = ("write", "create", "flush", "rename", "make_folder")
-_EFFECTS = ("write", "create", "flush", "rename", "sync", "remove", "make_folder", "put", "delete")
 OF_A_STORE = ("list objects", "size", "get", "put", "upload", "download", "delete")      # operations on an object store
 # kind -> (errno, operations that it can hit; (): all)
-ERRORS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "EIO": (errno.EIO, ()), "ESTALE": (errno.ESTALE, ()), "ENOSPC": (errno.ENOSPC, _FULL), "EDQUOT": (errno.EDQUOT, _FULL),
-    "EIO after": (errno.EIO, _EFFECTS), "ESTALE after": (errno.ESTALE, _EFFECTS)}
+ERRORS = {**faults.ERRORS, "ESTALE after": (errno.ESTALE, faults.ERRORS["EIO after"][1])}
 DEATHS = ("kill", "kill host", "kill all", "power")
 SIGNALS = ("slow", "pause", "term", "term all", "clock")
 KINDS = (*ERRORS, *DEATHS, *SIGNALS)
 EXPLAINED = {
-    "EIO": "the operation fails once", "ESTALE": "it fails once, as on NFS after the server forgot a file",
+    **{kind: faults.EXPLAINED[kind] for kind in ("EIO", "ESTALE", "EIO after")},
     "ENOSPC": "the disk is full, for this and some later operations",
     "EDQUOT": "the quota is exhausted, for this and some later operations",
-    "EIO after": "the operation takes effect and reports an error nevertheless",
     "ESTALE after": "the operation takes effect and reports an error nevertheless, as on NFS",
     "kill": "the process is killed right before the operation", "kill host": "all processes of the host are killed",
     "kill all": "all processes are killed", "power": "power loss: unflushed data is lost, entirely or in part",
@@ -54,28 +51,10 @@ OUTAGE = "outage"               # every call to the object store fails
 QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE = "quota", "quota of the host", "memory", "kill launcher", "unreadable"
 ROT, ROT_IN_MEMORY = SILENT = "rot", "rot in memory"
 UNREADABLE_FILE, UNREADABLE_DISK = PASSING = "unreadable file", "unreadable disk"       # errors of reading that pass
-READS = ("open", "list", "status")
 OWN_SIGNAL = "own signal"       # SIGTERM from itself
 _AMOUNTS = {OUTAGE: (3, 30, 300), QUOTA: (20, 200, 2000), QUOTA_OF_HOST: (20, 200, 2000), MEMORY: (0, 100, 1 << 40),
             UNREADABLE: range(1000), ROT: range(1000), ROT_IN_MEMORY: range(1000), UNREADABLE_FILE: (10, 100, 1000),
             UNREADABLE_DISK: (10, 50, 200), OWN_SIGNAL: (0, 1)}     # of the faults of few scenarios
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault at one operation.
-
-    Args:
-        at: number of the operation, counted over all processes from 1.
-        kind: one of ``EXPLAINED``.
-        amount: seconds of a slow operation, a pause or a clock jump; operations for which a full disk, quota or outage lasts, or
-            something cannot be read;
-            what is left by a power loss (0: flushed data only; else a seed); bytes of memory; the number of an unreadable object;
-            the seed that draws the bit that rots.
-    """
-    at: int
-    kind: str
-    amount: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +64,9 @@ class Schedule:
     Args:
         switches: (number of the operation, offset of the next task in the list of those that are ready).
         picks: the same for the moments at which the running task blocks, counted from 1.
-        faults: the faults, by operation.
+        faults: by operation. ``amount``: seconds of a slow operation, a pause or a clock jump; operations for which a full disk,
+            quota or outage lasts, or something cannot be read; what is left by a power loss (0: flushed data only; else a seed);
+            bytes of memory; the number of an unreadable object; the seed that draws the bit that rots.
         lag: seconds for which hosts cache listings.
         clocks: by host, seconds by which its clock is wrong.
         tick: seconds that an operation takes. Where it is long, processes that poll do so in the middle of what others do.
@@ -116,8 +97,8 @@ class Schedule:
         if unknown:
             raise ValueError(f"a schedule has no {unknown[0]!r}; it has {', '.join(field.name for field in fields(cls))}")
         pairs = {name: tuple((int(at), int(further)) for at, further in value.get(name, ())) for name in ("switches", "picks")}
-        faults = tuple(Fault(int(row["at"]), str(row["kind"]), int(row.get("amount", 0))) for row in value.get("faults", ()))
-        return cls(int(value.get("seed", 0)), **pairs, faults=faults, lag=float(value.get("lag", 0.0)),
+        struck = tuple(Fault(int(row["at"]), str(row["kind"]), int(row.get("amount", 0))) for row in value.get("faults", ()))
+        return cls(int(value.get("seed", 0)), **pairs, faults=struck, lag=float(value.get("lag", 0.0)),
                    clocks=tuple(map(float, value.get("clocks", ()))), tick=float(value.get("tick", TICK)))
 
     def shrink_candidates(self) -> list[Schedule]:
@@ -165,7 +146,7 @@ def random_schedule(rng: random.Random, operations: int, kinds: Sequence[str] = 
     switches = tuple((at, rng.randrange(1, 4)) for at in sorted(set(moments(rng.randrange(5 if few else operations // 4)))))
     picks = tuple((at, rng.randrange(1, 4)) for at in sorted(set(moments(rng.randrange(4), _PICKS))))
     count = rng.choice((0, 1, 1, 1, 2, 2, max_faults))
-    faults = []
+    struck = []
     for at in sorted(set(moments(count))):
         kind = rng.choice(kinds)
         amount = {"pause": rng.choice((1, 20, 100, 1000)), "slow": rng.choice((1, 20, 100, 1000)),
@@ -174,9 +155,9 @@ def random_schedule(rng: random.Random, operations: int, kinds: Sequence[str] = 
                   "ENOSPC": rng.choice((0, 20, 200)), "EDQUOT": rng.choice((0, 20, 200))}.get(kind, 0)
         if kind in _AMOUNTS:
             amount = rng.choice(_AMOUNTS[kind])
-        faults.append(Fault(at, kind, amount))
+        struck.append(Fault(at, kind, amount))
     clocks = tuple(rng.choice((0.0, 0.0, -7200.0, 86400.0)) for _ in range(hosts)) if rng.random() < 0.3 else ()
     if rng.random() < 0.5:                                  # another task continues before the affected one can react
-        switches = tuple(sorted({**{fault.at + 1: rng.randrange(1, 4) for fault in faults}, **dict(switches)}.items()))
+        switches = tuple(sorted({**{fault.at + 1: rng.randrange(1, 4) for fault in struck}, **dict(switches)}.items()))
     seed, lag, tick = rng.randrange(1 << 30), rng.choice(lags), rng.choice(_TICKS)
-    return Schedule(seed, switches, picks, tuple(faults), lag, clocks, tick)
+    return Schedule(seed, switches, picks, tuple(struck), lag, clocks, tick)

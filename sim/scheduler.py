@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from greenlet import getcurrent, greenlet
 
+from mindresume.fault_injection.faults import Killed
+
 TICK = 0.001                    # simulated seconds that an operation takes
 NEVER = float("inf")
 
@@ -27,10 +29,6 @@ class Chooser(Protocol):
     def choose(self, number: int, current: Task | None, ready: Sequence[Task]) -> Task:
         """Returns one of ``ready`` (ascending by task number), before operation ``number`` of ``current``. ``current`` None: the
         task that ran until now has blocked."""
-
-
-class Killed(BaseException):
-    """The process is gone. It is no Exception, so that no except clause of the product catches it: none can catch SIGKILL."""
 
 
 class Deadlock(Exception):

@@ -18,14 +18,15 @@ from typing import Any
 
 import xxhash
 
+from mindresume.fault_injection.faults import Fault
 from mindresume.storage.atomic_publish import TEMPORARY
+from sim.catalogue import SCENARIOS
 from sim.cluster import lose_power
 from sim.disk import Disk
 from sim.jobs import History
 from sim.oracle import Finding
-from sim.rot_scenarios import SCENARIOS
 from sim.scenarios import FORMATS, WAYS, Scenario, Simulation
-from sim.schedule import Fault, Schedule, random_schedule
+from sim.schedule import Schedule, random_schedule
 from sim.scheduler import Task
 
 SHARE = 4                       # the command is restarted on one of so many states
@@ -315,3 +316,54 @@ def shrink(failure: Failure, tries: int = 400) -> Failure:
             break
     return best
 
+
+# ---- shards for worker processes --------------------------------------------------------------------------------------
+# Each process keeps its known states, so that it checks no state twice. Failures are returned as JSON, which
+# ``Failure.from_json`` replays anywhere.
+
+SEEDS = 4                       # seeds of a shard: about a second, which is lost if the search is stopped
+PARTS = 16                      # number of shards of one scenario, format and way
+Found = tuple[Counts, list[dict[str, Any]]]
+
+_seen: set[tuple[str, str]] = set()         # kinds that this process has found: shrinking takes long
+
+
+@dataclass(frozen=True)
+class Switches:
+    """A shard of all schedules of one scenario with at most ``switches`` switches. ``part``: as for ``systematic``."""
+    scenario: str
+    format: str
+    way: str
+    switches: int
+    part: tuple[int, int]
+
+
+def random_shards(wanted: SearchRequest) -> Iterator[SearchRequest]:
+    """Yields requests for a few seeds each."""
+    first, count = wanted.seeds
+    for begin in range(first, first + count, SEEDS):
+        yield replace(wanted, seeds=(begin, min(SEEDS, first + count - begin)))
+
+
+def systematic_shards(wanted: SearchRequest, switches: int) -> Iterator[Switches]:
+    """Yields the shards of a systematic search."""
+    for scenario, fmt, way in wanted.configurations():
+        for part in range(PARTS):
+            yield Switches(scenario.name, fmt, way, switches, (part, PARTS))
+
+
+def search_random(wanted: SearchRequest) -> Found:
+    """Runs a shard of seeds. Returns the counts and the failures as JSON."""
+    counts, found = search_seeds(wanted, _seen)
+    return counts, [{"seed": seed, **failure.to_json()} for seed, failure in found]
+
+
+def search_switches(wanted: Switches) -> Found:
+    """Runs a shard of a systematic search. Returns the counts and the failures as JSON."""
+    counts, found = Counts(), []
+    for failure in systematic(SCENARIOS[wanted.scenario], wanted.format, wanted.way, wanted.switches, counts, deaths=True,
+                              part=wanted.part, known=known_states):
+        if failure.kind not in _seen:
+            _seen.add(failure.kind)
+            found.append({"seed": None, **shrink(failure).to_json()})
+    return counts, found

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mindresume.events import ERROR, Notice
+from mindresume.fault_injection.faults import Killed
 from sim.cluster import current_cluster, current_process
-from sim.scheduler import Killed, Task
+from sim.scheduler import Task
 
 
 class WaitQueue:

@@ -25,10 +25,9 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.fault_injection.faults import FaultInjector
+from mindresume.fault_injection.faults import FaultInjector, Scheduler
 from mindresume.fault_injection.oracle import PASS, check_resume
-from mindresume.fault_injection.scenarios import RUNS, Sandbox, save_without_faults
-from mindresume.fault_injection.scheduler import Scheduler
+from mindresume.fault_injection.scenarios import RUNS, Sandbox
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
@@ -183,7 +182,7 @@ def prepare(base: Path, setup: Setup) -> Path:
     """``base`` with the folder of checkpoints in which step 10 is committed."""
     base.mkdir(parents=True, exist_ok=True)
     if not setup.first:
-        save_without_faults(str(base / "checkpoint"), setup.format, 1, 0, PAST)
+        world_of(base, setup).save_without_faults(0, PAST)
     return base
 
 
@@ -334,7 +333,7 @@ def killed(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
         problems.append(f"the training did not report its writer's death: exit status {status}, {job.said}, {error}")
     sandbox = world_of(base, setup)
     if order.recorded(STEP) or saved:
-        sandbox.record_saved(0, 0, STEP)
+        sandbox.journal.report((RUNS[0], STEP), 0)
     return finish(sandbox, setup, target, fault, status, saved, order.broken + problems)
 
 
@@ -347,7 +346,7 @@ def failing(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
     sandbox, problems = world_of(base, setup), []
     saved = job.next().get("saved")
     if saved:
-        sandbox.record_saved(0, 0, STEP)
+        sandbox.journal.report((RUNS[0], STEP), 0)
     chosen, wrong = "none", []
     if saved is not None:
         _, chosen, wrong = look(sandbox, setup, tidy=False)
@@ -357,7 +356,7 @@ def failing(base: Path, setup: Setup, target: Target, fault: str) -> Cell:
     if saved is None or NEXT not in said:
         return finish(sandbox, setup, target, fault, status, saved, [f"exit status {status}: {error}"])
     if said[NEXT]["saved"]:
-        sandbox.record_saved(0, 0, NEXT)
+        sandbox.journal.report((RUNS[0], NEXT), 0)
     elif not for_good:
         problems.append(f"step {NEXT} was not saved: {said[NEXT]['error']}")
     calls = job.calls()

@@ -26,8 +26,7 @@ from mindresume.coordination.lease import LeaseHolder, ended
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.read_locks import read_locks
 from mindresume.errors import MindResumeError, NoUsableCheckpointError
-from mindresume.fault_injection.faults import DEATHS, ERRORS, Fault, FaultInjector, Killed
-from mindresume.fault_injection.scheduler import Scheduler
+from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault, FaultInjector, Killed, Scheduler
 from mindresume.formats.rank_folder_naming import META, FileName, folder_name, free_suffix, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name
@@ -47,7 +46,7 @@ STORAGE = PosixStorage()
 PER_EPOCH = 10
 GOOD, ALTERED, CUT, GONE = "good", "altered", "cut", "gone"
 POLICIES: list[Policy] = [KEEP_ALL, KeepLast(1), KeepLast(2), KeepEverySteps(6)]
-KINDS = sorted({*DEATHS, *ERRORS} - {"late"})           # no clock of the model could say what is visible yet
+KINDS = sorted({*FAULTS} - {"late"})           # no clock of the model could say what is visible yet
 
 
 def tensors(sequence: int, step: int, rank: int) -> dict[str, np.ndarray]:
@@ -290,7 +289,7 @@ class Training(RuleBasedStateMachine):
           at=st.integers(1, 110))
     def save_with_fault(self, jump, policy, order, kind, at):
         """A kill at any operation ends the run; after an error of the file system it continues."""
-        self._save(jump, policy, order, Fault(kind, at))
+        self._save(jump, policy, order, Fault(at, kind))
         if kind in DEATHS:
             self.run = None
 

@@ -82,7 +82,7 @@ def _on_disk(folder: str | None, scenario: list[str] | None, fmt: list[str] | No
         setup = runner.Setup(own, ranks, seed)
         try:
             with Workers(jobs, own) as workers, progress_bar("injecting faults", json, unit="cells") as meter:
-                tasks = runner.prepare_by(workers, setup, scenarios, formats)
+                tasks = runner.prepare(setup, scenarios, formats, workers)
                 possible = runner.count(setup, tasks, faults)
                 every = every or runner.sampling_interval(possible)
                 expected = runner.count(setup, tasks, faults, every)

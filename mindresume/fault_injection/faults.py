@@ -1,6 +1,8 @@
-"""A ``Storage`` in front of the real one for every simulated rank: counts operations and injects a fault at one of them.
+"""The faults of both harnesses, and the backend of the drill: a real folder, on which each rank is a thread.
 
-    injector = FaultInjector(PosixStorage(), Scheduler(2, rng), Fault("power", at=17), rng)
+    scheduler = Scheduler(2, random.Random(7))
+    injector = FaultInjector(PosixStorage(), scheduler, Fault(17, "power"), rng)
+    scheduler.run([work_of_rank_0, work_of_rank_1])             # the same order of their operations for the same seed
     injector.storage_of(0).rename(a, b)     # if this is operation 17, the rank dies and unflushed changes are gone
 
 What survives a power loss follows the contract of ``Storage``: a file's bytes once ``write`` has returned, a name once its folder
@@ -12,25 +14,28 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from mindresume.fault_injection.scheduler import Scheduler
+from mindresume import runtime
 from mindresume.storage.interface import Status, Storage
 
 LAG = 30.0                          # seconds for which an NFS client caches a listing (acdirmin is 30, acdirmax 60)
+PATIENCE = 120.0                    # real seconds after which waiting ranks are an error
 _TICK = 0.1                         # seconds of simulated time per operation
-_FULL = ("write", "rename", "make_folder")
-_READS = ("list", "status", "open")
+_FULL = ("write", "create", "flush", "rename", "make_folder")
+_EFFECTS = ("write", "create", "flush", "rename", "sync", "remove", "make_folder", "put", "delete")
+READS = ("open", "list", "status")
 
-# name -> (errno, operations it can hit; () = all)
+# name -> (errno, operations it can hit; () = all), in both harnesses
 ERRORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "EIO": (errno.EIO, ()), "ESTALE": (errno.ESTALE, ()), "ENOSPC": (errno.ENOSPC, _FULL), "EDQUOT": (errno.EDQUOT, _FULL),
-    "EIO after": (errno.EIO, ("write", "rename", "sync", "remove", "make_folder")),
-    "unreadable": (errno.ESTALE, _READS)}
+    "EIO after": (errno.EIO, _EFFECTS)}
+_ERRORS = {**ERRORS, "unreadable": (errno.ESTALE, READS)}                   # of the drill
 DEATHS = ("kill one", "kill some", "kill all", "torn", "power", "reorder", "late")
-FAULTS = (*ERRORS, *DEATHS)
+FAULTS = (*_ERRORS, *DEATHS)
 EXPLAINED = {
     "EIO": "the operation fails once", "ESTALE": "it fails once, as on NFS after the server forgot a file",
     "ENOSPC": "the disk is full from here on", "EDQUOT": "the quota is exhausted from here on",
@@ -47,18 +52,85 @@ class Killed(BaseException):
     """The process is gone. It is no Exception, so that no except clause of the product catches it: none can catch SIGKILL."""
 
 
+class Hang(Exception):
+    """Ranks wait for each other. It is no OSError, which the product would handle as an error of the file system."""
+
+
 @dataclass(frozen=True)
 class Fault:
-    """A fault at operation ``at``, counted over all ranks from 1."""
-    kind: str
+    """A fault at operation ``at``, counted over all ranks or processes from 1. ``amount``: what the kind says it is."""
     at: int
+    kind: str
+    amount: int = 0
 
     def hits(self, operation: str) -> bool:
         """Returns whether this kind of fault can occur at ``operation``: a listing cannot run out of space."""
-        if self.kind in ERRORS:
-            return not ERRORS[self.kind][1] or operation in ERRORS[self.kind][1]
+        if self.kind in _ERRORS:
+            return not _ERRORS[self.kind][1] or operation in _ERRORS[self.kind][1]
         return self.kind != "torn" or operation == "write"
 
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+class Scheduler:
+    """Orders the operations of ranks: ``acquire_turn`` before an operation, ``release_turn`` after it. The next rank is drawn
+    when every rank that still works waits for its turn. Operations of one rank may come from several threads, one at a time."""
+
+    def __init__(self, size: int, rng: random.Random):
+        self.size, self.rng = size, rng
+        self._condition = runtime.Condition()
+        self._working: set[int] = set()
+        self._waiting: set[int] = set()
+        self._current_rank: int | None = None
+
+    def run(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Runs all works concurrently. Returns their results; an exception is a result too."""
+        results: list[Any] = [None] * len(works)
+        self._working = set(range(len(works)))
+        threads = [runtime.Thread(target=self._call, args=(rank, works[rank], results), daemon=True)
+                   for rank in range(len(works))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        if any(thread.is_alive() for thread in threads):
+            raise Hang(f"ranks {sorted(self._working)} hang: they wait for more than {PATIENCE:.0f} s")
+        return results
+
+    def _call(self, rank: int, work: Callable[[], Any], results: list[Any]) -> None:
+        try:
+            results[rank] = work()
+        except BaseException as error:      # noqa: B036  a killed rank is a result
+            results[rank] = error
+        finally:
+            with self._condition:
+                self._working.discard(rank)
+                self._waiting.discard(rank)
+                self._choose()
+
+    def acquire_turn(self, rank: int) -> None:
+        with self._condition:
+            if rank not in self._working:       # outside of ``run``: no other rank
+                return
+            self._waiting.add(rank)
+            self._choose()
+            if not self._condition.wait_for(lambda: self._current_rank == rank, PATIENCE):
+                raise Hang(f"rank {rank} was not scheduled within {PATIENCE:.0f} s; working: {sorted(self._working)}")
+            self._waiting.discard(rank)
+
+    def release_turn(self, rank: int) -> None:
+        with self._condition:
+            if self._current_rank == rank:
+                self._current_rank = None
+                self._choose()
+
+    def _choose(self) -> None:
+        if self._current_rank is None and self._waiting and self._waiting >= self._working:
+            self._current_rank = self.rng.choice(sorted(self._waiting))
+            self._condition.notify_all()
+
+
+# ---- injecting -------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Operation:
@@ -90,8 +162,13 @@ class _Names:
     base: dict[str, Node] = field(default_factory=dict)
     changes: list[tuple[_Change, dict[str, Node]]] = field(default_factory=list)
 
-    def now(self, name: str) -> Node:
-        return next((nodes[name] for _, nodes in reversed(self.changes) if name in nodes), self.base[name])
+    def after(self, fates: dict[_Change, bool]) -> dict[str, Node]:
+        """Returns what the names stand for when the changes have met their ``fates``."""
+        nodes = dict(self.base)
+        for change, names in self.changes:
+            if fates[change]:
+                nodes.update(names)
+        return nodes
 
 
 class FaultInjector:
@@ -116,45 +193,42 @@ class FaultInjector:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    # ---- injecting -------------------------------------------------------------------------------------------------
-
-    def operate(self, rank: int, name: str, path: str, act: Callable[[], Any], half: Callable[[], None]) -> Any:
-        """Runs ``act`` as an operation of ``rank``, or injects the fault. ``half``: leaves what an interrupted write would leave.
-        """
+    @contextmanager
+    def operation(self, rank: int, name: str, path: str) -> Iterator[bool]:
+        """Counts an operation of ``rank``, which the block carries out when it is its turn, and injects the fault. Yields whether
+        the block must leave what an interrupted write leaves, because the ranks die in it."""
         self.scheduler.acquire_turn(rank)
         try:
             if rank in self.dead:
                 raise Killed
             self.operations.append(Operation(len(self.operations) + 1, rank, name, path))
             self.now += _TICK
-            if self.fault is None or not self.fault.hits(name):
-                return act()
             number, fault = len(self.operations), self.fault
-            if number == fault.at and fault.kind in DEATHS:
-                self._inject(rank, half if name == "write" else lambda: None)
+            if fault is None or not fault.hits(name) or number < fault.at:
+                yield False
+            elif fault.kind in DEATHS and number == fault.at:
+                is_torn = name == "write" and fault.kind in ("torn", "reorder")
+                if is_torn:
+                    yield True
+                self._die(fault.kind, rank)
                 raise Killed
-            if fault.kind in ERRORS:
-                lasts = ERRORS[fault.kind][1] in (_FULL, _READS)
-                if number == fault.at or (lasts and number > fault.at):
-                    if fault.kind == "EIO after":
-                        act()
-                    code = ERRORS[fault.kind][0]
-                    raise OSError(code, os.strerror(code), path)
-            return act()
+            elif fault.kind in DEATHS or number > fault.at and _ERRORS[fault.kind][1] not in (_FULL, READS):
+                yield False                                 # it has struck, and does not last
+            else:
+                if fault.kind == "EIO after":
+                    yield False
+                code = _ERRORS[fault.kind][0]
+                raise OSError(code, os.strerror(code), path)
         finally:
             self.scheduler.release_turn(rank)
 
-    def _inject(self, rank: int, half: Callable[[], None]) -> None:
-        kind, all_ranks = self.fault.kind, set(range(self.scheduler.size))
+    def _die(self, kind: str, rank: int) -> None:
+        all_ranks = set(range(self.scheduler.size))
         self.dead |= {rank} if kind == "kill one" else all_ranks
         if kind == "kill some":
             self.dead = {rank, *self.rng.sample(sorted(all_ranks), self.rng.randrange(self.scheduler.size))}
-        if kind in ("torn", "reorder"):
-            half()
-        if kind == "power":
-            self.lose_power(lambda: False)
-        elif kind == "reorder":
-            self.lose_power(lambda: self.rng.random() < 0.5)
+        if kind in ("power", "reorder"):
+            self.lose_power(0.0 if kind == "power" else 0.5)
 
     # ---- what is durable -------------------------------------------------------------------------------------------
 
@@ -174,7 +248,8 @@ class FaultInjector:
 
     def folder_node(self, folder: str, name: str) -> Node:
         """Returns what ``name`` stands for; for a folder always the same object, however often it is renamed."""
-        now = self._pending[folder].now(name)
+        pending = self._pending[folder]
+        now = next((nodes[name] for _, nodes in reversed(pending.changes) if name in nodes), pending.base[name])
         return now if isinstance(now, _Folder) else self.node(os.path.join(folder, name))
 
     def make_durable(self, folder: str) -> None:
@@ -197,57 +272,48 @@ class FaultInjector:
         with self.inner.open(path) as file:
             return file.read()
 
-    def lose_power(self, survives: Callable[[], bool]) -> None:
-        """Applies a power loss: every change that is not durable stays only if ``survives()``."""
+    def lose_power(self, chance: float) -> None:
+        """Applies a power loss: every change that is not durable stays only by ``chance``. It works on the real file system
+        directly: no rank is alive to see it."""
         pending, self._pending = self._pending, {}
         fates: dict[_Change, bool] = {}
+        for folder in sorted(pending):                                  # parents first
+            for change, _ in pending[folder].changes:
+                if change not in fates:
+                    fates[change] = change.durable or self.rng.random() < chance
+        final = {folder: pending[folder].after(fates) for folder in sorted(pending)}
         moves: list[tuple[str, str]] = []                               # renames of folders done here
-        final = {folder: self._final(pending[folder], fates, survives) for folder in sorted(pending)}       # parents first
         folders = [node for names in final.values() for node in names.values() if isinstance(node, _Folder)]
         for number, node in enumerate(dict.fromkeys(folders)):          # two folders may have to swap names
             at = _current_path(node.path, moves)
             if os.path.isdir(at):
-                _move(at, f"{at}.{number}", moves)
+                os.rename(at, f"{at}.{number}")
+                moves.append((at, f"{at}.{number}"))
         for former, names in final.items():
-            folder = _current_path(former, moves)
-            if not os.path.isdir(folder):                               # its removal is durable: its content does not matter
+            there = _current_path(former, moves)
+            if not os.path.isdir(there):                                # its removal is durable: its content does not matter
                 continue
             for name, node in sorted(names.items(), key=lambda item: item[1] is None, reverse=True):
-                self._put(os.path.join(folder, name), node, moves)
+                _put(os.path.join(there, name), node, moves)
 
-    @staticmethod
-    def _final(names: _Names, fates: dict[_Change, bool], survives: Callable[[], bool]) -> dict[str, Node]:
-        final = dict(names.base)
-        for change, nodes in names.changes:
-            if change not in fates:
-                fates[change] = change.durable or survives()
-            if fates[change]:
-                final.update(nodes)
-        return final
 
-    def _put(self, path: str, node: Node, moves: list[tuple[str, str]]) -> None:
-        """Makes ``path`` stand for ``node`` on the real file system directly: no rank is alive to see it."""
-        if isinstance(node, _Folder):
-            at = _current_path(node.path, moves)
-            if os.path.isdir(at):
-                _move(at, path, moves)
-            else:
-                os.makedirs(path)
-                moves.append((at, path))
-        elif node is None:
-            if os.path.isdir(path):
-                if not os.listdir(path):
-                    os.rmdir(path)
-            elif os.path.lexists(path):
-                os.remove(path)
+def _put(path: str, node: Node, moves: list[tuple[str, str]]) -> None:
+    """Makes ``path`` stand for ``node``. ``moves``: as for ``_current_path``; a move of a folder is added."""
+    if isinstance(node, _Folder):
+        at = _current_path(node.path, moves)
+        if os.path.isdir(at):
+            os.rename(at, path)
         else:
-            with open(path, "wb") as file:
-                file.write(node)
-
-
-def _move(old: str, new: str, moves: list[tuple[str, str]]) -> None:
-    os.rename(old, new)
-    moves.append((old, new))
+            os.makedirs(path)
+        moves.append((at, path))
+    elif node is not None:
+        with open(path, "wb") as file:
+            file.write(node)
+    elif os.path.isdir(path):
+        if not os.listdir(path):
+            os.rmdir(path)
+    elif os.path.lexists(path):
+        os.remove(path)
 
 
 def _current_path(path: str, moves: Iterable[tuple[str, str]]) -> str:
@@ -264,106 +330,99 @@ class RankStorage:
     width = 1                       # one operation at a time, so that operation numbers are reproducible
 
     def __init__(self, injector: FaultInjector, rank: int):
-        self.injector, self.rank = injector, rank
+        self.injector, self.rank, self.inner = injector, rank, injector.inner
         self._listed: dict[str, tuple[float, list[str]]] = {}
 
-    def _do(self, name: str, path: str, act: Callable[[], Any], half: Callable[[], None] = lambda: None) -> Any:
-        return self.injector.operate(self.rank, name, path, act, half)
+    def operation(self, name: str, path: str) -> AbstractContextManager[bool]:
+        return self.injector.operation(self.rank, name, path)
 
     def _names(self, folder: str) -> list[str]:
         at, names = self._listed.get(folder, (float("-inf"), []))
         if self.injector.now - at >= self.injector.lag:
-            names = self.injector.inner.list(folder)
+            names = self.inner.list(folder)
             self._listed[folder] = (self.injector.now, names)
         return list(names)
 
-    def _invalidate(self, *paths: str) -> None:
+    def _changed(self, *paths: str) -> None:
         for path in paths:
             self._listed.pop(os.path.dirname(path), None)
             self._listed.pop(path, None)
 
-    def _hidden(self, path: str) -> bool:
+    def _is_hidden(self, path: str) -> bool:
         return bool(self.injector.lag) and os.path.basename(path) not in self._names(os.path.dirname(path))
 
     def list(self, folder: str) -> list[str]:
-        return self._do("list", folder, lambda: self._names(folder))
+        with self.operation("list", folder):
+            return self._names(folder)
 
     def status(self, path: str) -> Status | None:
-        return self._do("status", path, lambda: None if self._hidden(path) else self.injector.inner.status(path))
+        with self.operation("status", path):
+            return None if self._is_hidden(path) else self.inner.status(path)
 
     def open(self, path: str) -> BinaryIO:
-        def act() -> BinaryIO:
-            if self._hidden(path):
+        with self.operation("open", path):
+            if self._is_hidden(path):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            return self.injector.inner.open(path)
-        return self._do("open", path, act)
+            return self.inner.open(path)
 
     def free_space(self, folder: str) -> int:
-        return self._do("free_space", folder, lambda: self.injector.inner.free_space(folder))
+        with self.operation("free_space", folder):
+            return self.inner.free_space(folder)
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
         folder, name = os.path.split(path)
-
-        def act() -> int:
+        with self.operation("write", path) as is_torn:
             self.injector.before_change(folder, name)
-            count = self.injector.inner.write(path, pieces, size)
+            if is_torn:
+                content, count = b"".join(map(bytes, pieces)), 0
+                cut = len(content) // 2
+                torn = content[:cut]
+                if self.injector.fault.kind == "reorder":            # a later part survives and an earlier one does not
+                    torn = content[:cut // 2] + bytes(cut - cut // 2) + content[cut:cut + cut // 2]
+                with open(path, "wb") as file:
+                    file.write(torn)
+            else:
+                count = self.inner.write(path, pieces, size)
             self.injector.record_change({folder: {name: self.injector.node(path)}})
-            self._invalidate(path)
-            return count
-
-        def half() -> None:
-            content = b"".join(map(bytes, pieces))
-            cut = len(content) // 2
-            torn = content[:cut]
-            if self.injector.fault.kind == "reorder":                # a later part survives and an earlier one does not
-                torn = content[:cut // 2] + bytes(cut - cut // 2) + content[cut:cut + cut // 2]
-            self.injector.before_change(folder, name)
-            with open(path, "wb") as file:
-                file.write(torn)
-            self.injector.record_change({folder: {name: torn}})
-        return self._do("write", path, act, half)
+            self._changed(path)
+        return count
 
     def rename(self, old: str, new: str) -> None:
-        def act() -> None:
-            source, before = os.path.split(old)
-            target, after = os.path.split(new)
+        source, before = os.path.split(old)
+        target, after = os.path.split(new)
+        with self.operation("rename", old):
             self.injector.before_change(source, before)
             self.injector.before_change(target, after)
             node = self.injector.folder_node(source, before)
-            self.injector.inner.rename(old, new)
+            self.inner.rename(old, new)
             if isinstance(node, _Folder):
                 node.path = new
                 self.injector.folder_renamed(old, new)
             names: dict[str, dict[str, Node]] = {source: {before: None}}
             names.setdefault(target, {})[after] = node
             self.injector.record_change(names)
-            self._invalidate(old, new)
-        self._do("rename", old, act)
+            self._changed(old, new)
 
     def copy_owner(self, source: str, path: str) -> None:
-        self.injector.inner.copy_owner(source, path)
+        self.inner.copy_owner(source, path)
 
     def sync(self, folder: str) -> None:
-        def act() -> None:
-            self.injector.inner.sync(folder)
+        with self.operation("sync", folder):
+            self.inner.sync(folder)
             self.injector.make_durable(folder)
-        self._do("sync", folder, act)
 
     def remove(self, path: str) -> None:
-        def act() -> None:
-            folder, name = os.path.split(path)
+        folder, name = os.path.split(path)
+        with self.operation("remove", path):
             self.injector.before_change(folder, name)
-            self.injector.inner.remove(path)
+            self.inner.remove(path)
             self.injector.record_change({folder: {name: None}})
-            self._invalidate(path)
-        self._do("remove", path, act)
+            self._changed(path)
 
     def make_folder(self, path: str) -> None:
-        def act() -> None:
-            parent = os.path.dirname(path)
-            new = not self.injector.inner.status(path)
-            self.injector.inner.make_folder(path)
-            if new:                                 # its sync of the parent makes earlier changes there durable
-                self.injector.make_durable(parent)
-            self._invalidate(path)
-        self._do("make_folder", path, act)
+        with self.operation("make_folder", path):
+            is_new = not self.inner.status(path)
+            self.inner.make_folder(path)
+            if is_new:                              # its sync of the parent makes earlier changes there durable
+                self.injector.make_durable(os.path.dirname(path))
+            self._changed(path)

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mindresume.errors import MindResumeError, SaveError
-from mindresume.fault_injection.faults import FAULTS, LAG, Fault, FaultInjector, Killed, Operation
+from mindresume.fault_injection.faults import FAULTS, LAG, Fault, FaultInjector, Hang, Killed, Operation, Scheduler
+from mindresume.fault_injection.journal import Saved
 from mindresume.fault_injection.oracle import Verdict, check_resume
 from mindresume.fault_injection.scenarios import LAYOUTS, RUNS, SCENARIOS, Sandbox, Scenario
-from mindresume.fault_injection.scheduler import Hang, Scheduler
-from mindresume.fault_injection.tiny_checkpoints import Saved
 from mindresume.fault_injection.workers import Workers
 from mindresume.model.manifest import TRASH, strip_trash
 from mindresume.storage.interface import Storage
@@ -63,68 +62,58 @@ class Task:
     operations: tuple[Operation, ...]
 
 
-def prepare(setup: Setup, scenarios: Sequence[str] = tuple(SCENARIOS), formats: Sequence[str] = LAYOUTS) -> list[Task]:
-    """Runs every scenario once without a fault to list its operations. Raises SaveError if one fails: then the file system is not
-    suitable for checkpoints."""
-    return [_prepared((setup, name, fmt)) for name in scenarios for fmt in formats]
+def prepare(setup: Setup, scenarios: Sequence[str] = tuple(SCENARIOS), formats: Sequence[str] = LAYOUTS,
+            workers: Workers | None = None) -> list[Task]:
+    """Runs every scenario once without a fault to list its operations. ``workers``: None runs them in this process. Raises
+    SaveError if one fails: then the file system is not suitable for checkpoints."""
+    order = [(setup, name, fmt) for name in scenarios for fmt in formats]
+    tasks = {(task.scenario, task.format): task for task in (workers.map(_prepared, order) if workers else map(_prepared, order))}
+    return [tasks[name, fmt] for _, name, fmt in order]
 
 
 def _prepared(what: tuple[Setup, str, str]) -> Task:
     setup, name, fmt = what
-    injector, verdict = _run_scenario(setup, SCENARIOS[name], fmt, None)
+    operations, verdict = run_scenario(setup, SCENARIOS[name], fmt, None)
     if verdict.verdict != "PASS":
         raise SaveError(f"{setup.folder}: {name}, {fmt}: without any fault: {verdict.verdict}: {verdict.reason}")
-    return Task(name, fmt, tuple(injector.operations))
-
-
-def cells(setup: Setup, task: Task, faults: Sequence[str] = FAULTS) -> Iterator[Cell]:
-    """Yields the cells of a task."""
-    for kind in faults:
-        for operation in task.operations:
-            fault = Fault(kind, operation.number)
-            if fault.hits(operation.name):
-                yield cell(setup, task, fault)
+    return Task(name, fmt, tuple(operations))
 
 
 def cell(setup: Setup, task: Task, fault: Fault) -> Cell:
     """Runs a task with one fault."""
-    injector, verdict = _run_scenario(setup, SCENARIOS[task.scenario], task.format, fault)
-    done = injector.operations                  # fewer than without the fault if that changes what a rank sees
+    done, verdict = run_scenario(setup, SCENARIOS[task.scenario], task.format, fault)
+    # fewer operations than without the fault if that changes what a rank sees
     hit = done[fault.at - 1] if fault.at <= len(done) else next(o for o in task.operations if o.number == fault.at)
     return Cell(task.scenario, task.format, setup.ranks, fault.kind, fault.at, hit.rank, hit.name, hit.path,
                 verdict.verdict, verdict.reason, verdict.chosen, verdict.left)
 
 
-def _run_scenario(setup: Setup, scenario: Scenario, fmt: str, fault: Fault | None) -> tuple[FaultInjector, Verdict]:
-    """Runs a scenario and checks the result. The order of the ranks depends on the seed alone, so that a number means the same
-    operation with and without a fault."""
+def run_scenario(setup: Setup, scenario: Scenario, fmt: str, fault: Fault | None) -> tuple[list[Operation], Verdict]:
+    """Runs a scenario and checks the result. Returns the operations, with paths relative to the folder and without the random
+    digits of trash names: they are equal in every run. The order of the ranks depends on the seed alone, so that a number means
+    the same operation with and without a fault."""
     folder = tempfile.mkdtemp(prefix="cell-", dir=setup.folder)
-    root = os.path.join(folder, "checkpoint")
+    struck = f"Fault(kind={fault.kind!r}, at={fault.at})" if fault else None
+    rng = random.Random(f"{setup.seed} {scenario.name} {fmt} {struck}")
+    injector = FaultInjector(setup.storage(), Scheduler(setup.ranks, random.Random(setup.seed)), fault, rng)
+    sandbox = Sandbox(injector, os.path.join(folder, "checkpoint"), fmt, setup.ranks)
     hook, threading.excepthook = threading.excepthook, _quiet(threading.excepthook)
     try:
-        scenario.prepare(root, fmt, setup.ranks)
-        rng = random.Random(f"{setup.seed} {scenario.name} {fmt} {fault}")
-        injector = FaultInjector(setup.storage(), Scheduler(setup.ranks, random.Random(setup.seed)), fault, rng)
-        sandbox = Sandbox(injector, root, fmt, setup.ranks)
+        scenario.prepare(sandbox)
         try:
-            results = scenario.run(sandbox)
+            wrong = [error for error in scenario.run_ranks(sandbox) if isinstance(error, BaseException)
+                     and not isinstance(error, (Killed, OSError, MindResumeError))]
+            reason = f"{type(wrong[0]).__name__}: {wrong[0]}" if wrong else ""
         except Hang as error:
-            return _relative(injector, folder), Verdict("HARD_FAIL", f"the ranks hang: {error}")
-        for error in results:
-            if isinstance(error, BaseException) and not isinstance(error, (Killed, OSError, MindResumeError)):
-                return _relative(injector, folder), Verdict("HARD_FAIL", f"{type(error).__name__}: {error}")
+            reason = f"the ranks hang: {error}"
+        operations = [replace(o, path=_plain(os.path.relpath(o.path, folder))) for o in injector.operations]
+        if reason:
+            return operations, Verdict("HARD_FAIL", reason)
         injector.sleep(LAG + 1)
-        return _relative(injector, folder), check_resume(sandbox, [(RUNS[run], step) for run, step in scenario.past])
+        return operations, check_resume(sandbox, [(RUNS[run], step) for run, step in scenario.past])
     finally:
         threading.excepthook = hook
         shutil.rmtree(folder)
-
-
-def _relative(injector: FaultInjector, folder: str) -> FaultInjector:
-    """Makes the paths of operations relative to ``folder``, and drops the random digits of trash names: they are equal in every
-    run."""
-    injector.operations = [replace(o, path=_plain(os.path.relpath(o.path, folder))) for o in injector.operations]
-    return injector
 
 
 def _plain(path: str) -> str:
@@ -137,17 +126,10 @@ def _quiet(usual: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda args: None if issubclass(args.exc_type, Killed) else usual(args)
 
 
-def prepare_by(workers: Workers, setup: Setup, scenarios: Sequence[str], formats: Sequence[str]) -> list[Task]:
-    """Prepares the tasks in worker processes."""
-    order = [(name, fmt) for name in scenarios for fmt in formats]
-    made = {(task.scenario, task.format): task for task in workers.map(_prepared, [(setup, *what) for what in order])}
-    return [made[what] for what in order]
-
-
 def sampled(setup: Setup, task: Task, kind: str, every: int) -> list[Operation]:
     """Returns each ``every``-th operation that the fault ``kind`` can hit, at least one. The first one differs by scenario,
     format and fault, so that together they hit different operations; it is the same for the same seed."""
-    hit = [operation for operation in task.operations if Fault(kind, operation.number).hits(operation.name)]
+    hit = [operation for operation in task.operations if Fault(operation.number, kind).hits(operation.name)]
     rng = random.Random(f"{setup.seed} {task.scenario} {task.format} {kind}")
     return hit[rng.randrange(min(every, len(hit))):][::every] if hit else []
 
@@ -166,11 +148,10 @@ def run_cells(setup: Setup, tasks: Sequence[Task], faults: Sequence[str] = FAULT
               ) -> Iterator[list[Cell]]:
     """Yields all cells in batches as they are ready. ``every``: as for ``sampled``. ``workers``: None runs them in this process.
     """
-    work = [(setup, Task(task.scenario, task.format, tuple(sampled(setup, task, kind, every))), kind)
-            for task in tasks for kind in faults]
-    yield from workers.map(_run_unit, work) if workers else map(_run_unit, work)
+    units = [(setup, task, kind, sampled(setup, task, kind, every)) for task in tasks for kind in faults]
+    yield from workers.map(_run_unit, units) if workers else map(_run_unit, units)
 
 
-def _run_unit(unit: tuple[Setup, Task, str]) -> list[Cell]:
-    setup, task, kind = unit
-    return list(cells(setup, task, (kind,)))
+def _run_unit(unit: tuple[Setup, Task, str, list[Operation]]) -> list[Cell]:
+    setup, task, kind, operations = unit
+    return [cell(setup, task, Fault(operation.number, kind)) for operation in operations]

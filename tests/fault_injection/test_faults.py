@@ -7,14 +7,13 @@ from itertools import product
 
 import pytest
 
-from mindresume.fault_injection.faults import DEATHS, ERRORS, EXPLAINED, FAULTS, LAG, Fault, FaultInjector, Killed
-from mindresume.fault_injection.scheduler import Scheduler
+from mindresume.fault_injection.faults import DEATHS, ERRORS, EXPLAINED, FAULTS, LAG, Fault, FaultInjector, Killed, Scheduler
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.posix import PosixStorage
 
 
 def injector_for(kind=None, at=1, ranks=1, seed=0):
-    return FaultInjector(PosixStorage(), Scheduler(ranks, random.Random(0)), Fault(kind, at) if kind else None,
+    return FaultInjector(PosixStorage(), Scheduler(ranks, random.Random(0)), Fault(at, kind) if kind else None,
                          random.Random(seed))
 
 
@@ -99,11 +98,11 @@ def test_nothing_can_be_read_from_there_on_and_everything_can_be_written(root):
 
 
 def test_combinations_that_cannot_be():
-    assert not Fault("ENOSPC", 1).hits("list") and not Fault("torn", 1).hits("rename") and not Fault("EIO after", 1).hits("open")
-    assert all(Fault(kind, 1).hits("write") for kind in FAULTS if kind != "unreadable")
-    assert [name for name in ("open", "list", "status", "write", "sync") if Fault("unreadable", 1).hits(name)] == [
+    assert not Fault(1, "ENOSPC").hits("list") and not Fault(1, "torn").hits("rename") and not Fault(1, "EIO after").hits("open")
+    assert all(Fault(1, kind).hits("write") for kind in FAULTS if kind != "unreadable")
+    assert [name for name in ("open", "list", "status", "write", "sync") if Fault(1, "unreadable").hits(name)] == [
         "open", "list", "status"]
-    assert all(Fault(kind, 1).hits("sync") for kind in DEATHS if kind != "torn")
+    assert all(Fault(1, kind).hits("sync") for kind in DEATHS if kind != "torn")
 
 
 # ---- deaths --------------------------------------------------------------------------------------------------------
@@ -171,11 +170,22 @@ def test_writes_out_of_order_leave_a_hole(root):
 
 # ---- loss of power -------------------------------------------------------------------------------------------------
 
-def lost(root, steps, survives=lambda: False):
+class Fates:
+    """Draws whether each change survives a power loss."""
+
+    def __init__(self, fates):
+        self.fates = iter(fates)
+
+    def random(self):
+        return 0.0 if next(self.fates) else 1.0
+
+
+def lost(root, steps, fates=None):
     """Returns what a power loss leaves of ``steps(storage)``."""
     injector = injector_for()
     steps(injector.storage_of(0))
-    injector.lose_power(survives)
+    injector.rng = Fates(fates or itertools.repeat(False))
+    injector.lose_power(0.5)
     return content(root)
 
 
@@ -255,7 +265,7 @@ def test_a_rename_to_another_folder_changes_both_names_or_none(root):
             steps(storage)
             if synced is not None:
                 storage.sync(root + synced)
-        assert lost(root, then, lambda survives=survives: survives) == {
+        assert lost(root, then, itertools.repeat(survives)) == {
             "b": None, "b/c": None, "b/c/f": b"one", "b/c/g": b"two"}, (survives, synced)
         os.rename(root + "/b/c", root + "/a")
 
@@ -271,8 +281,7 @@ def test_a_folder_replaced_by_another_is_undone_in_order(root, fates):
         storage.rename(root + "/hidden/new", root + "/old")
         storage.write(root + "/old/x", [b"x"])
         storage.sync(root + "/old")
-    left = iter(fates)
-    found = {name for name in lost(root, steps, lambda: next(left)) if not name.endswith(("f", "g"))}
+    found = {name for name in lost(root, steps, fates) if not name.endswith(("f", "g"))}
     new = {(True, True): {"old", "old/x"}, (True, False): {"hidden/new", "hidden/new/x"},
            (False, False): {"old", "hidden/new", "hidden/new/x"}}
     if fates in new:

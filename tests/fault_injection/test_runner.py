@@ -5,11 +5,11 @@ import threading
 import pytest
 
 from mindresume.errors import LoadError, SaveError
-from mindresume.fault_injection import runner, scenarios
-from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault, Operation
-from mindresume.fault_injection.runner import QUICK, Setup, Task, cell, cells, count, prepare, sampled, sampling_interval
-from mindresume.fault_injection.scenarios import SCENARIOS, Scenario
-from mindresume.fault_injection.scheduler import Hang, Scheduler
+from mindresume.fault_injection import runner
+from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault, Hang, Operation, Scheduler
+from mindresume.fault_injection.journal import tensors
+from mindresume.fault_injection.runner import QUICK, Setup, Task, cell, count, prepare, run_cells, sampled, sampling_interval
+from mindresume.fault_injection.scenarios import RUNS, SCENARIOS, Scenario
 from mindresume.storage.posix import PosixStorage
 
 
@@ -38,12 +38,12 @@ def test_every_scenario_and_format_and_rank_has_operations(setup, folder):
 def test_each_fault_and_operation_it_can_hit_is_one_cell(setup, monkeypatch):
     task, = prepare(setup, ["pointers"], ["ckpt"])
     monkeypatch.setattr(runner, "cell", lambda setup, task, fault: fault)
-    found = list(cells(setup, task))
+    found = [fault for batch in run_cells(setup, [task]) for fault in batch]
     names = {operation.number: operation.name for operation in task.operations}
-    assert found == [Fault(kind, number) for kind in FAULTS for number in names if Fault(kind, number).hits(names[number])]
+    assert found == [Fault(number, kind) for kind in FAULTS for number in names if Fault(number, kind).hits(names[number])]
     assert {fault.at for fault in found if fault.kind == "torn"} == {n for n, name in names.items() if name == "write"}
     assert {fault.at for fault in found if fault.kind == "EIO"} == set(names)
-    assert list(cells(setup, task, ["torn"])) == [fault for fault in found if fault.kind == "torn"]
+    assert next(run_cells(setup, [task], ["torn"])) == [fault for fault in found if fault.kind == "torn"]
 
 
 @pytest.mark.parametrize("scenario, fmt", [("save", "ckpt"), ("background", "ckpt"), ("start", "ckpt"), ("save", "iteration")])
@@ -51,8 +51,8 @@ def test_a_number_means_the_same_operation_with_a_fault(setup, scenario, fmt, so
     task, = prepare(setup, [scenario], [fmt])
     for kind in FAULTS:                     # who sees names "late" may do something else before it is struck
         for operation in task.operations[7::31 if soak else 53]:
-            if Fault(kind, operation.number).hits(operation.name):
-                found = cell(setup, task, Fault(kind, operation.number))
+            if Fault(operation.number, kind).hits(operation.name):
+                found = cell(setup, task, Fault(operation.number, kind))
                 assert kind == "late" or (found.rank, found.name, found.path) == (operation.rank, operation.name, operation.path)
 
 
@@ -60,8 +60,8 @@ def test_a_number_means_the_same_operation_with_a_fault(setup, scenario, fmt, so
 def test_a_cell_can_be_repeated(setup, kind):
     task, = prepare(setup, ["prune"], ["safetensors"])
     number = next(operation.number for operation in task.operations[20:] if operation.name == "write")
-    first = cell(setup, task, Fault(kind, number))
-    assert first == cell(setup, task, Fault(kind, number))
+    first = cell(setup, task, Fault(number, kind))
+    assert first == cell(setup, task, Fault(number, kind))
     assert (first.scenario, first.format, first.ranks, first.fault, first.operation) == ("prune", "safetensors", 2, kind, number)
     assert first.to_json()["verdict"] == first.verdict == "PASS"
 
@@ -71,20 +71,23 @@ def test_a_kill_ends_the_rank_and_an_error_does_not(setup):
     task, = prepare(setup, ["first save"], ["ckpt"])
     number = next(operation.number for operation in task.operations if operation.name == "write")
 
-    def operations(kind):
-        injector, _ = runner._run_scenario(setup, SCENARIOS["first save"], "ckpt", Fault(kind, number))
-        return len(injector.operations)
-    assert all(operations(kind) == number for kind in DEATHS if kind not in ("kill one", "kill some"))
-    assert operations("kill one") > number and operations("EIO") > number
+    def operations_with(kind):
+        operations, _ = runner.run_scenario(setup, SCENARIOS["first save"], "ckpt", Fault(number, kind))
+        return len(operations)
+    assert all(operations_with(kind) == number for kind in DEATHS if kind not in ("kill one", "kill some"))
+    assert operations_with("kill one") > number and operations_with("EIO") > number
 
 
-def broken(workload, past=((0, 10),)):
-    return Scenario("broken", "of this test", workload, past)
+def broken(workload):
+    class Broken(Scenario):
+        def work(self, sandbox, rank):
+            workload(sandbox, rank)
+    return Broken("broken", "of this test")
 
 
 def test_a_scenario_that_fails_without_a_fault_is_not_drilled(setup, monkeypatch):
     def loses(sandbox, rank):
-        sandbox.record_saved(rank, 0, 20)       # it says so
+        sandbox.journal.report((RUNS[0], 20), rank)         # it says so
     monkeypatch.setattr(runner, "SCENARIOS", {"broken": broken(loses)})
     with pytest.raises(SaveError, match="broken, ckpt: without any fault: LOST_WORK"):
         prepare(setup, ["broken"], ["ckpt"])
@@ -95,7 +98,7 @@ def test_an_exception_that_no_product_should_raise_is_a_hard_fail(setup, monkeyp
         sandbox.injector.storage_of(rank).list(sandbox.root)
         raise ZeroDivisionError("in the product")
     monkeypatch.setattr(runner, "SCENARIOS", {"broken": broken(raises)})
-    found = cell(setup, Task("broken", "ckpt", ()), Fault("EIO", 1))
+    found = cell(setup, Task("broken", "ckpt", ()), Fault(1, "EIO"))
     assert (found.verdict, found.reason) == ("HARD_FAIL", "ZeroDivisionError: in the product")
 
 
@@ -104,14 +107,14 @@ def test_an_error_of_the_product_is_not_a_hard_fail(setup, monkeypatch):
         sandbox.injector.storage_of(rank).list(sandbox.root)
         raise LoadError("said clearly")
     monkeypatch.setattr(runner, "SCENARIOS", {"broken": broken(raises)})
-    assert cell(setup, Task("broken", "ckpt", ()), Fault("EIO", 1)).verdict == "PASS"
+    assert cell(setup, Task("broken", "ckpt", ()), Fault(1, "EIO")).verdict == "PASS"
 
 
 def test_ranks_that_hang_are_a_hard_fail(setup, monkeypatch):
     def hangs(self, works):
         raise Hang("ranks [0] hang")
     monkeypatch.setattr(Scheduler, "run", hangs)
-    injector, verdict = runner._run_scenario(setup, SCENARIOS["first save"], "ckpt", None)
+    _, verdict = runner.run_scenario(setup, SCENARIOS["first save"], "ckpt", None)
     assert verdict.verdict == "HARD_FAIL" and "ranks [0] hang" in verdict.reason
 
 
@@ -119,7 +122,7 @@ def test_a_fault_that_is_never_reached(setup):
     """A fault can make a run end before the operation."""
     task, = prepare(setup, ["pointers"], ["ckpt"])
     missed = Operation(len(task.operations) + 1, 0, "write", "never")
-    found = cell(setup, Task(task.scenario, task.format, (missed,)), Fault("EIO", missed.number))
+    found = cell(setup, Task(task.scenario, task.format, (missed,)), Fault(missed.number, "EIO"))
     assert (found.verdict, found.operation, found.path) == ("PASS", missed.number, "never")
 
 
@@ -127,7 +130,7 @@ def test_no_files_are_left(setup, folder):
     hook = threading.excepthook
     task, = prepare(setup, ["background"], ["ckpt"])
     for kind in ("kill all", "reorder"):
-        cell(setup, task, Fault(kind, 30))
+        cell(setup, task, Fault(30, kind))
     assert os.listdir(folder) == [] and threading.excepthook is hook
 
 
@@ -143,8 +146,8 @@ def test_a_custom_storage_lies_below_the_injector(folder):
 
 
 def test_weights_differ_by_run_step_and_rank():
-    places = [(run, step, rank) for run in (0, 1) for step in (10, 20) for rank in (0, 1)]
-    assert len({scenarios.tensors(*target)["embedding.weight"].tobytes() for target in places}) == len(places)
+    places = [(run, step, rank) for run in RUNS for step in (10, 20) for rank in (0, 1)]
+    assert len({tensors(*target)["embedding.weight"].tobytes() for target in places}) == len(places)
 
 
 def test_a_sample_hits_every_scenario_format_and_fault_and_other_operations_in_each(setup):
@@ -164,6 +167,6 @@ def test_a_sample_hits_every_scenario_format_and_fault_and_other_operations_in_e
 def test_a_stride_of_one_is_all_cells(setup):
     task, = prepare(setup, ["pointers"], ["ckpt"])
     for kind in FAULTS:
-        assert sampled(setup, task, kind, 1) == [o for o in task.operations if Fault(kind, o.number).hits(o.name)]
+        assert sampled(setup, task, kind, 1) == [o for o in task.operations if Fault(o.number, kind).hits(o.name)]
     assert sampling_interval(0) == sampling_interval(QUICK) == 1 and sampling_interval(QUICK + 1) == 2
     assert sampling_interval(24_442) == 9

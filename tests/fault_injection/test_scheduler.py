@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from mindresume.fault_injection import scheduler as scheduler_module
-from mindresume.fault_injection.scheduler import Hang, Scheduler
+from mindresume.fault_injection import faults
+from mindresume.fault_injection.faults import Hang, Scheduler
 
 
 def order(seed, works):
@@ -115,7 +115,7 @@ def test_a_second_run_starts_from_the_beginning():
 
 def test_ranks_that_hang_are_an_error(monkeypatch):
     """Rank 0 waits forever, so rank 1 is never scheduled."""
-    monkeypatch.setattr(scheduler_module, "PATIENCE", 0.2)
+    monkeypatch.setattr(faults, "PATIENCE", 0.2)
     scheduler, release, seen = Scheduler(2, random.Random(0)), threading.Event(), []
 
     def waits_for_its_turn():

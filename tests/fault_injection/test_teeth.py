@@ -511,7 +511,7 @@ def verdict_of(found: Cell) -> str:
 
 def cells_of_mutant(setup: Setup, task: Task, mutant: Mutant) -> Iterator[Cell]:
     for operation in task.operations:
-        fault = Fault(mutant.fault, operation.number)
+        fault = Fault(operation.number, mutant.fault)
         if fault.hits(operation.name) and mutant.where in f"{operation.name} {operation.path}":
             yield cell(setup, task, fault)
 
@@ -533,8 +533,8 @@ def test_a_mutant_is_found(mutant, folder, table):
         if mutant.verdict == CONTROL:
             table.append(f"| {mutant.name} | the scenario itself | {mutant.scenario}, {fmt} | {mutant.fault} | 1 |")
             if mutant.fault:
-                assert runner._run_scenario(setup, scenarios.SCENARIOS[mutant.scenario], fmt,
-                                            Fault(mutant.fault, FAR))[1].verdict != "PASS"
+                assert runner.run_scenario(setup, scenarios.SCENARIOS[mutant.scenario], fmt,
+                                            Fault(FAR, mutant.fault))[1].verdict != "PASS"
             else:
                 with pytest.raises(SaveError, match="without any fault"):
                     prepare(setup, [mutant.scenario], [fmt])
@@ -549,7 +549,7 @@ def test_a_mutant_is_found(mutant, folder, table):
     # ... and it was the mutant: the product passes when the same operation is struck.
     hit = [o.number for o in right.operations if (o.rank, o.name, o.path) == (found.rank, found.name, found.path)]
     for number in hit[:2] or [min(found.operation, len(right.operations))]:
-        fault = Fault(mutant.fault, number)
+        fault = Fault(number, mutant.fault)
         assert not fault.hits(right.operations[number - 1].name) or verdict_of(cell(setup, right, fault)) == "PASS"
 
 
@@ -564,20 +564,20 @@ def verdict_of_run(patch: Patch, folder: str, scenario: Scenario, fault: Fault |
          disk: type[PosixStorage] = PosixStorage) -> str:
     """Returns the verdict of one run of a scenario."""
     patch.setattr(runner, "SCENARIOS", {**scenarios.SCENARIOS, scenario.name: scenario})
-    return runner._run_scenario(Setup(folder, storage=disk), scenario, "safetensors", fault)[1].verdict
+    return runner.run_scenario(Setup(folder, storage=disk), scenario, "safetensors", fault)[1].verdict
 
 
-def _taken_over(sandbox: Sandbox, rank: int) -> None:
-    """Run 1 was considered dead and continues."""
-    try:
-        shard_writer.write_shard(sandbox.target(rank, 0), scenarios.shard(sandbox.target(rank, 0), 30, sandbox.format))
-    except LeaseHeldError:
-        return
-    raise AssertionError("a run that lost its folder saves into it")
+class _TakenOver(Scenario):
+    def work(self, sandbox: Sandbox, rank: int) -> None:
+        """Run 1 was considered dead and continues."""
+        try:
+            shard_writer.write_shard(sandbox.target(rank, 0), scenarios.shard(sandbox.target(rank, 0), 30, sandbox.format))
+        except LeaseHeldError:
+            return
+        raise AssertionError("a run that lost its folder saves into it")
 
 
-TAKEN_OVER = Scenario("taken over", "a run that was considered dead wakes up", _taken_over,
-                      leave_behind=lambda root, fmt, ranks: scenarios.save_without_faults(root, fmt, ranks, 1, 20))
+TAKEN_OVER = _TakenOver("taken over", "a run that was considered dead wakes up", past=((0, 10), (1, 20)))
 
 
 def test_a_late_writer_without_a_fence(folder, monkeypatch):
@@ -586,21 +586,22 @@ def test_a_late_writer_without_a_fence(folder, monkeypatch):
     assert verdict_of_run(monkeypatch, folder, TAKEN_OVER) == HARD_FAIL
 
 
-def _same_names(sandbox: Sandbox, rank: int) -> None:
-    """Saves step 10 in another job under the names of the first run."""
-    target, part = sandbox.target(rank, 1), scenarios.shard(sandbox.target(rank, 1), 10, sandbox.format)
-    taken = scenarios.shard(sandbox.target(rank, 0), 10, sandbox.format).files[0].path
-    shard_writer.write_shard(target, replace(part, files=(replace(part.files[0], path=taken),)))
+class _SameNames(Scenario):
+    def work(self, sandbox: Sandbox, rank: int) -> None:
+        """Saves step 10 in another job under the names of the first run."""
+        target, part = sandbox.target(rank, 1), scenarios.shard(sandbox.target(rank, 1), 10, sandbox.format)
+        taken = scenarios.shard(sandbox.target(rank, 0), 10, sandbox.format).files[0].path
+        shard_writer.write_shard(target, replace(part, files=(replace(part.files[0], path=taken),)))
 
 
-SAME_NAMES = Scenario("same names", "another job uses the names of the first run", _same_names)
+SAME_NAMES = _SameNames("same names", "another job uses the names of the first run")
 
 
 def test_files_that_are_overwritten(folder, monkeypatch):
     assert verdict_of_run(monkeypatch, folder, SAME_NAMES) == "PASS"
-    assert {verdict_of_run(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(1, 12)} == {"PASS"}
+    assert {verdict_of_run(monkeypatch, folder, SAME_NAMES, Fault(at, "kill all")) for at in range(1, 12)} == {"PASS"}
     monkeypatch.setattr(RankStorage, "status", lambda self, path: None)     # "nothing is there"
-    assert HARD_FAIL in [verdict_of_run(monkeypatch, folder, SAME_NAMES, Fault("kill all", at)) for at in range(8, 20)]
+    assert HARD_FAIL in [verdict_of_run(monkeypatch, folder, SAME_NAMES, Fault(at, "kill all")) for at in range(8, 20)]
 
 
 class Rotten(PosixStorage):

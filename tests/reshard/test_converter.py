@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,8 +34,7 @@ from reshard.plans import (
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import ConfigError, CorruptFileError, OutOfSpaceError, SaveError
 from mindresume.events import WARNING, ignore
-from mindresume.fault_injection.faults import Fault, FaultInjector, Killed, RankStorage
-from mindresume.fault_injection.scheduler import Scheduler
+from mindresume.fault_injection.faults import Fault, FaultInjector, Killed, RankStorage, Scheduler
 from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE, read_consolidated
 from mindresume.formats.rank_folder_naming import META, parse_label
 from mindresume.formats.scan import scan
@@ -122,13 +121,11 @@ class Disk(RankStorage):
 
     def create(self, path, size):
         folder, name = os.path.split(path)
-
-        def act():
+        with self.operation("create", path):
             self.injector.before_change(folder, name)
             made = STORAGE.create(path, size)
             self.injector.record_change({folder: {name: b""}})           # its bytes are not durable yet
-            return made
-        return Pieces(self, path, self._do("create", path, act))
+        return Pieces(self, path, made)
 
     def count(self, name):
         return sum(operation.name == name for operation in self.injector.operations)
@@ -139,15 +136,15 @@ class Pieces:
         self.disk, self.path, self.inner = disk, path, inner
 
     def write_at(self, position, data):
-        self.disk._do("write_at", self.path, lambda: self.inner.write_at(position, data))
+        with self.disk.operation("write_at", self.path):
+            self.inner.write_at(position, data)
 
     def finish(self):
-        def act():
-            self.inner.finish()
-            self.disk.injector.record_change({
-                os.path.dirname(self.path): {os.path.basename(self.path): Path(self.path).read_bytes()}})
         try:
-            self.disk._do("finish", self.path, act)
+            with self.disk.operation("finish", self.path):
+                self.inner.finish()
+                self.disk.injector.record_change({
+                    os.path.dirname(self.path): {os.path.basename(self.path): Path(self.path).read_bytes()}})
         except OSError:
             self.abandon()
             raise
@@ -163,9 +160,11 @@ class Pieces:
 class Interrupting(FaultInjector):
     """Raises Ctrl-C right after operation number ``fault.at``."""
 
-    def operate(self, rank, name, path, act, half):
+    @contextmanager
+    def operation(self, rank, name, path):
         try:
-            return super().operate(rank, name, path, act, half)
+            with super().operation(rank, name, path) as is_torn:
+                yield is_torn
         finally:
             if len(self.operations) == self.fault.at:
                 raise KeyboardInterrupt
@@ -180,13 +179,13 @@ def disk(kind="EIO", at=0):
     """Injects the fault at operation number ``at``, from 1; 0: never."""
     chance = random.Random(at)
     if kind == CTRL_C:
-        return Disk(Interrupting(STORAGE, Scheduler(1, chance), CtrlC(kind, at), chance), 0)
-    return Disk(FaultInjector(STORAGE, Scheduler(1, chance), Fault(kind, at), chance), 0)
+        return Disk(Interrupting(STORAGE, Scheduler(1, chance), CtrlC(at, kind), chance), 0)
+    return Disk(FaultInjector(STORAGE, Scheduler(1, chance), Fault(at, kind), chance), 0)
 
 
 def struck_by(kind, names):
     """Returns the numbers of the operations that a fault of this kind can hit."""
-    return [at for at, name in enumerate(names, 1) if kind == CTRL_C or Fault(kind, at).hits(name)]
+    return [at for at, name in enumerate(names, 1) if kind == CTRL_C or Fault(at, kind).hits(name)]
 
 
 def on(disk_, job):
@@ -535,11 +534,11 @@ class Meanwhile(Disk):
     """Calls ``act`` once, right before the operation for which ``when(name, path)`` is true."""
     when = then = None
 
-    def _do(self, name, path, act, half=lambda: None):
+    def operation(self, name, path):
         if self.when and self.when(name, path):
             self.when = None
             self.then()
-        return super()._do(name, path, act, half)
+        return super().operation(name, path)
 
 
 def test_the_other_process_commits_between_our_check_and_our_lock(tmp_path, root, expected):

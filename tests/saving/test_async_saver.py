@@ -12,6 +12,7 @@ from rank_folders import RUN, STORAGE, name_of, path_of, save, state_of, target_
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import LeaseHeldError
 from mindresume.events import SaveAbandoned, SaveNotStaged, WriterDied
+from mindresume.fault_injection.faults import Fault
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import run_name
 from mindresume.resume.eligible import SelectionPolicy
@@ -27,7 +28,7 @@ from mindresume.tensor_files import read_header, read_tensor
 from sim.cluster import Cluster, current_cluster, current_process
 from sim.machine import use_cluster
 from sim.mount import Mount
-from sim.schedule import Fault, Schedule
+from sim.schedule import Schedule
 
 KINDS = ["thread", "process"]
 ROOT = "/out/checkpoint"

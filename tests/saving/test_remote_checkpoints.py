@@ -29,8 +29,7 @@ from mindresume.events import (
     UploadFailed,
     UploadsSkipped,
 )
-from mindresume.fault_injection.faults import Fault, FaultInjector, Killed
-from mindresume.fault_injection.scheduler import Scheduler
+from mindresume.fault_injection.faults import Fault, FaultInjector, Killed, Scheduler
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import remote_fetch, sources
@@ -1010,7 +1009,7 @@ def test_a_disk_error_during_a_download_leaves_nothing_selectable(tmp_path, monk
     while True:
         at += 1
         world.empty_disk()
-        machine = FaultInjector(STORAGE, Scheduler(1, random.Random(0)), Fault("kill all", at), random.Random(0))
+        machine = FaultInjector(STORAGE, Scheduler(1, random.Random(0)), Fault(at, "kill all"), random.Random(0))
         view = machine.storage_of(0)
         try:
             select_checkpoint(view, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank),

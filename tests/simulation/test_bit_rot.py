@@ -1,12 +1,13 @@
 """Bits that rot: which files, what does not change, and what remembers it."""
 import pytest
 
+from mindresume.fault_injection.faults import Fault
 from sim.bit_rot import is_of_checkpoint, rot, rotted_files, rotted_saves, saves_on, unreadable_saves
 from sim.cluster import SHARED
 from sim.disk import Disk
 from sim.oracle import check_disks
 from sim.scenarios import Simulation
-from sim.schedule import ROT, Fault, Schedule
+from sim.schedule import ROT, Schedule
 from sim.search import SCENARIOS
 
 

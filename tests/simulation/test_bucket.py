@@ -5,18 +5,18 @@ from itertools import product
 import pytest
 
 from mindresume.errors import RemoteError
+from mindresume.fault_injection.faults import Fault
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.uploader import Uploader
 from sim import jobs
 from sim.bucket import BUCKET, Bucket, PodStore
 from sim.bucket_oracle import check_bucket
-from sim.bucket_scenarios import LATER
 from sim.cluster import Cluster, current_cluster
 from sim.disk import Disk
 from sim.machine import use_cluster
 from sim.mount import Mount
 from sim.scenarios import Simulation
-from sim.schedule import Fault, Schedule, random_schedule
+from sim.schedule import Schedule, random_schedule
 from sim.search import (
     SCENARIOS,
     SHARE,
@@ -27,6 +27,7 @@ from sim.search import (
     run,
     search_seeds,
 )
+from sim.workloads import LATER_IN_PODS as LATER
 
 NAMES = ("bucket", "bucket nodes", "bucket slow", "bucket archived", "two pods", "bucket afresh")
 

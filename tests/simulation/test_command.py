@@ -13,7 +13,7 @@ from cli.conftest import read  # noqa: F401  a fixture
 
 from mindresume.cli import run_app
 from mindresume.fault_injection import workers
-from sim import search, search_shards
+from sim import search
 from sim.__main__ import app
 from sim.mount import Mount
 
@@ -57,7 +57,7 @@ def unflushed(monkeypatch):
     monkeypatch.setattr(workers, "Workers", InThisProcess)
     monkeypatch.setattr(search, "known_states", search.KnownStates())
     monkeypatch.setattr(search, "_sizes", {})
-    monkeypatch.setattr(search_shards, "_seen", set())
+    monkeypatch.setattr(search, "_seen", set())
 
 
 def test_several_processes_find_nothing(read):

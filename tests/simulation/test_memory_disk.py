@@ -2,11 +2,13 @@
 import pytest
 
 from mindresume.events import CheckpointSelected
+from mindresume.fault_injection.faults import Fault
+from sim.catalogue import SCENARIOS
 from sim.cluster import Cluster, current_process
-from sim.machine import use_cluster
-from sim.memory_disk import MappedFile, common_saves
-from sim.scenarios import SCENARIOS, Simulation
-from sim.schedule import Fault, Schedule
+from sim.jobs import common_saves
+from sim.machine import MappedFile, use_cluster
+from sim.scenarios import Simulation
+from sim.schedule import Schedule
 
 PATH = "/dev/shm/a/file"
 

@@ -3,12 +3,12 @@ import errno
 
 import pytest
 
+from mindresume.fault_injection.faults import Fault, Killed
 from sim.cluster import SHARED, Cluster, current_cluster
 from sim.disk import Disk
 from sim.machine import use_cluster
 from sim.mount import Mount
-from sim.schedule import UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule
-from sim.scheduler import Killed
+from sim.schedule import UNREADABLE_DISK, UNREADABLE_FILE, Schedule
 
 
 def disk_with_files():

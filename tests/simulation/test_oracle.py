@@ -5,8 +5,9 @@ from functools import cache
 
 import pytest
 
-from mindresume.fault_injection.tiny_checkpoints import ITERATION
-from sim import jobs, oracle, saved_content
+from mindresume.fault_injection import journal
+from mindresume.fault_injection.journal import ITERATION
+from sim import jobs, oracle
 from sim.cluster import SHARED, Cluster
 from sim.disk import Disk, Folder
 from sim.jobs import History, Job, Training
@@ -249,8 +250,8 @@ def test_damage_to_an_unneeded_checkpoint_is_not_reported():
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_wrong_tensors_with_correct_checksums_are_reported(fmt, monkeypatch):
     """Both ranks save the tensors of rank 0, with correct checksums."""
-    right = saved_content.tensors
-    monkeypatch.setattr(saved_content, "tensors", lambda run, step, rank, replicated=False: right(run, step, 0))
+    right = journal.tensors
+    monkeypatch.setattr(journal, "tensors", lambda run, step, rank, replicated=False: right(run, step, 0))
     disk, history = trained(fmt)
     monkeypatch.undo()
     for restart in (False, True):
@@ -340,5 +341,5 @@ def test_a_job_that_waits_forever_is_stuck(monkeypatch):
 def test_an_older_one_is_one_of_an_earlier_run_or_step():
     history = History(reported={("0001-00000000", 8): {0, 1}, ("0002-00000000", 2): {0, 1}, ("0002-00000000", 4): {0}},
                       sizes={"0001-00000000": 2, "0002-00000000": 2})
-    assert oracle.newest_acknowledged(history) == ("0002-00000000", 2) and oracle.newest_acknowledged(History()) is None
-    assert oracle.save_order(("", 9)) < oracle.save_order(("0001-00000000", 1))
+    assert history.newest() == ("0002-00000000", 2) and History().newest() is None
+    assert journal.save_order(("", 9)) < journal.save_order(("0001-00000000", 1))

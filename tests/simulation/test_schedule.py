@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from mindresume.fault_injection.faults import Fault
 from sim.schedule import (
     DEATHS,
     ERRORS,
@@ -19,7 +20,6 @@ from sim.schedule import (
     ROT,
     ROT_IN_MEMORY,
     UNREADABLE,
-    Fault,
     Schedule,
     random_schedule,
 )

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from mindresume.fault_injection.faults import Killed
 from sim.schedule import Schedule
-from sim.scheduler import TICK, Deadlock, Killed, OperationLimit, Scheduler
+from sim.scheduler import TICK, Deadlock, OperationLimit, Scheduler
 
 
 def made(most=1000, **schedule):

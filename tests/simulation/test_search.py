@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from mindresume.fault_injection.faults import Fault
+from sim.catalogue import SCENARIOS
 from sim.disk import Disk
 from sim.jobs import History
-from sim.scenarios import SCENARIOS, Simulation
-from sim.schedule import EXPLAINED, Fault, Schedule, random_schedule
+from sim.scenarios import Simulation
+from sim.schedule import EXPLAINED, Schedule, random_schedule
 from sim.search import (
     SHARE,
     BranchRecorder,

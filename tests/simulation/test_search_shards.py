@@ -1,6 +1,5 @@
 """All shards of a search together cover the whole search."""
-from sim.search import SearchRequest
-from sim.search_shards import PARTS, random_shards, systematic_shards
+from sim.search import PARTS, SearchRequest, random_shards, systematic_shards
 
 
 def test_shards_cover_every_seed_once():

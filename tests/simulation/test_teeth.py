@@ -22,6 +22,7 @@ import pytest
 
 from mindresume import formats
 from mindresume.coordination import lease, lease_acquisition, preemption, read_locks
+from mindresume.fault_injection.faults import Fault
 from mindresume.formats import iteration_scan, records, scrub_result
 from mindresume.model import manifest
 from mindresume.resume import bucket_source, job_selection, memory_source, repair, scrub, sources
@@ -43,7 +44,7 @@ from mindresume.saving.memory_tier import directory, opening, slots
 from mindresume.storage import atomic_publish
 from mindresume.supervisor import event_recorder, node_states, rendezvous, restart_policy, supervisor
 from sim.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
-from sim.schedule import OWN_SIGNAL, UNREADABLE_DISK, UNREADABLE_FILE, Fault, Schedule, random_schedule
+from sim.schedule import OWN_SIGNAL, UNREADABLE_DISK, UNREADABLE_FILE, Schedule, random_schedule
 from sim.search import SCENARIOS, SHARE, Counts, Failure, KnownStates, count_operations, replay, run
 
 Patch = pytest.MonkeyPatch

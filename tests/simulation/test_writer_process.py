@@ -1,16 +1,16 @@
 """The writer process of a simulated job keeps the contract of the real one."""
 import pytest
 
+from mindresume.fault_injection.faults import Fault
+from mindresume.fault_injection.journal import make_shard
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import Save, SaveTarget
 from sim.cluster import SHARED, Cluster, current_cluster, current_process
 from sim.disk import Disk
-from sim.machine import use_cluster
+from sim.machine import WriterProcess, use_cluster
 from sim.mount import Mount
-from sim.saved_content import make_shard
-from sim.schedule import Fault, Schedule
-from sim.writer_process import WriterProcess
+from sim.schedule import Schedule
 
 ROOT, RUN, TIMEOUT = "/out/checkpoint", "0001-1111aaaa", 20.0
 WRITER = "rank0.writer"

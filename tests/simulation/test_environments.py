@@ -8,17 +8,17 @@ from simulation.test_teeth import Edit, mutate
 from mindresume.coordination import lease, lease_acquisition, read_locks
 from mindresume.errors import LeaseHeldError
 from mindresume.events import SaveNotStaged
+from mindresume.fault_injection.faults import Fault
 from mindresume.reshard import open_checkpoint
 from mindresume.resume import eligible, scrub, sources
 from mindresume.resume.bucket_source import BucketSource
 from mindresume.saving import remote_checkpoints
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import SyncSaver
-from sim import concurrent_commands
+from sim import commands
 from sim.bucket import BUCKET
 from sim.cluster import SHARED
 from sim.disk import Disk
-from sim.environment_scenarios import MOMENTS, clone_folder
 from sim.scenarios import Simulation
 from sim.schedule import (
     KILL_LAUNCHER,
@@ -28,11 +28,11 @@ from sim.schedule import (
     QUOTA,
     QUOTA_OF_HOST,
     UNREADABLE,
-    Fault,
     Schedule,
     random_schedule,
 )
 from sim.search import SCENARIOS, Counts, KnownStates, count_operations, run
+from sim.workloads import MOMENTS, clone_folder
 
 NAMES = ("quota", "memory", "launcher", "hidden", "own signal", "copied", "snapshot", "copy", "copy with a tier", "conversion",
          "conversion of files", "verify", "scrub", "unreadable", "bucket unreadable", "bucket health")
@@ -239,10 +239,10 @@ def test_a_conversion_without_a_read_lock_is_found(name, fmt, monkeypatch):
 def test_an_incomplete_target_is_found(monkeypatch):
     sim = simulated("conversion of files")
     disk = sim.cluster.disks[SHARED]
-    path = next(path for path, _ in disk.walk(concurrent_commands.TARGETS) if path.endswith(".ckpt"))
+    path = next(path for path, _ in disk.walk(commands.TARGETS) if path.endswith(".ckpt"))
     disk.remove(path)
     assert "wrong" in {finding.kind
-                       for finding in concurrent_commands.check_conversions(sim.cluster.disks, sim.history, sim.training)}
+                       for finding in commands.check_conversions(sim.cluster.disks, sim.history, sim.training)}
 
 
 def test_a_verify_that_lists_only_once_is_found(monkeypatch):

@@ -8,9 +8,8 @@ reads what a supervisor prints.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from mindresume.events import Event
@@ -24,11 +23,9 @@ from mindresume.supervisor.rendezvous import Place, Rendezvous
 from mindresume.supervisor.restart_policy import DIED, EXITED, JobEnd, RestartPolicy, StartOutcome
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 from sim.cluster import Process, current_cluster, current_process
-from sim.environment_scenarios import SCENARIOS
 from sim.mount import Mount
 from sim.oracle import STUCK, WRONG, Finding
-from sim.scenarios import FORMATS, Scenario, Simulation
-from sim.schedule import ERRORS
+from sim.scenarios import Simulation
 
 FOLDER = "/out/supervisor"
 TIMEOUT = 240.0                 # --node-timeout: a state is listed up to 65 s late, and others see the answer as late
@@ -36,7 +33,6 @@ NODES, FEWEST = 3, 2
 TRAINING = 5.0                  # seconds of training after which a start has finished
 WATCHED = 5.0                   # simulated seconds within which a supervisor looks at its job again, whatever its disk does
 LIMIT, LIMIT_AFTER_DEATHS = 900.0, 3600.0           # simulated seconds after which every supervisor must have ended
-_KINDS = (*ERRORS, "kill", "kill host", "slow", "pause", "clock")
 
 
 @dataclass
@@ -174,37 +170,35 @@ class _SimulatedSupervisor(Supervisor):
         return _SimulatedJob(self.jobs, self.nodes, number, self.fewest, self.chance)
 
 
-def _supervised(fewest: int, states: type[NodeStates] = NodeStates) -> Callable[[Simulation], None]:
-    """Returns a workload: supervisors of all nodes. A platform starts a killed one again, unless the job goes on without it.
-    ``states``: how they exchange their states."""
-    def workload(sim: Simulation) -> None:
-        chance = random.Random(sim.schedule.seed)
-        failures = [(chance.randrange(NODES), chance.choice((0.5, 2.0, 4.0))) for _ in range(chance.randrange(3))]
-        jobs = _jobs[sim] = Jobs(failures, status=137 if failures and chance.random() < 0.3 else 0)
-        later = [chance.choice((0.0, 0.0, 3.0, 40.0)) for _ in range(NODES)]
+def supervise(sim: Simulation, fewest: int = NODES, states: type[NodeStates] = NodeStates) -> None:
+    """Starts supervisors of all nodes. A platform starts a killed one again, unless the job goes on without it. ``states``: how
+    they exchange their states."""
+    chance = random.Random(sim.schedule.seed)
+    failures = [(chance.randrange(NODES), chance.choice((0.5, 2.0, 4.0))) for _ in range(chance.randrange(3))]
+    jobs = _jobs[sim] = Jobs(failures, status=137 if failures and chance.random() < 0.3 else 0)
+    later = [chance.choice((0.0, 0.0, 3.0, 40.0)) for _ in range(NODES)]
 
-        def supervise(node: int) -> None:
-            storage = Mount(sim.cluster, current_process())
-            nodes = Rendezvous(storage, FOLDER, Place(node, NODES, fewest, TIMEOUT, f"host{node}"),
-                               lambda: sim.cluster.scheduler.now, sim.cluster.token(4), states)
-            decision = _SimulatedSupervisor(jobs, nodes, fewest, random.Random(sim.schedule.seed + node)).supervise()
-            jobs.ends.setdefault(node, []).append(decision.status)
+    def run(node: int) -> None:
+        storage = Mount(sim.cluster, current_process())
+        nodes = Rendezvous(storage, FOLDER, Place(node, NODES, fewest, TIMEOUT, f"host{node}"),
+                           lambda: sim.cluster.scheduler.now, sim.cluster.token(4), states)
+        decision = _SimulatedSupervisor(jobs, nodes, fewest, random.Random(sim.schedule.seed + node)).supervise()
+        jobs.ends.setdefault(node, []).append(decision.status)
 
-        def platform(node: int) -> None:
-            host = sim.cluster.host(f"node{node}")
-            current_cluster().scheduler.sleep(later[node])
-            for attempt in range(3):
-                process = sim.cluster.process(host, f"supervisor{node}.{attempt}", lambda: supervise(node))
-                while not process.dead:
-                    current_cluster().scheduler.sleep(1.0)
-                if process.exit != -9 or fewest < NODES and node:
-                    return
-        for node in range(NODES):
-            sim.cluster.process(sim.cluster.host("platform"), f"platform{node}", lambda node=node: platform(node))
-    return workload
+    def platform(node: int) -> None:
+        host = sim.cluster.host(f"node{node}")
+        current_cluster().scheduler.sleep(later[node])
+        for attempt in range(3):
+            process = sim.cluster.process(host, f"supervisor{node}.{attempt}", lambda: run(node))
+            while not process.dead:
+                current_cluster().scheduler.sleep(1.0)
+            if process.exit != -9 or fewest < NODES and node:
+                return
+    for node in range(NODES):
+        sim.cluster.process(sim.cluster.host("platform"), f"platform{node}", lambda node=node: platform(node))
 
 
-def _check(sim: Simulation) -> list[Finding]:
+def check(sim: Simulation) -> list[Finding]:
     """Checks the promises: together or not at all, one end for all, and an end in time."""
     jobs = _jobs[sim]
     found = [Finding(WRONG, text) for text in jobs.wrong]
@@ -217,21 +211,3 @@ def _check(sim: Simulation) -> list[Finding]:
     if not delays and len(statuses) > 1:
         found.append(Finding(WRONG, f"the supervisors ended with different statuses: {jobs.ends}"))
     return found
-
-
-def _no_checkpoints(*_: Any, **__: Any) -> list[Finding]:
-    """Returns nothing: no checkpoint is on the disks."""
-    return []
-
-
-SCENARIOS.update({scenario.name: scenario for scenario in (
-    Scenario("supervisors", "the supervisors of three nodes restart a job together", _supervised(NODES), past=None,
-             formats=FORMATS[:1], ways=("",), kinds=_KINDS, oracle=_no_checkpoints, check_run=_check),
-    Scenario("fewer nodes", "the supervisors of three nodes go on with two if one does not come back", _supervised(FEWEST),
-             past=None, formats=FORMATS[:1], ways=("",), kinds=_KINDS, oracle=_no_checkpoints, check_run=_check),
-    Scenario("hanging disk", "the same, and the disk hangs while nobody reads what the supervisors print",
-             _supervised(FEWEST, BackgroundStates), past=None, formats=FORMATS[:1], ways=("",), kinds=(*_KINDS, *("slow",) * 10),
-             oracle=_no_checkpoints, check_run=_check),
-)})
-
-__all__ = ["SCENARIOS"]

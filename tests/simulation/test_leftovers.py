@@ -2,9 +2,10 @@
 import pytest
 
 from mindresume.events import CandidateRefused, SaveCommitted
-from sim.leftover_scenarios import SCENARIOS
-from sim.scenarios import FORMATS, RUN, WAYS, Simulation
+from sim.catalogue import SCENARIOS
+from sim.scenarios import FORMATS, WAYS, Simulation
 from sim.schedule import Schedule
+from sim.workloads import RUN
 
 
 def simulated(name, fmt, way="", schedule=None):

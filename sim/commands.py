@@ -1,19 +1,26 @@
-"""Commands that a user runs beside a job: converts the newest checkpoint into another folder, verifies all, or scrubs all.
+"""Commands that a user runs beside a job: converts the newest checkpoint into another folder, verifies all, scrubs all, prunes,
+or reads.
 
-The code of ``mindresume convert``, ``verify`` and ``scrub`` runs, without what these print.
+The code of ``mindresume convert``, ``verify``, ``scrub`` and ``prune`` runs, without what these print.
 """
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import BinaryIO
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.errors import MindResumeError
+from mindresume.coordination.lease import Lease, ended
+from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock, read_locks
+from mindresume.errors import MindResumeError, MissingCheckpointError
 from mindresume.events import warning
+from mindresume.fault_injection.journal import select, wrong_content
+from mindresume.formats import Candidate
+from mindresume.formats.records import scan_records
+from mindresume.model.manifest import MANIFEST, record_name
 from mindresume.reshard.conversion_plan import to_iteration, to_ranks
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.engines import Engine
@@ -24,14 +31,16 @@ from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.folder_verification import verify_checkpoints
 from mindresume.resume.replicas import unknown_strategy
-from mindresume.resume.scrub import Scrubber, ScrubOptions
+from mindresume.resume.scrub import REMOVED, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.resume.selection import select_checkpoint
-from sim.cluster import Cluster, current_cluster, current_process
-from sim.disk import Disk
+from mindresume.saving.garbage_collector import carry_out, plan
+from mindresume.saving.retention import KeepLast
+from sim.bit_rot import rotted_files
+from sim.cluster import SHARED, Cluster, current_cluster, current_process
+from sim.disk import Disk, File
 from sim.jobs import History, Training
 from sim.mount import Mount
 from sim.oracle import WRONG, Finding, check_disks, run_alone
-from sim.saved_content import wrong_content
 from sim.scenarios import Simulation
 from sim.schedule import PASSING, SILENT
 
@@ -119,6 +128,95 @@ def scrub(sim: Simulation) -> None:
                     sim.history.wrong.append(f"scrub takes step {result.candidate.step} for damaged: {row.reason}")
 
 
+class _ObservedScrubber(Scrubber):
+    """Compares what the scrub of a checkpoint says with what has rotted. ``listed``: what had rotted when the checkpoints were
+    listed, which is when manifests are read."""
+    sim: Simulation
+    listed: Collection[str]
+
+    def _read(self, candidate: Candidate, lock: Lease) -> CheckpointScrub:
+        disk, wrong = self.sim.cluster.disks[SHARED], self.sim.history.wrong
+        paths = [f"{self.root}/{file.path}" for file in (*candidate.all_files, *candidate.metadata_files)]
+        before = {path: file for path, file in rotted_files([disk]).items()
+                  if path in paths or path.startswith(f"{candidate.records_dir}/")}
+        written = {path: file.written for path, file in before.items()}
+        found = super()._read(candidate, lock)
+        if found.state == REMOVED or is_affected(self.sim):
+            return found
+        repaired = {f"{self.root}/{row.file}" for row in found.repaired}
+        named = {f"{self.root}/{row.file}" for row in (*found.damaged, *found.repaired) if not row.is_unreadable}
+        unreadable = {f"{self.root}/{file.path}" for rank, files in candidate.files.items() for file in files
+                      if f"{candidate.records_dir}/{record_name(rank)}" in named}       # nothing tells what these should hold
+        text = " ".join(found.notes)
+        for path, file in before.items():
+            called = path.removeprefix(f"{self.root}/")
+            if path.endswith(f"/{MANIFEST}"):
+                if path not in self.listed:
+                    continue
+                called = f"{MANIFEST} of step {candidate.step}"
+            if disk.find(path) is file and file.written is not None and path not in named | unreadable and called not in text:
+                wrong.append(f"a scrub of {candidate.name} read all of it and did not find that {path} has rotted")
+            now = disk.find(path)
+            if path in repaired and isinstance(now, File) and (now.data if now.written is None else now.written) != written[path]:
+                wrong.append(f"{path} was repaired and is not as it was written")
+        known = {*before, *(row.path for row in self.sim.cluster.rots)}
+        wrong += [f"a scrub took {path} for damaged, which has never rotted" for path in named - known]
+        return found
+
+
+def observed_scrub(sim: Simulation) -> None:
+    """Scrubs all checkpoints some times, as ``mindresume scrub`` does, the first time without repairs if the seed says so."""
+    storage, sleep = Mount(sim.cluster, current_process()), current_cluster().scheduler.sleep
+    for number, pause in enumerate(pauses(sim)):
+        sleep(pause)
+        repairs = bool(number or sim.schedule.seed % 3)
+        with errors_recorded(sim, "scrub"):
+            listed = set(rotted_files(sim.cluster.disks.values()))
+            found, rows = list_checkpoints(storage, sim.training.root, unknown_strategy)
+            scrubber = _ObservedScrubber(storage, found.root, ScrubOptions(repairs=repairs), wait=sleep)
+            scrubber.sim, scrubber.listed = sim, listed
+            for _ in scrubber.scrub(rows):
+                pass
+
+
+def prune(sim: Simulation, keeps: tuple[int, ...] = (1, 1, 1), pause: float = 1.5) -> None:
+    """Prunes as ``mindresume prune --keep-last KEEP`` does."""
+    storage, root = Mount(sim.cluster, current_process()), sim.training.root
+    for keep in keeps:
+        current_cluster().scheduler.sleep(pause)
+        made = plan(storage, root, KeepLast(keep), read_locks(storage, root), ended=ended(storage, root))
+        carry_out(storage, root, made, ReadLocks(storage, root))
+
+
+def read(sim: Simulation, pause: float = 0.8) -> None:
+    """Selects and reads as a conversion does, with a read lock: alternately the newest checkpoint, and the oldest by its name."""
+    storage, training = Mount(sim.cluster, current_process()), sim.training
+    for number in range(6):
+        current_cluster().scheduler.sleep(pause)
+        oldest = next(iter(scan_records(storage, training.root)[0][::-1]), None) if number % 2 else None
+        named = oldest and oldest.first and (oldest.iteration_dir or os.path.basename(oldest.first.path))
+        try:
+            choice = select_checkpoint(storage, training.root, SingleProcess(),
+                            SelectionPolicy(training.ranks, named, ranks_to_verify=every_rank))
+        except MissingCheckpointError:
+            continue                                            # it was pruned meanwhile
+        if choice.chosen is None:
+            continue
+        if choice.chosen.run is None:
+            sim.history.wrong.append(f"{choice.chosen.first} was selected as files without records")
+            continue
+        held = acquire_read_lock(storage, choice.root, choice.chosen.name, choice.chosen.commit_dir)
+        if held is not None:
+            try:
+                sim.history.wrong += wrong_content(storage, choice, list(range(training.ranks)))
+            except FileNotFoundError as error:
+                if not any(row.process == current_process().name and row.fault.kind in ("slow", "pause")
+                           for row in current_cluster().injected):
+                    sim.history.wrong.append(f"{choice.chosen.name} has a read lock and was removed: {error}")
+                raise
+            held.release()
+
+
 def pauses(sim: Simulation) -> list[float]:
     rng = random.Random(sim.schedule.seed)
     return [rng.uniform(*PAUSES) for _ in range(REPEATS)]
@@ -162,7 +260,7 @@ def check_conversions(disks: Mapping[str, Disk], history: History, training: Tra
 
 def _wrong_target(storage: Mount, target: str, history: History, training: Training) -> Iterator[Finding]:
     try:
-        choice = select_checkpoint(storage, target, SingleProcess(), SelectionPolicy(training.ranks, ranks_to_verify=every_rank))
+        choice = select(storage, target, training.ranks)
     except MindResumeError as error:
         yield Finding(WRONG, f"{target} exists and cannot be used: {error}")
         return
