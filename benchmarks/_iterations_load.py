@@ -26,6 +26,8 @@ from unittest import mock
 import _iterations_job as job
 from _reshard_job import Peak
 
+from mindresume.formats.checkpoint_dir import CheckpointDir
+
 SOURCE, TARGET = (2, 4), (2, 2)             # data x tensor
 RANKS = TARGET[0] * TARGET[1]
 
@@ -45,7 +47,7 @@ class Ours:
         from mindresume.reshard.region_load import LoadTarget, read_regions, wanted_regions
         from mindresume.storage.posix import PosixStorage
         storage, traffic = PosixStorage(), Traffic()
-        weights = view_of_iteration(storage, root, scan(storage, root).candidates[0])
+        weights = view_of_iteration(CheckpointDir(storage, root), scan(CheckpointDir(storage, root)).candidates[0])
         wanted = adapter.parameters_to_load(self.optimizer)
         shapes = {name: shape for name, (shape, _) in wanted.items()}
         layouts = strategy_layouts(self.strategies.of_rank[self.rank], shapes, print)
@@ -80,9 +82,9 @@ class Ours:
         from mindresume.resume.verifier import verify_rank
         from mindresume.storage.posix import PosixStorage
         storage = PosixStorage()
-        candidate = scan(storage, root).candidates[0]
+        candidate = scan(CheckpointDir(storage, root)).candidates[0]
         for source in range(self.rank, candidate.world_size, RANKS):
-            found = verify_rank(storage, root, candidate, source)
+            found = verify_rank(CheckpointDir(storage, root), candidate, source)
             if not isinstance(found, VerifiedShard):
                 raise SystemExit(f"the checkpoint just written is refused: {found}")
 

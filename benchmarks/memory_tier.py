@@ -27,6 +27,7 @@ import _tier_steps
 import numpy as np
 
 from mindresume.coordination.collectives import SingleProcess
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.formats.records import scan_records
 from mindresume.mindformers.loading import read_shard
@@ -139,10 +140,10 @@ class Bench:
         measure.warm_memory(3 * self.size)
 
         def work() -> None:
-            candidate = scan_records(STORAGE, root)[0][0]
-            shard = verify_rank(STORAGE if keeps else storage, root, candidate, 0, keep=storage if keeps else None)
+            candidate = scan_records(CheckpointDir(STORAGE, root))[0][0]
+            shard = verify_rank(CheckpointDir(STORAGE if keeps else storage, root), candidate, 0, keep=storage if keeps else None)
             assert isinstance(shard, VerifiedShard), shard
-            read_shard(storage, root, shard)
+            read_shard(CheckpointDir(storage, root), shard)
         self.rounds.timed(name, work)
         storage.clear()
 

@@ -101,12 +101,12 @@ class Bench:
     def commit(self, kind: str) -> None:
         target = self.checkpoints[kind]
         self.rounds.timed(f"commit {kind}", lambda: Committer(target).saved(STEP))
-        candidate = scan(target.storage, target.root).candidates[0]
+        candidate = scan(target).candidates[0]
         if not candidate.committed:
             raise SystemExit(f"{kind}: not committed: {candidate.problem}")
         records = iteration_view._Records(target.storage, candidate)
         found = self.rounds.timed(f"open {kind}",
-                                  lambda: iteration_view._described(target.storage, target.root, candidate, records))
+                                  lambda: iteration_view._described(target, candidate, records))
         if len(found) != len(self.large):
             raise SystemExit(f"{kind}: {len(found)} of {len(self.large)} parameters are described")
         self.sizes[f"manifest {kind}"] = os.path.getsize(os.path.join(candidate.records_dir, MANIFEST))

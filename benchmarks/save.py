@@ -23,6 +23,7 @@ from typing import Any
 
 import _measure as measure
 
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.formats.records import scan_records
 from mindresume.mindformers.network_state import deferred
@@ -89,8 +90,8 @@ class Bench:
         os.makedirs(root)
         shard = rank_shard(FileName("bench", 0, 0, 1, number, fmt), TrainingState(number, 100, number), deferred(self.live))
         self.timed(f"ours {fmt}", lambda: write_shard(target, shard))
-        candidate = scan_records(target.storage, root)[0][0]
-        found = self.rounds.timed(f"proof {fmt}", lambda: verify_rank(target.storage, root, candidate, 0))
+        candidate = scan_records(CheckpointDir(target.storage, root))[0][0]
+        found = self.rounds.timed(f"proof {fmt}", lambda: verify_rank(CheckpointDir(target.storage, root), candidate, 0))
         if not isinstance(found, VerifiedShard):
             raise SystemExit(f"the file just written is refused: {found}")
         shutil.rmtree(root)

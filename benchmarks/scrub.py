@@ -25,6 +25,7 @@ import _measure as measure
 import numpy as np
 
 import mindresume
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.model.manifest import run_name
 from mindresume.model.training_state import TrainingState
@@ -90,7 +91,8 @@ def steps(root: Path, mib: int, rounds: int, seconds: float) -> measure.Rounds:
             events: list[Any] = []
             limit = 50.0 if kind == "50 MB/s" else 0.0
             running = None if kind == "no scrub" else BackgroundScrub(
-                PosixStorage(), str(root), ScrubSettings(1e-9, limit, 0), events.append, first=0.0, poll=0.0).start()
+                CheckpointDir(PosixStorage(), str(root)), ScrubSettings(1e-9, limit, 0), events.append, first=0.0,
+                                                                      poll=0.0).start()
             times, until = [], time.perf_counter() + seconds
             while time.perf_counter() < until:
                 started = time.perf_counter()

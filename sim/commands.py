@@ -19,6 +19,7 @@ from mindresume.errors import MindResumeError, MissingCheckpointError
 from mindresume.events import warning
 from mindresume.fault_injection.journal import select, wrong_content
 from mindresume.formats import Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import MANIFEST, record_name
 from mindresume.reshard.conversion_plan import to_iteration, to_ranks
@@ -108,7 +109,7 @@ def verify(sim: Simulation) -> None:
         current_cluster().scheduler.sleep(pause)
         with errors_recorded(sim, "verify"):
             found, rows = list_checkpoints(storage, training.root, unknown_strategy)
-            for candidate, bad in verify_checkpoints(storage, found.root, rows,
+            for candidate, bad in verify_checkpoints(CheckpointDir(storage, found.root), rows,
                                                      lambda: list_checkpoints(storage, training.root, unknown_strategy)[1]):
                 bad = [row for row in bad if not row.is_unreadable]
                 if bad and candidate.maybe_completed and not is_affected(sim):
@@ -184,8 +185,9 @@ def prune(sim: Simulation, keeps: tuple[int, ...] = (1, 1, 1), pause: float = 1.
     storage, root = Mount(sim.cluster, current_process()), sim.training.root
     for keep in keeps:
         current_cluster().scheduler.sleep(pause)
-        made = plan(storage, root, KeepLast(keep), read_locks(storage, root), ended=ended(storage, root))
-        carry_out(storage, root, made, ReadLocks(storage, root))
+        made = plan(CheckpointDir(storage, root), KeepLast(keep), read_locks(CheckpointDir(storage, root)),
+                    ended=ended(CheckpointDir(storage, root)))
+        carry_out(CheckpointDir(storage, root), made, ReadLocks(CheckpointDir(storage, root)))
 
 
 def read(sim: Simulation, pause: float = 0.8) -> None:
@@ -193,7 +195,7 @@ def read(sim: Simulation, pause: float = 0.8) -> None:
     storage, training = Mount(sim.cluster, current_process()), sim.training
     for number in range(6):
         current_cluster().scheduler.sleep(pause)
-        oldest = next(iter(scan_records(storage, training.root)[0][::-1]), None) if number % 2 else None
+        oldest = next(iter(scan_records(CheckpointDir(storage, training.root))[0][::-1]), None) if number % 2 else None
         named = oldest and oldest.first and (oldest.iteration_dir or os.path.basename(oldest.first.path))
         try:
             choice = select_checkpoint(storage, training.root, SingleProcess(),
@@ -205,7 +207,7 @@ def read(sim: Simulation, pause: float = 0.8) -> None:
         if choice.chosen.run is None:
             sim.history.wrong.append(f"{choice.chosen.first} was selected as files without records")
             continue
-        held = acquire_read_lock(storage, choice.root, choice.chosen.name, choice.chosen.commit_dir)
+        held = acquire_read_lock(CheckpointDir(storage, choice.root), choice.chosen.name, choice.chosen.commit_dir)
         if held is not None:
             try:
                 sim.history.wrong += wrong_content(storage, choice, list(range(training.ranks)))
@@ -260,7 +262,7 @@ def check_conversions(disks: Mapping[str, Disk], history: History, training: Tra
 
 def _wrong_target(storage: Mount, target: str, history: History, training: Training) -> Iterator[Finding]:
     try:
-        choice = select(storage, target, training.ranks)
+        choice = select(CheckpointDir(storage, target), training.ranks)
     except MindResumeError as error:
         yield Finding(WRONG, f"{target} exists and cannot be used: {error}")
         return

@@ -18,6 +18,7 @@ from mindresume.errors import LeaseHeldError, MindResumeError
 from mindresume.events import TierSaved
 from mindresume.fault_injection.faults import Killed
 from mindresume.fault_injection.journal import ITERATION, Journal, Saved, make_shard, save_order, wrong_content
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.resume.background_scrub import BackgroundScrub
 from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
@@ -381,7 +382,8 @@ def _start_scrub(manager: CheckpointManager, process: Process, is_first_on_host:
     settings = manager.settings.scrub
     if not settings.every_hours or not is_first_on_host:
         return None
-    scrub = BackgroundScrub(manager.storage, manager.target.root, settings, process.emit, first=FIRST_SCRUB, poll=NEXT_SCRUB)
+    scrub = BackgroundScrub(CheckpointDir(manager.storage, manager.target.root), settings, process.emit, first=FIRST_SCRUB,
+                            poll=NEXT_SCRUB)
     process.on_event.append(lambda event: scrub.handle(event, 0.0))
     return scrub.start()
 

@@ -23,6 +23,7 @@ from mindresume.coordination.storage_topology import COMMON
 from mindresume.errors import MindResumeError, NoUsableCheckpointError
 from mindresume.fault_injection.journal import ITERATION, Saved, leftovers, save_order, select, wrong_content
 from mindresume.formats import Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import TRACKER, iteration_name
 from mindresume.formats.iteration_scan import tracked
 from mindresume.formats.rank_folder_naming import META, folder_name
@@ -144,14 +145,14 @@ def _inspect(disks: Mapping[str, Disk], history: History, training: Training, ro
             known = rotted_files(disks.values())
             if chosen.run:                              # mindformers alone reads the metadata files
                 findings.extend(Finding(WRONG, refusal.reason)
-                                for refusal in damaged_metadata_files(storage, training.root, chosen)
+                                for refusal in damaged_metadata_files(CheckpointDir(storage, training.root), chosen)
                                 if f"{training.root}/{refusal.file}" not in known)
             rows = [row for row in rows if row.state == COMPLETE and not (training.health_monitored and row.candidate.health)
                     and ((saved := (row.candidate.run, row.candidate.step)) == selections[0] or saved not in rotted)]
             first = next(iter(rows), None)
             if first is None or (first.candidate.run, first.candidate.step) != selections[0]:
                 findings.append(Finding(INCONSISTENT, f"which says {selections[0]}, ls {first and first.candidate.name}"))
-        candidates = scan_records(storage, training.root)[0]
+        candidates = scan_records(CheckpointDir(storage, training.root))[0]
         findings.extend(_check_failed_saves(candidates, history))
         findings.extend(_check_retention(candidates, history, training, rotted) if not training.pruned_by_others else ())
         findings.extend(_check_load_attempts(storage, history, training))
@@ -169,7 +170,8 @@ def _inspect_node_local(disks: Mapping[str, Disk], history: History, training: T
     findings: list[Finding] = []
     for node in range(training.hosts):
         cluster = run_alone(disks, lambda cluster: findings.extend(
-            _check_failed_saves(scan_records(Mount(cluster, cluster.processes[0]), training.root)[0], history)), node)
+            _check_failed_saves(scan_records(CheckpointDir(Mount(cluster, cluster.processes[0]), training.root))[0], history)),
+                            node)
         error = cluster.processes[0].error
         if error is not None:
             findings.append(Finding(STUCK, f"inspecting node {node}: {type(error).__name__}: {error}"))
@@ -200,7 +202,7 @@ def _check_retention(candidates: Sequence[Candidate], history: History, training
 
 def _check_load_attempts(storage: Mount, history: History, training: Training) -> Iterator[Finding]:
     """Checks that no checkpoint is blamed for the death of a job that had not begun its first step."""
-    for key, deaths in load_attempts(storage, training.root).items():
+    for key, deaths in load_attempts(CheckpointDir(storage, training.root)).items():
         for death in deaths or ():
             if death.run not in history.started_runs:
                 yield Finding(LOST, f"run {death.run} counts as a failed load of {key}, though it had not begun its first step")
@@ -210,7 +212,7 @@ def _check_damage(storage: Mount, training: Training, candidates: Sequence[Candi
                   ) -> Iterator[Finding]:
     """Checks that no checkpoint is recorded as damaged of which no file has rotted."""
     for candidate in candidates:
-        damage = known_damage(storage, training.root, candidate)
+        damage = known_damage(CheckpointDir(storage, training.root), candidate)
         if damage is not None and (candidate.run, candidate.step) not in rotted:
             yield Finding(WRONG, f"{candidate.name} is intact, and recorded as damaged: {damage.reason}")
 
@@ -221,11 +223,11 @@ def check_pointers(disks: Mapping[str, Disk], history: History, training: Traini
 
     def work(cluster: Cluster) -> None:
         storage = Mount(cluster, cluster.processes[0])
-        newest = next((c for c in scan_records(storage, training.root)[0] if c.committed), None)
+        newest = next((c for c in scan_records(CheckpointDir(storage, training.root))[0] if c.committed), None)
         if newest is None or newest.run not in history.ended:
             return
         if training.format == ITERATION:
-            pointed_to = tracked(storage, training.root), newest.iteration_dir
+            pointed_to = tracked(CheckpointDir(storage, training.root)), newest.iteration_dir
             wanted = newest.step, iteration_name(newest.step or 0)
         else:
             meta = f"{training.root}/{folder_name(0)}/{META}"
@@ -243,9 +245,9 @@ def _check_pointers(storage: Mount, training: Training) -> Iterator[Finding]:
     """Checks that the files to which mindformers alone is pointed exist."""
     root, files = training.root, []
     if training.format == ITERATION:
-        step = tracked(storage, root)
+        step = tracked(CheckpointDir(storage, root))
         if step is not None:
-            found = [c for c in scan_records(storage, root)[0] if c.iteration_dir == iteration_name(step)]
+            found = [c for c in scan_records(CheckpointDir(storage, root))[0] if c.iteration_dir == iteration_name(step)]
             files = [file.path for c in found for file in (*c.all_files, *c.metadata_files)] or [iteration_name(step)]
     else:
         meta = f"{root}/{folder_name(0)}/{META}"
@@ -316,7 +318,7 @@ def _check_leftovers(disks: Mapping[str, Disk], training: Training, newest: Save
 
     def work(cluster: Cluster) -> None:
         storage = Mount(cluster, cluster.processes[0])
-        choice = select(storage, training.root, training.ranks)
+        choice = select(CheckpointDir(storage, training.root), training.ranks)
         chosen = choice.chosen
         if chosen is None or (chosen.run, chosen.step) != newest:
             findings.append(Finding(LOST, f"after the next run: {chosen and chosen.name} is taken, not {newest}"))
@@ -341,7 +343,8 @@ def _check_node_leftovers(disks: Mapping[str, Disk], training: Training, newest:
     for node in range(training.hosts):
         def work(cluster: Cluster, node: int = node) -> None:
             storage = Mount(cluster, cluster.processes[0])
-            found = [c for c in scan_records(storage, training.root)[0] if (c.run, c.step) == newest and c.committed]
+            found = [c for c in scan_records(CheckpointDir(storage, training.root))[0] if (c.run, c.step) == newest
+                     and c.committed]
             if not found:
                 findings.append(Finding(LOST, f"after the next run: {newest} is not on node {node}"))
             left = _leftovers(storage, training, newest, chosen or ("", 0))
@@ -355,4 +358,4 @@ def _leftovers(storage: Mount, training: Training, newest: Saved, chosen: Saved 
     """Returns the leftover files. ``chosen``: where nodes share no disk, this checkpoint and newer ones may stay."""
     own = {f"{FOLDER}/{COMMON}"} if training.node_local else {f"{FOLDER}/{MARK}"} if training.settings.memory_tier.every_steps \
         else set()
-    return [path for path in leftovers(storage, training.root, training.format, newest, chosen) if path not in own]
+    return [path for path in leftovers(CheckpointDir(storage, training.root), training.format, newest, chosen) if path not in own]

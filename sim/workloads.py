@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mindresume.fault_injection.journal import ITERATION, make_shard
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, record_name
@@ -233,7 +234,8 @@ def _damage(sim: Simulation, saved: tuple[str, int]) -> None:
     disk, rows = sim.cluster.disks[SHARED], []
 
     def work(cluster: Cluster) -> None:
-        rows.extend(file.path for candidate in scan_records(Mount(cluster, current_process()), sim.training.root)[0]
+        rows.extend(file.path for candidate in scan_records(CheckpointDir(Mount(cluster, current_process()),
+                                                                          sim.training.root))[0]
                     if (candidate.run, candidate.step) == saved for file in candidate.all_files)
     process, = run_alone(sim.cluster.disks, work).processes
     if process.error is None and rows:

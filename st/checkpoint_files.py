@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mindresume.formats import Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import TRACKER, iteration_name, parse_iteration
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import (
@@ -143,7 +144,7 @@ OF_TRAIN_STEP = frozenset({"scale_sense", "lm_loss", "aux_loss", "mtp_loss", "in
 
 def candidate(root: Path, step: int, legacy: bool = False) -> Candidate:
     """The checkpoint of ours of this step. AssertionError if it cannot be used."""
-    found = [c for c in scan(PosixStorage(), str(root)).candidates
+    found = [c for c in scan(CheckpointDir(PosixStorage(), str(root))).candidates
              if c.step == step and c.records_dir and legacy == (not c.iteration_dir)]
     assert len(found) == 1 and found[0].problem is None, found
     return found[0]

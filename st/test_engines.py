@@ -12,6 +12,7 @@ from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, random
 
 from mindresume.errors import EngineError
 from mindresume.events import Event
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.consolidated import read_consolidated
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
@@ -67,7 +68,7 @@ class Case:
 
 def weights_of(root: Path, plan: Plan, tensors, fmt: str = "safetensors", dedup: bool = False) -> CheckpointView:
     candidate = replace(foreign(root, plan, tensors, fmt, dedup), world_size=plan.world_size)
-    return view_of_rank_folders(STORAGE, str(root), candidate, plan.strategy())
+    return view_of_rank_folders(CheckpointDir(STORAGE, str(root)), candidate, plan.strategy())
 
 
 def case_of(root: Path, text: str) -> Case:

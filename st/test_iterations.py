@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import TRACKER, iteration_name
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, TensorRecord
@@ -246,7 +247,8 @@ def test_the_rank_folders_are_kept(over):
 
 
 def test_newer_iteration_folders_come_first(over):
-    assert [candidate.step for candidate in scan(PosixStorage(), str(over.run.checkpoints)).candidates] == [15, 10, 5]
+    assert [candidate.step for candidate in scan(CheckpointDir(PosixStorage(), str(over.run.checkpoints))).candidates] == [15,
+                                                                                                                           10, 5]
 
 
 def test_and_back(over):

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.saving.memory_tier.directory import read_mark, tier_path
 from mindresume.storage.posix import PosixStorage
@@ -33,12 +34,12 @@ def settings(memory: str, every: int = EVERY) -> dict[str, str]:
 
 
 def tier_of(run: Run) -> str:
-    return tier_path(read_mark(STORAGE, str(run.checkpoints)))
+    return tier_path(read_mark(CheckpointDir(STORAGE, str(run.checkpoints))))
 
 
 def in_memory(run: Run) -> list:
     """Returns the saves in memory that are whole, newest first."""
-    return [candidate for candidate in scan_records(STORAGE, tier_of(run))[0] if candidate.problem is None]
+    return [candidate for candidate in scan_records(CheckpointDir(STORAGE, tier_of(run)))[0] if candidate.problem is None]
 
 
 def sources(run: Run) -> list[str]:

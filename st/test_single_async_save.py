@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from st.checkpoint_files import not_equal, tensors_in, weights
 from st.run_attempts import LIMIT, assert_event, assert_resumed, failure, in_parallel, log_has, run_beside, steps_of
 from st.training_run import Run
@@ -77,7 +78,8 @@ def test_a_job_that_was_taken_over_stops_saving(whole_single, tmp_path):
     run.start("--callbacks.1.save_checkpoint_steps 2")
     run.wait_for_step(4)
     holder = holder_of_this_process(SAVING, 1)
-    later = Lease(PosixStorage(), str(run.checkpoints), type(holder)(**{**vars(holder), "run": run_name(2, "0000beef")}))
+    later = Lease(CheckpointDir(PosixStorage(), str(run.checkpoints)),
+                  type(holder)(**{**vars(holder), "run": run_name(2, "0000beef")}))
     later.publish()
     later.beat()                                                # it has acquired the folder
     assert run.wait(LIMIT) != 0

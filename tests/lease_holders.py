@@ -3,7 +3,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from rank_folders import STORAGE
+from rank_folders import dir_at
 
 from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
@@ -31,12 +31,12 @@ class ManualClock:
 def acquire_lease(root, holder=ME, time=None, emit=ignore):
     """Acquires the folder without real waiting."""
     time = time or ManualClock()
-    return acquire(STORAGE, str(root), holder, emit=emit, time=time)
+    return acquire(dir_at(root), holder, emit=emit, time=time)
 
 
 def publish_lease(root, holder, sequence=1):
     """Writes the lease of run number ``sequence`` of this holder, as if it saved there."""
-    lease = Lease(STORAGE, str(root), replace(holder, run=run_name(sequence, "0000aaaa")))
+    lease = Lease(dir_at(root), replace(holder, run=run_name(sequence, "0000aaaa")))
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
     lease.publish()
     return lease

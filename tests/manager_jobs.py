@@ -1,5 +1,5 @@
 """Trainings that save a few arrays through a CheckpointManager, for the tests of the manager and of the end of a training."""
-from rank_folders import STORAGE, state_of, tensors_of
+from rank_folders import STORAGE, dir_at, state_of, tensors_of
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.events import SaveWritten
@@ -92,7 +92,7 @@ class Job:
 
 
 def committed(root):
-    return sorted(c.step for c in scan(STORAGE, str(root)).candidates if c.committed)
+    return sorted(c.step for c in scan(dir_at(root)).candidates if c.committed)
 
 
 def spoil(root):

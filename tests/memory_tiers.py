@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from rank_folders import RUN, STORAGE, state_of, tensors_of
+from rank_folders import RUN, STORAGE, dir_at, state_of, tensors_of
 
 from mindresume.formats.rank_folder_naming import FileName
 from mindresume.saving.memory_tier.directory import OWNER, make_mark, make_tier, owner_of, read_mark, tier_path
@@ -27,7 +27,7 @@ def memory():
 
 def tier_of(root):
     """Returns the folder of the tier of a checkpoint directory."""
-    return tier_path(read_mark(STORAGE, str(root)))
+    return tier_path(read_mark(dir_at(root)))
 
 
 class StepRequest:
@@ -59,10 +59,10 @@ DEAD = [[2**22 - 3, 1]]                 # a process that cannot exist with this 
 def make_owned_tier(memory, root, run=RUN, processes=None):
     """Makes the tier of a dead job that saved to ``root``, or of the one with ``processes``. Returns it."""
     os.makedirs(root, exist_ok=True)
-    mark = make_mark(STORAGE, str(root), memory, run, keep=True)
+    mark = make_mark(dir_at(root), memory, run, keep=True)
     tier = Path(tier_path(mark))
     make_tier(str(tier))
-    owner = owner_of(STORAGE, str(root), mark, run, DEAD if processes is None else processes)
+    owner = owner_of(dir_at(root), mark, run, DEAD if processes is None else processes)
     publish_json(STORAGE, str(tier / OWNER), owner.to_json(), run)
     return tier
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import FileName, folder_name, meta_json
 from mindresume.model.manifest import run_name
 from mindresume.model.training_state import TrainingState
@@ -28,6 +29,10 @@ STORAGE = PosixStorage()
 RUN = run_name(1, "0000aaaa")
 PER_EPOCH = 10
 LONGEST = 20_000                # simulated seconds that ranks may take
+
+
+def dir_at(root: str | Path) -> CheckpointDir:
+    return CheckpointDir(STORAGE, str(root))
 
 
 def state_of(step: int, batch: int = 8) -> TrainingState:

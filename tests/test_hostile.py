@@ -17,11 +17,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import DEEP, DIGITS, SURROGATE, dump, places
-from rank_folders import RUN, STORAGE, Ranks, counters, path_of, save, state_of, write_foreign
+from rank_folders import RUN, STORAGE, Ranks, counters, dir_at, path_of, save, state_of, write_foreign
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.read_locks import read_locks
 from mindresume.errors import CorruptFileError, RecordError, UnusableCheckpointError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import label
 from mindresume.formats.scan import scan
 from mindresume.model.layout import MAX_RANKS, TensorLayout
@@ -530,7 +531,7 @@ def test_an_invalid_label_does_not_stop_the_selection(root, text):
         path_of(root, 20, rank, 1).write_bytes(b"".join(
             bytes(piece) for _, piece in encode("safetensors", counters(20), {"mindresume": text})))
     with within(5):
-        found = scan(STORAGE, str(root)).candidates
+        found = scan(dir_at(root)).candidates
     assert {candidate.step for candidate in found} == {OLD, NEW, 20}
     assert choose(root).chosen.step in (NEW, 20)
 
@@ -627,7 +628,7 @@ def test_a_small_file_of_any_size_and_depth_costs_nothing(root, name, fill):
         choice = select_checkpoint(STORAGE, str(root), SingleProcess(),
                         SelectionPolicy(WORLD, ranks_to_verify=every_rank, max_failed_loads=2),
                                    CheckpointSources(strategy_lookup(STORAGE)))
-        assert read_locks(STORAGE, str(root)) is not None
+        assert read_locks(CheckpointDir(STORAGE, str(root))) is not None
     assert choice.chosen.step == NEW
 
 
@@ -646,7 +647,7 @@ def test_a_count_in_a_name_is_not_counted_to(root, count):
         (folder / name).write_bytes(b"{}")
     (root / "latest_checkpointed_iteration.txt").write_text("30")
     with within(5):
-        reason = next(c.problem.reason for c in scan(STORAGE, str(root)).candidates if c.step == 30)
+        reason = next(c.problem.reason for c in scan(dir_at(root)).candidates if c.step == 30)
     assert f"1 of {count} model files are there, missing: 1" in reason and len(reason) < 300
 
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rank_folders import RUN, Ranks, flip_bit, path_of, simulated, write_rank
+from rank_folders import RUN, Ranks, dir_at, flip_bit, path_of, simulated, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import LeaseHolder, ended
@@ -27,6 +27,7 @@ from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.read_locks import read_locks
 from mindresume.errors import MindResumeError, NoUsableCheckpointError
 from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault, FaultInjector, Killed, Scheduler
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import META, FileName, folder_name, free_suffix, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name
@@ -146,7 +147,7 @@ class Training(RuleBasedStateMachine):
                 all(state in (GOOD, ALTERED) for state in entry.weights.values()) and GONE not in entry.records.values())
 
     def committed(self, entry: Entry) -> bool:
-        found, _, _ = scan_records(STORAGE, self.root, [entry.attempt])
+        found, _, _ = scan_records(dir_at(self.root), [entry.attempt])
         return found[0].committed
 
     def living(self) -> list[Entry]:
@@ -230,8 +231,9 @@ class Training(RuleBasedStateMachine):
     def _start(self, step: int, fmt: str) -> None:
         """Starts as ``CheckpointMonitor`` does: lease, suffix, clean-up, commit of complete saves."""
         holder = LeaseHolder("saving", "", "simulated", "", 1, 1, 0.0, self.world)
-        run = acquire(STORAGE, self.root, holder, 1.0, time=SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)).run
-        known = [parse_name(os.path.basename(path)) for path in scan_records(STORAGE, self.root)[1]]
+        run = acquire(CheckpointDir(STORAGE, self.root), holder, 1.0,
+                      time=SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)).run
+        known = [parse_name(os.path.basename(path)) for path in scan_records(CheckpointDir(STORAGE, self.root))[1]]
         suffix = max([name.suffix + 1 for name in known if name] +
                      [free_suffix(STORAGE.list(os.path.join(self.root, folder_name(rank))), "net", rank)
                       for rank in range(self.world)])
@@ -342,8 +344,8 @@ class Training(RuleBasedStateMachine):
     @rule(policy=st.sampled_from(POLICIES))
     def prune(self, policy):
         before, whole = self._newest_sized(), {entry.order for entry in self.living() if self.maybe_completed(entry)}
-        made = plan(STORAGE, self.root, policy, read_locks(STORAGE, self.root), None, ended(STORAGE, self.root))
-        carry_out(STORAGE, self.root, made, lambda: read_locks(STORAGE, self.root))
+        made = plan(dir_at(self.root), policy, read_locks(dir_at(self.root)), None, ended(dir_at(self.root)))
+        carry_out(dir_at(self.root), made, lambda: read_locks(dir_at(self.root)))
         self._nothing_lost(before)
         left = {entry.order for entry in self.living()}
         if before is None or policy == KEEP_ALL:

@@ -41,6 +41,7 @@ from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import ConfigError, MissingCheckpointError
 from mindresume.events import DISK, MEMORY
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan, missing_ranks_text, steps_text
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.location import locate
 from mindresume.formats.records import scan_records
@@ -152,10 +153,12 @@ class Catalog:
         It checks names, records and sizes, and does not read contents (``verify`` does).
         """
         found, rows = self._list(self._locate())
-        users = tuple(DirectoryUser(holder, is_alive(holder)) for holder in known_lease_holders(self._storage, found.root))
+        users = tuple(DirectoryUser(holder, is_alive(holder)) for holder in
+                      known_lease_holders(CheckpointDir(self._storage, found.root)))
         tier, in_memory = self._memory(found.root)
-        return Listing(found.root, tuple(info_of(self._storage, found.root, row) for row in rows), self._notes(found), users,
-                       tuple(info_of(self._storage, tier, row) for row in in_memory))
+        return Listing(found.root, tuple(info_of(CheckpointDir(self._storage, found.root), row) for row in rows),
+                       self._notes(found), users,
+                       tuple(info_of(CheckpointDir(self._storage, tier), row) for row in in_memory))
 
     def steps(self) -> tuple[int, ...]:
         """Returns the steps that a resume could take, as far as names, records and sizes show, ascending."""
@@ -224,7 +227,8 @@ class Catalog:
         chosen = CheckpointStatus(choice.chosen, None, choice.warnings) if choice.chosen else None
         if preview.node_local is not None:
             found, _ = find_candidates(self._storage, self.path)
-            local = info_of(self._storage, root, status_of_candidate(self._storage, found, preview.node_local, strategy_of))
+            local = info_of(CheckpointDir(self._storage, root),
+                            status_of_candidate(self._storage, found, preview.node_local, strategy_of))
         location = _Location(preview.place, is_consolidated(self._storage, preview.place))
         return Selection(
             root, self._checkpoint(location, root, chosen) if chosen else None,
@@ -272,10 +276,10 @@ class Catalog:
         if location.is_consolidated:
             verdicts = [consolidated_checkpoint.verify(self._storage, location.path, counted, part) for _ in wanted]
         else:
-            verdicts = verify_checkpoints(self._storage, found.root, wanted, again, counted, part)
+            verdicts = verify_checkpoints(CheckpointDir(self._storage, found.root), wanted, again, counted, part)
         tier, in_memory = self._memory(found.root)
         asked = [row for row in in_memory if step is None or row.candidate.step == step] if part[0] == 1 else []
-        held = verify_checkpoints(self._storage, tier, asked, lambda: self._memory(found.root)[1], counted)
+        held = verify_checkpoints(CheckpointDir(self._storage, tier), asked, lambda: self._memory(found.root)[1], counted)
         there = {candidate.step for candidate, _ in verdicts}
         removed = {step for row in wanted if (step := row.candidate.step) is not None} - there
         results = tuple(_verification(found.root, candidate, bad) for candidate, bad in verdicts)
@@ -314,8 +318,8 @@ class Catalog:
 
     def _memory(self, root: str) -> tuple[str, tuple[CheckpointStatus, ...]]:
         """Returns the tier in memory of ``root`` on this node, empty if there is none, and a row for each of its saves."""
-        tier, _ = find_tier(self._storage, root)
-        found = Scan(tier, tuple(scan_records(self._storage, tier)[0]) if tier else ())
+        tier, _ = find_tier(CheckpointDir(self._storage, root))
+        found = Scan(tier, tuple(scan_records(CheckpointDir(self._storage, tier))[0]) if tier else ())
         return tier, tuple(status_of_candidate(self._storage, found, candidate, strategy_lookup(self._storage))
                            for candidate in found.candidates)
 
@@ -334,7 +338,8 @@ class Catalog:
                 yield found, status_of_candidate(self._storage, found, candidate, strategy_of, self.world_size)
 
     def _checkpoint(self, location: _Location, root: str, row: CheckpointStatus) -> Checkpoint:
-        checkpoint = Checkpoint(self._storage, root, info_of(self._storage, root, row), row.candidate, self._strategy, self._hold,
+        checkpoint = Checkpoint(CheckpointDir(self._storage, root), info_of(CheckpointDir(self._storage, root), row),
+                                row.candidate, self._strategy, self._hold,
                                 location.path if location.is_consolidated else "")
         self._checkpoints.add(checkpoint)
         return checkpoint

@@ -19,12 +19,12 @@ from mindresume.coordination.lease import Lease
 from mindresume.errors import CorruptFileError, MissingCheckpointError
 from mindresume.events.log_lines import texts_into
 from mindresume.formats import Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import parse_name
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.geometry import Region, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, hold_candidate, open_candidate, open_consolidated, state_of
 from mindresume.resume.verifier import verify_rank
-from mindresume.storage.interface import Storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,10 +43,11 @@ class Checkpoint:
         info: The listing: step, ranks, files, size, problems.
     """
 
-    def __init__(self, storage: Storage, root: str, info: CheckpointInfo, candidate: Candidate, strategy: str | None = None,
+    def __init__(self, directory: CheckpointDir, info: CheckpointInfo, candidate: Candidate, strategy: str | None = None,
                  hold: bool = True, consolidated_path: str = ""):
         self.info, self._consolidated_path = info, consolidated_path
-        self._storage, self._root, self._candidate, self._strategy, self._holds = storage, root, candidate, strategy, hold
+        self._storage, self._root = directory.storage, directory.root
+        self._candidate, self._strategy, self._holds = candidate, strategy, hold
         self._notes: list[str] = []
         self._leases: list[Lease] = []
         self._finalizer = weakref.finalize(self, _release, self._leases)
@@ -84,7 +85,7 @@ class Checkpoint:
             return self._candidate.state
         if self._consolidated_path or self._candidate.first is None:
             return self.source().state
-        proof = verify_rank(self._storage, self._root, self._candidate, min(self._candidate.files), full=False)
+        proof = verify_rank(CheckpointDir(self._storage, self._root), self._candidate, min(self._candidate.files), full=False)
         if isinstance(proof, Refusal):
             raise CorruptFileError(os.path.join(self._root, proof.file or ""), str(proof))
         return state_of(proof.scalars, parse_name(os.path.basename(self._candidate.first.path)))
@@ -141,7 +142,7 @@ class Checkpoint:
             MissingCheckpointError: It was removed already.
         """
         if self._holds and not self._leases:
-            lease = hold_candidate(self._storage, self._root, self._candidate, texts_into(self._notes))
+            lease = hold_candidate(CheckpointDir(self._storage, self._root), self._candidate, texts_into(self._notes))
             if lease is not None:
                 self._leases.append(lease)
 
@@ -174,7 +175,7 @@ class Checkpoint:
             source = open_consolidated(self._storage, self._consolidated_path)
         else:
             try:
-                source = open_candidate(self._storage, self._root, self._candidate, self._strategy)
+                source = open_candidate(CheckpointDir(self._storage, self._root), self._candidate, self._strategy)
             except Exception as error:
                 if self._candidate.commit_dir and self._storage.status(self._candidate.commit_dir) is None:
                     raise MissingCheckpointError(f"step {self.step} of {self._root} was removed before it was read") from error

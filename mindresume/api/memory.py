@@ -10,6 +10,7 @@ from mindresume.api.sources import existing
 from mindresume.coordination.lease_acquisition import check_no_live_job
 from mindresume.errors import LeaseHeldError
 from mindresume.formats import Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.location import JOB_FOLDERS, locate
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
@@ -57,31 +58,31 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage:
     """
     storage = storage or PosixStorage()
     root = os.path.realpath(_root_of(storage, existing(path)))
-    tier, problem = find_tier(storage, root)
+    tier, problem = find_tier(CheckpointDir(storage, root))
     if not tier:
         return FlushResult(root, reason=problem or "there is no save of it in memory of this node")
     owner = TierOwner.read(storage, tier)
     if owner is None or owner.is_alive:
         who = f"run {owner.run}" if owner else "an unknown run"
         raise LeaseHeldError(f"{root} is in use by {who}; a job that runs saves by itself")
-    check_no_live_job(storage, root)            # a killed job has left its lease, mostly on another node
-    newest = max((candidate.order[:2] for candidate in scan(storage, root).candidates if candidate.problem is None
+    check_no_live_job(CheckpointDir(storage, root))            # a killed job has left its lease, mostly on another node
+    newest = max((candidate.order[:2] for candidate in scan(CheckpointDir(storage, root)).candidates if candidate.problem is None
                   and (candidate.committed or not candidate.local_ranks)), default=(0, 0))     # else a part that a flush wrote
     reasons, written = [], None
-    for candidate in scan_records(storage, tier)[0]:
+    for candidate in scan_records(CheckpointDir(storage, tier))[0]:
         if candidate.problem is not None:
             continue
         if candidate.order[:2] <= newest:
             return written or FlushResult(root, up_to_date=True, reason="the disk has a checkpoint that is as new")
         refused = next((found for rank in candidate.files
-                        if isinstance(found := verify_rank(storage, tier, candidate, rank), Refusal)), None)
+                        if isinstance(found := verify_rank(CheckpointDir(storage, tier), candidate, rank), Refusal)), None)
         if refused is not None:
             reasons.append(str(refused))
             continue
         size = read_size(candidate, [*candidate.files])
         progress.expect(size)
-        write_to_disk(storage, root, tier, candidate, progress.advance)
-        result = FlushResult(root, candidate.step, size, commit_written(storage, root, candidate))
+        write_to_disk(CheckpointDir(storage, root), tier, candidate, progress.advance)
+        result = FlushResult(root, candidate.step, size, commit_written(CheckpointDir(storage, root), candidate))
         if result.committed or not candidate.local_ranks:
             return result
         written = written or result             # another node may have only an older one
@@ -91,4 +92,4 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage:
 def _root_of(storage: Storage, path: str) -> str:
     """Returns the checkpoint directory that ``path`` means, also if only memory has a save of it."""
     found = [locate(storage, path), *(os.path.join(path, inner) for inner in JOB_FOLDERS)]
-    return next((root for root in found if read_mark(storage, root) is not None), found[0])
+    return next((root for root in found if read_mark(CheckpointDir(storage, root)) is not None), found[0])

@@ -12,8 +12,9 @@ from mindresume.api.catalog import Catalog
 from mindresume.api.results import INCOMPLETE, CheckpointInfo, DirectoryUser, Listing, Result
 from mindresume.coordination.lease import SAVING, LeaseHolder, lease_path
 from mindresume.errors import MindResumeError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, record_rank
-from mindresume.storage.interface import UNKNOWN_SPACE, Storage
+from mindresume.storage.interface import UNKNOWN_SPACE
 from mindresume.storage.posix import PosixStorage
 
 
@@ -79,31 +80,31 @@ def observe(path: str | os.PathLike[str], world_size: int | None = None) -> Obse
     listing = Catalog(storage, path, world_size).list()
     jobs = [user for user in listing.in_use_by if user.holder.purpose == SAVING and user.alive is not False]
     running = {user.holder.run for user in jobs}
-    saves = tuple(_save(storage, listing.root, row, row.step, row.run_id) for row in listing
+    saves = tuple(_save(CheckpointDir(storage, listing.root), row, row.step, row.run_id) for row in listing
                   if row.state == INCOMPLETE and row.step is not None and row.run_id is not None and row.run_id in running)
-    beats = tuple(beat for beat in (_heartbeat(storage, listing.root, user) for user in jobs) if beat is not None)
+    beats = tuple(beat for beat in (_heartbeat(CheckpointDir(storage, listing.root), user) for user in jobs) if beat is not None)
     free = storage.free_space(listing.root)
     return Observation(listing, saves, beats, None if free == UNKNOWN_SPACE else free)
 
 
-def _save(storage: Storage, root: str, row: CheckpointInfo, step: int, run: str) -> SaveInProgress:
+def _save(directory: CheckpointDir, row: CheckpointInfo, step: int, run: str) -> SaveInProgress:
     """Returns which ranks have recorded what they wrote, by the names in the folder of records."""
     name = attempt_name(step, run)
     names: list[str] = []
     with suppress(OSError):                     # it is being committed or removed
-        names = storage.list(os.path.join(root, row.iteration_dir or "", FOLDER, name))
+        names = directory.storage.list(directory.path(row.iteration_dir or "", FOLDER, name))
     ranks = {rank for rank in map(record_rank, names) if rank is not None}
     return SaveInProgress(step, run, row.world_size, tuple(sorted(ranks)))
 
 
-def _heartbeat(storage: Storage, root: str, user: DirectoryUser) -> Heartbeat | None:
+def _heartbeat(directory: CheckpointDir, user: DirectoryUser) -> Heartbeat | None:
     """Returns the last heartbeat with the time of its file; None if the job ends at this moment, or beats between two looks at
     that time."""
-    path = lease_path(root, user.holder.run)
+    path = lease_path(directory.root, user.holder.run)
     with suppress(OSError, MindResumeError):
-        before = storage.status(path)
-        holder = LeaseHolder.read(storage, path)
-        after = storage.status(path)
+        before = directory.storage.status(path)
+        holder = LeaseHolder.read(directory.storage, path)
+        after = directory.storage.status(path)
         if before is not None and after is not None and before.mtime == after.mtime:
             return Heartbeat(holder.run, holder.beat, holder.step, holder.every, after.mtime)
     return None

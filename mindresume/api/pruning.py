@@ -16,6 +16,7 @@ from mindresume.coordination.read_locks import ReadLocks, read_locks
 from mindresume.errors import ConfigError
 from mindresume.events import Event, RemovalPostponed
 from mindresume.formats import Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import parse_weight_file
 from mindresume.formats.location import locate
 from mindresume.formats.rank_folder_naming import folder_rank
@@ -25,7 +26,6 @@ from mindresume.model.manifest import FOLDER, TRASH, FileRecord, parse_attempt, 
 from mindresume.saving.garbage_collector import carry_out, holds_weights, plan, weights_of
 from mindresume.saving.lineage import newest_lineage
 from mindresume.saving.retention import Policy
-from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 
 
@@ -97,16 +97,17 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
     root = locate(storage, path)
     if not os.path.isdir(root) or folder_rank(os.path.basename(os.path.abspath(root))) is not None:
         raise ConfigError(f"{root} is not a checkpoint folder; give the folder that contains the rank folders")
-    held, records = read_locks(storage, root), os.path.join(root, FOLDER)
-    lineage = None if all_trainings else newest_lineage(scan_records(storage, root)[0])
-    planned = plan(storage, root, policy, held, ended=ended(storage, root), lineage=lineage)
+    held, records = read_locks(CheckpointDir(storage, root)), os.path.join(root, FOLDER)
+    lineage = None if all_trainings else newest_lineage(scan_records(CheckpointDir(storage, root))[0])
+    planned = plan(CheckpointDir(storage, root), policy, held, ended=ended(CheckpointDir(storage, root)), lineage=lineage)
     begun = [name for name in storage.list(records) if name.startswith(TRASH) and strip_trash(name) not in held]
     going = [*planned.to_delete, *planned.orphans]
     listed = (*planned.kept, *planned.unfinished, *planned.read_locked, *going)
-    sized = {candidate.commit_dir: _size(storage, root, candidate.commit_dir) for candidate in listed}
-    left = {name: _size(storage, root, os.path.join(records, name)) for name in begun}
+    sized = {candidate.commit_dir: _size(CheckpointDir(storage, root), candidate.commit_dir) for candidate in listed}
+    left = {name: _size(CheckpointDir(storage, root), os.path.join(records, name)) for name in begun}
     events: list[Event] = []
-    removed = going if dry_run else carry_out(storage, root, planned, ReadLocks(storage, root), events.append)
+    removed = going if dry_run else carry_out(CheckpointDir(storage, root), planned, ReadLocks(CheckpointDir(storage, root)),
+                                              events.append)
     left = {name: count for name, count in left.items() if dry_run or storage.status(os.path.join(records, name)) is None}
 
     def rows(candidates: list[Candidate]) -> tuple[PrunedCheckpoint, ...]:
@@ -132,17 +133,18 @@ class _ReadOnly(PosixStorage):
     write = rename = sync = remove = make_folder = _refuse
 
 
-def _size(storage: Storage, root: str, commit_dir: str) -> int:
+def _size(directory: CheckpointDir, commit_dir: str) -> int:
     """Returns the bytes of the existing, readable weights of a save, recorded or not. ``commit_dir``: its iteration folder, or
     its records."""
     try:
-        if holds_weights(storage, commit_dir):
-            paths = [os.path.join(commit_dir, name) for name in storage.list(commit_dir) if parse_weight_file(name)]
+        if holds_weights(directory.storage, commit_dir):
+            paths = [os.path.join(commit_dir, name) for name in directory.storage.list(commit_dir) if parse_weight_file(name)]
         else:
-            paths = weights_of(storage, root, commit_dir)
+            paths = weights_of(directory, commit_dir)
     except OSError:
         return 0
-    return sum(size or 0 for size in file_sizes(storage, root, [FileRecord(os.path.relpath(path, root), "") for path in paths]))
+    return sum(size or 0 for size in file_sizes(directory, [FileRecord(os.path.relpath(path, directory.root), "") for path in
+                                                            paths]))
 
 
 def _removal_text(trash: str) -> str:

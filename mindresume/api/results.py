@@ -13,8 +13,8 @@ from typing import Any
 
 from mindresume.coordination.lease import LeaseHolder
 from mindresume.formats import Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.resume.candidates import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
-from mindresume.storage.interface import Storage
 
 VERIFIED, UNVERIFIABLE, DAMAGED, UNREADABLE = "verified", "unverifiable", "damaged", "unreadable"
 
@@ -117,15 +117,16 @@ class CheckpointInfo(Result):
         return {**super().to_json(), "usable": self.usable}
 
 
-def info_of(storage: Storage, root: str, status: CheckpointStatus) -> CheckpointInfo:
+def info_of(directory: CheckpointDir, status: CheckpointStatus) -> CheckpointInfo:
     """Returns the listing of one step below ``root``; looks up the size of each file."""
     found: Candidate = status.candidate
     return CheckpointInfo(
-        found.step, found.epoch, status.state, problem_of(root, status.problem) if status.problem else None, status.warnings,
+        found.step, found.epoch, status.state, problem_of(directory.root, status.problem) if status.problem else None,
+                          status.warnings,
         found.format,
         found.iteration_dir or None, found.origin, found.run, found.committed, found.world_size,
         found.missing_ranks, found.local_ranks, found.saved_at,
-        size_of(storage, root, found), tuple(os.path.join(root, file.path) for file in found.all_files))
+        size_of(directory, found), tuple(directory.path(file.path) for file in found.all_files))
 
 
 @dataclass(frozen=True)

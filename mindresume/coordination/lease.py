@@ -23,6 +23,7 @@ from mindresume import runtime
 from mindresume.coordination.heartbeat_process import HeartbeatProcess
 from mindresume.coordination.process_identity import boot_id, is_running, process_namespace, start_ticks
 from mindresume.errors import LeaseHeldError, RecordError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import parse_iteration
 from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FOLDER, attempts, encode_head, is_run, read_head, run_name, run_sequence, strip_trash
@@ -153,34 +154,34 @@ def half_written(names: Iterable[str]) -> list[tuple[str, str]]:
             and is_run(run := name.removesuffix(TEMPORARY).rpartition(".")[2])]
 
 
-def lease_holders(storage: Storage, root: str, names: list[str] | None = None) -> list[LeaseHolder]:
+def lease_holders(directory: CheckpointDir, names: list[str] | None = None) -> list[LeaseHolder]:
     """Returns the holder of every lease that can be read, for people."""
-    return read_leases(storage, root, names)[0]
+    return read_leases(directory, names)[0]
 
 
-def read_leases(storage: Storage, root: str, names: list[str] | None = None) -> tuple[list[LeaseHolder], dict[str, str]]:
+def read_leases(directory: CheckpointDir, names: list[str] | None = None) -> tuple[list[LeaseHolder], dict[str, str]]:
     """Returns the holder of every lease that can be read, and {run: reason} of the unreadable ones. Another host has just
     replaced such a file (ESTALE), a later version wrote it, or it is damaged: its holder counts as alive."""
-    runs = leased_runs(storage.list(os.path.join(root, FOLDER)) if names is None else names)
-    here = _identity(storage, root) if runs else ""
+    runs = leased_runs(directory.storage.list(directory.path(FOLDER)) if names is None else names)
+    here = _identity(directory) if runs else ""
 
     def read(run: str) -> LeaseHolder | str:
         try:
-            holder = LeaseHolder.read(storage, lease_path(root, run))
+            holder = LeaseHolder.read(directory.storage, lease_path(directory.root, run))
             return replace(holder, is_copy=bool(here and holder.folder) and holder.folder != here)
         except FileNotFoundError:
             return ""                           # its holder has just ended
         except (RecordError, OSError) as error:
             return str(error) or type(error).__name__
-    rows = dict(zip(runs, parallel(storage, read, runs), strict=True))
+    rows = dict(zip(runs, parallel(directory.storage, read, runs), strict=True))
     return ([row for row in rows.values() if isinstance(row, LeaseHolder)],
             {run: row for run, row in sorted(rows.items()) if row and isinstance(row, str)})
 
 
-def _identity(storage: Storage, root: str) -> str:
+def _identity(directory: CheckpointDir) -> str:
     """Returns the identity of the folder of records; empty if it is not known."""
     try:
-        status = storage.status(os.path.join(root, FOLDER))
+        status = directory.storage.status(directory.path(FOLDER))
     except OSError:
         return ""
     return status.identity if status is not None else ""
@@ -191,10 +192,10 @@ def is_job_lease(run: str) -> bool:
     return run_sequence(run) != READER
 
 
-def known_lease_holders(storage: Storage, root: str) -> list[LeaseHolder]:
+def known_lease_holders(directory: CheckpointDir) -> list[LeaseHolder]:
     """Returns ``lease_holders``, for people: none where the folder of records cannot be listed."""
     try:
-        return lease_holders(storage, root)
+        return lease_holders(directory)
     except OSError:
         return []
 
@@ -212,49 +213,49 @@ def past_runs(names: list[str]) -> list[str]:
     return [run for _, _, run in attempts(list(map(strip_trash, names)))] + leased_runs(names, ENDED)
 
 
-def iteration_record_names(storage: Storage, root: str) -> list[str]:
+def iteration_record_names(directory: CheckpointDir) -> list[str]:
     """Returns the names of the folders of records in iteration folders, copied ones included."""
     found: list[str] = []
-    for base in storage.list(root):
+    for base in directory.storage.list(directory.root):
         if parse_iteration(base) is not None:
             with suppress(OSError):             # one that cannot be listed blocks no job; nothing can be removed there
-                found += storage.list(os.path.join(root, base, FOLDER))
+                found += directory.storage.list(directory.path(base, FOLDER))
     return found
 
 
-def record_run_number(storage: Storage, root: str, run: str) -> None:
+def record_run_number(directory: CheckpointDir, run: str) -> None:
     """Leaves a marker of ``run``, which saved elsewhere, so that the next run in ``root`` gets a larger number."""
-    storage.make_folder(os.path.join(root, FOLDER))
-    publish(storage, os.path.join(root, FOLDER, f"{ENDED}{run}{SUFFIX}"), [b""], run)
+    directory.storage.make_folder(directory.path(FOLDER))
+    publish(directory.storage, directory.path(FOLDER, f"{ENDED}{run}{SUFFIX}"), [b""], run)
 
 
-def fence(storage: Storage, root: str, run: str) -> None:
+def fence(directory: CheckpointDir, run: str) -> None:
     """Raises LeaseHeldError if a later run has acquired this directory or saved into it: then this one was taken for dead. A
     run that has published its lease and not sent a heartbeat yet may still give way, and does not count."""
-    names = storage.list(os.path.join(root, FOLDER))
+    names = directory.storage.list(directory.path(FOLDER))
     later = [other for other in (*leased_runs(names, ENDED), *(other for _, _, other in attempts(names)))
              if run_order(other) > run_order(run)]
     if not later and all(run_order(other) <= run_order(run) for other in leased_runs(names)):
         return
-    holders, unreadable = read_leases(storage, root, names)
+    holders, unreadable = read_leases(directory, names)
     later += [other for other in (*unreadable, *(holder.run for holder in holders if holder.beat))
               if run_order(other) > run_order(run)]
     if later:
         known = {holder.run: str(holder) for holder in holders}
         newest = max(later, key=run_order)
-        raise LeaseHeldError(f"{known.get(newest, f'run {newest}')} has taken over {root}; this job, "
+        raise LeaseHeldError(f"{known.get(newest, f'run {newest}')} has taken over {directory.root}; this job, "
                              f"{known.get(run, f'run {run}')}, stops saving there. Checkpoints of two jobs are never mixed: end "
                              f"one of them, or give it an output_dir of its own")
 
 
-def ended(storage: Storage, root: str) -> Callable[[str], bool]:
+def ended(directory: CheckpointDir) -> Callable[[str], bool]:
     """Returns a function that returns whether a run is certainly over: it has no lease, or its process is gone. Leases are read
     once, at the first call, which must be after the caller has read the directory."""
     living: list[set[str]] = []
 
     def over(run: str) -> bool:
         if not living:
-            found, unreadable = read_leases(storage, root)
+            found, unreadable = read_leases(directory)
             saving = {holder.run for holder in found if holder.purpose == SAVING and is_alive(holder) is not False}
             living.append(saving | set(unreadable))
         return run not in living[0]
@@ -267,8 +268,8 @@ class Lease:
     ``keep_run_marker``: ``release`` leaves a marker with the number of the run, because a commit moves iteration folders out of
     the folder of records."""
 
-    def __init__(self, storage: Storage, root: str, holder: LeaseHolder, keep_run_marker: bool = False):
-        self.storage, self.root, self.holder, self.keep_run_marker = storage, root, holder, keep_run_marker
+    def __init__(self, directory: CheckpointDir, holder: LeaseHolder, keep_run_marker: bool = False):
+        self.storage, self.root, self.holder, self.keep_run_marker = directory.storage, directory.root, holder, keep_run_marker
         self.step = 0                           # reached by the training; published with the next heartbeat
         self._stop = runtime.Event()
         self._lock = runtime.Lock()
@@ -282,7 +283,7 @@ class Lease:
 
     def publish(self) -> None:
         if not self.holder.folder:
-            self.holder = replace(self.holder, folder=_identity(self.storage, self.root))
+            self.holder = replace(self.holder, folder=_identity(CheckpointDir(self.storage, self.root)))
         publish(self.storage, lease_path(self.root, self.run), [self.holder.encode()], self.run)
 
     def beat(self) -> None:

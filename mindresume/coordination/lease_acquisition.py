@@ -40,6 +40,7 @@ from mindresume.coordination.lease import (
 from mindresume.coordination.shared_folder import AwakeClock, Watch
 from mindresume.errors import LeaseHeldError
 from mindresume.events import Emit, LeaseWatched, StaleLeaseRemoved, ignore
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FOLDER, run_sequence
 from mindresume.storage.interface import Storage
@@ -49,7 +50,7 @@ PATIENCE = 3                    # heartbeats for which a holder on another machi
 LONGEST = 600.0                 # longest watch in seconds; a holder with rarer heartbeats never counts as dead
 
 
-def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT, emit: Emit = ignore,
+def acquire(directory: CheckpointDir, holder: LeaseHolder, beat: float = BEAT, emit: Emit = ignore,
             time: runtime.Clock = runtime, keep_run_marker: bool = False) -> Lease:
     """Acquires ``root`` for a job that saves there, as a run later than all before.
 
@@ -63,16 +64,17 @@ def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT
     Raises:
         LeaseHeldError: another job is alive, or that cannot be known.
     """
-    folder = os.path.join(root, FOLDER)
-    storage.make_folder(folder)
-    others = _Others(storage, root, holder, emit, time)
+    folder = directory.path(FOLDER)
+    directory.storage.make_folder(folder)
+    others = _Others(directory.storage, directory.root, holder, emit, time)
     dead = others.watch()
-    names = storage.list(folder)
-    run = holder.run or next_run([*names, *iteration_record_names(storage, root)])
-    lease = Lease(storage, root, replace(holder, run=run, every=beat), keep_run_marker)
+    names = directory.storage.list(folder)
+    run = holder.run or next_run([*names, *iteration_record_names(directory)])
+    lease = Lease(directory, replace(holder, run=run, every=beat), keep_run_marker)
     try:
         dead = _publish_and_look(lease, dead, others)
-        used = [other for other in past_runs(storage.list(folder)) if run_sequence(other) >= run_sequence(run) and other != run]
+        used = [other for other in past_runs(directory.storage.list(folder)) if run_sequence(other) >= run_sequence(run)
+                and other != run]
         if not used:
             lease.beat()
     except BaseException:                           # the lease may exist after an error, too
@@ -81,9 +83,9 @@ def acquire(storage: Storage, root: str, holder: LeaseHolder, beat: float = BEAT
     if used:                                        # names were listed late, or another job has started and ended meanwhile
         lease.withdraw()
         if holder.run:
-            raise LeaseHeldError(_in_use_message(root, f"run {used[0]}", holder))
-        again = next_run([*names, *storage.list(folder), *iteration_record_names(storage, root)])
-        return acquire(storage, root, replace(holder, run=again), beat, emit, time, keep_run_marker)
+            raise LeaseHeldError(_in_use_message(directory.root, f"run {used[0]}", holder))
+        again = next_run([*names, *directory.storage.list(folder), *iteration_record_names(directory)])
+        return acquire(directory, replace(holder, run=again), beat, emit, time, keep_run_marker)
     for other in dead:
         emit(StaleLeaseRemoved(other.run, other.host, other.pid))
     _remove_left_over(lease, dead, names)
@@ -105,13 +107,13 @@ def _remove_left_over(lease: Lease, dead: Sequence[LeaseHolder], names: Sequence
                  lease_path(lease.root, lease.run))
 
 
-def check_no_live_job(storage: Storage, root: str, emit: Emit = ignore, time: runtime.Clock = runtime) -> None:
+def check_no_live_job(directory: CheckpointDir, emit: Emit = ignore, time: runtime.Clock = runtime) -> None:
     """Waits like ``acquire``, and acquires nothing. Raises LeaseHeldError if a job that saves into ``root`` is or may be alive. A
     lease that an earlier job of this process has left does not count."""
     me = holder_of_this_process(SAVING)
-    own = [holder.run for holder in lease_holders(storage, root)
+    own = [holder.run for holder in lease_holders(directory)
            if (holder.machine, holder.pid, holder.started) == (me.machine, me.pid, me.started)]
-    _Others(storage, root, me, emit, time).watch(own)
+    _Others(directory.storage, directory.root, me, emit, time).watch(own)
 
 
 def _publish_and_look(lease: Lease, dead: list[LeaseHolder], others: _Others) -> list[LeaseHolder]:
@@ -127,7 +129,7 @@ def _publish_and_look(lease: Lease, dead: list[LeaseHolder], others: _Others) ->
         except OSError as error:                    # a job that starts at the same moment may have removed our temporary file
             failed = error
         known = [lease.run, *(holder.run for holder in dead)]
-        found, unreadable = read_leases(lease.storage, lease.root)
+        found, unreadable = read_leases(CheckpointDir(lease.storage, lease.root))
         silent = {holder.run: holder.beat for holder in dead}
         if woken := next((holder for holder in found if silent.get(holder.run, holder.beat) != holder.beat
                           and is_alive(holder) is not False), None):
@@ -160,7 +162,7 @@ class _Others:
         watch, said = Watch(AwakeClock(self.time.monotonic)), False
         while True:
             now = watch.clock()
-            found, unreadable = read_leases(self.storage, self.root)
+            found, unreadable = read_leases(CheckpointDir(self.storage, self.root))
             owners = [holder for holder in found if holder.purpose == SAVING and holder.run not in besides]
             unreadable = {run: why for run, why in unreadable.items() if is_job_lease(run) and run not in besides}
             states = {holder.run: is_alive(holder) for holder in owners}

@@ -31,14 +31,14 @@ from mindresume.coordination.lease import (
     read_leases,
 )
 from mindresume.coordination.shared_folder import Watch
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempts, run_name, strip_trash
-from mindresume.storage.interface import Storage
 
 GIVEN_UP = 40                   # heartbeats after which the read lock of a silent reader on another machine expires
 _LOOKS, _PAUSE = 20, 0.5        # checks of a reader while a removal is announced, and seconds between
 
 
-def acquire_read_lock(storage: Storage, root: str, attempt: str, commit_dir: str, beat: float = BEAT,
+def acquire_read_lock(directory: CheckpointDir, attempt: str, commit_dir: str, beat: float = BEAT,
                       sleep: Callable[[float], None] = runtime.sleep, purpose: str = LOADING, outwaited: set[str] | None = None
                       ) -> Lease | None:
     """Locks a checkpoint against removal.
@@ -54,16 +54,16 @@ def acquire_read_lock(storage: Storage, root: str, attempt: str, commit_dir: str
     Raises:
         OSError: the lock cannot be written.
     """
-    lease = _lease_without_number(storage, root, purpose, (attempt,), beat)
+    lease = _lease_without_number(directory, purpose, (attempt,), beat)
     outwaited = set() if outwaited is None else outwaited
     try:
         stay: list[set[str]] = []
-        while len(stay) < _LOOKS and (announced := _announced_removals(storage, root, attempt) - outwaited):
+        while len(stay) < _LOOKS and (announced := _announced_removals(directory, attempt) - outwaited):
             stay.append(announced)
             sleep(_PAUSE)                 # the removal may have checked for read locks before this one existed
         if len(stay) == _LOOKS:
             outwaited |= set.intersection(*stay)
-        there = storage.status(commit_dir) is not None
+        there = directory.storage.status(commit_dir) is not None
     except BaseException:
         lease.release()
         raise
@@ -73,16 +73,16 @@ def acquire_read_lock(storage: Storage, root: str, attempt: str, commit_dir: str
     return lease.start()
 
 
-def announce_removal(storage: Storage, root: str, names: Iterable[str]) -> Lease:
+def announce_removal(directory: CheckpointDir, names: Iterable[str]) -> Lease:
     """Announces to readers that the attempts ``names`` are about to be removed. Returns a lease to release after that. A removal
     announces itself and then checks for read locks; a reader publishes its lock and then checks for announcements: one of the two
     sees the other, so a folder is never renamed under a reader. Raises OSError if it cannot be written."""
-    return _lease_without_number(storage, root, REMOVING, tuple(names), 0.0)
+    return _lease_without_number(directory, REMOVING, tuple(names), 0.0)
 
 
-def _lease_without_number(storage: Storage, root: str, purpose: str, names: tuple[str, ...], beat: float) -> Lease:
+def _lease_without_number(directory: CheckpointDir, purpose: str, names: tuple[str, ...], beat: float) -> Lease:
     holder = replace(holder_of_this_process(purpose, holds=names), run=run_name(READER, runtime.token_hex(4)), every=beat)
-    lease = Lease(storage, root, holder)
+    lease = Lease(directory, holder)
     try:
         lease.publish()
     except BaseException:                 # the lease may exist after an error, too
@@ -91,11 +91,11 @@ def _lease_without_number(storage: Storage, root: str, purpose: str, names: tupl
     return lease
 
 
-def _announced_removals(storage: Storage, root: str, attempt: str) -> set[str]:
+def _announced_removals(directory: CheckpointDir, attempt: str) -> set[str]:
     """Returns the runs of the leases that announce a removal of ``attempt``. An unreadable lease may be one, and counts. Leases
     of jobs, which are none, are not read."""
-    names = storage.list(os.path.join(root, FOLDER))
-    found, unreadable = read_leases(storage, root, [lease_name(run) for run in leased_runs(names) if not is_job_lease(run)])
+    names = directory.storage.list(directory.path(FOLDER))
+    found, unreadable = read_leases(directory, [lease_name(run) for run in leased_runs(names) if not is_job_lease(run)])
     return {holder.run for holder in found if holder.purpose == REMOVING and attempt in holder.holds and
             is_alive(holder) is not False} | unreadable.keys()
 
@@ -104,12 +104,12 @@ class ReadLocks:
     """Returns, when called, the read locks of now: {name of an attempt folder: reader}. It remembers heartbeats between calls, so
     that the lock of a reader that died on another machine expires. An unreadable lease may lock any checkpoint, for as long."""
 
-    def __init__(self, storage: Storage, root: str, clock: Callable[[], float] = runtime.monotonic):
-        self.storage, self.root, self._watch = storage, root, Watch(clock)
+    def __init__(self, directory: CheckpointDir, clock: Callable[[], float] = runtime.monotonic):
+        self.storage, self.root, self._watch = directory.storage, directory.root, Watch(clock)
 
     def __call__(self) -> Mapping[str, str]:
         held: dict[str, str] = {}
-        found, unreadable = read_leases(self.storage, self.root)
+        found, unreadable = read_leases(CheckpointDir(self.storage, self.root))
         for run, why in unreadable.items():
             if not is_job_lease(run) and not self._silent(run, None, BEAT):
                 held.update({name: f"perhaps, by a reader: {lease_path(self.root, run)} cannot be read ({why})"
@@ -133,10 +133,11 @@ class ReadLocks:
         return self._watch.clock() - seen.since > every * GIVEN_UP
 
     def _all_attempts(self) -> set[str]:
-        names = [*self.storage.list(os.path.join(self.root, FOLDER)), *iteration_record_names(self.storage, self.root)]
+        names = [*self.storage.list(os.path.join(self.root, FOLDER)),
+                 *iteration_record_names(CheckpointDir(self.storage, self.root))]
         return {name for name, _, _ in attempts(list(map(strip_trash, names)))}
 
 
-def read_locks(storage: Storage, root: str) -> Mapping[str, str]:
+def read_locks(directory: CheckpointDir) -> Mapping[str, str]:
     """Returns the read locks of now, for a process that checks once."""
-    return ReadLocks(storage, root)()
+    return ReadLocks(directory)()

@@ -23,6 +23,7 @@ from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders, next_run
 from mindresume.coordination.process_identity import mount_namespace
 from mindresume.errors import LeaseHeldError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model.manifest import FOLDER, MANIFEST, MAX_NAME, PROBE, attempts, is_probe, run_name, run_sequence
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage
@@ -61,7 +62,7 @@ def single_group(size: int) -> SharedGroups:
     return SharedGroups((0,) * size)
 
 
-def find_shared_groups(storage: Storage, root: str, group: Group, time: runtime.Clock = runtime) -> SharedGroups:
+def find_shared_groups(directory: CheckpointDir, group: Group, time: runtime.Clock = runtime) -> SharedGroups:
     """Finds the groups of ranks that share ``root``. In each container one rank writes a probe file; ranks that see the file of
     another rank, or whose file it sees, share storage with it.
 
@@ -71,13 +72,13 @@ def find_shared_groups(storage: Storage, root: str, group: Group, time: runtime.
     """
     if group.size == 1:
         return single_group(1)
-    holder, path = holder_of_this_process(""), os.path.realpath(root)
+    holder, path = holder_of_this_process(""), os.path.realpath(directory.root)
     container = f"{holder.machine}/{mount_namespace()}"
     mounts = gather_results(group, lambda: [holder.host, container, path, is_local(path), runtime.token_hex(4)])
     first: dict[tuple[Any, ...], int] = {}
     for rank, mount in enumerate(mounts):
         first.setdefault(tuple(mount[:4]), rank)
-    probes = _Probes(storage, os.path.join(root, FOLDER), mounts[0][4], group.rank, sorted(first.values()))
+    probes = _Probes(directory.storage, directory.path(FOLDER), mounts[0][4], group.rank, sorted(first.values()))
     try:
         gather_results(group, probes.write)
         for attempt in range(LOOKS if all(mount[3] for mount in mounts) else PATIENCE):
@@ -165,28 +166,28 @@ def check_not_shared(lease: Lease) -> None:
     """Raises LeaseHeldError if two leaders have acquired the same directory for one run. Called after all leaders have
     acquired theirs."""
     me, storage, root = lease.holder, lease.storage, lease.root
-    for other in lease_holders(storage, root):
+    for other in lease_holders(CheckpointDir(storage, root)):
         if other.run == me.run and (other.host, other.machine, other.pid) != (me.host, me.machine, me.pid):
             raise LeaseHeldError(f"{root} counted as a separate folder on each node, because the nodes did not see each "
                                    f"other's files there, but host {other.host} and host {me.host} now find each other's "
                                    f"lease in it. The file system shows new files too late: start the job again")
 
 
-def next_common_run(storage: Storage, root: str, group: Group) -> str:
+def next_common_run(directory: CheckpointDir, group: Group) -> str:
     """Returns the name of a run later than every run in the directory of any rank; the same on all ranks."""
-    rows = gather_results(group, lambda: next_run(storage.list(os.path.join(root, FOLDER))))
+    rows = gather_results(group, lambda: next_run(directory.storage.list(directory.path(FOLDER))))
     return run_name(max(map(run_sequence, rows)), rows[0].rpartition("-")[2])
 
 
 # ---- the checkpoint that all nodes have ---------------------------------------------------------------------------------
 
-def newest_committed(storage: Storage, root: str) -> list[str]:
+def newest_committed(directory: CheckpointDir) -> list[str]:
     """Returns the names of the newest committed checkpoints in ``root``, newest first."""
-    names = sorted((name for name, _, _ in attempts(storage.list(os.path.join(root, FOLDER)))), key=order_of, reverse=True)
+    names = sorted((name for name, _, _ in attempts(directory.storage.list(directory.path(FOLDER)))), key=order_of, reverse=True)
     found = []
     for name in names:
         with suppress(OSError):                                 # others must not rely on one that cannot be listed
-            if len(found) < _NEWEST and MANIFEST in storage.list(os.path.join(root, FOLDER, name)):
+            if len(found) < _NEWEST and MANIFEST in directory.storage.list(directory.path(FOLDER, name)):
                 found.append(name)
     return found
 
@@ -203,25 +204,25 @@ def order_of(name: str) -> tuple[int, int]:
     return run_sequence(run), step
 
 
-def record_common(storage: Storage, root: str, name: str, tag: str) -> None:
+def record_common(directory: CheckpointDir, name: str, tag: str) -> None:
     """Records the newest checkpoint that all nodes have. Raises OSError."""
-    publish(storage, os.path.join(root, FOLDER, COMMON), [name.encode()], tag)
+    publish(directory.storage, directory.path(FOLDER, COMMON), [name.encode()], tag)
 
 
-def clear_common(storage: Storage, root: str) -> None:
+def clear_common(directory: CheckpointDir) -> None:
     """Removes the record from a directory that all ranks share (again). Raises OSError."""
     with suppress(FileNotFoundError):
-        storage.remove(os.path.join(root, FOLDER, COMMON))
+        directory.storage.remove(directory.path(FOLDER, COMMON))
 
 
-def protected_by_peers(storage: Storage, root: str) -> Mapping[str, str]:
+def protected_by_peers(directory: CheckpointDir) -> Mapping[str, str]:
     """Returns {name of an attempt folder: why it must stay}: the recorded checkpoint and all newer ones. Empty for a directory
     without a record."""
-    names = storage.list(os.path.join(root, FOLDER))
+    names = directory.storage.list(directory.path(FOLDER))
     if COMMON not in names:
         return {}
     try:
-        noted = read_bytes(storage, os.path.join(root, FOLDER, COMMON), MAX_NAME).decode()
+        noted = read_bytes(directory.storage, directory.path(FOLDER, COMMON), MAX_NAME).decode()
         least = order_of(noted) if noted else (0, 0)
     except (OSError, ValueError):                               # unreadable: keep all
         least = (0, 0)
@@ -253,7 +254,7 @@ class PeerState:
         if not self.shared_groups.is_split or not self.shared_groups.is_leader(self.rank):
             return None
         try:
-            names = newest_committed(self.storage, self.root)
+            names = newest_committed(CheckpointDir(self.storage, self.root))
         except OSError:                                 # then no checkpoint is common, and nothing is removed
             names = []
         return [names, self.uploads is not None and self.uploads.ready()]
@@ -272,5 +273,5 @@ class PeerState:
     def record(self, name: str) -> None:
         """Records ``name`` unless it is recorded already. Raises OSError as above."""
         if name != self._recorded and self.shared_groups.is_leader(self.rank):
-            record_common(self.storage, self.root, name, self.run)
+            record_common(CheckpointDir(self.storage, self.root), name, self.run)
             self._recorded = name

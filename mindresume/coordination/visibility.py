@@ -19,6 +19,7 @@ from typing import Any
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.storage_topology import SharedGroups, order_of
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name, parse_iteration
 from mindresume.formats.iteration_scan import tracked
 from mindresume.formats.rank_folder_naming import folder_name, folder_rank, parse_name
@@ -50,7 +51,7 @@ def wait_until_visible(storage: Storage, path: str, group: Group, shared_groups:
     if group.size == 1:
         return Visibility()
     root = os.path.dirname(os.path.abspath(path)) if folder_rank(os.path.basename(path)) is not None else path
-    view = _View(storage, root, group)
+    view = _View(CheckpointDir(storage, root), group)
     rows = gather_results(group, view.newest)
     view.save_dirs = _latest(name for names in rows for name in names)
     sources = shared_groups.ranks(group.rank) if group.rank == 0 or shared_groups.is_split else ()
@@ -71,8 +72,8 @@ def wait_until_visible(storage: Storage, path: str, group: Group, shared_groups:
 class _View:
     """What one rank sees. ``save_dirs``: the newest folders that any rank sees, relative to ``root``."""
 
-    def __init__(self, storage: Storage, root: str, group: Group):
-        self.storage, self.root, self.group = storage, root, group
+    def __init__(self, directory: CheckpointDir, group: Group):
+        self.storage, self.root, self.group = directory.storage, directory.root, group
         self.save_dirs: list[str] = []
 
     def newest(self) -> list[str]:
@@ -83,7 +84,7 @@ class _View:
             folders.append(inner if self._exists(inner) else f"{FOLDER}/{name}")
         iteration_dirs = []
         with suppress(OSError, ValueError):
-            step = tracked(self.storage, self.root)
+            step = tracked(CheckpointDir(self.storage, self.root))
             iteration_dirs += [iteration_name(step)] if step is not None else []
         if self.group.rank % max(1, self.group.size // _LISTING) == 0:
             names = [name for name in self._names("") if parse_iteration(name) is not None]

@@ -20,6 +20,7 @@ import xxhash
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import MindResumeError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import TRACKER, iteration_name
 from mindresume.formats.rank_folder_naming import META, FileName, folder_rank
 from mindresume.formats.records import scan_records
@@ -30,7 +31,6 @@ from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard
-from mindresume.storage.interface import Storage
 from mindresume.tensor_files import read_header, read_tensor
 
 ITERATION = "iteration"                     # Checkpoint 2.0; the others are formats of a file in rank folders
@@ -98,9 +98,10 @@ def make_shard(target: SaveTarget, step: int, fmt: str, suffix: int, prefix: str
 
 # ---- what a resume takes ---------------------------------------------------------------------------------------------
 
-def select(storage: Storage, root: str, ranks: int) -> Choice:
+def select(directory: CheckpointDir, ranks: int) -> Choice:
     """Selects as a job of ``ranks`` does at its start, for all of them."""
-    return select_checkpoint(storage, root, SingleProcess(), SelectionPolicy(ranks, ranks_to_verify=every_rank))
+    return select_checkpoint(directory.storage, directory.root, SingleProcess(),
+                             SelectionPolicy(ranks, ranks_to_verify=every_rank))
 
 
 def wrong_content(storage: Any, choice: Choice, ranks: Sequence[int], replicated: bool = False) -> list[str]:
@@ -128,7 +129,7 @@ def wrong_content(storage: Any, choice: Choice, ranks: Sequence[int], replicated
     return wrong
 
 
-def leftovers(storage: Storage, root: str, fmt: str, newest: Saved, kept_from: Saved | None = None) -> list[str]:
+def leftovers(directory: CheckpointDir, fmt: str, newest: Saved, kept_from: Saved | None = None) -> list[str]:
     """Returns paths below ``root`` that belong to no checkpoint, or to one that should be gone.
 
     Args:
@@ -136,18 +137,18 @@ def leftovers(storage: Storage, root: str, fmt: str, newest: Saved, kept_from: S
         kept_from: this save and later ones may stay too, in rank folders.
     """
     run, step = newest
-    candidates, known, _ = scan_records(storage, root)
-    names = storage.list(os.path.join(root, FOLDER))
+    candidates, known, _ = scan_records(directory)
+    names = directory.storage.list(directory.path(FOLDER))
     if fmt == ITERATION:
         base = iteration_name(step)
         known = known | {file.path for candidate in candidates for file in candidate.metadata_files}
         left = [f"{FOLDER}/{name}" for name in names if name != f"ended-{run}.json"]        # holds the number of the run
-        left += [name for name in storage.list(root) if name not in (FOLDER, TRACKER, base)]
-        left += [f"{base}/{name}" for name in storage.list(os.path.join(root, base))
+        left += [name for name in directory.storage.list(directory.root) if name not in (FOLDER, TRACKER, base)]
+        left += [f"{base}/{name}" for name in directory.storage.list(directory.path(base))
                  if f"{base}/{name}" not in known and name != FOLDER]
-        return left + [f"{base}/{FOLDER}/{name}" for name in storage.list(os.path.join(root, base, FOLDER))
+        return left + [f"{base}/{FOLDER}/{name}" for name in directory.storage.list(directory.path(base, FOLDER))
                        if name != attempt_name(step, run)]
-    folders = [name for name in storage.list(root) if name != FOLDER]
+    folders = [name for name in directory.storage.list(directory.root) if name != FOLDER]
     left = [name for name in folders if folder_rank(name) is None]
     for name in names:
         attempt = parse_attempt(name)
@@ -156,6 +157,6 @@ def leftovers(storage: Storage, root: str, fmt: str, newest: Saved, kept_from: S
             left.append(f"{FOLDER}/{name}")
     for folder in folders:
         if folder_rank(folder) is not None:
-            left += [f"{folder}/{name}" for name in storage.list(os.path.join(root, folder))
+            left += [f"{folder}/{name}" for name in directory.storage.list(directory.path(folder))
                      if f"{folder}/{name}" not in known and name != META]
     return left

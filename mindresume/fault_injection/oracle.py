@@ -9,6 +9,7 @@ from mindresume.coordination.lease import PREFIX, READER
 from mindresume.errors import MindResumeError, UnusableCheckpointError
 from mindresume.fault_injection.journal import ITERATION, Saved, leftovers, save_order, select, wrong_content
 from mindresume.fault_injection.scenarios import RUNS, Sandbox
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name, parse_common, parse_tracker
 from mindresume.formats.metadata import read_metadata
 from mindresume.formats.rank_folder_naming import META, folder_name
@@ -53,7 +54,7 @@ def check_resume(sandbox: Sandbox, past: list[Saved], storage: Storage | None = 
 
 def _resume(sandbox: Sandbox, storage: Storage, required: Saved | None) -> Verdict:
     try:
-        choice = select(storage, sandbox.root, sandbox.ranks)
+        choice = select(CheckpointDir(storage, sandbox.root), sandbox.ranks)
     except UnusableCheckpointError as error:
         return Verdict(HARD_FAIL, f"no resume: {error}")
     except (MindResumeError, OSError) as error:
@@ -88,12 +89,12 @@ def _differences(sandbox: Sandbox, choice: Choice) -> str:
 def _wrong_committed(sandbox: Sandbox, storage: Storage) -> str:
     """Returns which committed checkpoint is not whole, not only the newest: a user can name it, or it is taken if newer ones are
     damaged."""
-    for candidate in scan_records(storage, sandbox.root)[0]:
+    for candidate in scan_records(CheckpointDir(storage, sandbox.root))[0]:
         if not candidate.committed:
             continue
-        refusal = eligible(storage, sandbox.root, candidate, SelectionPolicy()) or check_files(
-            storage, sandbox.root, candidate, sandbox.ranks)
-        wrong = [str(refusal)] if refusal else damaged_metadata_files(storage, sandbox.root, candidate)
+        refusal = eligible(CheckpointDir(storage, sandbox.root), candidate, SelectionPolicy()) or check_files(
+            CheckpointDir(storage, sandbox.root), candidate, sandbox.ranks)
+        wrong = [str(refusal)] if refusal else damaged_metadata_files(CheckpointDir(storage, sandbox.root), candidate)
         if wrong:
             return f"committed but incomplete: {wrong[0]}"
     return ""
@@ -138,7 +139,7 @@ def _follow_tracker(sandbox: Sandbox) -> None:
             _read_header(folder, name)
         if len(rows) != 2:
             raise ValueError(f"{METADATA} in {iteration_name(step)} describes {len(rows)} tensors, not 2")
-    choice = select(PosixStorage(), folder, sandbox.ranks)
+    choice = select(CheckpointDir(PosixStorage(), folder), sandbox.ranks)
     wrong = _differences(sandbox, replace(choice, chosen=replace(choice.chosen, step=step)))
     if wrong:
         raise ValueError(wrong)
@@ -165,6 +166,6 @@ def _check_next_run(sandbox: Sandbox, storage: Storage, found: Verdict) -> Verdi
     if after.verdict != PASS:
         return Verdict(after.verdict, f"after the next run: {after.reason}", found.chosen)
     # A read lock goes when its process is seen dead. Here that is this process, which is alive: the simulation covers it.
-    left = [path for path in leftovers(storage, sandbox.root, sandbox.format, (RUNS[run], step))
+    left = [path for path in leftovers(CheckpointDir(storage, sandbox.root), sandbox.format, (RUNS[run], step))
             if f"{PREFIX}{READER:04}-" not in path]
     return Verdict(PASS, found.reason, found.chosen, tuple(left))

@@ -12,6 +12,7 @@ from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import SaveError
 from mindresume.fault_injection.faults import FaultInjector
 from mindresume.fault_injection.journal import ITERATION, Journal, make_shard
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model.manifest import FORMATS, run_name
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer, SyncSaver
@@ -49,7 +50,8 @@ class Sandbox:
     def acquire(self, run: int, storage: Storage) -> Lease:
         """Acquires the folder, as rank 0 does at the start of a run."""
         holder = LeaseHolder("saving", RUNS[run], "drill", "", 1, 1, 0.0, self.ranks)
-        return acquire(storage, self.root, holder, 1.0, time=self.injector, keep_run_marker=self.format == ITERATION)
+        return acquire(CheckpointDir(storage, self.root), holder, 1.0, time=self.injector, keep_run_marker=self.format ==
+                       ITERATION)
 
     def save_without_faults(self, run: int, step: int, commit: bool = True, only: int | None = None,
                             storage: Storage | None = None) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindresume.errors import ConfigError, CorruptFileError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import parse_weight_file
 from mindresume.formats.iteration_scan import is_iteration
 from mindresume.formats.rank_folder_naming import folder_rank
@@ -95,9 +96,9 @@ def read_consolidated(storage: Storage, path: str) -> ConsolidatedWeights:
     if not status.is_folder:
         if not _tensor_files([os.path.basename(path)]):
             raise ConfigError(f"{path}: expected a folder, or a file with extension {' or '.join(FORMATS)}")
-        return _read(storage, os.path.dirname(path) or ".", [os.path.basename(path)], None, FILE, [])
+        return _read(CheckpointDir(storage, os.path.dirname(path) or "."), [os.path.basename(path)], None, FILE, [])
     names = storage.list(path)
-    index, kind, notes = _index_of(storage, path, names)
+    index, kind, notes = _index_of(CheckpointDir(storage, path), names)
     files = _tensor_files(names)
     if index is not None:
         named = {*index.files.values(), *({HYPER} & set(files))}
@@ -111,34 +112,35 @@ def read_consolidated(storage: Storage, path: str) -> ConsolidatedWeights:
         files = sorted(named)
     if not files:
         raise ConfigError(f"{path}: no file with extension {' or '.join(FORMATS)} in this folder; expected consolidated weights")
-    return _read(storage, path, files, index, kind, notes)
+    return _read(CheckpointDir(storage, path), files, index, kind, notes)
 
 
-def _read(storage: Storage, root: str, files: list[str], index: _Index | None, kind: str,
+def _read(directory: CheckpointDir, files: list[str], index: _Index | None, kind: str,
           notes: list[str]) -> ConsolidatedWeights:
     formats = {os.path.splitext(file)[1]: file for file in reversed(files)}
     if len(formats) > 1:
-        raise ConfigError(f"{root}: expected files of one format, found {' and '.join(sorted(formats.values()))}; move those of "
-                          f"one format to another folder")
+        raise ConfigError(f"{directory.root}: expected files of one format, found {' and '.join(sorted(formats.values()))}; "
+                          f"move those of one format to another folder")
     files = sorted(files, key=lambda file: (file == HYPER, file))
     records = [FileRecord(file, os.path.splitext(file)[1].removeprefix(".")) for file in files]
-    headers = dict(zip(files, parallel(storage, lambda record: header_of(storage, root, record), records), strict=True))
+    headers = dict(zip(files, parallel(directory.storage, lambda record: header_of(directory, record), records), strict=True))
     found: dict[str, str] = {}
     for file, header in headers.items():
         for tensor in header.tensors:
             if tensor in found:
-                raise CorruptFileError(os.path.join(root, file), f"tensor {tensor} is in {found[tensor]} too, expected in one "
+                raise CorruptFileError(directory.path(file), f"tensor {tensor} is in {found[tensor]} too, expected in one "
                                        f"file only; does this folder mix files of several steps or ranks?", tensor=tensor)
             found[tensor] = file
     if index is not None:
-        found, unlisted = _by_index(root, found, index)
+        found, unlisted = _by_index(directory.root, found, index)
         if unlisted:
-            notes.append(f"{root}: {listed(unlisted, 1)} not named by {os.path.basename(index.path)}; ignored")
+            notes.append(f"{directory.root}: {listed(unlisted, 1)} not named by {os.path.basename(index.path)}; ignored")
     if not found:
-        raise ConfigError(f"{root}: no tensor in {listed(files, 1)}")
+        raise ConfigError(f"{directory.root}: no tensor in {listed(files, 1)}")
     if cut := [tensor for tensor, file in found.items() if file == HYPER and tensor.startswith(_ACCUMULATED)]:
-        notes.append(f"{os.path.join(root, HYPER)}: {listed(cut, 1)} hold only rank 0's part: MindSpore does not merge them")
-    return ConsolidatedWeights(root, tuple(files), found, headers, _scalars(storage, root, found, headers), kind, tuple(notes))
+        notes.append(f"{directory.path(HYPER)}: {listed(cut, 1)} hold only rank 0's part: MindSpore does not merge them")
+    return ConsolidatedWeights(directory.root, tuple(files), found, headers, _scalars(directory, found, headers), kind,
+                               tuple(notes))
 
 
 def _by_index(root: str, found: Mapping[str, str], index: _Index) -> tuple[dict[str, str], list[str]]:
@@ -153,25 +155,25 @@ def _by_index(root: str, found: Mapping[str, str], index: _Index) -> tuple[dict[
     return {**index.files, **hyper}, [tensor for tensor in found if tensor not in index.files and tensor not in hyper]
 
 
-def _scalars(storage: Storage, root: str, tensors: Mapping[str, str], headers: Mapping[str, Header]
+def _scalars(directory: CheckpointDir, tensors: Mapping[str, str], headers: Mapping[str, Header]
              ) -> dict[str, int | float]:
     """Reads the counters among the tensors."""
     values: dict[str, int | float] = {}
     for file in sorted({tensors[name] for name in SCALARS if name in tensors}):
-        there = scalars_of(storage, root, FileRecord(file, ""), headers[file])
+        there = scalars_of(directory, FileRecord(file, ""), headers[file])
         values |= {name: value for name, value in there.items() if tensors.get(name) == file}
     return values
 
 
 # ---- the index -----------------------------------------------------------------------------------------------------
 
-def _index_of(storage: Storage, root: str, names: list[str]) -> tuple[_Index | None, str, list[str]]:
+def _index_of(directory: CheckpointDir, names: list[str]) -> tuple[_Index | None, str, list[str]]:
     """Returns the index to use, its kind, and notes."""
     hubs = [name for name in names if name.endswith(_HF_INDEX) and not name.startswith(".")]
     if len(hubs) > 1:
-        raise ConfigError(f"{root}: expected one index, found {' and '.join(hubs)}; move all but one to another folder")
-    ours = _read_index(storage, os.path.join(root, MAP), flat_too=True) if MAP in names else None
-    hub = _read_index(storage, os.path.join(root, hubs[0]), flat_too=False) if hubs else None
+        raise ConfigError(f"{directory.root}: expected one index, found {' and '.join(hubs)}; move all but one to another folder")
+    ours = _read_index(directory.storage, directory.path(MAP), flat_too=True) if MAP in names else None
+    hub = _read_index(directory.storage, directory.path(hubs[0]), flat_too=False) if hubs else None
     if ours is None or hub is None:
         return ours or hub, MINDSPORE if ours else HUGGINGFACE if hub else FILES, []
     for tensor, file in ours.files.items():

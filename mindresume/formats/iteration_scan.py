@@ -20,6 +20,7 @@ from itertools import islice
 
 from mindresume.errors import CorruptFileError, UnreadableFileError
 from mindresume.formats import FIRST, MINDFORMERS, Candidate, Refusal, unlisted_candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import (
     COMMON,
     MAX_COMMON,
@@ -62,14 +63,13 @@ def is_iteration(storage: Storage, path: str) -> bool:
 
 # ---- scanning ------------------------------------------------------------------------------------------------------
 
-def scan_iterations(storage: Storage, root: str, top: list[str], attempted: list[str], ours: list[Candidate]
+def scan_iterations(directory: CheckpointDir, top: list[str], attempted: list[str], ours: list[Candidate]
                     ) -> tuple[list[Candidate], list[str]]:
     """Returns candidates for all iteration folders, in the order in which a resume tries them, and notes. For a folder without
     records, reads its names and ``common.json``.
 
     Args:
-        storage: the file system.
-        root: the checkpoint directory.
+        directory: the checkpoint directory.
         top: names in ``root``.
         attempted: names in its folder of records.
         ours: candidates with records.
@@ -77,13 +77,13 @@ def scan_iterations(storage: Storage, root: str, top: list[str], attempted: list
     known = {candidate.iteration_dir for candidate in ours}
     folders = [name for name in top if parse_iteration(name) is not None and name not in known]
     tracked = TRACKER in top
-    foreign = [candidate for name in folders if (candidate := candidate_without_records(storage, root, name, tracked))]
-    candidates = [_place(storage, root, candidate, ours) for candidate in _without_optimizer(foreign)] + ours
+    foreign = [candidate for name in folders if (candidate := candidate_without_records(directory, name, tracked))]
+    candidates = [_place(directory, candidate, ours) for candidate in _without_optimizer(foreign)] + ours
     by_age = sorted(candidates, key=lambda c: c.order, reverse=True)
     if not tracked:
         return by_age, [f"{TRACKER} is missing; taking the newest complete one"] if any(c.maybe_completed
                                                                                                  for c in ours) else []
-    named = parse_tracker(_head(storage, os.path.join(root, TRACKER)))
+    named = parse_tracker(_head(directory.storage, directory.path(TRACKER)))
     if isinstance(named, str):
         return by_age, [f"{TRACKER}: {named}; taking the newest complete one"]
     return _from_tracker(by_age, named, intents(attempted))
@@ -122,9 +122,9 @@ def intents(attempted: list[str]) -> set[int]:
     return {int(found[1]) for found in map(_INTENT.fullmatch, attempted) if found}
 
 
-def tracked(storage: Storage, root: str) -> int | None:
+def tracked(directory: CheckpointDir) -> int | None:
     """Returns the step that the tracker names; None if it is missing or names none."""
-    found = parse_tracker(_head(storage, os.path.join(root, TRACKER)))
+    found = parse_tracker(_head(directory.storage, directory.path(TRACKER)))
     return None if isinstance(found, str) else found
 
 
@@ -136,12 +136,12 @@ def _head(storage: Storage, path: str) -> bytes:
         return b""
 
 
-def _place(storage: Storage, root: str, candidate: Candidate, ours: list[Candidate]) -> Candidate:
+def _place(directory: CheckpointDir, candidate: Candidate, ours: list[Candidate]) -> Candidate:
     """Sets the order of a save without records: after the last run of mindresume that had reached its step. mindformers does not
     number its runs, and copying loses file times. If this is wrong, the tracker corrects it."""
     if candidate.listing_error:
         return replace(candidate, order=(*FIRST, candidate.step or 0))
-    status = status_of(storage, root, candidate.all_files[0]) if candidate.all_files else None
+    status = status_of(directory, candidate.all_files[0]) if candidate.all_files else None
     step = candidate.step or 0
     number = max((c.order[0] for c in ours if c.maybe_completed and (c.step or 0) <= step), default=0.0)
     return replace(candidate, order=(number, step, -1.0), saved_at=status.mtime if status else None)
@@ -149,16 +149,16 @@ def _place(storage: Storage, root: str, candidate: Candidate, ours: list[Candida
 
 # ---- folders without records ---------------------------------------------------------------------------------------
 
-def candidate_without_records(storage: Storage, root: str, name: str, tracked: bool = True) -> Candidate | None:
+def candidate_without_records(directory: CheckpointDir, name: str, tracked: bool = True) -> Candidate | None:
     """Returns the candidate for ``name``, a folder in ``root`` that mindformers wrote; None if it is not a folder. ``tracked``: a
     tracker exists; without one, no save of mindformers has ever completed."""
     step, place = parse_iteration(name), name
     try:
-        names = storage.list(os.path.join(root, name))          # before its status, which is None for a link to itself
-        status = storage.status(os.path.join(root, name))
+        names = directory.storage.list(directory.path(name))          # before its status, which is None for a link to itself
+        status = directory.storage.status(directory.path(name))
         if FOLDER in names:                                     # no records were found: check that there are none
             place = f"{name}/{FOLDER}"
-            if any(attempts(storage.list(os.path.join(root, place)))):
+            if any(attempts(directory.storage.list(directory.path(place)))):
                 raise OSError(errno.EAGAIN, "it holds records that could not be listed a moment ago")
     except OSError as error:
         return unlisted_candidate(error, place, step=step, iteration_dir=name)
@@ -174,7 +174,7 @@ def candidate_without_records(storage: Storage, root: str, name: str, tracked: b
     if missing:
         return replace(candidate, maybe_completed=tracked, problem=candidate.refuse(*missing))
     try:
-        common = load_common(storage, root, name)
+        common = load_common(directory, name)
     except CorruptFileError as error:
         return replace(candidate, problem=candidate.refuse(f"{COMMON}: {error.reason}", f"{name}/{COMMON}", error=error))
     if step is not None and step == common.global_step and (common.step_num or 0) > step:
@@ -235,12 +235,12 @@ def _unreadable(path: str, error: OSError) -> CorruptFileError:
     return kind(path, f"it cannot be read: {error.strerror or error}")
 
 
-def load_common(storage: Storage, root: str, name: str) -> CommonInfo:
+def load_common(directory: CheckpointDir, name: str) -> CommonInfo:
     """Reads ``common.json`` of iteration folder ``name``. Raises CorruptFileError if it is missing, or not as mindformers
     writes it; UnreadableFileError if that is not known."""
-    path = os.path.join(root, name, COMMON)
+    path = directory.path(name, COMMON)
     try:
-        with storage.open(path) as file:
+        with directory.storage.open(path) as file:
             return parse_common(file.read(MAX_COMMON + 1), path)
     except OSError as error:
         raise _unreadable(path, error) from error

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from mindresume.errors import MissingCheckpointError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.iteration_naming import TRACKER, parse_iteration
 from mindresume.formats.iteration_scan import is_iteration, tracked
@@ -85,7 +86,7 @@ def fresh_start_refusal(storage: Storage, path: str, has_incomplete_saves: bool)
     Raises:
         OSError: A folder in it cannot be listed.
     """
-    if (step := tracked(storage, path) or 0) > 0:
+    if (step := tracked(CheckpointDir(storage, path)) or 0) > 0:
         return (f"{os.path.join(path, TRACKER)} names step {step}, but there is no iteration folder beside it: the checkpoints "
                 f"were moved or removed. Bring them back, or remove that file to start afresh")
     if has_incomplete_saves:
@@ -151,9 +152,9 @@ def _has_checkpoint(storage: Storage, path: str) -> bool:
     if FOLDER not in names and ranks and not any(parse_iteration(name) is not None for name in names):
         unlisted: list[str] = []                              # an unlisted folder may hold one: no record tells
         return any(any(map(_is_tensor_file, _names(storage, os.path.join(path, name), unlisted))) or unlisted for name in ranks)
-    if any(MANIFEST in attempt.content for attempt in find_attempts(storage, path, top=names)):
+    if any(MANIFEST in attempt.content for attempt in find_attempts(CheckpointDir(storage, path), top=names)):
         return True                                           # so is every candidate of a scan with a manifest
-    return any(candidate.maybe_completed for candidate in scan(storage, path).candidates)
+    return any(candidate.maybe_completed for candidate in scan(CheckpointDir(storage, path)).candidates)
 
 
 def _folders(storage: Storage, path: str, unlisted: list[str]) -> Iterator[str]:

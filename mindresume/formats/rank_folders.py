@@ -16,20 +16,20 @@ from dataclasses import dataclass, replace
 
 from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, OURS, Candidate, Refusal, unlisted_candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import META, FileName, folder_name, folder_rank, parse_label, parse_name
 from mindresume.formats.records import Attempt, read_attempts
 from mindresume.formats.weight_files import header_of, no_step, scalars_of, status_of
 from mindresume.model.layout import MAX_RANKS
 from mindresume.model.manifest import FOLDER, FORMATS, FileRecord, attempt_name, attempts, run_sequence, strip_trash
 from mindresume.model.training_state import is_count
-from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, read_json
 
 _META_LIMIT = 1 << 16       # bytes
 _STRATEGY = re.compile(r".*_rank_(\d+)\.(?:ckpt|json)")
 
 
-def scan_rank_folders(storage: Storage, root: str, top: list[str], attempted: list[str] | None, ours: list[Candidate],
+def scan_rank_folders(directory: CheckpointDir, top: list[str], attempted: list[str] | None, ours: list[Candidate],
                       known: set[str]) -> tuple[list[Candidate], list[str]]:
     """Finds everything in the rank folders that looks like a saved step. Returns candidates, newest first, and notes.
 
@@ -38,8 +38,7 @@ def scan_rank_folders(storage: Storage, root: str, top: list[str], attempted: li
     mindformers saves into all of them. Else the number of operations would grow with the ranks.
 
     Args:
-        storage: the file system.
-        root: the checkpoint directory.
+        directory: the checkpoint directory.
         top: names in ``root``.
         attempted: names in its folder of records; None if that cannot be listed.
         ours: candidates with records.
@@ -51,21 +50,22 @@ def scan_rank_folders(storage: Storage, root: str, top: list[str], attempted: li
 
     def names_of(rank: int) -> list[str]:
         try:
-            return storage.list(os.path.join(root, folder_name(rank)))
+            return directory.storage.list(directory.path(folder_name(rank)))
         except OSError as error:
             hidden[rank] = unlisted_candidate(error, folder_name(rank), rank)
             return []
 
     def look(ranks: list[int]) -> tuple[list[Candidate], list[str]]:
-        return _scan_names(storage, root, dict(zip(ranks, parallel(storage, names_of, ranks), strict=True)), known, tried, late)
+        return _scan_names(directory, dict(zip(ranks, parallel(directory.storage, names_of, ranks), strict=True)), known, tried,
+                           late)
     committed = any(candidate.committed for candidate in ours)
     foreign, notes = look(ranks[:1] if committed else ranks)
     if committed and (foreign or hidden):
         foreign, notes = look(ranks)
     if late:
-        seen, _, said = read_attempts(storage, root, list(late.values()), brief=True)
+        seen, _, said = read_attempts(directory, list(late.values()), brief=True)
         ours, notes = ours + seen, notes + said
-    placed, more = _order_foreign(storage, root, ours, foreign)
+    placed, more = _order_foreign(directory, ours, foreign)
     found = sorted(ours + placed, key=lambda c: c.order, reverse=True)
     return [hidden[rank] for rank in sorted(hidden)] + found, notes + more
 
@@ -75,12 +75,12 @@ def ranks_of(top: Iterable[str]) -> list[int]:
     return sorted(rank for rank in map(folder_rank, top) if rank is not None)
 
 
-def expected_ranks(storage: Storage, root: str, top: list[str]) -> tuple[int | None, str]:
+def expected_ranks(directory: CheckpointDir, top: list[str]) -> tuple[int | None, str]:
     """Estimates the number of ranks of a job that left no manifest. Returns it and the source of the estimate."""
     ranks = ranks_of(top)
-    folder = os.path.join(os.path.dirname(os.path.abspath(root)), "strategy")
+    folder = os.path.join(os.path.dirname(os.path.abspath(directory.root)), "strategy")
     try:
-        names = storage.list(folder)
+        names = directory.storage.list(folder)
     except OSError as error:
         return (len(ranks), f"the number of rank folders ({folder} cannot be listed: {error.strerror or error})") if ranks else (
             None, "")
@@ -108,13 +108,13 @@ class _Group:
     epoch: int | None
 
 
-def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], known: set[str],
+def _scan_names(directory: CheckpointDir, listings: Mapping[int, list[str]], known: set[str],
                 attempted: set[tuple[str, int]] | None, late: dict[tuple[str, int], Attempt]
                 ) -> tuple[list[Candidate], list[str]]:
     """Returns candidates among files that no record names, and notes. ``late``: as for ``_from_group``."""
     groups: dict[tuple[str, str], _Group] = {}
     hinted = [rank for rank, names in listings.items() if META in names]
-    notes = sum(parallel(storage, lambda rank: _check_meta(storage, root, folder_name(rank), listings[rank]), hinted), [])
+    notes = sum(parallel(directory.storage, lambda rank: _check_meta(directory, folder_name(rank), listings[rank]), hinted), [])
     for rank, names in listings.items():
         folder = folder_name(rank)
         for name in names:
@@ -135,7 +135,7 @@ def _scan_names(storage: Storage, root: str, listings: Mapping[int, list[str]], 
             group.files[rank] = path
     candidates = []
     for group in groups.values():
-        candidate = _from_group(storage, root, group, attempted, late)
+        candidate = _from_group(directory, group, attempted, late)
         if candidate is not None:
             candidates.append(candidate)
     return candidates, notes
@@ -150,11 +150,11 @@ def _template(name: str, rank: int) -> str:
     return re.sub(rf"{number}(?!.*{number})", "{rank}", name)
 
 
-def _check_meta(storage: Storage, root: str, folder: str, names: list[str]) -> list[str]:
+def _check_meta(directory: CheckpointDir, folder: str, names: list[str]) -> list[str]:
     """Returns notes about a wrong ``meta.json``, which is ignored, as it is only a hint."""
-    path = os.path.join(root, folder, META)
+    path = directory.path(folder, META)
     try:
-        last = read_json(storage, path, _META_LIMIT)["last_ckpt_file"]
+        last = read_json(directory.storage, path, _META_LIMIT)["last_ckpt_file"]
     except (OSError, ValueError, KeyError, TypeError):
         return [f"{folder}/{META} is empty or truncated; ignored, the files decide"]
     if last not in names:
@@ -162,7 +162,7 @@ def _check_meta(storage: Storage, root: str, folder: str, names: list[str]) -> l
     return []
 
 
-def _from_group(storage: Storage, root: str, group: _Group, attempted: set[tuple[str, int]] | None,
+def _from_group(directory: CheckpointDir, group: _Group, attempted: set[tuple[str, int]] | None,
                 late: dict[tuple[str, int], Attempt]) -> Candidate | None:
     """Returns the candidate of a group of files; None if its records make it one. Adds to ``late`` folders of records that
     exist but were not listed: another host has just made them."""
@@ -171,8 +171,8 @@ def _from_group(storage: Storage, root: str, group: _Group, attempted: set[tuple
     header, problem, scalars = None, None, {}
     for rank, (file,) in files.items():
         try:
-            header = header_of(storage, root, file)
-            scalars = scalars_of(storage, root, file, header)
+            header = header_of(directory, file)
+            scalars = scalars_of(directory, file, header)
             break
         except CorruptFileError as error:
             problem = problem or Refusal(None, error.reason, file.path, rank)
@@ -188,7 +188,7 @@ def _from_group(storage: Storage, root: str, group: _Group, attempted: set[tuple
         if attempted is None:
             return replace(ours, problem=Refusal(saved, f"its records are unknown, as {FOLDER} cannot be listed", path))
         # Its folder of records is a candidate already, is being removed, or has just been made.
-        if written in attempted or written in late or _is_late(storage, root, written, late):
+        if written in attempted or written in late or _is_late(directory, written, late):
             return None
         # A run without any records here was copied without them. Only for the others a missing record proves an incomplete save.
         if any(other == run for other, _ in attempted):
@@ -202,29 +202,29 @@ def _from_group(storage: Storage, root: str, group: _Group, attempted: set[tuple
     return replace(base, step=step, order=(0.0, position, 0.0), epoch=epoch if is_count(epoch) else group.epoch)
 
 
-def _is_late(storage: Storage, root: str, written: tuple[str, int], late: dict[tuple[str, int], Attempt]) -> bool:
+def _is_late(directory: CheckpointDir, written: tuple[str, int], late: dict[tuple[str, int], Attempt]) -> bool:
     """Returns whether a folder of records of ``written`` (run, step) exists although it was not listed; if so, adds it to
     ``late``."""
     run, step = written
     name = attempt_name(step, run)
-    path = os.path.join(root, FOLDER, name)
+    path = directory.path(FOLDER, name)
     try:
-        if storage.status(path) is None:
+        if directory.storage.status(path) is None:
             return False
-        late[written] = Attempt(name, step, run, "", storage.list(path))
+        late[written] = Attempt(name, step, run, "", directory.storage.list(path))
     except OSError as error:
         late[written] = Attempt(name, step, run, "", [], error)
     return True
 
 
-def _order_foreign(storage: Storage, root: str, ours: list[Candidate], foreign: list[Candidate]
+def _order_foreign(directory: CheckpointDir, ours: list[Candidate], foreign: list[Candidate]
                    ) -> tuple[list[Candidate], list[str]]:
     """Orders saves of mindformers, without clocks where the names allow it. A run takes a suffix larger than any in use for its
     prefix, so for equal prefixes the larger suffix is the later run, of mindformers or of mindresume; within a run, samples seen
     decide. Only prefixes that cannot be compared are ordered by the times of their files, which copying loses; a note then says
     so."""
     def mtime(candidate: Candidate) -> float:
-        found = parallel(storage, lambda file: status_of(storage, root, file), candidate.all_files)
+        found = parallel(directory.storage, lambda file: status_of(directory, file), candidate.all_files)
         return max((status.mtime for status in found if status), default=0.0)
 
     there = [candidate for candidate in ours if candidate.maybe_completed]
@@ -266,12 +266,12 @@ def _generation(candidate: Candidate) -> tuple[str, int]:
     return (parsed.prefix, parsed.suffix) if parsed else ("", 0)
 
 
-def labelled_files(storage: Storage, root: str, run: str, step: int) -> list[str]:
+def labelled_files(directory: CheckpointDir, run: str, step: int) -> list[str]:
     """Returns the paths of all ranks' files whose label has this run and step, for clean-up. Lists every rank folder. Files whose
     names differ only in the rank belong to one save: the header of one readable file is read for each such name, and those of the
     others only if that one matches."""
-    folders = [name for name in storage.list(root) if folder_rank(name) is not None]
-    listings = parallel(storage, lambda folder: storage.list(os.path.join(root, folder)), folders)
+    folders = [name for name in directory.storage.list(directory.root) if folder_rank(name) is not None]
+    listings = parallel(directory.storage, lambda folder: directory.storage.list(directory.path(folder)), folders)
     groups: dict[FileName, list[FileRecord]] = {}
     for folder, names in zip(folders, listings, strict=True):
         for name in names:
@@ -282,13 +282,13 @@ def labelled_files(storage: Storage, root: str, run: str, step: int) -> list[str
     def label_of(file: FileRecord) -> tuple[str, int] | None | bool:
         """Returns the label of a file; False if it cannot be read."""
         try:
-            return parse_label(header_of(storage, root, file))
+            return parse_label(header_of(directory, file))
         except CorruptFileError:
             return False
     found = []
     for files in groups.values():
         first = next((label for label in map(label_of, files) if label is not False), None)
         if first == (run, step):
-            labels = parallel(storage, label_of, files)
-            found += [os.path.join(root, file.path) for file, label in zip(files, labels, strict=True) if label == first]
+            labels = parallel(directory.storage, label_of, files)
+            found += [directory.path(file.path) for file, label in zip(files, labels, strict=True) if label == first]
     return found

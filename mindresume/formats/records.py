@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from mindresume.errors import RecordError
 from mindresume.formats import OURS, Candidate, Refusal, may_pass, unlisted_candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import parse_iteration
 from mindresume.formats.metadata_from_records import missing_slices
 from mindresume.formatting import listed
@@ -103,13 +104,12 @@ class Attempt(NamedTuple):
         return os.path.join(root, self.iteration_dir, FOLDER, self.name)
 
 
-def find_attempts(storage: Storage, root: str, names: list[str] | None = None, top: list[str] | None = None) -> list[Attempt]:
+def find_attempts(directory: CheckpointDir, names: list[str] | None = None, top: list[str] | None = None) -> list[Attempt]:
     """Finds every folder of records below ``root``, including folders that cannot be listed; but not in an iteration folder that
     cannot be listed, as the names of its records are unknown.
 
     Args:
-        storage: the file system.
-        root: the checkpoint directory.
+        directory: the checkpoint directory.
         names: names in its FOLDER, if known.
         top: names in ``root``, if known.
 
@@ -117,69 +117,71 @@ def find_attempts(storage: Storage, root: str, names: list[str] | None = None, t
         OSError: ``root`` or its FOLDER cannot be listed.
     """
     found: list[Attempt] = []
-    for name, step, run in attempts(storage.list(os.path.join(root, FOLDER)) if names is None else names):
+    for name, step, run in attempts(directory.storage.list(directory.path(FOLDER)) if names is None else names):
         try:
-            content, making = storage.list(os.path.join(root, FOLDER, name)), f"{FOLDER}/{name}"
+            content, making = directory.storage.list(directory.path(FOLDER, name)), f"{FOLDER}/{name}"
             if FOLDER not in content:
                 found.append(Attempt(name, step, run, "", content))
                 continue
             # If none is listed, the writer died while it made the folders, or the list lags behind: open it by name.
-            found += attempts_within(storage, root, making) or [
-                Attempt(name, step, run, making, storage.list(os.path.join(root, making, FOLDER, name)))]
+            found += attempts_within(directory, making) or [
+                Attempt(name, step, run, making, directory.storage.list(directory.path(making, FOLDER, name)))]
         except OSError as error:
             found.append(Attempt(name, step, run, "", [], error))
-    for name in storage.list(root) if top is None else top:
+    for name in directory.storage.list(directory.root) if top is None else top:
         if parse_iteration(name) is not None:
             with suppress(OSError):
-                found += attempts_within(storage, root, name)
+                found += attempts_within(directory, name)
     return found
 
 
-def attempts_within(storage: Storage, root: str, iteration_dir: str) -> list[Attempt]:
+def attempts_within(directory: CheckpointDir, iteration_dir: str) -> list[Attempt]:
     """Returns the newest attempt in one iteration folder, as a list; older ones are obsolete. Raises OSError if its records
     cannot be listed."""
     rows = []
-    for name, step, run in attempts(storage.list(os.path.join(root, iteration_dir, FOLDER))):
+    for name, step, run in attempts(directory.storage.list(directory.path(iteration_dir, FOLDER))):
         try:
-            rows.append(Attempt(name, step, run, iteration_dir, storage.list(os.path.join(root, iteration_dir, FOLDER, name))))
+            rows.append(Attempt(name, step, run, iteration_dir,
+                                directory.storage.list(directory.path(iteration_dir, FOLDER, name))))
         except OSError as error:
             rows.append(Attempt(name, step, run, iteration_dir, [], error))
     return sorted(rows, key=lambda row: (run_sequence(row.run), row.step))[-1:]
 
 
-def scan_records(storage: Storage, root: str, names: list[str] | None = None, brief: bool = False, top: list[str] | None = None,
+def scan_records(directory: CheckpointDir, names: list[str] | None = None, brief: bool = False, top: list[str] | None = None,
                  manifests: ReadManifests | None = None) -> tuple[list[Candidate], set[str], list[str]]:
     """Finds candidates from records and manifests alone, without listing a rank folder. Returns them, newest first, the paths of
     all files that they name, and notes.
 
     Args:
-        storage: the file system.
-        root: the checkpoint directory.
+        directory: the checkpoint directory.
         names: as for ``find_attempts``.
         brief: read only one record of a save that is certainly incomplete; its candidate then names the files of one rank.
         top: as for ``find_attempts``.
         manifests: those that the caller has read before.
     """
-    return read_attempts(storage, root, find_attempts(storage, root, names, top), brief, manifests)
+    return read_attempts(directory, find_attempts(directory, names, top), brief, manifests)
 
 
-def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool = False, manifests: ReadManifests | None = None
+def read_attempts(directory: CheckpointDir, found: list[Attempt], brief: bool = False, manifests: ReadManifests | None = None
                   ) -> tuple[list[Candidate], set[str], list[str]]:
     """Works like ``scan_records`` for given folders of records."""
     candidates: list[Candidate] = []
     known: set[str] = set()
     notes: list[str] = []
     for attempt in found:
-        path, candidate, damage, unreadable = attempt.path(root), None, "", False
+        path, candidate, damage, unreadable = attempt.path(directory.root), None, "", False
         if attempt.error is not None:
-            candidates.append(unlisted_candidate(attempt.error, os.path.relpath(path, root), step=attempt.step, origin=OURS,
+            candidates.append(unlisted_candidate(attempt.error, os.path.relpath(path, directory.root), step=attempt.step,
+                                                 origin=OURS,
                                                  run=attempt.run,
                                      records_dir=path, iteration_dir=attempt.iteration_dir, order=(run_sequence(attempt.run),
                                          attempt.step, 0.0)))
             continue
         if MANIFEST in attempt.content:
             try:
-                manifest = (_manifest_in if manifests is None else manifests.read)(storage, os.path.join(path, MANIFEST))
+                manifest = (_manifest_in if manifests is None else manifests.read)(directory.storage,
+                                                                                   os.path.join(path, MANIFEST))
                 if (manifest.run, manifest.step) != (attempt.run, attempt.step):
                     raise RecordError(f"it is of run {manifest.run}, step {manifest.step}")
                 if not (manifest.local_ranks and {record_name(rank)
@@ -187,9 +189,10 @@ def read_attempts(storage: Storage, root: str, found: list[Attempt], brief: bool
                     candidate = _from_manifest(manifest, path, attempt.content)     # else the files of all nodes are here
             except (RecordError, OSError) as error:
                 damage, unreadable = str(error), may_pass(error)
-                notes.append(f"{os.path.relpath(path, root)}/{MANIFEST}: {error}; using the records of the ranks instead")
+                notes.append(f"{os.path.relpath(path, directory.root)}/{MANIFEST}: {error}; "
+                             f"using the records of the ranks instead")
         if candidate is None:
-            candidate = replace(_from_records(storage, path, attempt, brief), manifest_problem=damage,
+            candidate = replace(_from_records(directory.storage, path, attempt, brief), manifest_problem=damage,
                                 manifest_unreadable=unreadable)
         stray = next((file.path for file in candidate.all_files if ("/" in file.path) is bool(attempt.iteration_dir)), None)
         if stray is not None:

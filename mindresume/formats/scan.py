@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 
 from mindresume.formats import Candidate, Scan, iteration_scan, rank_folders, unlisted_candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import TRACKER, parse_iteration
 from mindresume.formats.rank_folder_naming import folder_rank
 from mindresume.formats.records import attempts_within, read_attempts, scan_records
@@ -18,7 +19,7 @@ def is_root(storage: Storage, path: str) -> bool:
                for name in storage.list(path)) and not iteration_scan.is_iteration(storage, path)
 
 
-def scan(storage: Storage, root: str) -> Scan:
+def scan(directory: CheckpointDir) -> Scan:
     """Finds everything under ``root`` that looks like a saved step.
 
     Reads names, manifests and a few headers; sizes and contents are checked later, only for the candidates that matter. A folder
@@ -30,21 +31,22 @@ def scan(storage: Storage, root: str) -> Scan:
     Raises:
         OSError: ``root`` itself cannot be listed.
     """
-    top, status = storage.list(root), storage.status(root)
+    top, status = directory.storage.list(directory.root), directory.storage.status(directory.root)
     attempted: list[str] | None = []
     hidden: list[Candidate] = []
     try:
-        attempted = storage.list(os.path.join(root, FOLDER)) if FOLDER in top else []
+        attempted = directory.storage.list(directory.path(FOLDER)) if FOLDER in top else []
     except OSError as error:
         attempted, hidden = None, [unlisted_candidate(error, FOLDER)]
-    ours, known, notes = scan_records(storage, root, attempted or [], brief=True, top=top)
-    in_ranks, first = rank_folders.scan_rank_folders(storage, root, top, attempted, [c for c in ours if not c.iteration_dir],
+    ours, known, notes = scan_records(directory, attempted or [], brief=True, top=top)
+    in_ranks, first = rank_folders.scan_rank_folders(directory, top, attempted, [c for c in ours if not c.iteration_dir],
                                                      known)
-    in_iterations, second = iteration_scan.scan_iterations(storage, root, top, attempted or [],
+    in_iterations, second = iteration_scan.scan_iterations(directory, top, attempted or [],
                                                          [c for c in ours if c.iteration_dir])
-    expected, source = rank_folders.expected_ranks(storage, root, top)
+    expected, source = rank_folders.expected_ranks(directory, top)
     found = sorted((in_iterations, in_ranks), key=_newest, reverse=True)
-    return Scan(root, tuple(hidden + found[0] + found[1]), tuple(notes + first + second), status is not None, expected, source)
+    return Scan(directory.root, tuple(hidden + found[0] + found[1]), tuple(notes + first + second), status is not None,
+                expected, source)
 
 
 def _newest(candidates: list[Candidate]) -> tuple[float, ...]:
@@ -56,6 +58,6 @@ def _newest(candidates: list[Candidate]) -> tuple[float, ...]:
 def scan_one(storage: Storage, path: str) -> Scan:
     """Scans a single iteration folder, whatever its name."""
     root, name = os.path.split(os.path.abspath(path))
-    ours, _, notes = read_attempts(storage, root, attempts_within(storage, root, name))
-    found: Sequence[Candidate | None] = ours or [iteration_scan.candidate_without_records(storage, root, name)]
+    ours, _, notes = read_attempts(CheckpointDir(storage, root), attempts_within(CheckpointDir(storage, root), name))
+    found: Sequence[Candidate | None] = ours or [iteration_scan.candidate_without_records(CheckpointDir(storage, root), name)]
     return Scan(root, tuple(candidate for candidate in found if candidate), tuple(notes))

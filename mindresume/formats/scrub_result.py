@@ -21,6 +21,7 @@ import xxhash
 from mindresume import runtime
 from mindresume.errors import RecordError
 from mindresume.formats import Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model import manifest as codec
 from mindresume.model.manifest import SCRUB_RESULT
 from mindresume.storage.atomic_publish import publish
@@ -92,17 +93,17 @@ def read_result(storage: Storage, candidate: Candidate) -> ScrubResult | None:
     return None
 
 
-def known_damage(storage: Storage, root: str, candidate: Candidate) -> Refusal | None:
+def known_damage(directory: CheckpointDir, candidate: Candidate) -> Refusal | None:
     """Returns a refusal if a scrub found a file of the checkpoint damaged, and the file is still the same. It reads no
     contents."""
-    found = read_result(storage, candidate)
+    found = read_result(directory.storage, candidate)
     if found is None:
         return None
     for row in found.damaged:
         path = os.path.join(candidate.iteration_dir, row.path)
         status = None
         with suppress(OSError):                 # then nothing is known, and whoever takes the checkpoint reads the file
-            status = storage.status(os.path.join(root, path))
+            status = directory.storage.status(directory.path(path))
         if row.is_unchanged(status):
             at = runtime.strftime("%Y-%m-%d %H:%M", runtime.localtime(found.read_at))
             more = f"; {len(found.damaged) - 1} more files are damaged" if len(found.damaged) > 1 else ""

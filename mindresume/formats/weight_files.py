@@ -3,12 +3,12 @@ in every file of Checkpoint 1.0."""
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from typing import BinaryIO
 
 from mindresume.errors import CorruptFileError, UnreadableFileError
 from mindresume.formats import Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import TrainingState
 from mindresume.storage.interface import Status, Storage
@@ -18,12 +18,12 @@ from mindresume.tensor_files.checksum import file_checksum
 from mindresume.tensor_files.header import file_name
 
 
-def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
+def header_of(directory: CheckpointDir, file: FileRecord) -> Header:
     """Returns the header of a file. Raises CorruptFileError if it is missing, truncated or malformed; UnreadableFileError if that
     is not known."""
-    path = os.path.join(root, file.path)
+    path = directory.path(file.path)
     try:
-        with storage.open(path) as opened:
+        with directory.storage.open(path) as opened:
             return read_header(opened, path)
     except FileNotFoundError as error:
         raise CorruptFileError(path, "the file is missing") from error
@@ -31,10 +31,10 @@ def header_of(storage: Storage, root: str, file: FileRecord) -> Header:
         raise UnreadableFileError(path, f"cannot be read: {error}") from error
 
 
-def status_of(storage: Storage, root: str, file: FileRecord) -> Status | None:
+def status_of(directory: CheckpointDir, file: FileRecord) -> Status | None:
     """Returns the status of a file, for display; None if it is missing or cannot be read."""
     try:
-        return storage.status(os.path.join(root, file.path))
+        return directory.storage.status(directory.path(file.path))
     except OSError:
         return None
 
@@ -46,24 +46,24 @@ def is_as_recorded(storage: Storage, path: str, file: FileRecord) -> bool:
         return opened.seek(0, 2) == file.size and file_checksum(opened) == (file.checksum, file.size)
 
 
-def file_sizes(storage: Storage, root: str, files: Iterable[FileRecord]) -> list[int | None]:
+def file_sizes(directory: CheckpointDir, files: Iterable[FileRecord]) -> list[int | None]:
     """Returns the size of each file in bytes; None for a missing one."""
-    found = parallel(storage, lambda file: storage.status(os.path.join(root, file.path)), files)
+    found = parallel(directory.storage, lambda file: directory.storage.status(directory.path(file.path)), files)
     return [status.size if status else None for status in found]
 
 
-def sizes_match(storage: Storage, root: str, files: Iterable[FileRecord]) -> bool:
+def sizes_match(directory: CheckpointDir, files: Iterable[FileRecord]) -> bool:
     """Returns whether all files exist with their recorded sizes (any size but 0 if none was recorded), without opening them."""
     files = list(files)
-    return all(size and file.size in (None, size) for file, size in zip(files, file_sizes(storage, root, files), strict=True))
+    return all(size and file.size in (None, size) for file, size in zip(files, file_sizes(directory, files), strict=True))
 
 
 SCALARS = ("step_num", "epoch_num", "global_step", "global_batch_size", "loss_scale")
 
 
-def scalars_of(storage: Storage, root: str, file: FileRecord, header: Header) -> dict[str, int | float]:
+def scalars_of(directory: CheckpointDir, file: FileRecord, header: Header) -> dict[str, int | float]:
     """Returns the counters in a file of mindformers: step_num (absolute), epoch_num, global_step, ..."""
-    with storage.open(os.path.join(root, file.path)) as opened:
+    with directory.storage.open(directory.path(file.path)) as opened:
         found = {name: finite_scalar(opened, header, name) for name in SCALARS}
     return {name: value for name, value in found.items() if value is not None and not isinstance(value, str)}
 

@@ -23,6 +23,7 @@ from mindresume.errors import ConfigError, EngineError, SaveError, StrategyError
 from mindresume.events import Emit, Notice, warning
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import OURS
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.formatting import ranks_count
@@ -75,15 +76,15 @@ def _strategy_of_source(storage: Storage, choice: Choice, given: str | None, fol
     """
     candidate, notes, strategy, identity = choice.chosen, [], None, None
     if candidate.iteration_dir:                                      # an iteration folder contains its layouts
-        return {"strategy": None, "notes": notes, "identity": identity_of(storage, choice.root, candidate)}
+        return {"strategy": None, "notes": notes, "identity": identity_of(CheckpointDir(storage, choice.root), candidate)}
     if ranks:
-        identity = identity_of(storage, choice.root, candidate)
+        identity = identity_of(CheckpointDir(storage, choice.root), candidate)
         if given and has_layouts(storage, candidate):
             notes.append(f"src_strategy_path_or_dir: {given} is not needed; step {candidate.step} has records, which hold "
                          f"its layouts")
             given = None
         try:
-            strategy = strategy_for(storage, choice.root, candidate, given, identity)
+            strategy = strategy_for(CheckpointDir(storage, choice.root), candidate, given, identity)
         except StrategyError as error:
             if candidate.origin != OURS:
                 raise
@@ -103,7 +104,7 @@ def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity:
     """Opens the selected checkpoint as weights. The selection has verified its bytes."""
     candidate = with_world_size(choice.root, choice.chosen, strategy)
     scalars = choice.shards[0].scalars if choice.shards else {}     # with records, a rank may have verified no file
-    return checkpoint_of(storage, choice.root, candidate, strategy, identity, scalars)
+    return checkpoint_of(CheckpointDir(storage, choice.root), candidate, strategy, identity, scalars)
 
 
 # ---- at the load -----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from mindresume.coordination.rank_heartbeat import COMPILING, LOADING
 from mindresume.errors import ConfigError, LoadError
 from mindresume.events import warning
 from mindresume.events.progress import ProgressReporter
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.huggingface_families import FAMILIES
 from mindresume.mindformers import adapter, arrangement, heartbeat, loading, weight_names
 from mindresume.mindformers.auto_transform import OPENING
@@ -102,8 +103,8 @@ def load_resume(config: Any, model: Any, dataset: Any, context: TrainingContext)
     network = GraphNetwork(context, config, model._train_network)
     arrangement.check(plan, network.arrangement)
     if config.load_ckpt_async and plan.open_source is None:                 # read while the graph is compiled
-        early = ThreadPoolExecutor(1).submit(loading.read_shard, context.resources.storage, plan.choice.root, context.shard,
-                                             reporter)
+        early = ThreadPoolExecutor(1).submit(loading.read_shard, CheckpointDir(context.resources.storage, plan.choice.root),
+                                             context.shard, reporter)
     if config.use_parallel and adapter.is_parallel():
         heartbeat.enter(COMPILING)
         adapter.compile_for_load(config, model, dataset, context.group)

@@ -20,6 +20,7 @@ from mindresume.coordination.collectives import Watchdog, gather_results, run_on
 from mindresume.errors import LoadError
 from mindresume.events import Notice, WeightsLoaded, warning
 from mindresume.events.progress import ProgressReporter
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.mindformers import arrangement, auto_transform, weight_names
@@ -35,7 +36,6 @@ from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.region_load import WORKERS, Layouts, LoadTarget, bytes_of, read_regions, wanted_regions
 from mindresume.resume.choice import Choice, VerifiedShard
 from mindresume.settings import allow_text
-from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import read_header, read_tensor
 from mindresume.tensor_files.checksum import array_checksum
@@ -174,7 +174,8 @@ def load_own_files(network: Network, context: TrainingContext, early: Future | N
     what = plan.request.path if plan.weights_only else ""
     target, deduplicated = run_on_all(group, partial(_target_of_files, network, context, what), auto_transform.OPENING)
     names = target.shapes if plan.weights_only else None
-    read = early.result if early else partial(read_shard, context.resources.storage, plan.choice.root, context.shard,
+    read = early.result if early else partial(read_shard, CheckpointDir(context.resources.storage, plan.choice.root),
+                                              context.shard,
                                               reporter, names)
     arrays = run_on_all(group, read, Watchdog(reporter.what, reporter))
     if plan.weights_only:
@@ -189,7 +190,7 @@ def _target_of_files(network: Network, context: TrainingContext, what: str) -> t
         LoadError: The files do not fit.
     """
     choice, shard = context.plan.choice, context.shard
-    headers = {source: header_of(context.resources.storage, choice.root, source.file) for source in shard.sources}
+    headers = {source: header_of(CheckpointDir(context.resources.storage, choice.root), source.file) for source in shard.sources}
     stored = {name: header.tensors[name] for source, header in headers.items() for name in source.names or header.tensors}
     deduplicated = any(header.metadata.get("remove_redundancy") == "True" for header in headers.values())
     target = network.target(stored, what)
@@ -220,7 +221,7 @@ def _check_not_of_one_rank(network: Network, target: LoadTarget, context: Traini
                             f"(mindresume merge) with auto_trans_ckpt: True")
 
 
-def read_shard(storage: Storage, root: str, shard: VerifiedShard, reporter: ProgressReporter | None = None,
+def read_shard(directory: CheckpointDir, shard: VerifiedShard, reporter: ProgressReporter | None = None,
                names: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """Returns {name: array} of the tensors ``names`` of a shard; None: of all.
 
@@ -232,14 +233,14 @@ def read_shard(storage: Storage, root: str, shard: VerifiedShard, reporter: Prog
     arrays, reporter = {}, reporter or ProgressReporter.silent()
     reporter.expect(sum(source.file.size or 0 for source in shard.sources))
     for source in shard.sources:
-        path = os.path.join(root, source.file.path)
-        with storage.open(path) as file:
+        path = directory.path(source.file.path)
+        with directory.storage.open(path) as file:
             header = read_header(file, path)
             for name in source.names or header.tensors:
                 entry = header.tensors[name]
                 if entry.dtype == "str" or names is not None and name not in names:
                     continue
-                kept = storage.take_part(path, entry) if isinstance(storage, ReadCache) else None
+                kept = directory.storage.take_part(path, entry) if isinstance(directory.storage, ReadCache) else None
                 arrays[name] = read_tensor(file, entry) if kept is None else kept
                 row = shard.details.tensors.get(name) if shard.details else None
                 if row is not None and array_checksum(arrays[name]) != row.checksum:

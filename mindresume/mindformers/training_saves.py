@@ -75,7 +75,7 @@ def begin_saving(manager: CheckpointManager, context: TrainingContext, step: int
 def start_scrub(manager: CheckpointManager, context: TrainingContext, is_first_on_host: bool) -> None:
     """Starts the scrub in the background, on the first rank of each host, if it is configured."""
     if context.settings.scrub.every_hours and is_first_on_host:
-        scrub = BackgroundScrub(manager.storage, manager.target.root, context.settings.scrub, context.emit,
+        scrub = BackgroundScrub(manager.target, context.settings.scrub, context.emit,
                                 context.resources.remote)
         context.emit.add(scrub)
         context.resources.scrub = scrub.start()

@@ -11,6 +11,7 @@ from mindresume.api.sources import existing
 from mindresume.coordination.lease import SAVING, is_alive, known_lease_holders
 from mindresume.events import FAILED
 from mindresume.events.recovery_phases import Moments
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.location import locate
 from mindresume.report import accounting, event_log, log_parser
 from mindresume.report.accounting import (
@@ -79,14 +80,16 @@ class CheckpointState:
         return next((row for row in self.checkpoints if row.state == COMPLETE), None)
 
 
-def read_checkpoint_state(storage: Storage, root: str) -> CheckpointState:
+def read_checkpoint_state(directory: CheckpointDir) -> CheckpointState:
     """Returns the checkpoints, newest first, in the order in which a resume tries them."""
-    found, seen = list_checkpoints(storage, root, strategy_lookup(storage))
-    rows = [StoredCheckpoint(saved.step, saved.epoch, saved.run, saved.world_size, size_of(storage, found.root, saved),
+    found, seen = list_checkpoints(directory.storage, directory.root, strategy_lookup(directory.storage))
+    rows = [StoredCheckpoint(saved.step, saved.epoch, saved.run, saved.world_size,
+                             size_of(CheckpointDir(directory.storage, found.root), saved),
                              saved.format, saved.iteration_dir or None, saved.committed, saved.saved_at, row.state,
                              row.problem.reason if row.problem else "; ".join(row.warnings))
             for row in seen for saved in [row.candidate]]
-    leases = {holder.run: is_alive(holder) for holder in known_lease_holders(storage, found.root) if holder.purpose == SAVING}
+    leases = {holder.run: is_alive(holder) for holder in known_lease_holders(CheckpointDir(directory.storage, found.root))
+              if holder.purpose == SAVING}
     return CheckpointState(found.root, found.exists, tuple(rows), found.notes, leases)
 
 
@@ -180,7 +183,7 @@ def build_report(storage: Storage, output: str, root: str, more: Sequence[str] =
         more: other folders with logs or event files.
     """
     folders = (output, *more)
-    found, recorded, disk = find_logs(folders), find_event_logs(folders), read_checkpoint_state(storage, root)
+    found, recorded, disk = find_logs(folders), find_event_logs(folders), read_checkpoint_state(CheckpointDir(storage, root))
     rank = min((log.rank for log in found), default=None)
     own, utc_offsets = [log for log in found if log.rank == rank], foreign_utc_offsets(recorded)
     utc_offset = utc_offsets[0] if len(utc_offsets) == 1 else None

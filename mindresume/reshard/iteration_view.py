@@ -13,6 +13,7 @@ import xxhash
 from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats import Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import METADATA
 from mindresume.formats.iteration_scan import load_metadata, load_metadata_bytes
 from mindresume.formats.metadata import TensorMetadata, read_metadata
@@ -28,7 +29,7 @@ from mindresume.storage.interface import Storage
 from mindresume.tensor_files import Header
 
 
-def view_of_iteration(storage: Storage, root: str, candidate: Candidate, split: bool = False) -> CheckpointView:
+def view_of_iteration(directory: CheckpointDir, candidate: Candidate, split: bool = False) -> CheckpointView:
     """Views an iteration folder.
 
     Args:
@@ -37,19 +38,19 @@ def view_of_iteration(storage: Storage, root: str, candidate: Candidate, split: 
         CorruptFileError: ``metadata.json`` is damaged, or a file that it names is missing and no other holds the piece.
         StrategyError: it does not name some tensors, except counters; not if there is one rank.
     """
-    folder = os.path.join(root, candidate.iteration_dir)
-    records = _Records(storage, candidate)
-    named, split = _described(storage, root, candidate, records, split)
+    folder = directory.path(candidate.iteration_dir)
+    records = _Records(directory.storage, candidate)
+    named, split = _described(directory, candidate, records, split)
     where = {name: {copy.rank: os.path.join(folder, copy.file) for copies in row.stored.values() for copy in copies}
              for name, row in named.items()}
     tensors = {name: Tensor(name, row.dtype, row.shape, row.layout, row.first if row.layout else min(where[name]),
                             other_stages=_other_stages(row, where[name])) for name, row in named.items()}
     headers: dict[str, Header | None] = {}
-    for name, rank, path, tensor in _unnamed_tensors(storage, root, candidate, named, headers):
+    for name, rank, path, tensor in _unnamed_tensors(directory, candidate, named, headers):
         tensors[name], where[name] = tensor, {rank: path}
-    paths = {rank: tuple(os.path.join(root, file.path) for file in files) for rank, files in candidate.files.items()}
+    paths = {rank: tuple(directory.path(file.path) for file in files) for rank, files in candidate.files.items()}
     size = max((tensor.first + tensor.layout.stage_size for tensor in tensors.values() if tensor.layout), default=1)
-    return CheckpointView(storage, folder, tensors, lambda rank, name: where[name].get(rank), records.checksum,
+    return CheckpointView(directory.storage, folder, tensors, lambda rank, name: where[name].get(rank), records.checksum,
                    world_size=candidate.world_size if candidate.records_dir else size, headers=headers,
                    paths=lambda rank: paths.get(rank, ()), split=split)
 
@@ -88,27 +89,27 @@ class _Records:
         return {row.name: row for row in metadata_from_records(files, self.candidate.deduplicated, self.details)}
 
 
-def _described(storage: Storage, root: str, candidate: Candidate, records: _Records, split: bool
+def _described(directory: CheckpointDir, candidate: Candidate, records: _Records, split: bool
                ) -> tuple[Mapping[str, TensorMetadata], bool]:
     """Returns ({tensor: description}, whether optimizer shards stand apart) from the records, which hold the facts of
     ``metadata.json`` and more. After redundancy removal the records of all ranks would be needed, so unless they must be split
     that file is read instead, if it has the recorded checksum. hyper_parallel, which cuts the parameters of the PyNative trainer
     (only that one has counters of a trainer), gives one layout: its shards over data parallelism may lie in any dimension."""
-    folder = os.path.join(root, candidate.iteration_dir)
+    folder = directory.path(candidate.iteration_dir)
     if candidate.records_dir is None:
-        return load_metadata(storage, folder) if METADATA in storage.list(folder) else {}, False
+        return load_metadata(directory.storage, folder) if METADATA in directory.storage.list(folder) else {}, False
     if candidate.world_size == 1:
         return {}, True
     written = next((file for file in candidate.metadata_files if os.path.basename(file.path) == METADATA), None)
     if candidate.deduplicated and not split and written is not None:
         with suppress(CorruptFileError):                        # the records decide then
-            data = load_metadata_bytes(storage, folder)
+            data = load_metadata_bytes(directory.storage, folder)
             if xxhash.xxh3_128_hexdigest(data) == written.checksum:
                 return read_metadata(data, os.path.join(folder, METADATA)), False
     return records.tensor_metadata(), not (candidate.state and candidate.state.trainer)
 
 
-def _unnamed_tensors(storage: Storage, root: str, candidate: Candidate, named: Mapping[str, TensorMetadata],
+def _unnamed_tensors(directory: CheckpointDir, candidate: Candidate, named: Mapping[str, TensorMetadata],
             headers: dict[str, Header | None]) -> list[tuple[str, int, str, Tensor]]:
     """Returns (name, rank, path, tensor) for tensors of the first rank that the metadata does not name: mindformers leaves out
     the counters of the optimizer, which the strategy does not name."""
@@ -116,10 +117,10 @@ def _unnamed_tensors(storage: Storage, root: str, candidate: Candidate, named: M
         return []
     rank, found, lost = min(candidate.files), [], []
     for file in candidate.files[rank]:
-        path = os.path.join(root, file.path)
-        if storage.status(path) is None and named:
+        path = directory.path(file.path)
+        if directory.storage.status(path) is None and named:
             continue
-        header = headers[path] = header_of(storage, root, file)
+        header = headers[path] = header_of(directory, file)
         for name, entry in header.tensors.items():
             if name in named or is_transient(name) and candidate.world_size > 1:
                 continue
@@ -129,7 +130,7 @@ def _unnamed_tensors(storage: Storage, root: str, candidate: Candidate, named: M
                 lost.append(f"{name} {entry.shape}")
             found.append((name, rank, path, Tensor(name, entry.dtype, entry.shape, None, rank)))
     if lost:
-        folder = os.path.join(root, candidate.iteration_dir)
+        folder = directory.path(candidate.iteration_dir)
         raise StrategyError(f"{folder}: {len(lost)} tensors have no layout: {listed(lost, 5)}; "
                             f"{METADATA} does not name them, so how they are cut is unknown")
     return found

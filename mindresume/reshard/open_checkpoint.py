@@ -25,6 +25,7 @@ from mindresume.errors import (
 )
 from mindresume.events import Emit, ignore, warning
 from mindresume.formats import OURS, Candidate, Refusal, steps_text
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.consolidated import FILE, is_consolidated
 from mindresume.formats.rank_folder_naming import FileName, parse_name
 from mindresume.formats.strategy import Strategy
@@ -106,7 +107,7 @@ def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy
 
     def hold(root: str, candidate: Candidate) -> None:
         release()
-        lease = hold_candidate(storage, root, candidate, emit, outwaited)
+        lease = hold_candidate(CheckpointDir(storage, root), candidate, emit, outwaited)
         if lease is not None:
             held.append(lease)
 
@@ -116,7 +117,7 @@ def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy
         release()
 
 
-def hold_candidate(storage: Storage, root: str, candidate: Candidate, emit: Emit = ignore, outwaited: set[str] | None = None
+def hold_candidate(directory: CheckpointDir, candidate: Candidate, emit: Emit = ignore, outwaited: set[str] | None = None
                    ) -> Lease | None:
     """Acquires a read lock, which keeps jobs and ``prune`` from removing a checkpoint until it is released. Returns None for a
     checkpoint that nothing removes, and, with a warning, if the lock cannot be written. ``outwaited``: as for
@@ -128,12 +129,12 @@ def hold_candidate(storage: Storage, root: str, candidate: Candidate, emit: Emit
     if candidate.origin != OURS or not candidate.commit_dir:    # mindresume never removes it
         return None
     try:
-        lease = acquire_read_lock(storage, root, candidate.name, candidate.commit_dir, outwaited=outwaited)
+        lease = acquire_read_lock(directory, candidate.name, candidate.commit_dir, outwaited=outwaited)
     except OSError as error:
-        emit(warning(f"step {candidate.step} of {root} is read without a lock and may be removed meanwhile: {error}"))
+        emit(warning(f"step {candidate.step} of {directory.root} is read without a lock and may be removed meanwhile: {error}"))
         return None
     if lease is None:
-        raise _Gone(f"step {candidate.step} of {root} was removed before it could be read")
+        raise _Gone(f"step {candidate.step} of {directory.root} was removed before it could be read")
     return lease
 
 
@@ -175,7 +176,8 @@ def _open_newest(storage: Storage, path: str, step: int | None, strategy: str | 
     for candidate in wanted:
         try:
             on_open(found.root, candidate)
-            return replace(open_candidate(storage, found.root, candidate, strategy), refused=tuple(refused), notes=found.notes)
+            return replace(open_candidate(CheckpointDir(storage, found.root), candidate, strategy), refused=tuple(refused),
+                           notes=found.notes)
         except _Gone:
             raise
         except MindResumeError as error:
@@ -189,7 +191,7 @@ def _open_newest(storage: Storage, path: str, step: int | None, strategy: str | 
     raise NoUsableCheckpointError(f"{path} holds {what}, but none can be used:\n{table}", refused)
 
 
-def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: str | None = None) -> OpenCheckpoint:
+def open_candidate(directory: CheckpointDir, candidate: Candidate, strategy: str | None = None) -> OpenCheckpoint:
     """Opens one saved step.
 
     Raises:
@@ -197,26 +199,26 @@ def open_candidate(storage: Storage, root: str, candidate: Candidate, strategy: 
         CorruptFileError, LoadError: a file is damaged, or a piece of a tensor is missing.
         ConfigError, StrategyError: the strategy is missing, superfluous or does not fit.
     """
-    if refusal := eligible(storage, root, candidate, _ANY_WEIGHTS):
-        raise NoUsableCheckpointError(f"{root}: {refusal}", (refusal,))
-    identity = identity_of(storage, root, candidate)
+    if refusal := eligible(directory, candidate, _ANY_WEIGHTS):
+        raise NoUsableCheckpointError(f"{directory.root}: {refusal}", (refusal,))
+    identity = identity_of(directory, candidate)
     if candidate.iteration_dir and strategy is not None:
-        raise ConfigError(f"{os.path.join(root, candidate.iteration_dir)} holds its layouts; remove the strategy {strategy}")
-    layouts = None if candidate.iteration_dir else strategy_for(storage, root, candidate, strategy, identity)
-    candidate = with_world_size(root, candidate, layouts)
-    metadata = MetadataVerifier(storage, root, candidate)
-    shards = parallel(storage, lambda rank: verify_rank(storage, root, candidate, rank, full=False, metadata=metadata),
+        raise ConfigError(f"{directory.path(candidate.iteration_dir)} holds its layouts; remove the strategy {strategy}")
+    layouts = None if candidate.iteration_dir else strategy_for(directory, candidate, strategy, identity)
+    candidate = with_world_size(directory.root, candidate, layouts)
+    metadata = MetadataVerifier(directory, candidate)
+    shards = parallel(directory.storage, lambda rank: verify_rank(directory, candidate, rank, full=False, metadata=metadata),
                       sorted(candidate.files))
     for shard in shards:
         if isinstance(shard, Refusal):
-            raise CorruptFileError(os.path.join(root, shard.file or ""), str(shard))
-    source = checkpoint_of(storage, root, candidate, layouts, identity, shards[0].scalars, split=True)
+            raise CorruptFileError(directory.path(shard.file or ""), str(shard))
+    source = checkpoint_of(directory, candidate, layouts, identity, shards[0].scalars, split=True)
     check_all_pieces(source.weights)
     check_replicas(source.weights)
     return source
 
 
-def checkpoint_of(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None, identity: Any,
+def checkpoint_of(directory: CheckpointDir, candidate: Candidate, strategy: Strategy | None, identity: Any,
               scalars: Mapping[str, Any], split: bool = False) -> OpenCheckpoint:
     """Opens a verified candidate whose number of ranks is known (``with_world_size``).
 
@@ -231,12 +233,12 @@ def checkpoint_of(storage: Storage, root: str, candidate: Candidate, strategy: S
     state = candidate.state or state_of(scalars, name)
     if candidate.iteration_dir:
         split = split or state is not None and depends_on_pieces(dict(state.arrangement))
-        weights = view_of_iteration(storage, root, candidate, split)
+        weights = view_of_iteration(directory, candidate, split)
     else:
-        weights = view_of_rank_folders(storage, root, candidate, strategy)
+        weights = view_of_rank_folders(directory, candidate, strategy)
     weights.arrangement = dict(state.arrangement) if state is not None else {}
     what = f"{weights.name}, {'weights only' if state is None else f'step {state.step}'}, {ranks_count(weights.world_size)}"
-    return OpenCheckpoint(weights, state, name, identity, what, root, candidate)
+    return OpenCheckpoint(weights, state, name, identity, what, directory.root, candidate)
 
 
 def with_world_size(root: str, candidate: Candidate, strategy: Strategy | None) -> Candidate:

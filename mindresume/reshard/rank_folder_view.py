@@ -9,6 +9,7 @@ from typing import Any
 from mindresume import runtime
 from mindresume.errors import LoadError, StrategyError
 from mindresume.formats import Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy
 from mindresume.formatting import counted, listed, ranks_count
@@ -18,13 +19,12 @@ from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, read_header_of
 from mindresume.reshard.geometry import held
 from mindresume.reshard.tensor_checks import missing_parameters
-from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 from mindresume.tensor_files import Header
 from mindresume.tensor_files.header import DTYPES
 
 
-def view_of_rank_folders(storage: Storage, root: str, candidate: Candidate, strategy: Strategy | None = None) -> CheckpointView:
+def view_of_rank_folders(directory: CheckpointDir, candidate: Candidate, strategy: Strategy | None = None) -> CheckpointView:
     """Views rank folders.
 
     Args:
@@ -35,11 +35,11 @@ def view_of_rank_folders(storage: Storage, root: str, candidate: Candidate, stra
     """
     if strategy is not None and strategy.world_size != candidate.world_size:
         raise StrategyError(f"{strategy.source}: a strategy of {ranks_count(strategy.world_size)} "
-                            f"({counted(len(strategy.stages), 'stage')} of {strategy.stage_size}), the checkpoint {root}, "
-                            f"step {candidate.step}, is of {candidate.world_size}")
-    builder = _RankFolders(storage, root, candidate)
+                            f"({counted(len(strategy.stages), 'stage')} of {strategy.stage_size}), the checkpoint "
+                            f"{directory.root}, step {candidate.step}, is of {candidate.world_size}")
+    builder = _RankFolders(directory, candidate)
     tensors = builder.tensors(strategy)
-    return CheckpointView(storage, root, tensors, lambda rank, name: builder.path(rank), builder.checksum,
+    return CheckpointView(directory.storage, directory.root, tensors, lambda rank, name: builder.path(rank), builder.checksum,
                    world_size=candidate.world_size, headers=builder.headers,
                    paths=lambda rank: tuple(filter(None, [builder.path(rank)])))
 
@@ -47,8 +47,8 @@ def view_of_rank_folders(storage: Storage, root: str, candidate: Candidate, stra
 class _RankFolders:
     """Finds tensors and layouts of rank folders. Reads one header (and record) per stage; more only after redundancy removal."""
 
-    def __init__(self, storage: Storage, root: str, candidate: Candidate):
-        self.storage, self.root, self.candidate = storage, root, candidate
+    def __init__(self, directory: CheckpointDir, candidate: Candidate):
+        self.storage, self.root, self.candidate = directory.storage, directory.root, candidate
         self.headers: dict[str, Header | None] = {}
         self._details: dict[int, Details | None] = {}
         self._lock = runtime.Lock()

@@ -17,6 +17,7 @@ import xxhash
 
 from mindresume.errors import RecordError, StrategyError
 from mindresume.formats import OURS, Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.layout import TensorLayout
@@ -30,11 +31,11 @@ MARK = "used_for.json"              # in a folder that was set aside: identities
 MAX_MARK = 64 << 20                 # bytes: a checkpoint has 35 a rank
 
 
-def identity_of(storage: Storage, root: str, candidate: Candidate) -> Any:
+def identity_of(directory: CheckpointDir, candidate: Candidate) -> Any:
     """Returns a value for JSON that identifies one saved step: its records, or names, sizes and times of its files."""
     if candidate.records:
         return [candidate.run, candidate.step, *candidate.records]
-    return [file_identity(storage, os.path.join(root, file.path))
+    return [file_identity(directory.storage, directory.path(file.path))
             for _, files in sorted(candidate.files.items()) for file in files]
 
 
@@ -45,7 +46,7 @@ def file_identity(storage: Storage, path: str) -> list[Any]:
             found.mtime if found else None]
 
 
-def strategy_for(storage: Storage, root: str, candidate: Candidate, given: str | None, identity: Any) -> Strategy | None:
+def strategy_for(directory: CheckpointDir, candidate: Candidate, given: str | None, identity: Any) -> Strategy | None:
     """Returns the strategy of the job that saved ``candidate``; None if it is not known.
 
     This is the strategy ``given``; else, for a checkpoint of mindformers, the one in the folder ``strategy`` beside it, where
@@ -57,21 +58,21 @@ def strategy_for(storage: Storage, root: str, candidate: Candidate, given: str |
     Raises:
         StrategyError: the files cannot be read.
     """
-    path = _find_strategy(storage, root, candidate, given, lambda: identity)
-    return None if path is None else read_strategy(path, storage)
+    path = _find_strategy(directory, candidate, given, lambda: identity)
+    return None if path is None else read_strategy(path, directory.storage)
 
 
-def _find_strategy(storage: Storage, root: str, candidate: Candidate, given: str | None,
+def _find_strategy(directory: CheckpointDir, candidate: Candidate, given: str | None,
                    identity: Callable[[], Any]) -> str | None:
     if given is None and candidate.origin == OURS:
         return None
-    path = (given or os.path.join(os.path.dirname(os.path.abspath(root)), "strategy")).rstrip("/")
-    if kept := _kept(storage, path):
+    path = (given or os.path.join(os.path.dirname(os.path.abspath(directory.root)), "strategy")).rstrip("/")
+    if kept := _kept(directory.storage, path):
         this = identity()
         for other in kept:
-            if this in _marked(storage, other):
+            if this in _marked(directory.storage, other):
                 return other
-    return path if given or storage.list(path) else None
+    return path if given or directory.storage.list(path) else None
 
 
 def has_layouts(storage: Storage, candidate: Candidate) -> bool:
@@ -115,7 +116,8 @@ def strategy_lookup(storage: Storage, given: str | None = None) -> Callable[[str
 
     def strategy_of(root: str, candidate: Candidate) -> Strategy | None:
         try:
-            path = _find_strategy(storage, root, candidate, given, lambda: identity_of(storage, root, candidate))
+            path = _find_strategy(CheckpointDir(storage, root), candidate, given,
+                                  lambda: identity_of(CheckpointDir(storage, root), candidate))
         except OSError:
             return None
         return None if path is None else read(path)

@@ -17,13 +17,13 @@ from contextlib import suppress
 
 from mindresume import runtime
 from mindresume.events import CheckpointScrubbed, Emit, Event, SaveBegun, SaveFailed, SaveWritten, warning
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.resume.candidates import list_checkpoints
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.scrub import SKIPPED, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.settings import ScrubSettings
 from mindresume.storage.atomic_publish import error_text
-from mindresume.storage.interface import Storage
 from mindresume.storage.throttled_reads import ReadStoppedError
 
 FIRST, POLL = 60.0, 600.0       # seconds before the first look at the directory, and between two
@@ -43,9 +43,9 @@ class BackgroundScrub:
         first, poll: seconds before the first look at the directory, and between two.
     """
 
-    def __init__(self, storage: Storage, root: str, settings: ScrubSettings, emit: Emit, bucket: RemoteCheckpoints | None = None,
+    def __init__(self, directory: CheckpointDir, settings: ScrubSettings, emit: Emit, bucket: RemoteCheckpoints | None = None,
                  first: float = FIRST, poll: float = POLL, clock: Callable[[], float] = runtime.monotonic):
-        self.storage, self.root, self.settings, self.emit, self.bucket = storage, root, settings, emit, bucket
+        self.storage, self.root, self.settings, self.emit, self.bucket = directory.storage, directory.root, settings, emit, bucket
         self._first, self._poll, self._clock = first, poll, clock
         self._stop, self._thread = runtime.Event(), None
         self._saving_since: float | None = None

@@ -14,6 +14,7 @@ from mindresume.coordination.storage_topology import order_of
 from mindresume.errors import NoUsableCheckpointError, RecordError, RemoteError
 from mindresume.events import CandidateRefused, warning
 from mindresume.formats import OURS, Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.records import candidate_of
 from mindresume.formats.scan import scan
@@ -110,13 +111,14 @@ class BucketSource:
         if requested:
             bound = (0, 0)
         elif bound is None:
-            bound = max((c.order[:2] for c in scan(storage, self.root).candidates if c.origin == OURS and c.problem is None
+            bound = max((c.order[:2] for c in scan(CheckpointDir(storage, self.root)).candidates if c.origin == OURS
+                         and c.problem is None
                          and c.step not in refused), default=(0, 0))
         try:
             names = [name for name in self.remote.scan().committed() if name not in self._tried and order_of(name) > bound]
         except RemoteError as error:
             return {**offer, "failed": f"it is not known whether {self.remote.url} holds a newer checkpoint: {error}"}
-        failed_loads = failed_loads_by_key(storage, self.root) if policy.max_failed_loads and not requested else {}
+        failed_loads = failed_loads_by_key(CheckpointDir(storage, self.root)) if policy.max_failed_loads and not requested else {}
         suspected_names = [name for name in names if suspicion(failed_loads.get(name, ()), policy.max_failed_loads)]
         for attempt in [*(name for name in names if name not in suspected_names), *(suspected_names if suspected else ())]:
             try:
@@ -127,8 +129,8 @@ class BucketSource:
             candidate = candidate_of(manifest, iteration_name(manifest.step) if is_iteration_save(manifest) else "")
             if requested and not is_requested(candidate, requested):
                 continue
-            refusal = eligible(storage, self.root, candidate, policy, is_explicit=bool(requested)) or \
-                check_files(storage, self.root, candidate, policy.world_size, files=False)
+            refusal = eligible(CheckpointDir(storage, self.root), candidate, policy, is_explicit=bool(requested)) or \
+                check_files(CheckpointDir(storage, self.root), candidate, policy.world_size, files=False)
             if refusal is None:
                 return {**offer, "attempt": attempt, "manifest": data.decode()}
             offer["refused"].append((attempt, refusal.reason))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan, missing_ranks_text
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import parse_iteration, parse_weight_file
 from mindresume.formats.iteration_scan import is_iteration
 from mindresume.formats.location import below, fresh_start_refusal
@@ -43,9 +44,10 @@ def find_candidates(storage: Storage, path: str, requested: str | None = None, w
     if is_iteration(storage, path):
         return scan_one(storage, path), True
     root = os.path.dirname(os.path.abspath(path)) if folder_rank(os.path.basename(path)) is not None else path
-    found = scan(storage, root)
+    found = scan(CheckpointDir(storage, root))
     if found.exists and not any(candidate.maybe_completed for candidate in found.candidates):
-        found = scan(storage, root)     # a job may have saved later ones, and removed what was listed, while it was read
+        found = scan(CheckpointDir(storage,
+                                   root))     # a job may have saved later ones, and removed what was listed, while it was read
     if found.exists and not any(candidate.maybe_completed for candidate in found.candidates):
         inner = below(storage, path)
         if inner:
@@ -88,7 +90,7 @@ def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
     ranks = world_size or 1
     candidate = Candidate(None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), (file,)), ranks, (0.0,))
     try:
-        scalars = scalars_of(storage, folder, file, header_of(storage, folder, file))
+        scalars = scalars_of(CheckpointDir(storage, folder), file, header_of(CheckpointDir(storage, folder), file))
     except CorruptFileError as error:
         return Scan(folder, (replace(candidate, problem=candidate.refuse(error.reason, name, error=error)),))
     except OSError as error:
@@ -147,20 +149,23 @@ def list_checkpoints(storage: Storage, path: str, strategy_of: StrategyOf, world
 def status_of_candidate(storage: Storage, found: Scan, candidate: Candidate, strategy_of: StrategyOf,
                         world_size: int | None = None) -> CheckpointStatus:
     """Returns the row of ``list_checkpoints`` for one candidate of the scan ``found``."""
-    candidate, ranks = complete_missing_ranks(storage, found.root, candidate, strategy_of, world_size, found.expected_ranks)
-    problem = eligible(storage, found.root, candidate, _LISTED) or check_files(storage, found.root, candidate, ranks)
-    return CheckpointStatus(candidate, problem, _warnings(storage, found.root, candidate) if problem is None else ())
+    candidate, ranks = complete_missing_ranks(CheckpointDir(storage, found.root), candidate, strategy_of, world_size,
+                                              found.expected_ranks)
+    problem = eligible(CheckpointDir(storage, found.root), candidate,
+                       _LISTED) or check_files(CheckpointDir(storage, found.root), candidate, ranks)
+    return CheckpointStatus(candidate, problem, _warnings(CheckpointDir(storage, found.root), candidate) if problem is None
+                            else ())
 
 
-def _warnings(storage: Storage, root: str, candidate: Candidate) -> tuple[str, ...]:
+def _warnings(directory: CheckpointDir, candidate: Candidate) -> tuple[str, ...]:
     """Returns the warnings that are known without reading contents."""
     rows = [(rank, file) for rank, files in candidate.files.items() for file in files] if candidate.records_dir else []
-    found = file_sizes(storage, root, [file for _, file in rows])
+    found = file_sizes(directory, [file for _, file in rows])
     lost = [(rank, file.path) for (rank, file), size in zip(rows, found, strict=True) if size is None]
     return (*replica_warning(lost), *manifest_warning(candidate), *filter(None, [missing_ranks_text(candidate)]))
 
 
-def size_of(storage: Storage, root: str, candidate: Candidate) -> int:
+def size_of(directory: CheckpointDir, candidate: Candidate) -> int:
     """Returns the size of those of its files that exist, in bytes."""
-    found = parallel(storage, lambda file: status_of(storage, root, file), candidate.all_files)
+    found = parallel(directory.storage, lambda file: status_of(directory, file), candidate.all_files)
     return sum(status.size for status in found if status)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats import Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import COMMON, METADATA
 from mindresume.formats.iteration_scan import common_from_state, load_common, load_metadata
 from mindresume.formats.metadata import encode_metadata, read_metadata
@@ -43,28 +44,28 @@ def manifest_warning(candidate: Candidate) -> list[str]:
             f"so a resume uses them"]
 
 
-def damaged_metadata_files(storage: Storage, root: str, candidate: Candidate) -> list[Refusal]:
+def damaged_metadata_files(directory: CheckpointDir, candidate: Candidate) -> list[Refusal]:
     """Returns a refusal for each of the manifest, ``common.json`` and ``metadata.json`` that differs from what was written. A
     resume by mindresume does not need them; mindformers without mindresume needs the last two."""
-    path = os.path.relpath(os.path.join(candidate.records_dir or "", MANIFEST), root)
+    path = os.path.relpath(os.path.join(candidate.records_dir or "", MANIFEST), directory.root)
     found = [replace(candidate.refuse(text, path), is_unreadable=candidate.manifest_unreadable)
              for text in manifest_warning(candidate)]
     if not found:
-        damaged = _by_checksums(storage, root, candidate)
+        damaged = _by_checksums(directory, candidate)
     else:
-        damaged = _by_records(storage, root, candidate) if candidate.iteration_dir else []
+        damaged = _by_records(directory, candidate) if candidate.iteration_dir else []
     return found + [candidate.refuse(f"{text}; a resume uses the records, mindformers without mindresume cannot", file,
                                      error=error) for text, file, error in damaged]
 
 
-def _by_checksums(storage: Storage, root: str, candidate: Candidate) -> list[_Problem]:
+def _by_checksums(directory: CheckpointDir, candidate: Candidate) -> list[_Problem]:
     """Returns a row for each metadata file whose checksum differs from the one in the manifest."""
     found: list[_Problem] = []
     for file in candidate.metadata_files:
-        path = os.path.join(root, file.path)
+        path = directory.path(file.path)
         try:
-            if not is_as_recorded(storage, path, file):
-                status = storage.status(path)
+            if not is_as_recorded(directory.storage, path, file):
+                status = directory.storage.status(path)
                 found.append((f"{file.path} is not what was written: it has {status.size if status else 0} bytes, "
                               f"{file.size} bytes of checksum {file.checksum} were written", file.path, None))
         except OSError as error:
@@ -72,20 +73,20 @@ def _by_checksums(storage: Storage, root: str, candidate: Candidate) -> list[_Pr
     return found
 
 
-def _by_records(storage: Storage, root: str, candidate: Candidate) -> list[_Problem]:
+def _by_records(directory: CheckpointDir, candidate: Candidate) -> list[_Problem]:
     """Returns a row for each metadata file that contradicts the records. Values are compared, not bytes: another version may have
     encoded them differently."""
     common, metadata = f"{candidate.iteration_dir}/{COMMON}", f"{candidate.iteration_dir}/{METADATA}"
     found: list[_Problem] = []
     try:
-        there, expected = load_common(storage, root, candidate.iteration_dir), common_from_state(candidate.state)
+        there, expected = load_common(directory, candidate.iteration_dir), common_from_state(candidate.state)
         if there != expected:
             found.append((f"{common} is not what was written: it holds {there}, the records {expected}", common, None))
     except CorruptFileError as error:
         found.append((f"{common}: {error.reason}", common, error))
     try:
-        if candidate.world_size > 1 and (load_metadata(storage, os.path.join(root, candidate.iteration_dir)) !=
-                                         _metadata_by_records(storage, candidate)):
+        if candidate.world_size > 1 and (load_metadata(directory.storage, directory.path(candidate.iteration_dir)) !=
+                                         _metadata_by_records(directory.storage, candidate)):
             found.append((f"{metadata} is not what was written: the records hold other values", metadata, None))
     except CorruptFileError as error:
         found.append((f"{metadata}: {error.reason}", metadata, error))

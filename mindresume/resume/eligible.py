@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from mindresume.coordination.collectives import Group
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.scrub_result import known_damage
 from mindresume.formats.weight_files import file_sizes, is_weights_only
 from mindresume.formatting import listed, ranks_count
@@ -14,7 +15,6 @@ from mindresume.resume.health import is_unhealthy
 from mindresume.resume.metadata_verifier import MetadataVerifier, needs_metadata
 from mindresume.resume.replicas import replica_files
 from mindresume.saving.crash_loop import FailedLoad, suspicion
-from mindresume.storage.interface import Storage
 
 NONE_HEALTHY = "The training has no healthy checkpoints yet, please start training again"     # the message of mindformers
 UNHEALTHY = "it was unhealthy when it was saved"
@@ -68,7 +68,7 @@ class SelectionPolicy:
         return self.verify == FULL
 
 
-def eligible(storage: Storage, root: str, candidate: Candidate, policy: SelectionPolicy, failed_loads: Sequence[FailedLoad] = (),
+def eligible(directory: CheckpointDir, candidate: Candidate, policy: SelectionPolicy, failed_loads: Sequence[FailedLoad] = (),
              is_explicit: bool = False) -> Refusal | None:
     """Returns why the candidate is not taken wherever its files lie; None if it may be. This is the one rule of every source, and
     of what opens a checkpoint; which ranks have its files, and of which size, is for ``check_files``.
@@ -79,7 +79,7 @@ def eligible(storage: Storage, root: str, candidate: Candidate, policy: Selectio
     """
     if candidate.problem is not None and (policy.require_counters or not is_weights_only(candidate)):
         return candidate.problem
-    if damage := known_damage(storage, root, candidate):
+    if damage := known_damage(directory, candidate):
         return damage
     if is_explicit:
         return None
@@ -96,7 +96,7 @@ def none_usable(place: str, refused: Sequence[Refusal]) -> str:
     return "\n".join([f"{unhealthy}{place} holds checkpoints, but none can be used:", *(f"  {refusal}" for refusal in refused)])
 
 
-def check_files(storage: Storage, root: str, candidate: Candidate, world_size: int | None,
+def check_files(directory: CheckpointDir, candidate: Candidate, world_size: int | None,
                 files: bool = True) -> Refusal | None:
     """Returns why a candidate without a problem cannot be used; None if the files of all ranks exist and their layouts are known.
 
@@ -107,7 +107,7 @@ def check_files(storage: Storage, root: str, candidate: Candidate, world_size: i
     if candidate.origin == MINDFORMERS:
         problem = _wrong_ranks(candidate, world_size)
     elif candidate.local_ranks:
-        problem = _wrong_files(storage, root, candidate) if files else None
+        problem = _wrong_files(directory, candidate) if files else None
         return problem or candidate.refuse(
             f"only the files of rank {listed(candidate.local_ranks)} of {candidate.world_size} are here: nodes that share no "
             f"disk saved it. A job on these nodes takes the newest step that all of them have; for any other job, copy the "
@@ -118,22 +118,22 @@ def check_files(storage: Storage, root: str, candidate: Candidate, world_size: i
     else:
         problem = None
     if problem is None and needs_metadata(candidate):
-        problem = MetadataVerifier(storage, root, candidate).problem()
+        problem = MetadataVerifier(directory, candidate).problem()
     if problem is not None or not files:
         return problem
-    return _wrong_files(storage, root, candidate)
+    return _wrong_files(directory, candidate)
 
 
-def _wrong_files(storage: Storage, root: str, candidate: Candidate) -> Refusal | None:
+def _wrong_files(directory: CheckpointDir, candidate: Candidate) -> Refusal | None:
     """Returns a refusal for the first file that is missing without replicas, or has another size."""
     try:
-        found = file_sizes(storage, root, candidate.all_files)
+        found = file_sizes(directory, candidate.all_files)
     except OSError as error:
         return candidate.refuse(f"its files cannot be checked: {error}", error=error)
     rows = [(rank, file) for rank, files in candidate.files.items() for file in files]
     for (rank, file), size in zip(rows, found, strict=True):
         if size is None and candidate.records_dir:
-            replicas = replica_files(storage, root, candidate, rank)
+            replicas = replica_files(directory, candidate, rank)
             if isinstance(replicas, Refusal):
                 return replicas
             continue

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from mindresume.formats import Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files, replica_warning
 from mindresume.resume.metadata_verifier import MetadataVerifier
@@ -25,7 +26,7 @@ Verdict = tuple[Candidate, list[Refusal]]
 WHOLE = (1, 1)
 
 
-def verify_checkpoints(storage: Storage, root: str, rows: Iterable[CheckpointStatus],
+def verify_checkpoints(directory: CheckpointDir, rows: Iterable[CheckpointStatus],
                        list_again: Callable[[], Iterable[CheckpointStatus]],
                        progress: OnBytesRead = lambda count: None, part: tuple[int, int] = WHOLE) -> list[Verdict]:
     """Returns (candidate, refusals of damaged or missing files) for ``rows``, without checkpoints that were removed meanwhile.
@@ -35,17 +36,17 @@ def verify_checkpoints(storage: Storage, root: str, rows: Iterable[CheckpointSta
         progress: receives the bytes that are read.
         part: of the files, which are read.
     """
-    found = [(row.candidate, find_damage(storage, root, row, progress, part)) for row in rows]
+    found = [(row.candidate, find_damage(directory, row, progress, part)) for row in rows]
     for _ in range(_MAX_LISTINGS):
         if not any(candidate.maybe_completed for candidate, bad in found if bad):
             break
         now = {_identity(row.candidate): row for row in list_again()}
-        gone = [verdict for verdict in found if verdict[1] and not _is_unchanged(storage, verdict[0], now)]
+        gone = [verdict for verdict in found if verdict[1] and not _is_unchanged(directory.storage, verdict[0], now)]
         if not gone:
             break
         known, lost = {_identity(candidate) for candidate, _ in found}, {candidate.step for candidate, _ in gone}
         later = [row for identity, row in now.items() if row.candidate.step in lost and identity not in known]
-        found = [*((row.candidate, find_damage(storage, root, row, progress, part)) for row in later),
+        found = [*((row.candidate, find_damage(directory, row, progress, part)) for row in later),
                  *(verdict for verdict in found if verdict not in gone)]
     return found
 
@@ -61,27 +62,27 @@ def _is_unchanged(storage: Storage, candidate: Candidate, now: dict[Any, Checkpo
     return _identity(candidate) in now and (not candidate.commit_dir or storage.status(candidate.commit_dir) is not None)
 
 
-def find_damage(storage: Storage, root: str, row: CheckpointStatus, progress: OnBytesRead = lambda count: None,
+def find_damage(directory: CheckpointDir, row: CheckpointStatus, progress: OnBytesRead = lambda count: None,
                 part: tuple[int, int] = WHOLE) -> list[Refusal]:
     """Returns a refusal for each damaged or missing file of one step, of those of ``part``; an empty list if all is as it was
     written."""
     candidate, problem, (number, count) = row.candidate, row.problem, part
     if candidate.local_ranks:                           # partial on purpose
         problem = None
-    metadata = MetadataVerifier(storage, root, candidate)
+    metadata = MetadataVerifier(directory, candidate)
     bad: list[Refusal] = []
     harmless: list[Refusal] = []
     ranks = [] if candidate.problem else [*candidate.files]
     for position, rank in enumerate(ranks, candidate.step or 0):        # so that saves of few ranks are shared too
         if position % count != number - 1:
             continue
-        found = verify_rank(storage, root, candidate, rank, progress, metadata=metadata)
+        found = verify_rank(directory, candidate, rank, progress, metadata=metadata)
         if isinstance(found, Refusal):
             bad.append(found)
         else:
             harmless += [candidate.refuse(replica_warning([(lost, path)])[0], path, lost)
                          for lost, path in found.missing_files(candidate)]
-    harmless += damaged_metadata_files(storage, root, candidate)
+    harmless += damaged_metadata_files(directory, candidate)
     bad += [replace(row, is_harmless=True) for row in harmless]
     bad = list(dict.fromkeys(bad))                      # every rank reports the same defect of metadata.json
     return bad or ([problem] if problem else [])

@@ -35,6 +35,7 @@ from mindresume.events import (
 )
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MINDFORMERS, Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.location import find as find_checkpoints
 from mindresume.model.manifest import FOLDER, attempts
 from mindresume.resume.choice import Choice, VerifiedShard, describe_candidate
@@ -175,11 +176,12 @@ class CheckpointSelector:
         lost_work = None
         if resume and group.rank == 0:
             with suppress(OSError):
-                lost_work = find_lost_work(disk, choice.checkpoint_dir, chosen)
+                lost_work = find_lost_work(CheckpointDir(disk, choice.checkpoint_dir), chosen)
         lock = lock_selected(disk, choice, group, self.shared_groups, self.emit)
         try:
             limit = self.settings.max_failed_loads
-            attempt = LoadAttempt(disk, choice.root, chosen, os.path.realpath(request.output_dir), group.rank, limit) if (
+            attempt = LoadAttempt(CheckpointDir(disk, choice.root), chosen, os.path.realpath(request.output_dir), group.rank,
+                                  limit) if (
                 resume and limit and request.output_dir is not None) else None
             self.emit(CheckpointSelected(chosen.step, chosen.epoch, chosen.run, choice.root,
                                          describe_candidate(chosen, choice.bytes_verified)
@@ -256,7 +258,7 @@ def shared_groups_of(storage: Storage, path: str, group: Group, known: dict[str,
         if not any(gather_results(group, lambda: storage.status(root) is not None)):
             return single_group(group.size)
         try:
-            known[root] = find_shared_groups(storage, root, group)
+            known[root] = find_shared_groups(CheckpointDir(storage, root), group)
         except CollectiveError as error:
             emit(Notice(f"{root} is assumed to be a folder that all nodes share: {error}"))
             return single_group(group.size)             # not remembered: a save into it must probe again
@@ -281,7 +283,7 @@ def lock_selected(storage: Storage, choice: Choice, group: Group, known: dict[st
 
     def lock() -> bool:
         try:
-            held.append(acquire_read_lock(storage, choice.root, chosen.name, chosen.commit_dir))
+            held.append(acquire_read_lock(CheckpointDir(storage, choice.root), chosen.name, chosen.commit_dir))
         except OSError as error:
             emit(Notice(f"{choice.root} is read without a lock, because none can be written: {error}"))
         return None not in held
@@ -322,13 +324,13 @@ class LostWork:
         return None if self.since is None else max(now - self.since, 0.0)
 
 
-def find_lost_work(storage: Storage, root: str, chosen: Candidate) -> LostWork | None:
+def find_lost_work(directory: CheckpointDir, chosen: Candidate) -> LostWork | None:
     """Returns the work that the last job that saved below ``root`` did after ``chosen``. None if that job ended normally, is
     alive, or did not use mindresume. Raises OSError."""
-    dead = [holder for holder in lease_holders(storage, root) if holder.purpose == SAVING and is_alive(holder) is not True]
+    dead = [holder for holder in lease_holders(directory) if holder.purpose == SAVING and is_alive(holder) is not True]
     if not dead:
         return None
     last = max(dead, key=lambda holder: holder.order)
-    begun = [step for _, step, run in attempts(storage.list(os.path.join(root, FOLDER))) if run == last.run]
+    begun = [step for _, step, run in attempts(directory.storage.list(directory.path(FOLDER))) if run == last.run]
     reached = max([last.step, *begun])
     return LostWork(max(reached - (chosen.step or 0), 0), chosen.saved_at)

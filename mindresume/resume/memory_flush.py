@@ -11,6 +11,7 @@ from mindresume.coordination.collectives import Group, Watchdog, run_on_all, run
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import SaveError
 from mindresume.formats import Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.weight_files import is_as_recorded
 from mindresume.model.manifest import FileRecord, read_details, record_name
 from mindresume.resume.choice import Choice
@@ -39,12 +40,13 @@ def write_selected(storage: Storage, choice: Choice, group: Group, shared: Share
 
     def write() -> None:
         if shared.is_leader(group.rank):
-            write_to_disk(storage, root, choice.root, chosen)
+            write_to_disk(CheckpointDir(storage, root), choice.root, chosen)
     run_on_all(group, write, Watchdog("writing the last step to disk"))
-    run_on_rank0(group, lambda: commit_written(storage, root, chosen, samples_in_common), Watchdog("committing the last step"))
+    run_on_rank0(group, lambda: commit_written(CheckpointDir(storage, root), chosen, samples_in_common),
+                 Watchdog("committing the last step"))
 
 
-def write_to_disk(storage: Storage, root: str, tier: str, candidate: Candidate, progress: OnBytes = lambda count: None) -> None:
+def write_to_disk(directory: CheckpointDir, tier: str, candidate: Candidate, progress: OnBytes = lambda count: None) -> None:
     """Copies the files and records of a verified save from ``tier`` to the checkpoint directory ``root``. It may be called again
     after a death.
 
@@ -54,32 +56,35 @@ def write_to_disk(storage: Storage, root: str, tier: str, candidate: Candidate, 
         SaveError: a file of that name holds something else, or the bytes changed meanwhile.
         OSError, RecordError: a file cannot be read or written.
     """
-    target, step = _target(storage, root, candidate), candidate.step
+    target, step = _target(directory, candidate), candidate.step
     if is_committed(target, step):          # its records, which the manifest names, must stay as they are
         return
     for rank, files in candidate.files.items():
-        with storage.open(os.path.join(candidate.records_dir, record_name(rank))) as file:
+        with directory.storage.open(os.path.join(candidate.records_dir, record_name(rank))) as file:
             record, details = read_details(file)
         rows = tuple(row if target.iterations else replace(row, path=path_on_disk(row.path, candidate.run))
                      for row in record.files)
         for source, row in zip(files, rows, strict=True):
-            _copy(storage, os.path.join(tier, source.path), os.path.join(target.data_dir(step), row.path), row, target.run,
+            _copy(directory.storage, os.path.join(tier, source.path), os.path.join(target.data_dir(step), row.path), row,
+                  target.run,
                   progress)
-        storage.make_folder(target.attempt(step))
-        publish(storage, os.path.join(target.attempt(step), record_name(rank)), [replace(record, files=rows).encode(details)],
+        directory.storage.make_folder(target.attempt(step))
+        publish(directory.storage, os.path.join(target.attempt(step), record_name(rank)),
+                [replace(record, files=rows).encode(details)],
                 target.run)
 
 
-def commit_written(storage: Storage, root: str, candidate: Candidate, samples_in_common: bool = False) -> bool:
+def commit_written(directory: CheckpointDir, candidate: Candidate, samples_in_common: bool = False) -> bool:
     """Commits and publishes what ``write_to_disk`` wrote, as the next run would. Returns whether it is a checkpoint now; not
     while parts of other nodes are missing."""
-    target = replace(_target(storage, root, candidate), samples_in_common=samples_in_common)
+    target = replace(_target(directory, candidate), samples_in_common=samples_in_common)
     Committer(target).recover()                         # also of a step that is committed already: it may not be published
     return is_committed(target, candidate.step)
 
 
-def _target(storage: Storage, root: str, candidate: Candidate) -> SaveTarget:
-    return SaveTarget(storage, root, candidate.run, min(candidate.files), candidate.world_size, bool(candidate.iteration_dir), (),
+def _target(directory: CheckpointDir, candidate: Candidate) -> SaveTarget:
+    return SaveTarget(directory.storage, directory.root, candidate.run, min(candidate.files), candidate.world_size,
+                      bool(candidate.iteration_dir), (),
                       candidate.lineage)
 
 

@@ -21,6 +21,7 @@ from mindresume.coordination.storage_topology import SharedGroups, order_of
 from mindresume.errors import RemoteError, UnusableCheckpointError
 from mindresume.events import Notice
 from mindresume.formats import OURS, Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.records import scan_records
 from mindresume.formatting import listed, ranks_count
@@ -131,7 +132,7 @@ class MemorySource:
         """Returns the saves of this node that this rank can use, and why it refuses others."""
         refused: list[dict[str, Any]] = []
         try:
-            self.tier, problem = find_tier(uncached(self.job.storage), self.root)
+            self.tier, problem = find_tier(CheckpointDir(uncached(self.job.storage), self.root))
             note = self._look_into_tier(refused) if self.tier else None
             node = memory_identity(self.tier) if self.tier else ""
         except OSError as error:                # no error of the tier keeps a job from its checkpoints on disk
@@ -143,7 +144,7 @@ class MemorySource:
     def _look_into_tier(self, refused: list[dict[str, Any]]) -> DiskNote | None:
         """Fills ``offers`` and ``refused``. Returns the note. Raises OSError."""
         storage = uncached(self.job.storage)
-        for candidate in scan_records(storage, self.tier)[0][:_MAX_OFFERS]:
+        for candidate in scan_records(CheckpointDir(storage, self.tier))[0][:_MAX_OFFERS]:
             refusal = candidate.problem or self._why_not(candidate)
             if refusal is None:
                 self.offers[candidate.name] = candidate
@@ -232,9 +233,10 @@ class MemorySource:
     def _refusal(self, candidate: Candidate) -> dict[str, Any] | None:
         """Returns, on rank 0, why a save is refused before its bytes are read."""
         storage, policy = uncached(self.job.storage), self.job.policy
-        refusal = eligible(storage, self.tier, candidate, policy, failed_loads_by_key(storage, self.tier).get(candidate.name, ()))
+        refusal = eligible(CheckpointDir(storage, self.tier), candidate, policy,
+                           failed_loads_by_key(CheckpointDir(storage, self.tier)).get(candidate.name, ()))
         if refusal is None and not candidate.local_ranks:
-            refusal = check_files(storage, self.tier, candidate, policy.world_size)
+            refusal = check_files(CheckpointDir(storage, self.tier), candidate, policy.world_size)
         return refusal.to_json() if refusal is not None else None
 
     # ---- verification ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from mindresume import runtime
 from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import METADATA
 from mindresume.formats.iteration_scan import load_metadata
 from mindresume.formats.metadata import TensorMetadata
@@ -21,7 +22,6 @@ from mindresume.formatting import listed
 from mindresume.model.layout import is_scalar
 from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import is_transient
-from mindresume.storage.interface import Storage
 from mindresume.tensor_files import Header
 
 
@@ -34,8 +34,8 @@ class MetadataVerifier:
     """Verifies with ``metadata.json`` of one candidate, which is read once for all ranks that one process verifies. Several
     threads may use it."""
 
-    def __init__(self, storage: Storage, root: str, candidate: Candidate):
-        self.storage, self.root, self.candidate = storage, root, candidate
+    def __init__(self, directory: CheckpointDir, candidate: Candidate):
+        self.storage, self.root, self.candidate = directory.storage, directory.root, candidate
         self._lock = runtime.Lock()
         self._read = False
         self._rows: Mapping[str, TensorMetadata] = {}
@@ -106,4 +106,4 @@ class MetadataVerifier:
         record = FileRecord(f"{self.candidate.iteration_dir}/{file}", "safetensors")
         if self.storage.status(os.path.join(self.root, record.path)) is None:
             return False
-        return name in header_of(self.storage, self.root, record).tensors
+        return name in header_of(CheckpointDir(self.storage, self.root), record).tensors

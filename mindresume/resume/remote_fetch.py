@@ -26,6 +26,7 @@ from mindresume.coordination.read_locks import read_locks
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointFetched, Emit, ignore, warning
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formats.rank_folder_naming import parse_label
 from mindresume.formats.weight_files import header_of, is_as_recorded
@@ -138,9 +139,9 @@ class _RankFetch:
         """Creates the folder of records, which marks weights without a record as a save that never completed. Removes such files
         of earlier saves that have the names of files to fetch."""
         paths = {os.path.join(self.target_dir, file.path) for files in self.manifest.files for file in files}
-        free_names(self.storage, self.root, paths, self.manifest.run,
-                   lambda: check_no_live_job(self.storage, self.root, self.emit),
-                   lambda: read_locks(self.storage, self.root), self.emit)
+        free_names(CheckpointDir(self.storage, self.root), paths, self.manifest.run,
+                   lambda: check_no_live_job(CheckpointDir(self.storage, self.root), self.emit),
+                   lambda: read_locks(CheckpointDir(self.storage, self.root)), self.emit)
         self.storage.make_folder(self.records)
 
     def find_missing(self) -> int:
@@ -177,7 +178,7 @@ class _RankFetch:
         if self.storage.status(path) is None:
             return
         try:
-            label = parse_label(header_of(self.storage, self.target_dir, file))
+            label = parse_label(header_of(CheckpointDir(self.storage, self.target_dir), file))
         except CorruptFileError:
             return
         if label not in (None, (self.manifest.run, self.manifest.step)):

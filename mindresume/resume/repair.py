@@ -28,6 +28,7 @@ from xxhash import xxh3_128
 
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.formats import Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import details_of
 from mindresume.formats.weight_files import header_of, is_as_recorded
 from mindresume.model.manifest import FileRecord, TensorRecord, read_details, read_record, record_name, record_rank
@@ -54,7 +55,7 @@ class _Source:
     checksum: str
 
 
-def repair(storage: Storage, root: str, candidate: Candidate, damage: Refusal, tag: str, bucket: RemoteCheckpoints | None = None
+def repair(directory: CheckpointDir, candidate: Candidate, damage: Refusal, tag: str, bucket: RemoteCheckpoints | None = None
            ) -> str:
     """Repairs the file that ``damage`` names.
 
@@ -67,56 +68,56 @@ def repair(storage: Storage, root: str, candidate: Candidate, damage: Refusal, t
     path, rank = damage.file or "", damage.rank if damage.rank is not None else -1
     try:
         if record_rank(os.path.basename(path)) is not None:
-            return _repair_record(storage, root, candidate, rank, tag, bucket)
+            return _repair_record(directory, candidate, rank, tag, bucket)
         index, file = next(((index, file) for index, file in enumerate(candidate.files.get(rank, ())) if file.path == path),
                            (0, None))
         if file is None:
             return f"{path} is no file of weights; only those and records are repaired"
-        return _repair_weights(storage, root, candidate, rank, index, file, tag, bucket)
+        return _repair_weights(directory, candidate, rank, index, file, tag, bucket)
     except (CorruptFileError, RecordError, OSError) as error:
         return f"{path} cannot be repaired: {error_text(error)}"
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
-def _repair_weights(storage: Storage, root: str, candidate: Candidate, rank: int, index: int, file: FileRecord, tag: str,
+def _repair_weights(directory: CheckpointDir, candidate: Candidate, rank: int, index: int, file: FileRecord, tag: str,
                     bucket: RemoteCheckpoints | None) -> str:
     reasons = []
-    recorded = {name: row for name, row in details_of(storage, candidate.records_dir or "", rank).tensors.items()
+    recorded = {name: row for name, row in details_of(directory.storage, candidate.records_dir or "", rank).tensors.items()
                 if row.file == index}
     try:
-        sources = _intact_sources(storage, root, candidate, rank, file, recorded)
-        for pieces in _versions(storage, root, candidate, rank, index, file, recorded, sources):
-            if _replace(storage, root, file, pieces, tag):
+        sources = _intact_sources(directory, candidate, rank, file, recorded)
+        for pieces in _versions(directory, candidate, rank, index, file, recorded, sources):
+            if _replace(directory, file, pieces, tag):
                 return ""
         reasons.append("its header cannot be made again")
     except _NoCopyError as error:
         reasons.append(str(error))
     if bucket is not None:
-        reason = _from_bucket(storage, root, candidate, file, tag, bucket)
+        reason = _from_bucket(directory, candidate, file, tag, bucket)
         if not reason:
             return ""
         reasons.append(reason)
     return f"{file.path} cannot be repaired: {'; '.join(reasons)}"
 
 
-def _intact_sources(storage: Storage, root: str, candidate: Candidate, rank: int, file: FileRecord,
+def _intact_sources(directory: CheckpointDir, candidate: Candidate, rank: int, file: FileRecord,
                     recorded: Mapping[str, TensorRecord]) -> dict[str, _Source]:
     """Returns an intact copy of each tensor: in the file itself, else on another rank. Raises _NoCopyError if one has none."""
     found: dict[str, _Source] = {}
     with suppress(CorruptFileError):                        # its header is lost, or the file is missing
-        found = _intact_in(storage, root, file, recorded)
+        found = _intact_in(directory, file, recorded)
     wanted = {name: row for name, row in recorded.items() if name not in found}
     for other in likely_holders(wanted, rank, candidate):
         if not wanted:
             break
         with suppress(RecordError, OSError):                # its record is damaged, too
-            theirs = details_of(storage, candidate.records_dir or "", other).tensors
+            theirs = details_of(directory.storage, candidate.records_dir or "", other).tensors
             for index, copy in enumerate(candidate.files[other]):
                 same = {name: row for name, row in wanted.items() if name in theirs and theirs[name].file == index and
                         (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) == (row.dtype, row.shape, row.checksum)}
                 with suppress(CorruptFileError):
-                    found |= _intact_in(storage, root, copy, same) if same else {}
+                    found |= _intact_in(directory, copy, same) if same else {}
             wanted = {name: row for name, row in wanted.items() if name not in found}
     if wanted:
         raise _NoCopyError(f"no other rank holds an intact copy of {next(iter(wanted))}"
@@ -124,10 +125,10 @@ def _intact_sources(storage: Storage, root: str, candidate: Candidate, rank: int
     return found
 
 
-def _intact_in(storage: Storage, root: str, file: FileRecord, recorded: Mapping[str, TensorRecord]) -> dict[str, _Source]:
+def _intact_in(directory: CheckpointDir, file: FileRecord, recorded: Mapping[str, TensorRecord]) -> dict[str, _Source]:
     """Returns those of the tensors whose bytes in ``file`` have the recorded checksum. Raises CorruptFileError."""
-    header, path, found = header_of(storage, root, file), os.path.join(root, file.path), {}
-    with storage.open(path) as opened:
+    header, path, found = header_of(directory, file), directory.path(file.path), {}
+    with directory.storage.open(path) as opened:
         for name, row in recorded.items():
             entry = header.tensors.get(name)
             if entry is not None and (entry.dtype, entry.shape) == (row.dtype, row.shape):
@@ -137,25 +138,25 @@ def _intact_in(storage: Storage, root: str, file: FileRecord, recorded: Mapping[
     return found
 
 
-def _versions(storage: Storage, root: str, candidate: Candidate, rank: int, index: int, file: FileRecord,
+def _versions(directory: CheckpointDir, candidate: Candidate, rank: int, index: int, file: FileRecord,
               recorded: Mapping[str, TensorRecord], sources: Mapping[str, _Source]) -> Iterator[_Pieces]:
     """Yields the ways to make the file again, each as a function that yields its bytes: with its own header as it lies there,
     then with the metadata of the files of other ranks. The recorded checksum tells which one is right."""
     with suppress(CorruptFileError):
-        entries = header_of(storage, root, file).tensors
+        entries = header_of(directory, file).tensors
         if {name: (entry.dtype, entry.shape) for name, entry in entries.items()} == {
                 name: (row.dtype, row.shape) for name, row in recorded.items()}:
-            yield lambda: _with_own_header(storage, os.path.join(root, file.path), entries, sources)
+            yield lambda: _with_own_header(directory.storage, directory.path(file.path), entries, sources)
     specs = {name: TensorSpec(row.dtype, row.shape, sources[name].entry.nbytes) for name, row in recorded.items()}
     tried: list[dict[str, str]] = []
     for other in [number for number in candidate.files if number != rank][:MAX_HEADERS]:
         with suppress(CorruptFileError, IndexError):
-            metadata = dict(header_of(storage, root, candidate.files[other][index]).metadata)
+            metadata = dict(header_of(directory, candidate.files[other][index]).metadata)
             if metadata not in tried:
                 tried.append(metadata)
                 plan = plan_file(file.format, specs, metadata)
                 if plan.size == file.size:
-                    yield lambda plan=plan: _by_plan(storage, plan, sources)
+                    yield lambda plan=plan: _by_plan(directory.storage, plan, sources)
 
 
 def _with_own_header(storage: Storage, path: str, entries: Mapping[str, TensorEntry], sources: Mapping[str, _Source]
@@ -218,7 +219,7 @@ def _bytes_at(file: BinaryIO, start: int, count: int | None) -> Iterator[bytes]:
         count = None if count is None else count - len(found)
 
 
-def _replace(storage: Storage, root: str, file: FileRecord, pieces: _Pieces, tag: str) -> bool:
+def _replace(directory: CheckpointDir, file: FileRecord, pieces: _Pieces, tag: str) -> bool:
     """Writes a new file of ``pieces`` and puts it in the place of ``file``. Returns False, and changes nothing, if it has not the
     recorded checksum. Raises OSError."""
     whole, size = xxh3_128(), 0
@@ -229,18 +230,18 @@ def _replace(storage: Storage, root: str, file: FileRecord, pieces: _Pieces, tag
             whole.update(piece)
             size += len(piece)
             yield piece
-    path = os.path.join(root, file.path)
+    path = directory.path(file.path)
     temporary = temporary_name(path, tag)
     try:
-        storage.make_folder(os.path.dirname(path))
-        storage.write(temporary, hashed(), file.size or 0)
-        if (whole.hexdigest(), size) != (file.checksum, file.size) or not is_as_recorded(storage, temporary, file):
+        directory.storage.make_folder(os.path.dirname(path))
+        directory.storage.write(temporary, hashed(), file.size or 0)
+        if (whole.hexdigest(), size) != (file.checksum, file.size) or not is_as_recorded(directory.storage, temporary, file):
             return False
-        _put(storage, temporary, path)
+        _put(directory.storage, temporary, path)
         return True
     finally:
         with suppress(OSError):                             # it is gone after the rename
-            storage.remove(temporary)
+            directory.storage.remove(temporary)
 
 
 def _put(storage: Storage, temporary: str, path: str) -> None:
@@ -251,40 +252,40 @@ def _put(storage: Storage, temporary: str, path: str) -> None:
     storage.sync(os.path.dirname(path))
 
 
-def _from_bucket(storage: Storage, root: str, candidate: Candidate, file: FileRecord, tag: str, bucket: RemoteCheckpoints) -> str:
+def _from_bucket(directory: CheckpointDir, candidate: Candidate, file: FileRecord, tag: str, bucket: RemoteCheckpoints) -> str:
     """Downloads the file. Returns why it could not be used; empty if it is in its place."""
-    path = os.path.join(root, file.path)
+    path = directory.path(file.path)
     temporary = temporary_name(path, tag)
     try:
-        storage.make_folder(os.path.dirname(path))
+        directory.storage.make_folder(os.path.dirname(path))
         bucket.download(candidate.name, os.path.relpath(file.path, candidate.iteration_dir or "."), temporary)
-        if not is_as_recorded(storage, temporary, file):
+        if not is_as_recorded(directory.storage, temporary, file):
             return f"{bucket.url} holds other bytes"
-        _put(storage, temporary, path)
+        _put(directory.storage, temporary, path)
         return ""
     except RemoteError as error:
         return str(error)
     finally:
         with suppress(OSError):
-            storage.remove(temporary)
+            directory.storage.remove(temporary)
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------
 
-def _repair_record(storage: Storage, root: str, candidate: Candidate, rank: int, tag: str,
+def _repair_record(directory: CheckpointDir, candidate: Candidate, rank: int, tag: str,
                    bucket: RemoteCheckpoints | None) -> str:
     """Replaces a damaged record by the one in the bucket, if it is the one that was committed. No other rank has a copy."""
     path = os.path.join(candidate.records_dir or "", record_name(rank))
     if bucket is None:
-        return f"{os.path.relpath(path, root)} cannot be repaired: a record has no copy outside of the bucket"
+        return f"{os.path.relpath(path, directory.root)} cannot be repaired: a record has no copy outside of the bucket"
     try:
         data = bucket.record(candidate.name, rank)
     except RemoteError as error:
-        return f"{os.path.relpath(path, root)} cannot be repaired: {error}"
+        return f"{os.path.relpath(path, directory.root)} cannot be repaired: {error}"
     _, checksum = read_record(io.BytesIO(data))
     read_details(io.BytesIO(data))
     if checksum != candidate.records[sorted(candidate.files).index(rank)]:
-        return f"{os.path.relpath(path, root)} cannot be repaired: {bucket.url} holds another record"
-    publish(storage, path, [data], tag)
-    storage.copy_owner(candidate.records_dir or "", path)
+        return f"{os.path.relpath(path, directory.root)} cannot be repaired: {bucket.url} holds another record"
+    publish(directory.storage, path, [data], tag)
+    directory.storage.copy_owner(candidate.records_dir or "", path)
     return ""

@@ -10,13 +10,13 @@ belongs to the same job is not recorded, so tensors that are equal on two ranks 
 (``differing_replica``). """
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
 from mindresume.errors import CorruptFileError, RecordError, StrategyError
 from mindresume.formats import MINDFORMERS, Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.metadata_from_records import missing_slices, stage_size
 from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy
@@ -25,7 +25,6 @@ from mindresume.formatting import listed
 from mindresume.model.manifest import Details, TensorRecord
 from mindresume.resume.choice import ShardSource
 from mindresume.storage.atomic_publish import error_text
-from mindresume.storage.interface import Storage
 from mindresume.tensor_files.checksum import tensor_checksum
 from mindresume.tensor_files.header import TensorEntry
 
@@ -37,7 +36,7 @@ def unknown_strategy(root: str, candidate: Candidate) -> Strategy | None:
     return None
 
 
-def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, strategy_of: StrategyOf, world_size: int | None,
+def complete_missing_ranks(directory: CheckpointDir, candidate: Candidate, strategy_of: StrategyOf, world_size: int | None,
                            expected: int | None) -> tuple[Candidate, int | None]:
     """Returns the candidate with its ``missing_ranks``, and the number of ranks that it must have.
 
@@ -54,7 +53,7 @@ def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, st
         return candidate, world_size
     if world_size is not None and set(there) == set(range(world_size)):
         return candidate, world_size
-    strategy = strategy_of(root, candidate)
+    strategy = strategy_of(directory.root, candidate)
     ranks = world_size or (strategy.world_size if strategy else expected)
     if strategy is None or strategy.world_size != ranks or max(there) >= ranks:
         return candidate, ranks
@@ -63,7 +62,7 @@ def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, st
         return candidate, ranks
     files = [[file.path for file in there.get(rank, ())] for rank in range(ranks)]
     try:
-        lost = missing_slices(files, True, details_by_strategy(storage, root, candidate, strategy))
+        lost = missing_slices(files, True, details_by_strategy(directory, candidate, strategy))
     except (CorruptFileError, StrategyError) as error:
         lost = str(error)
     if not lost:
@@ -72,12 +71,12 @@ def complete_missing_ranks(storage: Storage, root: str, candidate: Candidate, st
         f"no file of rank {listed(missing)} for this step of this run, and by {strategy.source} {lost}", rank=missing[0])), ranks
 
 
-def details_by_strategy(storage: Storage, root: str, candidate: Candidate, strategy: Strategy) -> Callable[[int], Details]:
+def details_by_strategy(directory: CheckpointDir, candidate: Candidate, strategy: Strategy) -> Callable[[int], Details]:
     """Returns a function that derives the details of a rank, as records would hold them, from the headers of its files and the
     strategy; checksums are empty. The function raises CorruptFileError, and StrategyError if the strategy is of another model."""
     @cache
     def details_of(rank: int) -> Details:
-        headers = [header_of(storage, root, file) for file in candidate.files[rank]]
+        headers = [header_of(directory, file) for file in candidate.files[rank]]
         entries = {name: entry for header in headers for name, entry in header.tensors.items()}
         fitted = strategy.fit_dimensions({name: len(entry.shape) for name, entry in entries.items()})
         layouts = fitted.stages[rank // strategy.stage_size]
@@ -116,7 +115,7 @@ def replica_sources(rank: int, present: Iterable[int], world_size: int, details_
     return found
 
 
-def differing_replica(storage: Storage, root: str, candidate: Candidate, rank: int, strategy: Strategy,
+def differing_replica(directory: CheckpointDir, candidate: Candidate, rank: int, strategy: Strategy,
                       progress: Callable[[int], None] | None = None) -> str:
     """Returns a sentence about a tensor of ``rank`` that differs from its replica on another rank, although they are equal by
     ``strategy``: the strategy then belongs to another job. Empty if no tensor differs.
@@ -125,18 +124,18 @@ def differing_replica(storage: Storage, root: str, candidate: Candidate, rank: i
         progress: receives the bytes that are read.
     Raises: CorruptFileError, StrategyError, OSError.
     """
-    details_of = details_by_strategy(storage, root, candidate, strategy)
+    details_of = details_by_strategy(directory, candidate, strategy)
     first = rank - rank % strategy.stage_size
     mates = [other for other in sorted(candidate.files) if first <= other < first + strategy.stage_size]
 
     @cache
     def entries(other: int) -> dict[str, tuple[str, TensorEntry]]:
         return {name: (file.path, entry) for file in candidate.files[other]
-                for name, entry in header_of(storage, root, file).tensors.items()}
+                for name, entry in header_of(directory, file).tensors.items()}
 
     def checksum_of(other: int, name: str) -> str:
         path, entry = entries(other)[name]
-        with storage.open(os.path.join(root, path)) as opened:
+        with directory.storage.open(directory.path(path)) as opened:
             found = tensor_checksum(opened, entry)
         if progress:
             progress(entry.nbytes)
@@ -160,25 +159,26 @@ def _holder(rank: int, first: int, name: str, row: TensorRecord, mates: list[int
     return next((other for other in likely if other in mates and name in details_of(other).tensors), None)
 
 
-def replica_files(storage: Storage, root: str, candidate: Candidate, rank: int) -> tuple[ShardSource, ...] | Refusal:
+def replica_files(directory: CheckpointDir, candidate: Candidate, rank: int) -> tuple[ShardSource, ...] | Refusal:
     """Returns files of other ranks that hold the tensors of the missing files of ``rank``; a Refusal if no other rank has one of
     them. A replica is recorded with the same name, dtype, shape and checksum."""
     missing = candidate.files[rank][0]
     try:
-        present = {index for index, file in enumerate(candidate.files[rank]) if storage.status(os.path.join(root, file.path))}
+        present = {index for index, file in enumerate(candidate.files[rank])
+                   if directory.storage.status(directory.path(file.path))}
         missing = next(file for index, file in enumerate(candidate.files[rank]) if index not in present)
-        wanted = {name: row for name, row in details_of(storage, candidate.records_dir or "", rank).tensors.items()
+        wanted = {name: row for name, row in details_of(directory.storage, candidate.records_dir or "", rank).tensors.items()
                   if row.file not in present}
         sources = []
         for other in likely_holders(wanted, rank, candidate):
             if not wanted:
                 break
-            theirs = details_of(storage, candidate.records_dir or "", other).tensors
+            theirs = details_of(directory.storage, candidate.records_dir or "", other).tensors
             for index, file in enumerate(candidate.files[other]):
                 names = tuple(name for name, row in wanted.items() if name in theirs and theirs[name].file == index and
                               (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) ==
                               (row.dtype, row.shape, row.checksum))
-                if names and storage.status(os.path.join(root, file.path)) is not None:
+                if names and directory.storage.status(directory.path(file.path)) is not None:
                     sources.append(ShardSource(file, names))
                     wanted = {name: row for name, row in wanted.items() if name not in names}
     except (RecordError, OSError) as error:

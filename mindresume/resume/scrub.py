@@ -22,6 +22,7 @@ from mindresume import runtime
 from mindresume.coordination.lease import BEAT, SCRUBBING, Lease, LeaseHolder, is_alive, is_job_lease, lease_holders, lease_path
 from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.formats import Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.scrub_result import can_be_scrubbed, known_damage, publish_result, read_result
 from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files
@@ -120,7 +121,7 @@ class Scrubber:
             return "it is not complete"
         if leads_through_a_link(self.storage, self.root, candidate.records_dir):
             return "its folder of records is, or is in, a symbolic link: what a scrub writes would go elsewhere"
-        if not self.options.rereads_damage and known_damage(self.storage, self.root, candidate) is not None:
+        if not self.options.rereads_damage and known_damage(CheckpointDir(self.storage, self.root), candidate) is not None:
             return "a scrub found it damaged, and its files are the same"
         if self.options.older_than and self._known_at(candidate) > self.clock() - self.options.older_than:
             return "it was saved, or read by a scrub, recently"
@@ -143,12 +144,12 @@ class Scrubber:
         reason = self.due(candidate)
         if reason:
             return CheckpointScrub(candidate, SKIPPED, reason)
-        lock = acquire_read_lock(self.storage, self.root, candidate.name, candidate.commit_dir, sleep=self._pause,
+        lock = acquire_read_lock(CheckpointDir(self.storage, self.root), candidate.name, candidate.commit_dir, sleep=self._pause,
                                  purpose=SCRUBBING, outwaited=self._outwaited)
         if lock is None:
             return CheckpointScrub(candidate, REMOVED)
         try:
-            other = other_scrub(self.storage, self.root, lock, self._pause)
+            other = other_scrub(CheckpointDir(self.storage, self.root), lock, self._pause)
             if other is not None:
                 return CheckpointScrub(candidate, SKIPPED, f"process {other.pid} on host {other.host} is scrubbing this folder",
                                        is_elsewhere=True)
@@ -192,12 +193,12 @@ class Scrubber:
         missing = self._missing(candidate, again)
         repaired: list[Refusal] = []
         for row in (*damage, *missing) if self.options.repairs else ():
-            problem = repair(storage, self.root, candidate, row, lock.run, self.options.bucket)
+            problem = repair(CheckpointDir(storage, self.root), candidate, row, lock.run, self.options.bucket)
             repaired += [] if problem else [row]
             notes += [problem] if problem else []
         left = [row for row in damage if row not in repaired]
         notes += [row.reason for row in missing if row not in repaired]
-        notes += [row.reason for row in damaged_metadata_files(storage, self.root, candidate)]
+        notes += [row.reason for row in damaged_metadata_files(CheckpointDir(storage, self.root), candidate)]
         if self._is_removed(candidate):           # removed by hand: locks do not prevent that
             return CheckpointScrub(candidate, REMOVED, bytes_read=storage.read)
         # An error of reading is no damage: nothing is recorded of it, and it may pass until the next scrub or start.
@@ -227,7 +228,7 @@ class Scrubber:
         return self.storage.status(os.path.join(self.root, path))
 
     def _damage(self, storage: Storage, candidate: Candidate, rank: int) -> list[Refusal]:
-        return find_damaged_files(storage, self.root, candidate, rank, self.progress)
+        return find_damaged_files(CheckpointDir(storage, self.root), candidate, rank, self.progress)
 
     def _missing(self, candidate: Candidate, damaged: Collection[str | None]) -> list[Refusal]:
         """Returns a refusal for each missing file whose tensors are all in replicas: a resume uses those."""
@@ -236,7 +237,7 @@ class Scrubber:
                 if file.path not in damaged and self._status(file.path) is None]
 
 
-def other_scrub(storage: Storage, root: str, own: Lease, wait: Callable[[float], object]) -> LeaseHolder | None:
+def other_scrub(directory: CheckpointDir, own: Lease, wait: Callable[[float], object]) -> LeaseHolder | None:
     """Returns who else scrubs this folder; None if nobody does, and then this process is the one that does.
 
     Of two that begin at the same moment the one with the smaller name goes on; one that has sent a heartbeat goes on in any case.
@@ -244,7 +245,7 @@ def other_scrub(storage: Storage, root: str, own: Lease, wait: Callable[[float],
     process that is gone is removed; on another machine it is watched for some heartbeats.
     """
     def others() -> list[LeaseHolder]:
-        return [holder for holder in lease_holders(storage, root) if holder.purpose == SCRUBBING and holder.run != own.run]
+        return [holder for holder in lease_holders(directory) if holder.purpose == SCRUBBING and holder.run != own.run]
     found = others()
     gone = [holder for holder in found if is_alive(holder) is False]
     remote = {holder.run: holder.beat for holder in found if is_alive(holder) is None}
@@ -254,7 +255,7 @@ def other_scrub(storage: Storage, root: str, own: Lease, wait: Callable[[float],
         gone += [holder for holder in found if remote.get(holder.run) == holder.beat]
     for holder in gone:
         with suppress(OSError):
-            storage.remove(lease_path(root, holder.run))
+            directory.storage.remove(lease_path(directory.root, holder.run))
     runs = {holder.run for holder in gone}
     for holder in found:
         if holder.run not in runs and (holder.beat > 0 or holder.run < own.run):

@@ -17,6 +17,7 @@ from mindresume.errors import CollectiveError, NoUsableCheckpointError, Unusable
 from mindresume.events import Emit, Notice, ignore
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.location import locate
 from mindresume.resume.bucket_source import BucketSource
@@ -171,7 +172,8 @@ def newest_node_local(storage: Storage, path: str, policy: SelectionPolicy, stra
         return None
     for row in rows:
         if row.state == NODE_LOCAL and not any(
-                isinstance(verify_rank(storage, found.root, row.candidate, rank, None, policy.verifies_bytes), Refusal)
+                isinstance(verify_rank(CheckpointDir(storage, found.root), row.candidate, rank, None, policy.verifies_bytes),
+                           Refusal)
                 for rank in row.candidate.files):
             return row.candidate
     return None

@@ -18,6 +18,7 @@ from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheck
 from mindresume.events import Emit, ignore
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate, Refusal, Scan
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.location import CHECKPOINT
 from mindresume.formats.rank_folder_naming import folder_rank, parse_name
 from mindresume.formats.weight_files import is_weights_only
@@ -111,7 +112,7 @@ def verify_on_all_ranks(job: Job, storage: Storage, root: str, candidate: Candid
     drop_cached_files(job.storage)
     job.progress.expect(read_size(candidate, ranks))
     shards: list[VerifiedShard] = []
-    metadata, read = MetadataVerifier(storage, root, candidate), ProgressReporter.silent()
+    metadata, read = MetadataVerifier(CheckpointDir(storage, root), candidate), ProgressReporter.silent()
 
     def counted(count: int) -> None:
         read.advance(count)
@@ -120,7 +121,8 @@ def verify_on_all_ranks(job: Job, storage: Storage, root: str, candidate: Candid
     def check() -> Any:
         for rank in ranks:
             strategy = job.strategy_of(root, candidate) if candidate.missing_ranks and candidate.records_dir is None else None
-            result = verify_rank(storage, root, candidate, rank, counted, job.policy.verifies_bytes, strategy, metadata, keep)
+            result = verify_rank(CheckpointDir(storage, root), candidate, rank, counted, job.policy.verifies_bytes, strategy,
+                                 metadata, keep)
             if isinstance(result, Refusal):
                 return {"refusal": result.to_json()}
             shards.append(result)
@@ -129,7 +131,8 @@ def verify_on_all_ranks(job: Job, storage: Storage, root: str, candidate: Candid
     if refusals := refusals_of(rows):
         return refusals
     missing = sorted({(rank, path) for row in rows for rank, path in row.get("lost", ())})
-    damaged = run_on_rank0(job.group, lambda: [refusal.reason for refusal in damaged_metadata_files(storage, root, candidate)],
+    damaged = run_on_rank0(job.group, lambda: [refusal.reason for refusal in
+                                               damaged_metadata_files(CheckpointDir(storage, root), candidate)],
                            Watchdog("checking the metadata files"))
     return Choice(candidate, (), (), False, tuple(shards), root, job.policy.verifies_bytes,
                   (*replica_warning(missing), *damaged))
@@ -218,7 +221,7 @@ class SharedDisk:
         scan, self.is_explicit = find_candidates(storage, self.job.path, policy.requested, policy.world_size)
         self.queue = list(scan.candidates)
         if policy.max_failed_loads and not self.is_explicit:
-            self.failed_loads = failed_loads_by_key(storage, scan.root)
+            self.failed_loads = failed_loads_by_key(CheckpointDir(storage, scan.root))
         return scan
 
     def _checked(self, scan: Scan, candidate: Candidate) -> tuple[Candidate, Refusal | None]:
@@ -228,17 +231,18 @@ class SharedDisk:
             candidate = replace(candidate, problem=None)
         ranks = policy.world_size
         if not (self.is_explicit and len(candidate.files) == 1):
-            candidate, ranks = complete_missing_ranks(storage, scan.root, candidate, self.job.strategy_of, ranks,
+            candidate, ranks = complete_missing_ranks(CheckpointDir(storage, scan.root), candidate, self.job.strategy_of, ranks,
                                                       scan.expected_ranks)
         failed = self.failed_loads.get(key_of(candidate), ())
-        refusal = eligible(storage, scan.root, candidate, policy, failed, self.is_explicit)
+        refusal = eligible(CheckpointDir(storage, scan.root), candidate, policy, failed, self.is_explicit)
         if refusal is not None and refusal.is_last_resort:
             self.suspected.append(candidate)
         if refusal is not None and refusal.reason == UNHEALTHY:
             refusal = candidate.refuse(f"{UNHEALTHY} (the embedding's local norm was above embedding_local_norm_threshold); to "
                                        f"use it anyway, request it by the name of its "
                                        f"{'folder' if candidate.iteration_dir else 'file'}")
-        refusal = refusal or check_files(storage, scan.root, candidate, policy.world_size if self.is_explicit else ranks,
+        refusal = refusal or check_files(CheckpointDir(storage, scan.root), candidate, policy.world_size
+                                         if self.is_explicit else ranks,
                                          not candidate.committed)
         if refusal is None and (text := warning(failed, policy.max_failed_loads)):
             self.notes.append(f"step {candidate.step}: {text}")
@@ -321,7 +325,7 @@ class NodeDisks:
             self.scan, self.is_explicit = Scan(job.path, exists=False), True
         for candidate in self.scan.candidates:
             whole = replace(candidate, world_size=size) if candidate.records_dir is None else candidate
-            refusal = eligible(job.storage, self.scan.root, whole, job.policy, is_explicit=self.is_explicit) or \
+            refusal = eligible(CheckpointDir(job.storage, self.scan.root), whole, job.policy, is_explicit=self.is_explicit) or \
                 _refuse_for_rank(candidate, job.group)
             if refusal is None:                                 # without records, the scan counted only the files of this node
                 self.offers.setdefault(_shared_name(candidate), whole)

@@ -16,6 +16,7 @@ import numpy as np
 
 from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats import OURS, Candidate, Refusal
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import LABEL, parse_label
 from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy
@@ -44,7 +45,7 @@ from mindresume.tensor_files.whole_file import read_whole
 OnBytesRead = Callable[[int], None]       # bytes read since the last call
 
 
-def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None = None,
+def verify_rank(directory: CheckpointDir, candidate: Candidate, rank: int, progress: OnBytesRead | None = None,
                 full: bool = True, strategy: Strategy | None = None, metadata: MetadataVerifier | None = None,
                 keep: ReadCache | None = None) -> VerifiedShard | Refusal:
     """Reads and verifies everything that ``rank`` will load from this candidate.
@@ -60,26 +61,26 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
     """
     files = candidate.files.get(rank)
     if not files and rank in candidate.missing_ranks:
-        return _verify_missing_rank(storage, root, candidate, rank, progress if full else None, strategy)
+        return _verify_missing_rank(directory, candidate, rank, progress if full else None, strategy)
     if not files:
         return candidate.refuse(f"no file of rank {rank}", rank=rank)
     file = files[0]
     try:
         if candidate.origin == OURS and candidate.records_dir:
-            return _verify_recorded(storage, root, candidate, rank, progress, full, keep)
-        headers = [header_of(storage, root, file) for file in files]
+            return _verify_recorded(directory, candidate, rank, progress, full, keep)
+        headers = [header_of(directory, file) for file in files]
         if candidate.iteration_dir:                                  # the scan has read its counters from common.json
             for file, header in zip(files, headers, strict=True):
                 label = parse_label(header)
                 if label is not None and label[1] != candidate.step:
                     return candidate.refuse(f"rank {rank} holds a file of run {label[0]}, step {label[1]}: files of two saves "
                                             f"are mixed", file.path, rank)
-            metadata = metadata or MetadataVerifier(storage, root, candidate)
+            metadata = metadata or MetadataVerifier(directory, candidate)
             problem = metadata.mismatch(rank, dict(zip(files, headers, strict=True)))
             return problem or VerifiedShard(rank, tuple(map(ShardSource, files)), candidate.state)
         header = headers[0]
-        scalars = scalars_of(storage, root, file, header)
-        difference = differing_replica(storage, root, candidate, rank, strategy, progress) if full and strategy else ""
+        scalars = scalars_of(directory, file, header)
+        difference = differing_replica(directory, candidate, rank, strategy, progress) if full and strategy else ""
         if difference:
             return candidate.refuse(difference, file.path, rank)
     except CorruptFileError as error:
@@ -88,7 +89,7 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
     except (RecordError, OSError) as error:
         return candidate.refuse(f"rank {rank}: {error}", file.path, rank, error=error)
     written = parse_label(header)
-    recorded = attempts(storage.list(os.path.join(root, FOLDER))) if written and os.path.dirname(file.path) else ()
+    recorded = attempts(directory.storage.list(directory.path(FOLDER))) if written and os.path.dirname(file.path) else ()
     if written and any(run == written[0] for _, _, run in recorded):
         # The scan read the label of one file only. A run that writes records never completed a save without them.
         return candidate.refuse(f"rank {rank} holds a file of run {written[0]}, step {written[1]}, which has no record: the save "
@@ -99,22 +100,23 @@ def verify_rank(storage: Storage, root: str, candidate: Candidate, rank: int, pr
     return VerifiedShard(rank, (ShardSource(file),), scalars=scalars)
 
 
-def find_damaged_files(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None = None
+def find_damaged_files(directory: CheckpointDir, candidate: Candidate, rank: int, progress: OnBytesRead | None = None
                        ) -> list[Refusal]:
     """Returns a refusal for each damaged file of one rank of a checkpoint with records: ``verify_rank`` ends at the first one. If
     the record itself is damaged, its file is the only one. A missing file is not damaged if replicas hold all of it."""
     try:
-        checked = _checked_record(storage, candidate, rank)
+        checked = _checked_record(directory.storage, candidate, rank)
     except (RecordError, OSError) as error:
-        return [candidate.refuse(f"the record of rank {rank} cannot be used: {error}", _record_path(root, candidate, rank), rank,
+        return [candidate.refuse(f"the record of rank {rank} cannot be used: {error}",
+                                 _record_path(directory.root, candidate, rank), rank,
                                  error=error)]
     if isinstance(checked, Refusal):
-        return [replace(checked, file=_record_path(root, candidate, rank))]
+        return [replace(checked, file=_record_path(directory.root, candidate, rank))]
     found = []
     for index, file in enumerate(candidate.files[rank]):
         recorded = {name: row for name, row in checked[1].tensors.items() if row.file == index}
         try:
-            result = _verify_file(storage, root, candidate, rank, file, recorded, progress, True)
+            result = _verify_file(directory, candidate, rank, file, recorded, progress, True)
         except CorruptFileError as error:
             wrong = [error.tensor] if error.tensor else ()
             result = candidate.refuse(f"rank {rank}: {error.reason}", file.path, rank, wrong, error)
@@ -128,17 +130,17 @@ def _record_path(root: str, candidate: Candidate, rank: int) -> str:
     return os.path.relpath(os.path.join(candidate.records_dir or "", record_name(rank)), root)
 
 
-def _verify_recorded(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,
+def _verify_recorded(directory: CheckpointDir, candidate: Candidate, rank: int, progress: OnBytesRead | None,
                      full: bool, keep: ReadCache | None) -> VerifiedShard | Refusal:
     """Verifies a rank of a checkpoint with records: the record against the manifest, the files against the record."""
-    checked = _checked_record(storage, candidate, rank)
+    checked = _checked_record(directory.storage, candidate, rank)
     if isinstance(checked, Refusal):
         return checked
     record, details = checked
     sources: list[ShardSource] = []
     for index, file in enumerate(candidate.files[rank]):
         recorded = {name: row for name, row in details.tensors.items() if row.file == index}
-        found = _verify_file(storage, root, candidate, rank, file, recorded, progress, full, keep)
+        found = _verify_file(directory, candidate, rank, file, recorded, progress, full, keep)
         if isinstance(found, Refusal):
             return found
         sources += found
@@ -161,13 +163,13 @@ def _checked_record(storage: Storage, candidate: Candidate, rank: int) -> tuple[
     return record, details
 
 
-def _verify_missing_rank(storage: Storage, root: str, candidate: Candidate, rank: int, progress: OnBytesRead | None,
+def _verify_missing_rank(directory: CheckpointDir, candidate: Candidate, rank: int, progress: OnBytesRead | None,
                          strategy: Strategy | None) -> VerifiedShard | Refusal:
     """Verifies the replicas, on other ranks, of the tensors of a rank that was lost before its job saved for the last time. Its
     random state is lost."""
     try:
-        details = details_by_strategy(storage, root, candidate, strategy) if strategy else cache(
-            lambda other: details_of(storage, candidate.records_dir or "", other))
+        details = details_by_strategy(directory, candidate, strategy) if strategy else cache(
+            lambda other: details_of(directory.storage, candidate.records_dir or "", other))
         found = replica_sources(rank, candidate.files, candidate.world_size, details)
         if isinstance(found, str):
             return candidate.refuse(f"rank {rank} wrote nothing, and {found}", rank=rank)
@@ -176,8 +178,8 @@ def _verify_missing_rank(storage: Storage, root: str, candidate: Candidate, rank
             names.setdefault(candidate.files[other][row.file], []).append(name)
         sources = tuple(ShardSource(file, tuple(held)) for file, held in names.items())
         recorded = {name: row for name, (_, row) in found.items()}
-        verified = _verify_replicas(storage, root, candidate, rank, recorded, sources, progress)
-        scalars = {} if candidate.state else scalars_of(storage, root, sources[0].file, header_of(storage, root, sources[0].file))
+        verified = _verify_replicas(directory, candidate, rank, recorded, sources, progress)
+        scalars = {} if candidate.state else scalars_of(directory, sources[0].file, header_of(directory, sources[0].file))
     except CorruptFileError as error:
         return candidate.refuse(f"rank {rank} wrote nothing, and the file that replaces its own is damaged: {error.reason}",
                                 rank=rank)
@@ -187,28 +189,28 @@ def _verify_missing_rank(storage: Storage, root: str, candidate: Candidate, rank
         rank, verified, candidate.state, Details(recorded) if candidate.records_dir else None, scalars)
 
 
-def _verify_file(storage: Storage, root: str, candidate: Candidate, rank: int, file: FileRecord,
+def _verify_file(directory: CheckpointDir, candidate: Candidate, rank: int, file: FileRecord,
                  recorded: Mapping[str, TensorRecord], progress: OnBytesRead | None, full: bool, keep: ReadCache | None = None
                 ) -> tuple[ShardSource, ...] | Refusal:
     """Verifies one file of a rank; if it is missing, the replicas of all its tensors on other ranks."""
-    path = os.path.join(root, file.path)
-    status = storage.status(path)
+    path = directory.path(file.path)
+    status = directory.storage.status(path)
     if status is None:
-        found = replica_files(storage, root, candidate, rank)
+        found = replica_files(directory, candidate, rank)
         if isinstance(found, Refusal):
             return found
         sources = tuple(ShardSource(source.file, names) for source in found
                         if (names := tuple(name for name in source.names or () if name in recorded)))
-        return _verify_replicas(storage, root, candidate, rank, recorded, sources, progress)
+        return _verify_replicas(directory, candidate, rank, recorded, sources, progress)
     if status.size != file.size:
         return wrong_size(candidate, rank, file, status.size)
-    header = header_of(storage, root, file)                  # its errors are more specific than a wrong checksum
+    header = header_of(directory, file)                  # its errors are more specific than a wrong checksum
     problem = _mismatch(candidate, recorded, header)
     if problem:
         return candidate.refuse(f"the file of rank {rank} {problem}", file.path, rank)
     if not full:
         return (ShardSource(file),)
-    with storage.open(path) as opened:
+    with directory.storage.open(path) as opened:
         checksum, tensors = _read(opened, header, progress, keep)
         if checksum == file.checksum:
             if keep is not None and tensors:
@@ -252,12 +254,12 @@ def _read_record(storage: Storage, candidate: Candidate, rank: int) -> tuple[Rec
         return *read_details(file), checksum
 
 
-def _verify_replicas(storage: Storage, root: str, candidate: Candidate, rank: int, recorded: Mapping[str, TensorRecord],
+def _verify_replicas(directory: CheckpointDir, candidate: Candidate, rank: int, recorded: Mapping[str, TensorRecord],
                      sources: tuple[ShardSource, ...], progress: OnBytesRead | None) -> tuple[ShardSource, ...] | Refusal:
     """Verifies the checksums of the named tensors in ``sources``. Returns ``sources``, or why one cannot be used."""
     for source in sources:
-        header = header_of(storage, root, source.file)
-        with storage.open(os.path.join(root, source.file.path)) as opened:
+        header = header_of(directory, source.file)
+        with directory.storage.open(directory.path(source.file.path)) as opened:
             for name in source.names or ():
                 expected = recorded[name].checksum          # empty where none was recorded
                 if name not in header.tensors or expected and tensor_checksum(opened, header.tensors[name]) != expected:

@@ -61,6 +61,7 @@ from mindresume.events import (
     ignore,
     warning,
 )
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import stem
 from mindresume.formatting import listed
 from mindresume.saving.async_saver import AsyncSaver
@@ -135,16 +136,17 @@ class CheckpointManager:
     # ---- start -----------------------------------------------------------------------------------------------------
 
     def open(self, shared_groups: dict[str, SharedGroups] | None = None, origin: Resumed | None = None,
-             number_runs: Callable[[Storage, str], None] = lambda storage, root: None,
+             number_runs: Callable[[CheckpointDir], None] = lambda directory: None,
              leases: dict[str, Lease] | None = None) -> SaveSession:
         """Acquires the directory. Arguments and errors: see ``open_save_session``."""
         options = self.options
-        in_memory = newest_run(self.storage, options.root, self.group) if self.settings.memory_tier.every_steps else ""
+        directory = CheckpointDir(self.storage, options.root)
+        in_memory = newest_run(directory, self.group) if self.settings.memory_tier.every_steps else ""
 
-        def number(storage: Storage, root: str) -> None:
-            number_runs(storage, root)
-            keep_number(storage, root, in_memory)
-        self.session = open_save_session(self.storage, options.root, options.prefix, self.group, self.emit,
+        def number(directory: CheckpointDir) -> None:
+            number_runs(directory)
+            keep_number(directory, in_memory)
+        self.session = open_save_session(directory, options.prefix, self.group, self.emit,
                                          self.settings.heartbeat, options.iterations, shared_groups, origin, number, leases)
         self.session.target = target = replace(self.session.target, samples_in_common=options.samples_in_common)
         prefix = options.prefix if options.iterations else stem(options.prefix, target.rank, self.session.suffix)

@@ -29,6 +29,7 @@ from mindresume.errors import LeaseHeldError, OutOfSpaceError, RecordError, Save
 from mindresume.events import CheckpointsRemoved, CommitDelayed, Emit, Event, SaveAbandoned, SaveCommitted, ignore, warning
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import META, folder_name, meta_json, parse_name
 from mindresume.formats.rank_folders import ranks_of
 from mindresume.formats.records import ReadManifests, find_attempts, scan_records
@@ -40,17 +41,16 @@ from mindresume.saving.garbage_collector import Plan, carry_out, plan
 from mindresume.saving.retention import KEEP_ALL, Policy
 from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, is_committed, write_extra_weights, write_shard
 from mindresume.storage.atomic_publish import publish, publish_json
-from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, read_json
 
 
-def is_in_meta(storage: Storage, root: str, candidate: Candidate) -> bool:
+def is_in_meta(directory: CheckpointDir, candidate: Candidate) -> bool:
     """Returns whether ``meta.json`` names ``candidate``, which lies in rank folders; also if it cannot be read now: it is left
     alone."""
     path = candidate.first.path if candidate.first else ""
     parsed = parse_name(os.path.basename(path))
     try:
-        return parsed is None or read_json(storage, os.path.join(root, os.path.dirname(path), META)) == meta_json(parsed)
+        return parsed is None or read_json(directory.storage, directory.path(os.path.dirname(path), META)) == meta_json(parsed)
     except (FileNotFoundError, ValueError):
         return False
     except OSError:
@@ -138,7 +138,7 @@ class Committer:
         missing = self._missing(step, by_name)
         if missing:                         # or its folder has its final name: the writer died right after the commit
             return [] if self.target.iterations and is_committed(self.target, step) else missing
-        fence(self.target.storage, self.target.root, self.target.run)
+        fence(self.target, self.target.run)
         manifest = self._publish(step)
         for older in [other for other in self.pending if other < step]:
             if self._commit_late(older):
@@ -254,7 +254,7 @@ class Committer:
         """Publishes the iteration folder of ``step``, after those of this run that an error left without their final names. The
         tracker is set for each: if it named an older step than the newest folder, without an intent, it would count as set back
         by hand."""
-        for attempt in find_attempts(self.target.storage, self.target.root, top=[]):
+        for attempt in find_attempts(self.target, top=[]):
             if attempt.run == self.target.run and attempt.step < step and attempt.iteration_dir and MANIFEST in attempt.content:
                 iteration_publisher.publish_iteration(self.target, attempt.step, emit=self.emit)
         iteration_publisher.publish_iteration(self.target, step, emit=self.emit)
@@ -262,10 +262,10 @@ class Committer:
     def recover(self) -> list[int]:
         """Commits and publishes what earlier runs completed before they died. Returns the steps, newest first."""
         storage, root, recovered = self.target.storage, self.target.root, []
-        found = scan_records(storage, root)[0]
+        found = scan_records(self.target)[0]
         order = found
         if any(candidate.iteration_dir.startswith(FOLDER) for candidate in found):       # the tracker may have been set back
-            order = list(scan(storage, root).candidates)
+            order = list(scan(self.target).candidates)
         usable = [candidate for candidate in order if candidate.problem is None]
         newest = usable[0].name if usable else ""
         # Hidden iteration folders that a resume takes before all others. The tracker is set for each, up to the newest, as in
@@ -303,16 +303,15 @@ class Committer:
         if usable and usable[0].committed and not usable[0].iteration_dir:
             self._finish_meta(usable[0])
         if any(candidate.iteration_dir for candidate in found):
-            iteration_publisher.finish_tracker(storage, root, scan_records(storage, root)[0], self.target.run)
+            iteration_publisher.finish_tracker(self.target, scan_records(self.target)[0], self.target.run)
         return recovered[::-1]
 
     def _finish_meta(self, newest: Candidate) -> None:
         """Lets ``meta.json`` name ``newest``, the newest checkpoint with records, if its job died between the commit and this
         pointer. If mindformers alone has saved a newer one since, that pointer is right."""
-        storage, root = self.target.storage, self.target.root
-        if newest.first is None or is_in_meta(storage, root, newest):
+        if newest.first is None or is_in_meta(self.target, newest):
             return
-        if next((c.name for c in scan(storage, root).candidates if c.problem is None), "") == newest.name:
+        if next((c.name for c in scan(self.target).candidates if c.problem is None), "") == newest.name:
             target = replace(self.target, world_size=newest.world_size, local_ranks=newest.local_ranks)
             self._update_pointers(target, newest.step or 0, newest.first.path)
 
@@ -321,23 +320,22 @@ class Committer:
     def prune(self) -> list[int]:
         """Removes what the policy does not keep, and saves that never completed (``mindresume.saving.garbage_collector``).
         Returns the steps of the former."""
-        storage, root = self.target.storage, self.target.root
-        made = plan(storage, root, self.policy, self.read_locks(), self.target.run, self._has_ended, self.target.lineage,
-                    self._manifests)
-        removed = carry_out(storage, root, made, self.read_locks, self._emit_once, self._manifests)
+        made = plan(self.target, self.policy, self.read_locks(), self.target.run, self._has_ended,
+                    self.target.lineage, self._manifests)
+        removed = carry_out(self.target, made, self.read_locks, self._emit_once, self._manifests)
         steps = [candidate.step or 0 for candidate in made.to_delete if candidate in removed]
         if steps:
-            self.emit(CheckpointsRemoved(tuple(steps), root, str(self.policy)))
+            self.emit(CheckpointsRemoved(tuple(steps), self.target.root, str(self.policy)))
         return steps
 
     def reclaim_space(self, step: int) -> list[int]:
         """Removes, when the disk is full, incomplete saves of this run before ``step``, except the latest of them, which a slow
         rank can still be writing. Otherwise they stay until a later save is committed, and on a full disk none would be. Returns
         their steps."""
-        found, _, _ = scan_records(self.target.storage, self.target.root)
+        found, _, _ = scan_records(self.target)
         own = sorted((c for c in found if c.run == self.target.run and not c.maybe_completed and (c.step or 0) < step
                       and self._missing(c.step or 0, by_name=True)), key=lambda c: c.step or 0)     # not only listed late
-        removed = carry_out(self.target.storage, self.target.root, Plan(orphans=tuple(own[:-1])), self.read_locks,
+        removed = carry_out(self.target, Plan(orphans=tuple(own[:-1])), self.read_locks,
                             self._emit_once)
         steps = [candidate.step or 0 for candidate in removed]
         self.pending = [other for other in self.pending if other not in steps]
@@ -433,5 +431,5 @@ def sync_saver(target: SaveTarget, policy: Policy | None, emit: Emit = ignore) -
     """Returns what saves to ``target``. ``policy``: of retention, on rank 0, which commits and prunes; None on other ranks."""
     if policy is None:
         return SyncSaver(target, None, emit)
-    return SyncSaver(target, Committer(target, policy, emit, read_locks=ReadLocks(target.storage, target.root),
-                                       ended=lambda run: ended(target.storage, target.root)(run)), emit)
+    return SyncSaver(target, Committer(target, policy, emit, read_locks=ReadLocks(target),
+                                       ended=lambda run: ended(target)(run)), emit)

@@ -14,6 +14,7 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CollectiveError, MindResumeError, RemoteError
 from mindresume.events import Emit, Notice, UploadFailed, UploadFinished, warning
 from mindresume.formats import OURS
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_scan import tracked
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.saving.committer import is_in_meta, sync_saver
@@ -36,12 +37,13 @@ def publish_completed(storage: Storage, origin: Resumed, group: Group, shared_gr
         if chosen.origin != OURS or not chosen.committed:
             return chosen.origin != OURS
         if not chosen.iteration_dir:
-            return is_in_meta(storage, root, chosen)
-        return not chosen.iteration_dir.startswith(FOLDER) and tracked(storage, root) == chosen.step
+            return is_in_meta(CheckpointDir(storage, root), chosen)
+        return not chosen.iteration_dir.startswith(FOLDER) and tracked(CheckpointDir(storage, root)) == chosen.step
     if run_on_rank0(group, is_published):
         return
     try:
-        session = open_save_session(storage, root, "", group, emit, heartbeat, bool(chosen.iteration_dir), shared_groups, origin)
+        session = open_save_session(CheckpointDir(storage, root), "", group, emit, heartbeat, bool(chosen.iteration_dir),
+                                    shared_groups, origin)
     except MindResumeError as error:
         emit(warning(f"step {chosen.step} of {root} is complete, and not published now: {error}"))
         return

@@ -28,6 +28,7 @@ from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import MindResumeError, RecordError
 from mindresume.formats import Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model.manifest import FOLDER, record_name, run_sequence
 from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
@@ -99,21 +100,21 @@ def key_of(candidate: Candidate) -> str:
     return candidate.name or candidate.iteration_dir or os.path.basename(candidate.first.path if candidate.first else "")
 
 
-def load_attempts(storage: Storage, root: str) -> dict[str, tuple[FailedLoad, ...] | None]:
+def load_attempts(directory: CheckpointDir) -> dict[str, tuple[FailedLoad, ...] | None]:
     """Returns {key: failed loads in a row} for every checkpoint with load attempts. The value is None if the file cannot be read:
     a damaged file must not exclude a checkpoint from the selection."""
     found = {}
-    for name in storage.list(os.path.join(root, FOLDER)):
+    for name in directory.storage.list(directory.path(FOLDER)):
         if name.startswith(_HISTORY):                       # the name of a half-written file begins with a dot
-            history = _LoadHistory.read(storage, os.path.join(root, FOLDER, name))
-            found[name.removeprefix(_HISTORY)] = _counted(storage, root, history) if history else None
+            history = _LoadHistory.read(directory.storage, directory.path(FOLDER, name))
+            found[name.removeprefix(_HISTORY)] = _counted(directory, history) if history else None
     return found
 
 
-def failed_loads_by_key(storage: Storage, root: str) -> dict[str, tuple[FailedLoad, ...]]:
+def failed_loads_by_key(directory: CheckpointDir) -> dict[str, tuple[FailedLoad, ...]]:
     """Returns ``load_attempts`` without unreadable files; empty if the folder of records cannot be listed. For a selection."""
     try:
-        return {key: failed_loads for key, failed_loads in load_attempts(storage, root).items() if failed_loads}
+        return {key: failed_loads for key, failed_loads in load_attempts(directory).items() if failed_loads}
     except OSError:
         return {}
 
@@ -143,19 +144,19 @@ def warning(failed_loads: Sequence[FailedLoad], limit: int) -> str:
     return f"{jobs} loaded it and died before the first step was done, the last one: {failed_loads[-1]}{host}"
 
 
-def _counted(storage: Storage, root: str, history: _LoadHistory) -> tuple[FailedLoad, ...]:
+def _counted(directory: CheckpointDir, history: _LoadHistory) -> tuple[FailedLoad, ...]:
     """Returns the failed loads, with the job of the last attempt unless its end has another cause. That job is dead, because no
     other job would select a checkpoint otherwise; a job that is alive on another machine counts for now. A signal explains an
     end, unless it was the supervisor's, which ends what a failure has left."""
     if history.last_attempt is None:
         return history.failed_loads
-    folder, prefix = os.path.join(root, FOLDER), f"{_FAILURE}{history.last_attempt.run}-"
+    folder, prefix = directory.path(FOLDER), f"{_FAILURE}{history.last_attempt.run}-"
     explained = False
-    for name in storage.list(folder):
+    for name in directory.storage.list(folder):
         if not name.startswith(prefix):
             continue
         try:
-            with storage.open(os.path.join(folder, name)) as file:
+            with directory.storage.open(os.path.join(folder, name)) as file:
                 data = file.read(_MAX_BYTES)
             if name == prefix + _SIGNALS:
                 explained = explained or ENDED_BY_US not in os.environ and any(number in data for number in _STOP_SIGNALS)
@@ -176,9 +177,9 @@ class LoadAttempt:
     """The load attempt of one job, on one rank. ``output``: the output folder of the job. ``limit``: failed loads after which a
     checkpoint is suspected; 0: not known. ``run``: the run id. ``hosts``: number of hosts of the job."""
 
-    def __init__(self, storage: Storage, root: str, candidate: Candidate, output: str, rank: int = 0, limit: int = 0):
-        self.storage, self.root, self.output, self.rank, self.limit = storage, root, output, rank, limit
-        self.path = os.path.join(root, FOLDER, _HISTORY + key_of(candidate))
+    def __init__(self, directory: CheckpointDir, candidate: Candidate, output: str, rank: int = 0, limit: int = 0):
+        self.storage, self.root, self.output, self.rank, self.limit = directory.storage, directory.root, output, rank, limit
+        self.path = directory.path(FOLDER, _HISTORY + key_of(candidate))
         self.run, self.hosts, self.begun = "", 1, False
         self._signals: tuple[int, int] | None = None        # (our file, the descriptor that received the numbers before)
 
@@ -188,7 +189,7 @@ class LoadAttempt:
         self.begun = True
         if self.rank == 0 and self.storage.status(os.path.dirname(self.path)) is not None:
             before = _LoadHistory.read(self.storage, self.path) or _LoadHistory("", (), None)
-            failed_loads = _counted(self.storage, self.root, before) if before.output == self.output else ()
+            failed_loads = _counted(CheckpointDir(self.storage, self.root), before) if before.output == self.output else ()
             history = _LoadHistory(self.output, failed_loads[-_MAX_FAILED_LOADS:], FailedLoad(self.run, hosts=self.hosts))
             publish_json(self.storage, self.path, history.encode(), self.run)
             self._capture_signals()
@@ -219,7 +220,7 @@ class LoadAttempt:
             if name.startswith(_HISTORY):
                 history = _LoadHistory.read(self.storage, os.path.join(folder, name))
                 if history and history.output == self.output and not suspicion(
-                        _counted(self.storage, self.root, history), self.limit):
+                        _counted(CheckpointDir(self.storage, self.root), history), self.limit):
                     self.storage.remove(os.path.join(folder, name))
                     self._remove_failures(history.last_attempt.run if history.last_attempt else "")
 

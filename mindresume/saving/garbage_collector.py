@@ -25,6 +25,7 @@ from mindresume.coordination.read_locks import announce_removal
 from mindresume.errors import CorruptFileError, RecordError, UnreadableFileError
 from mindresume.events import Emit, RemovalPostponed, ignore
 from mindresume.formats import Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import COMMON, iteration_name, parse_weight_file
 from mindresume.formats.rank_folder_naming import folder_name, name_for_rank, parse_label, parse_name
 from mindresume.formats.rank_folders import labelled_files
@@ -78,7 +79,7 @@ class Plan:
 
 # ---- deciding ------------------------------------------------------------------------------------------------------
 
-def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | None = None, active: str | None = None,
+def plan(directory: CheckpointDir, policy: Policy, held: Mapping[str, str] | None = None, active: str | None = None,
          ended: Callable[[str], bool] = lambda run: False, lineage: str | None = None, manifests: ReadManifests | None = None
          ) -> Plan:
     """Plans what to remove from ``root``. Checkpoints that mindformers wrote alone are neither counted nor removed.
@@ -96,10 +97,10 @@ def plan(storage: Storage, root: str, policy: Policy, held: Mapping[str, str] | 
     newer than the newest whole one are broken: the policy is applied to the others as if the broken ones did not exist, and a
     broken one is removed only if the policy would not keep it either. Without a whole checkpoint nothing is removed.
     """
-    found, _, _ = scan_records(storage, root, manifests=manifests)
+    found, _, _ = scan_records(directory, manifests=manifests)
     aside = not_counted(found, lineage)
     counted = [c for c in found if c.commit_dir not in aside]
-    stays = {**protected(storage, root, counted), **aside}
+    stays = {**protected(directory, counted), **aside}
     committed = [c for c in counted if c.committed]
     good = next((index for index, c in enumerate(committed) if NEWEST_WHOLE in stays.get(c.commit_dir, ())), None)
     kept_by, going = _apply_policy(policy, committed, good)
@@ -163,34 +164,34 @@ def _keepers(policy: Policy, newest_first: Sequence[Candidate]) -> dict[int, lis
 
 # ---- carrying out --------------------------------------------------------------------------------------------------
 
-def carry_out(storage: Storage, root: str, made: Plan, read_locks: FindReadLocks = dict, emit: Emit = ignore,
+def carry_out(directory: CheckpointDir, made: Plan, read_locks: FindReadLocks = dict, emit: Emit = ignore,
               manifests: ReadManifests | None = None) -> list[Candidate]:
     """Removes ``to_delete`` and ``orphans`` of a plan, and finishes removals of earlier processes. Returns the candidates that
     this call un-committed; those that another process removed, or that are being read by now, are left out. A failure is an event
     and concerns one candidate only; the next call tries again."""
     trash: dict[str, Candidate] = {}
     moving = [candidate.name for candidate in made.to_delete if candidate.iteration_dir]     # with their weights
-    with _removal_announced(storage, root, moving):
+    with _removal_announced(directory, moving):
         for candidate in (*made.to_delete, *made.orphans):
             try:
-                name = _uncommit(storage, root, candidate, read_locks, emit)
+                name = _uncommit(directory, candidate, read_locks, emit)
             except OSError as error:
                 emit(_postponed(candidate.commit_dir, error, candidate.step))
                 continue
             if name:
                 trash[name] = candidate
-    empty_trash(storage, root, read_locks, trash, emit, manifests)
+    empty_trash(directory, read_locks, trash, emit, manifests)
     return list(trash.values())
 
 
 @contextmanager
-def _removal_announced(storage: Storage, root: str, names: list[str]) -> Iterator[None]:
+def _removal_announced(directory: CheckpointDir, names: list[str]) -> Iterator[None]:
     """Announces to readers that ``names`` are about to be removed. If the announcement cannot be written (a full disk), a reader
     may find its checkpoint renamed for a moment."""
     lease = None
     if names:
         with suppress(OSError):
-            lease = announce_removal(storage, root, names)
+            lease = announce_removal(directory, names)
     try:
         yield
     finally:
@@ -198,25 +199,26 @@ def _removal_announced(storage: Storage, root: str, names: list[str]) -> Iterato
             lease.release()
 
 
-def free_names(storage: Storage, root: str, paths: Collection[str], run: str, dead: Callable[[], object],
+def free_names(directory: CheckpointDir, paths: Collection[str], run: str, dead: Callable[[], object],
                read_locks: FindReadLocks = dict, emit: Emit = ignore) -> None:
     """Removes incomplete saves of other runs whose weights have one of the ``paths`` that ``run`` needs: a training that started
     afresh, on a disk without the checkpoint of ``run``, has used the same names. ``dead()`` raises LeaseHeldError if a job with a
     lease on ``root`` is alive."""
-    folder = os.path.join(root, FOLDER)
+    folder = directory.path(FOLDER)
 
     def in_the_way(names: Iterable[str]) -> set[str]:
-        return {name for name in names if not set(paths).isdisjoint(weights_of(storage, root, os.path.join(folder, name)))}
-    names = in_the_way(c.name for c in scan_records(storage, root, brief=True)[0]
+        return {name for name in names if not set(paths).isdisjoint(weights_of(directory, os.path.join(folder, name)))}
+    names = in_the_way(c.name for c in scan_records(directory, brief=True)[0]
                        if not (c.maybe_completed or c.iteration_dir or c.run == run))
-    if names or in_the_way(name for name in storage.list(folder) if name.startswith(TRASH)):        # already being removed
+    if names or in_the_way(name for name in directory.storage.list(folder)
+                           if name.startswith(TRASH)):        # already being removed
         dead()
         runs = {parsed[1] for parsed in map(parse_attempt, names) if parsed}
-        made = plan(storage, root, KEEP_ALL, read_locks(), ended=runs.__contains__)
-        carry_out(storage, root, Plan(orphans=tuple(c for c in made.orphans if c.name in names)), read_locks, emit)
+        made = plan(directory, KEEP_ALL, read_locks(), ended=runs.__contains__)
+        carry_out(directory, Plan(orphans=tuple(c for c in made.orphans if c.name in names)), read_locks, emit)
 
 
-def _uncommit(storage: Storage, root: str, candidate: Candidate, read_locks: FindReadLocks, emit: Emit) -> str:
+def _uncommit(directory: CheckpointDir, candidate: Candidate, read_locks: FindReadLocks, emit: Emit) -> str:
     """Renames ``commit_dir`` to a trash folder. Returns the name of the trash folder; empty if the checkpoint is being read or
     gone. A reader publishes its read lock and then checks that the folder exists; this function renames the folder and then
     checks for read locks: at least one of the two sees the other. An iteration folder moves with its weights, so read locks are
@@ -226,17 +228,17 @@ def _uncommit(storage: Storage, root: str, candidate: Candidate, read_locks: Fin
         emit(RemovalPostponed(candidate.commit_dir, held[candidate.name], candidate.step))
     if not candidate.commit_dir or candidate.name in held:
         return ""
-    records, name = os.path.join(root, FOLDER), trash_name(candidate.name)
+    records, name = directory.path(FOLDER), trash_name(candidate.name)
     try:
-        storage.rename(candidate.commit_dir, os.path.join(records, name))
+        directory.storage.rename(candidate.commit_dir, os.path.join(records, name))
     except FileNotFoundError:
         return ""                                                       # removed by hand or by another process
     for folder in dict.fromkeys((os.path.dirname(candidate.commit_dir), records)):
-        storage.sync(folder)
+        directory.storage.sync(folder)
     who = read_locks().get(candidate.name)
     if who is None:
         return name
-    if _restore(storage, os.path.join(records, name), candidate.commit_dir):
+    if _restore(directory.storage, os.path.join(records, name), candidate.commit_dir):
         emit(RemovalPostponed(candidate.commit_dir, who, candidate.step))
     return ""
 
@@ -257,7 +259,7 @@ def _restore(storage: Storage, trash: str, attempt: str) -> bool:
     return True
 
 
-def empty_trash(storage: Storage, root: str, read_locks: FindReadLocks = dict, checked: Collection[str] = (),
+def empty_trash(directory: CheckpointDir, read_locks: FindReadLocks = dict, checked: Collection[str] = (),
                 emit: Emit = ignore, manifests: ReadManifests | None = None) -> None:
     """Finishes every removal in progress. A failure is an event and concerns one of them only. ``checked``: names of trash
     folders without read locks, whose rename is durable.
@@ -265,13 +267,14 @@ def empty_trash(storage: Storage, root: str, read_locks: FindReadLocks = dict, c
     A checkpoint in the trash has a read lock if the process that un-committed it died before it checked for read locks. It is
     restored if it is still whole; otherwise it stays in the trash until the lock is gone.
     """
-    folder = os.path.join(root, FOLDER)
-    names = [name for name in storage.list(folder) if name.startswith(TRASH)]
+    folder = directory.path(FOLDER)
+    names = [name for name in directory.storage.list(folder) if name.startswith(TRASH)]
     ready, others = [name for name in names if name in checked], [name for name in names if name not in checked]
     if others:
         try:
-            for path in (root, folder):                         # the process that renamed them may have died before the sync
-                storage.sync(path)
+            for path in (directory.root,
+                         folder):                         # the process that renamed them may have died before the sync
+                directory.storage.sync(path)
             held = read_locks()
         except OSError as error:
             emit(_postponed(folder, error))
@@ -280,54 +283,57 @@ def empty_trash(storage: Storage, root: str, read_locks: FindReadLocks = dict, c
         if strip_trash(name) not in held:
             ready.append(name)
         else:
-            _restore_if_whole(storage, root, name, emit)
+            _restore_if_whole(directory, name, emit)
     if not ready:
         return
     # Two saves can have files of one name, if rank folders were deleted by hand and their records were not: the later file stays.
-    found, referenced, _ = scan_records(storage, root, manifests=manifests)
+    found, referenced, _ = scan_records(directory, manifests=manifests)
     known = None if any(candidate.listing_error for candidate in found) else referenced        # None: not all are known
     for name in ready:
         try:
-            _clear(storage, root, os.path.join(folder, name), known)
+            _clear(directory, os.path.join(folder, name), known)
         except OSError as error:
             emit(_postponed(os.path.join(folder, name), error))
 
 
-def _restore_if_whole(storage: Storage, root: str, name: str, emit: Emit) -> None:
-    trash = os.path.join(root, FOLDER, name)
+def _restore_if_whole(directory: CheckpointDir, name: str, emit: Emit) -> None:
+    trash = directory.path(FOLDER, name)
     try:
-        manifest, base = _manifest_of(storage, root, trash)
+        manifest, base = _manifest_of(directory, trash)
         if manifest is not None:
-            commit_dir = os.path.join(root, *([iteration_name(manifest.step)] if base != root else [FOLDER, strip_trash(name)]))
-            if storage.status(commit_dir) is None:
-                _restore(storage, trash, commit_dir)
+            commit_dir = directory.path(*([iteration_name(manifest.step)] if base != directory.root
+                                          else [FOLDER, strip_trash(name)]))
+            if directory.storage.status(commit_dir) is None:
+                _restore(directory.storage, trash, commit_dir)
     except OSError as error:
         emit(RemovalPostponed(trash, f"it is being read and cannot be restored: {error.strerror or error}"))
 
 
-def _manifest_of(storage: Storage, root: str, trash: str) -> tuple[Manifest | None, str]:
+def _manifest_of(directory: CheckpointDir, trash: str) -> tuple[Manifest | None, str]:
     """Returns (manifest of a trash folder, or None unless all of its files are there; folder to which its paths are relative)."""
-    inner = attempts_within(storage, os.path.dirname(trash), os.path.basename(trash))
-    folder, base = (inner[0].path(os.path.dirname(trash)), trash) if inner else (trash, root)
+    inner = attempts_within(CheckpointDir(directory.storage, os.path.dirname(trash)), os.path.basename(trash))
+    folder, base = (inner[0].path(os.path.dirname(trash)), trash) if inner else (trash, directory.root)
     try:
-        with storage.open(os.path.join(folder, MANIFEST)) as file:
+        with directory.storage.open(os.path.join(folder, MANIFEST)) as file:
             manifest = Manifest.read(file)
     except (OSError, RecordError):
         return None, base
-    there = set(map(record_rank, storage.list(folder)))
+    there = set(map(record_rank, directory.storage.list(folder)))
     files = [*(file for files in manifest.files for file in files), *manifest.metadata_files]
-    return manifest if there.issuperset(manifest.ranks) and sizes_match(storage, base, files) else None, base
+    return manifest if there.issuperset(manifest.ranks) and sizes_match(CheckpointDir(directory.storage, base),
+                                                                        files) else None, base
 
 
-def _clear(storage: Storage, root: str, trash: str, referenced: Collection[str] | None) -> None:
-    status = storage.status(trash)
+def _clear(directory: CheckpointDir, trash: str, referenced: Collection[str] | None) -> None:
+    status = directory.storage.status(trash)
     if status is not None and not status.is_link:               # the target of a link is not removed
-        if holds_weights(storage, trash):
-            remove_tree(storage, trash)
+        if holds_weights(directory.storage, trash):
+            remove_tree(directory.storage, trash)
             return
-        _clear_weights(storage, root, trash, referenced)
-        parallel(storage, lambda entry: storage.remove(os.path.join(trash, entry)), storage.list(trash))
-    storage.remove(trash)
+        _clear_weights(directory, trash, referenced)
+        parallel(directory.storage, lambda entry: directory.storage.remove(os.path.join(trash, entry)),
+                 directory.storage.list(trash))
+    directory.storage.remove(trash)
 
 
 def holds_weights(storage: Storage, trash: str) -> bool:
@@ -336,41 +342,41 @@ def holds_weights(storage: Storage, trash: str) -> bool:
     return FOLDER in names or any(map(parse_weight_file, names)) or COMMON in names
 
 
-def _clear_weights(storage: Storage, root: str, trash: str, referenced: Collection[str] | None) -> None:
+def _clear_weights(directory: CheckpointDir, trash: str, referenced: Collection[str] | None) -> None:
     """Removes the weights of a trash folder. ``referenced``: files of other saves, which stay; None: not known, so only files
     whose label names this save are removed."""
-    staying = {os.path.join(root, path) for path in referenced or ()}
+    staying = {directory.path(path) for path in referenced or ()}
     by_folder: dict[str, list[str]] = {}
-    for path in weights_of(storage, root, trash):
-        if path not in staying and not (referenced is None and _may_be_of_another(storage, root, path, trash)):
+    for path in weights_of(directory, trash):
+        if path not in staying and not (referenced is None and _may_be_of_another(directory, path, trash)):
             by_folder.setdefault(os.path.dirname(path), []).append(path)
 
     def clear(item: tuple[str, list[str]]) -> None:
         rank_folder, paths = item
         for path in paths:
-            storage.remove(path)
+            directory.storage.remove(path)
         try:
-            storage.sync(rank_folder)           # also if nothing was left: the process that removed the files may have died
+            directory.storage.sync(rank_folder)           # also if nothing was left: who removed the files may have died
         except FileNotFoundError:
             return                              # this rank wrote nothing, or its folder was removed by hand
-    parallel(storage, clear, by_folder.items())
+    parallel(directory.storage, clear, by_folder.items())
 
 
-def _may_be_of_another(storage: Storage, root: str, path: str, trash: str) -> bool:
+def _may_be_of_another(directory: CheckpointDir, path: str, trash: str) -> bool:
     """Returns whether the weights at ``path`` may be of another save than the one in ``trash``. A temporary file cannot be: its
     name contains its run."""
     step, run = parse_attempt(strip_trash(os.path.basename(trash))) or (0, "")
-    if path.endswith(TEMPORARY) or storage.status(path) is None:
+    if path.endswith(TEMPORARY) or directory.storage.status(path) is None:
         return False
     try:
-        return parse_label(header_of(storage, root, FileRecord(os.path.relpath(path, root), ""))) != (run, step)
+        return parse_label(header_of(directory, FileRecord(os.path.relpath(path, directory.root), ""))) != (run, step)
     except UnreadableFileError as error:            # without its records nobody would find the file any more
         raise OSError(errno.EIO, error.reason, path) from error
     except CorruptFileError:
         return True
 
 
-def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
+def weights_of(directory: CheckpointDir, folder: str) -> list[str]:
     """Returns the paths of the weights that an attempt may have written, on every rank, recorded or not. ``folder``: its folder
     of records, which may be in the trash already.
 
@@ -381,7 +387,7 @@ def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
 
     def named_by(entry: str) -> list[str]:
         try:
-            with storage.open(os.path.join(folder, entry)) as file:
+            with directory.storage.open(os.path.join(folder, entry)) as file:
                 record, _ = read_record(file)
         except (FileNotFoundError, RecordError):
             return []
@@ -390,12 +396,12 @@ def weights_of(storage: Storage, root: str, folder: str) -> list[str]:
         if (record.run, record.step) != (run, step) or parsed is None or (parsed.rank, parsed.epoch, parsed.step) != (
                 record.rank, record.state.epoch, record.state.step_in_epoch):
             return []                                           # it may name files of another checkpoint
-        paths = [os.path.join(root, folder_name(rank), name_for_rank(name, rank, record.files[0].format))
+        paths = [directory.path(folder_name(rank), name_for_rank(name, rank, record.files[0].format))
                  for rank in range(record.world_size)]
         return paths + [temporary_name(path, record.run) for path in paths]
-    entries = [entry for entry in storage.list(folder) if record_rank(entry) is not None]
+    entries = [entry for entry in directory.storage.list(folder) if record_rank(entry) is not None]
     for portion in (entries[:1], entries[1:]):                  # one is enough; the others are read only if the first is damaged
-        found = next(filter(None, parallel(storage, named_by, portion)), None)
+        found = next(filter(None, parallel(directory.storage, named_by, portion)), None)
         if found is not None:
             return found
-    return labelled_files(storage, root, run, step)
+    return labelled_files(directory, run, step)

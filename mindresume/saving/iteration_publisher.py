@@ -21,6 +21,7 @@ from mindresume import runtime
 from mindresume.errors import RecordError
 from mindresume.events import Emit, Notice, ignore
 from mindresume.formats import Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, encode_common, iteration_name, parse_iteration
 from mindresume.formats.iteration_scan import candidate_without_records, common_from_state, intent_name, intents, tracked
 from mindresume.formats.metadata import encode_metadata
@@ -30,7 +31,6 @@ from mindresume.model.manifest import FOLDER, FileRecord, Record, attempt_name, 
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.atomic_publish import publish, temporary_name
-from mindresume.storage.interface import Storage
 
 
 def write_metadata_files(target: SaveTarget, state: TrainingState, records: Sequence[Record]) -> tuple[FileRecord, ...]:
@@ -63,14 +63,14 @@ def publish_iteration(target: SaveTarget, step: int, newest: bool = True, emit: 
     if newest:
         publish(storage, intent, [b""], target.run)
     if storage.status(iteration_dir) is not None:
-        _set_tracker_back(storage, root, step, target.run)
+        _set_tracker_back(target, step, target.run)
         _free_iteration_name(target, step, emit)
         storage.sync(root)
     storage.rename(target.data_dir(step), iteration_dir)
     storage.sync(root)
     storage.sync(records)
     if newest:
-        set_tracker(storage, root, step, target.run)
+        set_tracker(target, step, target.run)
         storage.remove(intent)
         for other in intents(storage.list(records)):
             if other < step:                        # its removal had failed; the tracker is not late any more
@@ -82,11 +82,11 @@ def _free_iteration_name(target: SaveTarget, step: int, emit: Emit) -> None:
     that no training can resume from. What is of another training or of mindformers, a copy, cannot be read, or is no folder, is
     kept under another name, by which it can be loaded."""
     storage, root, name = target.storage, target.root, iteration_name(step)
-    ours, _, _ = read_attempts(storage, root, attempts_within(storage, root, name))
+    ours, _, _ = read_attempts(target, attempts_within(target, name))
     if ours:
         removable, replaced = ours[0].step == step and ours[0].lineage == target.lineage, ours[0].name
     else:
-        foreign = candidate_without_records(storage, root, name)
+        foreign = candidate_without_records(target, name)
         removable = foreign is not None and foreign.problem is not None and not foreign.problem.is_unreadable
         replaced = attempt_name(step, run_name(0, runtime.token_hex(4)))        # mindformers has no run ids
     free = os.path.join(FOLDER, trash_name(replaced)) if removable else f"{name}.kept-{runtime.token_hex(4)}"
@@ -95,46 +95,47 @@ def _free_iteration_name(target: SaveTarget, step: int, emit: Emit) -> None:
         emit(Notice(f"{name} in {root} is not of this training, which saves step {step} now: it is kept as {free}"))
 
 
-def set_tracker(storage: Storage, root: str, step: int, tag: str) -> None:
-    publish(storage, os.path.join(root, TRACKER), [str(step).encode()], tag)
+def set_tracker(directory: CheckpointDir, step: int, tag: str) -> None:
+    publish(directory.storage, directory.path(TRACKER), [str(step).encode()], tag)
 
 
-def _set_tracker_back(storage: Storage, root: str, step: int, tag: str) -> None:
+def _set_tracker_back(directory: CheckpointDir, step: int, tag: str) -> None:
     """Sets the tracker, if it names ``step``, which is being replaced, to the newest iteration before it; removes the tracker if
     there is none."""
-    if tracked(storage, root) != step:
+    if tracked(directory) != step:
         return
-    others = [number for name in storage.list(root) if (number := parse_iteration(name)) is not None and number < step
-              and storage.status(os.path.join(root, name)) is not None]         # a listing may show removed folders
+    others = [number for name in directory.storage.list(directory.root) if (number := parse_iteration(name)) is not None
+              and number < step
+              and directory.storage.status(directory.path(name)) is not None]         # a listing may show removed folders
     if others:
-        set_tracker(storage, root, max(others), tag)
+        set_tracker(directory, max(others), tag)
     else:
-        storage.remove(os.path.join(root, TRACKER))
-        storage.sync(root)
+        directory.storage.remove(directory.path(TRACKER))
+        directory.storage.sync(directory.root)
 
 
-def finish_tracker(storage: Storage, root: str, candidates: Iterable[Candidate], tag: str) -> None:
+def finish_tracker(directory: CheckpointDir, candidates: Iterable[Candidate], tag: str) -> None:
     """Sets the tracker as a dead job intended. ``candidates``: those with records, newest first."""
-    _clean_trackers(storage, root, tag)
-    pending = intents(storage.list(os.path.join(root, FOLDER)))
+    _clean_trackers(directory, tag)
+    pending = intents(directory.storage.list(directory.path(FOLDER)))
     if not pending:
         return
     candidates = list(candidates)
     newest = next((c for c in candidates if c.committed and parse_iteration(c.iteration_dir) is not None), None)
     if newest is not None and newest.step in pending:
-        set_tracker(storage, root, newest.step or 0, tag)
-    seen, there = {c.step for c in candidates if not c.listing_error}, storage.list(root)
+        set_tracker(directory, newest.step or 0, tag)
+    seen, there = {c.step for c in candidates if not c.listing_error}, directory.storage.list(directory.root)
     for step in pending:
         if step in seen or iteration_name(step) not in there:   # else it is not listed now, and may be the newest
-            storage.remove(os.path.join(root, FOLDER, intent_name(step)))
+            directory.storage.remove(directory.path(FOLDER, intent_name(step)))
 
 
-def _clean_trackers(storage: Storage, root: str, tag: str) -> None:
+def _clean_trackers(directory: CheckpointDir, tag: str) -> None:
     """Removes temporary files of the tracker of runs before ``tag``."""
-    head, tail = temporary_name(os.path.join(root, TRACKER), "\0").split("\0")
-    for name in storage.list(root):
-        path = os.path.join(root, name)
+    head, tail = temporary_name(directory.path(TRACKER), "\0").split("\0")
+    for name in directory.storage.list(directory.root):
+        path = directory.path(name)
         if path.startswith(head) and path.endswith(tail):
             with suppress(RecordError):
                 if run_sequence(path[len(head):-len(tail)]) < run_sequence(tag):
-                    storage.remove(path)
+                    directory.storage.remove(path)

@@ -27,13 +27,13 @@ from mindresume.coordination.storage_topology import (
 from mindresume.errors import ConfigError
 from mindresume.events import Emit, Notice, warning
 from mindresume.formats import Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import folder_name, free_suffix, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.formatting import counted, listed
 from mindresume.saving.lineage import continued, others
 from mindresume.saving.preflight import check_directory
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.interface import Storage
 
 _LEASES: dict[str, Lease] = {}          # {directory: lease} of this process, which runs one training at a time
 
@@ -93,7 +93,7 @@ class SaveSession:
         if not self.shared_groups.is_split:
             if self.is_leader:
                 try:
-                    clear_common(storage, root)
+                    clear_common(CheckpointDir(storage, root))
                 except OSError as error:                # then more stays than must; no rank fails alone for that
                     self.emit(warning(f"{root}: {error}"))
             return
@@ -109,7 +109,7 @@ class SaveSession:
         """Warns of checkpoints of another training in this directory, which retention does not touch."""
         storage, root = self.target.storage, self.target.root
         try:
-            rows = others(scan_records(storage, root)[0], self.target.lineage)
+            rows = others(scan_records(CheckpointDir(storage, root))[0], self.target.lineage)
         except OSError as error:
             self.emit(Notice(f"whether {root} holds checkpoints of another training is not known: {error}"))
             return
@@ -120,9 +120,9 @@ class SaveSession:
                               f"mindresume prune --all-trainings removes them; or give each training an output_dir of its own"))
 
 
-def open_save_session(storage: Storage, root: str, prefix: str, group: Group, emit: Emit, heartbeat: float,
+def open_save_session(directory: CheckpointDir, prefix: str, group: Group, emit: Emit, heartbeat: float,
                       iterations: bool = False, shared_groups: dict[str, SharedGroups] | None = None, origin: Resumed
-                      | None = None, number_runs: Callable[[Storage, str], None] = lambda storage, root: None,
+                      | None = None, number_runs: Callable[[CheckpointDir], None] = lambda directory: None,
                       leases: dict[str, Lease] | None = None) -> SaveSession:
     """Acquires ``root``, on all ranks of ``group`` together.
 
@@ -138,35 +138,36 @@ def open_save_session(storage: Storage, root: str, prefix: str, group: Group, em
         CollectiveError: on all ranks, if one cannot save there (SaveError, LeaseHeldError).
         ConfigError: Checkpoint 2.0 where nodes share no disk.
     """
-    run_on_rank0(group, lambda: check_directory(storage, root))
-    shared = _shared_groups_of(storage, root, group, iterations, {} if shared_groups is None else shared_groups)
-    run_on_rank0(group, lambda: number_runs(storage, root), Watchdog("numbering the run"))
-    run = next_common_run(storage, root, group) if shared.is_split else ""
+    run_on_rank0(group, lambda: check_directory(directory))
+    shared = _shared_groups_of(directory, group, iterations, {} if shared_groups is None else shared_groups)
+    run_on_rank0(group, lambda: number_runs(directory), Watchdog("numbering the run"))
+    run = next_common_run(directory, group) if shared.is_split else ""
     own: list[Lease] = []
 
     def acquire_lease() -> tuple[str, int] | None:
         if not shared.is_leader(group.rank):
             return None
         if group.rank != 0:
-            check_directory(storage, root)
+            check_directory(directory)
         memory = _LEASES if leases is None else leases
-        if root in memory:                              # of an earlier training of this process, which is over
-            memory.pop(root).release()
+        if directory.root in memory:                              # of an earlier training of this process, which is over
+            memory.pop(directory.root).release()
         holder = replace(holder_of_this_process(SAVING, group.size), run=run)       # an empty run: the next one
-        found = acquire(storage, root, holder, heartbeat, emit, keep_run_marker=iterations)
-        memory[root] = found.start()
-        own.append(memory[root])
-        return own[0].run, _unused_suffix(storage, root, prefix)
+        found = acquire(directory, holder, heartbeat, emit, keep_run_marker=iterations)
+        memory[directory.root] = found.start()
+        own.append(memory[directory.root])
+        return own[0].run, _unused_suffix(directory, prefix)
     # Rank 0 may watch the lease of another job for some minutes, which is less than the stall timeout.
     rows = gather_results(group, acquire_lease, Watchdog("acquiring the directory"))
     if shared.is_split:                                    # if they do share it, two of them have now acquired one directory
         gather_results(group, lambda: [check_not_shared(one) for one in own] and None)
-    folder = os.path.join(root, folder_name(group.rank))
-    suffixes = gather_results(group, lambda: 0 if iterations else free_suffix(storage.list(folder), prefix, group.rank))
+    folder = directory.path(folder_name(group.rank))
+    suffixes = gather_results(group, lambda: 0 if iterations else free_suffix(directory.storage.list(folder), prefix, group.rank))
     part = shared.ranks(group.rank) if shared.is_split else ()
-    target = SaveTarget(storage, root, rows[0][0], group.rank, group.size, iterations, part, _lineage(root, rows[0][0], origin))
+    target = SaveTarget(directory.storage, directory.root, rows[0][0], group.rank, group.size, iterations, part,
+                        _lineage(directory.root, rows[0][0], origin))
     session = SaveSession(target, max([row[1] for row in rows if row] + suffixes), shared, own[0] if own else None,
-                          PeerState(storage, root, target.run, shared, group.rank), emit)
+                          PeerState(directory.storage, directory.root, target.run, shared, group.rank), emit)
     runtime.at_exit(session.release)
     return session
 
@@ -178,21 +179,21 @@ def _lineage(root: str, run: str, origin: Resumed | None) -> str:
     return continued(origin.chosen, run, os.path.realpath(origin.checkpoint_dir) == os.path.realpath(root))
 
 
-def _shared_groups_of(storage: Storage, root: str, group: Group, iterations: bool,
+def _shared_groups_of(directory: CheckpointDir, group: Group, iterations: bool,
                       known: dict[str, SharedGroups]) -> SharedGroups:
-    if root not in known:
-        known[root] = find_shared_groups(storage, root, group)
-    shared_groups = known[root]
+    if directory.root not in known:
+        known[directory.root] = find_shared_groups(directory, group)
+    shared_groups = known[directory.root]
     if shared_groups.is_split and iterations:
         blind = [rank for rank, leader in enumerate(shared_groups.leaders) if leader != shared_groups.leaders[0]]
         raise ConfigError(f"Checkpoint 2.0 is not supported in non-shared storage environments with multiple hosts: rank "
-                          f"{listed(blind)} cannot see what rank 0 writes to {root}. Put save_path (output_dir) on a disk that "
-                          f"all nodes share, and name it in SHARED_PATHS; or set use_legacy_format: True")
+                          f"{listed(blind)} cannot see what rank 0 writes to {directory.root}. Put save_path (output_dir) on a "
+                          f"disk that all nodes share, and name it in SHARED_PATHS; or set use_legacy_format: True")
     return shared_groups
 
 
-def _unused_suffix(storage: Storage, root: str, prefix: str) -> int:
+def _unused_suffix(directory: CheckpointDir, prefix: str) -> int:
     """Returns the smallest suffix that no record uses: rank folders can have been deleted by hand, and names with records are
     not used again."""
-    names = [parse_name(os.path.basename(path)) for path in scan_records(storage, root)[1]]
+    names = [parse_name(os.path.basename(path)) for path in scan_records(directory)[1]]
     return max((name.suffix + 1 for name in names if name and name.prefix == prefix), default=0)

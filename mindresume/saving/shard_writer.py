@@ -20,6 +20,7 @@ from mindresume import runtime
 from mindresume.coordination.lease import fence, half_written
 from mindresume.errors import OutOfSpaceError, RecordError, SaveError
 from mindresume.events.progress import ProgressReporter
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import MODEL, OPTIMIZER, WeightFile, iteration_name, parse_iteration
 from mindresume.formats.rank_folder_naming import FileName, folder_name, label, parse_name
 from mindresume.model.layout import TensorLayout
@@ -44,7 +45,7 @@ from mindresume.tensor_files.checksum import Checksums, checksummed, file_checks
 
 
 @dataclass(frozen=True)
-class SaveTarget:
+class SaveTarget(CheckpointDir):
     """The destination of the saves of one rank.
 
     Attributes:
@@ -53,8 +54,6 @@ class SaveTarget:
         lineage: the run that began this training (``lineage.py``).
         samples_in_common: ``common.json`` may have ``consumed_samples``.
     """
-    storage: Storage
-    root: str
     run: str
     rank: int
     world_size: int
@@ -224,7 +223,7 @@ def write_shard(target: SaveTarget, shard: Shard, clock: Callable[[], float] = r
     paths = [os.path.join(data_dir, file.path) for file in shard.files]
     where = paths[0]
     try:
-        fence(target.storage, target.root, target.run)
+        fence(target, target.run)
         before = _read_own_record(target, step, _listed_data_dirs(target, step))
         if before is not None:
             return WrittenShard(before[0])

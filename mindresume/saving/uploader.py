@@ -115,7 +115,7 @@ class Uploader:
             self._lock = before
         else:
             try:
-                self._lock = acquire_read_lock(self.target.storage, self.target.root, name, self.target.attempt(step))
+                self._lock = acquire_read_lock(self.target, name, self.target.attempt(step))
             except OSError as error:                    # without a lock the checkpoint may still stay long enough
                 self._warn(f"step {step} cannot be locked on the disk of rank {self.target.rank} while it is uploaded: {error}")
             if before is not None:
@@ -296,7 +296,7 @@ class Uploader:
         """Locks a step against removal. None: the disk takes no lock now (it is full, or read-only). It is uploaded all the same:
         what is removed meanwhile is noticed, because each file is looked for until the manifest is put."""
         try:
-            lock = acquire_read_lock(self.target.storage, self.target.root, attempt, commit_dir)
+            lock = acquire_read_lock(self.target, attempt, commit_dir)
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
                 raise                                   # it may pass, and the upload is tried again

@@ -7,7 +7,7 @@ import shutil
 import iteration_folders
 import pytest
 from coordination.test_storage_topology import save_part
-from rank_folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
+from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save, write_foreign, write_rank
 from reshard.plans import COUNTERS, MODEL, STEP, complete, put, random_tensors
 
 import mindresume
@@ -100,7 +100,7 @@ def test_a_step_number_means_the_complete_one_of_two_saves(tmp_path):
 
 def test_list_names_the_job_that_saves_there(tmp_path):
     save(tmp_path, 5, 1)
-    lease = acquire(STORAGE, str(tmp_path), holder_of_this_process(SAVING, 8))
+    lease = acquire(dir_at(tmp_path), holder_of_this_process(SAVING, 8))
     (user,) = mindresume.open(tmp_path).list().in_use_by
     assert user.holder.run == lease.run and user.alive is True and user.to_json()["pid"] == os.getpid()
     lease.release()

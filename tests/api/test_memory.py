@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from lease_holders import ELSEWHERE, publish_lease
 from memory_tiers import make_owned_tier
-from rank_folders import RUN, STORAGE, flip_bit, path_of, save
+from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save
 from saving.memory_tier.test_tier import Training
 
 import mindresume
@@ -31,11 +31,11 @@ def test_the_catalog_shows_and_selects_what_memory_has(root, tier):
     assert json.loads(json.dumps(found.to_json()))["source"] == "memory"
     report = catalog.verify()
     assert [row.step for row in report.checkpoints] == [5] and [row.state for row in report.memory] == ["verified"] * 2
-    flip_bit(tier / scan_records(STORAGE, str(tier))[0][0].first.path)
+    flip_bit(tier / scan_records(dir_at(tier))[0][0].first.path)
     assert [row.state for row in catalog.verify().memory] == ["damaged", "verified"] and not catalog.verify().damaged
     found = catalog.select()
     assert (found.chosen.info.step, found.source) == (6, "memory") and found.refused[0].step == 8
-    assert scan_records(STORAGE, str(tier))[0][0].problem is None       # nothing is changed by a look
+    assert scan_records(dir_at(tier))[0][0].problem is None       # nothing is changed by a look
     shutil.rmtree(tier)
     assert (catalog.select().chosen.info.step, catalog.select().source, catalog.list().memory) == (5, "disk", ())
 
@@ -63,7 +63,7 @@ def test_the_newest_save_in_memory_is_written_to_disk(root, tier, iterations):
 
 def test_a_damaged_save_is_not_written_and_the_one_before_is(root, tier):
     Training(tier, 2, world=2).steps(9).stop()
-    flip_bit(tier / scan_records(STORAGE, str(tier))[0][0].first.path)
+    flip_bit(tier / scan_records(dir_at(tier))[0][0].first.path)
     assert flush(root).step == 6 and chosen(root)[0] == 6
 
 

@@ -14,7 +14,7 @@ from coordination.test_storage_topology import save_part
 from iteration_folders import folder_of, foreign
 from iteration_folders import save as save_iterations
 from memory_tiers import make_owned_tier
-from rank_folders import RUN, STORAGE, flip_bit, path_of, save, write_foreign, write_rank
+from rank_folders import RUN, dir_at, flip_bit, path_of, save, write_foreign, write_rank
 from saving.memory_tier.test_tier import Training
 
 import mindresume
@@ -416,7 +416,7 @@ def test_nothing_is_changed(saved, call, command):
     before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
     call(command, saved)
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
-    assert len(scan(STORAGE, str(saved)).candidates) == 3
+    assert len(scan(dir_at(saved)).candidates) == 3
 
 
 def test_plugin_path_is_the_folder_of_the_shim(call):
@@ -447,7 +447,7 @@ def test_python_m_mindresume(tmp_path):
 
 def test_ls_names_the_job_that_saves_there(tmp_path, call, read):
     save(tmp_path, 5, 1)
-    lease = acquire(STORAGE, str(tmp_path), holder_of_this_process(SAVING, 8))
+    lease = acquire(dir_at(tmp_path), holder_of_this_process(SAVING, 8))
     out = call("ls", tmp_path)[1]
     assert f"saving: run {lease.run} on host" in out and f"(process {os.getpid()}, 8 ranks" in out and "; alive" in out
     (holder,) = read("ls", tmp_path)[1]["in_use_by"]

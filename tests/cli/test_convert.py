@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_folders import STORAGE, flip_bit, folder_contents, path_of, save
+from rank_folders import STORAGE, dir_at, flip_bit, folder_contents, path_of, save
 from reshard.plans import (
     COUNTERS,
     MODEL,
@@ -120,7 +120,7 @@ def test_the_source_strategy_is_given_or_found_beside(tmp_path, call):
     assert call(tmp_path / "run" / "output", tmp_path / "b", "--to", "dp=4,opt=all")[0] == 0
     for name in "ab":
         check(tmp_path / name, Plan.parse("dp4opt-1"))
-        assert scan(STORAGE, str(tmp_path / name)).candidates[0].state.epoch == 2
+        assert scan(dir_at(tmp_path / name)).candidates[0].state.epoch == 2
 
 
 @pytest.mark.parametrize("memory, workers", [("192KiB", 1), ("64MiB", 2), ("1.5GB", 3)])

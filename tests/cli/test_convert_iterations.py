@@ -3,7 +3,7 @@ import json
 import os
 
 import pytest
-from rank_folders import STORAGE
+from rank_folders import STORAGE, dir_at
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, foreign, random_tensors, recorded
 
 from mindresume.coordination.collectives import SingleProcess
@@ -53,13 +53,13 @@ def test_a_round_trip_keeps_everything(tmp_path, call, plan, dedup):
     for name in TENSORS:
         assert again[name] == old[name]
     assert set(again) == set(old) and set(COUNTERS) <= set(again)
-    assert scan(STORAGE, str(tmp_path / "again")).candidates[0].world_size == plan.world_size
+    assert scan(dir_at(tmp_path / "again")).candidates[0].world_size == plan.world_size
 
 
 def test_another_layout_at_once(tmp_path, call):
     recorded(tmp_path / "old", Plan.parse("dp2tp2opt2"), TENSORS)
     assert call(tmp_path / "old", tmp_path / "new", "--format", "iteration", "--to", "tp=4")[0] == 0
-    assert scan(STORAGE, str(tmp_path / "new")).candidates[0].world_size == 4
+    assert scan(dir_at(tmp_path / "new")).candidates[0].world_size == 4
     found, expected = values(tmp_path / "new"), values(tmp_path / "old")
     assert all(found[name] == expected[name] for name in TENSORS)
 

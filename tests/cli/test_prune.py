@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import rank_folders
-from rank_folders import RUN, STORAGE, path_of, save, write_foreign, write_rank
+from rank_folders import RUN, dir_at, path_of, save, write_foreign, write_rank
 
 from mindresume.coordination import lease
 from mindresume.coordination.read_locks import acquire_read_lock
@@ -43,7 +43,7 @@ def contents(root):
 
 
 def committed(root):
-    return [c.step for c in scan(STORAGE, str(root)).candidates if c.committed]
+    return [c.step for c in scan(dir_at(root)).candidates if c.committed]
 
 
 def steps(rows):
@@ -98,7 +98,7 @@ def test_pruning_twice_removes_nothing_more(saved, read_ok):
 
 
 def test_prune_keeps_a_checkpoint_that_a_job_reads(saved, read_ok, call):
-    held = acquire_read_lock(STORAGE, str(saved), attempt_name(10, RUN), str(saved / FOLDER / attempt_name(10, RUN)))
+    held = acquire_read_lock(dir_at(saved), attempt_name(10, RUN), str(saved / FOLDER / attempt_name(10, RUN)))
     try:
         found = read_ok(saved, "--keep-last", 1)
         assert steps(found["held"]) == [10] and str(os.getpid()) in found["held"][0]["reason"]
@@ -110,7 +110,7 @@ def test_prune_keeps_a_checkpoint_that_a_job_reads(saved, read_ok, call):
 
 
 def test_an_incomplete_save_of_a_running_job_is_kept(saved, read_ok):
-    job = lease.Lease(STORAGE, str(saved), replace(lease.holder_of_this_process(lease.SAVING, 2), run=RUN))
+    job = lease.Lease(dir_at(saved), replace(lease.holder_of_this_process(lease.SAVING, 2), run=RUN))
     job.publish()
     found = read_ok(saved, "--keep-last", 6)
     assert steps(found["kept"]) == [35, 30, 25, 20, 15, 10, 5] and found["removed"] == []
@@ -124,7 +124,7 @@ def test_a_dry_run_keeps_the_lease_of_a_dead_reader(saved, read_ok):
     dead.wait()
     owner = replace(lease.holder_of_this_process(lease.LOADING, holds=[attempt_name(5, RUN)]), run="0000-0000dead",
                     pid=dead.pid)
-    lease.Lease(STORAGE, str(saved), owner).publish()
+    lease.Lease(dir_at(saved), owner).publish()
     before = contents(saved)
     assert steps(read_ok(saved, "--keep-last", 5, "--dry-run")["removed"]) == [35, 5] and contents(saved) == before
     assert steps(read_ok(saved, "--keep-last", 5)["removed"]) == [35, 5]

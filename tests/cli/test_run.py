@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 from memory_tiers import make_owned_tier
-from rank_folders import STORAGE, save
+from rank_folders import dir_at, save
 
 from mindresume.cli.run import _flush_memory
 from mindresume.events import Notice
@@ -17,7 +17,7 @@ def root(tmp_path):
 
 
 def steps_on_disk(root):
-    return [found.step for found in scan(STORAGE, str(root)).candidates if found.committed]
+    return [found.step for found in scan(dir_at(root)).candidates if found.committed]
 
 
 def write(root, is_hurried=lambda: False):

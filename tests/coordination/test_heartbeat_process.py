@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from lease_holders import ME, acquire_lease
-from rank_folders import STORAGE
+from rank_folders import dir_at
 
 from mindresume.coordination import lease as lease_module
 from mindresume.coordination.heartbeat_process import HeartbeatProcess
 from mindresume.coordination.lease import LOADING, lease_holders, lease_path
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.read_locks import acquire_read_lock
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model.manifest import FOLDER
 from mindresume.storage.posix import PosixStorage
 
@@ -48,7 +49,7 @@ def processes(monkeypatch):
 
 
 def holder_of(root):
-    (found,) = lease_holders(STORAGE, str(root))
+    (found,) = lease_holders(dir_at(root))
     return found
 
 
@@ -67,7 +68,7 @@ def watch(root, pipe):
 
 def test_heartbeats_come_while_the_interpreter_lock_is_held(tmp_path):
     """MindSpore holds it while it compiles a graph. A call through PyDLL holds it, too: this one until a heartbeat was seen."""
-    lease = acquire(STORAGE, str(tmp_path), ME, beat=EVERY).start()
+    lease = acquire(dir_at(tmp_path), ME, beat=EVERY).start()
     watcher = watch(tmp_path, tmp_path / "pipe")
     libc, text = ctypes.PyDLL(None), ctypes.create_string_buffer(16)
     handle = libc.open(os.fsencode(tmp_path / "pipe"), os.O_RDONLY)
@@ -78,7 +79,7 @@ def test_heartbeats_come_while_the_interpreter_lock_is_held(tmp_path):
 
 
 def test_the_lease_that_the_process_writes_is_that_of_the_job(tmp_path, processes):
-    lease = acquire(STORAGE, str(tmp_path), ME, beat=EVERY).start()
+    lease = acquire(dir_at(tmp_path), ME, beat=EVERY).start()
     lease.step = 12
     wait_for(lambda: holder_of(tmp_path).step == 12)
     found = holder_of(tmp_path)
@@ -92,7 +93,7 @@ def test_the_lease_that_the_process_writes_is_that_of_the_job(tmp_path, processe
 
 
 def test_signals_that_ask_to_end_leave_the_process(tmp_path, processes):
-    lease = acquire(STORAGE, str(tmp_path), ME, beat=EVERY).start()
+    lease = acquire(dir_at(tmp_path), ME, beat=EVERY).start()
     (process,) = processes
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(process.pid, number)
@@ -103,7 +104,7 @@ def test_signals_that_ask_to_end_leave_the_process(tmp_path, processes):
 
 
 def test_a_process_that_was_killed_is_replaced_and_the_lease_can_always_be_released(tmp_path, processes):
-    lease = acquire(STORAGE, str(tmp_path), ME, beat=EVERY).start()
+    lease = acquire(dir_at(tmp_path), ME, beat=EVERY).start()
     for count in range(1, lease_module._TRIES + 1):
         wait_for(lambda count=count: len(processes) == count)
         os.kill(processes[-1].pid, signal.SIGKILL)
@@ -119,7 +120,7 @@ def test_a_thread_sends_the_heartbeats_where_no_process_can_be_started(tmp_path,
     def fail(*arguments, **options):
         raise error
     monkeypatch.setattr(subprocess, "Popen", fail)
-    lease = acquire(STORAGE, str(tmp_path), ME, beat=EVERY)
+    lease = acquire(dir_at(tmp_path), ME, beat=EVERY)
     monkeypatch.setattr(lease_module, "start_process", HeartbeatProcess.start)
     lease.start()
     wait_for(lambda: holder_of(tmp_path).beat > 2)
@@ -131,10 +132,10 @@ class Other(PosixStorage):
 
 
 def test_readers_and_other_storages_have_no_process(tmp_path, processes):
-    acquire(Other(), str(tmp_path / "a"), ME, beat=EVERY).start().release()
+    acquire(CheckpointDir(Other(), str(tmp_path / "a")), ME, beat=EVERY).start().release()
     (tmp_path / "b" / FOLDER / "x").mkdir(parents=True)
-    acquire_read_lock(STORAGE, str(tmp_path / "b"), "x", str(tmp_path / "b" / FOLDER / "x"), EVERY, purpose=LOADING).release()
-    acquire(STORAGE, str(tmp_path / "c"), ME, beat=0).start().release()
+    acquire_read_lock(dir_at(tmp_path / "b"), "x", str(tmp_path / "b" / FOLDER / "x"), EVERY, purpose=LOADING).release()
+    acquire(dir_at(tmp_path / "c"), ME, beat=0).start().release()
     assert processes == []
 
 
@@ -188,7 +189,7 @@ def test_no_heartbeat_comes_from_a_stopped_training(training, tmp_path):
 
 def test_a_lease_path_that_is_not_utf8(tmp_path):
     root = tmp_path / "checkpoint\udcff"
-    lease = acquire(STORAGE, str(root), ME, beat=EVERY).start()
+    lease = acquire(dir_at(root), ME, beat=EVERY).start()
     wait_for(lambda: holder_of(root).beat > 2)
     assert lease_path(str(root), lease.run).endswith(os.listdir(root / FOLDER)[0])
     lease.release()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from lease_holders import ELSEWHERE, ME, acquire_lease, dead_holder, publish_lease
-from rank_folders import STORAGE, save, simulated
+from rank_folders import STORAGE, dir_at, save, simulated
 
 from mindresume.coordination.lease import BEAT, LeaseHolder, ended, fence, is_alive, lease_holders, next_run
 from mindresume.coordination.lease_acquisition import acquire
@@ -50,10 +50,10 @@ def test_a_reused_process_number_is_another_process():
 def test_a_lease_that_is_only_published_does_not_stop_the_job_that_has_acquired_the_folder(tmp_path):
     lease = acquire_lease(tmp_path)
     rival = publish_lease(tmp_path, ELSEWHERE, 2)
-    fence(STORAGE, str(tmp_path), lease.run)
+    fence(dir_at(tmp_path), lease.run)
     rival.beat()
     with pytest.raises(LeaseHeldError, match="node7"):
-        fence(STORAGE, str(tmp_path), lease.run)
+        fence(dir_at(tmp_path), lease.run)
 
 
 @pytest.mark.parametrize("token, stops", [("00000000", False), ("ffffffff", True)])
@@ -61,34 +61,34 @@ def test_the_later_name_wins_between_two_runs_with_one_number(tmp_path, token, s
     save(tmp_path, 5, 1, run=run_name(1, token))
     if stops:
         with pytest.raises(LeaseHeldError):
-            fence(STORAGE, str(tmp_path), run_name(1, "88888888"))
+            fence(dir_at(tmp_path), run_name(1, "88888888"))
     else:
-        fence(STORAGE, str(tmp_path), run_name(1, "88888888"))
+        fence(dir_at(tmp_path), run_name(1, "88888888"))
 
 
 def test_a_job_considered_dead_stops_saving_when_it_wakes_up(tmp_path):
     first = publish_lease(tmp_path, ELSEWHERE)
-    fence(STORAGE, str(tmp_path), first.run)
+    fence(dir_at(tmp_path), first.run)
     second = acquire_lease(tmp_path)
-    fence(STORAGE, str(tmp_path), second.run)
+    fence(dir_at(tmp_path), second.run)
     with pytest.raises(LeaseHeldError) as error:
-        fence(STORAGE, str(tmp_path), first.run)
+        fence(dir_at(tmp_path), first.run)
     assert second.run in str(error.value) and first.run in str(error.value)
 
 
 def test_a_job_considered_dead_stops_saving_after_its_successor_has_ended(tmp_path):
     save(tmp_path, 5, 1, run=run_name(2, "0000bbbb"))
     with pytest.raises(LeaseHeldError, match="run 0002-0000bbbb has taken over"):
-        fence(STORAGE, str(tmp_path), run_name(1, "0000aaaa"))
+        fence(dir_at(tmp_path), run_name(1, "0000aaaa"))
 
 
 def test_a_lease_removed_by_hand_does_not_stop_a_job(tmp_path):
     lease = acquire_lease(tmp_path)
     for path in (tmp_path / FOLDER).iterdir():
         path.unlink()
-    fence(STORAGE, str(tmp_path), lease.run)
+    fence(dir_at(tmp_path), lease.run)
     lease.beat()
-    assert len(lease_holders(STORAGE, str(tmp_path))) == 1
+    assert len(lease_holders(dir_at(tmp_path))) == 1
 
 
 @pytest.mark.parametrize("every", [-1, "15", None, True, float("nan")])
@@ -103,18 +103,18 @@ def test_an_impossible_interval(tmp_path, every):
 def test_runs_of_dead_processes_have_ended(tmp_path):
     living, dead, far = publish_lease(tmp_path, ME, 1), publish_lease(tmp_path, dead_holder(), 2), publish_lease(tmp_path,
         ELSEWHERE, 3)
-    over = ended(STORAGE, str(tmp_path))
+    over = ended(dir_at(tmp_path))
     assert [over(lease.run) for lease in (living, dead, far)] == [False, True, False]
     assert over(run_name(9, "00000009"))
 
 
 def test_a_lease_sends_heartbeats_by_itself(tmp_path):
     def work():
-        lease = acquire(STORAGE, str(tmp_path), ME).start()
-        (begun,) = lease_holders(STORAGE, str(tmp_path))
+        lease = acquire(dir_at(tmp_path), ME).start()
+        (begun,) = lease_holders(dir_at(tmp_path))
         current_cluster().scheduler.sleep(2.5 * BEAT)
-        (living,) = lease_holders(STORAGE, str(tmp_path))
+        (living,) = lease_holders(dir_at(tmp_path))
         lease.release()
         current_cluster().scheduler.sleep(2.5 * BEAT)
-        return living.beat - begun.beat, lease_holders(STORAGE, str(tmp_path))
+        return living.beat - begun.beat, lease_holders(dir_at(tmp_path))
     assert simulated(work) == (2, [])

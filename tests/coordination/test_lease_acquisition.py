@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 from lease_holders import ELSEWHERE, ME, ManualClock, acquire_lease, dead_holder, publish_lease
-from rank_folders import STORAGE, save
+from rank_folders import STORAGE, dir_at, save
 
 from mindresume.coordination import lease as lease_module
 from mindresume.coordination.lease import BEAT, Lease, ended, fence, lease_holders, lease_path, next_run
 from mindresume.coordination.lease_acquisition import PATIENCE, acquire, check_no_live_job
 from mindresume.errors import LeaseHeldError
 from mindresume.events import LeaseWatched, StaleLeaseRemoved
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, encode_head, read_head, run_name, run_sequence
 from mindresume.storage.posix import PosixStorage
 
@@ -23,7 +24,7 @@ def test_an_empty_folder_is_acquired_at_once_and_released(tmp_path):
     time = ManualClock()
     lease = acquire_lease(tmp_path / "checkpoint", time=time)
     assert run_sequence(lease.run) == 1 and time.now == 0
-    assert [holder.run for holder in lease_holders(STORAGE, str(tmp_path / "checkpoint"))] == [lease.run]
+    assert [holder.run for holder in lease_holders(dir_at(tmp_path / "checkpoint"))] == [lease.run]
     lease.release()
     lease.release()
     assert os.listdir(tmp_path / "checkpoint" / FOLDER) == []
@@ -36,7 +37,7 @@ def test_a_second_job_is_refused_and_both_are_named(tmp_path):
         acquire_lease(tmp_path, replace(ME, host="node2", machine="m2/1", pid=77), time)
     assert first.run in str(error.value) and str(os.getpid()) in str(error.value)
     assert "host node2, process 77" in str(error.value) and "output_dir" in str(error.value)
-    assert [holder.run for holder in lease_holders(STORAGE, str(tmp_path))] == [first.run]
+    assert [holder.run for holder in lease_holders(dir_at(tmp_path))] == [first.run]
     assert time.now >= BEAT * PATIENCE
 
 
@@ -68,7 +69,7 @@ class Killed(PosixStorage):
 def test_leftovers_of_a_job_killed_while_it_acquires_the_folder_are_removed(tmp_path):
     acquire_lease(tmp_path).release()
     with pytest.raises(KeyboardInterrupt):
-        acquire(Killed(), str(tmp_path), ME)
+        acquire(CheckpointDir(Killed(), str(tmp_path)), ME)
     left, = os.listdir(tmp_path / FOLDER)
     assert left.startswith(".claim-0001-") and next_run([left]).startswith("0002-")
     lease, time = acquire_lease(tmp_path, time=(time := ManualClock())), time
@@ -98,7 +99,7 @@ def test_leftovers_that_cannot_be_removed_stop_no_job(tmp_path):
         def remove(self, path):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
     before = set(os.listdir(tmp_path / FOLDER))
-    lease = acquire(Kept(), str(tmp_path), ME)
+    lease = acquire(CheckpointDir(Kept(), str(tmp_path)), ME)
     assert run_sequence(lease.run) == 4 and set(os.listdir(tmp_path / FOLDER)) == {*before, f"claim-{lease.run}.json"}
     lease.storage = STORAGE
     lease.release()
@@ -139,7 +140,7 @@ def test_a_copied_lease_whose_heartbeats_come_is_alive(tmp_path):
 
 
 def test_a_copied_lease_without_heartbeats_needs_a_person(tmp_path):
-    acquire(STORAGE, str(tmp_path / "one"), ME, beat=0)
+    acquire(dir_at(tmp_path / "one"), ME, beat=0)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     with pytest.raises(LeaseHeldError, match="remove .*two.* and start again"):
         acquire_lease(tmp_path / "two")
@@ -150,7 +151,7 @@ def test_a_holder_that_cannot_be_looked_at_is_watched(tmp_path, monkeypatch, bea
     """hidepid=2, or no descriptor is left: such a process counted as dead, and its folder was taken over at once."""
     first = acquire_lease(tmp_path)
     monkeypatch.setattr(lease_module, "is_running", lambda pid, ticks: None)
-    assert not ended(STORAGE, str(tmp_path))(first.run)
+    assert not ended(dir_at(tmp_path))(first.run)
     time = ManualClock(lambda now: first.beat() if beats else None)
     if beats:
         with pytest.raises(LeaseHeldError, match=first.run):
@@ -181,8 +182,8 @@ def test_a_mount_that_shows_old_contents_makes_no_job_look_dead(tmp_path):
     other = publish_lease(tmp_path, ELSEWHERE)
     time = ManualClock(lambda now: other.beat())
     with pytest.raises(LeaseHeldError, match="node7"):
-        acquire(OldContent(), str(tmp_path), ME, time=time)
-    assert [holder.run for holder in lease_holders(STORAGE, str(tmp_path))] == [other.run]
+        acquire(CheckpointDir(OldContent(), str(tmp_path)), ME, time=time)
+    assert [holder.run for holder in lease_holders(CheckpointDir(STORAGE, str(tmp_path)))] == [other.run]
 
 
 def test_a_holder_on_another_host_that_sends_heartbeats_is_alive(tmp_path):
@@ -253,17 +254,17 @@ def test_one_of_two_concurrent_jobs_acquires_the_folder_and_keeps_it(tmp_path, t
     def begin(holder, storage):
         time = ManualClock(lambda now: [lease.beat() for lease in acquired])
         with suppress(LeaseHeldError):
-            acquired.append(acquire(storage, str(tmp_path), holder, time=time))
+            acquired.append(acquire(CheckpointDir(storage, str(tmp_path)), holder, time=time))
         for lease in acquired:
-            fence(STORAGE, str(tmp_path), lease.run)
+            fence(dir_at(tmp_path), lease.run)
     mine = replace(ME, run=run_name(1, "88888888"))
     begin(mine, During(at, lambda: begin(replace(other, run=run_name(1, token)), STORAGE)))
     lease, = acquired
-    fence(STORAGE, str(tmp_path), lease.run)
+    fence(dir_at(tmp_path), lease.run)
 
 
 def rival_of(root, token, holder=ELSEWHERE):
-    return Lease(STORAGE, str(root), replace(holder, run=run_name(1, token)))
+    return Lease(dir_at(root), replace(holder, run=run_name(1, token)))
 
 
 def test_the_earlier_of_two_concurrent_jobs_waits_for_the_later_to_give_way(tmp_path):
@@ -271,7 +272,7 @@ def test_the_earlier_of_two_concurrent_jobs_waits_for_the_later_to_give_way(tmp_
     time = ManualClock(lambda now: rival.withdraw())
     holder = replace(ME, run=run_name(1, "88888888"))
     storage = During(4, lambda: rival.publish())                # watched, listed, written: now it gets its name
-    lease = acquire(storage, str(tmp_path), holder, time=time)
+    lease = acquire(CheckpointDir(storage, str(tmp_path)), holder, time=time)
     assert 0 < time.now < 3 and os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
 
 
@@ -279,7 +280,7 @@ def test_the_earlier_of_two_concurrent_jobs_gives_way_if_the_later_has_acquired_
     rival = rival_of(tmp_path, "ffffffff")
     time, holder = ManualClock(lambda now: rival.beat()), replace(ME, run=run_name(1, "88888888"))
     with pytest.raises(LeaseHeldError, match="run 0001-ffffffff on host node7"):
-        acquire(During(4, lambda: rival.publish()), str(tmp_path), holder, time=time)
+        acquire(CheckpointDir(During(4, lambda: rival.publish()), str(tmp_path)), holder, time=time)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"] and time.now < 3
 
 
@@ -289,7 +290,8 @@ def test_a_job_that_gives_way_leaves_no_files(tmp_path, keep_run_marker):
     rival = rival_of(tmp_path, "00000000")
     holder = replace(ME, run=run_name(1, "88888888"))
     with pytest.raises(LeaseHeldError, match="run 0001-00000000"):
-        acquire(During(4, lambda: rival.publish()), str(tmp_path), holder, keep_run_marker=keep_run_marker)
+        acquire(CheckpointDir(CheckpointDir(During(4, lambda: rival.publish()), str(tmp_path)), holder),
+                keep_run_marker=keep_run_marker)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 
 
@@ -297,7 +299,7 @@ def test_a_job_that_gives_way_leaves_no_files(tmp_path, keep_run_marker):
 def test_a_number_acquired_by_another_job_meanwhile_is_not_reused(tmp_path, token):
     """Another job started, saved and ended between the listing that gave the number and the lease: two runs had one number."""
     storage = During(3, lambda: save(tmp_path, 5, 1, run=run_name(1, token)))
-    assert run_sequence(acquire(storage, str(tmp_path), ME).run) == 2
+    assert run_sequence(acquire(CheckpointDir(storage, str(tmp_path)), ME).run) == 2
 
 
 class Remembering(PosixStorage):
@@ -328,7 +330,7 @@ def test_a_job_that_waited_for_a_later_name_lists_again(tmp_path):
     rival = rival_of(tmp_path, "ffffffff")
 
     def ends(now):
-        if now > 5 and lease_holders(STORAGE, str(tmp_path))[-1].run == rival.run:
+        if now > 5 and lease_holders(dir_at(tmp_path))[-1].run == rival.run:
             save(tmp_path, 5, 1, run=rival.run)
             rival.release()
 
@@ -336,9 +338,9 @@ def test_a_job_that_waited_for_a_later_name_lists_again(tmp_path):
         rival.publish()
         rival.beat()
     time = ManualClock(ends)
-    run = acquire(Remembering(begins), str(tmp_path), ME, time=time).run
+    run = acquire(CheckpointDir(Remembering(begins), str(tmp_path)), ME, time=time).run
     assert run_sequence(run) == 2 and 5 < time.now < 8
-    fence(STORAGE, str(tmp_path), run)
+    fence(dir_at(tmp_path), run)
 
 
 def test_a_number_that_all_nodes_have_agreed_on_and_that_is_in_use_is_refused(tmp_path):
@@ -357,9 +359,9 @@ def test_a_job_whose_half_written_lease_is_removed_reports_the_other_job(tmp_pat
             first.append(acquire_lease(tmp_path))
             super().rename(old, new)
     with pytest.raises(LeaseHeldError, match="is in use: run 0002"):
-        acquire(Slow(), str(tmp_path), ME)
+        acquire(CheckpointDir(Slow(), str(tmp_path)), ME)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{first[0].run}.json"]
-    fence(STORAGE, str(tmp_path), first[0].run)
+    fence(dir_at(tmp_path), first[0].run)
 
 
 def test_a_lease_that_cannot_be_published_is_an_error_and_is_removed(tmp_path):
@@ -368,14 +370,14 @@ def test_a_lease_that_cannot_be_published_is_an_error_and_is_removed(tmp_path):
             raise OSError(errno.EIO, os.strerror(errno.EIO), folder)
     (tmp_path / FOLDER).mkdir()
     with pytest.raises(OSError, match="Input/output error"):
-        acquire(Unsettled(), str(tmp_path), ME)
+        acquire(CheckpointDir(Unsettled(), str(tmp_path)), ME)
     assert os.listdir(tmp_path / FOLDER) == []
 
     class Full(PosixStorage):
         def write(self, path, pieces, size=0):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
     with pytest.raises(OSError, match="No space left"):
-        acquire(Full(), str(tmp_path), ME)
+        acquire(CheckpointDir(Full(), str(tmp_path)), ME)
     assert os.listdir(tmp_path / FOLDER) == []
 
 
@@ -396,10 +398,10 @@ def test_a_lease_that_is_unreadable_for_a_moment_counts(tmp_path):
     """The running job was fenced because the second job did not see its lease."""
     publish_lease(tmp_path, ME)
     with pytest.raises(LeaseHeldError, match="is in use: run 0001"):
-        acquire(Stale(1), str(tmp_path), ME, time=(time := ManualClock()))
+        acquire(CheckpointDir(Stale(1), str(tmp_path)), ME, time=(time := ManualClock()))
     publish_lease(tmp_path, ELSEWHERE)
     time = ManualClock()
-    lease = acquire(Stale(5), str(tmp_path), ME, time=time)        # silent since it could be read
+    lease = acquire(CheckpointDir(Stale(5), str(tmp_path)), ME, time=time)        # silent since it could be read
     assert run_sequence(lease.run) == 2 and BEAT * PATIENCE + 4 <= time.now < BEAT * PATIENCE + 6
 
 
@@ -414,13 +416,13 @@ def test_a_lease_that_stays_unreadable_counts_as_alive(tmp_path, damage):
         acquire_lease(tmp_path, time=time)
     assert f"remove {path} and start again" in str(error.value) and time.now == BEAT * PATIENCE
     assert os.listdir(tmp_path / FOLDER) == [path.name]
-    assert not ended(STORAGE, str(tmp_path))(lease.run)             # its unfinished save is not an orphan
+    assert not ended(dir_at(tmp_path))(lease.run)             # its unfinished save is not an orphan
     path.unlink()
     assert run_sequence(acquire_lease(tmp_path).run) == 1
 
 
 def test_an_unreadable_lease_counts_between_two_concurrent_jobs(tmp_path):
-    rival = Lease(STORAGE, str(tmp_path), replace(ME, run=run_name(1, "ffffffff")))
+    rival = Lease(dir_at(tmp_path), replace(ME, run=run_name(1, "ffffffff")))
 
     class Late(Stale):
         def rename(self, old, new):
@@ -429,7 +431,7 @@ def test_an_unreadable_lease_counts_between_two_concurrent_jobs(tmp_path):
             super().rename(old, new)
     time = ManualClock()
     with pytest.raises(LeaseHeldError, match="by which run 0001-ffffffff says that it saves there, cannot be read"):
-        acquire(Late(0), str(tmp_path), ME, time=time)
+        acquire(CheckpointDir(Late(0), str(tmp_path)), ME, time=time)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 
 
@@ -440,9 +442,9 @@ def test_an_unreadable_lease_counts_between_two_concurrent_jobs(tmp_path):
 def test_the_holders_own_heartbeat_interval_counts(tmp_path, mine, theirs):
     publish_lease(tmp_path, replace(ELSEWHERE, every=theirs))
     time = ManualClock()
-    lease = acquire(STORAGE, str(tmp_path), ME, mine, time=time)
+    lease = acquire(CheckpointDir(STORAGE, str(tmp_path)), ME, mine, time=time)
     assert theirs * PATIENCE <= time.now < theirs * PATIENCE + 1.5
-    assert lease_holders(STORAGE, str(tmp_path))[0].every == mine and lease.run == lease_holders(STORAGE, str(tmp_path))[0].run
+    assert lease_holders(dir_at(tmp_path))[0].every == mine and lease.run == lease_holders(dir_at(tmp_path))[0].run
 
 
 @pytest.mark.parametrize("every, said", [(0.0, "there are none"), (3600.0, "only every 3600 s")])
@@ -474,10 +476,10 @@ def test_a_lease_of_an_earlier_version_has_the_default_heartbeat_interval(tmp_pa
 
 def test_a_failed_training_of_this_process_does_not_count_as_another_job(tmp_path):
     left, time = acquire_lease(tmp_path), ManualClock()
-    check_no_live_job(STORAGE, str(tmp_path), time=time)
+    check_no_live_job(CheckpointDir(STORAGE, str(tmp_path)), time=time)
     assert time.now == 0
     left.release()
     other = publish_lease(tmp_path, ELSEWHERE, 7)
     time.also = lambda now: other.beat()
     with pytest.raises(LeaseHeldError, match="run 0007-0000aaaa"):
-        check_no_live_job(STORAGE, str(tmp_path), time=time)
+        check_no_live_job(CheckpointDir(STORAGE, str(tmp_path)), time=time)

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 from lease_holders import ELSEWHERE, ManualClock, acquire_lease, dead_holder, publish_lease
-from rank_folders import RUN, STORAGE, save
+from rank_folders import RUN, dir_at, save
 
 from mindresume.coordination.lease import BEAT, fence, lease_holders, lease_path
 from mindresume.coordination.read_locks import GIVEN_UP, ReadLocks, acquire_read_lock, announce_removal, read_locks
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.storage.posix import PosixStorage
 
@@ -15,22 +16,22 @@ from mindresume.storage.posix import PosixStorage
 def test_a_reader_locks_its_checkpoint_and_releases_it(tmp_path):
     save(tmp_path, 5, 1)
     name = next(name for name in os.listdir(tmp_path / FOLDER))
-    lease = acquire_read_lock(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name))
-    assert set(read_locks(STORAGE, str(tmp_path))) == {name}
-    assert str(os.getpid()) in read_locks(STORAGE, str(tmp_path))[name]
+    lease = acquire_read_lock(dir_at(tmp_path), name, str(tmp_path / FOLDER / name))
+    assert set(read_locks(dir_at(tmp_path))) == {name}
+    assert str(os.getpid()) in read_locks(dir_at(tmp_path))[name]
     lease.release()
-    assert read_locks(STORAGE, str(tmp_path)) == {}
+    assert read_locks(dir_at(tmp_path)) == {}
     gone = attempt_name(99, run_name(1, "0000aaaa"))
-    assert acquire_read_lock(STORAGE, str(tmp_path), gone, str(tmp_path / FOLDER / gone)) is None
-    assert read_locks(STORAGE, str(tmp_path)) == {}
+    assert acquire_read_lock(dir_at(tmp_path), gone, str(tmp_path / FOLDER / gone)) is None
+    assert read_locks(dir_at(tmp_path)) == {}
 
 
 @pytest.mark.parametrize("goes", [True, False])
 def test_a_reader_waits_for_an_announced_removal(tmp_path, goes):
     save(tmp_path, 5, 1)
     name = os.listdir(tmp_path / FOLDER)[0]
-    commit_dir, others = tmp_path / FOLDER / name, announce_removal(STORAGE, str(tmp_path), [name])
-    assert read_locks(STORAGE, str(tmp_path)) == {}
+    commit_dir, others = tmp_path / FOLDER / name, announce_removal(dir_at(tmp_path), [name])
+    assert read_locks(dir_at(tmp_path)) == {}
 
     def act(now):
         if now > 2:
@@ -38,7 +39,7 @@ def test_a_reader_waits_for_an_announced_removal(tmp_path, goes):
                 commit_dir.rename(tmp_path / "gone")
             others.release()
     time = ManualClock(act)
-    lease = acquire_read_lock(STORAGE, str(tmp_path), name, str(commit_dir), sleep=time.sleep)
+    lease = acquire_read_lock(dir_at(tmp_path), name, str(commit_dir), sleep=time.sleep)
     assert (lease is None) == goes and 2 < time.now < 4
     if lease:
         lease.release()
@@ -52,7 +53,7 @@ def test_a_reader_stops_waiting_after_a_limit(tmp_path, holder, waits):
     name = os.listdir(tmp_path / FOLDER)[0]
     publish_lease(tmp_path, replace(holder or dead_holder(), purpose="removing", holds=(name,), every=0.0), 0)
     time = ManualClock()
-    lease = acquire_read_lock(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name), sleep=time.sleep)
+    lease = acquire_read_lock(dir_at(tmp_path), name, str(tmp_path / FOLDER / name), sleep=time.sleep)
     assert lease is not None and (5 < time.now < 20 if waits else time.now == 0)
     lease.release()
 
@@ -69,7 +70,7 @@ def test_a_process_waits_once_for_all_announcements_that_do_not_go_away(tmp_path
         with open(path, "wb") as file:
             file.write(announced.encode() if foreign == "announcements" else b"garbage")
     for name in names:
-        acquire_read_lock(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name), sleep=time.sleep,
+        acquire_read_lock(dir_at(tmp_path), name, str(tmp_path / FOLDER / name), sleep=time.sleep,
                           outwaited=outwaited).release()
     assert 5 < time.now < 20
 
@@ -80,17 +81,17 @@ def test_a_later_announcement_is_waited_for(tmp_path):
     publish_lease(tmp_path, replace(ELSEWHERE, purpose="removing", holds=(name,), every=0.0), 0)
     time = ManualClock()
     commit_dir = str(tmp_path / FOLDER / name)
-    acquire_read_lock(STORAGE, str(tmp_path), name, commit_dir, sleep=time.sleep, outwaited=outwaited).release()
+    acquire_read_lock(dir_at(tmp_path), name, commit_dir, sleep=time.sleep, outwaited=outwaited).release()
     assert time.now > 5
 
 
 def test_a_reader_does_not_stop_a_job_from_saving(tmp_path):
     save(tmp_path, 5, 1)
     name = os.listdir(tmp_path / FOLDER)[0]
-    lease = acquire_read_lock(STORAGE, str(tmp_path), name, str(tmp_path / FOLDER / name))
+    lease = acquire_read_lock(dir_at(tmp_path), name, str(tmp_path / FOLDER / name))
     time = ManualClock()
     job = acquire_lease(tmp_path, time=time)
-    fence(STORAGE, str(tmp_path), job.run)
+    fence(dir_at(tmp_path), job.run)
     assert time.now == 0
     lease.release()
 
@@ -98,13 +99,13 @@ def test_a_reader_does_not_stop_a_job_from_saving(tmp_path):
 def test_a_lock_of_a_dead_reader_does_not_count(tmp_path):
     dead = replace(dead_holder(), purpose="loading", holds=("step-x",))
     publish_lease(tmp_path, dead, sequence=0)
-    assert read_locks(STORAGE, str(tmp_path)) == {} and lease_holders(STORAGE, str(tmp_path)) == []
+    assert read_locks(dir_at(tmp_path)) == {} and lease_holders(dir_at(tmp_path)) == []
 
 
 def test_a_lock_of_another_host_expires_without_heartbeats(tmp_path):
     reader = publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",)), sequence=0)
     now = [0.0]
-    seen = ReadLocks(STORAGE, str(tmp_path), clock=lambda: now[0])
+    seen = ReadLocks(dir_at(tmp_path), clock=lambda: now[0])
     assert set(seen()) == {"step-x"}
     now[0] = BEAT * GIVEN_UP
     reader.beat()
@@ -121,7 +122,7 @@ def test_an_unreadable_read_lock_protects_every_checkpoint(tmp_path):
     names = {name for name in os.listdir(tmp_path / FOLDER)}
     reader = publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=(min(names),)), sequence=0)
     path, now = tmp_path / FOLDER / f"claim-{reader.run}.json", [0.0]
-    seen, content = ReadLocks(STORAGE, str(tmp_path), clock=lambda: now[0]), path.read_bytes()
+    seen, content = ReadLocks(dir_at(tmp_path), clock=lambda: now[0]), path.read_bytes()
     path.write_bytes(b"x")
     assert set(seen()) == names and "cannot be read" in seen()[min(names)]
     acquire_lease(tmp_path, time=(time := ManualClock()))                          # a reader does not stop a job from saving
@@ -137,7 +138,7 @@ def test_an_unreadable_read_lock_protects_every_checkpoint(tmp_path):
 def test_a_reader_with_rare_heartbeats_gets_more_time(tmp_path):
     publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",), every=2 * BEAT), sequence=0)
     now = [0.0]
-    seen = ReadLocks(STORAGE, str(tmp_path), clock=lambda: now[0])
+    seen = ReadLocks(dir_at(tmp_path), clock=lambda: now[0])
     assert set(seen()) == {"step-x"}
     now[0] = BEAT * GIVEN_UP + 1
     assert set(seen()) == {"step-x"}
@@ -149,7 +150,7 @@ def test_an_unreadable_lock_may_be_of_the_removing_process(tmp_path):
     """Another user has written it with mode 0600."""
     save(tmp_path, 5, world=1)
     name = attempt_name(5, RUN)
-    going, waits = announce_removal(STORAGE, str(tmp_path), [name]), []
+    going, waits = announce_removal(dir_at(tmp_path), [name]), []
 
     class Private(PosixStorage):
         def open(self, path):
@@ -161,6 +162,6 @@ def test_an_unreadable_lock_may_be_of_the_removing_process(tmp_path):
         waits.append(seconds)
         if len(waits) == 3:
             going.release()
-    lease = acquire_read_lock(Private(), str(tmp_path), name, str(tmp_path / FOLDER / name), sleep=sleep)
+    lease = acquire_read_lock(CheckpointDir(Private(), str(tmp_path)), name, str(tmp_path / FOLDER / name), sleep=sleep)
     assert lease is not None and len(waits) == 3
     lease.release()

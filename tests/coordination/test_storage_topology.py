@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from rank_folders import STORAGE, Ranks, save, target_of, write_rank
+from rank_folders import STORAGE, Ranks, dir_at, save, target_of, write_rank
 
 from mindresume.coordination import lease, storage_topology
 from mindresume.coordination.collectives import SingleProcess
@@ -27,6 +27,7 @@ from mindresume.coordination.storage_topology import (
     single_group,
 )
 from mindresume.errors import CollectiveError, LeaseHeldError, RecordError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, Manifest, attempt_name, encode_head, read_head, read_record, record_name, run_name
@@ -46,7 +47,7 @@ def seen(tmp_path, nodes):
     """``nodes``: by rank, the name of its folder."""
     for name in set(nodes):
         (tmp_path / name).mkdir(exist_ok=True)
-    found = Ranks(len(nodes)).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / nodes[group.rank]), group))
+    found = Ranks(len(nodes)).run(lambda group: find_shared_groups(dir_at(tmp_path / nodes[group.rank]), group))
     assert all(shared_groups == found[0] for shared_groups in found), found
     for name in set(nodes):
         assert os.listdir(tmp_path / name) == []
@@ -70,7 +71,7 @@ def test_other_machines_that_see_the_same_folder(tmp_path, monkeypatch):
     for name in ("mount0", "mount1"):
         os.symlink(tmp_path / "shared", tmp_path / name)
     monkeypatch.setattr(os.path, "realpath", lambda path: str(path))
-    found = Ranks(4).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / f"mount{group.rank // 2}"), group))
+    found = Ranks(4).run(lambda group: find_shared_groups(dir_at(tmp_path / f"mount{group.rank // 2}"), group))
     assert found == [single_group(4)] * 4 and os.listdir(tmp_path / "shared") == []
 
 
@@ -102,7 +103,7 @@ def looked_from(tmp_path, hosts, local=False):
     """Returns the groups that two ranks on each host find in one folder."""
     def work(group):
         host = hosts[group.rank // 2]
-        return find_shared_groups(host, str(tmp_path), group, host)
+        return find_shared_groups(CheckpointDir(host, str(tmp_path)), group, host)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage_topology, "is_local", lambda path: local)
         found = Ranks(2 * len(hosts), [f"node{rank // 2}" for rank in range(2 * len(hosts))]).run(work)
@@ -155,7 +156,7 @@ def test_an_error_leaves_no_probe_files(tmp_path):
             return super().list(folder)
         failed = False
     broken = Broken()
-    found = Ranks(2).run(lambda group: find_shared_groups(broken if group.rank else STORAGE, str(tmp_path), group))
+    found = Ranks(2).run(lambda group: find_shared_groups(CheckpointDir(broken if group.rank else STORAGE, str(tmp_path)), group))
     assert all(isinstance(error, CollectiveError) and "rank 1: OSError" in str(error) for error in found)
     assert os.listdir(tmp_path) == []
 
@@ -170,7 +171,7 @@ def test_probe_files_of_a_job_killed_long_ago_are_removed(tmp_path, nodes):
             (tmp_path / name / FOLDER / probe).write_bytes(b"")
             now = (tmp_path / name / FOLDER / probe).stat().st_mtime
             os.utime(tmp_path / name / FOLDER / probe, (now, now - 3700 * ("0123abcd" in probe)))
-    found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / nodes[group.rank]), group))
+    found = Ranks(2).run(lambda group: find_shared_groups(dir_at(tmp_path / nodes[group.rank]), group))
     assert [one.is_split for one in found] == [nodes == "ab"] * 2
     assert [os.listdir(tmp_path / name / FOLDER) for name in set(nodes)] == [[new]] * len(set(nodes))
 
@@ -181,29 +182,29 @@ def test_an_interrupted_wait_leaves_no_probe_files(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
     time = SimpleNamespace(sleep=sleep)
-    found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / "ab"[group.rank]), group, time))
+    found = Ranks(2).run(lambda group: find_shared_groups(CheckpointDir(STORAGE, str(tmp_path / "ab"[group.rank])), group, time))
     assert [str(error) for error in found] == ["interrupted"] * 2
     assert [os.listdir(tmp_path / name) for name in "ab"] == [[], []]
 
 
 def test_a_single_process_needs_no_probe_and_an_unwritable_folder_is_an_error(tmp_path):
-    assert find_shared_groups(STORAGE, str(tmp_path / "nowhere"), SingleProcess()) == single_group(1)
+    assert find_shared_groups(dir_at(tmp_path / "nowhere"), SingleProcess()) == single_group(1)
     (tmp_path / "file").write_text("x")
-    found = Ranks(2).run(lambda group: find_shared_groups(STORAGE, str(tmp_path / "file"), group))
+    found = Ranks(2).run(lambda group: find_shared_groups(dir_at(tmp_path / "file"), group))
     assert all(isinstance(error, CollectiveError) for error in found)
 
 
 def test_the_next_run_is_later_than_all_on_any_node(tmp_path):
     for name, run in (("a", run_name(3, "0000aaaa")), ("b", run_name(7, "0000bbbb"))):
         (tmp_path / name / FOLDER / attempt_name(5, run)).mkdir(parents=True)
-    found = Ranks(4).run(lambda group: next_common_run(STORAGE, str(tmp_path / "aabb"[group.rank]), group))
+    found = Ranks(4).run(lambda group: next_common_run(dir_at(tmp_path / "aabb"[group.rank]), group))
     assert len(set(found)) == 1 and found[0].startswith("0008-")
 
 
 def test_two_leaders_of_one_folder_find_each_other(tmp_path):
     """Whatever went wrong in the exchange of probe files: one of them reads the other's lease before the first step."""
-    mine = lease.Lease(STORAGE, str(tmp_path), replace(lease.holder_of_this_process("saving", 4), run=RUN))
-    theirs = lease.Lease(STORAGE, str(tmp_path), replace(mine.holder, host="node7", pid=7))
+    mine = lease.Lease(dir_at(tmp_path), replace(lease.holder_of_this_process("saving", 4), run=RUN))
+    theirs = lease.Lease(dir_at(tmp_path), replace(mine.holder, host="node7", pid=7))
     (tmp_path / FOLDER).mkdir()
     for one in (mine, theirs):
         one.publish()
@@ -221,7 +222,7 @@ def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=Tr
     for rank in ranks:
         write_rank(root, step, rank, world, run, local_ranks=ranks if with_local_ranks else ())
     target = SaveTarget(STORAGE, str(root), run, ranks[0], world, local_ranks=tuple(ranks))
-    committer = Committer(target, policy or KeepLast(99), read_locks=ReadLocks(STORAGE, str(root)))
+    committer = Committer(target, policy or KeepLast(99), read_locks=ReadLocks(dir_at(root)))
     if commit:
         committer.saved(step)
         assert committer.pending == []
@@ -230,11 +231,11 @@ def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=Tr
 
 def test_a_node_commits_the_ranks_that_it_has(tmp_path):
     save_part(tmp_path, 5)
-    found = scan(STORAGE, str(tmp_path)).candidates
+    found = scan(dir_at(tmp_path)).candidates
     assert [(c.step, c.local_ranks, c.world_size, sorted(c.files), c.committed, c.problem) for c in found] == [
         (5, (2, 3), 4, [2, 3], True, None)]
-    assert newest_committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)]
-    refusal = check_files(STORAGE, str(tmp_path), found[0], 4)
+    assert newest_committed(CheckpointDir(STORAGE, str(tmp_path))) == [attempt_name(5, RUN)]
+    refusal = check_files(CheckpointDir(STORAGE, str(tmp_path)), found[0], 4)
     assert "only the files of rank 2, 3 of 4 are here: nodes that share no disk saved it" in refusal.reason
     assert (tmp_path / "rank_2" / "meta.json").exists() and not (tmp_path / "rank_0").exists()
 
@@ -243,31 +244,32 @@ def test_the_merged_parts_of_all_nodes_are_complete(tmp_path):
     """A user copies the folders into one: the manifest of the last node remains."""
     save_part(tmp_path, 5, (0, 1))
     save_part(tmp_path, 5, (2, 3))
-    found = scan(STORAGE, str(tmp_path)).candidates[0]
+    found = scan(dir_at(tmp_path)).candidates[0]
     assert (found.local_ranks, sorted(found.files), found.problem) == ((), [0, 1, 2, 3], None)
-    assert check_files(STORAGE, str(tmp_path), found, 4) is None
+    assert check_files(dir_at(tmp_path), found, 4) is None
     assert Committer(target_of(tmp_path, 0, 4, LATER)).recover() == [5]
-    assert scan(STORAGE, str(tmp_path)).candidates[0].committed
+    assert scan(dir_at(tmp_path)).candidates[0].committed
 
 
 def test_the_records_of_a_node_are_its_commit(tmp_path):
     """The job was killed before its manifest; the next run writes that."""
     save_part(tmp_path, 5, commit=False)
-    found, = scan(STORAGE, str(tmp_path)).candidates
+    found, = scan(dir_at(tmp_path)).candidates
     assert (found.local_ranks, found.maybe_completed, found.committed, found.problem) == ((2, 3), True, False, None)
     assert [seen.state for seen in list_checkpoints(STORAGE, str(tmp_path), unknown_strategy)[1]] == [NODE_LOCAL]
-    made = plan(STORAGE, str(tmp_path), KeepLast(1), active=LATER, ended=lambda run: True)
+    made = plan(dir_at(tmp_path), KeepLast(1), active=LATER, ended=lambda run: True)
     assert made.orphans == made.to_delete == ()
     assert Committer(target_of(tmp_path, 2, 4, LATER, (2, 3))).recover() == [5]
-    again, = scan(STORAGE, str(tmp_path)).candidates
+    again, = scan(dir_at(tmp_path)).candidates
     assert again.committed and replace(again, committed=False) == found
-    assert newest_committed(STORAGE, str(tmp_path)) == [attempt_name(5, RUN)] and (tmp_path / "rank_2" / "meta.json").exists()
+    assert newest_committed(CheckpointDir(STORAGE, str(tmp_path))) == [attempt_name(5,
+        RUN)] and (tmp_path / "rank_2" / "meta.json").exists()
 
 
 def test_a_node_without_the_record_of_one_rank_has_no_part(tmp_path):
     write_rank(tmp_path, 5, 2, 4, local_ranks=(2, 3))
     for brief in (False, True):
-        found, = scan_records(STORAGE, str(tmp_path), brief=brief)[0]
+        found, = scan_records(dir_at(tmp_path), brief=brief)[0]
         assert found.problem.reason == "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 3"
         assert (found.local_ranks, found.maybe_completed) == ((), False)
 
@@ -276,24 +278,24 @@ def test_a_save_with_an_unreadable_record_counts_as_maybe_completed(tmp_path):
     """The save may have been complete, so nothing of it is removed."""
     save_part(tmp_path, 5, commit=False)
     (tmp_path / FOLDER / attempt_name(5, RUN) / record_name(3)).write_bytes(b"")
-    found, = scan(STORAGE, str(tmp_path)).candidates
+    found, = scan(dir_at(tmp_path)).candidates
     assert found.maybe_completed and "the record of rank 3 cannot be read" in found.problem.reason
 
 
 def test_records_of_earlier_versions_have_no_local_ranks(tmp_path):
     save_part(tmp_path, 5, commit=False, with_local_ranks=False)
-    found, = scan(STORAGE, str(tmp_path)).candidates
+    found, = scan(dir_at(tmp_path)).candidates
     assert not found.maybe_completed and "2 of 4 ranks recorded what they wrote, missing: rank 0, 1" in found.problem.reason
 
 
 def test_the_merged_records_of_some_nodes_are_the_parts_of_these_nodes(tmp_path):
     for ranks in ((4, 5), (0, 1), (2, 3)):
-        found = scan(STORAGE, str(tmp_path)).candidates
+        found = scan(dir_at(tmp_path)).candidates
         save_part(tmp_path, 5, ranks, world=6, commit=False)
         assert len(found) == (ranks != (4, 5))
     assert [c.local_ranks for c in found] == [(0, 1, 4, 5)] and found[0].problem is None
-    whole, = scan(STORAGE, str(tmp_path)).candidates
-    assert whole.local_ranks == () and check_files(STORAGE, str(tmp_path), whole, 6) is None
+    whole, = scan(dir_at(tmp_path)).candidates
+    assert whole.local_ranks == () and check_files(dir_at(tmp_path), whole, 6) is None
 
 
 @pytest.mark.parametrize("part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3], [0, 3], [[0, 3]],
@@ -335,26 +337,26 @@ def test_a_node_that_is_ahead_keeps_the_common_step(tmp_path):
     root = str(tmp_path)
     for step in (5, 10):
         save_part(tmp_path, step)
-    record_common(STORAGE, root, names(10)[0], RUN)
+    record_common(CheckpointDir(STORAGE, root), names(10)[0], RUN)
     for step in (15, 20, 25):
         save_part(tmp_path, step, policy=KeepLast(1))
-    assert newest_committed(STORAGE, root) == names(25, 20, 15, 10)
-    record_common(STORAGE, root, names(20)[0], RUN)
+    assert newest_committed(CheckpointDir(STORAGE, root)) == names(25, 20, 15, 10)
+    record_common(CheckpointDir(STORAGE, root), names(20)[0], RUN)
     save_part(tmp_path, 30, policy=KeepLast(1))
-    assert newest_committed(STORAGE, root) == names(30, 25, 20)
-    clear_common(STORAGE, root)
-    clear_common(STORAGE, root)                                # twice is once
+    assert newest_committed(CheckpointDir(STORAGE, root)) == names(30, 25, 20)
+    clear_common(CheckpointDir(STORAGE, root))
+    clear_common(CheckpointDir(STORAGE, root))                                # twice is once
     save_part(tmp_path, 35, policy=KeepLast(1))
-    assert newest_committed(STORAGE, root) == names(35)
+    assert newest_committed(CheckpointDir(STORAGE, root)) == names(35)
 
 
 def test_an_incomplete_save_newer_than_the_common_step_is_removed(tmp_path):
     save_part(tmp_path, 5)
-    record_common(STORAGE, str(tmp_path), names(5)[0], RUN)
+    record_common(CheckpointDir(STORAGE, str(tmp_path)), names(5)[0], RUN)
     write_rank(tmp_path, 10, 2, 4, local_ranks=(2, 3))
     save_part(tmp_path, 15, commit=False)
     for over in (False, True):
-        made = plan(STORAGE, str(tmp_path), KeepLast(1), ended=lambda run, over=over: over)
+        made = plan(dir_at(tmp_path), KeepLast(1), ended=lambda run, over=over: over)
         assert [c.step for c in made.orphans] == ([10] if over else []) and made.to_delete == ()
 
 
@@ -363,14 +365,14 @@ def test_nothing_is_removed_if_the_common_step_is_unknown(tmp_path, content):
     for step in (5, 10):
         save_part(tmp_path, step)
     (tmp_path / FOLDER / COMMON).write_bytes(content)
-    assert set(protected_by_peers(STORAGE, str(tmp_path))) == set(names(5, 10))
-    made = plan(STORAGE, str(tmp_path), KeepLast(1))
-    assert carry_out(STORAGE, str(tmp_path), made) == [] and "share no disk" in made.reasons[made.kept[1].commit_dir]
+    assert set(protected_by_peers(dir_at(tmp_path))) == set(names(5, 10))
+    made = plan(dir_at(tmp_path), KeepLast(1))
+    assert carry_out(dir_at(tmp_path), made) == [] and "share no disk" in made.reasons[made.kept[1].commit_dir]
 
 
 def test_a_shared_folder_has_no_record_of_a_common_step(tmp_path):
     save(tmp_path, 5)
-    assert protected_by_peers(STORAGE, str(tmp_path)) == {} and order_of(attempt_name(5, RUN)) == (1, 5)
+    assert protected_by_peers(dir_at(tmp_path)) == {} and order_of(attempt_name(5, RUN)) == (1, 5)
     assert SharedGroups((0, 0)).is_split is False
 
 
@@ -382,7 +384,7 @@ def test_a_step_of_one_node_does_not_count_in_merged_folders_of_nodes(tmp_path):
         write_rank(tmp_path, 20, rank, 4, local_ranks=(0, 1))
     assert Committer(target_of(tmp_path, 0, 4, run_name(2, "0000bbbb"))).recover() == []
     Committer(target_of(tmp_path, 0, 4, RUN, (0, 1))).saved(20)                         # it had done that before
-    found = scan(STORAGE, str(tmp_path)).candidates
+    found = scan(dir_at(tmp_path)).candidates
     assert [(c.step, c.committed, c.local_ranks) for c in found] == [(20, True, (0, 1)), (10, True, ())]
-    made = plan(STORAGE, str(tmp_path), KeepLast(1), {}, ended=lambda run: True)
+    made = plan(dir_at(tmp_path), KeepLast(1), {}, ended=lambda run: True)
     assert made.to_delete == () and made.reasons[found[1].commit_dir] == "the newest one of all ranks"

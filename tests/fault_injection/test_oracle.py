@@ -15,6 +15,7 @@ from mindresume.fault_injection.journal import select
 from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, PASS, SILENT_DIVERGENCE, check_resume
 from mindresume.fault_injection.scenarios import RUNS, Sandbox, shard
 from mindresume.formats import Candidate
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import TRACKER
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.resume.choice import Choice
@@ -176,7 +177,7 @@ def test_an_incomplete_committed_checkpoint_is_reported(sandbox, damage):
 
 def test_the_next_run_is_kept_out(sandbox):
     saved(sandbox, 10)
-    acquire(PosixStorage(), sandbox.root, holder_of_this_process("saving", RANKS), 0.0)
+    acquire(CheckpointDir(PosixStorage(), sandbox.root), holder_of_this_process("saving", RANKS), 0.0)
     found = check_resume(sandbox, [OLD])
     assert found.verdict == HARD_FAIL and found.reason.startswith("the next run cannot save")
 
@@ -219,7 +220,7 @@ def test_other_tensors_than_were_saved(sandbox, altered, named):
 
 def chosen_by_hand(sandbox, monkeypatch, **change):
     """Makes the selection take step 20 whatever is wrong with it."""
-    choice = select(PosixStorage(), sandbox.root, RANKS)
+    choice = select(CheckpointDir(PosixStorage(), sandbox.root), RANKS)
     monkeypatch.setattr(oracle, "select", lambda *args, **how: replace(choice, **change))
     return choice
 

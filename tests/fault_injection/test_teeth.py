@@ -20,6 +20,7 @@ from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, SILENT_DIVER
 from mindresume.fault_injection.runner import Cell, Setup, Task, cell, prepare
 from mindresume.fault_injection.scenarios import Sandbox, Scenario
 from mindresume.formats import rank_folders
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name
 from mindresume.formats.rank_folder_naming import META, folder_name, meta_json, parse_name
 from mindresume.formats.records import scan_records
@@ -200,23 +201,23 @@ def half_written_files_are_not_cleaned(patch: Patch) -> None:
 
 def oldest_first(patch: Patch) -> None:
     right = candidates.scan
-    patch.setattr(candidates, "scan", lambda disk, root: (lambda found: replace(found, candidates=found.candidates[::-1]))(
-        right(disk, root)))
+    patch.setattr(candidates, "scan", lambda directory: (lambda found: replace(found, candidates=found.candidates[::-1]))(
+        right(directory)))
 
 
 def highest_step_first(patch: Patch) -> None:
     """Selects the highest step, whatever its run."""
     right = candidates.scan
-    patch.setattr(candidates, "scan", lambda disk, root: (lambda found: replace(found, candidates=tuple(sorted(
-        found.candidates, key=lambda c: (c.step, -c.order[0]), reverse=True))))(right(disk, root)))
+    patch.setattr(candidates, "scan", lambda directory: (lambda found: replace(found, candidates=tuple(sorted(
+        found.candidates, key=lambda c: (c.step, -c.order[0]), reverse=True))))(right(directory)))
 
 
 def missing_ranks_accepted(patch: Patch) -> None:
     """Accepts a save without manifest as soon as one rank recorded it."""
     right = candidates.scan
 
-    def scan(disk, root):
-        found = right(disk, root)
+    def scan(directory):
+        found = right(directory)
         return replace(found, candidates=tuple(replace(c, problem=None, world_size=2) if c.files else c
                                                for c in found.candidates))
     patch.setattr(candidates, "scan", scan)
@@ -226,19 +227,19 @@ def only_manifests_count(patch: Patch) -> None:
     """Ignores complete saves without a manifest."""
     right = candidates.scan
 
-    def scan(disk, root):
-        found = right(disk, root)
+    def scan(directory):
+        found = right(directory)
         return replace(found, candidates=tuple(c for c in found.candidates if c.committed))
     patch.setattr(candidates, "scan", scan)
 
 
 def skip_verification(patch: Patch) -> None:
     """Records and files are not verified."""
-    def verify_nothing(disk, root, candidate, rank, progress=None, full=True, strategy=None, metadata=None,
+    def verify_nothing(directory, candidate, rank, progress=None, full=True, strategy=None, metadata=None,
                        keep=None):
         return VerifiedShard(rank, tuple(map(ShardSource, candidate.files[rank])), candidate.state)
     patch.setattr(sources, "verify_rank", verify_nothing)
-    patch.setattr(sources, "check_files", lambda disk, root, candidate, world, files=True: None)
+    patch.setattr(sources, "check_files", lambda directory, candidate, world, files=True: None)
 
 
 def verification_skipped_and_files_written_in_place(patch: Patch) -> None:
@@ -274,8 +275,8 @@ def prune_before_saving(patch: Patch) -> None:
 
     def write_shard(target, part, **how):
         if target.rank == 0 and part.state.step in (20, 30):
-            found = [c for c in scan_records(target.storage, target.root)[0] if c.committed]
-            garbage_collector.carry_out(target.storage, target.root, garbage_collector.Plan(to_delete=tuple(found)))
+            found = [c for c in scan_records(target)[0] if c.committed]
+            garbage_collector.carry_out(target, garbage_collector.Plan(to_delete=tuple(found)))
         return right(target, part, **how)
     patch_all(patch, "write_shard", write_shard)
 
@@ -296,18 +297,19 @@ def prune_removes_unfinished_saves(patch: Patch) -> None:
 
 
 def removal_without_rename(patch: Patch) -> None:
-    def carry_out(disk, root, made, read_locks=dict, emit=print, manifests=None):
+    def carry_out(directory, made, read_locks=dict, emit=print, manifests=None):
         to_delete = [*made.to_delete, *made.orphans]
         for candidate in to_delete:
-            garbage_collector._clear(disk, root, candidate.records_dir, ())
-        garbage_collector.empty_trash(disk, root, read_locks)
+            garbage_collector._clear(directory, candidate.records_dir, ())
+        garbage_collector.empty_trash(directory, read_locks)
         return to_delete
     patch_all(patch, "carry_out", carry_out)
 
 
 def records_removed_before_weights(patch: Patch) -> None:
-    def _clear(disk, root, trash, referenced):
-        paths = garbage_collector.weights_of(disk, root, trash)
+    def _clear(directory, trash, referenced):
+        disk = directory.storage
+        paths = garbage_collector.weights_of(directory, trash)
         for entry in disk.list(trash):
             disk.remove(os.path.join(trash, entry))
         disk.remove(trash)
@@ -317,8 +319,9 @@ def records_removed_before_weights(patch: Patch) -> None:
 
 
 def weights_removed_without_sync(patch: Patch) -> None:
-    def _clear(disk, root, trash, referenced):
-        for path in garbage_collector.weights_of(disk, root, trash):
+    def _clear(directory, trash, referenced):
+        disk = directory.storage
+        for path in garbage_collector.weights_of(directory, trash):
             disk.remove(path)
         for entry in disk.list(trash):
             disk.remove(os.path.join(trash, entry))
@@ -336,7 +339,7 @@ def tracker_before_the_rename(patch: Patch) -> None:
     right = iteration_publisher.publish_iteration
 
     def publish_iteration(target, step, newest=True, emit=print):
-        iteration_publisher.set_tracker(target.storage, target.root, step, target.run)
+        iteration_publisher.set_tracker(target, step, target.run)
         right(target, step, newest, emit)
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
@@ -404,7 +407,7 @@ def replaced_folder_written_into(patch: Patch) -> None:
                 disk.rename(os.path.join(target.data_dir(step), name), os.path.join(iteration_dir, name))
         disk.rename(target.attempt(step), os.path.join(iteration_dir, FOLDER, os.path.basename(target.attempt(step))))
         operations.remove_tree(disk, target.data_dir(step))
-        return iteration_publisher.set_tracker(disk, target.root, step, target.run)
+        return iteration_publisher.set_tracker(CheckpointDir(disk, target.root), step, target.run)
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
 
@@ -431,7 +434,8 @@ def renamed_without_sync(patch: Patch) -> None:
             return (lambda folder: None) if name == "sync" else getattr(self.disk, name)
     right = iteration_publisher.publish_iteration
 
-    def set_tracker(disk, root, step, tag):
+    def set_tracker(directory, step, tag):
+        disk, root = directory.storage, directory.root
         temporary = temporary_name(os.path.join(root, TRACKER), tag)
         disk.write(temporary, [str(step).encode()])
         disk.rename(temporary, os.path.join(root, TRACKER))
@@ -444,11 +448,12 @@ def renamed_without_sync(patch: Patch) -> None:
 
 
 def iteration_removed_without_rename(patch: Patch) -> None:
-    def carry_out(disk, root, made, read_locks=dict, emit=print, manifests=None):
+    def carry_out(directory, made, read_locks=dict, emit=print, manifests=None):
+        disk = directory.storage
         to_delete = [*made.to_delete, *made.orphans]
         for candidate in to_delete:
             operations.remove_tree(disk, candidate.commit_dir)
-        garbage_collector.empty_trash(disk, root, read_locks)
+        garbage_collector.empty_trash(directory, read_locks)
         return to_delete
     patch_all(patch, "carry_out", carry_out)
 

@@ -3,10 +3,11 @@ import os
 
 import pytest
 from iteration_folders import FOREIGN, folder_of, foreign, intend, making, save, track, unname, write_all, write_rank
-from rank_folders import RUN, STORAGE
+from rank_folders import RUN, STORAGE, dir_at
 
 from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, OURS
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import COMMON, MAX_COMMON, TRACKER, CommonInfo, encode_common
 from mindresume.formats.iteration_scan import (
     candidate_without_records,
@@ -27,7 +28,7 @@ NEXT = run_name(2, "0000bbbb")
 
 
 def found(root):
-    return [(c.step, c.run) for c in scan(STORAGE, str(root)).candidates]
+    return [(c.step, c.run) for c in scan(dir_at(root)).candidates]
 
 
 # ---- recognition of iterations ---------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def test_any_number_of_digits(tmp_path, name):
     save(tmp_path, 10)
     os.rename(folder_of(tmp_path, 10), tmp_path / name)
     assert found(tmp_path) == [(10, RUN)]
-    assert scan(STORAGE, str(tmp_path)).candidates[0].problem is None
+    assert scan(dir_at(tmp_path)).candidates[0].problem is None
 
 
 @pytest.mark.parametrize("name", ["iteration_", "iteration_1x", "iteration_-1", "Iteration_00000010", "iteration_" + "1" * 19,
@@ -113,7 +114,7 @@ def test_a_late_tracker_is_not_a_tracker_that_was_set_back(tmp_path, finish):
     track(tmp_path, 10)
     intend(tmp_path, 20)
     assert found(tmp_path) == [(30, RUN), (20, RUN), (10, RUN)]
-    assert any("names step 10: the job that saved step 20 died" in note for note in scan(STORAGE, str(tmp_path)).notes)
+    assert any("names step 10: the job that saved step 20 died" in note for note in scan(dir_at(tmp_path)).notes)
 
 
 def test_a_tracker_that_was_set_back_counts_despite_an_old_intent(tmp_path):
@@ -143,13 +144,13 @@ def test_foreign_folders_are_ordered_between_our_runs_by_step_not_by_time(tmp_pa
                                            (b"9" * 2000, None), (b"0" * 1000 + b"7", 7)])
 def test_the_step_of_the_tracker(tmp_path, content, step):
     track(tmp_path, content)
-    assert tracked(STORAGE, str(tmp_path)) == step
+    assert tracked(dir_at(tmp_path)) == step
 
 
 def test_no_step_is_named_without_a_tracker(tmp_path):
-    assert tracked(STORAGE, str(tmp_path)) is None
+    assert tracked(dir_at(tmp_path)) is None
     (tmp_path / TRACKER).mkdir()
-    assert tracked(STORAGE, str(tmp_path)) is None
+    assert tracked(dir_at(tmp_path)) is None
 
 
 def test_intents_are_distinguished_from_other_names():
@@ -163,7 +164,7 @@ def test_intents_are_distinguished_from_other_names():
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_foreign_folder(tmp_path, name):
     foreign(tmp_path, name, (10,))
-    candidate = candidate_without_records(STORAGE, str(tmp_path), "iteration_00000010")
+    candidate = candidate_without_records(dir_at(tmp_path), "iteration_00000010")
     world = {"mf190_20_single": 1, "mf190_20_dp2tp2opt": 4, "mf180_20_tp2": 2}[name]
     assert (candidate.step, candidate.origin, candidate.world_size, candidate.problem) == (10, MINDFORMERS, world, None)
     assert {rank: [file.path for file in files] for rank, files in candidate.files.items()} == {
@@ -177,14 +178,14 @@ def test_a_foreign_folder(tmp_path, name):
 def test_a_foreign_folder_under_another_name_has_the_step_of_its_common(tmp_path):
     foreign(tmp_path, "mf190_20_single", (10,))
     os.rename(folder_of(tmp_path, 10), tmp_path / "best")
-    candidate = candidate_without_records(STORAGE, str(tmp_path), "best")
+    candidate = candidate_without_records(dir_at(tmp_path), "best")
     assert (candidate.step, candidate.problem) == (10, None)
 
 
 def test_a_refusal_carries_the_step_of_the_folder(tmp_path):
     foreign(tmp_path, "mf190_20_single", (10,))
     os.rename(folder_of(tmp_path, 10), folder_of(tmp_path, 20))
-    candidate = candidate_without_records(STORAGE, str(tmp_path), "iteration_00000020")
+    candidate = candidate_without_records(dir_at(tmp_path), "iteration_00000020")
     assert (candidate.step, candidate.problem.step) == (20, 20) and "common.json is of step 10" in candidate.problem.reason
 
 
@@ -193,29 +194,29 @@ def test_weights_without_optimizer_are_complete(tmp_path):
     foreign(tmp_path, "mf190_20_dp2tp2opt", (10,))
     for path in folder_of(tmp_path, 10).glob("*-opt-*"):
         path.unlink()
-    assert candidate_without_records(STORAGE, str(tmp_path), "iteration_00000010").problem is None
+    assert candidate_without_records(dir_at(tmp_path), "iteration_00000010").problem is None
 
 
 def test_a_file_is_not_a_candidate(tmp_path):
     (tmp_path / "iteration_00000010").write_text("")
-    assert candidate_without_records(STORAGE, str(tmp_path), "iteration_00000010") is None
-    assert candidate_without_records(STORAGE, str(tmp_path), "iteration_00000020") is None
+    assert candidate_without_records(dir_at(tmp_path), "iteration_00000010") is None
+    assert candidate_without_records(dir_at(tmp_path), "iteration_00000020") is None
 
 
 def test_common_that_cannot_be_read(tmp_path):
     folder_of(tmp_path, 10).mkdir()
     with pytest.raises(CorruptFileError, match="No such file"):
-        load_common(STORAGE, str(tmp_path), "iteration_00000010")
+        load_common(dir_at(tmp_path), "iteration_00000010")
     path = folder_of(tmp_path, 10) / COMMON
     path.write_bytes(b" " * (MAX_COMMON + 1))
     with pytest.raises(CorruptFileError, match="at most"):
-        load_common(STORAGE, str(tmp_path), "iteration_00000010")
+        load_common(dir_at(tmp_path), "iteration_00000010")
 
     class FailingStorage(PosixStorage):
         def open(self, path):
             raise OSError(116, "Stale file handle", path)
     with pytest.raises(CorruptFileError, match="Stale file handle"):
-        load_common(FailingStorage(), str(tmp_path), "iteration_00000010")
+        load_common(CheckpointDir(FailingStorage(), str(tmp_path)), "iteration_00000010")
 
 
 def test_counters_survive_common_json():
@@ -238,7 +239,7 @@ def test_consumed_samples_are_written_where_they_are_known_and_cannot_be_inferre
 
 def test_an_unpublished_folder_has_records(tmp_path):
     write_all(tmp_path, 10)
-    candidate, = scan(STORAGE, str(tmp_path)).candidates
+    candidate, = scan(dir_at(tmp_path)).candidates
     assert (candidate.origin, candidate.committed, candidate.maybe_completed) == (OURS, False, True)
     assert candidate.iteration_dir == str(making(tmp_path,
                                                  10).relative_to(tmp_path)) and candidate.iteration_dir.startswith(FOLDER)

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rank_folders import STORAGE, counters, path_of, save, tensors_of, write_foreign
+from rank_folders import counters, dir_at, path_of, save, tensors_of, write_foreign
 
 from mindresume.formats import MINDFORMERS, OURS
 from mindresume.formats.scan import scan
@@ -14,7 +14,7 @@ from mindresume.tensor_files import encode
 
 
 def order(root):
-    return [(c.step, c.origin) for c in scan(STORAGE, str(root)).candidates]
+    return [(c.step, c.origin) for c in scan(dir_at(root)).candidates]
 
 
 def forget_times(root, copy):
@@ -54,7 +54,7 @@ def test_meta_json_decides_which_mindformers_run_is_newer_after_a_fallback(tmp_p
     for step in (5, 10, 15, 20):
         write_foreign(tmp_path, step, world=2)
     write_foreign(tmp_path, 15, world=2, suffix=1)
-    newest = scan(STORAGE, str(tmp_path)).candidates[0]
+    newest = scan(dir_at(tmp_path)).candidates[0]
     name = os.path.basename(newest.files[0][0].path)
     assert name == json.loads((tmp_path / "rank_0" / "meta.json").read_text())["last_ckpt_file"] == "net_rank_0_1-2_5.safetensors"
 
@@ -83,12 +83,12 @@ def test_an_old_prefix_stays_old_though_mindformers_saved_in_our_run_since(tmp_p
 def test_two_prefixes_are_ordered_by_time_with_a_note(tmp_path, meta):
     for step, time in ((5, 100.0), (10, 200.0)):
         write_foreign(tmp_path, step, world=1, time=time, meta=meta)
-    assert scan(STORAGE, str(tmp_path)).notes == ()
+    assert scan(dir_at(tmp_path)).notes == ()
     path_of(tmp_path, 10, 0).rename(path_of(tmp_path, 10, 0).with_name("other_rank_0-1_10.safetensors"))
     (tmp_path / "rank_0" / "meta.json").unlink(missing_ok=True)
     os.utime(path_of(tmp_path, 5, 0), (300.0, 300.0))
     assert order(tmp_path) == [(5, MINDFORMERS), (10, MINDFORMERS)]
-    assert "the names of 'net', 'other' have no common prefix" in scan(STORAGE, str(tmp_path)).notes[0]
+    assert "the names of 'net', 'other' have no common prefix" in scan(dir_at(tmp_path)).notes[0]
 
 
 FIXTURES = sorted(path.parents[1] for path in (Path(__file__).parents[2] / "st" / "fixtures").glob("*/output/checkpoint"))
@@ -102,7 +102,7 @@ def test_saves_of_mindformers_in_a_copy_without_times(tmp_path, name, hints, tim
     fixture = next(path for path in FIXTURES if path.name == name)
     copy = shutil.copytree(fixture / "output" / "checkpoint", tmp_path / "checkpoint")
     known = sorted(map(int, json.loads((fixture / "steps.json").read_text())["steps"]))
-    for candidate in scan(STORAGE, str(copy)).candidates:
+    for candidate in scan(dir_at(copy)).candidates:
         for file in candidate.all_files:
             time = TIMES[times](known.index(candidate.step))
             os.utime(copy / file.path, (time, time))
@@ -117,4 +117,4 @@ def test_files_of_exception_save_are_not_candidates(tmp_path):
     pieces = encode("ckpt", {**tensors_of(0, 17), **counters(7)}, {})
     (tmp_path / "rank_0" / "net_rank_0-2_7_breakpoint.ckpt").write_bytes(b"".join(bytes(piece) for _, piece in pieces))
     assert order(tmp_path) == [(15, OURS)]
-    assert "exception_save" in scan(STORAGE, str(tmp_path)).notes[0]
+    assert "exception_save" in scan(dir_at(tmp_path)).notes[0]

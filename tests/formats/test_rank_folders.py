@@ -6,9 +6,10 @@ import shutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_folders import RUN, STORAGE, flip_bit, name_of, path_of, save, tensors_of, write_foreign, write_rank
+from rank_folders import RUN, STORAGE, dir_at, flip_bit, name_of, path_of, save, tensors_of, write_foreign, write_rank
 
 from mindresume.formats import MINDFORMERS, OURS
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import (
     FileName,
     folder_name,
@@ -29,7 +30,7 @@ NEXT_RUN = run_name(2, "0000bbbb")
 
 
 def found(root):
-    return scan(STORAGE, str(root))
+    return scan(dir_at(root))
 
 
 def order(root):
@@ -339,5 +340,5 @@ def test_records_that_are_listed_late_are_looked_up(tmp_path, fmt, missing):
                 raise OSError(5, "Input/output error", path)
             return status(path)
         storage.status = fail
-    rows = [(c.origin, c.step, c.run, c.committed) for c in scan(storage, str(tmp_path)).candidates]
+    rows = [(c.origin, c.step, c.run, c.committed) for c in scan(CheckpointDir(storage, str(tmp_path))).candidates]
     assert rows == [(OURS, 10, NEXT_RUN, missing != "trouble"), (OURS, 5, RUN, True)]

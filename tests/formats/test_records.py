@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import rank_folders
 from iteration_folders import folder_of, making, records_of, save, unname, write_all, write_rank
-from rank_folders import RUN, STORAGE
+from rank_folders import RUN, STORAGE, dir_at
 
 from mindresume.formats import records
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import ReadManifests, attempts_within, find_attempts, read_attempts, scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, record_name, run_name
 from mindresume.storage.atomic_publish import publish
@@ -19,7 +20,7 @@ NEXT = run_name(2, "0000bbbb")
 
 
 def candidates(root, **how):
-    return scan_records(STORAGE, str(root), **how)[0]
+    return scan_records(dir_at(root), **how)[0]
 
 
 def test_attempts_of_both_formats_and_in_every_state(tmp_path):
@@ -30,7 +31,7 @@ def test_attempts_of_both_formats_and_in_every_state(tmp_path):
     (tmp_path / FOLDER / "trash-step-0000000001-run-0001-0000aaaa").mkdir()
     (tmp_path / "iteration_00000030").mkdir()
     found = {(a.step, a.iteration_dir): (a.path(str(tmp_path)), MANIFEST in a.content)
-             for a in find_attempts(STORAGE, str(tmp_path))}
+             for a in find_attempts(dir_at(tmp_path))}
     assert found == {
         (5, ""): (str(tmp_path / FOLDER / attempt_name(5, RUN)), True),
         (10, "iteration_00000010"): (str(records_of(folder_of(tmp_path, 10), 10)), True),
@@ -57,14 +58,14 @@ def test_late_records_of_an_unpublished_iteration_are_found_by_name(tmp_path):
     class Late(PosixStorage):
         def list(self, folder):
             return [] if folder == str(making(tmp_path, 10) / FOLDER) else super().list(folder)
-    candidate, = scan_records(Late(), str(tmp_path))[0]
+    candidate, = scan_records(CheckpointDir(Late(), str(tmp_path)))[0]
     assert candidate.maybe_completed and candidate.problem is None and sorted(candidate.files) == [0, 1]
 
 
 def test_candidates_have_paths_from_the_root_and_a_committed_flag(tmp_path):
     save(tmp_path, 10)
     write_all(tmp_path, 20)
-    found, known, notes = scan_records(STORAGE, str(tmp_path))
+    found, known, notes = scan_records(dir_at(tmp_path))
     assert [(c.step, c.committed, c.maybe_completed, c.problem, c.format) for c in found] == [
         (20, False, True, None, "safetensors"), (10, True, True, None, "safetensors")]
     assert notes == [] and len(known) == 8 and all((tmp_path / path).exists() for path in known)
@@ -78,7 +79,7 @@ def test_candidates_have_paths_from_the_root_and_a_committed_flag(tmp_path):
 def test_the_later_run_counts_if_an_iteration_has_two_folders_of_records(tmp_path):
     save(tmp_path, 10)
     (folder_of(tmp_path, 10) / FOLDER / attempt_name(10, NEXT)).mkdir()
-    assert [a.run for a in attempts_within(STORAGE, str(tmp_path), "iteration_00000010")] == [NEXT]
+    assert [a.run for a in attempts_within(dir_at(tmp_path), "iteration_00000010")] == [NEXT]
     candidate, = candidates(tmp_path)
     assert candidate.maybe_completed and candidate.problem.reason.startswith("the save never completed: no rank recorded")
 
@@ -111,7 +112,7 @@ def test_records_that_name_files_of_the_other_format_are_refused(tmp_path, itera
 def test_a_manifest_of_another_step_is_not_used(tmp_path):
     save(tmp_path, 10, 15)
     shutil.copy(records_of(folder_of(tmp_path, 10), 10) / MANIFEST, records_of(folder_of(tmp_path, 15), 15) / MANIFEST)
-    found, _, notes = scan_records(STORAGE, str(tmp_path))
+    found, _, notes = scan_records(dir_at(tmp_path))
     assert [(c.step, c.committed, c.problem) for c in found] == [(15, False, None), (10, True, None)]
     assert "it is of run" in notes[0] and "using the records" in notes[0] and notes[0].startswith("iteration_00000015/")
 
@@ -124,7 +125,7 @@ def test_an_unreadable_manifest_loses_nothing(tmp_path):
             if path.endswith(MANIFEST):
                 raise OSError(5, "Input/output error", path)
             return super().open(path)
-    found, _, notes = scan_records(FailingStorage(), str(tmp_path))
+    found, _, notes = scan_records(CheckpointDir(FailingStorage(), str(tmp_path)))
     assert found[0].problem is None and not found[0].committed and "Input/output error" in notes[0]
 
 
@@ -137,16 +138,16 @@ def test_brief_reads_one_record_of_an_incomplete_save(tmp_path):
         def open(self, path):
             opened.append(os.path.basename(path))
             return super().open(path)
-    found, _, _ = scan_records(Counting(), str(tmp_path), brief=True)
+    found, _, _ = scan_records(CheckpointDir(Counting(), str(tmp_path)), brief=True)
     assert opened == [record_name(1)] and list(found[0].files) == [1] and "missing: rank 0, 3" in found[0].problem.reason
-    scan_records(Counting(), str(tmp_path))
+    scan_records(CheckpointDir(Counting(), str(tmp_path)))
     assert opened == [record_name(1), record_name(1), record_name(2)]
 
 
 def test_records_of_one_folder_alone(tmp_path):
     save(tmp_path, 10)
-    found, _, _ = read_attempts(STORAGE, str(tmp_path), attempts_within(STORAGE, str(tmp_path), "iteration_00000010"))
-    assert [c.step for c in found] == [10] and attempts_within(STORAGE, str(tmp_path), "none") == []
+    found, _, _ = read_attempts(dir_at(tmp_path), attempts_within(dir_at(tmp_path), "iteration_00000010"))
+    assert [c.step for c in found] == [10] and attempts_within(dir_at(tmp_path), "none") == []
 
 
 def test_a_manifest_is_read_back_with_every_file(tmp_path):
@@ -177,7 +178,7 @@ def test_a_manifest_that_another_process_replaced_is_read_again(tmp_path):
     (path,) = (tmp_path / FOLDER).glob(f"*/{MANIFEST}")
 
     def times():
-        return [candidate.saved_at for candidate in scan_records(storage, str(tmp_path), manifests=manifests)[0]]
+        return [candidate.saved_at for candidate in scan_records(CheckpointDir(storage, str(tmp_path)), manifests=manifests)[0]]
     first = times()
     assert times() == first and len(storage.opened) == 1
     with path.open("rb") as file:
@@ -185,7 +186,7 @@ def test_a_manifest_that_another_process_replaced_is_read_again(tmp_path):
     publish(STORAGE, str(path), [other.encode()], "other")
     assert times() == [1.0] and len(storage.opened) == 2
     path.write_bytes(b"damaged")
-    ((candidate,), _, notes) = scan_records(storage, str(tmp_path), manifests=manifests)
+    ((candidate,), _, notes) = scan_records(CheckpointDir(storage, str(tmp_path)), manifests=manifests)
     assert candidate.manifest_problem and notes
 
 
@@ -195,5 +196,5 @@ def test_few_manifests_are_remembered(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "_MOST_RANKS", 8)                  # of two checkpoints
     storage, manifests = CountedReads(), ReadManifests()
     for _ in range(2):
-        assert len(scan_records(storage, str(tmp_path), manifests=manifests)[0]) == 3
+        assert len(scan_records(CheckpointDir(storage, str(tmp_path)), manifests=manifests)[0]) == 3
     assert manifests._ranks == 8 and len(storage.opened) > 3

@@ -3,7 +3,7 @@ import os
 
 import rank_folders
 from iteration_folders import folder_of, foreign, save, track, write_rank
-from rank_folders import RUN, STORAGE
+from rank_folders import RUN, STORAGE, dir_at
 
 from mindresume.formats.scan import is_root, scan, scan_one
 from mindresume.model.manifest import run_name
@@ -12,7 +12,7 @@ NEXT = run_name(2, "0000bbbb")
 
 
 def found(root):
-    return [(c.step, c.iteration_dir) for c in scan(STORAGE, str(root)).candidates]
+    return [(c.step, c.iteration_dir) for c in scan(dir_at(root)).candidates]
 
 
 def test_roots_are_recognized(tmp_path):
@@ -44,19 +44,19 @@ def test_the_format_that_was_saved_last_comes_first(tmp_path):
 def test_an_attempt_that_never_completed_does_not_put_its_format_first(tmp_path):
     rank_folders.save(tmp_path, 5, world=2)
     write_rank(tmp_path, 10, 0, run=NEXT)
-    assert [step for step, _ in found(tmp_path)] == [5, 10] and scan(STORAGE, str(tmp_path)).notes == ()
+    assert [step for step, _ in found(tmp_path)] == [5, 10] and scan(dir_at(tmp_path)).notes == ()
 
 
 def test_an_empty_folder_and_none(tmp_path):
-    assert scan(STORAGE, str(tmp_path)).candidates == () and scan(STORAGE, str(tmp_path)).exists
-    assert not scan(STORAGE, str(tmp_path / "none")).exists
+    assert scan(dir_at(tmp_path)).candidates == () and scan(dir_at(tmp_path)).exists
+    assert not scan(dir_at(tmp_path / "none")).exists
 
 
 def test_files_that_ours_and_mindformers_wrote(tmp_path):
     foreign(tmp_path, "mf190_20_single")
     save(tmp_path, 20, run=RUN, at=3e9)
     assert found(tmp_path) == [(20, "iteration_00000020"), (15, "iteration_00000015"), (10, "iteration_00000010")]
-    assert scan(STORAGE, str(tmp_path)).expected_ranks is None
+    assert scan(dir_at(tmp_path)).expected_ranks is None
 
 
 def test_a_single_iteration_folder(tmp_path):

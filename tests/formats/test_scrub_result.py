@@ -4,7 +4,7 @@ import random
 
 import pytest
 from mutations import cut, flip
-from rank_folders import RUN, STORAGE, flip_bit, path_of, save
+from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save
 
 from mindresume.formats.records import scan_records
 from mindresume.formats.scrub_result import KIND, DamagedFile, ScrubResult, known_damage, publish_result, read_result
@@ -22,7 +22,7 @@ def root(tmp_path):
 
 
 def candidate_of(root):
-    return scan_records(STORAGE, str(root))[0][0]
+    return scan_records(dir_at(root))[0][0]
 
 
 def publish_damage(root, refusals):
@@ -39,7 +39,7 @@ def mark(root, tensors=("layer.bias",)):
 
 
 def damage_of(root):
-    return known_damage(STORAGE, str(root), candidate_of(root))
+    return known_damage(dir_at(root), candidate_of(root))
 
 
 def test_a_damaged_file_is_known_until_it_is_replaced(root):

@@ -3,7 +3,7 @@ import os
 
 import pytest
 from iteration_folders import save
-from rank_folders import STORAGE
+from rank_folders import dir_at
 
 from mindresume.errors import CorruptFileError
 from mindresume.formats.records import scan_records
@@ -13,32 +13,32 @@ from mindresume.model.manifest import FileRecord
 
 def saved(root):
     save(root, 10)
-    return scan_records(STORAGE, str(root))[0][0].all_files
+    return scan_records(dir_at(root))[0][0].all_files
 
 
 def test_sizes_are_compared_with_the_recorded_ones(tmp_path):
     files = saved(tmp_path)
-    assert file_sizes(STORAGE, str(tmp_path), files) == [file.size for file in files]
-    assert sizes_match(STORAGE, str(tmp_path), files)
+    assert file_sizes(dir_at(tmp_path), files) == [file.size for file in files]
+    assert sizes_match(dir_at(tmp_path), files)
     os.truncate(tmp_path / files[0].path, 5)
     os.remove(tmp_path / files[1].path)
-    assert file_sizes(STORAGE, str(tmp_path), files[:2]) == [5, None] and not sizes_match(STORAGE, str(tmp_path), files[:1])
-    assert not sizes_match(STORAGE, str(tmp_path), files[1:2])
-    assert sizes_match(STORAGE, str(tmp_path), [FileRecord(files[0].path, "ckpt")])
+    assert file_sizes(dir_at(tmp_path), files[:2]) == [5, None] and not sizes_match(dir_at(tmp_path), files[:1])
+    assert not sizes_match(dir_at(tmp_path), files[1:2])
+    assert sizes_match(dir_at(tmp_path), [FileRecord(files[0].path, "ckpt")])
 
 
 def test_a_header_and_why_there_is_none(tmp_path):
     file, *_ = saved(tmp_path)
-    assert set(header_of(STORAGE, str(tmp_path), file).tensors) == {"embedding.weight"}
+    assert set(header_of(dir_at(tmp_path), file).tensors) == {"embedding.weight"}
     os.truncate(tmp_path / file.path, 5)
     with pytest.raises(CorruptFileError):
-        header_of(STORAGE, str(tmp_path), file)
+        header_of(dir_at(tmp_path), file)
     os.remove(tmp_path / file.path)
     with pytest.raises(CorruptFileError, match="the file is missing"):
-        header_of(STORAGE, str(tmp_path), file)
+        header_of(dir_at(tmp_path), file)
 
 
 def test_the_status_of_an_inaccessible_file_is_none(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
-    assert status_of(STORAGE, str(tmp_path), FileRecord("gone", "ckpt")) is None
-    assert status_of(STORAGE, str(tmp_path), FileRecord("loop/file", "ckpt")) is None
+    assert status_of(dir_at(tmp_path), FileRecord("gone", "ckpt")) is None
+    assert status_of(dir_at(tmp_path), FileRecord("loop/file", "ckpt")) is None

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from senders import from_outside
 
+from mindresume.formats.checkpoint_dir import CheckpointDir
+
 pytest.importorskip("mindformers.tools")
 
 import mindspore as ms  # noqa: E402
@@ -103,7 +105,7 @@ def build(folder, done=0, **options):
 def resume(root, step):
     """Sets the state that the hooks leave before the training starts: step ``step`` is selected. Without it a training is a fresh
     start."""
-    found = next(c for c in scan(PosixStorage(), str(root)).candidates if c.step == step)
+    found = next(c for c in scan(CheckpointDir(PosixStorage(), str(root))).candidates if c.step == step)
     training_context.current().plan = training_context.ResumePlan(choice=Choice(found, (), (), False, (), str(root)))
 
 
@@ -113,7 +115,7 @@ def files(folder, kind="checkpoint", fmt="safetensors"):
 
 
 def committed(folder):
-    return sorted(c.step for c in scan(PosixStorage(), str(folder / "checkpoint")).candidates if c.committed)
+    return sorted(c.step for c in scan(CheckpointDir(PosixStorage(), str(folder / "checkpoint"))).candidates if c.committed)
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +255,7 @@ def test_the_suffix_grows_with_each_run_and_nothing_is_overwritten(tmp_path):
     Job(build(tmp_path)).steps(5)
     assert files(tmp_path) == ["net_rank_0-1_5.safetensors", "net_rank_0_1-1_5.safetensors", "net_rank_0_2-1_5.safetensors"]
     assert (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").read_bytes() == first
-    runs = [c.run for c in scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates]
+    runs = [c.run for c in scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates]
     assert [run[:4] for run in runs] == ["0003", "0002", "0001"] and len(set(runs)) == 3
 
 
@@ -307,7 +309,7 @@ def test_a_resume_from_another_folder_belongs_to_that_training(tmp_path, where):
 def test_async_save_writes_the_weights_of_its_step(tmp_path, kind, fmt):
     job = Job(build(tmp_path, async_save=kind, checkpoint_format=fmt, keep_checkpoint_max=3)).steps(22).end()
     assert committed(tmp_path) == [10, 15, 20, 22][-3:] and job.monitor._checkpoints.policy.failed_in_a_row == 0
-    for candidate in scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates:
+    for candidate in scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates:
         found = ms.load_checkpoint(str(tmp_path / "checkpoint" / candidate.files[0][0].path), format=fmt)
         assert (found["weight"].asnumpy() == candidate.step).all() and int(found["step_num"]) == candidate.step
     meta = json.loads((tmp_path / "checkpoint" / "rank_0" / "meta.json").read_text())
@@ -369,9 +371,10 @@ def test_async_save_writes_weights_only_files(tmp_path):
 def test_a_lease_exists_while_it_trains_and_not_afterwards(tmp_path):
     job = Job(build(tmp_path)).steps(5)
     assert [holder.run
-            for holder in lease_holders(PosixStorage(), str(tmp_path / "checkpoint"))] == [job.monitor._checkpoints.target.run]
+            for holder in lease_holders(CheckpointDir(PosixStorage(),
+                                                      str(tmp_path / "checkpoint")))] == [job.monitor._checkpoints.target.run]
     job.end()
-    assert lease_holders(PosixStorage(), str(tmp_path / "checkpoint")) == []
+    assert lease_holders(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))) == []
 
 
 def test_a_training_that_begins_again_in_its_process_goes_on(tmp_path, monkeypatch):
@@ -388,7 +391,7 @@ def test_a_training_that_begins_again_in_its_process_goes_on(tmp_path, monkeypat
 
 def test_a_job_that_lost_its_lease_ends_and_names_the_holder(tmp_path):
     job = Job(build(tmp_path)).steps(5)
-    later = Lease(PosixStorage(), str(tmp_path / "checkpoint"),
+    later = Lease(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint")),
                   replace(holder_of_this_process("saving", 8), run=run_name(7, "0000ffff"), host="node9"))
     later.publish()
     later.beat()                                                # it has acquired the folder
@@ -433,14 +436,14 @@ def test_the_state_in_the_record(tmp_path):
     current = training_context.current()
     current.progress.sink_size, current.progress.dataset_size = None, 40
     Job(build(tmp_path, done=20), 20).steps(5)
-    state = scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0].state
+    state = scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates[0].state
     assert (state.step, state.steps_per_epoch, state.global_step, state.global_batch_size, state.loss_scale, state.dataset_size
             ) == (25, 10, 25, 8, 1024.0, 40)
 
 
 def test_without_loss_scale_in_append_info_none_is_saved(tmp_path):
     Job(build(tmp_path, append_info=[{"epoch_num": 0, "step_num": 0}])).steps(5)
-    candidate = scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0]
+    candidate = scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates[0]
     assert candidate.state.loss_scale is None
 
 
@@ -552,7 +555,7 @@ def test_an_emergency_save_has_records_and_a_mark(tmp_path, calls, other, kind):
     emergency(job, spare)
     job.monitor._checkpoints._saver.wait(600)
     assert files(tmp_path) == ["net_rank_0-1_5.safetensors", "net_rank_0-1_7.safetensors"] and calls == []
-    newest = scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0]
+    newest = scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates[0]
     assert (newest.step, newest.origin, newest.problem, newest.state.epoch) == (7, OURS, None, 1)
     assert (tmp_path / "checkpoint" / ".mindresume" / newest.name / "emergency").exists()
 
@@ -612,7 +615,7 @@ def test_the_loss_in_the_outputs_of_a_step(outputs, expected):
 
 def test_the_loss_and_reported_metrics_are_recorded(tmp_path):
     def newest():
-        return dict(scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates[0].metrics)
+        return dict(scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates[0].metrics)
     job = Job(build(tmp_path)).steps(5)
     assert newest() == {"loss": 0.5}
     mindresume.plugin.report_metric("eval_loss", ms.Tensor([2.5]))
@@ -657,7 +660,8 @@ def test_health_is_kept_in_the_list_of_mindformers_and_in_our_records(tmp_path, 
     Job(monitor).steps(10)
     rows = json.loads((tmp_path / "health_ckpts.json").read_text())
     assert [row["is_health"] for row in rows] == [0, 1] and [row["ckpt_name"] for row in rows] == sorted(files(tmp_path), key=len)
-    states = [candidate.state.health for candidate in scan(PosixStorage(), str(tmp_path / "checkpoint")).candidates]
+    states = [candidate.state.health for candidate in scan(CheckpointDir(PosixStorage(),
+                                                                         str(tmp_path / "checkpoint"))).candidates]
     assert states == [1, 0]                                     # newest first
 
 
@@ -716,4 +720,4 @@ def test_the_lease_has_the_step_of_the_training(tmp_path):
     job = Job(build(tmp_path)).steps(7)
     lease = job.monitor._checkpoints.session.lease
     lease.beat()
-    assert [holder.step for holder in lease_holders(PosixStorage(), str(tmp_path / "checkpoint"))] == [7]
+    assert [holder.step for holder in lease_holders(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint")))] == [7]

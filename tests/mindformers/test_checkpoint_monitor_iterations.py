@@ -5,6 +5,8 @@ import os
 import numpy as np
 import pytest
 
+from mindresume.formats.checkpoint_dir import CheckpointDir
+
 pytest.importorskip("mindformers.tools")
 
 import mindspore as ms  # noqa: E402
@@ -47,7 +49,7 @@ def test_folders_tracker_and_the_last_step_once(tmp_path, kind):
     folder = tmp_path / "iteration_00000010"
     assert sorted(os.listdir(folder)) == sorted([FOLDER, *FILES])
     assert [name for name in os.listdir(tmp_path / FOLDER) if not name.startswith("ended-")] == []
-    assert [(c.step, c.committed, c.problem) for c in scan(PosixStorage(), str(tmp_path)).candidates] == [
+    assert [(c.step, c.committed, c.problem) for c in scan(CheckpointDir(PosixStorage(), str(tmp_path))).candidates] == [
         (12, True, None), (10, True, None), (5, True, None)]
     assert ms.load_checkpoint(str(folder / FILES[1]), format="safetensors")["weight"].asnumpy()[0, 0] == 10
     assert job.monitor._checkpoints.policy.saved == {5, 10, 12}
@@ -107,7 +109,7 @@ def test_a_run_from_an_older_step_replaces_the_iterations_that_it_saves_again(tm
     Job(build(tmp_path)).steps(10).end()
     resume(tmp_path, 5)
     Job(build(tmp_path, done=5), 5).steps(5).end()
-    found = scan(PosixStorage(), str(tmp_path)).candidates
+    found = scan(CheckpointDir(PosixStorage(), str(tmp_path))).candidates
     assert [(c.step, c.run[:4]) for c in found] == [(10, "0002"), (5, "0001")]
     assert folders(tmp_path) == ["iteration_00000005", "iteration_00000010"]
 
@@ -115,7 +117,7 @@ def test_a_run_from_an_older_step_replaces_the_iterations_that_it_saves_again(tm
 def test_a_fresh_start_beside_another_training_moves_its_folders_of_the_same_steps_aside(tmp_path):
     Job(build(tmp_path)).steps(15).end()
     Job(build(tmp_path, keep_checkpoint_max=1)).steps(10).end()
-    found = scan(PosixStorage(), str(tmp_path)).candidates
+    found = scan(CheckpointDir(PosixStorage(), str(tmp_path))).candidates
     assert [(c.step, c.run[:4]) for c in found] == [(10, "0002"), (15, "0001")] and (tmp_path / TRACKER).read_text() == "10"
     kept = [name for name in folders(tmp_path) if ".kept-" in name]
     assert [name[:20] for name in kept] == ["iteration_00000005.k", "iteration_00000010.k"]
@@ -129,12 +131,12 @@ def test_the_health_of_a_checkpoint(tmp_path, monkeypatch, norm, status):
     monkeypatch.setattr(monitor, "get_checkpoint_health_info", lambda params: norm)
     Job(monitor).steps(5)
     assert json.loads((tmp_path / "iteration_00000005" / "common.json").read_text())["ckpt_status"] == status
-    assert scan(PosixStorage(), str(tmp_path)).candidates[0].state.health == status
+    assert scan(CheckpointDir(PosixStorage(), str(tmp_path))).candidates[0].state.health == status
     assert not (tmp_path / "health_ckpts.json").exists()
 
 
 def test_a_folder_that_other_hosts_do_not_see_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(save_session, "find_shared_groups", lambda storage, root, group: SharedGroups((0,) * 8 + (8, 8)))
+    monkeypatch.setattr(save_session, "find_shared_groups", lambda directory, group: SharedGroups((0,) * 8 + (8, 8)))
     with pytest.raises(ConfigError, match="not supported in non-shared storage environments .* rank 8, 9 cannot"):
         Job(build(tmp_path))
 

@@ -2,6 +2,7 @@
 
 import pytest
 from fakes import moxing
+from rank_folders import dir_at
 
 pytest.importorskip("mindformers.tools")
 
@@ -109,6 +110,6 @@ def test_a_store_that_cannot_list_run_numbers_is_a_warning(tmp_path):
         def list(self, prefix):
             raise RemoteError("403")
     events = []
-    remote_run_number.number_runs(RemoteCheckpoints(Refuses(), "obs://b/c"), events.append, PosixStorage(), str(tmp_path))
-    remote_run_number.number_runs(None, events.append, PosixStorage(), str(tmp_path))
+    remote_run_number.number_runs(RemoteCheckpoints(Refuses(), "obs://b/c"), events.append, dir_at(tmp_path))
+    remote_run_number.number_runs(None, events.append, dir_at(tmp_path))
     assert events == [warning("403")]

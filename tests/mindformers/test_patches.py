@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import rank_folders
 from memory_tiers import make_owned_tier, memory  # noqa: F401  a fixture
-from rank_folders import RUN, STORAGE, flip_bit, path_of, save, state_of, target_of, write_foreign
+from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save, state_of, target_of, write_foreign
+
+from mindresume.formats.checkpoint_dir import CheckpointDir
 
 pytest.importorskip("mindformers.tools")
 
@@ -292,7 +294,7 @@ def test_quick_does_not_read_the_contents(tmp_path, current):
     job_start.select_checkpoint(config_of(tmp_path), current)
     assert current.plan.choice.chosen.step == 5
     with pytest.raises(LoadError, match="changed after it was checked"):        # still not loaded
-        loading.read_shard(STORAGE, current.plan.choice.root, current.shard)
+        loading.read_shard(CheckpointDir(STORAGE, current.plan.choice.root), current.shard)
 
 
 # ---- a training and its end ------------------------------------------------------------------------------------------
@@ -456,21 +458,21 @@ def test_a_complete_training_ends_quietly_and_other_errors_do_not():
 def test_a_training_that_is_complete_with_a_save_in_memory_writes_it_to_disk(tmp_path, memory):      # noqa: F811
     tier = make_owned_tier(memory, tmp_path / "checkpoint")
     save(tier, 40, world=1)
-    (chosen,) = scan_records(STORAGE, str(tier))[0]
+    (chosen,) = scan_records(dir_at(tier))[0]
 
     def done(self):
         choice = Choice(chosen, (), (), False, (), str(tier), directory=str(tmp_path / "checkpoint"))
         training_context.current().plan = training_context.ResumePlan(choice=choice, selected=choice)
         raise TrainingCompleteError("the training is complete: step 40")
     assert patches.WRAPPERS["Trainer.train"](done)(FakeTrainer()) is None
-    assert [(c.step, c.committed) for c in scan_records(STORAGE, str(tmp_path / "checkpoint"))[0]] == [(40, True)]
+    assert [(c.step, c.committed) for c in scan_records(CheckpointDir(STORAGE, str(tmp_path / "checkpoint")))[0]] == [(40, True)]
 
 
 def test_a_training_that_is_complete_commits_its_last_step_if_the_run_before_had_died(tmp_path):
     root = tmp_path / "checkpoint"
     save(root, 40, world=1)
     next(root.glob(f"{FOLDER}/*/manifest.json")).unlink()
-    (chosen,) = scan_records(STORAGE, str(root))[0]
+    (chosen,) = scan_records(dir_at(root))[0]
     assert not chosen.committed
 
     def done(self):
@@ -478,7 +480,7 @@ def test_a_training_that_is_complete_commits_its_last_step_if_the_run_before_had
         current.plan, current.resources.storage = training_context.ResumePlan(choice=choice, selected=choice), STORAGE
         raise TrainingCompleteError("the training is complete: step 40")
     assert patches.WRAPPERS["Trainer.train"](done)(FakeTrainer()) is None
-    assert [(c.step, c.committed) for c in scan_records(STORAGE, str(root))[0]] == [(40, True)]
+    assert [(c.step, c.committed) for c in scan_records(CheckpointDir(STORAGE, str(root)))[0]] == [(40, True)]
 
 
 def test_processes_of_msrun_that_do_not_communicate_do_not_train(monkeypatch):
@@ -772,7 +774,7 @@ def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
     expected = path_of(tmp_path, 5, 0).read_bytes()
     shutil.rmtree(tmp_path / "rank_0")
     choice = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(4))
-    arrays = loading.read_shard(STORAGE, str(tmp_path), choice.shards[0])
+    arrays = loading.read_shard(CheckpointDir(STORAGE, str(tmp_path)), choice.shards[0])
     assert arrays["embedding.weight"].tobytes() in expected
     assert (tmp_path / FOLDER).is_dir() and choice.chosen.run == RUN
 
@@ -851,7 +853,7 @@ def test_the_tracker_that_the_selection_waited_for_counts(tmp_path, current, mon
     iteration_folders.track(tmp_path, "5")
 
     def wait(storage, path, *arguments):
-        assert tracked(storage, path) == 5
+        assert tracked(CheckpointDir(storage, path)) == 5
         iteration_folders.track(tmp_path, "10")
         return Visibility(1)
     monkeypatch.setattr(job_selection, "wait_until_visible", wait)
@@ -863,7 +865,7 @@ def test_nothing_is_cached_for_a_plain_load_nor_kept_after_the_load(tmp_path, cu
     """Files of mindformers are not verified by their bytes; reading them kept a second copy, for the whole training without a
     CheckpointMonitor."""
     chosen(tmp_path, current, foreign=True)
-    loading.read_shard(current.resources.storage, str(tmp_path), current.shard)
+    loading.read_shard(CheckpointDir(current.resources.storage, str(tmp_path)), current.shard)
     assert path_of(tmp_path, 15, 0).stat().st_size > current.resources.storage.size
     saved_network(tmp_path / "ours", network(1.0))
     job_start.select_checkpoint(config_of(tmp_path / "ours"), current)

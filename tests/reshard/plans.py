@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-from rank_folders import PER_EPOCH, RUN, STORAGE, counters, name_of, path_of, state_of, target_of, tensors_in
+from rank_folders import PER_EPOCH, RUN, counters, dir_at, name_of, path_of, state_of, target_of, tensors_in
 
 from mindresume.formats import Candidate
 from mindresume.formats.consolidated import HYPER, ConsolidatedWeights, index_document, part_name, split
@@ -261,7 +261,7 @@ def arrays_of(found: ConsolidatedWeights) -> dict[str, np.ndarray]:
 
 
 def newest(root: Path) -> Candidate:
-    return scan(STORAGE, str(root)).candidates[0]
+    return scan(dir_at(root)).candidates[0]
 
 
 def lose(root: Path, candidate: Candidate, ranks: Iterable[int]) -> None:

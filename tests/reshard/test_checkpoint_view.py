@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from rank_folders import STORAGE, path_of
+from rank_folders import STORAGE, dir_at, path_of
 from reshard.plans import (
     COUNTERS,
     MODEL,
@@ -25,6 +25,7 @@ from reshard.plans import (
 )
 
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.consolidated import read_consolidated
 from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
 from mindresume.model.layout import TensorLayout
@@ -44,7 +45,7 @@ def plan_of(text, model=LITTLE):
 
 
 def weights_of(root, candidate, strategy=None):
-    return view_of_rank_folders(STORAGE, str(root), candidate, strategy)
+    return view_of_rank_folders(dir_at(root), candidate, strategy)
 
 
 def content(weights, name):
@@ -364,13 +365,13 @@ class Counting(PosixStorage):
 def test_one_header_and_one_record_per_stage_are_read(tmp_path, write):
     plan, storage = plan_of("dp2tp2pp2"), Counting()
     candidate = write(tmp_path, plan, TENSORS)
-    view_of_rank_folders(storage, str(tmp_path), candidate, plan.strategy())
+    view_of_rank_folders(CheckpointDir(storage, str(tmp_path)), candidate, plan.strategy())
     assert sum(storage.opened.values()) == 2 * (1 if write is foreign else 2), storage.opened
 
 
 def test_headers_are_read_once(tmp_path):
     plan, storage = plan_of("tp4"), Counting()
-    weights = view_of_rank_folders(storage, str(tmp_path), recorded(tmp_path, plan, TENSORS))
+    weights = view_of_rank_folders(CheckpointDir(storage, str(tmp_path)), recorded(tmp_path, plan, TENSORS))
     for _ in range(2):
         for name, tensor in weights.tensors.items():
             for cut in tensor.cuts(whole(tensor.shape)):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_folders import STORAGE, flip_bit, leaves_nothing, path_of
+from rank_folders import STORAGE, dir_at, flip_bit, leaves_nothing, path_of
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, newest, part_of, put, random_tensors, recorded
 
 from mindresume.errors import CorruptFileError, LoadError
@@ -44,7 +44,7 @@ def opened(root, kind, text, fmt="safetensors", tensors=TENSORS):
     plan = Plan.parse(text, MODEL)
     write = foreign if "foreign" in kind else recorded
     candidate = write(root, plan, tensors, fmt, dedup="dedup" in kind)
-    return view_of_rank_folders(STORAGE, str(root), candidate, plan.strategy() if "foreign" in kind else None)
+    return view_of_rank_folders(dir_at(root), candidate, plan.strategy() if "foreign" in kind else None)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_one_flipped_bit_is_found_with_its_index(tmp_path, name, rank, byte):
     foreign(tmp_path / "a", plan, TENSORS)
     with open(path, "rb") as file:
         flip_bit(path, read_header(file, str(path)).tensors[name].ranges[0][0] + byte)
-    a = view_of_rank_folders(STORAGE, str(tmp_path / "a"), newest(tmp_path / "a"), plan.strategy())
+    a = view_of_rank_folders(dir_at(tmp_path / "a"), newest(tmp_path / "a"), plan.strategy())
     (it,) = compare(a, b, tile=256)
     array = TENSORS.get(name, COUNTERS.get(name))
     indices = np.arange(array.size).reshape(array.shape)
@@ -221,4 +221,4 @@ def test_a_truncated_file_and_a_lost_slice_are_errors(tmp_path):
         candidate = newest(tmp_path / "a")
         lose(tmp_path / "a", candidate, [1])
         with pytest.raises(LoadError, match="is nowhere"):
-            compare(view_of_rank_folders(STORAGE, str(tmp_path / "a"), candidate), b)
+            compare(view_of_rank_folders(dir_at(tmp_path / "a"), candidate), b)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from rank_folders import RUN, STORAGE, flip_bit, open_below, state_of
+from rank_folders import RUN, STORAGE, dir_at, flip_bit, open_below, state_of
 from reshard.plans import (
     COUNTERS,
     MODEL,
@@ -423,7 +423,7 @@ def test_a_target_in_the_source_is_refused(tmp_path):
 def test_a_target_beside_a_single_file(tmp_path):
     put(tmp_path / "net.safetensors", {**TENSORS, **STEP_NUM})
     carry_out(conversion(ranks_job(tmp_path / "net.safetensors", "dp2"), tmp_path / "new"))
-    assert len(scan(STORAGE, str(tmp_path / "new")).candidates) == 1
+    assert len(scan(dir_at(tmp_path / "new")).candidates) == 1
 
 
 @pytest.mark.parametrize("target", ["new", "new/", "./new", "deep/er/new", "deep/../new", "empty", "empty/"])
@@ -685,7 +685,7 @@ def test_a_chain_of_conversions_returns_to_the_same_bits(tmp_path, write, chain)
         last, straight = tensors_of_rank(tmp_path / "3", rank), tensors_of_rank(direct, rank)
         assert list(last) == list(straight)
         assert [a.tobytes() for a in last.values()] == [a.tobytes() for a in straight.values()]
-    assert scan(STORAGE, str(tmp_path / "3")).candidates[0].state.step == STEP
+    assert scan(dir_at(tmp_path / "3")).candidates[0].state.step == STEP
 
 
 def test_names_and_formats_of_foreign_sources(tmp_path):
@@ -698,7 +698,7 @@ def test_names_and_formats_of_foreign_sources(tmp_path):
     convert(tmp_path / "a", tmp_path / "b", "dp2", "ckpt", TINY, strategy=str(tmp_path / "of a"))
     assert sorted(path.name for path in (tmp_path / "b").glob("rank_*/*.ckpt")) == [
         "llama_rank_0-12_2.ckpt", "llama_rank_1-12_2.ckpt"]
-    candidate, = scan(STORAGE, str(tmp_path / "b")).candidates
+    candidate, = scan(dir_at(tmp_path / "b")).candidates
     state = candidate.state
     assert (state.step, state.steps_per_epoch, state.epoch, state.step_in_epoch) == (112, 10, 12, 2)
     assert json.loads((tmp_path / "b" / "rank_0" / META).read_text())["last_ckpt_file"] == "llama_rank_0-12_2.ckpt"
@@ -729,7 +729,7 @@ def test_weights_without_step_num_are_converted_and_have_no_records(tmp_path, fm
     check(tmp_path / "b", Plan.parse("dp2tp2"), extra={})
     assert sorted(os.listdir(tmp_path / "b")) == [CONVERSION, "rank_0", "rank_1", "rank_2", "rank_3"]
     assert not list(tmp_path.glob(f"b/*/{META}"))
-    candidate, = scan(STORAGE, str(tmp_path / "b")).candidates
+    candidate, = scan(dir_at(tmp_path / "b")).candidates
     assert candidate.step is None and "weights only" in candidate.problem.reason
     with open(tmp_path / "b" / "rank_0" / f"net_rank_0-2_5.{fmt}", "rb") as file:
         assert parse_label(read_header(file, f"x.{fmt}")) is None
@@ -790,7 +790,7 @@ def test_merged_weights_store_their_epoch(tmp_path):
     recorded(tmp_path / "a", Plan.parse("tp2", TINY), TENSORS)
     merge(tmp_path / "a", tmp_path / "merged")
     convert(tmp_path / "merged", tmp_path / "b", "tp2", model=TINY)
-    candidate, = scan(STORAGE, str(tmp_path / "b")).candidates
+    candidate, = scan(dir_at(tmp_path / "b")).candidates
     assert state_of(STEP).epoch == 2 and int(tensors_of_rank(tmp_path / "b", 0)["epoch_num"]) == 2
     assert candidate.state.epoch == 2
 

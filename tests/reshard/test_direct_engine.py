@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_folders import STORAGE, flip_bit, leaves_nothing
+from rank_folders import STORAGE, dir_at, flip_bit, leaves_nothing
 from reshard.plans import (
     COUNTERS,
     MODEL,
@@ -81,7 +81,7 @@ def sources(tmp_path_factory):
 def weights_of(source, text, kind, fmt):
     root, candidate = source(text, kind.removesuffix(" and strategy"), fmt)
     needed = "foreign" in kind or "strategy" in kind
-    return view_of_rank_folders(STORAGE, str(root), candidate, Plan.parse(text).strategy() if needed else None)
+    return view_of_rank_folders(dir_at(root), candidate, Plan.parse(text).strategy() if needed else None)
 
 
 def targets_of(root, plan, fmt, extra=COUNTERS):
@@ -163,7 +163,7 @@ def test_all_bit_patterns_of_two_bytes(tmp_path, given, wanted, source_format, t
     model = {"w": Spec((128, 512), 1, 0, np.dtype(dtype).name), "tail": Spec((2,), None, 1, "int32")}
     tensors["tail"] = np.array([-1, 2], np.int32)
     source, target = Plan.parse(given, model), Plan.parse(wanted, model)
-    weights = view_of_rank_folders(STORAGE, str(tmp_path), foreign(tmp_path, source, tensors, source_format), source.strategy())
+    weights = view_of_rank_folders(dir_at(tmp_path), foreign(tmp_path, source, tensors, source_format), source.strategy())
     targets = targets_of(tmp_path / "to", target, target_format)
     check(targets, transform(weights, STORAGE, targets, 2, 8192), target, tensors)
 
@@ -179,7 +179,7 @@ SMALL = {"scale": Spec((), None, 0), "one": Spec((1,), None, 0, "bfloat16"), "bo
 def test_numbers_and_empty_tensors(tmp_path, given, wanted, source_format, target_format):
     tensors = random_tensors(SMALL)
     source, target = Plan.parse(given, SMALL), Plan.parse(wanted, SMALL)
-    weights = view_of_rank_folders(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors, source_format))
+    weights = view_of_rank_folders(dir_at(tmp_path), recorded(tmp_path, source, tensors, source_format))
     targets = targets_of(tmp_path / "to", target, target_format)
     check(targets, transform(weights, STORAGE, targets, 3, 64), target, tensors)
 
@@ -190,7 +190,7 @@ def test_tensors_in_several_slices_of_a_ckpt(tmp_path, monkeypatch, slice_bytes,
     monkeypatch.setattr(ckpt, "SLICE_BYTES", slice_bytes)
     model = transformer(layers=2)
     tensors, source, target = random_tensors(model), Plan.parse("dp2tp2opt2", model), Plan.parse("tp2pp2", model)
-    weights = view_of_rank_folders(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors, "ckpt"))
+    weights = view_of_rank_folders(dir_at(tmp_path), recorded(tmp_path, source, tensors, "ckpt"))
     assert any(len(entry.ranges) > 2 for header in weights.headers.values() for entry in header.tensors.values()) or \
         slice_bytes == 1000
     targets = targets_of(tmp_path / "to", target, "ckpt")
@@ -357,7 +357,7 @@ LITTLE = {name: spec for name, spec in transformer(layers=2).items() if "accu" n
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_flipped_bit_in_any_tensor_that_is_read(tmp_path, fmt, workers):
     tensors, source, target = random_tensors(LITTLE), Plan.parse("dp2tp2opt2", LITTLE), Plan.parse("tp2pp2", LITTLE)
-    weights = view_of_rank_folders(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors, fmt))
+    weights = view_of_rank_folders(dir_at(tmp_path), recorded(tmp_path, source, tensors, fmt))
     targets = targets_of(tmp_path / "to", target, "safetensors")
     places = [weights.locate(name, cut) for name, tensor in weights.tensors.items() for cut in tensor.cuts(whole(tensor.shape))]
     names = [name for name, tensor in weights.tensors.items() for _ in tensor.cuts(whole(tensor.shape))]
@@ -382,7 +382,7 @@ def test_a_flipped_bit_in_an_unread_copy_does_not_matter(tmp_path):
     candidate = recorded(tmp_path, source, tensors)
     for rank in (2, 3):                 # of ranks 0 and 1
         flip_bit(tmp_path / candidate.files[rank][0].path, -2)
-    weights = view_of_rank_folders(STORAGE, str(tmp_path), candidate)
+    weights = view_of_rank_folders(dir_at(tmp_path), candidate)
     targets = targets_of(tmp_path / "to", target, "safetensors")
     check(targets, transform(weights, STORAGE, targets), target, tensors)
 
@@ -393,7 +393,7 @@ def test_a_flipped_bit_in_an_unread_copy_does_not_matter(tmp_path):
 def test_a_source_that_is_cut_after_its_header_was_read(tmp_path, fmt, workers, rank):
     tensors, source, target = random_tensors(LITTLE), Plan.parse("tp4", LITTLE), Plan.parse("tp2", LITTLE)
     candidate = foreign(tmp_path, source, tensors, fmt)
-    weights = view_of_rank_folders(STORAGE, str(tmp_path), candidate, source.strategy())
+    weights = view_of_rank_folders(dir_at(tmp_path), candidate, source.strategy())
     path = str(tmp_path / candidate.files[rank][0].path)
     places = [weights.locate(name, cut) for name, tensor in weights.tensors.items() for cut in tensor.cuts(whole(tensor.shape))]
     os.truncate(path, max(start for place in places if place.path == path for start, _ in place.entry.ranges) + 1)
@@ -410,7 +410,7 @@ def test_a_source_that_is_cut_after_its_header_was_read(tmp_path, fmt, workers, 
 def test_a_source_that_disappears(tmp_path, workers, header_read):
     tensors, source, target = random_tensors(LITTLE), Plan.parse("tp4", LITTLE), Plan.parse("tp2", LITTLE)
     candidate = foreign(tmp_path, source, tensors)
-    weights = view_of_rank_folders(STORAGE, str(tmp_path), candidate, source.strategy())
+    weights = view_of_rank_folders(dir_at(tmp_path), candidate, source.strategy())
     path = str(tmp_path / candidate.files[2][0].path)
     weights.headers.pop(path, None)
     if header_read:
@@ -465,7 +465,7 @@ class FailingFile:
 def test_a_target_that_fails_leaves_nothing(tmp_path, kind, workers):
     model = {name: spec for name, spec in LITTLE.items() if not name.startswith("adam")}
     tensors, source, target = random_tensors(model), Plan.parse("tp2", model), Plan.parse("dp2tp2opt2", model)
-    weights = view_of_rank_folders(STORAGE, str(tmp_path), recorded(tmp_path, source, tensors))
+    weights = view_of_rank_folders(dir_at(tmp_path), recorded(tmp_path, source, tensors))
     targets, working = targets_of(tmp_path / "to", target, "safetensors"), Failing()
     check(targets, transform(weights, working, targets, workers, 512), target, tensors)
     for made in targets:
@@ -505,7 +505,7 @@ def test_a_text_of_a_ckpt_is_refused(tmp_path):
 
 def little(tmp_path, wanted="tp2pp2"):
     tensors, source, target = random_tensors(LITTLE), Plan.parse("tp4", LITTLE), Plan.parse(wanted, LITTLE)
-    weights = view_of_rank_folders(STORAGE, str(tmp_path), foreign(tmp_path, source, tensors), source.strategy())
+    weights = view_of_rank_folders(dir_at(tmp_path), foreign(tmp_path, source, tensors), source.strategy())
     return weights, targets_of(tmp_path / "to", target, "safetensors")
 
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from rank_folders import RUN, STORAGE, flip_bit, state_of
+from rank_folders import RUN, STORAGE, dir_at, flip_bit, state_of
 from reshard.plans import MODEL, STEP, Plan, random_tensors
 
 import mindresume
 from mindresume.errors import ConfigError, CorruptFileError, LoadError, StrategyError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import METADATA, iteration_name
 from mindresume.formats.scan import scan
 from mindresume.formats.slices import fold_optimizer_shards
@@ -100,7 +101,7 @@ def test_metadata_json_is_read_instead_of_many_records_if_intact(tmp_path, monke
     monkeypatch.setattr(iteration_view, "read_metadata", lambda data, path: asked.append(path) or real(data, path))
 
     def view(folder, **how):
-        return view_of_iteration(STORAGE, str(folder), scan(STORAGE, str(folder)).candidates[0], **how)
+        return view_of_iteration(dir_at(folder), scan(dir_at(folder)).candidates[0], **how)
     iterated(tmp_path / "a", "dp2tp2opt2")
     assert view(tmp_path / "a").split and asked == []
     folder = iterated(tmp_path / "b", "dp2tp2opt2", dedup=True)
@@ -137,8 +138,8 @@ def test_a_file_is_missing_and_replicas_have_it_or_not(tmp_path):
     right(values(tmp_path))
     folder = iterated(tmp_path / "b", "dp2tp2opt2")
     os.remove(folder / "net-model-0000000-0000004.safetensors")
-    candidate = scan(STORAGE, str(tmp_path / "b")).candidates[0]
-    weights = iteration_view.view_of_iteration(STORAGE, str(tmp_path / "b"), candidate)
+    candidate = scan(dir_at(tmp_path / "b")).candidates[0]
+    weights = iteration_view.view_of_iteration(dir_at(tmp_path / "b"), candidate)
     with pytest.raises(LoadError, match="is nowhere: it should be in the file of rank 0"):
         read_regions(weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()})
 
@@ -151,12 +152,12 @@ def test_without_records_the_metadata_is_all_there_is(tmp_path):
     del content["state_dict_metadata"][name]
     content["storage_data"] = {key: row for key, row in content["storage_data"].items() if name not in key}
     (folder / METADATA).write_text(json.dumps(content))
-    candidate = scan(STORAGE, str(tmp_path)).candidates[0]
+    candidate = scan(dir_at(tmp_path)).candidates[0]
     with pytest.raises(StrategyError, match=r"1 tensors have no layout: adam_m.*qkv.weight \(.*metadata.json does not name"):
-        iteration_view.view_of_iteration(STORAGE, str(tmp_path), candidate)
+        iteration_view.view_of_iteration(dir_at(tmp_path), candidate)
     (folder / METADATA).write_text("{")
     with pytest.raises(CorruptFileError, match="metadata.json"):
-        iteration_view.view_of_iteration(STORAGE, str(tmp_path), candidate)
+        iteration_view.view_of_iteration(dir_at(tmp_path), candidate)
 
 
 def test_a_tensor_without_a_known_layout_is_refused_by_name(tmp_path):
@@ -170,17 +171,17 @@ def test_a_tensor_without_a_known_layout_is_refused_by_name(tmp_path):
 def test_a_load_in_the_same_layout_reads_the_disk_once(tmp_path, plan, keeps_tensors):
     """Each rank has verified its own files, which are in memory: it takes replicas from there too, not from the first rank's."""
     root = iterated(tmp_path, plan).parent
-    candidate, layouts = scan(STORAGE, str(root)).candidates[0], Plan.parse(plan)
+    candidate, layouts = scan(dir_at(root)).candidates[0], Plan.parse(plan)
     caches = [ReadCache(STORAGE, 1 << 30) for _ in range(layouts.world_size)]
     for rank, cache in enumerate(caches):
         storage, keep = (STORAGE, cache) if keeps_tensors else (cache, None)
-        assert isinstance(verify_rank(storage, str(root), candidate, rank, keep=keep), VerifiedShard)
+        assert isinstance(verify_rank(CheckpointDir(storage, str(root)), candidate, rank, keep=keep), VerifiedShard)
         cache.freeze()
     for file in candidate.all_files:
         if file.path.endswith(".safetensors"):
             flip_bit(root / file.path, -1)                          # whoever reads the disk again finds damage
     for rank, cache in enumerate(caches):
-        weights = view_of_iteration(cache, str(root), candidate)
+        weights = view_of_iteration(CheckpointDir(cache, str(root)), candidate)
         regions = {name: held(layout, rank % layout.stage_size, TENSORS[name].shape)
                    for name, layout in layouts.layouts(rank).items()}
         found = read_regions(weights, regions)

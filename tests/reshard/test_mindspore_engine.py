@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from rank_folders import STORAGE
+from rank_folders import STORAGE, dir_at
 from reshard.plans import COUNTERS, Plan, Spec, complete, foreign, part_of, put, random_tensors
 
 from mindresume import runtime
@@ -40,7 +40,7 @@ def weights_of(root, plan, tensors=TENSORS, fmt="safetensors", dedup=False, lose
     candidate = foreign(root, plan, tensors, fmt, dedup)
     for rank in lose:
         os.remove(root / candidate.files[rank][0].path)
-    return view_of_rank_folders(STORAGE, str(root), replace(candidate, world_size=plan.world_size), strategy or plan.strategy())
+    return view_of_rank_folders(dir_at(root), replace(candidate, world_size=plan.world_size), strategy or plan.strategy())
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_parameter_of_several_stages(tmp_path, work):
     for rank in (2, 3):
         put(tmp_path / "b" / candidate.files[rank][0].path, {**alone.shard(TENSORS, rank), **COUNTERS, "embedding.weight":
             part_of(TENSORS["embedding.weight"], two.stages[1]["embedding.weight"], rank % 2)})
-    weights = view_of_rank_folders(STORAGE, str(tmp_path / "b"), candidate, two)
+    weights = view_of_rank_folders(dir_at(tmp_path / "b"), candidate, two)
     refused(weights, one.strategy(), work, "embedding.weight", "several stages")
     for name, fine in (("same", weights), ("ckpt", weights_of(tmp_path / "c", one, fmt="ckpt"))):
         (tmp_path / name).mkdir()

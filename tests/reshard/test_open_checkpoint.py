@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from rank_folders import RUN, STORAGE, counters, flip_bit, name_of, path_of, save, state_of, write_foreign, write_rank
+from rank_folders import RUN, STORAGE, counters, dir_at, flip_bit, name_of, path_of, save, state_of, write_foreign, write_rank
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, put, random_tensors, recorded, shard_file
 
 from mindresume.coordination.read_locks import read_locks
@@ -407,7 +407,7 @@ def test_identities(tmp_path):
     source = opened(tmp_path / "d", strategy=strategy)
     assert source.identity != before
     path_of(tmp_path / "d", STEP, 3).unlink()
-    assert identity_of(STORAGE, str(tmp_path / "d"), source.candidate)[3][2:] == [None, None]
+    assert identity_of(dir_at(tmp_path / "d"), source.candidate)[3][2:] == [None, None]
 
 
 @pytest.mark.parametrize("values, name, expected", [
@@ -456,10 +456,10 @@ def test_an_opened_checkpoint_is_locked(tmp_path):
         save(tmp_path, step, replicas=1)
     before = names_of(tmp_path)
     with open_and_hold(STORAGE, str(tmp_path)) as source:
-        assert source.state.step == 10 and list(read_locks(STORAGE, str(tmp_path))) == [source.candidate.name]
+        assert source.state.step == 10 and list(read_locks(dir_at(tmp_path))) == [source.candidate.name]
     assert names_of(tmp_path) == before
     with pytest.raises(KeyboardInterrupt), open_and_hold(STORAGE, str(tmp_path), 5) as source:
-        assert list(read_locks(STORAGE, str(tmp_path))) == [source.candidate.name]
+        assert list(read_locks(dir_at(tmp_path))) == [source.candidate.name]
         raise KeyboardInterrupt
     assert names_of(tmp_path) == before
 
@@ -475,19 +475,19 @@ def test_a_refused_checkpoint_is_not_locked(tmp_path):
         save(tmp_path, step, replicas=1)
     cut_short(tmp_path, 10)
     with open_and_hold(STORAGE, str(tmp_path)) as source:
-        assert source.state.step == 5 and list(read_locks(STORAGE, str(tmp_path))) == [source.candidate.name]
+        assert source.state.step == 5 and list(read_locks(dir_at(tmp_path))) == [source.candidate.name]
 
 
 def test_the_scan_is_repeated_if_a_checkpoint_is_removed_before_the_lock(tmp_path, monkeypatch):
     for step in (5, 10):
         save(tmp_path, step, replicas=1)
 
-    def late(storage, root, attempt, commit_dir, **how):
+    def late(directory, attempt, commit_dir, **how):
         monkeypatch.undo()
         shutil.rmtree(commit_dir)
         for rank in range(4):
             path_of(tmp_path, 10, rank).unlink()
-        return source_module.acquire_read_lock(storage, root, attempt, commit_dir, **how)
+        return source_module.acquire_read_lock(directory, attempt, commit_dir, **how)
     monkeypatch.setattr(source_module, "acquire_read_lock", late)
     with open_and_hold(STORAGE, str(tmp_path)) as source:
         assert source.state.step == 5 and source.refused == ()

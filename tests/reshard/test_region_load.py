@@ -5,7 +5,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from rank_folders import STORAGE, flip_bit, leaves_nothing
+from rank_folders import STORAGE, dir_at, flip_bit, leaves_nothing
 from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, put, random_tensors, recorded
 
 from mindresume.errors import CorruptFileError, LoadError
@@ -39,7 +39,7 @@ def roots(tmp_path_factory):
 
 def weights_of(roots, text, write=recorded):
     root, candidate = roots(text, write)
-    return view_of_rank_folders(STORAGE, str(root), candidate, Plan.parse(text).strategy() if write is foreign else None)
+    return view_of_rank_folders(dir_at(root), candidate, Plan.parse(text).strategy() if write is foreign else None)
 
 
 def parameters_to_load(plan, rank, model=MODEL):
@@ -203,7 +203,7 @@ def test_no_other_byte_is_read(tmp_path, fmt, target):
     model = {"rows": Spec((16, 8), 0, "first"), "long.columns": Spec((2, 1024), 1, 0), "layers.1.vector": Spec((64,), None, 1)}
     tensors, plan = random_tensors(model), Plan.parse(target, model)
     candidate = recorded(tmp_path, Plan.parse("tp2", model), tensors, fmt)
-    weights = view_of_rank_folders(STORAGE, str(tmp_path), candidate)
+    weights = view_of_rank_folders(dir_at(tmp_path), candidate)
     for rank in range(plan.world_size):
         traffic, shown = Traffic(), []
         traffic.progress = shown.append
@@ -228,7 +228,7 @@ def damaged(tmp_path, plan, name, rank, fmt="safetensors", tensors=TENSORS):
     with open(path, "rb") as file:
         ranges = read_header(file, str(path)).tensors[name].ranges
     flip_bit(path, ranges[-1][0] + ranges[-1][1] - 1)
-    return view_of_rank_folders(STORAGE, str(tmp_path), candidate), str(path)
+    return view_of_rank_folders(dir_at(tmp_path), candidate), str(path)
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
@@ -260,7 +260,7 @@ def test_a_region_of_a_copy_is_taken_from_the_first_rank_that_has_it(tmp_path):
 
 def test_a_file_truncated_later_is_an_error(tmp_path):
     candidate = recorded(tmp_path, Plan.parse("tp2"), TENSORS)
-    weights = view_of_rank_folders(STORAGE, str(tmp_path), candidate)
+    weights = view_of_rank_folders(dir_at(tmp_path), candidate)
     regions = {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
     read_regions(weights, regions)
     path = tmp_path / candidate.files[1][0].path

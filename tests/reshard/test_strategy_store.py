@@ -3,7 +3,7 @@ import json
 import os
 
 import pytest
-from rank_folders import STORAGE
+from rank_folders import STORAGE, dir_at
 from reshard.plans import MODEL, Plan, foreign, random_tensors, recorded
 
 from mindresume.errors import StrategyError
@@ -30,37 +30,37 @@ def content(folder):
 def test_the_folder_beside_is_found_and_an_explicit_one_wins(job, tmp_path):
     root, candidate, _ = job
     write_strategy(NEW.strategy(), str(tmp_path / "other"))
-    assert strategy_for(STORAGE, root, candidate, None, "x") == OLD.strategy()
-    assert strategy_for(STORAGE, root, candidate, f"{tmp_path}/other/", "x") == NEW.strategy()
+    assert strategy_for(dir_at(root), candidate, None, "x") == OLD.strategy()
+    assert strategy_for(dir_at(root), candidate, f"{tmp_path}/other/", "x") == NEW.strategy()
     with pytest.raises(StrategyError, match="nowhere: there is no such strategy"):
-        strategy_for(STORAGE, root, candidate, str(tmp_path / "nowhere"), "x")
+        strategy_for(dir_at(root), candidate, str(tmp_path / "nowhere"), "x")
 
 
 def test_none_is_needed_for_records_and_for_one_rank(job, tmp_path):
     write_strategy(OLD.strategy(), str(tmp_path / "ours" / "strategy"))
-    assert strategy_for(STORAGE, str(tmp_path / "ours" / "checkpoint"),
+    assert strategy_for(dir_at(tmp_path / "ours" / "checkpoint"),
                         recorded(tmp_path / "ours" / "checkpoint", OLD, TENSORS), None, "x") is None
     one = foreign(tmp_path / "one" / "checkpoint", Plan.parse("dp1", MODEL), TENSORS)
-    assert strategy_for(STORAGE, str(tmp_path / "one" / "checkpoint"), one, None, "x") is None
+    assert strategy_for(dir_at(tmp_path / "one" / "checkpoint"), one, None, "x") is None
     (tmp_path / "one" / "strategy").mkdir()                                 # mindformers makes it for every training
-    assert strategy_for(STORAGE, str(tmp_path / "one" / "checkpoint"), one, None, "x") is None
+    assert strategy_for(dir_at(tmp_path / "one" / "checkpoint"), one, None, "x") is None
 
 
 def test_set_aside_keeps_everything_and_the_same_start_finds_it(job):
     root, candidate, folder = job
-    before, identity = content(folder), identity_of(STORAGE, root, candidate)
-    kept = set_aside(STORAGE, folder, strategy_for(STORAGE, root, candidate, None, identity), identity)
+    before, identity = content(folder), identity_of(dir_at(root), candidate)
+    kept = set_aside(STORAGE, folder, strategy_for(dir_at(root), candidate, None, identity), identity)
     assert os.listdir(folder) == [] and kept.startswith(f"{folder}_")
     assert {name: data for name, data in content(kept).items() if name != MARK} == before
     write_strategy(NEW.strategy(), folder)                                  # the next job is compiled, and killed
     for given in (None, folder, f"{folder}/"):
-        assert strategy_for(STORAGE, root, candidate, given, identity) == OLD.strategy()
-    assert strategy_for(STORAGE, root, candidate, None, ["another"]) == NEW.strategy()
+        assert strategy_for(dir_at(root), candidate, given, identity) == OLD.strategy()
+    assert strategy_for(dir_at(root), candidate, None, ["another"]) == NEW.strategy()
     assert open_checkpoint(STORAGE, root).weights.tensors.keys() >= TENSORS.keys()
-    again = strategy_for(STORAGE, root, candidate, None, identity)          # of the second start: that of the new job is not it
+    again = strategy_for(dir_at(root), candidate, None, identity)          # of the second start: that of the new job is not it
     other = set_aside(STORAGE, folder, again, identity)
     assert other != kept and os.listdir(folder) == [] and MARK not in os.listdir(other)
-    assert strategy_for(STORAGE, root, candidate, None, identity) == OLD.strategy()
+    assert strategy_for(dir_at(root), candidate, None, identity) == OLD.strategy()
 
 
 def test_the_same_files_are_kept_once(job):
@@ -79,7 +79,7 @@ def test_a_damaged_mark_is_no_mark(job):
     for text in ("", "{", '{"a": 1}', "7"):
         with open(os.path.join(kept, MARK), "w") as file:
             file.write(text)
-        assert strategy_for(STORAGE, root, candidate, None, ["a"]) == NEW.strategy()
+        assert strategy_for(dir_at(root), candidate, None, ["a"]) == NEW.strategy()
 
 
 def test_a_strategy_of_fewer_ranks_is_refused_with_the_file_of_the_rank_too_many(job):
@@ -93,7 +93,7 @@ def test_a_strategy_of_fewer_ranks_is_refused_with_the_file_of_the_rank_too_many
 def test_the_number_of_ranks_that_saved_it(job, tmp_path):
     root, candidate, folder = job
     assert strategy_lookup(STORAGE)(root, candidate).world_size == 4
-    set_aside(STORAGE, folder, strategy_for(STORAGE, root, candidate, None, "x"), identity_of(STORAGE, root, candidate))
+    set_aside(STORAGE, folder, strategy_for(dir_at(root), candidate, None, "x"), identity_of(dir_at(root), candidate))
     write_strategy(NEW.strategy(), folder)
     assert strategy_lookup(STORAGE)(root, candidate).world_size == 4
     assert strategy_lookup(STORAGE, folder)(root, candidate).world_size == 4

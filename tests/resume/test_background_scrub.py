@@ -3,10 +3,11 @@ import os
 import threading
 
 import pytest
-from rank_folders import STORAGE, flip_bit, path_of, save
+from rank_folders import STORAGE, dir_at, flip_bit, path_of, save
 
 from mindresume.coordination.lease import lease_holders
 from mindresume.events import CheckpointScrubbed, Notice, SaveBegun, SaveFailed, SaveWritten
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.resume.background_scrub import LONGEST_SAVE, BackgroundScrub, lower_priority
 from mindresume.settings import ScrubSettings
 from mindresume.storage.posix import PosixStorage
@@ -36,7 +37,7 @@ class Events:
 
 def scrub(root, events, storage=STORAGE, **fields):
     settings = ScrubSettings(**{"every_hours": 24.0, "rate_mb": 0.0, **fields})
-    return BackgroundScrub(storage, str(root), settings, events, first=0.0)
+    return BackgroundScrub(CheckpointDir(storage, str(root)), settings, events, first=0.0)
 
 
 def test_it_reads_repairs_and_ends(tmp_path):
@@ -47,7 +48,7 @@ def test_it_reads_repairs_and_ends(tmp_path):
     running = scrub(tmp_path, events).start()
     found = {event.step: event for event in events.wait(CheckpointScrubbed, 2)}
     running.stop()
-    assert not running._thread.is_alive() and lease_holders(STORAGE, str(tmp_path)) == []
+    assert not running._thread.is_alive() and lease_holders(dir_at(tmp_path)) == []
     assert (found[10].state, found[5].state) == ("intact", "repaired") and found[5].files == (
         str(path_of(tmp_path, 5, 1).relative_to(tmp_path)),)
     again = Events()
@@ -81,13 +82,13 @@ def test_it_waits_while_this_rank_saves_and_ends_nevertheless(tmp_path):
     assert reading.wait(LONG)                                   # it lists the checkpoints, and waits at the first read
     running.stop()
     assert not running._thread.is_alive() and events.events == []
-    assert lease_holders(STORAGE, str(tmp_path)) == []
+    assert lease_holders(dir_at(tmp_path)) == []
 
 
 @pytest.mark.parametrize("event", [SaveWritten(10, 1, 1.0), SaveFailed(10, "no space")])
 def test_it_goes_on_after_a_save(tmp_path, event):
     now = [0.0]
-    running = BackgroundScrub(STORAGE, str(tmp_path), ScrubSettings(24), Events(), clock=lambda: now[0])
+    running = BackgroundScrub(dir_at(tmp_path), ScrubSettings(24), Events(), clock=lambda: now[0])
     running.handle(SaveBegun(10), 0.0)
     now[0] = LONGEST_SAVE + 1
     assert running._is_stopped() is False                       # no event said that the save ended
@@ -105,7 +106,7 @@ def test_an_error_is_a_warning_said_once(tmp_path):
         def list(self, folder):
             raise OSError(5, "Input/output error", folder)
     events = Events()
-    running = BackgroundScrub(Failing(), str(tmp_path), ScrubSettings(24.0), events, first=0.0, poll=0.0).start()
+    running = BackgroundScrub(CheckpointDir(Failing(), str(tmp_path)), ScrubSettings(24.0), events, first=0.0, poll=0.0).start()
     events.wait(Notice, 1)
     running.stop()
     assert len(events.events) == 1 and str(tmp_path) in events.events[0].text

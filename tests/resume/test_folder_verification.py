@@ -4,7 +4,7 @@ import shutil
 
 import iteration_folders
 import pytest
-from rank_folders import RUN, STORAGE, flip_bit, path_of, save, write_rank
+from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save, write_rank
 
 from mindresume.coordination.read_locks import read_locks
 from mindresume.formats import weight_files
@@ -24,7 +24,7 @@ def looked(root):
 
 def verdicts(root, rows, again=None):
     return [(candidate.step, bool(bad))
-            for candidate, bad in verify_checkpoints(STORAGE, str(root), rows, again or (lambda: looked(root)))]
+            for candidate, bad in verify_checkpoints(dir_at(root), rows, again or (lambda: looked(root)))]
 
 
 def test_a_complete_checkpoint_is_verified_once(tmp_path):
@@ -47,7 +47,7 @@ def test_a_checkpoint_removed_meanwhile_is_not_damaged(tmp_path):
     for step in (5, 10, 15):
         save(tmp_path, step)
     rows = looked(tmp_path)
-    carry_out(STORAGE, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(2)), lambda: read_locks(STORAGE, str(tmp_path)))
+    carry_out(dir_at(tmp_path), plan(dir_at(tmp_path), KeepLast(2)), lambda: read_locks(dir_at(tmp_path)))
     assert verdicts(tmp_path, rows) == [(15, False), (10, False)]
 
 
@@ -95,5 +95,5 @@ def test_a_metadata_file_of_another_size_is_not_read(tmp_path, monkeypatch):
     read = weight_files.file_checksum
     monkeypatch.setattr(weight_files, "file_checksum", lambda file: read(file) if file.seek(0, 2) < 1 << 42 else
                         pytest.fail("its bytes are read"))
-    ((candidate, (bad,)),) = verify_checkpoints(STORAGE, str(tmp_path), looked(tmp_path), lambda: looked(tmp_path))
+    ((candidate, (bad,)),) = verify_checkpoints(dir_at(tmp_path), looked(tmp_path), lambda: looked(tmp_path))
     assert f"it has {1 << 42} bytes" in bad.reason and candidate.step == 5

@@ -2,7 +2,7 @@
 import shutil
 
 import pytest
-from rank_folders import RUN, STORAGE, Ranks, flip_bit, path_of, save, write_foreign
+from rank_folders import RUN, STORAGE, Ranks, dir_at, flip_bit, path_of, save, write_foreign
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import lease_holders
@@ -50,7 +50,7 @@ def choose(path, group=None, settings=None, storage=STORAGE, remote=None, saved_
 
 
 def locked(root):
-    return [holder.holds for holder in lease_holders(STORAGE, str(root)) if holder.holds]
+    return [holder.holds for holder in lease_holders(dir_at(root)) if holder.holds]
 
 
 def test_the_newest_good_checkpoint_is_locked_until_it_is_read_and_its_load_attempt_counted(tmp_path, events):

@@ -3,7 +3,7 @@ import shutil
 
 import iteration_folders
 import pytest
-from rank_folders import STORAGE
+from rank_folders import STORAGE, dir_at
 from reshard.plans import MODEL, Plan, foreign, random_tensors
 
 from mindresume.coordination.collectives import SingleProcess
@@ -30,9 +30,9 @@ def root(tmp_path, request):
 
 def next_job(root, folder, plan):
     """Sets the strategy aside, compiles, and is killed."""
-    candidate = scan(STORAGE, str(root)).candidates[0]
-    identity = identity_of(STORAGE, str(root), candidate)
-    set_aside(STORAGE, folder, strategy_for(STORAGE, str(root), candidate, None, identity), identity)
+    candidate = scan(dir_at(root)).candidates[0]
+    identity = identity_of(dir_at(root), candidate)
+    set_aside(STORAGE, folder, strategy_for(dir_at(root), candidate, None, identity), identity)
     write_strategy(plan.strategy(), folder)
 
 
@@ -60,11 +60,11 @@ def test_another_number_of_ranks_can_be_requested(root):
 
 def test_size_is_of_the_files_that_are_there(root):
     root, _, _ = root
-    candidate = scan(STORAGE, str(root)).candidates[0]
+    candidate = scan(dir_at(root)).candidates[0]
     files = [root / file.path for file in candidate.all_files]
-    assert size_of(STORAGE, str(root), candidate) == sum(file.stat().st_size for file in files) > 0
+    assert size_of(dir_at(root), candidate) == sum(file.stat().st_size for file in files) > 0
     files[0].unlink()
-    assert size_of(STORAGE, str(root), candidate) == sum(file.stat().st_size for file in files[1:])
+    assert size_of(dir_at(root), candidate) == sum(file.stat().st_size for file in files[1:])
 
 
 def test_a_job_that_replaces_all_that_was_listed_hides_no_checkpoint(tmp_path):

@@ -4,7 +4,7 @@ import shutil
 import iteration_folders
 import pytest
 from coordination.test_storage_topology import save_part
-from rank_folders import STORAGE, Ranks, flip_bit, path_of, save
+from rank_folders import STORAGE, Ranks, dir_at, flip_bit, path_of, save
 from saving.memory_tier.test_tier import Training
 
 from mindresume.coordination.collectives import SingleProcess
@@ -18,7 +18,7 @@ from mindresume.resume.selection import select_checkpoint
 
 
 def selected(root, tier):
-    return Choice(scan_records(STORAGE, str(tier))[0][0], (), (), False, (), str(tier), directory=str(root))
+    return Choice(scan_records(dir_at(tier))[0][0], (), (), False, (), str(tier), directory=str(root))
 
 
 def chosen(root):
@@ -53,16 +53,16 @@ def test_several_nodes_write_their_parts(root, tmp_path):
                                               SharedGroups((0, 0, 2, 2))))
     assert chosen(root) == (10, True)
     shutil.rmtree(root)
-    part = scan_records(STORAGE, str(tmp_path / "a"))[0][0]
-    write_to_disk(STORAGE, str(root), str(tmp_path / "a"), part)
-    assert not commit_written(STORAGE, str(root), part)                 # the other part is missing
+    part = scan_records(dir_at(tmp_path / "a"))[0][0]
+    write_to_disk(dir_at(root), str(tmp_path / "a"), part)
+    assert not commit_written(dir_at(root), part)                 # the other part is missing
 
 
 def test_a_committed_checkpoint_is_left_as_it_is(root, tier):
     save(root, 10, world=2)
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
     save(tier, 10, world=2)
-    write_to_disk(STORAGE, str(root), str(tier), selected(root, tier).chosen)
+    write_to_disk(dir_at(root), str(tier), selected(root, tier).chosen)
     assert {path: path.read_bytes() for path in before} == before and chosen(root) == (10, True)
 
 
@@ -72,4 +72,4 @@ def test_bytes_that_changed_meanwhile_are_not_kept(root, tier):
     flip_bit(path_of(tier, 10, 1))
     errors = Ranks(2).run(lambda group: write_selected(STORAGE, choice, group, single_group(2)))
     assert all(isinstance(error, CollectiveError) for error in errors)
-    assert not path_of(root, 10, 1).exists() and not any(c.committed for c in scan_records(STORAGE, str(root))[0])
+    assert not path_of(root, 10, 1).exists() and not any(c.committed for c in scan_records(dir_at(root))[0])

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from coordination.test_storage_topology import save_part
 from memory_tiers import make_owned_tier
-from rank_folders import RUN, STORAGE, Ranks, flip_bit, name_of, path_of, save, tensors_in, write_foreign, write_rank
+from rank_folders import RUN, STORAGE, Ranks, dir_at, flip_bit, name_of, path_of, save, tensors_in, write_foreign, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import lease_holders
 from mindresume.errors import LoadError, NoUsableCheckpointError
 from mindresume.events import DISK, MEMORY, CandidateRefused, CheckpointSelected, FreshStart, Notice
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, record_name, run_name
 from mindresume.resume import memory_source
@@ -82,7 +83,7 @@ def test_memory_alone_is_enough_and_is_locked_while_it_is_read(root, tier):
     assert [shard.rank for one in found for shard in one.choice.shards] == [0, 1] and not found[0].uses_layouts
     assert found[0].choice.checkpoint_dir == str(root) and found[0].choice.root == str(tier)
     assert isinstance(found[0].load_attempt, LoadAttempt) and found[0].load_attempt.root == str(tier)
-    assert lease_holders(STORAGE, str(tier)) == []
+    assert lease_holders(dir_at(tier)) == []
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 10])
@@ -105,13 +106,13 @@ def test_exactly_what_was_verified_is_loaded(root, tier, budget, fmt):
         shard, = found[rank].choice.shards
         if budget == 10:                                                # it is read again, and that it changed is seen
             with pytest.raises(LoadError, match="changed after it was checked"):
-                read_shard(storages[rank], str(tier), shard)
+                read_shard(CheckpointDir(storages[rank], str(tier)), shard)
             continue
-        arrays = read_shard(storages[rank], str(tier), shard)
+        arrays = read_shard(CheckpointDir(storages[rank], str(tier)), shard)
         assert {name: array.tobytes() for name, array in arrays.items()} == {
             name: array.tobytes() for name, array in expected[rank].items() if array.dtype.kind != "U"}
         with pytest.raises(LoadError, match="changed after it was checked"):        # an array is given away once
-            read_shard(storages[rank], str(tier), shard)
+            read_shard(CheckpointDir(storages[rank], str(tier)), shard)
 
 
 def test_what_was_refused_in_memory_is_not_kept(root, tier):
@@ -219,8 +220,8 @@ def test_an_error_of_the_tier_does_not_keep_a_job_from_the_disk(root, tier, monk
     save(root, 5, world=2)
     save(tier, 12, world=2)
 
-    def broken(storage, path):
-        raise OSError(errno.EIO, "is broken", path)
+    def broken(directory):
+        raise OSError(errno.EIO, "is broken", directory.root)
     monkeypatch.setattr(memory_source, "scan_records", broken)
     events = []
     assert taken(root, events=events) == (5, False)
@@ -257,7 +258,7 @@ def test_a_corrupt_replica_is_refused_once_and_never_tried_again(root, tier, ran
     assert taken(root, events=events) == (10, True)
     refused, = [event for event in events if isinstance(event, CandidateRefused)]
     assert refused.step == 12 and f"rank {rank} is not what was written" in refused.reason
-    damaged = next(c for c in scan_records(STORAGE, str(tier))[0] if c.step == 12)
+    damaged = next(c for c in scan_records(dir_at(tier))[0] if c.step == 12)
     assert damaged.problem is not None and not os.path.exists(os.path.join(damaged.records_dir, record_name(rank)))
     flip_bit(path_of(tier, 10, rank))
     assert taken(root) == (5, False) and taken(root) == (5, False)
@@ -269,7 +270,7 @@ def test_a_save_of_a_living_owner_is_refused_and_left_alone(memory, root):
     save(tier, 10, world=1)
     flip_bit(path_of(tier, 10, 0))
     assert taken(root, ranks=1) == (5, False)
-    assert scan_records(STORAGE, str(tier))[0][0].problem is None
+    assert scan_records(dir_at(tier))[0][0].problem is None
 
 
 def test_memory_is_taken_if_the_newer_checkpoint_on_disk_is_damaged(root, tier):
@@ -352,14 +353,14 @@ def test_a_tracker_that_was_set_back_by_hand_decides(root, tier, monkeypatch):
 def test_a_save_after_which_jobs_die_is_taken_last(root, tier):
     save(root, 5, world=2)
     save(tier, 10, world=2)
-    chosen = scan_records(STORAGE, str(tier))[0][0]
+    chosen = scan_records(dir_at(tier))[0][0]
     for number in range(2):
-        attempt = LoadAttempt(STORAGE, str(tier), chosen, "/output", 0, 2)
+        attempt = LoadAttempt(dir_at(tier), chosen, "/output", 0, 2)
         attempt.run = run_name(number + 2, "0000bbbb")
         attempt.begin()
         attempt._stop_capturing()
     assert taken(root) == (5, False)
-    shutil.rmtree(root / FOLDER / scan_records(STORAGE, str(root))[0][0].name)
+    shutil.rmtree(root / FOLDER / scan_records(dir_at(root))[0][0].name)
     shutil.rmtree(root / "rank_0")
     shutil.rmtree(root / "rank_1")
     assert taken(root) == (10, True)
@@ -382,7 +383,7 @@ def nodes(memory, root, monkeypatch):
 def choose_on_nodes(root, nodes, monkeypatch, **options):
     from sim.cluster import current_process
 
-    def find(storage, where):
+    def find(directory):
         tier = nodes["a" if current_process().name in ("rank0", "rank1") else "b"]
         return (str(tier), "") if tier.exists() else ("", "")
     monkeypatch.setattr(memory_source, "find_tier", find)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_folders import RUN, STORAGE, Ranks, counters, flip_bit, name_of, state_of, target_of
+from rank_folders import RUN, STORAGE, Ranks, counters, dir_at, flip_bit, name_of, state_of, target_of
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.metadata_from_records import missing_slices
 from mindresume.formats.scan import scan
 from mindresume.formats.strategy import Strategy, write_strategy
@@ -75,7 +76,7 @@ def choose(root, world=WORLD, **options):
 
 def loaded(choice, rank):
     from mindresume.mindformers.loading import read_shard
-    return read_shard(STORAGE, choice.root, choice.shards[rank])
+    return read_shard(CheckpointDir(STORAGE, choice.root), choice.shards[rank])
 
 
 @pytest.mark.parametrize("iterations", [False, True])
@@ -97,7 +98,7 @@ def test_a_subset_of_ranks_that_lacks_a_slice_is_not_a_checkpoint(tmp_path, iter
     save(tmp_path, 5, iterations)
     last_save(tmp_path, 7, LACKING, iterations)
     assert choose(tmp_path).chosen.step == 5
-    reason = next(c.problem.reason for c in scan(STORAGE, str(tmp_path)).candidates if c.step == 7)
+    reason = next(c.problem.reason for c in scan(dir_at(tmp_path)).candidates if c.step == 7)
     assert "4 of 8 ranks recorded what they wrote, missing: rank 1, 3, 5, 7; a part of " in reason
     assert "was held by rank 1, 3, 5, 7 alone" in reason or "was held by rank 1, 5 alone" in reason
 
@@ -108,7 +109,7 @@ def test_a_subset_of_ranks_that_lacks_a_slice_is_not_a_checkpoint(tmp_path, iter
     ((0, 1, 2, 3), (0, 2, 3), None)])
 def test_a_node_local_part_is_complete_without_the_ranks_of_other_nodes(tmp_path, part, saved, found):
     last_save(tmp_path, 7, saved, local_ranks=part)
-    candidate, = scan(STORAGE, str(tmp_path)).candidates
+    candidate, = scan(dir_at(tmp_path)).candidates
     if found is not None:
         assert (candidate.local_ranks, candidate.missing_ranks, candidate.problem, candidate.maybe_completed) == (*found, None,
             True)
@@ -128,7 +129,7 @@ def test_a_subset_of_ranks_without_the_marker_is_an_incomplete_save(tmp_path):
 def test_a_damaged_copy_is_noticed_by_the_rank_that_would_read_it(tmp_path, iterations):
     save(tmp_path, 5, iterations)
     last_save(tmp_path, 7, COVERING, iterations)
-    file = scan(STORAGE, str(tmp_path)).candidates[0].files[3][0].path
+    file = scan(dir_at(tmp_path)).candidates[0].files[3][0].path
     with open(tmp_path / file, "rb") as opened:
         entry = read_header(opened, file).tensors["embedding.weight"]
     flip_bit(tmp_path / file, entry.ranges[0][0] + 3)
@@ -166,7 +167,7 @@ def test_the_next_job_does_not_commit_it_and_keeps_it_until_it_has_saved_itself(
     logged = []
     later = Committer(target_of(tmp_path, 0, WORLD, run_name(2, "0000bbbb")), emit=logged.append)
     assert later.recover() == [] and logged == []
-    made = plan(STORAGE, str(tmp_path), KEEP_ALL, ended=lambda run: True)
+    made = plan(dir_at(tmp_path), KEEP_ALL, ended=lambda run: True)
     assert [candidate.step for candidate in made.kept] == [7, 5] and made.orphans == ()
 
 
@@ -178,7 +179,7 @@ def test_a_single_incomplete_emergency_save_is_a_fresh_start(tmp_path):
 
 def test_an_unreadable_record_does_not_count_as_lost(tmp_path):
     last_save(tmp_path, 7, COVERING)
-    attempt = scan(STORAGE, str(tmp_path)).candidates[0].records_dir
+    attempt = scan(dir_at(tmp_path)).candidates[0].records_dir
     with open(os.path.join(attempt, "rank_00003.json"), "r+b") as file:
         file.truncate(100)
     with pytest.raises(NoUsableCheckpointError, match="rank 3 cannot be read"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import iteration_folders
 import numpy as np
 import pytest
-from rank_folders import RUN, STORAGE, flip_bit, folder_contents, path_of, save, state_of, target_of, tensors_of
+from rank_folders import RUN, STORAGE, dir_at, flip_bit, folder_contents, path_of, save, state_of, target_of, tensors_of
 
 from mindresume.coordination import lease as leases
 from mindresume.coordination.lease import SCRUBBING, LeaseHolder, lease_holders
@@ -144,7 +144,7 @@ def test_records_that_a_removal_moves_for_a_moment_are_not_damaged(tmp_path):
     class Moved(PosixStorage):
         def open(self, name):
             if os.path.basename(name).startswith("rank_0000") and any(row.purpose == SCRUBBING for row in
-                                                                      lease_holders(STORAGE, str(tmp_path))) and moved[0]:
+                                                                      lease_holders(dir_at(tmp_path))) and moved[0]:
                 moved[0] -= 1
                 raise FileNotFoundError(2, "No such file or directory", name)
             return super().open(name)
@@ -223,7 +223,7 @@ def test_retention_does_not_count_on_a_damaged_checkpoint(tmp_path):
         save(tmp_path, step)
     flip_bit(path_of(tmp_path, 15, 0))
     scrubbed(tmp_path)
-    made = plan(STORAGE, str(tmp_path), KeepLast(1))
+    made = plan(dir_at(tmp_path), KeepLast(1))
     assert {c.step for c in made.kept} == {15, 10} and [c.step for c in made.to_delete] == [5]
 
 
@@ -405,10 +405,10 @@ def test_a_death_at_any_operation_leaves_the_old_file_or_the_repaired_one(tmp_pa
                   if "claim-" not in name.name and not name.name.endswith("-tmp") and name != path}
         assert others == {name.relative_to(whole): content for name, content in folder_contents(whole).items()
                           if name != path_of(whole, 5, 1)}
-        for holder in lease_holders(STORAGE, str(root)):                # of this process, which is alive after all
-            leases.Lease(STORAGE, str(root), replace(holder, pid=2**22 + 1)).publish()
+        for holder in lease_holders(dir_at(root)):                # of this process, which is alive after all
+            leases.Lease(dir_at(root), replace(holder, pid=2**22 + 1)).publish()
         assert states(root, repairs=True)[5] in (REPAIRED, INTACT) and path.read_bytes() == good
-        assert lease_holders(STORAGE, str(root)) == []
+        assert lease_holders(dir_at(root)) == []
         clean_own_folder(replace(target_of(root, 1, 4), run="0009-0000aaaa"))       # the next job
         assert [name for name in (root / "rank_1").iterdir() if name.name.endswith("-tmp")] == []
         if finished:
@@ -425,14 +425,14 @@ def test_retention_removes_nothing_that_is_being_read(tmp_path):
 
     def remove(count):
         if not seen:
-            made = plan(STORAGE, str(tmp_path), KeepLast(1), read_locks(STORAGE, str(tmp_path)))
+            made = plan(dir_at(tmp_path), KeepLast(1), read_locks(dir_at(tmp_path)))
             seen.append([c.step for c in made.read_locked])
-            carry_out(STORAGE, str(tmp_path), made, lambda: read_locks(STORAGE, str(tmp_path)))
+            carry_out(dir_at(tmp_path), made, lambda: read_locks(dir_at(tmp_path)))
     (old,) = [row for row in rows_of(tmp_path) if row.candidate.step == 5]
     assert scrubbed(tmp_path, progress=remove, rows=[old])[5].state == INTACT and seen == [[5]]
     assert [row.candidate.step for row in rows_of(tmp_path)] == [10, 5]
-    assert read_locks(STORAGE, str(tmp_path)) == {}
-    carry_out(STORAGE, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(1)))
+    assert read_locks(dir_at(tmp_path)) == {}
+    carry_out(dir_at(tmp_path), plan(dir_at(tmp_path), KeepLast(1)))
     assert [row.candidate.step for row in rows_of(tmp_path)] == [10]        # and no result is left over
     assert scrubbed(tmp_path, rows=[old])[5].state == REMOVED
 
@@ -494,7 +494,7 @@ def other_lock(root, step, **fields):
     """Publishes the lock of another scrub; returns its path."""
     holder = leases.holder_of_this_process(SCRUBBING, holds=(attempt_name(step, RUN),))
     holder = replace(holder, run="0000-00000000", **fields)
-    lock = leases.Lease(STORAGE, str(root), holder)
+    lock = leases.Lease(dir_at(root), holder)
     lock.publish()
     return Path(leases.lease_path(str(root), holder.run))
 
@@ -504,7 +504,7 @@ def test_a_second_scrub_leaves_the_folder_to_the_first(tmp_path):
     path = other_lock(tmp_path, 5, beat=1)
     found = scrubbed(tmp_path)[5]
     assert found.state == SKIPPED and str(os.getpid()) in found.reason and not result_path(tmp_path, 5).exists()
-    assert [holder.purpose for holder in lease_holders(STORAGE, str(tmp_path))] == [SCRUBBING]
+    assert [holder.purpose for holder in lease_holders(dir_at(tmp_path))] == [SCRUBBING]
     path.unlink()
     assert states(tmp_path) == {5: INTACT}
 
@@ -525,7 +525,7 @@ def test_the_scrub_of_another_machine_is_watched(tmp_path, is_alive):
         waits.append(seconds)
         if is_alive:
             holder = LeaseHolder.read(STORAGE, str(path))
-            leases.Lease(STORAGE, str(tmp_path), replace(holder, beat=holder.beat + 1)).publish()
+            leases.Lease(dir_at(tmp_path), replace(holder, beat=holder.beat + 1)).publish()
     found = list(Scrubber(STORAGE, str(tmp_path), wait=wait).scrub(rows_of(tmp_path)))
     assert waits == [3 * 15.0] and [row.state for row in found] == [SKIPPED if is_alive else INTACT]
     assert path.exists() == is_alive
@@ -534,10 +534,10 @@ def test_the_scrub_of_another_machine_is_watched(tmp_path, is_alive):
 def test_of_two_that_begin_together_one_goes_on(tmp_path):
     save(tmp_path, 5)
     candidate = rows_of(tmp_path)[0].candidate
-    locks = [acquire_read_lock(STORAGE, str(tmp_path), candidate.name, candidate.commit_dir, purpose=SCRUBBING) for _ in range(2)]
+    locks = [acquire_read_lock(dir_at(tmp_path), candidate.name, candidate.commit_dir, purpose=SCRUBBING) for _ in range(2)]
     first, second = sorted(locks, key=lambda lock: lock.run)
-    assert module.other_scrub(STORAGE, str(tmp_path), second, pytest.fail).run == first.run
-    assert module.other_scrub(STORAGE, str(tmp_path), first, pytest.fail) is None
+    assert module.other_scrub(dir_at(tmp_path), second, pytest.fail).run == first.run
+    assert module.other_scrub(dir_at(tmp_path), first, pytest.fail) is None
     for lock in locks:
         lock.release()
 
@@ -548,7 +548,7 @@ def test_a_stop_while_another_machine_is_watched_removes_nothing(tmp_path):
     scrubber = Scrubber(STORAGE, str(tmp_path), ScrubOptions(stopped=lambda: bool(stop)), wait=stop.append)
     with pytest.raises(ReadStoppedError):
         list(scrubber.scrub(rows_of(tmp_path)))
-    assert path.exists() and [holder.beat for holder in lease_holders(STORAGE, str(tmp_path))] == [4]
+    assert path.exists() and [holder.beat for holder in lease_holders(dir_at(tmp_path))] == [4]
 
 
 def test_a_new_checkpoint_is_left_out_until_it_is_old(tmp_path):
@@ -576,7 +576,7 @@ def test_a_file_that_is_replaced_while_others_are_read_is_not_refused(tmp_path):
             return super().open(name)
     rows = scrubbed(tmp_path, Replacing())[5].damaged
     assert not (tmp_path / "backup").exists() and {row.rank for row in rows} == {0, 3}
-    refusal = known_damage(STORAGE, str(tmp_path), rows_of(tmp_path)[0].candidate)
+    refusal = known_damage(dir_at(tmp_path), rows_of(tmp_path)[0].candidate)
     assert refusal.rank == 3
 
 
@@ -626,7 +626,7 @@ def test_what_a_killed_repair_left_is_removed_by_the_next_scrub_or_job(tmp_path,
     left.write_bytes(b"half of a shard")
     assert clean_own_folder(target) == [left.name] and not left.exists()
     left.write_bytes(b"of a reader that goes on")
-    leases.Lease(STORAGE, str(tmp_path), replace(leases.holder_of_this_process("loading"), run="0000-0000cccc")).publish()
+    leases.Lease(dir_at(tmp_path), replace(leases.holder_of_this_process("loading"), run="0000-0000cccc")).publish()
     assert states(tmp_path) == {5: INTACT} and left.exists()
 
 

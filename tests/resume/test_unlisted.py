@@ -15,6 +15,7 @@ from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.storage_topology import newest_committed
 from mindresume.errors import CollectiveError, NoUsableCheckpointError
 from mindresume.formats import MINDFORMERS, OURS
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_scan import intent_name
 from mindresume.formats.scan import scan
 from mindresume.formats.strategy import write_strategy
@@ -100,8 +101,8 @@ def test_the_other_checkpoints_are_used_if_one_folder_is_unlistable(root, code, 
     for folder in [root.parent / "strategy", *(path for path in sorted(root.rglob("*")) if path.is_dir())]:
         storage = Closed(folder, code, only_list)
         found, rows = list_checkpoints(storage, str(root), strategy_lookup(storage), 2)
-        sizes = [size_of(storage, str(root), row.candidate) for row in rows]
-        assert len(sizes) == len(rows) and known_lease_holders(storage, str(root)) == []
+        sizes = [size_of(CheckpointDir(storage, str(root)), row.candidate) for row in rows]
+        assert len(sizes) == len(rows) and known_lease_holders(CheckpointDir(storage, str(root))) == []
         usable = {row.candidate.step for row in rows if not row.problem}
         assert usable <= steps, folder
         try:
@@ -165,7 +166,7 @@ def test_records_unlistable_a_moment_ago_do_not_count_as_absent(tmp_path):
                 calls.append(folder)
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), folder)
             return super().list(folder)
-    found = scan(ClosedOnce(), str(tmp_path)).candidates
+    found = scan(CheckpointDir(ClosedOnce(), str(tmp_path))).candidates
     assert calls and [(c.step, c.origin, c.listing_error) for c in found] == [
         (10, MINDFORMERS, f"iteration_00000010/{FOLDER} cannot be listed: it holds records that could not be "
                           f"listed a moment ago"),
@@ -223,7 +224,7 @@ def test_a_plan_gives_reasons(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, 2)
     closed = tmp_path / FOLDER / attempt_name(5, RUN)
-    made = plan(Closed(closed, only_list=True), str(tmp_path), KeepLast(1), ended=lambda run: True)
+    made = plan(CheckpointDir(Closed(closed, only_list=True), str(tmp_path)), KeepLast(1), ended=lambda run: True)
     assert not made.to_delete and not made.orphans
     assert "cannot be listed" in made.reasons[str(closed)]
 
@@ -237,7 +238,7 @@ def test_emptying_trash_keeps_files_that_an_unlistable_attempt_may_reference(tmp
         path_of(tmp_path, 5, rank).unlink()
     save(tmp_path, 5, 2, run=LATER)
     (tmp_path / "aside").rename(trash)
-    empty_trash(Closed(tmp_path / FOLDER / attempt_name(5, LATER), only_list=True), str(tmp_path))
+    empty_trash(CheckpointDir(Closed(tmp_path / FOLDER / attempt_name(5, LATER), only_list=True), str(tmp_path)))
     assert path_of(tmp_path, 5, 0).exists() and path_of(tmp_path, 5, 1).exists() and not trash.exists()
 
 
@@ -253,14 +254,14 @@ def test_an_intent_is_kept_while_its_iteration_cannot_be_listed(tmp_path):
     assert (tmp_path / FOLDER / intent_name(10)).exists() and iteration_folders.tracker(tmp_path) == "5"
     storage = PosixStorage()
     candidates = list_checkpoints(storage, str(tmp_path), strategy_lookup(storage))[0].candidates
-    iteration_publisher.finish_tracker(storage, str(tmp_path), candidates, LATER)
+    iteration_publisher.finish_tracker(CheckpointDir(storage, str(tmp_path)), candidates, LATER)
     assert not (tmp_path / FOLDER / intent_name(10)).exists() and iteration_folders.tracker(tmp_path) == "10"
 
 
 def test_a_job_starts_beside_an_unlistable_iteration(tmp_path):
     iteration_folders.save(tmp_path, 5, 10)
     storage = Closed(iteration_folders.folder_of(tmp_path, 5))
-    lease = acquire(storage, str(tmp_path), holder_of_this_process("saving"))
+    lease = acquire(CheckpointDir(storage, str(tmp_path)), holder_of_this_process("saving"))
     assert lease.run > RUN
     lease.release()
 
@@ -268,4 +269,5 @@ def test_a_job_starts_beside_an_unlistable_iteration(tmp_path):
 def test_an_unlistable_attempt_is_not_offered_to_other_nodes(tmp_path):
     save(tmp_path, 5, 2)
     save(tmp_path, 10, 2)
-    assert newest_committed(Closed(tmp_path / FOLDER / attempt_name(10, RUN)), str(tmp_path)) == [attempt_name(5, RUN)]
+    assert newest_committed(CheckpointDir(Closed(tmp_path / FOLDER / attempt_name(10, RUN)), str(tmp_path))) == [attempt_name(5,
+        RUN)]

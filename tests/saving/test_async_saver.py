@@ -7,12 +7,13 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from rank_folders import RUN, STORAGE, name_of, path_of, save, state_of, target_of, tensors_of, write_rank
+from rank_folders import RUN, STORAGE, dir_at, name_of, path_of, save, state_of, target_of, tensors_of, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import LeaseHeldError
 from mindresume.events import SaveAbandoned, SaveNotStaged, WriterDied
 from mindresume.fault_injection.faults import Fault
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import run_name
 from mindresume.resume.eligible import SelectionPolicy
@@ -44,7 +45,7 @@ def saver_in(root, kind, world=1, rank=0, policy=KEEP_ALL, **options):
 
 
 def steps(root):
-    return [candidate.step for candidate in scan_records(STORAGE, str(root))[0] if candidate.committed]
+    return [candidate.step for candidate in scan_records(dir_at(root))[0] if candidate.committed]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +117,7 @@ class Job:
         write_shard(SaveTarget(self.storage, ROOT, run, rank, self.world), shard(step, rank))
 
     def steps(self):
-        return [candidate.step for candidate in scan_records(self.storage, ROOT)[0] if candidate.committed]
+        return [candidate.step for candidate in scan_records(CheckpointDir(self.storage, ROOT))[0] if candidate.committed]
 
     def emitted(self, kind):
         return [event for event in self.events if isinstance(event, kind)]

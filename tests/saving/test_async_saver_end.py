@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-import rank_folders
+from rank_folders import dir_at
 
 from mindresume.formats.iteration_naming import TRACKER
 from mindresume.formats.rank_folder_naming import META
@@ -59,7 +59,7 @@ def python(folder, text, *arguments, **how):
 
 
 def committed(folder):
-    return [found.step for found in scan_records(rank_folders.STORAGE, str(folder / "checkpoint"))[0] if found.committed]
+    return [found.step for found in scan_records(dir_at(folder / "checkpoint"))[0] if found.committed]
 
 
 def pointer(folder, version):

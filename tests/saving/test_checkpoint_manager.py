@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from manager_jobs import Arrays, Job, committed, end_jobs, repair, spoil
-from rank_folders import STORAGE, Ranks
+from rank_folders import Ranks, dir_at
 from senders import from_outside
 
 from mindresume import runtime
@@ -239,7 +239,7 @@ def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path):
 def test_an_emergency_save_has_a_marker_and_writes_nothing_twice(tmp_path):
     job = Job(tmp_path).steps(7)
     assert [job.manager.emergency_save(Arrays(job)) for _ in range(2)] == [True, True]
-    newest = scan(STORAGE, str(tmp_path)).candidates[0]
+    newest = scan(dir_at(tmp_path)).candidates[0]
     assert (newest.step, job.collected) == (7, [5, 7]) and (tmp_path / FOLDER / newest.name / EMERGENCY).exists()
 
 

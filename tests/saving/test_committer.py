@@ -2,7 +2,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from rank_folders import RUN, STORAGE, name_of, path_of, save, state_of, target_of, tensors_of, write_foreign, write_rank
+from rank_folders import RUN, dir_at, name_of, path_of, save, state_of, target_of, tensors_of, write_foreign, write_rank
 
 from mindresume.errors import RecordError, SaveError
 from mindresume.events import CommitDelayed, SaveAbandoned
@@ -18,7 +18,7 @@ NEXT_RUN = run_name(2, "0000bbbb")
 
 
 def steps(root):
-    return [c.step for c in scan(STORAGE, str(root)).candidates if c.committed]
+    return [c.step for c in scan(dir_at(root)).candidates if c.committed]
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
@@ -168,7 +168,7 @@ def test_an_interrupted_removal_is_finished_by_the_next_one(tmp_path):
     attempt = tmp_path / FOLDER / attempt_name(5, RUN)
     attempt.rename(attempt.with_name(TRASH + attempt.name))              # killed right after the first operation
     path_of(tmp_path, 5, 0).unlink()                                     # ... or in the middle
-    assert [c.step for c in scan(STORAGE, str(tmp_path)).candidates if c.maybe_completed] == []
+    assert [c.step for c in scan(dir_at(tmp_path)).candidates if c.maybe_completed] == []
     save(tmp_path, 10, world=2, policy=KeepLast(3))
     assert steps(tmp_path) == [10]
     assert not path_of(tmp_path, 5, 1).exists() and sorted(os.listdir(tmp_path / FOLDER)) == [attempt_name(10, RUN)]
@@ -230,7 +230,7 @@ def test_a_manifest_from_records_of_two_world_sizes_is_refused(tmp_path):
     write_rank(tmp_path, 5, 1, 4)
     with pytest.raises(RecordError, match="4 ranks; expected"):
         Committer(target_of(tmp_path, 0, 2)).try_commit(5)
-    found = scan(STORAGE, str(tmp_path)).candidates[0]
+    found = scan(dir_at(tmp_path)).candidates[0]
     assert found.origin == OURS and found.problem is not None and MANIFEST not in os.listdir(found.records_dir)
 
 
@@ -263,4 +263,4 @@ def test_the_manifest_merges_the_metrics_of_all_ranks_and_rank_0_wins(tmp_path):
         write_shard(target_of(tmp_path, rank, 2), rank_shard(name_of(rank, 5), replace(state_of(5), metrics=metrics),
                                                         tensors_of(rank, 5)))
     Committer(target_of(tmp_path, 0, 2)).saved(5)
-    assert scan(STORAGE, str(tmp_path)).candidates[0].metrics == {"accuracy": 0.5, "loss": 3.0}
+    assert scan(dir_at(tmp_path)).candidates[0].metrics == {"accuracy": 0.5, "loss": 3.0}

@@ -3,7 +3,7 @@ import errno
 import os
 from dataclasses import replace
 
-from rank_folders import RUN, STORAGE, path_of, target_of, write_rank
+from rank_folders import RUN, dir_at, path_of, target_of, write_rank
 
 from mindresume.events import CommitDelayed, SaveAbandoned
 from mindresume.formats.scan import scan
@@ -57,7 +57,7 @@ def test_a_step_whose_records_are_listed_late_is_committed_before_a_later_one(tm
     committer.saved(10)
     assert (committer.committed, committer.pending) == ([5, 10], [])
     assert not any(isinstance(event, SaveAbandoned) for event in events)
-    assert [c.step for c in scan(STORAGE, str(tmp_path)).candidates if c.committed] == [10, 5]
+    assert [c.step for c in scan(dir_at(tmp_path)).candidates if c.committed] == [10, 5]
 
 
 def test_at_the_end_a_record_that_is_listed_late_is_looked_for(tmp_path):

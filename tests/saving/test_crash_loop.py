@@ -5,12 +5,13 @@ import signal
 import socket
 
 import pytest
-from rank_folders import STORAGE, Ranks, save
+from rank_folders import STORAGE, Ranks, dir_at, save
 
 from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import LoadError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
@@ -34,7 +35,7 @@ class Job:
         Job.count += 1
         self.choice = choose(root, limit, named)
         self.step = self.choice.chosen.step
-        self.load_attempts = [LoadAttempt(STORAGE, str(root), self.choice.chosen, output, rank, limit) for rank in range(ranks)]
+        self.load_attempts = [LoadAttempt(dir_at(root), self.choice.chosen, output, rank, limit) for rank in range(ranks)]
         for load_attempt in self.load_attempts:
             load_attempt.run, load_attempt.hosts = run_name(Job.count, "0000aaaa"), hosts
             if compiled:
@@ -100,7 +101,7 @@ def test_only_failures_after_the_load_count(root):
 def test_failures_with_another_cause_do_not_count(root, error):
     for _ in range(3):
         Job(root, ranks=2).fails(error, rank=1)
-    assert choose(root).chosen.step == 15 and list(load_attempts(STORAGE, str(root)).values()) == [()]
+    assert choose(root).chosen.step == 15 and list(load_attempts(dir_at(root)).values()) == [()]
     Job(root, ranks=2).passes()
     assert left(root) == []
 
@@ -207,12 +208,12 @@ def test_a_save_of_the_same_step_by_a_later_run_is_another_checkpoint(root):
     for _ in range(2):
         Job(root).fails()
     job = Job(root)
-    assert job.step == 10 and len(load_attempts(STORAGE, str(root))[key_of(job.choice.chosen)]) == 1
+    assert job.step == 10 and len(load_attempts(dir_at(root))[key_of(job.choice.chosen)]) == 1
 
 
 def test_a_load_attempt_creates_no_folder(tmp_path, root):
     job = Job(root, compiled=False)
-    load_attempt = LoadAttempt(STORAGE, str(tmp_path / "elsewhere"), job.choice.chosen, "/output")
+    load_attempt = LoadAttempt(dir_at(tmp_path / "elsewhere"), job.choice.chosen, "/output")
     load_attempt.run = run_name(1, "0000aaaa")
     load_attempt.begin()
     load_attempt.failed(NAN)
@@ -225,7 +226,7 @@ def test_all_ranks_at_once(root):
     chosen = choose(root).chosen
 
     def work(group):
-        load_attempt = LoadAttempt(STORAGE, str(root), chosen, "/output", group.rank)
+        load_attempt = LoadAttempt(dir_at(root), chosen, "/output", group.rank)
         load_attempt.run, load_attempt.hosts = run_name(1, "0000aaaa"), 1
         load_attempt.begin()
         group.gather(b"")
@@ -246,9 +247,9 @@ def test_an_unreadable_load_attempt_refuses_no_checkpoint(root, content):
     """Nor does it let one go."""
     Job(root).fails()
     (root / FOLDER / left(root)[1]).write_bytes(content)
-    assert set(load_attempts(STORAGE, str(root)).values()) == {None} and choose(root).chosen.step == 15
+    assert set(load_attempts(dir_at(root)).values()) == {None} and choose(root).chosen.step == 15
     save(root, 20, world=1)
-    assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [20, 15]
+    assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [20, 15]
     Job(root, named="net_rank_0-2_5").passes()
     assert not any(name.startswith("trial") for name in left(root))
 
@@ -257,7 +258,7 @@ def test_an_unreadable_load_attempt_refuses_no_checkpoint(root, content):
 def test_an_unreadable_failure_record_does_not_count(root, word):
     job = Job(root).fails(NAN)
     (root / FOLDER / f"death-{job.load_attempts[0].run}-rank_00000.json").write_bytes(word)
-    assert list(load_attempts(STORAGE, str(root)).values()) == [()]
+    assert list(load_attempts(dir_at(root)).values()) == [()]
 
 
 @pytest.mark.parametrize("operation", ["write", "rename", "sync", "remove"])
@@ -269,7 +270,7 @@ def test_a_failing_disk_ends_only_the_load_attempt(root, operation):
         raise OSError(5, "Input/output error")
     Job(root).fails()
     setattr(Broken, operation, fail)
-    load_attempt = LoadAttempt(Broken(), str(root), choose(root).chosen, "/output")
+    load_attempt = LoadAttempt(CheckpointDir(Broken(), str(root)), choose(root).chosen, "/output")
     load_attempt.run = run_name(9, "0000aaaa")
     for work in (load_attempt.begin, load_attempt.passed, lambda: load_attempt.failed(NAN)):
         try:
@@ -290,11 +291,11 @@ def test_a_suspected_checkpoint_is_never_removed(root):
     later = run_name(2, "0000bbbb")
     for step in (15, 20, 25):
         save(root, step, world=1, run=later, suffix=1)
-    made, first = plan(STORAGE, str(root), KeepLast(1)), run_name(1, "0000aaaa")
+    made, first = plan(dir_at(root), KeepLast(1)), run_name(1, "0000aaaa")
     assert [(c.step, c.run) for c in made.kept] == [(25, later), (15, first)]
     assert made.reasons[str(root / FOLDER / attempt_name(15, first))] == "a job died right after it had loaded it"
     Job(root, named="net_rank_0-2_5").passes()
-    assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [25]
+    assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [25]
 
 
 def test_an_unsuspected_checkpoint_is_removed_when_the_training_continues_from_another(root):
@@ -304,9 +305,9 @@ def test_an_unsuspected_checkpoint_is_removed_when_the_training_continues_from_a
     later = run_name(2, "0000bbbb")
     for step in (20, 25):
         save(root, step, world=1, run=later, suffix=1)
-    assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [25, 15]
+    assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [25, 15]
     Job(root, output="/another").passes()                       # of a training that knows nothing of the first one
-    assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [25, 15]
+    assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [25, 15]
     Job(root).passes()
-    assert [c.step for c in plan(STORAGE, str(root), KeepLast(1)).kept] == [25]
+    assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [25]
     assert left(root) == []

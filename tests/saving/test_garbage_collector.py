@@ -9,11 +9,12 @@ from pathlib import Path
 import iteration_folders
 import pytest
 import rank_folders
-from rank_folders import RUN, STORAGE, name_of, path_of, save, write_foreign, write_rank
+from rank_folders import RUN, STORAGE, dir_at, name_of, path_of, save, write_foreign, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock
 from mindresume.events import CheckpointsRemoved, RemovalPostponed
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import META, meta_json
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name, strip_trash, trash_name
@@ -33,11 +34,11 @@ def steps(candidates):
 
 
 def planned(root, policy, **more):
-    return plan(STORAGE, str(root), policy, **more)
+    return plan(dir_at(root), policy, **more)
 
 
 def committed(root):
-    return steps(c for c in scan(STORAGE, str(root)).candidates if c.committed)
+    return steps(c for c in scan(dir_at(root)).candidates if c.committed)
 
 
 def tree(root):
@@ -109,7 +110,7 @@ def test_ended_runs_are_determined_after_the_folder_was_listed(saved):
             read.append(folder)
             return super().list(folder)
     seen = []
-    plan(Watched(), str(saved), KEEP_ALL, ended=lambda run: not seen.append(len(read)))
+    plan(CheckpointDir(Watched(), str(saved)), KEEP_ALL, ended=lambda run: not seen.append(len(read)))
     assert seen and min(seen) >= 6                     # the folder of records and those of five attempts
 
 
@@ -119,7 +120,7 @@ def test_checkpoints_of_mindformers_are_neither_counted_nor_removed(tmp_path):
     write_foreign(tmp_path, 50, world=2, suffix=7)
     made = planned(tmp_path, KeepLast(1), ended=over)
     assert (steps(made.kept), steps(made.to_delete)) == ([10], [5])
-    carry_out(STORAGE, str(tmp_path), made)
+    carry_out(dir_at(tmp_path), made)
     assert path_of(tmp_path, 50, 0, 7).exists() and path_of(tmp_path, 50, 1, 7).exists()
 
 
@@ -144,7 +145,7 @@ def test_the_newest_complete_checkpoint_is_never_removed_and_broken_newer_ones_d
     assert why(made)[attempt_name(10, RUN)].startswith(NEWEST_WHOLE)
     made = planned(saved, KeepLast(2))
     assert steps(made.kept) == [20, 15, 10, 5] and made.to_delete == ()       # 20 and 15 are broken: 10 and 5 are the last 2
-    carry_out(STORAGE, str(saved), planned(saved, KeepLast(1)))
+    carry_out(CheckpointDir(STORAGE, str(saved)), planned(saved, KeepLast(1)))
     chosen = select_checkpoint(STORAGE, str(saved), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
     assert chosen.step == 10 or spoil is delete_file
 
@@ -176,7 +177,7 @@ def test_nothing_is_removed_while_the_target_of_meta_json_is_unknown(saved):
                 raise OSError(errno.EIO, os.strerror(errno.EIO), path)
             return super().open(path)
     with pytest.raises(OSError, match="Input/output"):
-        plan(FailingStorage(), str(saved), KeepLast(1))
+        plan(CheckpointDir(FailingStorage(), str(saved)), KeepLast(1))
 
 
 def test_a_complete_uncommitted_save_is_kept(tmp_path):
@@ -239,7 +240,7 @@ def test_the_best_are_kept_by_the_metric_in_the_records(tmp_path, monkeypatch):
                                                   "sink_size", "dataset_size")], metrics=(("loss", losses[step]),)))
     for step in losses:
         save(tmp_path, step, world=1)
-    assert [dict(c.metrics) for c in scan(STORAGE, str(tmp_path)).candidates] == [{"loss": losses[s]} for s in (20, 15, 10, 5)]
+    assert [dict(c.metrics) for c in scan(dir_at(tmp_path)).candidates] == [{"loss": losses[s]} for s in (20, 15, 10, 5)]
     made = planned(tmp_path, KeepAny((KeepLast(1), KeepBest("loss", 1))))
     assert steps(made.kept) == [20, 10] and why(made)[attempt_name(10, RUN)] == "the best one by loss (smallest)"
 
@@ -289,7 +290,7 @@ class Counting(PosixStorage):
 
 def test_the_order_of_operations(saved):
     storage = Counting()
-    removed = carry_out(storage, str(saved), planned(saved, KeepLast(3)))
+    removed = carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(3)))
     assert steps(removed) == [5]
     records, name = saved / FOLDER, attempt_name(5, RUN)
     changes = [what for what in storage.done if what[0] not in ("list", "status", "open")]
@@ -314,18 +315,18 @@ def test_a_removal_killed_at_any_operation_is_finished_by_the_next(tmp_path, fmt
     finished = tmp_path / "finished"
     shutil.copytree(source, finished)
     complete = Counting()
-    carry_out(complete, str(finished), planned(finished, KeepLast(1), ended=over))
+    carry_out(CheckpointDir(complete, str(finished)), planned(finished, KeepLast(1), ended=over))
     assert committed(finished) == [15] and len(complete.done) > 40
     for limit in range(len(complete.done)):
         root = tmp_path / "again"
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(source, root)
         with pytest.raises(Died):
-            carry_out(Counting(limit), str(root), planned(root, KeepLast(1), ended=over))
+            carry_out(CheckpointDir(Counting(limit), str(root)), planned(root, KeepLast(1), ended=over))
         assert committed(root)[0] == 15, limit
         chosen = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
         assert chosen is not None and chosen.step == 15, limit
-        carry_out(STORAGE, str(root), planned(root, KeepLast(1), ended=over))
+        carry_out(dir_at(root), planned(root, KeepLast(1), ended=over))
         assert tree(root) == tree(finished), limit
 
 
@@ -335,8 +336,8 @@ def test_a_removal_killed_twice_is_finished_by_the_third(saved, tmp_path):
         shutil.copytree(saved, root)
         for limit in (first, second):
             with pytest.raises(Died):
-                carry_out(Counting(limit), str(root), planned(root, KeepLast(1), ended=over))
-        carry_out(STORAGE, str(root), planned(root, KeepLast(1), ended=over))
+                carry_out(CheckpointDir(Counting(limit), str(root)), planned(root, KeepLast(1), ended=over))
+        carry_out(dir_at(root), planned(root, KeepLast(1), ended=over))
         assert os.listdir(root / FOLDER) == [attempt_name(20, RUN)] and committed(root) == [20]
         assert sorted(os.listdir(root / "rank_0")) == ["meta.json", path_of(root, 20, 0).name]
 
@@ -347,10 +348,10 @@ def test_weights_of_an_interrupted_removal_are_synced_by_the_next(saved):
     made, dying = planned(saved, KeepLast(3)), Counting()
     dying.limit = 1 + next(i for i, what in enumerate(counted(saved)) if what == ("remove", str(path_of(saved, 5, 1))))
     with pytest.raises(Died):
-        carry_out(dying, str(saved), made)
+        carry_out(CheckpointDir(dying, str(saved)), made)
     assert not path_of(saved, 5, 1).exists()
     storage = Counting()
-    carry_out(storage, str(saved), planned(saved, KeepLast(3)))
+    carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(3)))
     trash = str(saved / FOLDER / (TRASH + attempt_name(5, RUN)))            # with whatever nonce
     first_record = next(i for i, what in enumerate(storage.done) if what[0] == "remove" and what[1].startswith(trash))
     assert ("sync", str(saved / "rank_0")) in storage.done[:first_record]
@@ -362,7 +363,7 @@ def counted(root):
     copy = root.parent / "counted"
     shutil.copytree(root, copy)
     storage = Counting()
-    carry_out(storage, str(copy), planned(copy, KeepLast(3)))
+    carry_out(CheckpointDir(storage, str(copy)), planned(copy, KeepLast(3)))
     return [tuple(text.replace(str(copy), str(root)) for text in what) for what in storage.done]
 
 
@@ -370,7 +371,7 @@ def test_a_checkpoint_is_removed_although_a_file_stands_where_a_rank_folder_shou
     shutil.rmtree(saved / "rank_1")
     (saved / "rank_1").write_text("x")
     said = []
-    carry_out(STORAGE, str(saved), planned(saved, KeepLast(1), ended=over), emit=said.append)
+    carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=over), emit=said.append)
     assert said == [] and not [name for name in os.listdir(saved / FOLDER) if name.startswith(TRASH)]
 
 
@@ -378,14 +379,14 @@ def test_checkpoints_that_vanished_before_their_removal_are_no_error(saved):
     made = planned(saved, KeepLast(1), ended=over)
     shutil.rmtree(saved / FOLDER / attempt_name(10, RUN))
     path_of(saved, 15, 0).unlink()
-    assert steps(carry_out(STORAGE, str(saved), made)) == [15, 5, 25]
+    assert steps(carry_out(dir_at(saved), made)) == [15, 5, 25]
     assert committed(saved) == [20]
 
 
 def test_a_rank_that_never_wrote_has_no_folder(tmp_path):
     save(tmp_path, 5, world=1)
     write_rank(tmp_path, 10, 0, 3)
-    assert steps(carry_out(STORAGE, str(tmp_path), planned(tmp_path, KEEP_ALL, ended=over))) == [10]
+    assert steps(carry_out(dir_at(tmp_path), planned(tmp_path, KEEP_ALL, ended=over))) == [10]
     assert os.listdir(tmp_path / FOLDER) == [attempt_name(5, RUN)] and not path_of(tmp_path, 10, 0).exists()
 
 
@@ -398,7 +399,7 @@ def test_a_later_file_of_the_same_name_is_kept(tmp_path):
     save(tmp_path, 5, world=2, run=NEXT_RUN)
     made = planned(tmp_path, KeepLast(1), active=NEXT_RUN, ended=over)
     assert [(c.step, c.run) for c in made.to_delete] == [(15, RUN), (10, RUN), (5, RUN)]
-    carry_out(STORAGE, str(tmp_path), made)
+    carry_out(CheckpointDir(STORAGE, str(tmp_path)), made)
     chosen = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
     assert (chosen.step, chosen.run) == (5, NEXT_RUN) and os.listdir(tmp_path / FOLDER) == [attempt_name(5, NEXT_RUN)]
 
@@ -413,17 +414,17 @@ def test_a_locked_checkpoint_is_not_removed(saved):
     assert steps(made.to_delete) == [15, 5] and made.orphans == ()
     assert sorted(steps(made.read_locked)) == [10, 25]               # 20 is kept anyway
     assert why(made)[attempt_name(10, RUN)] == "held: loading by process 7 on host a"
-    carry_out(STORAGE, str(saved), made, lambda: HELD)
+    carry_out(dir_at(saved), made, lambda: HELD)
     assert committed(saved) == [20, 10]
 
 
 def test_a_read_lock_taken_after_the_plan_is_respected(saved):
     before, events = {p: p.stat().st_mtime_ns for p in (saved / FOLDER / attempt_name(10, RUN)).iterdir()}, []
-    removed = carry_out(STORAGE, str(saved), planned(saved, KeepLast(1), ended=over), lambda: HELD, events.append)
+    removed = carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=over), lambda: HELD, events.append)
     assert steps(removed) == [15, 5, 25] and committed(saved) == [20, 10]
     assert before == {p: p.stat().st_mtime_ns for p in before} and path_of(saved, 10, 1).exists()
     assert events == [RemovalPostponed(str(saved / FOLDER / attempt_name(10, RUN)), HELD[attempt_name(10, RUN)], 10)]
-    assert steps(carry_out(STORAGE, str(saved), planned(saved, KeepLast(1)))) == [10]          # let go: the next one takes it
+    assert steps(carry_out(dir_at(saved), planned(saved, KeepLast(1)))) == [10]          # let go: the next one takes it
 
 
 def test_read_locks_are_checked_after_the_rename_is_durable(saved):
@@ -432,18 +433,18 @@ def test_read_locks_are_checked_after_the_rename_is_durable(saved):
     def read_locks():
         asked.append([what[0] for what in storage.done])
         return {}
-    carry_out(storage, str(saved), planned(saved, KeepLast(2)), read_locks)
+    carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(2)), read_locks)
     assert asked == [["rename", "sync"], ["rename", "sync", "rename", "sync"]]
 
 
 def test_the_next_removal_restores_a_locked_checkpoint_if_the_first_is_killed(saved):
     with pytest.raises(Died):
-        carry_out(Counting(1), str(saved), planned(saved, KeepLast(3)), lambda: {})
+        carry_out(CheckpointDir(Counting(1), str(saved)), planned(saved, KeepLast(3)), lambda: {})
     assert committed(saved) == [20, 15, 10]
     held = {attempt_name(5, RUN): "loading"}
-    carry_out(STORAGE, str(saved), planned(saved, KeepLast(3), held=held), lambda: held)
+    carry_out(dir_at(saved), planned(saved, KeepLast(3), held=held), lambda: held)
     assert committed(saved) == [20, 15, 10, 5]
-    carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)))
+    carry_out(dir_at(saved), planned(saved, KeepLast(3)))
     assert committed(saved) == [20, 15, 10] and not path_of(saved, 5, 0).exists()
 
 
@@ -451,8 +452,8 @@ def test_a_kill_during_the_restoring_rename_loses_nothing(saved):
     held = {attempt_name(5, RUN): "loading"}
     for limit in (2, 3):                                             # before the rename back, before its sync
         with pytest.raises(Died):
-            carry_out(Counting(limit), str(saved), planned(saved, KeepLast(3)), lambda: held)
-        carry_out(STORAGE, str(saved), planned(saved, KeepLast(3), held=held), lambda: held)
+            carry_out(CheckpointDir(Counting(limit), str(saved)), planned(saved, KeepLast(3)), lambda: held)
+        carry_out(dir_at(saved), planned(saved, KeepLast(3), held=held), lambda: held)
         assert committed(saved) == [20, 15, 10, 5]
 
 
@@ -461,9 +462,9 @@ def test_a_locked_checkpoint_that_lost_files_is_not_restored_and_waits_for_its_r
     attempt.rename(attempt.with_name(TRASH + attempt.name))
     path_of(saved, 5, 0).unlink()
     held = {attempt_name(5, RUN): "loading"}
-    carry_out(STORAGE, str(saved), planned(saved, KeepLast(3), held=held), lambda: held)
+    carry_out(dir_at(saved), planned(saved, KeepLast(3), held=held), lambda: held)
     assert committed(saved) == [20, 15, 10] and path_of(saved, 5, 1).exists()
-    carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)))
+    carry_out(dir_at(saved), planned(saved, KeepLast(3)))
     assert not path_of(saved, 5, 1).exists() and not list((saved / FOLDER).glob(TRASH + "*"))
 
 
@@ -472,7 +473,7 @@ def test_another_process_may_finish_the_removal_before_the_lock_is_seen(saved):
         for trash in (saved / FOLDER).glob(TRASH + attempt_name(5, RUN) + ".*"):
             shutil.rmtree(trash)
         return {attempt_name(5, RUN): "loading"}
-    assert carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), read_locks) == []
+    assert carry_out(dir_at(saved), planned(saved, KeepLast(3)), read_locks) == []
     assert committed(saved) == [20, 15, 10]
 
 
@@ -498,13 +499,13 @@ def test_one_failed_removal_does_not_stop_the_others(saved, operation, name, lef
     events, old = [], saved / FOLDER / trash_name(attempt_name(3, RUN))
     old.mkdir()
     storage = Stuck(operation, name)
-    removed = carry_out(storage, str(saved), planned(saved, KeepLast(1), ended=over), emit=events.append)
+    removed = carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(1), ended=over), emit=events.append)
     assert committed(saved) == left and not old.exists()
     assert steps(removed) == [step for step in (15, 10, 5, 25) if step not in left]
     if operation != "open":                                                     # then other records tell what it wrote
         assert events and {(type(event), event.reason) for event in events} == {(RemovalPostponed, "Permission denied")}
         assert not path_of(saved, 5, 0).exists() and not path_of(saved, 10, 0).exists()
-    carry_out(STORAGE, str(saved), planned(saved, KeepLast(1), ended=over))
+    carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=over))
     assert os.listdir(saved / FOLDER) == [attempt_name(20, RUN)] and not path_of(saved, 15, 1).exists()
 
 
@@ -521,7 +522,7 @@ def test_trash_of_the_same_attempt_does_not_interfere(saved):
     name = attempt_name(5, RUN)
     for old in (TRASH + name, trash_name(name)):                                # without a nonce, as before
         shutil.copytree(saved / FOLDER / name, saved / FOLDER / old)
-    assert steps(carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)))) == [5]
+    assert steps(carry_out(dir_at(saved), planned(saved, KeepLast(3)))) == [5]
     assert committed(saved) == [20, 15, 10] and not list((saved / FOLDER).glob(TRASH + "*"))
     assert not path_of(saved, 5, 0).exists()
 
@@ -532,7 +533,7 @@ def test_a_rename_that_reports_an_error_after_its_effect(saved):
             super().rename(old, new)
             raise OSError(errno.EIO, "Input/output error", old)
     events = []
-    assert carry_out(Late(), str(saved), planned(saved, KeepLast(3)), emit=events.append) == []
+    assert carry_out(CheckpointDir(Late(), str(saved)), planned(saved, KeepLast(3)), emit=events.append) == []
     assert len(events) == 1 and committed(saved) == [20, 15, 10]
     assert not path_of(saved, 5, 0).exists() and not list((saved / FOLDER).glob(TRASH + "*"))
 
@@ -541,10 +542,10 @@ def test_unreadable_read_locks_keep_what_may_be_locked(saved):
     def read_locks():
         raise OSError(errno.EIO, "Input/output error")
     events = []
-    assert carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), read_locks, events.append) == []
+    assert carry_out(dir_at(saved), planned(saved, KeepLast(3)), read_locks, events.append) == []
     assert path_of(saved, 5, 0).exists() and len(events) == 2
     held = {attempt_name(5, RUN): "loading"}
-    carry_out(STORAGE, str(saved), planned(saved, KeepLast(3)), lambda: held)
+    carry_out(dir_at(saved), planned(saved, KeepLast(3)), lambda: held)
     assert committed(saved) == [20, 15, 10, 5]                                   # it was held, and comes back
 
 
@@ -579,7 +580,7 @@ def test_a_checkpoint_locked_during_other_removals_is_not_moved(tmp_path):
     """However long the others take: read locks are checked right before each rename."""
     iteration_folders.save(tmp_path, 1, 2, 3)
     moved, held = [], []
-    to_delete = [c for c in scan(STORAGE, str(tmp_path)).candidates if c.step < 3]
+    to_delete = [c for c in scan(dir_at(tmp_path)).candidates if c.step < 3]
 
     class Slow(PosixStorage):
         def rename(self, old, new):
@@ -587,10 +588,10 @@ def test_a_checkpoint_locked_during_other_removals_is_not_moved(tmp_path):
                 moved.append(os.path.basename(old))
                 if len(moved) == 1:
                     other = next(c for c in to_delete if c.iteration_dir != moved[0])
-                    held.append(acquire_read_lock(STORAGE, str(tmp_path), other.name, other.commit_dir,
+                    held.append(acquire_read_lock(dir_at(tmp_path), other.name, other.commit_dir,
                                                   sleep=lambda seconds: None))
             super().rename(old, new)
-    carry_out(Slow(), str(tmp_path), Plan(to_delete=tuple(to_delete)), ReadLocks(STORAGE, str(tmp_path)))
+    carry_out(CheckpointDir(Slow(), str(tmp_path)), Plan(to_delete=tuple(to_delete)), ReadLocks(dir_at(tmp_path)))
     assert len(moved) == 1 and held[0] is not None
     held[0].release()
 
@@ -604,7 +605,7 @@ def test_a_pointer_that_may_not_be_read_stops_no_removal(tmp_path):
             if path.endswith(META):
                 raise PermissionError(13, "Permission denied", path)
             return super().open(path)
-    made = plan(Private(), str(tmp_path), KeepLast(1), {}, ended=over)
+    made = plan(CheckpointDir(Private(), str(tmp_path)), KeepLast(1), {}, ended=over)
     assert steps(made.to_delete) == [6, 5]
 
 
@@ -637,8 +638,8 @@ def test_a_removal_whose_files_cannot_be_told_from_others_is_postponed(saved, na
     """Without its records nobody would ever find its weights: they would fill the disk."""
     made, events = planned(saved, KeepEverySteps(10)), []
     assert steps(made.to_delete) == [15, 5]
-    carry_out(Unreadable(*names), str(saved), Plan(to_delete=made.to_delete[1:]), emit=events.append)
+    carry_out(CheckpointDir(Unreadable(*names), str(saved)), Plan(to_delete=made.to_delete[1:]), emit=events.append)
     assert path_of(saved, 5, 0).exists() and any(name.startswith(TRASH) for name in os.listdir(saved / FOLDER))
     assert [type(event) for event in events] == [RemovalPostponed] and "Input/output error" in events[0].reason
-    carry_out(STORAGE, str(saved), Plan())
+    carry_out(dir_at(saved), Plan())
     assert not path_of(saved, 5, 0).exists() and not any(name.startswith(TRASH) for name in os.listdir(saved / FOLDER))

@@ -25,7 +25,7 @@ from iteration_folders import (
     write_all,
     write_rank,
 )
-from rank_folders import RUN, STORAGE
+from rank_folders import RUN, STORAGE, dir_at
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process
@@ -33,6 +33,7 @@ from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock, read_locks
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.events import CommitDelayed, Notice, RemovalPostponed, ignore
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, parse_common
 from mindresume.formats.metadata import read_metadata
 from mindresume.formats.records import scan_records
@@ -73,7 +74,7 @@ def chosen(root):
 
 
 def committed(root):
-    return [(c.step, c.run) for c in scan_records(STORAGE, str(root))[0] if c.committed]
+    return [(c.step, c.run) for c in scan_records(dir_at(root))[0] if c.committed]
 
 
 class Dying(PosixStorage):
@@ -345,7 +346,7 @@ def test_a_kill_at_every_operation_of_an_adoption(tmp_path):
         assert chosen(root) == (10, RUN), operation
         adopting(root, THIRD)
         assert chosen(root) == (10, RUN) and tracker(root) == "10" and committed(root) == [(10, RUN), (5, RUN)], operation
-        acquire(STORAGE, str(root), holder_of_this_process("saving"), 0.0).release()
+        acquire(dir_at(root), holder_of_this_process("saving"), 0.0).release()
         assert hidden(root) == [] and listing(root) == ["iteration_00000005", VISIBLE, TRACKER], operation
 
 
@@ -356,7 +357,7 @@ def test_half_written_trackers_of_earlier_runs_are_removed_and_those_of_others_k
     for path in (*names.values(), foreign_one):
         with open(path, "wb") as file:
             file.write(b"1")
-    finish_tracker(STORAGE, str(tmp_path), [], NEXT)
+    finish_tracker(dir_at(tmp_path), [], NEXT)
     assert [os.path.exists(names[run]) for run in (RUN, NEXT, THIRD)] == [False, True, True] and foreign_one.exists()
 
 
@@ -506,16 +507,16 @@ def test_folders_of_mindformers_are_never_removed(tmp_path):
 def test_an_iteration_that_the_tracker_names_by_hand_is_never_removed(tmp_path):
     save(tmp_path, 5, 10, 15)
     track(tmp_path, 5)
-    made = plan(STORAGE, str(tmp_path), KeepLast(1))
+    made = plan(dir_at(tmp_path), KeepLast(1))
     assert [c.step for c in made.to_delete] == [10] and made.reasons[str(folder_of(tmp_path, 5))] == f"{TRACKER} names it"
-    assert carry_out(STORAGE, str(tmp_path), made) == [*made.to_delete]
+    assert carry_out(dir_at(tmp_path), made) == [*made.to_delete]
     assert listing(tmp_path) == ["iteration_00000005", "iteration_00000015", TRACKER] and chosen(tmp_path) == (5, RUN)
 
 
 def test_the_newest_complete_iteration_is_kept_when_a_newer_one_lost_a_metadata_file(tmp_path):
     save(tmp_path, 5, 10, 15)
     os.remove(folder_of(tmp_path, 15) / COMMON)
-    made = plan(STORAGE, str(tmp_path), KeepLast(1))
+    made = plan(dir_at(tmp_path), KeepLast(1))
     assert [c.step for c in made.kept] == [15, 10] and [c.step for c in made.to_delete] == [5]
 
 
@@ -539,7 +540,7 @@ def test_folders_of_a_writer_killed_while_it_created_them_are_removed(tmp_path, 
     parts = [FOLDER, attempt_name(10, RUN), FOLDER, attempt_name(10, RUN)]
     os.makedirs(tmp_path.joinpath(*parts[:depth + 1]))
     assert chosen(tmp_path) is None and adopting(tmp_path) == []
-    assert plan(STORAGE, str(tmp_path), KeepLast(2)).orphans == ()              # its run may still go on
+    assert plan(dir_at(tmp_path), KeepLast(2)).orphans == ()              # its run may still go on
     save(tmp_path, 20, run=NEXT)
     assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000020", TRACKER]
 
@@ -576,11 +577,11 @@ def test_a_kill_at_every_operation_of_a_removal(tmp_path):
     def act(storage, number):
         root = tmp_path / str(number)
         save(root, 10, 20)
-        carry_out(storage, str(root), plan(STORAGE, str(root), KeepLast(1)))
+        carry_out(CheckpointDir(storage, str(root)), plan(dir_at(root), KeepLast(1)))
     for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         assert chosen(root) == (20, RUN), operation
-        for candidate in scan(STORAGE, str(root)).candidates:                   # complete, or not a checkpoint any more
+        for candidate in scan(dir_at(root)).candidates:                   # complete, or not a checkpoint any more
             assert candidate.problem is None and all((root / file.path).exists() for file in candidate.all_files), operation
         Committer(target_of(root, run=NEXT), KeepLast(1)).prune()
         left = [name for name in hidden(root) if "claim-0000-" not in name]         # until its process has ended, or it is old
@@ -600,14 +601,15 @@ def test_a_removal_moves_nothing_under_a_reader_that_starts_at_any_operation(tmp
             if name in ("list", "open", "write", "rename", "sync", "status", "remove"):
                 self.__dict__["left"] = self.left - 1
                 if self.left == 0:
-                    held.append(acquire_read_lock(STORAGE, str(tmp_path), attempt_name(10, RUN), commit_dir, sleep=waited.append))
+                    held.append(acquire_read_lock(dir_at(tmp_path), attempt_name(10, RUN), commit_dir, sleep=waited.append))
             return super().__getattribute__(name)
 
         def rename(self, old, new):
             moved.extend([old] if held else [])
             super().rename(old, new)
     storage = Watched()
-    carry_out(storage, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(1)), ReadLocks(storage, str(tmp_path)))
+    carry_out(CheckpointDir(storage, str(tmp_path)), plan(dir_at(tmp_path), KeepLast(1)),
+              ReadLocks(CheckpointDir(storage, str(tmp_path))))
     assert held and (held[0] is not None) == os.path.exists(commit_dir)
     assert waited or commit_dir not in moved
     if held[0] is not None:
@@ -618,7 +620,7 @@ def test_the_trash_of_an_iteration_behind_a_link_is_not_followed(tmp_path):
     save(tmp_path / "other", 10)
     (tmp_path / "root" / FOLDER).mkdir(parents=True)
     os.symlink(folder_of(tmp_path / "other", 10), tmp_path / "root" / FOLDER / f"{TRASH}{attempt_name(10, RUN)}")
-    empty_trash(STORAGE, str(tmp_path / "root"))
+    empty_trash(dir_at(tmp_path / "root"))
     assert hidden(tmp_path / "root") == [] and chosen(tmp_path / "other") == (10, RUN)
 
 
@@ -636,10 +638,10 @@ def test_two_folders_of_one_attempt_are_removed_independently(tmp_path):
     root = tmp_path / "root"
     save(root, 10, 20)
     left = orphan(root, 20)
-    made = plan(STORAGE, str(root), KeepLast(1), ended=lambda run: True)
+    made = plan(dir_at(root), KeepLast(1), ended=lambda run: True)
     assert [c.commit_dir for c in made.orphans] == [str(left)] and [c.step for c in made.to_delete] == [10]
     assert [c.commit_dir for c in made.kept] == [str(folder_of(root, 20))] and len(made.reasons) == 3
-    carry_out(STORAGE, str(root), made)
+    carry_out(dir_at(root), made)
     assert listing(root) == ["iteration_00000020", TRACKER] and hidden(root) == []
 
     orphan(root, 20)
@@ -665,7 +667,7 @@ def test_a_copy_by_hand_is_neither_counted_nor_removed_and_does_not_interfere(tm
     assert chosen(root) == (10, RUN)
     save(root, 20, 30, policy=KeepLast(2))
     assert listing(root) == ["iteration_00000011", "iteration_00000020", "iteration_00000030", TRACKER] and hidden(root) == []
-    made = plan(STORAGE, str(root), KeepLast(2))
+    made = plan(dir_at(root), KeepLast(2))
     assert "iteration_00000011 is a copy" in made.reasons[str(folder_of(root, 11))]
     shutil.copytree(folder_of(root, 30), folder_of(root, 99))          # newer by its name than everything
     save(root, 40, policy=KeepLast(1))
@@ -676,19 +678,19 @@ def test_a_copy_by_hand_is_neither_counted_nor_removed_and_does_not_interfere(tm
 # ---- readers ---------------------------------------------------------------------------------------------------------
 
 def candidate_of(root, step):
-    return next(c for c in scan(STORAGE, str(root)).candidates if c.step == step)
+    return next(c for c in scan(dir_at(root)).candidates if c.step == step)
 
 
 def test_a_locked_iteration_is_not_removed(tmp_path):
     save(tmp_path, 10, 20)
     found = candidate_of(tmp_path, 10)
-    lease = acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir)
-    events, made = [], plan(STORAGE, str(tmp_path), KeepLast(1), read_locks(STORAGE, str(tmp_path)))
+    lease = acquire_read_lock(dir_at(tmp_path), found.name, found.commit_dir)
+    events, made = [], plan(dir_at(tmp_path), KeepLast(1), read_locks(dir_at(tmp_path)))
     assert made.to_delete == () and [c.step
                                      for c in made.read_locked] == [10] and "held: loading" in made.reasons[found.commit_dir]
     # ... also by who decided before the hold was there
-    made = plan(STORAGE, str(tmp_path), KeepLast(1))
-    assert carry_out(STORAGE, str(tmp_path), made, lambda: read_locks(STORAGE, str(tmp_path)), events.append) == []
+    made = plan(dir_at(tmp_path), KeepLast(1))
+    assert carry_out(dir_at(tmp_path), made, lambda: read_locks(dir_at(tmp_path)), events.append) == []
     assert folder_of(tmp_path, 10).is_dir()
     assert [(type(event), event.step, event.path) for event in events] == [(RemovalPostponed, 10, found.commit_dir)]
     lease.release()
@@ -698,32 +700,32 @@ def test_a_locked_iteration_is_not_removed(tmp_path):
 def test_a_read_lock_that_comes_too_late_is_not_acquired(tmp_path):
     save(tmp_path, 10, 20)
     found = candidate_of(tmp_path, 10)
-    carry_out(STORAGE, str(tmp_path), plan(STORAGE, str(tmp_path), KeepLast(1)))
-    assert acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir) is None and hidden(tmp_path) == []
+    carry_out(dir_at(tmp_path), plan(dir_at(tmp_path), KeepLast(1)))
+    assert acquire_read_lock(dir_at(tmp_path), found.name, found.commit_dir) is None and hidden(tmp_path) == []
 
 
 def test_an_iteration_uncommitted_under_a_reader_is_restored(tmp_path):
     """The process that renamed it was killed before it checked the read locks."""
     save(tmp_path, 10, 20)
     found = candidate_of(tmp_path, 10)
-    lease = acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir)
+    lease = acquire_read_lock(dir_at(tmp_path), found.name, found.commit_dir)
     os.rename(found.commit_dir, tmp_path / FOLDER / f"{TRASH}{found.name}")
-    empty_trash(STORAGE, str(tmp_path), lambda: read_locks(STORAGE, str(tmp_path)))
+    empty_trash(dir_at(tmp_path), lambda: read_locks(dir_at(tmp_path)))
     lease.release()
     assert folder_of(tmp_path, 10).is_dir() and hidden(tmp_path) == []
-    assert {c.step for c in scan(STORAGE, str(tmp_path)).candidates if not c.problem} == {10, 20}
+    assert {c.step for c in scan(dir_at(tmp_path)).candidates if not c.problem} == {10, 20}
 
 
 def test_a_restored_iteration_does_not_replace_one_of_the_same_name(tmp_path):
     save(tmp_path, 10)
     found = candidate_of(tmp_path, 10)
-    lease = acquire_read_lock(STORAGE, str(tmp_path), found.name, found.commit_dir)
+    lease = acquire_read_lock(dir_at(tmp_path), found.name, found.commit_dir)
     os.rename(found.commit_dir, tmp_path / FOLDER / f"{TRASH}{found.name}")
     write_all(tmp_path, 10, run=NEXT)
-    Committer(target_of(tmp_path, run=NEXT), read_locks=lambda: read_locks(STORAGE, str(tmp_path))).saved(10)
+    Committer(target_of(tmp_path, run=NEXT), read_locks=lambda: read_locks(dir_at(tmp_path))).saved(10)
     assert committed(tmp_path) == [(10, NEXT)] and (tmp_path / FOLDER / f"{TRASH}{found.name}").is_dir()
     lease.release()
-    empty_trash(STORAGE, str(tmp_path), lambda: read_locks(STORAGE, str(tmp_path)))
+    empty_trash(dir_at(tmp_path), lambda: read_locks(dir_at(tmp_path)))
     assert hidden(tmp_path) == [] and chosen(tmp_path) == (10, NEXT)
 
 
@@ -731,7 +733,7 @@ def test_a_restored_iteration_does_not_replace_one_of_the_same_name(tmp_path):
 
 def acquire_lease(root, run=""):
     holder = holder_of_this_process("saving", 2)
-    return acquire(STORAGE, str(root), replace(holder, run=run), 0.0, keep_run_marker=True)
+    return acquire(dir_at(root), replace(holder, run=run), 0.0, keep_run_marker=True)
 
 
 def test_an_earlier_run_cannot_save_after_a_later_one_ended(tmp_path):
@@ -771,7 +773,7 @@ def test_a_run_is_later_than_iterations_that_were_copied_without_their_root(tmp_
     lease = acquire_lease(tmp_path / "new")
     save(tmp_path / "new", 20, run=lease.run)
     lease.release()
-    assert lease.run > THIRD and [c.step for c in plan(STORAGE, str(tmp_path / "new"), KeepLast(1)).to_delete] == [10]
+    assert lease.run > THIRD and [c.step for c in plan(dir_at(tmp_path / "new"), KeepLast(1)).to_delete] == [10]
 
 
 def test_details_that_are_damaged_are_an_error_of_the_commit_not_of_the_training(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import iteration_folders
 import pytest
 from iteration_folders import folder_of, listing, track, tracker
-from rank_folders import RUN, STORAGE, save
+from rank_folders import RUN, STORAGE, dir_at, save
 from saving.test_shard_writer import shard_of
 
 from mindresume.errors import RecordError
@@ -51,7 +51,7 @@ class Trainings:
         return SaveTarget(STORAGE, str(self.root), run, rank, 2, self.fmt == "2.0", lineage=lineage)
 
     def found(self):
-        return scan_records(STORAGE, str(self.root))[0]
+        return scan_records(dir_at(self.root))[0]
 
     def committed(self):
         return sorted((c.step, int(c.run[:4])) for c in self.found() if c.committed)
@@ -115,10 +115,10 @@ def test_a_fresh_start_in_a_folder_of_an_earlier_version_is_a_new_training(train
 def test_the_newest_of_this_training_is_kept_despite_newer_ones_of_another(trainings):
     trainings.run(10, 20)
     trainings.run(5)
-    made = plan(STORAGE, str(trainings.root), KeepLast(1), lineage=RUNS[0])
+    made = plan(dir_at(trainings.root), KeepLast(1), lineage=RUNS[0])
     assert [c.step for c in made.to_delete] == [10] and [c.step for c in made.kept] == [5, 20]
     assert made.reasons[made.kept[0].commit_dir] == ANOTHER_TRAINING
-    assert [c.step for c in plan(STORAGE, str(trainings.root), KeepLast(1)).to_delete] == [20, 10]       # all together
+    assert [c.step for c in plan(dir_at(trainings.root), KeepLast(1)).to_delete] == [20, 10]       # all together
 
 
 def test_an_uncommitted_save_belongs_to_its_training(trainings):
@@ -164,7 +164,7 @@ def test_a_folder_of_another_training_keeps_its_content_under_another_name(tmp_p
     (kept,) = [name for name in listing(tmp_path) if ".kept-" in name]
     assert (tmp_path / kept / "common.json").read_bytes() == before and tracker(tmp_path) == "10"
     assert [kept in event.text for event in events if isinstance(event, Notice)] == [True]
-    assert [(c.step, c.run) for c in scan(STORAGE, str(tmp_path)).candidates] == [(10, RUNS[1]), (20, RUN)]
+    assert [(c.step, c.run) for c in scan(dir_at(tmp_path)).candidates] == [(10, RUNS[1]), (20, RUN)]
 
 
 @pytest.mark.parametrize("whole", [True, False])

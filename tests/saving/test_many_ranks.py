@@ -10,6 +10,7 @@ import pytest
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.events import WARNING, ignore
 from mindresume.formats import rank_folders, records, weight_files
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import META, FileName, folder_name, label, meta_json
 from mindresume.model.manifest import FOLDER, MANIFEST, Details, FileRecord, Record, attempt_name, record_name, run_name
 from mindresume.model.training_state import TrainingState
@@ -195,7 +196,7 @@ def test_the_clean_up_of_a_save_without_records_reads_the_headers_of_its_own_fil
         disk.files[f"{ROOT}/rank_0/{name_of(6, 0)}"] = b"torn"
     disk.put(f"{ROOT}/{FOLDER}/trash-{attempt_name(6, RUN)}/rank_00000.json", b"damaged")
     disk.done.clear()
-    empty_trash(disk, ROOT)
+    empty_trash(CheckpointDir(disk, ROOT))
     left = [path for path in disk.files if path.endswith(str(name_of(6, 0)).partition("-")[2])]
     assert left == ([] if readable else [f"{ROOT}/rank_0/{name_of(6, 0)}"])
     assert disk.done["open"] <= ranks + 10 and disk.done["list"] <= ranks + 10
@@ -228,7 +229,7 @@ def test_work_for_each_rank_runs_concurrently(disk, monkeypatch):
     write_all(disk, 8, 64, recorded=False)
     for rank in range(64):
         disk.put(f"{ROOT}/{FOLDER}/trash-{attempt_name(8, RUN)}/{record_name(rank)}", b"damaged")
-    empty_trash(disk, ROOT)
+    empty_trash(CheckpointDir(disk, ROOT))
     alone = sum(disk.done.values()) - sum(together)
     assert alone < 130 and sum(together) > 64 * 20
 

@@ -13,7 +13,7 @@ import iteration_folders
 import pytest
 import rank_folders
 from fakes import moxing
-from rank_folders import STORAGE, Ranks, simulated
+from rank_folders import STORAGE, Ranks, dir_at, simulated
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process, next_run
@@ -30,6 +30,7 @@ from mindresume.events import (
     UploadsSkipped,
 )
 from mindresume.fault_injection.faults import Fault, FaultInjector, Killed, Scheduler
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import remote_fetch, sources
@@ -78,7 +79,7 @@ class World:
             rank_folders.save(self.disk, step, self.size, run, suffix=int(run[:4]) - 1)
         else:
             iteration_folders.save(self.disk, step, world=self.size, run=run)
-        Committer(self.target(0, run), policy, read_locks=ReadLocks(STORAGE, str(self.disk))).prune()
+        Committer(self.target(0, run), policy, read_locks=ReadLocks(dir_at(self.disk))).prune()
 
     def sleep(self, seconds):
         """Lets the other ranks run."""
@@ -324,7 +325,7 @@ def test_an_unfinished_save_of_a_running_job_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
     unfinished_afresh(world, [1])
-    lease = acquire(STORAGE, str(world.disk), replace(holder_of_this_process("saving"), run=LATER), 0)
+    lease = acquire(CheckpointDir(dir_at(world.disk), replace(holder_of_this_process("saving"), run=LATER)), 0)
     before = content(world.disk)
     times = iter(range(0, 10_000, 60))
     time = SimpleNamespace(monotonic=lambda: next(times), sleep=lambda seconds: None)
@@ -560,15 +561,15 @@ def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
     world.upload(5, run=run_name(7, "00000007"))
     world.empty_disk()
     for _ in range(2):
-        keep_run_marker(STORAGE, world.remote, str(world.disk))
+        keep_run_marker(world.remote, dir_at(world.disk))
     assert next_run(os.listdir(world.disk / FOLDER)).startswith("0008-")
-    lease = acquire(STORAGE, str(world.disk), holder_of_this_process("saving"), 0)
+    lease = acquire(dir_at(world.disk), holder_of_this_process("saving"), 0)
     assert lease.run.startswith("0008-") and not any("0007-00000007" in name for name in os.listdir(world.disk / FOLDER))
 
 
 def test_a_run_that_uploaded_nothing_counts_too(world):
     world.remote.publish_status(run_name(3, "00000003"), RunStatus())
-    keep_run_marker(STORAGE, world.remote, str(world.disk))
+    keep_run_marker(world.remote, dir_at(world.disk))
     assert next_run(os.listdir(world.disk / FOLDER)).startswith("0004-")
 
 
@@ -733,7 +734,7 @@ def test_a_checkpoint_in_upload_is_not_removed_locally(world):
     world.first.work()
     assert world.committed() == [5]
     world.save(15, policy=KeepLast(1))
-    assert {c.step for c in scan(STORAGE, str(world.disk)).candidates} == {15}
+    assert {c.step for c in scan(dir_at(world.disk)).candidates} == {15}
 
 
 def test_an_unreadable_disk_does_not_end_the_worker(world, monkeypatch):

@@ -13,6 +13,7 @@ from mindresume import runtime
 from mindresume.coordination import process_identity
 from mindresume.coordination.storage_topology import PeerState, SharedGroups, newest_committed
 from mindresume.errors import NoUsableCheckpointError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
 from mindresume.resume import remote_fetch
 from mindresume.resume.eligible import SelectionPolicy
@@ -117,7 +118,7 @@ def test_a_node_with_an_empty_disk_gets_its_part_again(tmp_path, lost):
         assert [shard.rank for shard in choice.shards] == [rank]
         assert choice.shards[0].details.random == {"python": f"of rank {rank}"}
     names = {path.name for path in (tmp_path / lost).glob("rank_*")}
-    assert names == {f"rank_{rank}" for rank in PARTS[lost]} and newest_committed(STORAGE, str(tmp_path / lost))
+    assert names == {f"rank_{rank}" for rank in PARTS[lost]} and newest_committed(CheckpointDir(STORAGE, str(tmp_path / lost)))
 
 
 def test_a_replaced_damaged_file_is_read_again(tmp_path):
@@ -136,7 +137,7 @@ def test_a_newer_step_of_both_nodes_is_kept(tmp_path):
 
 def test_a_step_of_one_node_alone_is_downloaded_if_the_store_has_it_completely(tmp_path):
     save(tmp_path, 5, 10)
-    name = newest_committed(STORAGE, str(tmp_path / "b"))[0]
+    name = newest_committed(CheckpointDir(STORAGE, str(tmp_path / "b")))[0]
     shutil.rmtree(tmp_path / "b" / ".mindresume" / name)
     assert [choice.chosen.step for choice in resume(tmp_path)] == [10] * 4
 
@@ -208,7 +209,7 @@ class Training:
                 self.uploaders[rank].run_once()
 
     def on_disk(self, node):
-        return steps_of(newest_committed(STORAGE, str(self.base / node)))
+        return steps_of(newest_committed(CheckpointDir(STORAGE, str(self.base / node))))
 
     def finish(self):
         """Finishes on all ranks. Returns the errors."""

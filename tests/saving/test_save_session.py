@@ -2,7 +2,7 @@
 import errno
 from dataclasses import replace
 
-from rank_folders import RUN, STORAGE, Ranks, target_of
+from rank_folders import RUN, STORAGE, Ranks, dir_at, target_of
 
 from mindresume.coordination.lease import record_run_number
 from mindresume.coordination.storage_topology import (
@@ -14,6 +14,7 @@ from mindresume.coordination.storage_topology import (
     single_group,
 )
 from mindresume.events import ignore
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model.manifest import run_sequence
 from mindresume.saving.save_session import SaveSession, open_save_session
 from mindresume.storage.posix import PosixStorage
@@ -28,14 +29,14 @@ class Stuck(PosixStorage):
 
 def test_an_old_common_record_that_cannot_be_removed_is_kept_without_an_error(tmp_path):
     (tmp_path / ".mindresume").mkdir()
-    record_common(STORAGE, str(tmp_path), "", RUN)
+    record_common(CheckpointDir(STORAGE, str(tmp_path)), "", RUN)
     for storage, there in ((Stuck(), [COMMON]), (STORAGE, [])):
         peer_state = PeerState(storage, str(tmp_path), RUN, single_group(2), 0)
         home = SaveSession(replace(target_of(tmp_path, 0, 2), storage=storage), 0, single_group(2), None, peer_state,
                            ignore)
         home.begin(None)
         assert [path.name for path in (tmp_path / ".mindresume").iterdir()] == there
-    assert protected_by_peers(STORAGE, str(tmp_path)) == {}
+    assert protected_by_peers(dir_at(tmp_path)) == {}
 
 
 def test_the_run_of_nodes_that_share_no_disk_is_later_than_all_at_another_place(tmp_path):
@@ -45,8 +46,8 @@ def test_the_run_of_nodes_that_share_no_disk_is_later_than_all_at_another_place(
 
     def opened(group):
         root = roots[group.rank]
-        session = open_save_session(STORAGE, root, "sim", group, ignore, 0.0, shared_groups={root: SharedGroups((0, 1))},
-                                    number_runs=lambda storage, root: record_run_number(storage, root, "0007-1111aaaa"),
+        session = open_save_session(dir_at(root), "sim", group, ignore, 0.0, shared_groups={root: SharedGroups((0, 1))},
+                                    number_runs=lambda directory: record_run_number(directory, "0007-1111aaaa"),
                                     leases={})
         session.release()
         return session.target.run

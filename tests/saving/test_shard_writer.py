@@ -7,7 +7,7 @@ import iteration_folders
 import pytest
 import rank_folders
 from iteration_folders import hidden, listing
-from rank_folders import RUN, STORAGE, path_of, save
+from rank_folders import RUN, STORAGE, dir_at, path_of, save
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import OutOfSpaceError, SaveError
@@ -104,7 +104,7 @@ def test_a_committed_save_is_kept_whatever_error_the_writer_gets(tmp_path, made,
     storage = OnRecord(operation, code, act=lambda: Committer(target_of(made, tmp_path, 0), KeepLast(1)).saved(10))
     written = write(made, tmp_path, 10, 1, storage)
     assert not storage.armed and written.durability_error is None
-    assert chosen(tmp_path) == 10 and [c.step for c in scan(STORAGE, str(tmp_path)).candidates if c.committed] == [10]
+    assert chosen(tmp_path) == 10 and [c.step for c in scan(dir_at(tmp_path)).candidates if c.committed] == [10]
 
 
 @BOTH
@@ -175,7 +175,7 @@ def test_files_are_removed_if_the_record_is_not_published(tmp_path, made):
     with pytest.raises(OutOfSpaceError, match="step 10 was not saved on rank 1: No space left"):
         write(made, tmp_path, 10, 1, OnRecord("write", errno.ENOSPC, effect=False))
     assert files(tmp_path) == []
-    assert [c.maybe_completed for c in scan(STORAGE, str(tmp_path)).candidates] == [False]
+    assert [c.maybe_completed for c in scan(dir_at(tmp_path)).candidates] == [False]
     write(made, tmp_path, 10, 1)
     write(made, tmp_path, 10, 0)
     assert Committer(target_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10

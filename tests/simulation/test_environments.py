@@ -201,8 +201,9 @@ def test_memory_used_beyond_the_limit_is_found(monkeypatch):
 
 
 def test_a_job_that_expels_orphans_is_found(monkeypatch):
-    def dead(storage, root, me, *_, **__):
-        return [other for other in lease.lease_holders(storage, root) if other.run != me.run and other.purpose == lease.SAVING]
+    def dead(directory, me, *_, **__):
+        return [other for other in lease.lease_holders(directory) if other.run != me.run and other.purpose ==
+                lease.SAVING]
     monkeypatch.setattr(lease_acquisition, "_watch", dead)
     assert found("launcher", 30) & {"stuck", "lost"}
 
@@ -219,8 +220,8 @@ def test_a_selection_by_file_times_is_found(monkeypatch):
 
 
 def test_a_lease_that_never_expires_is_found(monkeypatch):
-    def watch(storage, root, me, *_, **__):
-        if any(other.run != me.run for other in lease.lease_holders(storage, root)):
+    def watch(directory, me, *_, **__):
+        if any(other.run != me.run for other in lease.lease_holders(directory)):
             raise LeaseHeldError("somebody")
         return []
     monkeypatch.setattr(lease_acquisition, "_watch", watch)

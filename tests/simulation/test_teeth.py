@@ -145,7 +145,7 @@ MUTANTS = [
         Edit(shard_writer, "_resolve_unconfirmed", "may not be saved", "was not saved")],
         ("save", "iteration", ""), MISREPORTED, deaths=False, first=40, within=25, draws=each("ESTALE after")),
     mutant("retention removes checkpoints of another training", [
-        Edit(committer.Committer, "prune", "self._has_ended, self.target.lineage,", "self._has_ended, None,")],
+        Edit(committer.Committer, "prune", "self.target.lineage,", "None,")],
         ("afresh", "safetensors", ""), LOST),
     mutant("trash names are not unique, and one failed removal stops the rest", [
         Edit(manifest, "trash_name", ".{runtime.token_hex(4)}", ""), Edit(garbage_collector, "carry_out", "continue", "raise")],
@@ -183,8 +183,8 @@ MUTANTS = [
         Edit(uploader.Uploader, "_end", "if self.target.rank == 0:", "if self.target.rank == 0 and not self._stopped:")],
         ("two pods", "safetensors", ""), MISREPORTED, deaths=False, draws=undisturbed(lag=30.0)),
     mutant("a save attempt without inner folders is ignored", [
-        Edit(records, "find_attempts", "attempts_within(storage, root, making) or [",
-             "attempts_within(storage, root, making) or 0 * [")], ("prune", "iteration", ""), LEFTOVER),
+        Edit(records, "find_attempts", "attempts_within(directory, making) or [",
+             "attempts_within(directory, making) or 0 * [")], ("prune", "iteration", ""), LEFTOVER),
     mutant("a lagging tracker counts as set back while a later save is unpublished", [
         Edit(iteration_scan, "_from_tracker", " and (c.step in intended or parse_iteration(c.iteration_dir) is not None)", "")],
         ("prune", "iteration", ""), LOST, deaths=False, first=135, within=25,
@@ -209,8 +209,8 @@ MUTANTS = [
 
     # ---- committing ----------------------------------------------------------------------------------------------------
     mutant("writers are not fenced", [
-        Edit(shard_writer, "write_shard", "fence(target.storage, target.root, target.run)", "pass"),
-        Edit(committer.Committer, "try_commit", "fence(self.target.storage, self.target.root, self.target.run)", "pass")],
+        Edit(shard_writer, "write_shard", "fence(target, target.run)", "pass"),
+        Edit(committer.Committer, "try_commit", "fence(self.target, self.target.run)", "pass")],
         ("twice", "iteration", ""), LOST, deaths=False, first=140, within=25,
         draws=each("pause", 100, seed=967630889)),
     mutant("the manifest is written before all records exist", [
@@ -240,12 +240,11 @@ MUTANTS = [
         LOST, deaths=False),
     mutant("the tracker update that a dead job intended is not finished", [
         Edit(committer.Committer, "recover",
-             "iteration_publisher.finish_tracker(storage, root, scan_records(storage, root)[0], self.target.run)",
+             "iteration_publisher.finish_tracker(self.target, scan_records(self.target)[0], self.target.run)",
              "pass")], ("save", "iteration", ""), LEFTOVER),
     mutant("the intent is removed before the tracker is changed", [
-        Edit(iteration_publisher, "publish_iteration", "set_tracker(storage, root, step, target.run)",
-             "storage.remove(intent); set_tracker(storage, root, step, "
-             "target.run)")], ("save", "iteration", ""), LOST, first=2),
+        Edit(iteration_publisher, "publish_iteration", "set_tracker(target, step, target.run)",
+             "storage.remove(intent); set_tracker(target, step, target.run)")], ("save", "iteration", ""), LOST, first=2),
 
     # ---- removing ------------------------------------------------------------------------------------------------------
     mutant("retention runs before the pointers change and does not protect their target", [
@@ -260,14 +259,14 @@ MUTANTS = [
         Edit(garbage_collector, "_uncommit", "who = read_locks().get(candidate.name)", "who = None")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=80, within=100, draws=SWITCHES),
     mutant("weights are removed before the rename un-commits them", [
-        Edit(garbage_collector, "_uncommit", "storage.rename(candidate.commit_dir, os.path.join(records, name))",
-             "_clear_weights(storage, root, candidate.records_dir, ()); "
-             "storage.rename(candidate.commit_dir, os.path.join(records, name))")],
+        Edit(garbage_collector, "_uncommit", "rename(candidate.commit_dir, os.path.join(records, name))",
+             "rename(_clear_weights(directory, candidate.records_dir, ()) or candidate.commit_dir, "
+             "os.path.join(records, name))")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=60, within=50, draws=SWITCHES),
     mutant("a reader checks the checkpoint before it takes the read lock", [
         Edit(read_locks, "acquire_read_lock", "lease = _lease_without_number(",
-             "early = storage.status(commit_dir) is not None; lease = _lease_without_number("),
-        Edit(read_locks, "acquire_read_lock", "there = storage.status(commit_dir) is not None", "there = early")],
+             "early = directory.storage.status(commit_dir) is not None; lease = _lease_without_number("),
+        Edit(read_locks, "acquire_read_lock", "there = directory.storage.status(commit_dir) is not None", "there = early")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=129, within=25, draws=ONE_SWITCH),
     mutant("a running job counts as ended", [
         Edit(lease, "ended", "return run not in living[0]", "return True")], ("readers", "safetensors", ""),
@@ -383,19 +382,19 @@ MUTANTS = [
         Edit(repair, "_replace", "temporary = temporary_name(path, tag)", "temporary = path"),
         Edit(repair, "_replace", "storage.write(temporary, hashed(), file.size or 0)",
              'storage.write(temporary, [b"".join(hashed())], file.size or 0)'),
-        Edit(repair, "_replace", "storage.remove(temporary)", "pass")],
+        Edit(repair, "_replace", "directory.storage.remove(temporary)", "pass")],
         ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=0, within=2),
     mutant("repair: the copy is not verified", [
         Edit(repair, "_intact_in", "if tensor_checksum(opened, entry) == row.checksum:", "if True:"),
         Edit(repair, "_replace", "if (whole.hexdigest(), size) != (file.checksum, file.size) or not is_as_recorded("
-             "storage, temporary, file):", "if False:")],
+             "directory.storage, temporary, file):", "if False:")],
         ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK} {WRONG}", deaths=False, first=11, within=4),
     mutant("repair: the file has its name before it is flushed", [
-        Edit(repair, "_replace", "_put(storage, temporary, path)", "made.finish()"),
+        Edit(repair, "_replace", "_put(directory.storage, temporary, path)", "made.finish()"),
         Edit(repair, "_replace", "storage.write(temporary, hashed(), file.size or 0)",
-             'made = storage.create(temporary, file.size or 0); made.write_at(0, memoryview(b"".join(hashed()))); '
+             'made = directory.storage.create(temporary, file.size or 0); made.write_at(0, memoryview(b"".join(hashed()))); '
              "storage.rename(temporary, path)"),
-        Edit(repair, "_replace", "not is_as_recorded(storage, temporary, file)", "False")],
+        Edit(repair, "_replace", "not is_as_recorded(directory.storage, temporary, file)", "False")],
         ("rot and scrub", "ckpt", ""), f"{LOST} {INCONSISTENT} {STUCK}", first=0, within=2),
     mutant("scrub: a result is not bound to the times of the file", [
         Edit(scrub_result.DamagedFile, "is_unchanged",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from memory_tiers import make_owned_tier
-from rank_folders import STORAGE, save
+from rank_folders import dir_at, save
 
 from mindresume.coordination.rank_heartbeat import Heartbeat
 from mindresume.events.event_file import FOLDER
@@ -382,7 +382,7 @@ def test_what_only_memory_has_is_written_to_disk_when_the_job_is_given_up(job, m
     root = job.folder / "output" / "checkpoint"
     save(make_owned_tier(memory, root), 9, world=2)
     status, events = job.run("sys.exit(3)", "--max-restarts", "0")
-    assert status == 3 and [found.step for found in scan(STORAGE, str(root)).candidates if found.committed] == [9]
+    assert status == 3 and [found.step for found in scan(dir_at(root)).candidates if found.committed] == [9]
     kinds = [event["event"] for event in events]
     assert kinds.index("job_ended") < kinds.index("notice") < kinds.index("supervisor_ended")
 
@@ -391,7 +391,7 @@ def test_a_job_that_ended_well_writes_nothing(job, memory):
     root = job.folder / "output" / "checkpoint"
     save(make_owned_tier(memory, root), 9, world=2)
     status, events = job.run("finish()")
-    assert status == 0 and not of(events, "notice") and not scan(STORAGE, str(root)).candidates
+    assert status == 0 and not of(events, "notice") and not scan(dir_at(root)).candidates
 
 
 # ---- launchers and limits of the system --------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from mindresume import runtime
 from mindresume.coordination.lease import LeaseHolder, holder_of_this_process, is_alive
 from mindresume.coordination.process_identity import boot_id, mount_namespace
 from mindresume.errors import RecordError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.model.manifest import FOLDER, run_sequence
 from mindresume.model.training_state import is_count, is_number
 from mindresume.storage.atomic_publish import publish_json
@@ -117,10 +118,10 @@ class TierOwner:
         return False
 
 
-def read_mark(storage: Storage, root: str) -> TierMark | None:
+def read_mark(directory: CheckpointDir) -> TierMark | None:
     """Returns the mark of a checkpoint directory; None if it has none that can be read."""
     try:
-        value = read_json(storage, os.path.join(root, FOLDER, MARK), _LIMIT)
+        value = read_json(directory.storage, directory.path(FOLDER, MARK), _LIMIT)
         token, folder = value["token"], value["dir"]
         valid = isinstance(token, str) and isinstance(folder, str) and _TOKEN.fullmatch(token) and os.path.isabs(folder)
     except (OSError, ValueError, LookupError, TypeError):
@@ -128,19 +129,19 @@ def read_mark(storage: Storage, root: str) -> TierMark | None:
     return TierMark(token, folder) if valid else None
 
 
-def make_mark(storage: Storage, root: str, folder: str, tag: str, keep: bool) -> TierMark:
+def make_mark(directory: CheckpointDir, folder: str, tag: str, keep: bool) -> TierMark:
     """Returns the mark of ``root`` for a tier in ``folder``: the one that is there with ``keep``, else a new one, which it
     publishes. Raises OSError.
 
     Args:
         keep: some node has a tier with this mark that belongs to ``root``.
     """
-    found = read_mark(storage, root) if keep else None
+    found = read_mark(directory) if keep else None
     if found is not None and found.dir == folder:
         return found
     mark = TierMark(runtime.token_hex(8), folder)
-    storage.make_folder(os.path.join(root, FOLDER))
-    publish_json(storage, os.path.join(root, FOLDER, MARK), asdict(mark), tag)
+    directory.storage.make_folder(directory.path(FOLDER))
+    publish_json(directory.storage, directory.path(FOLDER, MARK), asdict(mark), tag)
     return mark
 
 
@@ -154,22 +155,22 @@ def tier_path(mark: TierMark) -> str:
     return os.path.join(parent_of_tiers(mark.dir), mark.token)
 
 
-def identity_of(storage: Storage, root: str) -> tuple[str, float]:
+def identity_of(directory: CheckpointDir) -> tuple[str, float]:
     """Returns what no copy of ``root`` has: the identities (``Status.identity``) of the folder and of the file with its mark,
     empty if one of them is not known, and the time of the last change of that file, 0 if it is not known. Raises OSError."""
-    folder, mark = storage.status(root), storage.status(os.path.join(root, FOLDER, MARK))
+    folder, mark = directory.storage.status(directory.root), directory.storage.status(directory.path(FOLDER, MARK))
     if folder is None or mark is None or not (folder.identity and mark.identity):
         return "", 0.0
     return f"{folder.identity} {mark.identity}", mark.changed
 
 
-def owner_of(storage: Storage, root: str, mark: TierMark, run: str, processes: list[list[int]]) -> TierOwner:
+def owner_of(directory: CheckpointDir, mark: TierMark, run: str, processes: list[list[int]]) -> TierOwner:
     """Returns the owner file of a training that saves to ``root``. Raises OSError."""
-    directory = mount = os.path.realpath(root)
+    real = mount = os.path.realpath(directory.root)
     while not os.path.ismount(mount):
         mount = os.path.dirname(mount)
-    identity, marked = identity_of(storage, root)
-    return TierOwner(directory, mark.token, identity, mount, mount_namespace(), run, holder_of_this_process("").machine,
+    identity, marked = identity_of(directory)
+    return TierOwner(real, mark.token, identity, mount, mount_namespace(), run, holder_of_this_process("").machine,
                      tuple((pid, started) for pid, started in processes), marked)
 
 
@@ -179,24 +180,24 @@ def this_process() -> list[int]:
     return [holder.pid, holder.started]
 
 
-def find_tier(storage: Storage, root: str) -> tuple[str, str]:
+def find_tier(directory: CheckpointDir) -> tuple[str, str]:
     """Returns (folder of the tier of ``root`` on this node, why it is not used). Both are empty if there is none."""
-    mark = read_mark(storage, root)
+    mark = read_mark(directory)
     tier = tier_path(mark) if mark is not None else ""
-    if not tier or storage.status(os.path.dirname(tier)) is None:
+    if not tier or directory.storage.status(os.path.dirname(tier)) is None:
         return "", ""
     if (problem := foreign_folder(parent_of_tiers(mark.dir))):          # before a look into it: another user's may be closed
         return "", problem
-    if storage.status(tier) is None:
+    if directory.storage.status(tier) is None:
         return "", ""
-    owner = TierOwner.read(storage, tier)
+    owner = TierOwner.read(directory.storage, tier)
     if owner is None:
         return "", f"{tier} has no owner file that can be read"
-    identity, marked = identity_of(storage, root)
+    identity, marked = identity_of(directory)
     if not identity or (owner.token, owner.identity) != (mark.token, identity) or (
             owner.marked and abs(owner.marked - marked) > _PRECISION):
-        return "", (f"{tier} belongs to another checkpoint directory than {root} is now, which is a copy, or was restored or "
-                    f"replaced")
+        return "", (f"{tier} belongs to another checkpoint directory than {directory.root} is now, which is a copy, or was "
+                    f"restored or replaced")
     return tier, ""
 
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from mindresume import runtime
 from mindresume.events import Emit, Notice, ignore
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.saving.memory_tier.directory import OWNER, TierOwner, identity_of, read_mark
@@ -63,12 +64,12 @@ def _why_removable(storage: Storage, path: str, now: float, keep: float) -> str:
         return old
     if owner.directory_is_gone:
         return f"{owner.directory} does not exist any more"
-    mark, (identity, _) = read_mark(storage, owner.directory), identity_of(storage, owner.directory)
+    mark, (identity, _) = read_mark(CheckpointDir(storage, owner.directory)), identity_of(CheckpointDir(storage, owner.directory))
     if mark is not None and identity and (mark.token, identity) != (owner.token, owner.identity):
         return f"{owner.directory} belongs to another training now"
     with suppress(OSError):
-        mine = [candidate.order[:2] for candidate in scan_records(storage, path)[0]]
-        disk = [candidate.order[:2] for candidate in scan(storage, owner.directory).candidates
+        mine = [candidate.order[:2] for candidate in scan_records(CheckpointDir(storage, path))[0]]
+        disk = [candidate.order[:2] for candidate in scan(CheckpointDir(storage, owner.directory)).candidates
                 if candidate.committed and candidate.problem is None]
         if disk and max(disk) > max(mine, default=(0, 0)):
             return f"{owner.directory} has a newer save"

@@ -13,6 +13,7 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.coordination.visibility import PATIENCE
 from mindresume.errors import CollectiveError
 from mindresume.events import Emit, Notice, TierRefused
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import find_attempts
 from mindresume.formatting import counted, ranks_count
 from mindresume.model.manifest import FOLDER, run_sequence
@@ -55,11 +56,12 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
     if not settings.every_steps:
         return None
     try:
-        found = gather_results(group, lambda: bool(find_tier(storage, root)[0]))
+        found = gather_results(group, lambda: bool(find_tier(CheckpointDir(storage, root))[0]))
         keep = any(found[rank] for rank in session.shared_groups.ranks(group.rank))
-        marks = gather_results(group, lambda: _mark(storage, root, settings, run, keep) if session.is_leader else None)
+        marks = gather_results(group, lambda: _mark(CheckpointDir(storage, root), settings, run, keep) if session.is_leader
+                               else None)
         mark = TierMark(*marks[session.shared_groups.leaders[group.rank]])
-        _wait_for_mark(storage, root, mark, run, group)
+        _wait_for_mark(CheckpointDir(storage, root), mark, run, group)
         tier = tier_path(mark)
 
         def make() -> list[Any]:
@@ -72,7 +74,7 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
         ranks, is_leader = nodes.ranks(group.rank), nodes.is_leader(group.rank)
         if is_leader:
             def publish_owner() -> None:
-                owner = owner_of(storage, root, mark, run, [rows[rank][1:] for rank in ranks])
+                owner = owner_of(CheckpointDir(storage, root), mark, run, [rows[rank][1:] for rank in ranks])
                 publish_json(storage, os.path.join(tier, OWNER), owner.to_json(), run)
             run_on_all(group, publish_owner)
             _remove_leftovers(storage, tier, settings.keep_days, emit)
@@ -91,20 +93,20 @@ def open_tier(session: SaveSession, group: Group, settings: MemoryTierSettings, 
     return MemoryTier(target, group, settings, emit, share, loaded, is_leader, timeout, on_disk)
 
 
-def _wait_for_mark(storage: Storage, root: str, mark: TierMark, run: str, group: Group) -> None:
+def _wait_for_mark(directory: CheckpointDir, mark: TierMark, run: str, group: Group) -> None:
     """Waits, on all ranks together, until each of them sees ``mark``, which another host may just have made: a node that reads
     the identity of the directory before would not know its own tier again. Raises CollectiveError after ``PATIENCE`` seconds."""
     def is_seen() -> bool:
-        if read_mark(storage, root) != mark:
-            _look_anew(storage, root, group.rank, run)
-        return read_mark(storage, root) == mark
+        if read_mark(directory) != mark:
+            _look_anew(directory, group.rank, run)
+        return read_mark(directory) == mark
     for look in range(PATIENCE):
         if look:
             runtime.sleep(1.0)
         seen = gather_results(group, is_seen)
         if all(seen):
             return
-    raise CollectiveError(f"rank {seen.index(False)} does not see {os.path.join(root, FOLDER, MARK)} after {PATIENCE} s")
+    raise CollectiveError(f"rank {seen.index(False)} does not see {directory.path(FOLDER, MARK)} after {PATIENCE} s")
 
 
 def _remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit) -> None:
@@ -115,19 +117,19 @@ def _remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit)
                     f"{_PATIENCE:.0f} s: perhaps the disk of one of them hangs"))
 
 
-def _mark(storage: Storage, root: str, settings: MemoryTierSettings, run: str, keep: bool) -> list[str]:
-    mark = make_mark(storage, root, os.path.abspath(settings.dir), run, keep)
+def _mark(directory: CheckpointDir, settings: MemoryTierSettings, run: str, keep: bool) -> list[str]:
+    mark = make_mark(directory, os.path.abspath(settings.dir), run, keep)
     return [mark.token, mark.dir]
 
 
-def _look_anew(storage: Storage, root: str, rank: int, run: str) -> None:
+def _look_anew(directory: CheckpointDir, rank: int, run: str) -> None:
     """Makes this host look into the folder again: an NFS client that did not find a file goes on to say so for up to a minute, or
     until it changes the folder itself. A later run finds by its name whose the file is, if this process dies meanwhile."""
-    folder = os.path.join(root, FOLDER)
+    folder = directory.path(FOLDER)
     path = temporary_name(os.path.join(folder, f"{MARK}-{rank}"), run)
-    storage.write(path, [b"anew"])
-    storage.remove(path)
-    storage.list(folder)
+    directory.storage.write(path, [b"anew"])
+    directory.storage.remove(path)
+    directory.storage.list(folder)
 
 
 def groups_of(identities: list[str]) -> SharedGroups:
@@ -135,18 +137,19 @@ def groups_of(identities: list[str]) -> SharedGroups:
     return SharedGroups(tuple(map(identities.index, identities)))
 
 
-def newest_run(storage: Storage, root: str, group: Group) -> str:
+def newest_run(directory: CheckpointDir, group: Group) -> str:
     """Returns the latest run that saved into the tier of ``root`` on any node; empty if there is none. A collective. A run that
     saved into memory alone has left no number on disk, and the next run must have a larger one."""
     def own() -> str:
         with suppress(OSError):                     # a tier that cannot be read is not used by any start
-            tier = find_tier(storage, root)[0]
-            return max((row.run for row in find_attempts(storage, tier)), key=run_sequence, default="") if tier else ""
+            tier = find_tier(directory)[0]
+            return max((row.run for row in find_attempts(CheckpointDir(directory.storage, tier))), key=run_sequence,
+                       default="") if tier else ""
         return ""
     return max(filter(None, gather_results(group, own)), key=run_sequence, default="")
 
 
-def keep_number(storage: Storage, root: str, run: str) -> None:
+def keep_number(directory: CheckpointDir, run: str) -> None:
     """Makes sure that the next run in ``root`` gets a larger number than ``run``. Raises OSError."""
-    if run and run_sequence(run) >= run_sequence(next_run(storage.list(os.path.join(root, FOLDER)))):
-        record_run_number(storage, root, run)
+    if run and run_sequence(run) >= run_sequence(next_run(directory.storage.list(directory.path(FOLDER)))):
+        record_run_number(directory, run)

@@ -80,7 +80,7 @@ class MemoryTier:
         self.loaded, self.is_leader, self.timeout = loaded, is_leader, timeout
         self.notes = DiskNotes(target.storage, target.root, target.run, on_disk)
         self._make_file, self._clock, self._sleep = make_file, clock, sleep
-        self._read_locks = ReadLocks(target.storage, target.root)
+        self._read_locks = ReadLocks(target)
         self._slots: list[_Slot] = []
         self._count = 0                                     # slots to have; 0: nothing is reserved yet
         self._plans = FilePlans()
@@ -131,7 +131,7 @@ class MemoryTier:
         self._emit_done()
         if self._is_off:
             return
-        fence(target.storage, target.root, target.run)
+        fence(target, target.run)
         held = sorted((slot.step for slot in self._slots if slot.step is not None), reverse=True)
         if common_step(held, self._count, self.is_whole) is not None:
             self._remove_loaded()

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 from manager_jobs import Job, committed, end_jobs, spoil
 from memory_tiers import make_owned_tier, tier_of
-from rank_folders import RUN, STORAGE, Ranks, save
+from rank_folders import RUN, STORAGE, Ranks, dir_at, save
 
 from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.events import Notice, TierRefused, TierSaved
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.saving.memory_tier import directory, opening
@@ -50,7 +51,7 @@ def job_with_tier(root, memory, every=2, disk=100, **options):
 
 
 def held(root):
-    return [candidate.step for candidate in scan_records(STORAGE, tier_of(root))[0] if candidate.problem is None]
+    return [candidate.step for candidate in scan_records(dir_at(tier_of(root)))[0] if candidate.problem is None]
 
 
 @pytest.mark.parametrize("iterations", [False, True])
@@ -59,13 +60,13 @@ def test_a_training_saves_into_memory_more_often_than_to_disk(tmp_path, memory, 
     job.manager._tier.stop()
     assert committed(tmp_path) == [5] and held(tmp_path) == [8, 6]
     assert [event.step for event in job.emitted(TierSaved)] == [2, 4, 6, 8]
-    assert job.collected.count(5) == 1 and find_tier(STORAGE, str(tmp_path)) == (tier_of(tmp_path), "")
+    assert job.collected.count(5) == 1 and find_tier(dir_at(tmp_path)) == (tier_of(tmp_path), "")
 
 
 def test_the_end_of_a_training_frees_the_memory(tmp_path, memory):
     job = job_with_tier(tmp_path, memory).steps(5).end()
     assert committed(tmp_path) == [5] and not job.emitted(TierRefused)
-    assert not os.path.exists(tier_of(tmp_path)) and find_tier(STORAGE, str(tmp_path)) == ("", "")
+    assert not os.path.exists(tier_of(tmp_path)) and find_tier(dir_at(tmp_path)) == ("", "")
 
 
 @pytest.mark.parametrize("iterations", [False, True])
@@ -112,7 +113,7 @@ def test_a_mark_that_another_host_made_is_visible_later(tmp_path, memory, monkey
     job = job_with_tier(tmp_path, memory).steps(3)
     refused = [event.reason for event in job.emitted(TierRefused)]
     assert refused == [] if looks == 5 else "rank 0 does not see" in refused[0]
-    assert (find_tier(STORAGE, str(tmp_path))[0] != "") is (looks == 5)
+    assert (find_tier(dir_at(tmp_path))[0] != "") is (looks == 5)
 
 
 def test_a_folder_of_another_user_is_not_used(tmp_path, memory):
@@ -129,7 +130,7 @@ def test_the_closed_folder_of_another_user_is_not_looked_into(tmp_path, memory):
             return super().status(path)
     make_owned_tier(memory, tmp_path)
     os.chmod(parent_of_tiers(memory), 0o777)                            # stands for another owner
-    found, problem = find_tier(Closed(), str(tmp_path))
+    found, problem = find_tier(CheckpointDir(Closed(), str(tmp_path)))
     assert found == "" and "only this user" in problem
 
 
@@ -138,10 +139,10 @@ def test_a_run_after_one_that_saved_into_memory_alone_has_a_larger_number(tmp_pa
     first.manager.finish_after_error()
     first.manager.session.release()                                     # it leaves no number on disk
     run = first.manager.target.run
-    assert run.startswith("0001") and newest_run(STORAGE, str(tmp_path), first.manager.group) == run
+    assert run.startswith("0001") and newest_run(dir_at(tmp_path), first.manager.group) == run
     assert job_with_tier(tmp_path, memory).manager.target.run.startswith("0002")
     before = os.listdir(tmp_path / FOLDER)
-    keep_number(STORAGE, str(tmp_path), run)                            # a larger number is there already
+    keep_number(dir_at(tmp_path), run)                            # a larger number is there already
     assert os.listdir(tmp_path / FOLDER) == before
 
 
@@ -152,7 +153,7 @@ def test_a_tier_that_cannot_be_read_keeps_no_training_from_saving(tmp_path, memo
                 raise OSError(errno.EIO, "is broken", folder)
             return super().list(folder)
     make_owned_tier(memory, tmp_path)
-    assert newest_run(Broken(), str(tmp_path), SingleProcess()) == ""
+    assert newest_run(CheckpointDir(Broken(), str(tmp_path)), SingleProcess()) == ""
 
 
 def test_a_replaced_or_restored_directory_has_no_tier(tmp_path, memory):
@@ -160,14 +161,14 @@ def test_a_replaced_or_restored_directory_has_no_tier(tmp_path, memory):
     job_with_tier(root, memory).steps(5).manager._tier.stop()
     tier = tier_of(root)
     shutil.copytree(root, tmp_path / "copy")
-    found, problem = find_tier(STORAGE, str(tmp_path / "copy"))
+    found, problem = find_tier(dir_at(tmp_path / "copy"))
     assert found == "" and tier in problem
     root.rename(tmp_path / "aside")
     shutil.copytree(tmp_path / "copy", root)
-    found, problem = find_tier(STORAGE, str(root))
+    found, problem = find_tier(dir_at(root))
     assert found == "" and tier in problem
     shutil.rmtree(root)
-    assert find_tier(STORAGE, str(root)) == ("", "")
+    assert find_tier(dir_at(root)) == ("", "")
 
 
 @pytest.mark.parametrize("coincides", [False, True])
@@ -194,7 +195,7 @@ def test_a_copy_never_uses_the_tier_of_the_other_training(tmp_path, memory, monk
     assert tier_of(root) != tier and held(root) == [2]
     assert TierOwner.read(STORAGE, tier).run == first.manager.target.run and len(os.listdir(tier)) > 1
     if not coincides:
-        assert find_tier(STORAGE, str(tmp_path / "aside")) == (tier, "")
+        assert find_tier(dir_at(tmp_path / "aside")) == (tier, "")
 
 
 def test_a_restart_keeps_its_tier_and_a_renamed_directory_too(tmp_path, memory):
@@ -205,14 +206,14 @@ def test_a_restart_keeps_its_tier_and_a_renamed_directory_too(tmp_path, memory):
         job.manager.session.release()
         tiers.append(tier_of(root))
         root = root.rename(tmp_path / "renamed")
-    assert tiers[0] == tiers[1] and find_tier(STORAGE, str(root)) == (tiers[0], "")
+    assert tiers[0] == tiers[1] and find_tier(dir_at(root)) == (tiers[0], "")
 
 
 def test_a_path_that_is_not_utf8_has_a_tier(tmp_path, memory):
     root = tmp_path / "checkpoint\udcff"
     job = job_with_tier(root, memory).steps(5)
     job.manager._tier.stop()
-    assert held(root) == [4, 2] and find_tier(STORAGE, str(root)) == (tier_of(root), "")
+    assert held(root) == [4, 2] and find_tier(dir_at(root)) == (tier_of(root), "")
     assert TierOwner.read(STORAGE, tier_of(root)).directory == str(root)
 
 
@@ -220,7 +221,7 @@ def test_a_token_that_is_no_token_names_no_folder(tmp_path):
     (tmp_path / FOLDER).mkdir()
     for token in ("../../x", "", "0" * 15, "\ud800" * 16):
         publish_json(STORAGE, str(tmp_path / FOLDER / MARK), {"token": token, "dir": "/dev/shm"}, RUN)
-        assert read_mark(STORAGE, str(tmp_path)) is None
+        assert read_mark(dir_at(tmp_path)) is None
 
 
 def test_a_directory_that_is_restored_in_its_place_has_no_tier(tmp_path, memory):
@@ -229,7 +230,7 @@ def test_a_directory_that_is_restored_in_its_place_has_no_tier(tmp_path, memory)
     owner = TierOwner.read(STORAGE, tier)
     for marked in (owner.marked, int(owner.marked), owner.marked - 10, 0.0):            # 0: not known
         publish_json(STORAGE, os.path.join(tier, OWNER), replace(owner, marked=marked).to_json(), RUN)
-        found.append(find_tier(STORAGE, str(tmp_path)))
+        found.append(find_tier(dir_at(tmp_path)))
     assert owner.marked > 1e9 and [path for path, _ in found] == [tier, tier, "", tier] and tier in found[2][1]
 
 
@@ -336,7 +337,7 @@ def test_a_path_of_another_container_says_nothing_about_a_directory(tmp_path, me
     """With hostPID and hostIPC its processes and its memory are visible, and its disks are not."""
     gone, replaced, newer = leftover(memory, tmp_path / "a"), leftover(memory, tmp_path / "b"), leftover(memory, tmp_path / "c")
     shutil.rmtree(tmp_path / "a")
-    make_mark(STORAGE, str(tmp_path / "b"), memory, RUN, keep=False)
+    make_mark(dir_at(tmp_path / "b"), memory, RUN, keep=False)
     save(tmp_path / "c", 20, world=1)
     if not seen:
         monkeypatch.setattr(directory, "mount_namespace", lambda: 1)

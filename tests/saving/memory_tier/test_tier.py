@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from memory_tiers import StepRequest
-from rank_folders import STORAGE, flip_bit, tensors_of
+from rank_folders import STORAGE, dir_at, flip_bit, tensors_of
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.events import TierRefused, TierSaved
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import attempt_name, run_name
 from mindresume.resume.verifier import verify_rank
@@ -59,9 +60,9 @@ class Training:
 def whole(root, ranks=1, storage=STORAGE):
     """Returns the steps in a tier that are whole, newest first, after a check of every byte."""
     found = []
-    for candidate in scan_records(storage, str(root))[0]:
+    for candidate in scan_records(CheckpointDir(storage, str(root)))[0]:
         if candidate.problem is None:
-            shards = [verify_rank(storage, str(root), candidate, rank) for rank in range(ranks)]
+            shards = [verify_rank(CheckpointDir(storage, str(root)), candidate, rank) for rank in range(ranks)]
             assert all(getattr(shard, "details", None) for shard in shards), shards
             found.append(candidate.step)
     return found
@@ -167,10 +168,10 @@ def test_death_before_each_operation_leaves_a_whole_save(memory, every, steps, i
         if due:
             assert found and max(found) >= due[-1] and found[0] in (due[-1], due[-1] + every), (at, found, due)
         seen.add(tuple(found))
-        loaded = next((c for c in scan_records(STORAGE, str(root))[0] if c.problem is None), None)
+        loaded = next((c for c in scan_records(dir_at(root))[0] if c.problem is None), None)
         resumed = Training(root, every, run=run_name(2, "0000bbbb"), iterations=iterations, loaded=loaded).steps(5).stop()
         assert not resumed.refused() and len(whole(root)) == (3 if every == 1 else 2)
-        assert scan_records(STORAGE, str(root))[0][0].run == run_name(2, "0000bbbb")
+        assert scan_records(dir_at(root))[0][0].run == run_name(2, "0000bbbb")
         assert not [name for name in os.listdir(root) if name.startswith("stale-")]
         assert all(RUN not in name for name in os.listdir(root / SLOTS))
     assert len(seen) > 3
@@ -231,7 +232,7 @@ def test_a_save_that_one_rank_lacks_is_overwritten_and_the_older_one_stays(memor
 
 def test_the_loaded_save_stays_until_a_newer_one_is_common(memory):
     Training(memory, 2).steps(4).stop()
-    loaded = scan_records(STORAGE, memory)[0][0]
+    loaded = scan_records(dir_at(memory))[0][0]
     path = os.path.join(memory, loaded.first.path)
     with open(path, "rb") as file:
         content = file.read()
@@ -250,9 +251,9 @@ def test_the_loaded_save_stays_until_a_newer_one_is_common(memory):
 def test_a_save_that_is_being_read_is_not_written_into(memory):
     job = Training(memory, 2).steps(5)
     job.tiers[0]._join(job.tiers[0]._work)
-    older = scan_records(STORAGE, memory)[0][1]
+    older = scan_records(dir_at(memory))[0][1]
     assert older.step == 2
-    lock = acquire_read_lock(STORAGE, memory, older.name, older.commit_dir)
+    lock = acquire_read_lock(dir_at(memory), older.name, older.commit_dir)
     with open(os.path.join(memory, older.first.path), "rb") as file:
         content = file.read()
         job.steps(1).stop()
@@ -265,8 +266,8 @@ def test_a_full_tmpfs_while_a_save_is_read_costs_one_save(memory):
     job = Training(memory, 2).steps(5)
     tier = job.tiers[0]
     tier._join(tier._work)
-    older, make = scan_records(STORAGE, memory)[0][1], tier._make_file
-    lock = acquire_read_lock(STORAGE, memory, older.name, older.commit_dir)
+    older, make = scan_records(dir_at(memory))[0][1], tier._make_file
+    lock = acquire_read_lock(dir_at(memory), older.name, older.commit_dir)
     tier._make_file = full
     job.steps(1)
     tier._make_file = make
@@ -335,14 +336,14 @@ def test_a_later_run_in_the_tier_stops_the_saves_of_an_earlier_one(memory):
     Training(memory, 2, run=run_name(2, "0000bbbb")).steps(3).stop()
     first.steps(5).stop()
     assert first.saved() == [2] and first.refused()
-    assert {candidate.run for candidate in scan_records(STORAGE, memory)[0]} == {run_name(2, "0000bbbb")}
+    assert {candidate.run for candidate in scan_records(dir_at(memory))[0]} == {run_name(2, "0000bbbb")}
 
 
 def test_a_flipped_bit_is_found(memory):
     Training(memory, 2).steps(4).stop()
-    candidate = scan_records(STORAGE, memory)[0][0]
+    candidate = scan_records(dir_at(memory))[0][0]
     flip_bit(Path(memory, candidate.first.path))
-    assert "is not what was written" in verify_rank(STORAGE, memory, candidate, 0).reason
+    assert "is not what was written" in verify_rank(dir_at(memory), candidate, 0).reason
 
 
 def test_a_folder_that_somebody_removed_costs_one_save(memory):
@@ -363,7 +364,7 @@ def test_a_target_of_one_of_several_nodes_has_the_records_of_its_ranks(memory):
     for tier in job.tiers:
         tier.target = replace(tier.target, world_size=4, local_ranks=(0, 1))
     job.steps(4).stop()
-    candidate = scan_records(STORAGE, memory)[0][0]
+    candidate = scan_records(dir_at(memory))[0][0]
     assert (candidate.step, candidate.world_size, candidate.local_ranks, candidate.problem) == (4, 4, (0, 1), None)
 
 
