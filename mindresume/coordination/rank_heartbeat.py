@@ -43,6 +43,38 @@ _PROGRESSED, _CHANGED, _SECONDS, _ENTERED = 32, 33, 40, 60
 
 
 @dataclass(frozen=True)
+class Saves:
+    """Describes the saves of one rank.
+
+    Attributes:
+        begun: the newest step whose save has begun; NONE: none.
+        written: the newest step that this rank has written; NONE: none.
+        committed: the newest step that is complete on all ranks, as rank 0 knows; NONE: none, or another rank.
+        writing: the step that a thread in the background is writing; 0: none.
+    """
+    begun: int = NONE
+    written: int = NONE
+    committed: int = NONE
+    writing: int = 0
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Says when a rank was in which phase.
+
+    Attributes:
+        progressed: when the phase or the step last changed, ``time.monotonic``.
+        changed: when the phase last changed, ``time.monotonic``.
+        spent: {phase: seconds spent in it}, without the current phase.
+        entered: {phase: when it was first entered, seconds since 1970}.
+    """
+    progressed: float = 0.0
+    changed: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
+    entered: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """Describes one rank as it was last seen.
 
@@ -54,18 +86,10 @@ class Heartbeat:
         phase: one of PHASES.
         step: the last finished step; NONE: none.
         resumed: the step that the training continues after; NONE: not known, or from the beginning.
-        begun: the newest step whose save has begun; NONE: none.
-        written: the newest step that this rank has written; NONE: none.
-        committed: the newest step that is complete on all ranks, as rank 0 knows; NONE: none, or another rank.
         outcome: how the training ended, one of OUTCOMES; empty: not yet.
-        writing: the step that a thread in the background is writing; 0: none.
         unasked: 1 if the training was preempted by a signal whose sender is not known.
         namespace: of the numbers of processes (a container can have its own); 0: not known.
         signal: makes the process write the stacks of its threads into a file; 0: none.
-        progressed: when the phase or the step last changed, ``time.monotonic``.
-        changed: when the phase last changed, ``time.monotonic``.
-        seconds: {phase: seconds spent in it}, without the current phase.
-        entered: {phase: when it was first entered, seconds since 1970}.
         output: output folder of the training; empty: not known.
     """
     pid: int
@@ -75,24 +99,18 @@ class Heartbeat:
     phase: str = STARTING
     step: int = NONE
     resumed: int = NONE
-    begun: int = NONE
-    written: int = NONE
-    committed: int = NONE
     outcome: str = ""
     signal: int = 0
     namespace: int = 0
-    writing: int = 0
     unasked: int = 0
-    progressed: float = 0.0
-    changed: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)
-    entered: dict[str, float] = field(default_factory=dict)
     output: str = ""
+    saves: Saves = Saves()
+    times: PhaseTimes = PhaseTimes()
 
     @property
     def has_trained(self) -> bool:
         """Returns whether the first step is done."""
-        return TRAINING in self.entered
+        return TRAINING in self.times.entered
 
 
 class RankHeartbeat:
@@ -169,10 +187,12 @@ def read_heartbeat(path: str) -> Heartbeat | None:
     if counts[0] != _VERSION or not 0 <= phase < len(PHASES) or not 0 <= outcome < len(OUTCOMES):
         return None
     numbers = {name: counts[_AT[name]] for name in _COUNTS[1:] if name not in ("phase", "outcome")}
-    by_phase = {name: {each: times[start + index] for index, each in enumerate(PHASES) if times[start + index]}
-                for name, start in (("seconds", _SECONDS), ("entered", _ENTERED))}
-    return Heartbeat(**numbers, phase=PHASES[phase], outcome=OUTCOMES[outcome], progressed=times[_PROGRESSED],
-                     changed=times[_CHANGED], **by_phase, output=os.fsdecode(data[_TEXT:].partition(b"\0")[0]))
+    saves = Saves(*(numbers.pop(name) for name in ("begun", "written", "committed", "writing")))
+    spent, entered = ({each: times[start + index] for index, each in enumerate(PHASES) if times[start + index]}
+                      for start in (_SECONDS, _ENTERED))
+    return Heartbeat(**numbers, phase=PHASES[phase], outcome=OUTCOMES[outcome], saves=saves,
+                     times=PhaseTimes(times[_PROGRESSED], times[_CHANGED], spent, entered),
+                     output=os.fsdecode(data[_TEXT:].partition(b"\0")[0]))
 
 
 def read_heartbeats(folder: str) -> list[Heartbeat]:

@@ -71,9 +71,11 @@ class Heartbeats:
             self.known[pid] = beat
         return self.known.get(pid)
 
-    def newest(self, name: str) -> int:
-        """Returns the greatest number of a field; NONE: none is known."""
-        return max((getattr(beat, name) for beat in self.known.values()), default=NONE)
+    def newest_steps(self) -> tuple[int, int, int]:
+        """Returns the greatest step that a rank has resumed, finished and committed; NONE: none is known."""
+        rows = [(beat.resumed, beat.step, beat.saves.committed) for beat in self.known.values()]
+        resumed, finished, committed = map(max, zip((NONE,) * 3, *rows, strict=True))
+        return resumed, finished, committed
 
     @property
     def output(self) -> str:
@@ -91,7 +93,7 @@ class Heartbeats:
         """Returns whether all ranks have finished the training, and the last save that they began is complete."""
         return bool(self.known) and all(
             beat.phase == ENDED and beat.outcome in (FINISHED, NOTHING_TO_TRAIN)
-            and (beat.rank != 0 or beat.committed >= beat.begun) for beat in self.known.values())
+            and (beat.rank != 0 or beat.saves.committed >= beat.saves.begun) for beat in self.known.values())
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,9 @@ def find_hang(heartbeats: Sequence[Heartbeat], started: float, now: float, limit
         if heartbeat.phase == INFERENCE or heartbeat.phase == ENDED and heartbeat.outcome != FAILED:
             continue                                # a script can go on after its training for as long as it likes
         if heartbeat.phase in (TRAINING, SAVING):
-            since, limit, name = heartbeat.progressed, limits.step, "--hang-timeout"
+            since, limit, name = heartbeat.times.progressed, limits.step, "--hang-timeout"
         else:
-            since = heartbeat.changed if heartbeat.phase in (ENDING, ENDED) else started
+            since = heartbeat.times.changed if heartbeat.phase in (ENDING, ENDED) else started
             limit, name = limits.start, "--start-timeout"
         seconds = clock.at(now) - clock.at(since) if clock is not None else now - since
         if limit and seconds > limit:
@@ -142,7 +144,7 @@ def startup_phases(heartbeat: Heartbeat, started: float) -> tuple[Phase, ...]:
         heartbeat: of a rank that has trained. A graph that is compiled before the load belongs to "build", as in the report.
         started: when the command was started, in seconds since 1970.
     """
-    entered, spent = heartbeat.entered, heartbeat.seconds
+    entered, spent = heartbeat.times.entered, heartbeat.times.spent
     process = start_time(heartbeat.ticks)
     moments = Moments(
         started, started, None if process is None else max(process, started),       # ticks are hundredths of a second

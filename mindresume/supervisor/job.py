@@ -294,7 +294,7 @@ class Job:
         ranks = self._beats_of_ranks()
         if not ranks or not all(it is not None and it.has_trained for it in ranks) or not self._is_first("measured"):
             return
-        slowest = max(ranks, key=lambda it: it.entered[rank_heartbeat.TRAINING])
+        slowest = max(ranks, key=lambda it: it.times.entered[rank_heartbeat.TRAINING])
         phases = startup_phases(slowest, self._started)
         self.emit(StartupMeasured(self.number, max(slowest.rank, 0), tuple(phase.name for phase in phases),
                                   tuple(phase.seconds for phase in phases), _known(slowest.resumed)))
@@ -311,7 +311,7 @@ class Job:
                                                     settings.stuck, not end.leave), observer)
             self.refresh()
         beats = self.heartbeats
-        resumed, last, committed = map(beats.newest, ("resumed", "step", "committed"))
+        resumed, last, committed = beats.newest_steps()
         outcome = StartOutcome(self.number, self._started, runtime.monotonic() - self._began, end, runtime.gethostname(),
                                beats.is_preempted and end.kind == EXITED, bool(beats.known),
                                beats.has_finished and end.kind in (EXITED, DIED) and end.status != 0, resumed, last, committed)

@@ -129,8 +129,8 @@ class _Ending:
 
 def open_saves(beat: Heartbeat) -> list[int]:
     """Returns the steps that the threads of a rank are writing, oldest first."""
-    in_training_thread = beat.phase in (SAVING, ENDING) and beat.begun > beat.written
-    return sorted({beat.writing, beat.begun if in_training_thread else 0} - {0, NONE})
+    in_training_thread = beat.phase in (SAVING, ENDING) and beat.saves.begun > beat.saves.written
+    return sorted({beat.saves.writing, beat.saves.begun if in_training_thread else 0} - {0, NONE})
 
 
 def first_lost_step(dead: Iterable[Heartbeat]) -> int | None:
@@ -145,8 +145,8 @@ def may_finish(beat: Heartbeat, lost: int | None, kind: str) -> bool:
         lost: as ``first_lost_step``.
         kind: of the end of the start. The training thread of a job that hangs is not waited for: it can be the one that hangs.
     """
-    if beat.writing and (lost is None or beat.writing < lost):
+    if beat.saves.writing and (lost is None or beat.saves.writing < lost):
         return True
     if kind not in (DIED, PEER, STOPPED):
         return False
-    return beat.phase in (SAVING, ENDING) and (lost is None or beat.begun < lost)
+    return beat.phase in (SAVING, ENDING) and (lost is None or beat.saves.begun < lost)

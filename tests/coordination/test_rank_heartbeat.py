@@ -33,7 +33,7 @@ def test_a_new_heartbeat_names_this_process_and_nothing_else(heartbeat):
     found = read_heartbeat(heartbeat.path)
     assert found.namespace == process_namespace() > 0
     assert (found.pid, found.ticks, found.phase) == (os.getpid(), start_ticks(os.getpid()), hb.STARTING)
-    assert {found.rank, found.step, found.resumed, found.begun, found.written, found.committed} == {hb.NONE}
+    assert {found.rank, found.step, found.resumed, found.saves.begun, found.saves.written, found.saves.committed} == {hb.NONE}
     assert (found.outcome, found.output, found.has_trained) == ("", "", False)
 
 
@@ -56,9 +56,9 @@ def test_phases_steps_and_their_times(heartbeat, clock):
     clock.now += 8
     heartbeat.reach(12)
     found = read_heartbeat(heartbeat.path)
-    assert found.seconds == {hb.STARTING: 2, hb.JOINING: 3, hb.COMPILING: 4 + 6, hb.LOADING: 5, hb.FIRST_STEP: 7}
-    assert (found.phase, found.step, found.changed, found.progressed) == (hb.TRAINING, 12, 127, 135)
-    assert found.entered[hb.COMPILING] == 1e9 + 105 and found.has_trained
+    assert found.times.spent == {hb.STARTING: 2, hb.JOINING: 3, hb.COMPILING: 4 + 6, hb.LOADING: 5, hb.FIRST_STEP: 7}
+    assert (found.phase, found.step, found.times.changed, found.times.progressed) == (hb.TRAINING, 12, 127, 135)
+    assert found.times.entered[hb.COMPILING] == 1e9 + 105 and found.has_trained
 
 
 def test_the_end_stays_the_last_phase(heartbeat):
@@ -73,8 +73,8 @@ def test_numbers_and_the_output_folder(heartbeat, tmp_path):
     heartbeat.set(rank=3, world_size=8, resumed=40, begun=50, written=50, committed=45, signal=41)
     heartbeat.set_output(str(tmp_path / "output"))
     found = read_heartbeat(heartbeat.path)
-    assert (found.rank, found.world_size, found.resumed, found.begun, found.written, found.committed, found.signal) == (
-        3, 8, 40, 50, 50, 45, 41)
+    assert (found.rank, found.world_size, found.resumed, found.saves, found.signal) == (
+        3, 8, 40, hb.Saves(50, 50, 45), 41)
     assert found.output == str(tmp_path / "output")
     heartbeat.set_output("x" * 5000)
     assert read_heartbeat(heartbeat.path).output == str(tmp_path / "output")

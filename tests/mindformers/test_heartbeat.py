@@ -33,7 +33,7 @@ def test_the_last_save_belongs_to_the_end_of_the_training(seen):
     heartbeat.enter(ENDING)
     assert seen(ev.SaveBegun(10)).phase == ENDING
     found = seen(ev.SaveWritten(10, 1, 0.1))
-    assert (found.phase, found.begun, found.written) == (ENDING, 10, 10)
+    assert (found.phase, found.saves.begun, found.saves.written) == (ENDING, 10, 10)
 
 
 @pytest.mark.parametrize("reason, unasked", [("SIGTERM", 0), ("SIGTERM of an unknown sender", 1)])
@@ -43,6 +43,6 @@ def test_a_supervisor_sees_whether_somebody_asked_to_stop(seen, reason, unasked)
 
 def test_what_a_thread_writes(seen):
     heartbeat.writing(10)
-    assert seen().writing == 10
+    assert seen().saves.writing == 10
     heartbeat.writing(0)
-    assert seen().writing == 0
+    assert seen().saves.writing == 0

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from mindresume.coordination import rank_heartbeat as hb
-from mindresume.coordination.rank_heartbeat import Heartbeat
+from mindresume.coordination.rank_heartbeat import Heartbeat, PhaseTimes
 from mindresume.coordination.shared_folder import AwakeClock
 from mindresume.supervisor.hang import HangLimits, find_hang
 
@@ -12,7 +12,7 @@ LIMITS = HangLimits(step=100, start=1000)
 
 
 def rank(number, phase=hb.TRAINING, step=5, progressed=0.0, changed=0.0):
-    return Heartbeat(1000 + number, 1, number, 4, phase, step, progressed=progressed, changed=changed)
+    return Heartbeat(1000 + number, 1, number, 4, phase, step, times=PhaseTimes(progressed, changed))
 
 
 @pytest.mark.parametrize("heartbeat, now, limit", [

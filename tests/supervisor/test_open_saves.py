@@ -1,13 +1,13 @@
 """supervisor/job_end.py: which ranks may finish a save when the job is ended."""
 import pytest
 
-from mindresume.coordination.rank_heartbeat import ENDING, SAVING, TRAINING, Heartbeat
+from mindresume.coordination.rank_heartbeat import ENDING, SAVING, TRAINING, Heartbeat, Saves
 from mindresume.supervisor.job_end import first_lost_step, may_finish, open_saves
 from mindresume.supervisor.restart_policy import DIED, EXITED, HUNG, PEER, STOPPED
 
 
 def rank(phase=TRAINING, **numbers):
-    return Heartbeat(1, 1, phase=phase, **numbers)
+    return Heartbeat(1, 1, phase=phase, saves=Saves(**numbers))
 
 
 THREAD = rank(begun=10, written=5, writing=10)
