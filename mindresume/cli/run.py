@@ -133,16 +133,8 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
 def _flush_memory(output: str, hurry: Hurry) -> Event | None:
     """Writes what is newer in memory of this node to disk: it is not known whether a start on this node follows."""
     from mindresume.api import memory
-
-    class Progress:
-        def expect(self, count: int) -> None:
-            """Does nothing: nobody watches."""
-
-        def advance(self, count: int) -> None:
-            if hurry.is_hurried():
-                raise InterruptedError("stopped by a second signal")
     try:
-        found = memory.flush(output, progress=Progress())
+        found = memory.flush(output, progress=_StopsInHurry(hurry))
     except (MindResumeError, OSError) as error:
         return None if isinstance(error, FileNotFoundError) else warning(
             f"what memory of this node has was not written to disk: {error}; mindresume flush {output} does it")
@@ -150,6 +142,20 @@ def _flush_memory(output: str, hurry: Hurry) -> Event | None:
         return None
     return Notice(f"step {found.step} was in memory only and is on disk now" + (
         "" if found.committed else "; it counts once the other nodes have written their parts"))
+
+
+class _StopsInHurry:
+    """Receives the progress of writing; nobody watches it."""
+
+    def __init__(self, hurry: Hurry):
+        self.hurry = hurry
+
+    def expect(self, count: int) -> None:
+        pass
+
+    def advance(self, count: int) -> None:
+        if self.hurry.is_hurried():
+            raise InterruptedError("stopped by a second signal")
 
 
 def _own_address() -> str:

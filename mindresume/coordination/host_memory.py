@@ -51,7 +51,7 @@ def left(root: str = "/") -> int:
 def levels(root: str = "/") -> list[Level]:
     """Returns the host and every control group of this process that has a limit, as far as they can be read. ``root``: the folder
     of ``proc`` and ``sys``."""
-    return [*_host(root), *_version_2(root), *_version_1(root)]
+    return [*_host(root), *(level for version in _VERSIONS for level in _control_groups(root, version))]
 
 
 def _host(root: str) -> Iterator[Level]:
@@ -60,29 +60,33 @@ def _host(root: str) -> Iterator[Level]:
         yield Level(f"host {_kernel(root)}", available << 10)
 
 
-def _version_2(root: str) -> Iterator[Level]:
-    for folder in _folders(root, "cgroup2", ""):
-        limits = [_number(os.path.join(folder, name)) for name in ("memory.max", "memory.high")]
-        yield from _level(root, folder, limits, "memory.current", "")
+@dataclass(frozen=True)
+class _Version:
+    """A version of control groups: type of its file system, controller; names of its files; prefix of the rows of the cache."""
+    kind: str
+    controller: str
+    limits: tuple[str, ...]
+    usage: str
+    prefix: str
 
 
-def _version_1(root: str) -> Iterator[Level]:
-    for folder in _folders(root, "cgroup", "memory"):
-        limits = [_number(os.path.join(folder, "memory.limit_in_bytes")),
-                  _table(os.path.join(folder, "memory.stat")).get("hierarchical_memory_limit")]     # groups above, too
-        yield from _level(root, folder, limits, "memory.usage_in_bytes", "total_")
+_VERSIONS = (_Version("cgroup2", "", ("memory.max", "memory.high"), "memory.current", ""),
+             _Version("cgroup", "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"))
 
 
-def _level(root: str, folder: str, limits: list[int | None], usage: str, prefix: str) -> Iterator[Level]:
-    limit = min((limit for limit in limits if limit is not None), default=_NO_LIMIT)
-    used = _number(os.path.join(folder, usage))
-    if used is None or limit >= _NO_LIMIT:
-        return
-    cache = _table(os.path.join(folder, "memory.stat"))
-    used -= sum(cache.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
-    with suppress(OSError):
-        found = os.stat(folder)                                     # the same in every container of one kernel
-        yield Level(f"control group {found.st_dev}:{found.st_ino} of {_kernel(root)}", max(0, limit - max(0, used)))
+def _control_groups(root: str, version: _Version) -> Iterator[Level]:
+    for folder in _folders(root, version):
+        table = _table(os.path.join(folder, "memory.stat"))
+        limits = [_number(os.path.join(folder, name)) for name in version.limits]
+        limits.append(table.get("hierarchical_memory_limit"))       # of version 1: groups above, too
+        limit = min((limit for limit in limits if limit is not None), default=_NO_LIMIT)
+        used = _number(os.path.join(folder, version.usage))
+        if used is None or limit >= _NO_LIMIT:
+            continue
+        used -= sum(table.get(f"{version.prefix}{kind}_file", 0) for kind in ("inactive", "active"))
+        with suppress(OSError):
+            found = os.stat(folder)                                 # the same in every container of one kernel
+            yield Level(f"control group {found.st_dev}:{found.st_ino} of {_kernel(root)}", max(0, limit - max(0, used)))
 
 
 def _kernel(root: str) -> str:
@@ -90,8 +94,9 @@ def _kernel(root: str) -> str:
     return _text(os.path.join(root, "proc/sys/kernel/random/boot_id")) or runtime.gethostname()
 
 
-def _folders(root: str, kind: str, controller: str) -> Iterator[str]:
-    """Yields the control groups of this process in the hierarchy of ``kind`` with ``controller``, up to its mount point."""
+def _folders(root: str, version: _Version) -> Iterator[str]:
+    """Yields the control groups of this process in the hierarchy of a version, up to its mount point."""
+    controller = version.controller
     groups = [line.split(":", 2) for line in _text(os.path.join(root, "proc/self/cgroup")).splitlines() if line.count(":") >= 2]
     own = next((path for _, controllers, path in groups if controller in controllers.split(",")), None)
     if own is None:
@@ -99,7 +104,9 @@ def _folders(root: str, kind: str, controller: str) -> Iterator[str]:
     for line in _text(os.path.join(root, "proc/self/mountinfo")).splitlines():
         mount, _, system = line.partition(" - ")
         fields, options = mount.split(" "), system.split(" ")
-        if len(fields) < 6 or len(options) < 3 or options[0] != kind or controller and controller not in options[2].split(","):
+        if len(fields) < 6 or len(options) < 3 or options[0] != version.kind:
+            continue
+        if controller and controller not in options[2].split(","):
             continue
         top, above = os.path.normpath(os.path.join(root, _unescaped(fields[4]).lstrip("/"))), _unescaped(fields[3])
         below = os.path.relpath(own, above)

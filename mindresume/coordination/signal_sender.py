@@ -46,7 +46,7 @@ class SignalSenders:
     """Says who has sent the SIGTERMs of this process since ``begin``. ``on_own``: called once, in a thread, when all of them came
     from this process itself."""
 
-    def __init__(self, on_own: Callable[[], None] = lambda: None):
+    def __init__(self, on_own: Callable[[], None] | None = None):
         self.on_own, self._seen, self._lock, self._is_closed = on_own, set(), runtime.Lock(), False
 
     @runtime.asks_machine
@@ -92,7 +92,8 @@ class SignalSenders:
         while not self._is_closed:
             select.select([_pipe()[0]], [], [], _TICK)
             if not self._is_closed and self.look() == OWN:
-                self.on_own()
+                if self.on_own is not None:
+                    self.on_own()
                 return
 
 

@@ -176,6 +176,7 @@ class _PosixFile:
                 os.remove(self.path)
 
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _OF_AN_IMAGE = ("this folder cannot be renamed: it comes from the image of the container (overlayfs), or a file system is "
                 "mounted there; keep checkpoints and outputs on a mounted volume, or copy the folder and remove it")
 # no such file: a file or a link to itself stands where a folder should, or the name is too long for any file
@@ -195,11 +196,10 @@ def _reserve(handle: int, path: str, size: int) -> None:
 def _fallocate(handle: int, size: int) -> int:
     """Calls fallocate(2). Returns 0 or an errno. posix_fallocate will not do: it writes into every block where the file system
     cannot reserve (NFS before 4.2)."""
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if fallocate is None:
+    if not hasattr(_LIBC, "fallocate"):
         return errno.ENOSYS
-    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return ctypes.get_errno() if fallocate(handle, _FALLOC_FL_KEEP_SIZE, 0, size) else 0
+    failed = _LIBC.fallocate(handle, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(size))
+    return ctypes.get_errno() if failed else 0
 
 
 _FLUSH_EVERY = 32 << 20         # bytes
@@ -209,7 +209,5 @@ _SYNC_FILE_RANGE_WRITE = 2      # linux/fs.h
 def _begin_flush(handle: int, start: int, end: int) -> None:
     """Starts writing these bytes back while the next ones are hashed, so that the final fsync has little left to do. Only a hint,
     and it does not wait: the kernel keeps an error of the device for that fsync, which reports it."""
-    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if sync_file_range is not None:
-        sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-        sync_file_range(handle, start, end - start, _SYNC_FILE_RANGE_WRITE)
+    if hasattr(_LIBC, "sync_file_range"):
+        _LIBC.sync_file_range(handle, ctypes.c_int64(start), ctypes.c_int64(end - start), _SYNC_FILE_RANGE_WRITE)
