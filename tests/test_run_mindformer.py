@@ -18,9 +18,8 @@ import yaml
 
 import mindresume
 from mindresume.errors import ConfigError, NoUsableCheckpointError
-from mindresume.launch.arguments import FLAGS, Launch, find_file, parse
+from mindresume.launch.arguments import FLAGS, Launch, find_file, parse, parse_bool, parse_bool_or_name, parse_value
 from mindresume.launch.overrides import SHIM_CLASS, apply, predict_input, set_key, strategy_file
-from mindresume.launch.values import parse_bool, parse_bool_or_name, parse_value
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "run_mindformer.py"
