@@ -136,7 +136,7 @@ class CheckpointManager:
     # ---- start -----------------------------------------------------------------------------------------------------
 
     def open(self, shared_groups: dict[str, SharedGroups] | None = None, origin: Resumed | None = None,
-             number_runs: Callable[[CheckpointDir], None] = lambda directory: None,
+             number_runs: Callable[[CheckpointDir], None] | None = None,
              leases: dict[str, Lease] | None = None) -> SaveSession:
         """Acquires the directory. Arguments and errors: see ``open_save_session``."""
         options = self.options
@@ -144,7 +144,8 @@ class CheckpointManager:
         in_memory = newest_run(directory, self.group) if self.settings.memory_tier.every_steps else ""
 
         def number(directory: CheckpointDir) -> None:
-            number_runs(directory)
+            if number_runs is not None:
+                number_runs(directory)
             keep_number(directory, in_memory)
         self.session = open_save_session(directory, options.prefix, self.group, self.emit,
                                          self.settings.heartbeat, options.iterations, shared_groups, origin, number, leases)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from mindresume import runtime
@@ -24,16 +26,17 @@ from mindresume.coordination.storage_topology import (
     find_shared_groups,
     next_common_run,
 )
-from mindresume.errors import ConfigError
+from mindresume.errors import ConfigError, SaveError
 from mindresume.events import Emit, Notice, warning
 from mindresume.formats import Candidate
 from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import folder_name, free_suffix, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.formatting import counted, listed
+from mindresume.model.manifest import FOLDER, PROBE, is_probe
 from mindresume.saving.lineage import continued, others
-from mindresume.saving.preflight import check_directory
 from mindresume.saving.shard_writer import SaveTarget
+from mindresume.storage.operations import read_bytes, remove_stale
 
 _LEASES: dict[str, Lease] = {}          # {directory: lease} of this process, which runs one training at a time
 
@@ -122,7 +125,7 @@ class SaveSession:
 
 def open_save_session(directory: CheckpointDir, prefix: str, group: Group, emit: Emit, heartbeat: float,
                       iterations: bool = False, shared_groups: dict[str, SharedGroups] | None = None, origin: Resumed
-                      | None = None, number_runs: Callable[[CheckpointDir], None] = lambda directory: None,
+                      | None = None, number_runs: Callable[[CheckpointDir], None] | None = None,
                       leases: dict[str, Lease] | None = None) -> SaveSession:
     """Acquires ``root``, on all ranks of ``group`` together.
 
@@ -138,48 +141,44 @@ def open_save_session(directory: CheckpointDir, prefix: str, group: Group, emit:
         CollectiveError: on all ranks, if one cannot save there (SaveError, LeaseHeldError).
         ConfigError: Checkpoint 2.0 where nodes share no disk.
     """
-    run_on_rank0(group, lambda: check_directory(directory))
+    root = directory.root
+    run_on_rank0(group, partial(check_directory, directory))
     shared = _shared_groups_of(directory, group, iterations, {} if shared_groups is None else shared_groups)
-    run_on_rank0(group, lambda: number_runs(directory), Watchdog("numbering the run"))
-    run = next_common_run(directory, group) if shared.is_split else ""
-    own: list[Lease] = []
+    if number_runs is not None:
+        run_on_rank0(group, partial(number_runs, directory), Watchdog("numbering the run"))
+    # Without a common run the lease finds the next one.
+    common_run = next_common_run(directory, group) if shared.is_split else ""
+    holder = replace(holder_of_this_process(SAVING, group.size), run=common_run)
+    memory = _LEASES if leases is None else leases
 
     def acquire_lease() -> tuple[str, int] | None:
+        """Acquires the directory, on each leader. Returns (run, the smallest suffix that no record uses)."""
         if not shared.is_leader(group.rank):
             return None
         if group.rank != 0:
             check_directory(directory)
-        memory = _LEASES if leases is None else leases
-        if directory.root in memory:                              # of an earlier training of this process, which is over
-            memory.pop(directory.root).release()
-        holder = replace(holder_of_this_process(SAVING, group.size), run=run)       # an empty run: the next one
-        found = acquire(directory, holder, heartbeat, emit, keep_run_marker=iterations)
-        memory[directory.root] = found.start()
-        own.append(memory[directory.root])
-        return own[0].run, _unused_suffix(directory, prefix)
+        if root in memory:                              # of an earlier training of this process, which is over
+            memory.pop(root).release()
+        memory[root] = acquire(directory, holder, heartbeat, emit, keep_run_marker=iterations).start()
+        return memory[root].run, _unused_suffix(directory, prefix)
     # Rank 0 may watch the lease of another job for some minutes, which is less than the stall timeout.
     rows = gather_results(group, acquire_lease, Watchdog("acquiring the directory"))
+    lease = memory[root] if shared.is_leader(group.rank) else None
     if shared.is_split:                                    # if they do share it, two of them have now acquired one directory
-        gather_results(group, lambda: [check_not_shared(one) for one in own] and None)
+        gather_results(group, lambda: None if lease is None else check_not_shared(lease))
     folder = directory.path(folder_name(group.rank))
     suffixes = gather_results(group, lambda: 0 if iterations else free_suffix(directory.storage.list(folder), prefix, group.rank))
-    part = shared.ranks(group.rank) if shared.is_split else ()
-    target = SaveTarget(directory.storage, directory.root, rows[0][0], group.rank, group.size, iterations, part,
-                        _lineage(directory.root, rows[0][0], origin))
-    session = SaveSession(target, max([row[1] for row in rows if row] + suffixes), shared, own[0] if own else None,
-                          PeerState(directory.storage, directory.root, target.run, shared, group.rank), emit)
+    run, part = rows[0][0], shared.ranks(group.rank) if shared.is_split else ()
+    lineage = run if origin is None else continued(
+        origin.chosen, run, os.path.realpath(origin.checkpoint_dir) == os.path.realpath(root))      # on all ranks the same choice
+    target = SaveTarget(directory.storage, root, run, group.rank, group.size, iterations, part, lineage)
+    session = SaveSession(target, max([row[1] for row in rows if row] + suffixes), shared, lease,
+                          PeerState(directory.storage, root, run, shared, group.rank), emit)
     runtime.at_exit(session.release)
     return session
 
 
-def _lineage(root: str, run: str, origin: Resumed | None) -> str:
-    """Returns the lineage of ``run``, the same on all ranks, as the choice is."""
-    if origin is None:
-        return continued(None, run, True)
-    return continued(origin.chosen, run, os.path.realpath(origin.checkpoint_dir) == os.path.realpath(root))
-
-
-def _shared_groups_of(directory: CheckpointDir, group: Group, iterations: bool,
+def _shared_groups_of(storage: Storage, root: str, group: Group, iterations: bool,
                       known: dict[str, SharedGroups]) -> SharedGroups:
     if directory.root not in known:
         known[directory.root] = find_shared_groups(directory, group)
@@ -197,3 +196,58 @@ def _unused_suffix(directory: CheckpointDir, prefix: str) -> int:
     not used again."""
     names = [parse_name(os.path.basename(path)) for path in scan_records(directory)[1]]
     return max((name.suffix + 1 for name in names if name and name.prefix == prefix), default=0)
+
+
+# ---- preflight -----------------------------------------------------------------------------------------------------
+
+def check_directory(directory: CheckpointDir) -> None:
+    """Tests, before a training begins, whether it can hold checkpoints: runs every operation of a save once, with a small
+    file. Raises SaveError that names the operation that failed or had another effect. Removes old probe files of dead jobs."""
+    storage, root, folder = directory.storage, directory.root, directory.path(FOLDER)
+    first, second = (os.path.join(folder, f"{PROBE}{runtime.token_hex(4)}") for _ in range(2))
+    what = "making a folder"
+    try:
+        storage.make_folder(folder)
+        what = "flushing the folders above"
+        storage.sync(root)
+        with suppress(PermissionError):         # not our folder: ``root`` existed before, and its name is durable
+            storage.sync(os.path.dirname(os.path.abspath(root)))
+        what = "writing and flushing a file"
+        storage.write(first, [b"one"], 3)
+        storage.write(second, [b"two"], 3)
+        what = "reading it back"
+        _check_content(directory, first, b"one")
+        what = "renaming a file over another one"
+        storage.rename(second, first)
+        what = "flushing the folder"
+        storage.sync(folder)
+        what = "reading the renamed file"
+        _check_content(directory, first, b"two")
+        what = "listing the folder"
+        names = set(storage.list(folder))
+        _check_listed(root, first, names, True)
+        _check_listed(root, second, names, False)
+        remove_stale(storage, [os.path.join(folder, name) for name in names if is_probe(name)], first)
+        what = "removing a file"
+        storage.remove(first)
+        what = "listing the folder again"
+        _check_listed(root, first, set(storage.list(folder)), False)
+    except OSError as error:
+        raise SaveError(f"{root} cannot hold checkpoints: {what} failed: {error.strerror or error} ({error.filename or folder}). "
+                        f"Give the job an output_dir on a disk that can be written to and has atomic rename") from error
+    finally:
+        for path in (first, second):
+            with suppress(OSError):
+                storage.remove(path)
+
+
+def _check_content(directory: CheckpointDir, path: str, content: bytes) -> None:
+    data = read_bytes(directory.storage, path, 1 << 10)
+    if data != content:
+        raise SaveError(f"{directory.root} cannot hold checkpoints: {path} reads {data!r} after {content!r} was written there")
+
+
+def _check_listed(root: str, path: str, names: set[str], expected: bool) -> None:
+    if (os.path.basename(path) in names) != expected:
+        raise SaveError(f"{root} cannot hold checkpoints: {path} is {'not ' if expected else 'still '}listed after it was "
+                        f"{'made' if expected else 'renamed or removed'}")
