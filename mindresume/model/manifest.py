@@ -19,6 +19,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
@@ -176,18 +177,13 @@ def dump_line(value: Any, limit: int) -> bytes:
     return line
 
 
-class field_errors:                                    # noqa: N801  a context manager, used as a statement
+@contextmanager
+def field_errors(kind: str) -> Iterator[None]:
     """Converts the errors of missing, ill-typed or impossible fields into RecordError."""
-
-    def __init__(self, kind: str):
-        self.kind = kind
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)):
-            raise RecordError(f"{self.kind}: a field is missing or wrong ({type(error).__name__}: {error}"[:400] + ")") from error
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise RecordError(f"{kind}: a field is missing or wrong ({type(error).__name__}: {error}"[:400] + ")") from error
 
 
 # ---- single fields -------------------------------------------------------------------------------------------------

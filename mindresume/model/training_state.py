@@ -60,22 +60,22 @@ class TrainingState:
 
     @property
     def epoch(self) -> int:
-        """Returns the current epoch, from 1; in sink mode the number of completed sinks (document 003: total steps / sink
-        size)."""
-        return epoch_of(self.step, self.steps_per_epoch)
+        """Returns the current epoch, from 1; 0 before the first step. In sink mode the number of completed sinks (document 003:
+        total steps / sink size)."""
+        return (self.step - 1) // self.steps_per_epoch + 1 if self.step else 0
 
     @property
     def step_in_epoch(self) -> int:
-        """Returns the step within the epoch, from 1; in sink mode always the sink size."""
-        return step_in_epoch(self.step, self.steps_per_epoch)
+        """Returns the step within the epoch, from 1, 0 before the first step; in sink mode always the sink size."""
+        return (self.step - 1) % self.steps_per_epoch + 1 if self.step else 0
 
     def to_json(self) -> dict[str, Any]:
-        found = {**asdict(self), "metrics": dict(self.metrics), "epoch": self.epoch, "step_in_epoch": self.step_in_epoch,
+        value = {**asdict(self), "metrics": dict(self.metrics), "epoch": self.epoch, "step_in_epoch": self.step_in_epoch,
                  "data": self.data and self.data.to_json()}
-        for name in _OPTIONAL_OBJECTS:                  # left out if empty
-            rows = dict(found.pop(name))
-            found.update({name: rows} if rows else {})
-        return found
+        for name in ("arrangement", "trainer"):         # left out if empty
+            rows = dict(value.pop(name))
+            value.update({name: rows} if rows else {})
+        return value
 
     @classmethod
     def from_json(cls, value: Any) -> TrainingState:
@@ -91,31 +91,15 @@ class TrainingState:
                                   f"{least} to {MAX_COUNT}")
         if known.get("loss_scale") is not None and not is_number(known["loss_scale"]):
             raise RecordError(f"training state: loss_scale is {known['loss_scale']!r}"[:200] + ", expected a finite number")
+        for name, (is_valid, expected) in _OBJECTS.items():
+            rows = known.get(name, {})
+            if rows is None and name != "metrics":
+                rows = {}
+            if not isinstance(rows, dict) or not all(map(is_valid, rows.values())):
+                raise RecordError(f"training state: {name} is {rows!r}"[:200] + f", expected an object of {expected}")
+            known[name] = tuple((key, float(row) if name == "metrics" else row) for key, row in rows.items())
         data = known.get("data")
-        for name, is_valid in _OPTIONAL_OBJECTS.items():
-            known[name] = _pairs(name, known.get(name), is_valid)
-        return cls(**{**known, "metrics": _metrics(known.get("metrics", {})),
-                      "data": None if data is None else DataPosition.from_json(data)})
-
-
-def _pairs(name: str, value: Any, is_valid: Callable[[Any], bool]) -> tuple[tuple[str, Any], ...]:
-    """Reads the optional field ``name``, a JSON object; () if it is absent. Raises RecordError unless each value is valid."""
-    if value is None:
-        return ()
-    if not isinstance(value, dict) or not all(map(is_valid, value.values())):
-        raise RecordError(f"training state: {name} is {value!r}"[:200] + ", expected an object of "
-                          + ("true and false" if is_valid is _is_flag else "numbers, texts, true, false and null"))
-    return tuple(value.items())
-
-
-def _metrics(value: Any) -> tuple[tuple[str, float], ...]:
-    """Reads metrics from a JSON object {name: finite number}. Raises RecordError for anything else."""
-    if not isinstance(value, dict):
-        raise RecordError(f"training state: metrics is {value!r}"[:200] + ", expected an object of numbers")
-    for name, number in value.items():
-        if not is_number(number):
-            raise RecordError(f"training state: metric {name} is {number!r}"[:200] + ", expected a finite number")
-    return tuple((name, float(number)) for name, number in value.items())
+        return cls(**{**known, "data": None if data is None else DataPosition.from_json(data)})
 
 
 def is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> TypeGuard[int]:
@@ -140,17 +124,9 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-_OPTIONAL_OBJECTS = {"arrangement": _is_flag, "trainer": is_scalar}     # fields, and which values are valid
-
-
-def epoch_of(step: int, steps_per_epoch: int) -> int:
-    """Returns the epoch that contains absolute ``step`` (both count from 1); 0 before the first step."""
-    return (step - 1) // steps_per_epoch + 1 if step else 0
-
-
-def step_in_epoch(step: int, steps_per_epoch: int) -> int:
-    """Returns the number of absolute ``step`` within its epoch, from 1; 0 before the first step."""
-    return (step - 1) % steps_per_epoch + 1 if step else 0
+_OBJECTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "metrics": (is_number, "finite numbers"), "arrangement": (_is_flag, "true and false"),
+    "trainer": (is_scalar, "numbers, texts, true, false and null")}     # pairs in memory, JSON objects in a file
 
 
 def crosses_multiple(before: int, now: int, interval: int) -> bool:

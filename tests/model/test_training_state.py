@@ -4,7 +4,7 @@ import pytest
 
 from mindresume.errors import RecordError
 from mindresume.model.data_position import DataPosition
-from mindresume.model.training_state import TrainingState, crosses_multiple, epoch_of, is_transient, may_be_absent, step_in_epoch
+from mindresume.model.training_state import TrainingState, crosses_multiple, is_transient, may_be_absent
 
 
 @pytest.mark.parametrize("step, per_epoch, epoch, inside", [
@@ -12,7 +12,8 @@ from mindresume.model.training_state import TrainingState, crosses_multiple, epo
     (24, 2, 12, 2), (40, 2, 20, 2), (7, 1, 7, 1), (0, 10, 0, 0),   # sink size 2: step 24 is named -12_2, step 40 -20_2
 ])
 def test_epoch_and_step_follow_from_the_absolute_step(step, per_epoch, epoch, inside):
-    assert (epoch_of(step, per_epoch), step_in_epoch(step, per_epoch)) == (epoch, inside)
+    state = TrainingState(step, per_epoch, step)
+    assert (state.epoch, state.step_in_epoch) == (epoch, inside)
 
 
 @pytest.mark.parametrize("before, now, interval, due", [
