@@ -91,24 +91,22 @@ class Committer:
         """Commits every pending step whose records are complete. Returns the steps still pending. ``by_name``: see
         ``try_commit``."""
         for step in list(self.pending):
-            if step in self.pending and self._commit_if_complete(step, by_name):
-                for older in [other for other in self.pending if other < step]:
-                    self.emit(SaveAbandoned(older, f"not all ranks have saved it, and all have saved step {step}"))
-                self.pending = [other for other in self.pending if other > step]
-        return self.pending
-
-    def _commit_if_complete(self, step: int, by_name: bool) -> bool:
-        """Commits ``step`` if its records are complete. Returns whether it did."""
-        try:
-            missing = self.try_commit(step, by_name)
-        except (OSError, RecordError) as error:
-            if self._reasons.get(step) != str(error):           # once, not five times a second until the timeout
-                self.emit(CommitDelayed(step, str(error)))
-            self._reasons[step] = str(error)
-            return False
-        if not missing:
+            if step not in self.pending:
+                continue                                        # committed late, behind an earlier one of this list
+            try:
+                missing = self.try_commit(step, by_name)
+            except (OSError, RecordError) as error:
+                if self._reasons.get(step) != str(error):       # once, not five times a second until the timeout
+                    self.emit(CommitDelayed(step, str(error)))
+                self._reasons[step] = str(error)
+                continue
+            if missing:
+                continue
             self.committed.append(step)
-        return not missing
+            for older in [other for other in self.pending if other < step]:
+                self.emit(SaveAbandoned(older, f"not all ranks have saved it, and all have saved step {step}"))
+            self.pending = [other for other in self.pending if other > step]
+        return self.pending
 
     def finish(self, timeout: float, pause: float = 0.2) -> dict[int, list[int]]:
         """Waits until every pending step is committed, at most ``timeout`` seconds. Returns {step: missing ranks}."""
@@ -144,7 +142,11 @@ class Committer:
             if self._commit_late(older):
                 self.pending.remove(older)
                 self.committed.append(older)
-        self._after_commit(step, manifest)
+        if self._point(step, manifest):
+            try:
+                self.prune()
+            except OSError as error:
+                self.emit(warning(f"step {step} is committed, but older ones are not removed now: {error}"))
         return []
 
     def commit_only(self, step: int) -> list[int]:
@@ -176,17 +178,9 @@ class Committer:
             return False
         return True
 
-    def _after_commit(self, step: int, manifest: Manifest) -> None:
-        """Updates the pointers and prunes. An error does not undo the commit, and the next commit tries again. A checkpoint that
-        old pointers name stays for one more save, not longer."""
-        if self._point(step, manifest):
-            try:
-                self.prune()
-            except OSError as error:
-                self.emit(warning(f"step {step} is committed, but older ones are not removed now: {error}"))
-
     def _point(self, step: int, manifest: Manifest) -> bool:
-        """Updates the pointers. Returns whether older checkpoints may be removed."""
+        """Updates the pointers. Returns whether older checkpoints may be removed. An error does not undo the commit, and the next
+        commit tries again. A checkpoint that old pointers name stays for one more save, not longer."""
         try:
             self._update_pointers(self.target, step, manifest.files[0][0].path)
             pointed, self._pointers_are_old = True, False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -40,7 +40,7 @@ from mindresume.model.manifest import (
 from mindresume.model.training_state import TrainingState
 from mindresume.storage.atomic_publish import UnknownOutcomeError, publish
 from mindresume.storage.interface import Storage
-from mindresume.tensor_files import encode, encoded_size
+from mindresume.tensor_files import encode, encode_plan, plan_arrays
 from mindresume.tensor_files.checksum import Checksums, checksummed, file_checksum
 
 
@@ -228,9 +228,9 @@ def write_shard(target: SaveTarget, shard: Shard, clock: Callable[[], float] = r
         if before is not None:
             return WrittenShard(before[0])
         files = [replace(file, metadata={**file.metadata, **label(target.run, step)}) for file in shard.files]
-        expected = [encoded_size(file.format, file.tensors, file.metadata) for file in files]
+        plans = [plan_arrays(file.format, file.tensors, file.metadata) for file in files]
         there = {path for path in paths if target.storage.status(path) is not None}
-        needed = sum(size for path, size in zip(paths, expected, strict=True) if path not in there)
+        needed = sum(plan.size for path, plan in zip(paths, plans, strict=True) if path not in there)
         _check_space(target, step, needed)
         progress = progress or ProgressReporter.silent()
         progress.expect(needed)
@@ -238,16 +238,16 @@ def write_shard(target: SaveTarget, shard: Shard, clock: Callable[[], float] = r
             target.storage.make_folder(folder)
         made, rows, sums = [], [], [Checksums() for _ in files]
         try:
-            for where, file, size, into in zip(paths, files, expected, sums, strict=True):
+            for where, file, plan, into in zip(paths, files, plans, sums, strict=True):
                 if where in there:
-                    _check_same(target.storage, where, file, into)
+                    _check_same(target.storage, where, encode_plan(plan, file.tensors), into)
                 else:
                     made.append(where)
-                    pieces = encode(file.format, file.tensors, file.metadata)
-                    written = publish(target.storage, where, progress.counted(checksummed(pieces, into)), target.run, size)
-                    if written != size:
-                        raise OSError(errno.EIO, f"wrote {written} bytes, expected {size}", where)
-                rows.append(FileRecord(file.path, file.format, size, into.file))
+                    pieces = progress.counted(checksummed(encode_plan(plan, file.tensors), into))
+                    written = publish(target.storage, where, pieces, target.run, plan.size)
+                    if written != plan.size:
+                        raise OSError(errno.EIO, f"wrote {written} bytes, expected {plan.size}", where)
+                rows.append(FileRecord(file.path, file.format, plan.size, into.file))
             record = Record(target.run, target.rank, target.world_size, shard.state, clock(), tuple(rows), shard.deduplicated,
                             target.lineage, target.local_ranks)
             where = os.path.join(attempt, record_name(target.rank))
@@ -320,11 +320,11 @@ def is_committed(target: SaveTarget, step: int) -> bool:
                for data_dir in target.data_dirs(step))
 
 
-def _check_same(storage: Storage, path: str, file: ShardFile, into: Checksums) -> None:
-    """Checks that ``path`` has the content that would be written, and computes its checksums. An earlier attempt of this run
-    wrote it; its record may exist without being visible yet, so the file is not touched. Raises SaveError if the content
+def _check_same(storage: Storage, path: str, pieces: Iterable[tuple[str | None, memoryview]], into: Checksums) -> None:
+    """Checks that ``path`` has the content ``pieces``, which would be written, and computes its checksums. An earlier attempt of
+    this run wrote it; its record may exist without being visible yet, so the file is not touched. Raises SaveError if the content
     differs."""
-    for _ in checksummed(encode(file.format, file.tensors, file.metadata), into):
+    for _ in checksummed(pieces, into):
         pass
     with storage.open(path) as opened:
         found = file_checksum(opened)

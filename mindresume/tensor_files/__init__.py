@@ -37,9 +37,8 @@ from mindresume.tensor_files.header import (
     tensor_spec,
 )
 
-__all__ = ["CHUNK", "FilePart", "FilePlan", "Header", "TensorEntry", "TensorSpec", "encode", "encoded_size", "format_of",
-           "plan_file",
-           "read_header", "read_scalar", "read_tensor", "tensor_spec"]
+__all__ = ["CHUNK", "FilePart", "FilePlan", "Header", "TensorEntry", "TensorSpec", "encode", "encode_plan", "format_of",
+           "plan_arrays", "plan_file", "read_header", "read_scalar", "read_tensor", "tensor_spec"]
 
 _MAX_SCALAR = 1 << 20       # bytes of a text; a tensor of terabytes may claim to be one
 
@@ -97,12 +96,12 @@ def encode(fmt: str, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, s
     Arrays must not change until the last piece is consumed. Raises ValueError, at the call and before the first piece, for a
     format, dtype, byte order, name or metadata that cannot be written.
     """
-    return _pieces(plan_file(fmt, {name: tensor_spec(name, array) for name, array in tensors.items()}, metadata), tensors)
+    return encode_plan(plan_arrays(fmt, tensors, metadata), tensors)
 
 
-def encoded_size(fmt: str, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> int:
-    """Returns the size in bytes of the file that ``encode`` makes of these arguments. Raises ValueError like ``encode``."""
-    return plan_file(fmt, {name: tensor_spec(name, array) for name, array in tensors.items()}, metadata).size
+def plan_arrays(fmt: str, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> FilePlan:
+    """Returns the layout of the file that ``encode`` makes of these arguments. Raises ValueError like ``encode``."""
+    return plan_file(fmt, {name: tensor_spec(name, array) for name, array in tensors.items()}, metadata)
 
 
 def plan_file(fmt: str, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
@@ -111,7 +110,8 @@ def plan_file(fmt: str, specs: Mapping[str, TensorSpec], metadata: Mapping[str, 
     return _module(fmt).plan_file(specs, metadata)
 
 
-def _pieces(plan: FilePlan, tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[str | None, memoryview]]:
+def encode_plan(plan: FilePlan, tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[str | None, memoryview]]:
+    """Yields the pieces of the file of ``plan``, see ``encode``."""
     name, data = None, memoryview(b"")
     for part in plan.parts:
         if part.name is not None and part.name != name:         # at most one array is copied at a time

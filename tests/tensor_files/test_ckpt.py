@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mindresume.errors import CorruptFileError
-from mindresume.tensor_files import ckpt, encode, encoded_size, read_header, read_scalar, read_tensor
+from mindresume.tensor_files import ckpt, encode, plan_arrays, read_header, read_scalar, read_tensor
 from mindresume.tensor_files.ckpt import decode_varint, encode_varint, signed
 
 DTYPES = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1"]
@@ -109,7 +109,7 @@ def test_texts_and_scalars_of_append_dict(ms, tmp_path):
     assert loaded(ms, tmp_path / "y.ckpt", content(texts)) == {"text": "hällo", "none": "", "wide": "a", "big": "b"}
     assert {name: array.item() for name, array in read_all(content(texts))[1].items()} == \
         {"text": "hällo", "none": "", "wide": "a", "big": "b"}
-    assert encoded_size("ckpt", texts, {}) == len(content(texts))
+    assert plan_arrays("ckpt", texts, {}).size == len(content(texts))
 
 
 def test_empty_tensors(ms, tmp_path):

@@ -14,8 +14,8 @@ from mindresume.tensor_files import (
     TensorEntry,
     TensorSpec,
     encode,
-    encoded_size,
     format_of,
+    plan_arrays,
     plan_file,
     read_header,
     read_scalar,
@@ -77,7 +77,7 @@ def test_round_trip_is_bit_exact(case):
     header, found = read_all(data, fmt)
     assert described(found) == described(tensors)
     assert (header.format, header.size, header.metadata) == (fmt, len(data), metadata)
-    assert encoded_size(fmt, tensors, metadata) == len(data)
+    assert plan_arrays(fmt, tensors, metadata).size == len(data)
     assert all(array.flags.c_contiguous and array.flags.writeable for array in found.values())
 
 
@@ -98,7 +98,7 @@ def test_a_contiguous_tensor_is_not_copied_and_is_written_in_chunks(fmt):
     (np.array([None]), "w: .* dtype object"),
 ])
 def test_unsupported_arrays_are_refused_at_the_call(fmt, array, says):
-    for function in (encode, encoded_size):
+    for function in (encode, plan_arrays):
         with pytest.raises(ValueError, match=says):
             function(fmt, {"w": array}, {})
 
