@@ -21,14 +21,11 @@ from mindresume.errors import SaveError
 from mindresume.formats.rank_folder_naming import stem
 from mindresume.mindformers import adapter, heartbeat, training_context, training_saves, upstream, upstream_check
 from mindresume.mindformers.monitor_arguments import checked_arguments
-from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.state_collector import StateCollector
 from mindresume.resume.health import add
 from mindresume.saving.checkpoint_manager import CheckpointManager
-from mindresume.saving.retention import policy_of
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Save, Shard
-from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 
 _RESCUE = "__exception_save__"          # MindSpore appends this key in an emergency save (train_fault_tolerance.py)
@@ -53,10 +50,6 @@ class CheckpointMonitor(BuiltIn):
         self._collector: StateCollector | None = None
         self._context: training_context.TrainingContext | None = None
         self._since = runtime.monotonic()
-
-    @property
-    def storage(self) -> Storage:
-        return PosixStorage()
 
     # ---- callbacks ---------------------------------------------------------------------------------------------------
 
@@ -144,21 +137,16 @@ class CheckpointMonitor(BuiltIn):
 
     def _start(self, context: training_context.TrainingContext) -> None:
         """Opens the save session together with the other ranks, cleans up, and restores the random state."""
-        resources = context.resources
-        self._context = context
-        resources.group = group_of_job()
-        settings, asked = context.settings, self._asked
-        # on every rank, so that contradicting keys stop all ranks
-        retention = policy_of(asked["keep_checkpoint_max"], asked["keep_checkpoint_per_n_minutes"], settings.keep_every_steps,
-                              settings.keep_best, settings.keep_best_metric, settings.keep_best_mode)
+        asked = self._asked
+        retention = training_saves.retention_of(context.settings, asked["keep_checkpoint_max"],
+                                                asked["keep_checkpoint_per_n_minutes"])
         options = SaveOptions(self._root(), self.origin_prefix, asked["save_checkpoint_steps"], asked["save_checkpoint_seconds"],
                               asked["async_save"], self._iterations, self._directory, retention=retention, since=self._since)
-        self._checkpoints = manager = CheckpointManager(self.storage, resources.group, settings, options, context.emit,
-                                                        resources.pending_load, heartbeat.writing)
-        home = training_saves.open_directory(manager, context)
+        self._context = context
+        self._checkpoints = manager = training_saves.open_directory(context, options)
         if not self._iterations:
-            self._prefix = stem(self.origin_prefix, resources.group.rank, home.suffix)
-        self._collector = StateCollector(self, home, context)
+            self._prefix = stem(self.origin_prefix, manager.target.rank, manager.session.suffix)
+        self._collector = StateCollector(self, manager.session, context)
         training_saves.begin_saving(manager, context, self._append_step_num, self)
 
     def _root(self) -> str:
@@ -174,7 +162,7 @@ class CheckpointMonitor(BuiltIn):
         if self._checkpoints.target.rank != 0:
             return
         try:
-            add(self.storage, self.health_ckpts_record_dir, name, health, self._checkpoints.target.run)
+            add(PosixStorage(), self.health_ckpts_record_dir, name, health, self._checkpoints.target.run)
         except (OSError, ValueError) as error:
             raise SaveError(f"the health of {name} was not recorded in {self.health_ckpts_record_dir}: {error}") from error
 

@@ -17,13 +17,17 @@ from mindresume.events import Resumed
 from mindresume.formatting import ranks_count
 from mindresume.mindformers import heartbeat
 from mindresume.mindformers import network_state as live
+from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.training_context import TrainingContext
 from mindresume.resume.background_scrub import BackgroundScrub
 from mindresume.resume.resume_summary import random_state_row, source_rows
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.remote_run_number import number_runs
-from mindresume.saving.save_session import SaveSession
+from mindresume.saving.retention import Policy, policy_of
+from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Save, Shard
+from mindresume.settings import Settings
+from mindresume.storage.posix import PosixStorage
 
 
 class TrainerState:
@@ -48,14 +52,23 @@ class TrainerState:
 
 # ---- start ---------------------------------------------------------------------------------------------------------
 
-def open_directory(manager: CheckpointManager, context: TrainingContext) -> SaveSession:
+def retention_of(settings: Settings, keep_max: int | None, per_minutes: int | None) -> Policy:
+    """Returns the policy of a training. Raises ConfigError on every rank, so that contradicting keys stop all ranks."""
+    return policy_of(keep_max, per_minutes, settings.keep_every_steps, settings.keep_best, settings.keep_best_metric,
+                     settings.keep_best_mode)
+
+
+def open_directory(context: TrainingContext, options: SaveOptions) -> CheckpointManager:
     """Acquires the checkpoint directory together with the other ranks. All ranks have loaded the checkpoint before they call it,
-    so its read lock ends."""
+    so its read lock ends. Returns what saves there."""
     resources, plan = context.resources, context.plan
+    resources.group = group_of_job()
+    manager = CheckpointManager(PosixStorage(), resources.group, context.settings, options, context.emit, resources.pending_load,
+                                heartbeat.writing)
     origin = (plan.selected or plan.choice) if plan.resumes else None
-    session = manager.open(resources.topology, origin, partial(number_runs, resources.remote, context.emit))
+    manager.open(resources.topology, origin, partial(number_runs, resources.remote, context.emit))
     resources.release()
-    return session
+    return manager
 
 
 def begin_saving(manager: CheckpointManager, context: TrainingContext, step: int, monitor: Any) -> None:

@@ -92,7 +92,7 @@ class Committer:
         ``try_commit``."""
         for step in list(self.pending):
             if step not in self.pending:
-                continue                                        # committed late, behind an earlier one of this list
+                continue                                        # given up or committed late, with another one
             try:
                 missing = self.try_commit(step, by_name)
             except (OSError, RecordError) as error:

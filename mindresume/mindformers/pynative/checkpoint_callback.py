@@ -14,17 +14,14 @@ from mindresume.errors import ConfigError
 from mindresume.events import Notice, warning
 from mindresume.mindformers import arrangement, heartbeat, training_context, training_saves
 from mindresume.mindformers import network_state as live
-from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.pynative import parameters, trainer_state
 from mindresume.mindformers.pynative.training_run import TrainingRun
 from mindresume.mindformers.state_collector import loss_metric, number
 from mindresume.mindformers.wrapping import Call
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.checkpoint_manager import CheckpointManager
-from mindresume.saving.retention import policy_of
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Save, Shard, iteration_shard
-from mindresume.storage.posix import PosixStorage
 
 
 class RunSaver:
@@ -46,16 +43,12 @@ class RunSaver:
         if run.context.monitor is self:         # the training begins again in its process: session and state go on
             return
         context, asked, step = run.context, self._asked, int(run.trainer.state.global_step)
-        context.resources.group, settings = group_of_job(), context.settings
-        retention = policy_of(asked["save_max"], 0, settings.keep_every_steps, settings.keep_best, settings.keep_best_metric,
-                              settings.keep_best_mode)
         options = SaveOptions(os.path.realpath(asked["save_path"]), asked["prefix"], asked["save_interleaved_steps"],
                               async_save=asked["async_save"], iterations=True, shown=asked["save_path"],
-                              samples_in_common=run.samples_in_common, retention=retention, since=self._since)
+                              samples_in_common=run.samples_in_common, since=self._since,
+                              retention=training_saves.retention_of(context.settings, asked["save_max"], 0))
         self._run = run
-        self.manager = CheckpointManager(PosixStorage(), context.group, settings, options, context.emit,
-                                         context.resources.pending_load, heartbeat.writing)
-        training_saves.open_directory(self.manager, context)
+        self.manager = training_saves.open_directory(context, options)
         shapes = {name: shape for name, (shape, _) in parameters.shapes_of(self._parameters(model, optimizer)).items()}
         self._layouts = parameters.layouts_of(model, self._optimizer(optimizer), shapes, context.group.size,
                                               lambda text: context.emit(warning(text)))
