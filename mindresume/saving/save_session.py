@@ -178,7 +178,7 @@ def open_save_session(directory: CheckpointDir, prefix: str, group: Group, emit:
     return session
 
 
-def _shared_groups_of(storage: Storage, root: str, group: Group, iterations: bool,
+def _shared_groups_of(directory: CheckpointDir, group: Group, iterations: bool,
                       known: dict[str, SharedGroups]) -> SharedGroups:
     if directory.root not in known:
         known[directory.root] = find_shared_groups(directory, group)
