@@ -118,7 +118,7 @@ class Conversion:
         """
         try:
             if not self.prepare():
-                return self._commit_or_wait()
+                return True
             if checks_source:
                 check_source(self.plan.source.weights, engine.traffic, self.share.number - 1, self.share.count)
             self.write(engine)
@@ -165,8 +165,7 @@ class Conversion:
         return True
 
     def prepare(self) -> bool:
-        """Creates the work folder. Returns False if there is nothing to write, because another process commits all shares or has
-        done so.
+        """Creates the work folder. Returns False if there is nothing to do, because another process has committed all shares.
 
         Raises:
             ConfigError: the target is impossible.
@@ -182,12 +181,12 @@ class Conversion:
             if not alone:
                 if self._take_lock(fcntl.LOCK_SH):
                     break
-                if self.storage.status(self._claimed) is not None or self.finished():
+                if self.finished():
                     return False
-            if alone or tries == _TRIES:            # else another share begins, or begins to commit
+            if alone or tries == _TRIES:
                 raise SaveError(f"the same conversion to {self.target} is running in another process; wait for it, and then "
                                 f"start this one again")
-            tries += 1
+            tries += self.storage.status(self._claimed) is None         # else another share commits, or puts that in order
             runtime.sleep(_FIRST_PAUSE)
         else:
             self._put_in_order()
@@ -355,7 +354,7 @@ class Conversion:
     def _is_there(self) -> bool:
         """Returns whether the work folder is the one that this process began with, also while another process commits it."""
         found = [self.storage.status(path) for path in (self.work, self._claimed)]
-        return any(status is not None and self._identity in ("", status.identity) for status in found)
+        return any(status is not None and status.identity == self._identity for status in found)
 
     def _lost_work(self) -> ProcessLostError:
         return ProcessLostError(f"{self.work} was removed: another process of this conversion found an error")
