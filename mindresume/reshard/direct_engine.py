@@ -21,7 +21,7 @@ from mindresume import runtime
 from mindresume.errors import CorruptFileError, SaveError
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor
 from mindresume.reshard.geometry import Region, blocks, elements, offset, overlap, shape_of, view, within
-from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
+from mindresume.reshard.range_reader import OpenFiles, ReadRange, bits_dtype, gather
 from mindresume.reshard.target_files import TargetFile, in_order
 from mindresume.storage.interface import NewFile, Storage
 from mindresume.tensor_files import FilePlan
@@ -245,15 +245,14 @@ class _Transfer:
 
     def _do(self, number: int, work: list[tuple[Tensor, Region]], tile: np.ndarray, staged: np.ndarray,
             packed: np.ndarray) -> None:
-        read: list[tuple[str, PieceLocation, int, memoryview]] = []
+        read: list[ReadRange] = []
         filled: list[tuple[Tensor, Region, np.ndarray]] = []
         used = 0
         for tensor, region in work:
             dtype = bits_dtype(tensor.dtype)
             count = elements(region) * dtype.itemsize
             out = tile[used:used + count].view(dtype).reshape(shape_of(region))
-            gather(self.weights, self.files, tensor.name, region, out, staged[used:used + count],
-                   lambda *row: read.append(row))
+            read += gather(self.weights, self.files, tensor.name, region, out, staged[used:used + count])
             filled.append((tensor, region, out))
             used += count + -count % 8
         written = list(self._packed(filled, packed))

@@ -8,7 +8,7 @@ Only the requested bytes are read: a contiguous range of a file with one call, a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import BinaryIO, NamedTuple
@@ -33,7 +33,7 @@ SHORT_ROW = 64 << 10        # bytes: as SHORT_RUN, within matrices of composed t
 COMPOSED_MEMORY = 2 * MOST_SPAN + 3
 _CASTS = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16")}
 
-OnRead = Callable[[str, PieceLocation, int, memoryview], None]
+ReadRange = tuple[str, PieceLocation, int, memoryview]       # tensor, location, first byte in the piece, bytes
 
 
 class ComposedCut(NamedTuple):
@@ -111,17 +111,16 @@ def bits_dtype(dtype: str) -> np.dtype:
     return np.dtype(f"u{DTYPES[dtype].itemsize}")
 
 
-def gather(weights: CheckpointView, files: OpenFiles, name: str, region: Region, out: np.ndarray, staging: np.ndarray,
-           on_read: OnRead | None = None) -> None:
-    """Reads ``region`` of a tensor into ``out``.
+def gather(weights: CheckpointView, files: OpenFiles, name: str, region: Region, out: np.ndarray, staging: np.ndarray
+           ) -> list[ReadRange]:
+    """Reads ``region`` of a tensor into ``out``. Returns each contiguous range of a piece that was read, not for ``ComposedCut``:
+    their bytes are valid until the next ``gather`` with the same ``out`` and ``staging``.
 
     Args:
         out: array of the shape of the region and of its ``bits_dtype``.
         staging: a buffer of at least as many bytes as ``out``.
-        on_read: is called with (tensor, location, first byte in the piece, bytes) for each contiguous range of a piece, not for
-            ``ComposedCut``. The bytes are valid until the next ``gather`` with the same ``out`` and ``staging``.
     """
-    used = 0
+    used, ranges = 0, []
     for cut in weights.tensors[name].cuts(region):
         place = weights.locate(name, cut)
         if isinstance(cut, ComposedCut):
@@ -142,8 +141,7 @@ def gather(weights: CheckpointView, files: OpenFiles, name: str, region: Region,
         if length == count:
             start = next(starts) * out.itemsize
             read_range(files, place.path, place.entry, start, memoryview(flat))
-            if on_read:
-                on_read(name, place, start, memoryview(flat))
+            ranges.append((name, place, start, memoryview(flat)))
         elif length < SHORT_RUN and _span(local, shape) * out.itemsize <= MOST_SPAN * count:
             flat[:] = _spanned(files, place, local, shape, out.dtype)
         else:
@@ -153,6 +151,7 @@ def gather(weights: CheckpointView, files: OpenFiles, name: str, region: Region,
                 done = done[length:]
         if not direct:
             part[...] = flat.view(out.dtype).reshape(part.shape)
+    return ranges
 
 
 def _span(local: Region, shape: tuple[int, ...]) -> int:

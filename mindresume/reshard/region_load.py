@@ -174,9 +174,7 @@ class ThreadBuffer(runtime.ThreadLocal):
 
 def _gather_and_hash(weights: CheckpointView, files: OpenFiles, name: str, part: Region, out: np.ndarray, staging: np.ndarray,
           sources: SourceChecksums) -> None:
-    seen: list[tuple[str, PieceLocation, int, memoryview]] = []
-    gather(weights, files, name, part, out, staging, lambda *row: seen.append(row))
-    for row in seen:
+    for row in gather(weights, files, name, part, out, staging):
         sources.hash(*row)
 
 
