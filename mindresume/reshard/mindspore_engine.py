@@ -67,7 +67,7 @@ def rewrite(weights: CheckpointView, target: Strategy | None, work: str, *, work
     emit(Notice(f"MindSpore converts {weights.name}: {counted(len(task.held), 'file')} of ranks, "
                 f"processes: {len(task.jobs)}, below {work}"))
     run([[job] for job in task.jobs], task.work, timeout, command)
-    return task.collect()
+    return collect(task)
 
 
 def source_strategy(weights: CheckpointView) -> Strategy | None:
@@ -97,13 +97,6 @@ class Task:
     held: Sequence[Mapping[str, Region]]
     jobs: tuple[str, ...]
     unified: bool
-
-    def collect(self) -> CheckpointView:
-        """Returns a view of the files that MindSpore wrote. EngineError, with rank and parameter, if they are not as the target
-        needs them."""
-        if self.unified:
-            return _collect_unified(self)
-        return _collect_ranks(self)
 
 
 def prepare(weights: CheckpointView, target: Strategy | None, work: str, workers: int = 1) -> Task | None:
@@ -282,43 +275,33 @@ def _check_nan(weights: CheckpointView, path: str) -> None:
 
 # ---- collect -----------------------------------------------------------------------------------------------------
 
-def _collect_ranks(task: Task) -> CheckpointView:
-    def path(rank: int) -> str:
-        return os.path.join(task.work, "out", f"rank_{rank}", f"weights{rank}.{task.format}")
+def collect(task: Task) -> CheckpointView:
+    """Returns a view of the files that MindSpore wrote. EngineError, with rank and parameter, if they are not as the target needs
+    them."""
+    out, storage, source = os.path.join(task.work, "out"), PosixStorage(), task.weights.tensors
+    paths = {rank: [os.path.join(out, f"rank_{rank}", f"weights{rank}.{task.format}")] for rank in range(len(task.held))}
+    if task.unified:
+        paths = {0: [os.path.join(out, file) for file in sorted(os.listdir(out)) if file.endswith(".safetensors")]}
 
-    def checked(rank: int) -> Header:
-        header = _written(task, rank, path(rank))
-        _compare(task, rank, {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()})
-        return header
-
-    storage = PosixStorage()
-    headers = parallel(storage, checked, list(range(len(task.held))))
-    name, known = f"{task.weights.name}, rewritten by MindSpore", {path(rank): header for rank, header in enumerate(headers)}
+    def checked(rank: int) -> dict[str, Header]:
+        headers = {path: _written(task, rank, path) for path in paths[rank]}
+        _compare(task, rank, {name: (entry.dtype, entry.shape) for header in headers.values()
+                              for name, entry in header.tensors.items()})
+        return headers
+    headers = {path: header for of_rank in parallel(storage, checked, list(paths)) for path, header in of_rank.items()}
+    title = f"{task.weights.name}, rewritten by MindSpore"
     if task.target is None:
-        return CheckpointView(storage, name, _uncut(task), lambda rank, tensor: path(0), headers=dict(known),
-                       path_by_tensor=dict.fromkeys(task.held[0], path(0)))
-    size, tensors = task.target.stage_size, {}
-    for tensor in task.weights.tensors.values():
-        stage = task.target.stage_of(tensor.name)
-        layout = None if stage is None else task.target.stages[stage][tensor.name]
-        tensors[tensor.name] = Tensor(tensor.name, tensor.dtype, tensor.shape, layout, (stage or 0) * size)
-    return CheckpointView(storage, name, tensors, lambda rank, tensor: path(rank) if 0 <= rank < len(task.held) else None,
-                   world_size=len(task.held), headers=dict(known), paths=lambda rank: (path(rank),))
-
-
-def _collect_unified(task: Task) -> CheckpointView:
-    out = os.path.join(task.work, "out")
-    paths = [os.path.join(out, file) for file in sorted(os.listdir(out)) if file.endswith(".safetensors")]
-    headers = {path: _written(task, 0, path) for path in paths}
-    found = {name: path for path, header in headers.items() for name in header.tensors}
-    entries = {name: headers[path].tensors[name] for name, path in found.items()}
-    _compare(task, 0, {name: (entry.dtype, entry.shape) for name, entry in entries.items()})
-    return CheckpointView(PosixStorage(), f"{task.weights.name}, rewritten by MindSpore", _uncut(task),
-                   lambda rank, tensor: found[tensor], path_by_tensor=found, headers=dict(headers))
-
-
-def _uncut(task: Task) -> dict[str, Tensor]:
-    return {name: Tensor(name, tensor.dtype, tensor.shape) for name, tensor in task.weights.tensors.items()}
+        by_tensor = {name: path for path, header in headers.items() for name in header.tensors}
+        uncut = {name: Tensor(name, tensor.dtype, tensor.shape) for name, tensor in source.items()}
+        return CheckpointView(storage, title, uncut, lambda rank, tensor: by_tensor[tensor], path_by_tensor=by_tensor,
+                              headers=dict(headers))
+    tensors = {}
+    for name, tensor in source.items():
+        stage = task.target.stage_of(name)
+        layout = None if stage is None else task.target.stages[stage][name]
+        tensors[name] = Tensor(name, tensor.dtype, tensor.shape, layout, (stage or 0) * task.target.stage_size)
+    return CheckpointView(storage, title, tensors, lambda rank, tensor: paths[rank][0] if rank in paths else None,
+                          world_size=len(paths), headers=dict(headers), paths=lambda rank: tuple(paths[rank]))
 
 
 def _written(task: Task, rank: int, path: str) -> Header:
