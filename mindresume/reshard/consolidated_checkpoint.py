@@ -86,8 +86,11 @@ def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:
         source = open_consolidated(storage, path)
         return candidate_of(source, source.state), None
     except (MindResumeError, OSError) as error:
-        problem = _refusal(path, error)
-        return _unreadable(path, problem), problem
+        problem = Refusal(None, str(error))
+        if isinstance(error, CorruptFileError):
+            problem = Refusal(None, error.reason, os.path.relpath(error.path, _folder(path)),
+                              tensors=(error.tensor,) if error.tensor else ())
+        return Candidate(None, MINDFORMERS, "safetensors", {}, 1, (0.0,), problem=problem), problem
 
 
 def survey(storage: Storage, path: str) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
@@ -137,14 +140,3 @@ def _file_problem(storage: Storage, folder: str, made: ConversionManifest, file:
 
 def _folder(path: str) -> str:
     return os.path.dirname(path) or "." if os.path.isfile(path) else path
-
-
-def _refusal(path: str, error: Exception) -> Refusal:
-    if isinstance(error, CorruptFileError):
-        return Refusal(None, error.reason, os.path.relpath(error.path, _folder(path)),
-                       tensors=(error.tensor,) if error.tensor else ())
-    return Refusal(None, str(error))
-
-
-def _unreadable(path: str, problem: Refusal) -> Candidate:
-    return Candidate(None, MINDFORMERS, "safetensors", {}, 1, (0.0,), problem=problem)

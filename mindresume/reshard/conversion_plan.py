@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from mindresume.formats.strategy import Strategy
 from mindresume.model.manifest import FOLDER as RECORDS
 from mindresume.model.manifest import attempt_name, run_name
 from mindresume.model.training_state import TrainingState
-from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.reshard.checkpoint_view import Tensor
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.target_files import (
     IN_COMMON,
@@ -195,10 +194,18 @@ def _fingerprint(source: OpenCheckpoint, wanted: Any) -> str:
 # ---- counters as tensors: Checkpoint 1.0 keeps them so in every file, an iteration folder elsewhere -----------------
 
 def with_counters(source: OpenCheckpoint) -> OpenCheckpoint:
-    """Returns ``source``; if it is an iteration folder, with the counters of its ``common.json`` added as tensors."""
+    """Returns ``source``; if it is an iteration folder, with the counters of its ``common.json`` added as tensors. They are in a
+    file in memory, because readers read ranges of files."""
     if not source.is_iteration or source.state is None:
         return source
-    return replace(source, weights=_with(source.weights, counters_of(source.state)))
+    weights = source.weights
+    arrays = {name: array for name, array in counters_of(source.state).items() if name not in weights.tensors}
+    content = b"".join(data for _, data in encode("safetensors", arrays, {}))
+    memory, header = _Memory(content), read_header(io.BytesIO(content), "counters.safetensors")
+    tensors = {**weights.tensors, **{name: Tensor(name, entry.dtype, entry.shape) for name, entry in header.tensors.items()}}
+    return replace(source, weights=replace(
+        weights, tensors=tensors, headers={**weights.headers, memory.path: header},
+        path_of=lambda rank, name: memory.path if name in arrays else weights.path_of(rank, name)))
 
 
 def counters_of(state: TrainingState) -> dict[str, np.ndarray]:
@@ -213,17 +220,6 @@ def counters_of(state: TrainingState) -> dict[str, np.ndarray]:
     return found
 
 
-def _with(weights: CheckpointView, arrays: dict[str, np.ndarray]) -> CheckpointView:
-    """Adds tensors. They are in a file in memory, because readers read ranges of files."""
-    arrays = {name: array for name, array in arrays.items() if name not in weights.tensors}
-    content = b"".join(piece for _, piece in encode("safetensors", arrays, {}))
-    memory = _Memory(content)
-    header = read_header(io.BytesIO(content), "counters.safetensors")
-    tensors = {**weights.tensors, **{name: Tensor(name, entry.dtype, entry.shape) for name, entry in header.tensors.items()}}
-    return replace(weights, tensors=tensors, headers={**weights.headers, memory.path: header},
-                   path_of=partial(_file_of, weights, arrays, memory))
-
-
 class _Memory:
     """Holds an anonymous file in memory, and closes it when the object is deleted."""
 
@@ -234,7 +230,3 @@ class _Memory:
 
     def __del__(self) -> None:
         os.close(self._handle)
-
-
-def _file_of(weights: CheckpointView, arrays: dict[str, np.ndarray], memory: _Memory, rank: int, name: str) -> str | None:
-    return memory.path if name in arrays else weights.path_of(rank, name)

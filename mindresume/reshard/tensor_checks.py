@@ -23,8 +23,8 @@ from mindresume.errors import ConfigError, LoadError
 from mindresume.formats.huggingface import ATTENTION_KEY, FC1, MLP_KEY, QKV
 from mindresume.model.layout import TensorLayout
 from mindresume.model.training_state import may_be_absent
-from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor
-from mindresume.reshard.geometry import Region, whole
+from mindresume.reshard.checkpoint_view import CheckpointView
+from mindresume.reshard.geometry import whole
 from mindresume.tensor_files.checksum import tensor_checksum
 
 # ---- names: adam_m.layers.0.weight is layers.0.weight in the family adam_m ------------------------------------------
@@ -102,35 +102,30 @@ def _pieces_by(weights: CheckpointView, name: str, part: str, behind: str) -> in
 # ---- copies in several stages ---------------------------------------------------------------------------------------
 
 def check_replicas(weights: CheckpointView, read: bool = False) -> None:
-    """Raises LoadError, with tensor and both files, if its copies in two pipeline stages differ in a bit; errors of
-    ``CheckpointView.locate`` if a piece of a copy is missing."""
+    """Compares tensors that several pipeline stages hold, such as an embedding that is also the head: all other code takes such a
+    tensor from the first stage that holds it.
+
+    Args:
+        read: reads tensors without a recorded checksum; else they are not compared.
+    Raises:
+        LoadError: Copies in two stages differ in a bit; names tensor and both files. And the errors of ``CheckpointView.locate``.
+    """
     for tensor in weights.tensors.values():
-        if tensor.layout is None:               # a counter, or alike on all ranks by the records
+        if tensor.layout is None or not tensor.other_stages:        # a counter, or alike on all ranks by the records
             continue
-        first, *others = (_places(weights, tensor, first) for first in (tensor.first, *tensor.other_stages))
-        for other in others:
-            for piece, place in other.items():
-                _compare(weights, tensor.name, first[piece], place, read)
-
-
-def _places(weights: CheckpointView, tensor: Tensor, first: int) -> Mapping[Region, PieceLocation]:
-    """Returns {piece: location} in the stage that begins with rank ``first``; empty for a tensor of one stage."""
-    cuts = tensor.cuts(whole(tensor.shape)) if tensor.other_stages else ()
-    return {cut.piece: weights.locate(tensor.name, cut, first) for cut in cuts}
-
-
-def _compare(weights: CheckpointView, name: str, a: PieceLocation, b: PieceLocation, read: bool) -> None:
-    sums = [place.checksum for place in (a, b)]
-    if None in sums and not read:
-        return
-    if None in sums:
-        sums = [_checksum(weights, place) for place in (a, b)]
-    if sums[0] != sums[1]:
-        raise LoadError(f"{weights.name}: {name} is held by several pipeline stages and differs: rank {a.rank} has checksum "
-                        f"{sums[0]} ({a.path}), rank {b.rank} has {sums[1]} ({b.path}). Which one is right is unknown; take "
-                        f"another step")
-
-
-def _checksum(weights: CheckpointView, place: PieceLocation) -> str:
-    with weights.storage.open(place.path) as file:
-        return tensor_checksum(file, place.entry)
+        for cut in tensor.cuts(whole(tensor.shape)):
+            a, *others = (weights.locate(tensor.name, cut, first) for first in (tensor.first, *tensor.other_stages))
+            for b in others:
+                sums = [place.checksum for place in (a, b)]
+                if None in sums and not read:
+                    continue
+                if None in sums:
+                    sums = []
+                    for place in (a, b):
+                        with weights.storage.open(place.path) as file:
+                            sums.append(tensor_checksum(file, place.entry))
+                if sums[0] != sums[1]:
+                    raise LoadError(
+                        f"{weights.name}: {tensor.name} is held by several pipeline stages and differs: rank {a.rank} has "
+                        f"checksum {sums[0]} ({a.path}), rank {b.rank} has {sums[1]} ({b.path}). Which one is right is unknown; "
+                        f"take another step")

@@ -265,7 +265,7 @@ def test_a_conversion_survives_a_kill_at_any_operation(in_memory, root, expected
 def test_a_power_loss_after_the_end_loses_nothing(in_memory, root, expected, what):
     durable = disk()
     carry_out(conversion(on(durable, JOBS[what](root)), in_memory / "deep" / "new", durable))
-    durable.injector.lose_power(lambda: False)
+    durable.injector.lose_power(0.0)
     assert contents(in_memory / "deep" / "new") == expected[what][0] and os.listdir(in_memory / "deep") == ["new"]
 
 
