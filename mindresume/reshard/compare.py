@@ -29,9 +29,10 @@ Number = int | float
 Index = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Difference:
-    """One tensor that differs in at least one bit. Only the kind VALUES compares values.
+    """One tensor that differs in at least one bit. Only the kind VALUES compares values, portion by portion in the order of its
+    elements.
 
     Args:
         a, b: the tensor on either side; None if it is missing there.
@@ -56,6 +57,23 @@ class Difference:
     def within(self, tolerance: float | None) -> bool:
         """Returns whether no two values differ by more than ``tolerance``; None: bits must be equal."""
         return tolerance is not None and self.kind == VALUES and self.absolute <= tolerance
+
+    def add(self, block: Region, start: int, a: np.ndarray, b: np.ndarray) -> None:
+        """Adds what differs in the bits of both sides, from element ``start`` of the block on."""
+        at = np.flatnonzero(a != b)
+        if not at.size:
+            return
+        dtype = _number_dtype(self.a)
+        x, y = a[at].view(dtype), b[at].view(dtype)
+        if not self.count:
+            index = np.unravel_index(start + int(at[0]), shape_of(block)) if block else ()
+            self.first = tuple(low + int(i) for (low, _), i in zip(block, index, strict=True))
+            self.values = x[0].item(), y[0].item()
+        absolute, relative = distances(x, y)
+        self.count += at.size
+        self.bits_only += int(np.count_nonzero(absolute == 0))
+        self.absolute = max(self.absolute, absolute.max().item())
+        self.relative = max(self.relative, relative.max().item())
 
 
 def compare(a: CheckpointView, b: CheckpointView, names: Collection[str] | None = None, workers: int = WORKERS, tile: int = TILE,
@@ -109,46 +127,21 @@ def _values(a: CheckpointView, b: CheckpointView, files: tuple[OpenFiles, OpenFi
     most = max(tile // dtype.itemsize, 1)
     room = min(most, elements(whole(tensor.shape)))
     buffers, staging = np.empty((2, room), dtype), np.empty(room * dtype.itemsize, np.uint8)
-    stats = _DifferenceStats(tensor)
+    found = Difference(name, VALUES, tensor, b.tensors[name], absolute=0 if _number_dtype(tensor).kind in "iu" else 0.0,
+                       relative=0.0)
     for block in blocks(tensor.shape, most):
         bits = buffers[:, :elements(block)]
         for weights, opened, flat in zip((a, b), files, bits, strict=True):
             gather(weights, opened, name, block, flat.reshape(shape_of(block)), staging)
         for start in range(0, elements(block), PORTION):
-            stats.add(block, start, *bits[:, start:start + PORTION])
+            found.add(block, start, *bits[:, start:start + PORTION])
         progress(elements(block) * dtype.itemsize)
-    if not stats.count:
-        return None
-    return Difference(name, VALUES, tensor, b.tensors[name], stats.count, stats.bits_only, stats.absolute, stats.relative,
-                      stats.first, stats.values)
+    return found if found.count else None
 
 
-class _DifferenceStats:
-    """Accumulates the differences within one tensor, portion by portion in the order of its elements."""
-
-    def __init__(self, tensor: Tensor):
-        self.dtype = DTYPES["uint8" if tensor.dtype == "bool" else tensor.dtype]
-        self.count = self.bits_only = 0
-        self.absolute: Number = 0 if self.dtype.kind in "iu" else 0.0
-        self.relative = 0.0
-        self.first: Index = ()
-        self.values: tuple[Number, Number] | None = None
-
-    def add(self, block: Region, start: int, a: np.ndarray, b: np.ndarray) -> None:
-        """Adds the bits of both sides, from element ``start`` of the block on."""
-        at = np.flatnonzero(a != b)
-        if not at.size:
-            return
-        x, y = a[at].view(self.dtype), b[at].view(self.dtype)
-        if not self.count:
-            index = np.unravel_index(start + int(at[0]), shape_of(block)) if block else ()
-            self.first = tuple(low + int(i) for (low, _), i in zip(block, index, strict=True))
-            self.values = x[0].item(), y[0].item()
-        absolute, relative = distances(x, y)
-        self.count += at.size
-        self.bits_only += int(np.count_nonzero(absolute == 0))
-        self.absolute = max(self.absolute, absolute.max().item())
-        self.relative = max(self.relative, relative.max().item())
+def _number_dtype(tensor: Tensor) -> np.dtype:
+    """Returns the dtype in which the values of a tensor are compared."""
+    return DTYPES["uint8" if tensor.dtype == "bool" else tensor.dtype]
 
 
 def distances(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
