@@ -13,15 +13,18 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError
+from mindresume.formats import Candidate
 from mindresume.formats.consolidated import ConsolidatedWeights
+from mindresume.formats.records import details_of
 from mindresume.formatting import listed
 from mindresume.model.layout import TensorLayout, is_scalar
+from mindresume.model.manifest import Details
 from mindresume.reshard.geometry import Cut, Region, blocks, cuts, shape_of
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache
@@ -78,29 +81,71 @@ class PieceLocation(NamedTuple):
     checksum: str | None
 
 
+class Records:
+    """Reads the records of a checkpoint, each once."""
+
+    def __init__(self, storage: Storage, candidate: Candidate):
+        self.storage, self.candidate = storage, candidate
+        self._details: dict[int, Details] = {}
+        self._lock = runtime.Lock()
+
+    def details(self, rank: int) -> Details | None:
+        """Returns the details in the record of a rank; None if it has none."""
+        if self.candidate.records_dir is None or rank not in self.candidate.files:
+            return None
+        with self._lock:
+            if rank not in self._details:
+                self._details[rank] = details_of(self.storage, self.candidate.records_dir, rank)
+            return self._details[rank]
+
+
 @dataclass
 class CheckpointView:
-    """Gives access to the tensors of a checkpoint. ``name`` is for messages; ``tensors`` by name.
+    """Gives access to the tensors of a checkpoint.
 
-    ``path_of(rank, tensor)`` returns the path of the file that holds a rank's piece of a tensor, None if there is none;
-    ``checksum(rank, tensor)`` its recorded checksum or None; ``paths(rank)`` all files of a rank (an iteration folder has
-    several). ``path_by_tensor``: of consolidated weights, else None. ``headers``: by path, as far as they were read.
-    ``arrangement``: how the network orders the elements within the tensors (``tensor_checks``); empty if unknown. ``split``:
-    the layouts tell optimizer shards from tensor parallelism; those of a ``metadata.json`` do not.
+    Attributes:
+        name: for messages.
+        files: {rank: paths of its files}; an iteration folder has several of a rank.
+        places: {tensor: {rank: path of the file that holds its piece}}; of others it is the first file of the rank.
+        path_by_tensor: of consolidated weights; else None.
+        checksums: of consolidated weights, as far as they are recorded.
+        records: of the checkpoint; None: there are none.
+        headers: by path, as far as they were read.
+        arrangement: how the network orders the elements within the tensors (``tensor_checks``); empty if unknown.
+        split: the layouts tell optimizer shards from tensor parallelism; those of a ``metadata.json`` do not.
+        memory: keeps files in memory alive.
     """
     storage: Storage
     name: str
     tensors: Mapping[str, Tensor]
-    path_of: Callable[[int, str], str | None]
-    checksum: Callable[[int, str], str | None] = lambda rank, name: None
+    files: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    places: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     path_by_tensor: Mapping[str, str] | None = None
-    paths: Callable[[int], tuple[str, ...]] = lambda rank: ()
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    records: Records | None = None
     world_size: int = 1
     headers: dict[str, Header | None] = field(default_factory=dict)
     arrangement: Mapping[str, bool] = field(default_factory=dict)
     split: bool = True
+    memory: Any = None
     _lock: runtime.Lock = field(default_factory=runtime.Lock)
     _kept: dict[tuple[str, Region, int], list[int]] = field(default_factory=dict)   # {piece: ranks whose files are in memory}
+
+    def path_of(self, rank: int, name: str) -> str | None:
+        """Returns the path of the file that holds a rank's piece of a tensor; None if there is none."""
+        if name in self.places:
+            return self.places[name].get(rank)
+        return self.path_by_tensor[name] if self.path_by_tensor is not None else next(iter(self.paths(rank)), None)
+
+    def paths(self, rank: int) -> tuple[str, ...]:
+        """Returns all files of a rank."""
+        return self.files.get(rank, ())
+
+    def checksum(self, rank: int, name: str) -> str | None:
+        """Returns the recorded checksum of a rank's piece of a tensor; None if there is none."""
+        details = self.records.details(rank) if self.records is not None else None
+        row = details.tensors.get(name) if details else None
+        return row.checksum if row else self.checksums.get(name)
 
     @property
     def format(self) -> str:
@@ -174,5 +219,4 @@ def view_of_consolidated(storage: Storage, weights: ConsolidatedWeights) -> Chec
         raise LoadError(f"{paths[texts[0]]}: {texts[0]} is a text, not a tensor; it can be part of no other layout")
     tensors = {name: Tensor(name, entry.dtype, entry.shape) for name, entry in entries.items()}
     headers = {os.path.join(weights.root, file): header for file, header in weights.headers.items()}
-    return CheckpointView(storage, weights.root, tensors, lambda rank, name: paths[name], path_by_tensor=paths,
-                          headers=dict(headers))
+    return CheckpointView(storage, weights.root, tensors, path_by_tensor=paths, headers=dict(headers))

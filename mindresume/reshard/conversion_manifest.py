@@ -82,7 +82,7 @@ def read_weights(storage: Storage, path: str) -> tuple[ConsolidatedWeights, Chec
     view, made = view_of_consolidated(storage, found), conversion_manifest_of(storage, path)
     if made is not None:
         check_contents(made, found)
-        view = replace(view, checksum=lambda rank, name: made.tensors.get(name))
+        view = replace(view, checksums=made.tensors)
         view.arrangement = dict(made.arrangement)
     return found, view, made
 

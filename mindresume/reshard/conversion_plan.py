@@ -204,8 +204,8 @@ def with_counters(source: OpenCheckpoint) -> OpenCheckpoint:
     memory, header = _Memory(content), read_header(io.BytesIO(content), "counters.safetensors")
     tensors = {**weights.tensors, **{name: Tensor(name, entry.dtype, entry.shape) for name, entry in header.tensors.items()}}
     return replace(source, weights=replace(
-        weights, tensors=tensors, headers={**weights.headers, memory.path: header},
-        path_of=lambda rank, name: memory.path if name in arrays else weights.path_of(rank, name)))
+        weights, tensors=tensors, headers={**weights.headers, memory.path: header}, memory=memory,
+        places={**weights.places, **{name: {0: memory.path} for name in arrays}}))
 
 
 def counters_of(state: TrainingState) -> dict[str, np.ndarray]:

@@ -10,7 +10,6 @@ from contextlib import suppress
 
 import xxhash
 
-from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats import Candidate
 from mindresume.formats.checkpoint_dir import CheckpointDir
@@ -18,14 +17,11 @@ from mindresume.formats.iteration_naming import METADATA
 from mindresume.formats.iteration_scan import load_metadata, load_metadata_bytes
 from mindresume.formats.metadata import TensorMetadata, read_metadata
 from mindresume.formats.metadata_from_records import metadata_from_records
-from mindresume.formats.records import details_of
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.model.layout import is_scalar
-from mindresume.model.manifest import Details
 from mindresume.model.training_state import is_transient
-from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
-from mindresume.storage.interface import Storage
+from mindresume.reshard.checkpoint_view import CheckpointView, Records, Tensor
 from mindresume.tensor_files import Header
 
 
@@ -39,7 +35,7 @@ def view_of_iteration(directory: CheckpointDir, candidate: Candidate, split: boo
         StrategyError: it does not name some tensors, except counters; not if there is one rank.
     """
     folder = directory.path(candidate.iteration_dir)
-    records = _Records(directory.storage, candidate)
+    records = Records(directory.storage, candidate)
     named, split = _described(directory, candidate, records, split)
     where = {name: {copy.rank: os.path.join(folder, copy.file) for copies in row.stored.values() for copy in copies}
              for name, row in named.items()}
@@ -50,9 +46,8 @@ def view_of_iteration(directory: CheckpointDir, candidate: Candidate, split: boo
         tensors[name], where[name] = tensor, {rank: path}
     paths = {rank: tuple(directory.path(file.path) for file in files) for rank, files in candidate.files.items()}
     size = max((tensor.first + tensor.layout.stage_size for tensor in tensors.values() if tensor.layout), default=1)
-    return CheckpointView(directory.storage, folder, tensors, lambda rank, name: where[name].get(rank), records.checksum,
-                   world_size=candidate.world_size if candidate.records_dir else size, headers=headers,
-                   paths=lambda rank: paths.get(rank, ()), split=split)
+    return CheckpointView(directory.storage, folder, tensors, paths, where, records=records, headers=headers, split=split,
+                          world_size=candidate.world_size if candidate.records_dir else size)
 
 
 def _other_stages(row: TensorMetadata, where: Mapping[int, str]) -> tuple[int, ...]:
@@ -63,33 +58,7 @@ def _other_stages(row: TensorMetadata, where: Mapping[int, str]) -> tuple[int, .
     return tuple(sorted({rank - rank % size for rank in where} - {row.first}))
 
 
-class _Records:
-    """Reads the records of a checkpoint, each once."""
-
-    def __init__(self, storage: Storage, candidate: Candidate):
-        self.storage, self.candidate = storage, candidate
-        self._details: dict[int, Details] = {}
-        self._lock = runtime.Lock()
-
-    def details(self, rank: int) -> Details:
-        with self._lock:
-            if rank not in self._details:
-                self._details[rank] = details_of(self.storage, self.candidate.records_dir or "", rank)
-            return self._details[rank]
-
-    def checksum(self, rank: int, name: str) -> str | None:
-        if self.candidate.records_dir is None or rank not in self.candidate.files:
-            return None
-        row = self.details(rank).tensors.get(name)
-        return row.checksum if row else None
-
-    def tensor_metadata(self) -> dict[str, TensorMetadata]:
-        files = [[os.path.basename(file.path) for file in self.candidate.files.get(rank, ())]
-                 for rank in range(self.candidate.world_size)]
-        return {row.name: row for row in metadata_from_records(files, self.candidate.deduplicated, self.details)}
-
-
-def _described(directory: CheckpointDir, candidate: Candidate, records: _Records, split: bool
+def _described(directory: CheckpointDir, candidate: Candidate, records: Records, split: bool
                ) -> tuple[Mapping[str, TensorMetadata], bool]:
     """Returns ({tensor: description}, whether optimizer shards stand apart) from the records, which hold the facts of
     ``metadata.json`` and more. After redundancy removal the records of all ranks would be needed, so unless they must be split
@@ -106,7 +75,9 @@ def _described(directory: CheckpointDir, candidate: Candidate, records: _Records
             data = load_metadata_bytes(directory.storage, folder)
             if xxhash.xxh3_128_hexdigest(data) == written.checksum:
                 return read_metadata(data, os.path.join(folder, METADATA)), False
-    return records.tensor_metadata(), not (candidate.state and candidate.state.trainer)
+    files = [[os.path.basename(file.path) for file in candidate.files.get(rank, ())] for rank in range(candidate.world_size)]
+    rows = metadata_from_records(files, candidate.deduplicated, records.details)
+    return {row.name: row for row in rows}, not (candidate.state and candidate.state.trainer)
 
 
 def _unnamed_tensors(directory: CheckpointDir, candidate: Candidate, named: Mapping[str, TensorMetadata],

@@ -293,15 +293,14 @@ def collect(task: Task) -> CheckpointView:
     if task.target is None:
         by_tensor = {name: path for path, header in headers.items() for name in header.tensors}
         uncut = {name: Tensor(name, tensor.dtype, tensor.shape) for name, tensor in source.items()}
-        return CheckpointView(storage, title, uncut, lambda rank, tensor: by_tensor[tensor], path_by_tensor=by_tensor,
-                              headers=dict(headers))
+        return CheckpointView(storage, title, uncut, path_by_tensor=by_tensor, headers=dict(headers))
     tensors = {}
     for name, tensor in source.items():
         stage = task.target.stage_of(name)
         layout = None if stage is None else task.target.stages[stage][name]
         tensors[name] = Tensor(name, tensor.dtype, tensor.shape, layout, (stage or 0) * task.target.stage_size)
-    return CheckpointView(storage, title, tensors, lambda rank, tensor: paths[rank][0] if rank in paths else None,
-                          world_size=len(paths), headers=dict(headers), paths=lambda rank: tuple(paths[rank]))
+    return CheckpointView(storage, title, tensors, {rank: tuple(of_rank) for rank, of_rank in paths.items()},
+                          world_size=len(paths), headers=dict(headers))
 
 
 def _written(task: Task, rank: int, path: str) -> Header:

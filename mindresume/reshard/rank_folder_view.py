@@ -6,17 +6,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mindresume import runtime
 from mindresume.errors import LoadError, StrategyError
 from mindresume.formats import Candidate
 from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy
 from mindresume.formatting import counted, listed, ranks_count
 from mindresume.model.layout import TensorLayout, is_scalar
-from mindresume.model.manifest import Details
 from mindresume.model.training_state import may_be_absent
-from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, read_header_of
+from mindresume.reshard.checkpoint_view import CheckpointView, Records, Tensor, read_header_of
 from mindresume.reshard.geometry import held
 from mindresume.reshard.tensor_checks import missing_parameters
 from mindresume.storage.operations import parallel
@@ -38,10 +35,9 @@ def view_of_rank_folders(directory: CheckpointDir, candidate: Candidate, strateg
                             f"({counted(len(strategy.stages), 'stage')} of {strategy.stage_size}), the checkpoint "
                             f"{directory.root}, step {candidate.step}, is of {candidate.world_size}")
     builder = _RankFolders(directory, candidate)
-    tensors = builder.tensors(strategy)
-    return CheckpointView(directory.storage, directory.root, tensors, lambda rank, name: builder.path(rank), builder.checksum,
-                   world_size=candidate.world_size, headers=builder.headers,
-                   paths=lambda rank: tuple(filter(None, [builder.path(rank)])))
+    files = {rank: (directory.path(of_rank[0].path),) for rank, of_rank in candidate.files.items() if of_rank}
+    return CheckpointView(directory.storage, directory.root, builder.tensors(strategy), files, records=builder.records,
+                          headers=builder.headers, world_size=candidate.world_size)
 
 
 class _RankFolders:
@@ -50,8 +46,7 @@ class _RankFolders:
     def __init__(self, directory: CheckpointDir, candidate: Candidate):
         self.storage, self.root, self.candidate = directory.storage, directory.root, candidate
         self.headers: dict[str, Header | None] = {}
-        self._details: dict[int, Details | None] = {}
-        self._lock = runtime.Lock()
+        self.records = Records(self.storage, candidate)
 
     def path(self, rank: int) -> str | None:
         files = self.candidate.files.get(rank)
@@ -64,19 +59,6 @@ class _RankFolders:
         if path not in self.headers:
             self.headers[path] = read_header_of(self.storage, path)
         return self.headers[path]
-
-    def details(self, rank: int) -> Details | None:
-        """Returns the details in the record of a rank; None if mindformers wrote it, without records."""
-        if self.candidate.records_dir is None or rank not in self.candidate.files:
-            return None
-        with self._lock:
-            if rank not in self._details:
-                self._details[rank] = details_of(self.storage, self.candidate.records_dir or "", rank)
-            return self._details[rank]
-
-    def checksum(self, rank: int, name: str) -> str | None:
-        row = self._recorded(rank, name)
-        return row.checksum if row else None
 
     # ---- layouts -----------------------------------------------------------------------------------------------------
 
@@ -113,7 +95,7 @@ class _RankFolders:
     def _stage_size(self) -> int:
         """Returns the number of ranks of a stage, by the records; of the job, if no record has a layout."""
         for rank in self.candidate.files:
-            details = self.details(rank)
+            details = self.records.details(rank)
             sizes = {row.layout.stage_size for row in details.tensors.values() if row.layout} if details else set()
             if sizes:
                 size = sizes.pop()
@@ -147,7 +129,7 @@ class _RankFolders:
         """Raises LoadError if the records or the strategy name a tensor of this stage that only missing files held."""
         gone = [rank for rank in range(first, first + size) if self.header(rank) is None] if self._read_all(first, size) else []
         for rank in gone:
-            details = self.details(rank)
+            details = self.records.details(rank)
             lost = [name for name in details.tensors if name not in found] if details else missing_parameters(given or {}, found)
             if lost:
                 raise LoadError(f"{self.root}, step {self.candidate.step}: the file of rank {rank} is missing, and with it "
@@ -157,7 +139,7 @@ class _RankFolders:
         return all(self.path(rank) is None or self.path(rank) in self.headers for rank in range(first, first + size))
 
     def _recorded(self, rank: int, name: str) -> Any:
-        details = self.details(rank)
+        details = self.records.details(rank)
         return details.tensors.get(name) if details else None
 
     def _layout(self, name: str, shape: tuple[int, ...], recorded: Any, given: Mapping[str, TensorLayout] | None, first: int,

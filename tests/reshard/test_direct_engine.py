@@ -212,7 +212,8 @@ def test_any_layout_to_any_other(one, other, dtype, tile, workers):
     with tempfile.TemporaryDirectory() as folder:
         paths = [put(Path(folder, f"{rank}.safetensors"), {"w": part_of(array, source, rank)})
                  for rank in range(source.stage_size)]
-        weights = CheckpointView(STORAGE, "test", {"w": Tensor("w", dtype, shape, source)}, lambda rank, name: str(paths[rank]))
+        weights = CheckpointView(STORAGE, "test", {"w": Tensor("w", dtype, shape, source)}, {
+            rank: (str(path),) for rank, path in enumerate(paths)})
         targets = [TargetFile(f"{folder}/new{rank}.ckpt", "ckpt", {"w": region_of(shape, wanted, rank)})
                    for rank in range(wanted.stage_size)]
         for rank, sums in enumerate(transform(weights, STORAGE, targets, workers, tile)):
@@ -327,7 +328,8 @@ def test_any_region_is_gathered(data):
     with tempfile.TemporaryDirectory() as folder:
         paths = [put(Path(folder, f"{rank}.ckpt"), {"v": np.ones(3), "w": part_of(array, layout, rank)})
                  for rank in range(layout.stage_size)]
-        weights = CheckpointView(STORAGE, "test", {"w": Tensor("w", dtype, shape, layout)}, lambda rank, name: str(paths[rank]))
+        weights = CheckpointView(STORAGE, "test", {"w": Tensor("w", dtype, shape, layout)}, {
+            rank: (str(path),) for rank, path in enumerate(paths)})
         out, files, shown = np.empty(shape_of(region), bits_dtype(dtype)), OpenFiles(STORAGE), []
         shown += gather(weights, files, "w", region, out, np.empty(out.nbytes, np.uint8))
         files.close()

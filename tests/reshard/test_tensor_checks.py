@@ -82,7 +82,7 @@ def view(arrangement, layout):
     tensors = {name: Tensor(name, "float32", (24, 8), layout) for name in names[:-1]}
     behind = Plan.parse("dp1tp2" if pieces_of(layout) == 2 else "dp2tp1", MODEL).layouts(0)[names[-1]]
     tensors[names[-1]] = Tensor(names[-1], "float32", (8, 16), behind)
-    return CheckpointView(PosixStorage(), "it", tensors, lambda rank, name: None, arrangement=arrangement)
+    return CheckpointView(PosixStorage(), "it", tensors, arrangement=arrangement)
 
 
 def test_each_tensor_has_its_key():
@@ -117,7 +117,7 @@ def folded(plan, leave_out=(), split=False):
     layouts = {name: fold_optimizer_shards(layout) for name, layout in Plan.parse(plan, BEHIND).layouts(0).items()}
     tensors = {name: Tensor(name, "float32", BEHIND[name].shape, layout) for name, layout in layouts.items()
                if name not in leave_out}
-    return CheckpointView(PosixStorage(), "it", tensors, lambda rank, name: None, arrangement=CONTIGUOUS, split=split)
+    return CheckpointView(PosixStorage(), "it", tensors, arrangement=CONTIGUOUS, split=split)
 
 
 @pytest.mark.parametrize("split", [False, True])
