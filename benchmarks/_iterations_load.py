@@ -79,12 +79,12 @@ class Ours:
         """The files of the source ranks that fall to this one."""
         from mindresume.formats.scan import scan
         from mindresume.resume.choice import VerifiedShard
-        from mindresume.resume.verifier import verify_rank
+        from mindresume.resume.verifier import Verifier
         from mindresume.storage.posix import PosixStorage
         storage = PosixStorage()
         candidate = scan(CheckpointDir(storage, root)).candidates[0]
         for source in range(self.rank, candidate.world_size, RANKS):
-            found = verify_rank(CheckpointDir(storage, root), candidate, source)
+            found = Verifier(CheckpointDir(storage, root), candidate).verify(source)
             if not isinstance(found, VerifiedShard):
                 raise SystemExit(f"the checkpoint just written is refused: {found}")
 

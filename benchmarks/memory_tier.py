@@ -33,7 +33,7 @@ from mindresume.formats.records import scan_records
 from mindresume.mindformers.loading import read_shard
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.choice import VerifiedShard
-from mindresume.resume.verifier import verify_rank
+from mindresume.resume.verifier import Verifier
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.shard_writer import Save, SaveTarget, rank_shard, write_shard
 from mindresume.settings import MemoryTierSettings
@@ -141,7 +141,8 @@ class Bench:
 
         def work() -> None:
             candidate = scan_records(CheckpointDir(STORAGE, root))[0][0]
-            shard = verify_rank(CheckpointDir(STORAGE if keeps else storage, root), candidate, 0, keep=storage if keeps else None)
+            place = CheckpointDir(STORAGE if keeps else storage, root)
+            shard = Verifier(place, candidate, keep=storage if keeps else None).verify(0)
             assert isinstance(shard, VerifiedShard), shard
             read_shard(CheckpointDir(storage, root), shard)
         self.rounds.timed(name, work)

@@ -30,7 +30,7 @@ from mindresume.mindformers.network_state import deferred
 from mindresume.model.manifest import FORMATS
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.choice import VerifiedShard
-from mindresume.resume.verifier import verify_rank
+from mindresume.resume.verifier import Verifier
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.storage.posix import PosixStorage
 
@@ -91,7 +91,7 @@ class Bench:
         shard = rank_shard(FileName("bench", 0, 0, 1, number, fmt), TrainingState(number, 100, number), deferred(self.live))
         self.timed(f"ours {fmt}", lambda: write_shard(target, shard))
         candidate = scan_records(CheckpointDir(target.storage, root))[0][0]
-        found = self.rounds.timed(f"proof {fmt}", lambda: verify_rank(CheckpointDir(target.storage, root), candidate, 0))
+        found = self.rounds.timed(f"proof {fmt}", lambda: Verifier(CheckpointDir(target.storage, root), candidate).verify(0))
         if not isinstance(found, VerifiedShard):
             raise SystemExit(f"the file just written is refused: {found}")
         shutil.rmtree(root)

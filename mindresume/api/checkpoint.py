@@ -24,7 +24,7 @@ from mindresume.formats.rank_folder_naming import parse_name
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.geometry import Region, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, hold_candidate, open_candidate, open_consolidated, state_of
-from mindresume.resume.verifier import verify_rank
+from mindresume.resume.verifier import Verifier
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -85,7 +85,8 @@ class Checkpoint:
             return self._candidate.state
         if self._consolidated_path or self._candidate.first is None:
             return self.source().state
-        proof = verify_rank(CheckpointDir(self._storage, self._root), self._candidate, min(self._candidate.files), full=False)
+        verifier = Verifier(CheckpointDir(self._storage, self._root), self._candidate, full=False)
+        proof = verifier.verify(min(self._candidate.files))
         if isinstance(proof, Refusal):
             raise CorruptFileError(os.path.join(self._root, proof.file or ""), str(proof))
         return state_of(proof.scalars, parse_name(os.path.basename(self._candidate.first.path)))

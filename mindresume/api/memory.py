@@ -16,7 +16,7 @@ from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.resume.choice import read_size
 from mindresume.resume.memory_flush import commit_written, write_to_disk
-from mindresume.resume.verifier import verify_rank
+from mindresume.resume.verifier import Verifier
 from mindresume.saving.memory_tier.directory import TierOwner, find_tier, read_mark
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
@@ -74,8 +74,8 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage:
             continue
         if candidate.order[:2] <= newest:
             return written or FlushResult(root, up_to_date=True, reason="the disk has a checkpoint that is as new")
-        refused = next((found for rank in candidate.files
-                        if isinstance(found := verify_rank(CheckpointDir(storage, tier), candidate, rank), Refusal)), None)
+        refused = next((found for found in map(Verifier(CheckpointDir(storage, tier), candidate).verify, candidate.files)
+                        if isinstance(found, Refusal)), None)
         if refused is not None:
             reasons.append(str(refused))
             continue

@@ -41,8 +41,7 @@ from mindresume.reshard.strategy_store import file_identity, identity_of, strate
 from mindresume.reshard.tensor_checks import check_replicas, depends_on_pieces
 from mindresume.resume.candidates import find_candidates
 from mindresume.resume.eligible import SelectionPolicy, eligible
-from mindresume.resume.metadata_verifier import MetadataVerifier
-from mindresume.resume.verifier import verify_rank
+from mindresume.resume.verifier import Verifier
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 
@@ -206,9 +205,7 @@ def open_candidate(directory: CheckpointDir, candidate: Candidate, strategy: str
         raise ConfigError(f"{directory.path(candidate.iteration_dir)} holds its layouts; remove the strategy {strategy}")
     layouts = None if candidate.iteration_dir else strategy_for(directory, candidate, strategy, identity)
     candidate = with_world_size(directory.root, candidate, layouts)
-    metadata = MetadataVerifier(directory, candidate)
-    shards = parallel(directory.storage, lambda rank: verify_rank(directory, candidate, rank, full=False, metadata=metadata),
-                      sorted(candidate.files))
+    shards = parallel(directory.storage, Verifier(directory, candidate, full=False).verify, sorted(candidate.files))
     for shard in shards:
         if isinstance(shard, Refusal):
             raise CorruptFileError(directory.path(shard.file or ""), str(shard))

@@ -42,7 +42,7 @@ class VerifiedShard:
 
 
 def read_size(candidate: Candidate, ranks: Iterator[int] | list[int]) -> int:
-    """Returns the size of the files that ``verify_rank`` reads for these ranks, in bytes."""
+    """Returns the size of the files that ``Verifier`` reads for these ranks, in bytes."""
     return sum(file.size or 0 for rank in ranks for file in candidate.files.get(rank, ()))
 
 

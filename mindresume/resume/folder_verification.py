@@ -17,8 +17,7 @@ from mindresume.formats import Candidate, Refusal
 from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files, replica_warning
-from mindresume.resume.metadata_verifier import MetadataVerifier
-from mindresume.resume.verifier import OnBytesRead, verify_rank
+from mindresume.resume.verifier import OnBytesRead, Verifier
 from mindresume.storage.interface import Storage
 
 _MAX_LISTINGS = 20                      # each after a change of the folder
@@ -69,14 +68,14 @@ def find_damage(directory: CheckpointDir, row: CheckpointStatus, progress: OnByt
     candidate, problem, (number, count) = row.candidate, row.problem, part
     if candidate.local_ranks:                           # partial on purpose
         problem = None
-    metadata = MetadataVerifier(directory, candidate)
+    verifier = Verifier(directory, candidate, progress)
     bad: list[Refusal] = []
     harmless: list[Refusal] = []
     ranks = [] if candidate.problem else [*candidate.files]
     for position, rank in enumerate(ranks, candidate.step or 0):        # so that saves of few ranks are shared too
         if position % count != number - 1:
             continue
-        found = verify_rank(directory, candidate, rank, progress, metadata=metadata)
+        found = verifier.verify(rank)
         if isinstance(found, Refusal):
             bad.append(found)
         else:

@@ -252,7 +252,7 @@ class MemorySource:
             ranks = [job.group.rank] if candidate.local_ranks else job.policy.ranks_to_verify(job.group, candidate)
             # The load needs this memory anyway. In another layout it reads other regions than this process has verified.
             keep = job.storage if isinstance(job.storage, ReadCache) and candidate.world_size == job.group.size else None
-            verdict = verify_on_all_ranks(job, storage, self.tier, candidate, ranks, keep)
+            verdict = verify_on_all_ranks(job, CheckpointDir(storage, self.tier), candidate, ranks, keep)
             if isinstance(verdict, Choice):
                 return replace(verdict, refused=tuple(self.refused), directory=self.root)
             drop_cached_files(job.storage)

@@ -1,6 +1,6 @@
 """Repairs damaged files of a checkpoint: byte for byte what was committed, from copies that are proven by their checksums.
 
-    outcome = repair(storage, root, candidate, refusal, tag, bucket)        # "": repaired; else why not
+    reason = Repair(directory, candidate, tag, bucket).repair(refusal)      # "": repaired; else why not
 
     own header and intact tensors + damaged tensors from replicas ─┐
     the header as it was written + all tensors from replicas ──────┼─▶ new file ─▶ checksum = recorded one? ─▶ rename
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -31,15 +31,14 @@ from mindresume.formats import Candidate, Refusal
 from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import details_of
 from mindresume.formats.weight_files import header_of, is_as_recorded
-from mindresume.model.manifest import FileRecord, TensorRecord, read_details, read_record, record_name, record_rank
-from mindresume.resume.replicas import likely_holders
+from mindresume.model.manifest import Details, FileRecord, TensorRecord, read_details, read_record, record_name, record_rank
+from mindresume.resume.replicas import copies_in, likely_holders
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.atomic_publish import error_text, publish, temporary_name
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import CHUNK, FilePlan, TensorEntry, TensorSpec, plan_file
 from mindresume.tensor_files.checksum import tensor_checksum
 
-_Pieces = Callable[[], Iterator[bytes]]
 MAX_HEADERS = 8                 # headers of other ranks that are tried for one that is lost
 
 
@@ -55,108 +54,170 @@ class _Source:
     checksum: str
 
 
-def repair(directory: CheckpointDir, candidate: Candidate, damage: Refusal, tag: str, bucket: RemoteCheckpoints | None = None
-           ) -> str:
-    """Repairs the file that ``damage`` names.
+@dataclass(frozen=True)
+class Repair:
+    """Repairs files of one checkpoint.
 
     Args:
-        tag: part of the name of the temporary file; of no other process.
+        tag: part of the names of temporary files; of no other process.
         bucket: the object store to which the checkpoint was uploaded.
-    Returns:
-        Empty if the file is now as it was committed; else a sentence that says why not, and nothing has changed.
     """
-    path, rank = damage.file or "", damage.rank if damage.rank is not None else -1
-    try:
-        if record_rank(os.path.basename(path)) is not None:
-            return _repair_record(directory, candidate, rank, tag, bucket)
-        index, file = next(((index, file) for index, file in enumerate(candidate.files.get(rank, ())) if file.path == path),
-                           (0, None))
-        if file is None:
-            return f"{path} is no file of weights; only those and records are repaired"
-        return _repair_weights(directory, candidate, rank, index, file, tag, bucket)
-    except (CorruptFileError, RecordError, OSError) as error:
-        return f"{path} cannot be repaired: {error_text(error)}"
+    directory: CheckpointDir
+    candidate: Candidate
+    tag: str
+    bucket: RemoteCheckpoints | None = None
+
+    def repair(self, damage: Refusal) -> str:
+        """Repairs the file that ``damage`` names. Returns an empty text if it is now as it was committed; else a sentence that
+        says why not, and nothing has changed."""
+        path, rank = damage.file or "", damage.rank if damage.rank is not None else -1
+        try:
+            if record_rank(os.path.basename(path)) is not None:
+                reason = self._from_bucket_record(rank)
+                return f"{path} cannot be repaired: {reason}" if reason else ""
+            index, file = next(((index, file) for index, file in enumerate(self.candidate.files.get(rank, ()))
+                                if file.path == path), (0, None))
+            if file is None:
+                return f"{path} is no file of weights; only those and records are repaired"
+            reason = self._from_copies(rank, index, file)
+            if reason and self.bucket is not None:
+                other = self._from_bucket(file, self.bucket)
+                reason = f"{reason}; {other}" if other else ""
+        except (CorruptFileError, RecordError, OSError) as error:
+            reason = error_text(error)
+        return f"{path} cannot be repaired: {reason}" if reason else ""
+
+    def _from_copies(self, rank: int, index: int, file: FileRecord) -> str:
+        """Makes the file again of intact copies on this disk. Returns why not; empty if it is in its place."""
+        recorded = {name: row for name, row in self._details(rank).tensors.items() if row.file == index}
+        try:
+            sources = self._intact_sources(rank, file, recorded)
+        except _NoCopyError as error:
+            return str(error)
+        made = any(self._replace(file, pieces) for pieces in self._versions(rank, index, file, recorded, sources))
+        return "" if made else "its header cannot be made again"
+
+    def _details(self, rank: int) -> Details:
+        return details_of(self.directory.storage, self.candidate.records_dir or "", rank)
+
+    def _intact_sources(self, rank: int, file: FileRecord, recorded: Mapping[str, TensorRecord]) -> dict[str, _Source]:
+        """Returns an intact copy of each tensor: in the file itself, else on another rank. Raises _NoCopyError if one has
+        none."""
+        sources: dict[str, _Source] = {}
+        with suppress(CorruptFileError):                        # its header is lost, or the file is missing
+            sources = self._intact_in(file, recorded)
+        wanted = {name: row for name, row in recorded.items() if name not in sources}
+        for other in likely_holders(wanted, rank, self.candidate):
+            if not wanted:
+                break
+            with suppress(RecordError, OSError):                # its record is damaged, too
+                theirs = self._details(other).tensors
+                for index, copy in enumerate(self.candidate.files[other]):
+                    same = copies_in(theirs, index, wanted)
+                    with suppress(CorruptFileError):
+                        sources |= self._intact_in(copy, same) if same else {}
+                wanted = {name: row for name, row in wanted.items() if name not in sources}
+        if wanted:
+            raise _NoCopyError(f"no other rank holds an intact copy of {next(iter(wanted))}"
+                               + (f" and {len(wanted) - 1} more tensors" if len(wanted) > 1 else ""))
+        return sources
+
+    def _intact_in(self, file: FileRecord, recorded: Mapping[str, TensorRecord]) -> dict[str, _Source]:
+        """Returns those of the tensors whose bytes in ``file`` have the recorded checksum. Raises CorruptFileError."""
+        header, path, intact = header_of(self.directory, file), self.directory.path(file.path), {}
+        with self.directory.storage.open(path) as opened:
+            for name, row in recorded.items():
+                entry = header.tensors.get(name)
+                if entry is not None and (entry.dtype, entry.shape) == (row.dtype, row.shape):
+                    with suppress(CorruptFileError):
+                        if tensor_checksum(opened, entry) == row.checksum:
+                            intact[name] = _Source(path, entry, row.checksum)
+        return intact
+
+    def _versions(self, rank: int, index: int, file: FileRecord, recorded: Mapping[str, TensorRecord],
+                  sources: Mapping[str, _Source]) -> Iterator[Iterator[bytes]]:
+        """Yields the ways to make the file again, each as its bytes: with its own header as it lies there, then with the metadata
+        of the files of other ranks. The recorded checksum tells which one is right."""
+        storage = self.directory.storage
+        with suppress(CorruptFileError):
+            entries = header_of(self.directory, file).tensors
+            if {name: (entry.dtype, entry.shape) for name, entry in entries.items()} == {
+                    name: (row.dtype, row.shape) for name, row in recorded.items()}:
+                yield _with_own_header(storage, self.directory.path(file.path), entries, sources)
+        specs = {name: TensorSpec(row.dtype, row.shape, sources[name].entry.nbytes) for name, row in recorded.items()}
+        tried: list[dict[str, str]] = []
+        for other in [number for number in self.candidate.files if number != rank][:MAX_HEADERS]:
+            with suppress(CorruptFileError, IndexError):
+                metadata = dict(header_of(self.directory, self.candidate.files[other][index]).metadata)
+                if metadata not in tried:
+                    tried.append(metadata)
+                    plan = plan_file(file.format, specs, metadata)
+                    if plan.size == file.size:
+                        yield _by_plan(storage, plan, sources)
+
+    def _replace(self, file: FileRecord, pieces: Iterator[bytes], bucket: RemoteCheckpoints | None = None) -> bool:
+        """Writes a new file of ``pieces``, or downloads it from ``bucket``, and puts it in the place of ``file``. Returns False,
+        and changes nothing, if it has not the recorded checksum. Raises OSError, RemoteError."""
+        storage, path = self.directory.storage, self.directory.path(file.path)
+        temporary = temporary_name(path, self.tag)
+        try:
+            storage.make_folder(os.path.dirname(path))
+            if bucket is None:
+                whole = xxh3_128()
+                storage.write(temporary, _hashed(pieces, whole), file.size or 0)
+                if whole.hexdigest() != file.checksum:
+                    return False
+            else:
+                bucket.download(self.candidate.name, os.path.relpath(file.path, self.candidate.iteration_dir or "."), temporary)
+            return self._put(temporary, file)
+        finally:
+            with suppress(OSError):                             # it is gone after the rename
+                storage.remove(temporary)
+
+    def _put(self, temporary: str, file: FileRecord) -> bool:
+        """Puts a new file in the place of ``file`` if its bytes, read back, are those that were recorded. It has the owner and
+        the rights of the damaged file, which jobs must still be able to read and remove after a repair by root; if that is
+        missing, those of its folder. Raises OSError."""
+        storage, path = self.directory.storage, self.directory.path(file.path)
+        if not is_as_recorded(storage, temporary, file):
+            return False
+        storage.copy_owner(path if storage.status(path) is not None else os.path.dirname(path), temporary)
+        storage.rename(temporary, path)
+        storage.sync(os.path.dirname(path))
+        return True
+
+    def _from_bucket(self, file: FileRecord, bucket: RemoteCheckpoints) -> str:
+        """Downloads the file. Returns why it could not be used; empty if it is in its place."""
+        try:
+            return "" if self._replace(file, iter(()), bucket) else f"{bucket.url} holds other bytes"
+        except RemoteError as error:
+            return str(error)
+
+    def _from_bucket_record(self, rank: int) -> str:
+        """Replaces a damaged record by the one in the bucket, if it is the one that was committed; no other rank has a copy.
+        Returns why not; empty if it is in its place."""
+        storage, candidate, folder = self.directory.storage, self.candidate, self.candidate.records_dir or ""
+        if self.bucket is None:
+            return "a record has no copy outside of the bucket"
+        try:
+            data = self.bucket.record(candidate.name, rank)
+        except RemoteError as error:
+            return str(error)
+        _, checksum = read_record(io.BytesIO(data))
+        read_details(io.BytesIO(data))
+        if checksum != candidate.records[sorted(candidate.files).index(rank)]:
+            return f"{self.bucket.url} holds another record"
+        publish(storage, os.path.join(folder, record_name(rank)), [data], self.tag)
+        storage.copy_owner(folder, os.path.join(folder, record_name(rank)))
+        return ""
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
+# ---- bytes -----------------------------------------------------------------------------------------------------------
 
-def _repair_weights(directory: CheckpointDir, candidate: Candidate, rank: int, index: int, file: FileRecord, tag: str,
-                    bucket: RemoteCheckpoints | None) -> str:
-    reasons = []
-    recorded = {name: row for name, row in details_of(directory.storage, candidate.records_dir or "", rank).tensors.items()
-                if row.file == index}
-    try:
-        sources = _intact_sources(directory, candidate, rank, file, recorded)
-        for pieces in _versions(directory, candidate, rank, index, file, recorded, sources):
-            if _replace(directory, file, pieces, tag):
-                return ""
-        reasons.append("its header cannot be made again")
-    except _NoCopyError as error:
-        reasons.append(str(error))
-    if bucket is not None:
-        reason = _from_bucket(directory, candidate, file, tag, bucket)
-        if not reason:
-            return ""
-        reasons.append(reason)
-    return f"{file.path} cannot be repaired: {'; '.join(reasons)}"
-
-
-def _intact_sources(directory: CheckpointDir, candidate: Candidate, rank: int, file: FileRecord,
-                    recorded: Mapping[str, TensorRecord]) -> dict[str, _Source]:
-    """Returns an intact copy of each tensor: in the file itself, else on another rank. Raises _NoCopyError if one has none."""
-    found: dict[str, _Source] = {}
-    with suppress(CorruptFileError):                        # its header is lost, or the file is missing
-        found = _intact_in(directory, file, recorded)
-    wanted = {name: row for name, row in recorded.items() if name not in found}
-    for other in likely_holders(wanted, rank, candidate):
-        if not wanted:
-            break
-        with suppress(RecordError, OSError):                # its record is damaged, too
-            theirs = details_of(directory.storage, candidate.records_dir or "", other).tensors
-            for index, copy in enumerate(candidate.files[other]):
-                same = {name: row for name, row in wanted.items() if name in theirs and theirs[name].file == index and
-                        (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) == (row.dtype, row.shape, row.checksum)}
-                with suppress(CorruptFileError):
-                    found |= _intact_in(directory, copy, same) if same else {}
-            wanted = {name: row for name, row in wanted.items() if name not in found}
-    if wanted:
-        raise _NoCopyError(f"no other rank holds an intact copy of {next(iter(wanted))}"
-                           + (f" and {len(wanted) - 1} more tensors" if len(wanted) > 1 else ""))
-    return found
-
-
-def _intact_in(directory: CheckpointDir, file: FileRecord, recorded: Mapping[str, TensorRecord]) -> dict[str, _Source]:
-    """Returns those of the tensors whose bytes in ``file`` have the recorded checksum. Raises CorruptFileError."""
-    header, path, found = header_of(directory, file), directory.path(file.path), {}
-    with directory.storage.open(path) as opened:
-        for name, row in recorded.items():
-            entry = header.tensors.get(name)
-            if entry is not None and (entry.dtype, entry.shape) == (row.dtype, row.shape):
-                with suppress(CorruptFileError):
-                    if tensor_checksum(opened, entry) == row.checksum:
-                        found[name] = _Source(path, entry, row.checksum)
-    return found
-
-
-def _versions(directory: CheckpointDir, candidate: Candidate, rank: int, index: int, file: FileRecord,
-              recorded: Mapping[str, TensorRecord], sources: Mapping[str, _Source]) -> Iterator[_Pieces]:
-    """Yields the ways to make the file again, each as a function that yields its bytes: with its own header as it lies there,
-    then with the metadata of the files of other ranks. The recorded checksum tells which one is right."""
-    with suppress(CorruptFileError):
-        entries = header_of(directory, file).tensors
-        if {name: (entry.dtype, entry.shape) for name, entry in entries.items()} == {
-                name: (row.dtype, row.shape) for name, row in recorded.items()}:
-            yield lambda: _with_own_header(directory.storage, directory.path(file.path), entries, sources)
-    specs = {name: TensorSpec(row.dtype, row.shape, sources[name].entry.nbytes) for name, row in recorded.items()}
-    tried: list[dict[str, str]] = []
-    for other in [number for number in candidate.files if number != rank][:MAX_HEADERS]:
-        with suppress(CorruptFileError, IndexError):
-            metadata = dict(header_of(directory, candidate.files[other][index]).metadata)
-            if metadata not in tried:
-                tried.append(metadata)
-                plan = plan_file(file.format, specs, metadata)
-                if plan.size == file.size:
-                    yield lambda plan=plan: _by_plan(directory.storage, plan, sources)
+def _hashed(pieces: Iterator[bytes], whole: xxh3_128) -> Iterator[bytes]:
+    for piece in pieces:
+        whole.update(piece)
+        yield piece
 
 
 def _with_own_header(storage: Storage, path: str, entries: Mapping[str, TensorEntry], sources: Mapping[str, _Source]
@@ -217,75 +278,3 @@ def _bytes_at(file: BinaryIO, start: int, count: int | None) -> Iterator[bytes]:
         yield found
         start += len(found)
         count = None if count is None else count - len(found)
-
-
-def _replace(directory: CheckpointDir, file: FileRecord, pieces: _Pieces, tag: str) -> bool:
-    """Writes a new file of ``pieces`` and puts it in the place of ``file``. Returns False, and changes nothing, if it has not the
-    recorded checksum. Raises OSError."""
-    whole, size = xxh3_128(), 0
-
-    def hashed() -> Iterator[bytes]:
-        nonlocal size
-        for piece in pieces():
-            whole.update(piece)
-            size += len(piece)
-            yield piece
-    path = directory.path(file.path)
-    temporary = temporary_name(path, tag)
-    try:
-        directory.storage.make_folder(os.path.dirname(path))
-        directory.storage.write(temporary, hashed(), file.size or 0)
-        if (whole.hexdigest(), size) != (file.checksum, file.size) or not is_as_recorded(directory.storage, temporary, file):
-            return False
-        _put(directory.storage, temporary, path)
-        return True
-    finally:
-        with suppress(OSError):                             # it is gone after the rename
-            directory.storage.remove(temporary)
-
-
-def _put(storage: Storage, temporary: str, path: str) -> None:
-    """Puts a new file in the place of ``path``, with the owner and the rights of that file, which jobs must still be able to
-    read and remove after a repair by root. If it is missing, with those of its folder. Raises OSError."""
-    storage.copy_owner(path if storage.status(path) is not None else os.path.dirname(path), temporary)
-    storage.rename(temporary, path)
-    storage.sync(os.path.dirname(path))
-
-
-def _from_bucket(directory: CheckpointDir, candidate: Candidate, file: FileRecord, tag: str, bucket: RemoteCheckpoints) -> str:
-    """Downloads the file. Returns why it could not be used; empty if it is in its place."""
-    path = directory.path(file.path)
-    temporary = temporary_name(path, tag)
-    try:
-        directory.storage.make_folder(os.path.dirname(path))
-        bucket.download(candidate.name, os.path.relpath(file.path, candidate.iteration_dir or "."), temporary)
-        if not is_as_recorded(directory.storage, temporary, file):
-            return f"{bucket.url} holds other bytes"
-        _put(directory.storage, temporary, path)
-        return ""
-    except RemoteError as error:
-        return str(error)
-    finally:
-        with suppress(OSError):
-            directory.storage.remove(temporary)
-
-
-# ---- records ---------------------------------------------------------------------------------------------------------
-
-def _repair_record(directory: CheckpointDir, candidate: Candidate, rank: int, tag: str,
-                   bucket: RemoteCheckpoints | None) -> str:
-    """Replaces a damaged record by the one in the bucket, if it is the one that was committed. No other rank has a copy."""
-    path = os.path.join(candidate.records_dir or "", record_name(rank))
-    if bucket is None:
-        return f"{os.path.relpath(path, directory.root)} cannot be repaired: a record has no copy outside of the bucket"
-    try:
-        data = bucket.record(candidate.name, rank)
-    except RemoteError as error:
-        return f"{os.path.relpath(path, directory.root)} cannot be repaired: {error}"
-    _, checksum = read_record(io.BytesIO(data))
-    read_details(io.BytesIO(data))
-    if checksum != candidate.records[sorted(candidate.files).index(rank)]:
-        return f"{os.path.relpath(path, directory.root)} cannot be repaired: {bucket.url} holds another record"
-    publish(directory.storage, path, [data], tag)
-    directory.storage.copy_owner(candidate.records_dir or "", path)
-    return ""

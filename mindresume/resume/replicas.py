@@ -175,9 +175,7 @@ def replica_files(directory: CheckpointDir, candidate: Candidate, rank: int) -> 
                 break
             theirs = details_of(directory.storage, candidate.records_dir or "", other).tensors
             for index, file in enumerate(candidate.files[other]):
-                names = tuple(name for name, row in wanted.items() if name in theirs and theirs[name].file == index and
-                              (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) ==
-                              (row.dtype, row.shape, row.checksum))
+                names = tuple(copies_in(theirs, index, wanted))
                 if names and directory.storage.status(directory.path(file.path)) is not None:
                     sources.append(ShardSource(file, names))
                     wanted = {name: row for name, row in wanted.items() if name not in names}
@@ -187,6 +185,13 @@ def replica_files(directory: CheckpointDir, candidate: Candidate, rank: int) -> 
         return candidate.refuse(f"the file of rank {rank} is missing, and {len(wanted)} of its tensors are on no other "
                                 f"rank, for example {next(iter(wanted))}", missing.path, rank)
     return tuple(sources)
+
+
+def copies_in(theirs: Mapping[str, TensorRecord], index: int, wanted: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
+    """Returns those of ``wanted`` that file number ``index`` of another rank holds, too. ``theirs``: the tensors in its record.
+    A replica is recorded with the same name, dtype, shape and checksum."""
+    return {name: row for name, row in wanted.items() if name in theirs and theirs[name].file == index and
+            (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) == (row.dtype, row.shape, row.checksum)}
 
 
 def likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: Candidate) -> list[int]:

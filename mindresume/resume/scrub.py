@@ -26,8 +26,8 @@ from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.scrub_result import can_be_scrubbed, known_damage, publish_result, read_result
 from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files
-from mindresume.resume.repair import repair
-from mindresume.resume.verifier import find_damaged_files
+from mindresume.resume.repair import Repair
+from mindresume.resume.verifier import Verifier
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.shard_writer import remove_temporary_files
 from mindresume.storage.interface import Status, Storage
@@ -192,8 +192,9 @@ class Scrubber:
                  for row in seen if row.file not in again]
         missing = self._missing(candidate, again)
         repaired: list[Refusal] = []
+        repair = Repair(CheckpointDir(storage, self.root), candidate, lock.run, self.options.bucket)
         for row in (*damage, *missing) if self.options.repairs else ():
-            problem = repair(CheckpointDir(storage, self.root), candidate, row, lock.run, self.options.bucket)
+            problem = repair.repair(row)
             repaired += [] if problem else [row]
             notes += [problem] if problem else []
         left = [row for row in damage if row not in repaired]
@@ -228,7 +229,7 @@ class Scrubber:
         return self.storage.status(os.path.join(self.root, path))
 
     def _damage(self, storage: Storage, candidate: Candidate, rank: int) -> list[Refusal]:
-        return find_damaged_files(CheckpointDir(storage, self.root), candidate, rank, self.progress)
+        return Verifier(CheckpointDir(storage, self.root), candidate, self.progress).damaged_files(rank)
 
     def _missing(self, candidate: Candidate, damaged: Collection[str | None]) -> list[Refusal]:
         """Returns a refusal for each missing file whose tensors are all in replicas: a resume uses those."""

@@ -27,7 +27,7 @@ from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.memory_source import MemorySource
 from mindresume.resume.replicas import StrategyOf, unknown_strategy
 from mindresume.resume.sources import Job, ProgressMeter, disk_of, drop_cached_files, job_directory
-from mindresume.resume.verifier import verify_rank
+from mindresume.resume.verifier import Verifier
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import uncached
@@ -171,11 +171,10 @@ def newest_node_local(storage: Storage, path: str, policy: SelectionPolicy, stra
     except UnusableCheckpointError:
         return None
     for row in rows:
-        if row.state == NODE_LOCAL and not any(
-                isinstance(verify_rank(CheckpointDir(storage, found.root), row.candidate, rank, None, policy.verifies_bytes),
-                           Refusal)
-                for rank in row.candidate.files):
-            return row.candidate
+        if row.state == NODE_LOCAL:
+            verifier = Verifier(CheckpointDir(storage, found.root), row.candidate, full=policy.verifies_bytes)
+            if not any(isinstance(verifier.verify(rank), Refusal) for rank in row.candidate.files):
+                return row.candidate
     return None
 
 

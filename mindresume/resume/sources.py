@@ -27,9 +27,8 @@ from mindresume.resume.candidates import find_candidates, world_size_notes
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files, replica_warning
 from mindresume.resume.choice import Choice, VerifiedShard, candidate_from_json, candidate_to_json, read_size
 from mindresume.resume.eligible import UNHEALTHY, SelectionPolicy, check_files, eligible, none_usable
-from mindresume.resume.metadata_verifier import MetadataVerifier
 from mindresume.resume.replicas import StrategyOf, complete_missing_ranks, unknown_strategy
-from mindresume.resume.verifier import verify_rank
+from mindresume.resume.verifier import Verifier
 from mindresume.saving.crash_loop import FailedLoad, failed_loads_by_key, key_of, warning
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache
@@ -98,31 +97,31 @@ def drop_cached_files(storage: Storage) -> None:
         storage.clear()
 
 
-def verify_on_all_ranks(job: Job, storage: Storage, root: str, candidate: Candidate, ranks: Sequence[int],
+def verify_on_all_ranks(job: Job, directory: CheckpointDir, candidate: Candidate, ranks: Sequence[int],
                         keep: ReadCache | None = None) -> Choice | list[Refusal]:
     """Verifies ``candidate`` on all ranks of the job together, each the files that it will load.
 
     Args:
-        storage: reads the files.
         ranks: ranks of the checkpoint whose files this process verifies.
-        keep: as for ``verify_rank``.
+        keep: as for ``Verifier``.
     Returns:
         The choice of the candidate, or the refusals of all ranks; the same on all but for the files that each verified.
     """
     drop_cached_files(job.storage)
     job.progress.expect(read_size(candidate, ranks))
     shards: list[VerifiedShard] = []
-    metadata, read = MetadataVerifier(CheckpointDir(storage, root), candidate), ProgressReporter.silent()
+    read = ProgressReporter.silent()
 
     def counted(count: int) -> None:
         read.advance(count)
         job.progress.advance(count)
 
     def check() -> Any:
+        is_guessed = candidate.missing_ranks and candidate.records_dir is None
+        strategy = job.strategy_of(directory.root, candidate) if is_guessed else None
+        verifier = Verifier(directory, candidate, counted, job.policy.verifies_bytes, strategy, keep)
         for rank in ranks:
-            strategy = job.strategy_of(root, candidate) if candidate.missing_ranks and candidate.records_dir is None else None
-            result = verify_rank(CheckpointDir(storage, root), candidate, rank, counted, job.policy.verifies_bytes, strategy,
-                                 metadata, keep)
+            result = verifier.verify(rank)
             if isinstance(result, Refusal):
                 return {"refusal": result.to_json()}
             shards.append(result)
@@ -131,10 +130,9 @@ def verify_on_all_ranks(job: Job, storage: Storage, root: str, candidate: Candid
     if refusals := refusals_of(rows):
         return refusals
     missing = sorted({(rank, path) for row in rows for rank, path in row.get("lost", ())})
-    damaged = run_on_rank0(job.group, lambda: [refusal.reason for refusal in
-                                               damaged_metadata_files(CheckpointDir(storage, root), candidate)],
+    damaged = run_on_rank0(job.group, lambda: [refusal.reason for refusal in damaged_metadata_files(directory, candidate)],
                            Watchdog("checking the metadata files"))
-    return Choice(candidate, (), (), False, tuple(shards), root, job.policy.verifies_bytes,
+    return Choice(candidate, (), (), False, tuple(shards), directory.root, job.policy.verifies_bytes,
                   (*replica_warning(missing), *damaged))
 
 
@@ -189,7 +187,7 @@ class SharedDisk:
                 return Choice(None, refused, notes, True, (), message["root"], job.policy.verifies_bytes)
             candidate = candidate_from_json(message["candidate"])
             ranks = job.policy.ranks_to_verify(job.group, candidate)
-            verdict = verify_on_all_ranks(job, job.storage, message["root"], candidate, ranks)
+            verdict = verify_on_all_ranks(job, CheckpointDir(job.storage, message["root"]), candidate, ranks)
             if isinstance(verdict, Choice):
                 return replace(verdict, refused=refused, notes=notes)
             refusals = verdict
@@ -298,7 +296,7 @@ class NodeDisks:
         rows = gather_results(job.group, self._look, Watchdog(f"scanning the checkpoints below {job.path}"))
         scan, common = self.scan, set.intersection(*(set(row["offers"]) for row in rows))
         for name in [name for name in rows[0]["offers"] if name in common]:
-            verdict = verify_on_all_ranks(job, job.storage, scan.root, self.offers[name], [job.group.rank])
+            verdict = verify_on_all_ranks(job, CheckpointDir(job.storage, scan.root), self.offers[name], [job.group.rank])
             if isinstance(verdict, Choice):
                 return replace(verdict, refused=tuple(refused), notes=scan.notes)
             refused.append(verdict[0])

@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import BinaryIO
-
-import numpy as np
+from typing import Any, BinaryIO
 
 from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats import OURS, Candidate, Refusal
@@ -36,202 +34,232 @@ from mindresume.resume.choice import ShardSource, VerifiedShard
 from mindresume.resume.eligible import wrong_size
 from mindresume.resume.metadata_verifier import MetadataVerifier
 from mindresume.resume.replicas import details_by_strategy, differing_replica, replica_files, replica_sources
-from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache
-from mindresume.tensor_files import Header, TensorEntry
+from mindresume.tensor_files import Header
 from mindresume.tensor_files.checksum import damaged_tensors, file_checksum, tensor_checksum
 from mindresume.tensor_files.whole_file import read_whole
 
 OnBytesRead = Callable[[int], None]       # bytes read since the last call
 
 
-def verify_rank(directory: CheckpointDir, candidate: Candidate, rank: int, progress: OnBytesRead | None = None,
-                full: bool = True, strategy: Strategy | None = None, metadata: MetadataVerifier | None = None,
-                keep: ReadCache | None = None) -> VerifiedShard | Refusal:
-    """Reads and verifies everything that ``rank`` will load from this candidate.
+def _ignore(count: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """Verifies the files of a candidate, one rank after the other; several threads may use it.
 
     Args:
         progress: receives the bytes that are read.
-        full: False: only the record, the headers and the sizes are verified.
+        full: False: only the records, the headers and the sizes are verified.
         strategy: of the job that saved, where mindformers wrote no files for some ranks.
-        metadata: verifier of the metadata of this candidate, shared by all ranks that this process verifies.
         keep: keeps the verified tensors of a checkpoint with records, as far as its budget allows, for a load that takes them.
-    Returns:
-        The verified files, or why the candidate cannot be used.
+        metadata: verifies ``metadata.json``, which is read once for all ranks.
     """
-    files = candidate.files.get(rank)
-    if not files and rank in candidate.missing_ranks:
-        return _verify_missing_rank(directory, candidate, rank, progress if full else None, strategy)
-    if not files:
-        return candidate.refuse(f"no file of rank {rank}", rank=rank)
-    file = files[0]
-    try:
-        if candidate.origin == OURS and candidate.records_dir:
-            return _verify_recorded(directory, candidate, rank, progress, full, keep)
-        headers = [header_of(directory, file) for file in files]
-        if candidate.iteration_dir:                                  # the scan has read its counters from common.json
-            for file, header in zip(files, headers, strict=True):
-                label = parse_label(header)
-                if label is not None and label[1] != candidate.step:
-                    return candidate.refuse(f"rank {rank} holds a file of run {label[0]}, step {label[1]}: files of two saves "
-                                            f"are mixed", file.path, rank)
-            metadata = metadata or MetadataVerifier(directory, candidate)
-            problem = metadata.mismatch(rank, dict(zip(files, headers, strict=True)))
-            return problem or VerifiedShard(rank, tuple(map(ShardSource, files)), candidate.state)
-        header = headers[0]
-        scalars = scalars_of(directory, file, header)
-        difference = differing_replica(directory, candidate, rank, strategy, progress) if full and strategy else ""
-        if difference:
-            return candidate.refuse(difference, file.path, rank)
-    except CorruptFileError as error:
-        path = next((file.path for file in files if error.path.endswith(os.path.basename(file.path))), file.path)
-        return candidate.refuse(f"rank {rank}: {error.reason}", path, rank, [error.tensor] if error.tensor else (), error)
-    except (RecordError, OSError) as error:
-        return candidate.refuse(f"rank {rank}: {error}", file.path, rank, error=error)
-    written = parse_label(header)
-    recorded = attempts(directory.storage.list(directory.path(FOLDER))) if written and os.path.dirname(file.path) else ()
-    if written and any(run == written[0] for _, _, run in recorded):
-        # The scan read the label of one file only. A run that writes records never completed a save without them.
-        return candidate.refuse(f"rank {rank} holds a file of run {written[0]}, step {written[1]}, which has no record: the save "
-                                f"never completed", file.path, rank)
-    if scalars.get("step_num") != candidate.step:
-        return candidate.refuse(f"rank {rank} holds step {scalars.get('step_num')}, rank {next(iter(candidate.files))} "
-                                f"holds step {candidate.step}", file.path, rank)
-    return VerifiedShard(rank, (ShardSource(file),), scalars=scalars)
+    directory: CheckpointDir
+    candidate: Candidate
+    progress: OnBytesRead = _ignore
+    full: bool = True
+    strategy: Strategy | None = None
+    keep: ReadCache | None = None
+    metadata: MetadataVerifier = field(init=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metadata", MetadataVerifier(self.directory, self.candidate))
 
-def find_damaged_files(directory: CheckpointDir, candidate: Candidate, rank: int, progress: OnBytesRead | None = None
-                       ) -> list[Refusal]:
-    """Returns a refusal for each damaged file of one rank of a checkpoint with records: ``verify_rank`` ends at the first one. If
-    the record itself is damaged, its file is the only one. A missing file is not damaged if replicas hold all of it."""
-    try:
-        checked = _checked_record(directory.storage, candidate, rank)
-    except (RecordError, OSError) as error:
-        return [candidate.refuse(f"the record of rank {rank} cannot be used: {error}",
-                                 _record_path(directory.root, candidate, rank), rank,
-                                 error=error)]
-    if isinstance(checked, Refusal):
-        return [replace(checked, file=_record_path(directory.root, candidate, rank))]
-    found = []
-    for index, file in enumerate(candidate.files[rank]):
-        recorded = {name: row for name, row in checked[1].tensors.items() if row.file == index}
+    def verify(self, rank: int) -> VerifiedShard | Refusal:
+        """Reads and verifies everything that ``rank`` will load. Returns the verified files, or why the candidate cannot be
+        used."""
+        candidate, files = self.candidate, self.candidate.files.get(rank)
+        if not files and rank in candidate.missing_ranks:
+            return self._verify_missing_rank(rank)
+        if not files:
+            return candidate.refuse(f"no file of rank {rank}", rank=rank)
         try:
-            result = _verify_file(directory, candidate, rank, file, recorded, progress, True)
+            if candidate.origin == OURS and candidate.records_dir:
+                return self._verify_recorded(rank)
+            headers = {file: header_of(self.directory, file) for file in files}
+            if candidate.iteration_dir:
+                return self._verify_iteration(rank, headers)
+            scalars = scalars_of(self.directory, files[0], headers[files[0]])
+            if self.full and self.strategy is not None and (difference := differing_replica(
+                    self.directory, candidate, rank, self.strategy, self.progress)):
+                return candidate.refuse(difference, files[0].path, rank)
         except CorruptFileError as error:
-            wrong = [error.tensor] if error.tensor else ()
-            result = candidate.refuse(f"rank {rank}: {error.reason}", file.path, rank, wrong, error)
-        except OSError as error:
-            result = candidate.refuse(f"rank {rank}: {error}", file.path, rank, error=error)
-        found += [result] if isinstance(result, Refusal) else []
-    return found
+            path = next((file.path for file in files if error.path.endswith(os.path.basename(file.path))), files[0].path)
+            return candidate.refuse(f"rank {rank}: {error.reason}", path, rank, [error.tensor] if error.tensor else (), error)
+        except (RecordError, OSError) as error:
+            return candidate.refuse(f"rank {rank}: {error}", files[0].path, rank, error=error)
+        return self._compare_label(rank, files[0], parse_label(headers[files[0]]), scalars)
 
+    def damaged_files(self, rank: int) -> list[Refusal]:
+        """Returns a refusal for each damaged file of a rank of a checkpoint with records: ``verify`` ends at the first one. If
+        the record itself is damaged, its file is the only one. A missing file is not damaged if replicas hold all of it."""
+        candidate = self.candidate
+        record_path = os.path.relpath(os.path.join(candidate.records_dir or "", record_name(rank)), self.directory.root)
+        try:
+            checked = self._checked_record(rank)
+        except (RecordError, OSError) as error:
+            return [candidate.refuse(f"the record of rank {rank} cannot be used: {error}", record_path, rank, error=error)]
+        if isinstance(checked, Refusal):
+            return [replace(checked, file=record_path)]
+        damaged = []
+        for index, file in enumerate(candidate.files[rank]):
+            try:
+                result = self._verify_file(rank, file, _tensors_in(checked[1], index))
+            except CorruptFileError as error:
+                wrong = [error.tensor] if error.tensor else ()
+                result = candidate.refuse(f"rank {rank}: {error.reason}", file.path, rank, wrong, error)
+            except OSError as error:
+                result = candidate.refuse(f"rank {rank}: {error}", file.path, rank, error=error)
+            damaged += [result] if isinstance(result, Refusal) else []
+        return damaged
 
-def _record_path(root: str, candidate: Candidate, rank: int) -> str:
-    return os.path.relpath(os.path.join(candidate.records_dir or "", record_name(rank)), root)
+    # ---- without records -----------------------------------------------------------------------------------------------
 
+    def _verify_iteration(self, rank: int, headers: Mapping[FileRecord, Header]) -> VerifiedShard | Refusal:
+        """Verifies a rank of an iteration folder, whose counters the scan has read from ``common.json``."""
+        for file, header in headers.items():
+            label = parse_label(header)
+            if label is not None and label[1] != self.candidate.step:
+                return self.candidate.refuse(f"rank {rank} holds a file of run {label[0]}, step {label[1]}: files of two saves "
+                                             f"are mixed", file.path, rank)
+        sources = tuple(map(ShardSource, headers))
+        return self.metadata.mismatch(rank, headers) or VerifiedShard(rank, sources, self.candidate.state)
 
-def _verify_recorded(directory: CheckpointDir, candidate: Candidate, rank: int, progress: OnBytesRead | None,
-                     full: bool, keep: ReadCache | None) -> VerifiedShard | Refusal:
-    """Verifies a rank of a checkpoint with records: the record against the manifest, the files against the record."""
-    checked = _checked_record(directory.storage, candidate, rank)
-    if isinstance(checked, Refusal):
-        return checked
-    record, details = checked
-    sources: list[ShardSource] = []
-    for index, file in enumerate(candidate.files[rank]):
-        recorded = {name: row for name, row in details.tensors.items() if row.file == index}
-        found = _verify_file(directory, candidate, rank, file, recorded, progress, full, keep)
-        if isinstance(found, Refusal):
-            return found
-        sources += found
-    return VerifiedShard(rank, tuple(sources), record.state, details)
+    def _compare_label(self, rank: int, file: FileRecord, written: tuple[str, int] | None, scalars: Mapping[str, Any]
+                       ) -> VerifiedShard | Refusal:
+        """Verifies that a file in a rank folder, with this label and these counters, is of the same save as the others."""
+        candidate = self.candidate
+        recorded = attempts(self.directory.storage.list(self.directory.path(FOLDER))) if written and "/" in file.path else ()
+        if written and any(run == written[0] for _, _, run in recorded):
+            # The scan read the label of one file only. A run that writes records never completed a save without them.
+            return candidate.refuse(f"rank {rank} holds a file of run {written[0]}, step {written[1]}, which has no record: the "
+                                    f"save never completed", file.path, rank)
+        if scalars.get("step_num") != candidate.step:
+            return candidate.refuse(f"rank {rank} holds step {scalars.get('step_num')}, rank {next(iter(candidate.files))} "
+                                    f"holds step {candidate.step}", file.path, rank)
+        return VerifiedShard(rank, (ShardSource(file),), scalars=scalars)
 
+    # ---- with records --------------------------------------------------------------------------------------------------
 
-def _checked_record(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record, Details] | Refusal:
-    """Returns a record and its details, or why it is not the one that was committed. Raises RecordError or OSError if it cannot
-    be read."""
-    record, details, checksum = _read_record(storage, candidate, rank)
-    files = candidate.files[rank]
-    if (record.run, record.step, record.rank, record.world_size) != (candidate.run, candidate.step, rank, candidate.world_size):
-        return candidate.refuse(f"the record of rank {rank} is of run {record.run}, step {record.step}, rank {record.rank} of "
-                                f"{record.world_size}", rank=rank)
-    if tuple(file.below(candidate.iteration_dir) for file in record.files) != files:
-        return candidate.refuse(f"the record of rank {rank} names {record.files[0].path}, its manifest another file, size or "
-                                f"checksum", files[0].path, rank)
-    if candidate.records and candidate.records[sorted(candidate.files).index(rank)] != checksum:
-        return candidate.refuse(f"the record of rank {rank} is not the one that was committed", rank=rank)
-    return record, details
+    def _verify_recorded(self, rank: int) -> VerifiedShard | Refusal:
+        """Verifies the record against the manifest, the files against the record."""
+        checked = self._checked_record(rank)
+        if isinstance(checked, Refusal):
+            return checked
+        record, details = checked
+        sources: list[ShardSource] = []
+        for index, file in enumerate(self.candidate.files[rank]):
+            verified = self._verify_file(rank, file, _tensors_in(details, index))
+            if isinstance(verified, Refusal):
+                return verified
+            sources += verified
+        return VerifiedShard(rank, tuple(sources), record.state, details)
 
+    def _checked_record(self, rank: int) -> tuple[Record, Details] | Refusal:
+        """Returns a record and its details, or why it is not the one that was committed. Raises RecordError or OSError if it
+        cannot be read."""
+        candidate, files = self.candidate, self.candidate.files[rank]
+        with self.directory.storage.open(os.path.join(candidate.records_dir or "", record_name(rank))) as opened:
+            _, checksum = read_record(opened)
+            opened.seek(0)
+            record, details = read_details(opened)
+        if (record.run, record.step, record.rank, record.world_size) != (candidate.run, candidate.step, rank,
+                                                                         candidate.world_size):
+            return candidate.refuse(f"the record of rank {rank} is of run {record.run}, step {record.step}, rank {record.rank} "
+                                    f"of {record.world_size}", rank=rank)
+        if tuple(file.below(candidate.iteration_dir) for file in record.files) != files:
+            return candidate.refuse(f"the record of rank {rank} names {record.files[0].path}, its manifest another file, size or "
+                                    f"checksum", files[0].path, rank)
+        if candidate.records and candidate.records[sorted(candidate.files).index(rank)] != checksum:
+            return candidate.refuse(f"the record of rank {rank} is not the one that was committed", rank=rank)
+        return record, details
 
-def _verify_missing_rank(directory: CheckpointDir, candidate: Candidate, rank: int, progress: OnBytesRead | None,
-                         strategy: Strategy | None) -> VerifiedShard | Refusal:
-    """Verifies the replicas, on other ranks, of the tensors of a rank that was lost before its job saved for the last time. Its
-    random state is lost."""
-    try:
-        details = details_by_strategy(directory, candidate, strategy) if strategy else cache(
-            lambda other: details_of(directory.storage, candidate.records_dir or "", other))
-        found = replica_sources(rank, candidate.files, candidate.world_size, details)
-        if isinstance(found, str):
-            return candidate.refuse(f"rank {rank} wrote nothing, and {found}", rank=rank)
-        names: dict[FileRecord, list[str]] = {}
-        for name, (other, row) in found.items():
-            names.setdefault(candidate.files[other][row.file], []).append(name)
-        sources = tuple(ShardSource(file, tuple(held)) for file, held in names.items())
-        recorded = {name: row for name, (_, row) in found.items()}
-        verified = _verify_replicas(directory, candidate, rank, recorded, sources, progress)
-        scalars = {} if candidate.state else scalars_of(directory, sources[0].file, header_of(directory, sources[0].file))
-    except CorruptFileError as error:
-        return candidate.refuse(f"rank {rank} wrote nothing, and the file that replaces its own is damaged: {error.reason}",
-                                rank=rank)
-    except (RecordError, OSError) as error:
-        return candidate.refuse(f"rank {rank} wrote nothing, and {error}", rank=rank)
-    return verified if isinstance(verified, Refusal) else VerifiedShard(
-        rank, verified, candidate.state, Details(recorded) if candidate.records_dir else None, scalars)
-
-
-def _verify_file(directory: CheckpointDir, candidate: Candidate, rank: int, file: FileRecord,
-                 recorded: Mapping[str, TensorRecord], progress: OnBytesRead | None, full: bool, keep: ReadCache | None = None
-                ) -> tuple[ShardSource, ...] | Refusal:
-    """Verifies one file of a rank; if it is missing, the replicas of all its tensors on other ranks."""
-    path = directory.path(file.path)
-    status = directory.storage.status(path)
-    if status is None:
-        found = replica_files(directory, candidate, rank)
-        if isinstance(found, Refusal):
-            return found
-        sources = tuple(ShardSource(source.file, names) for source in found
-                        if (names := tuple(name for name in source.names or () if name in recorded)))
-        return _verify_replicas(directory, candidate, rank, recorded, sources, progress)
-    if status.size != file.size:
-        return wrong_size(candidate, rank, file, status.size)
-    header = header_of(directory, file)                  # its errors are more specific than a wrong checksum
-    problem = _mismatch(candidate, recorded, header)
-    if problem:
-        return candidate.refuse(f"the file of rank {rank} {problem}", file.path, rank)
-    if not full:
-        return (ShardSource(file),)
-    with directory.storage.open(path) as opened:
-        checksum, tensors = _read(opened, header, progress, keep)
-        if checksum == file.checksum:
-            if keep is not None and tensors:
-                keep.keep_parts(path, tensors, header.size)
+    def _verify_file(self, rank: int, file: FileRecord, recorded: Mapping[str, TensorRecord]
+                     ) -> tuple[ShardSource, ...] | Refusal:
+        """Verifies one file of a rank; if it is missing, the replicas of all its tensors on other ranks."""
+        candidate, path = self.candidate, self.directory.path(file.path)
+        status = self.directory.storage.status(path)
+        if status is None:
+            replicas = replica_files(self.directory, candidate, rank)
+            return replicas if isinstance(replicas, Refusal) else self._verify_replicas(rank, recorded, tuple(
+                ShardSource(source.file, names) for source in replicas
+                if (names := tuple(name for name in source.names or () if name in recorded))))
+        if status.size != file.size:
+            return wrong_size(candidate, rank, file, status.size)
+        header = header_of(self.directory, file)                  # its errors are more specific than a wrong checksum
+        if problem := _mismatch(candidate, recorded, header):
+            return candidate.refuse(f"the file of rank {rank} {problem}", file.path, rank)
+        if not self.full:
             return (ShardSource(file),)
-        del tensors
-        wrong = damaged_tensors(opened, path, {name: row.checksum for name, row in recorded.items()})
-    damaged = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") if wrong else \
-        "no tensor, but the header or its padding"
-    return candidate.refuse(f"the file of rank {rank} is not what was written; damaged: {damaged} (checksum {checksum}, "
-                            f"recorded {file.checksum})", file.path, rank, wrong)
+        with self.directory.storage.open(path) as opened:
+            checksum = self._checksum(opened, path, header, file)
+            if checksum == file.checksum:
+                return (ShardSource(file),)
+            wrong = damaged_tensors(opened, path, {name: row.checksum for name, row in recorded.items()})
+        damaged = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") if wrong else \
+            "no tensor, but the header or its padding"
+        return candidate.refuse(f"the file of rank {rank} is not what was written; damaged: {damaged} (checksum {checksum}, "
+                                f"recorded {file.checksum})", file.path, rank, wrong)
+
+    def _checksum(self, opened: BinaryIO, path: str, header: Header, file: FileRecord) -> str:
+        """Returns the checksum of a file. Keeps its tensors, if it is right and there is room for them."""
+        if self.keep is not None and header.size <= self.keep.left:
+            with suppress(MemoryError):
+                tensors, checksum = read_whole(opened, header, self.progress)
+                if checksum == file.checksum and tensors:
+                    self.keep.keep_parts(path, tensors, header.size)
+                return checksum
+        return file_checksum(opened, self.progress)[0]
+
+    # ---- replicas ------------------------------------------------------------------------------------------------------
+
+    def _verify_missing_rank(self, rank: int) -> VerifiedShard | Refusal:
+        """Verifies the replicas, on other ranks, of the tensors of a rank that was lost before its job saved for the last time.
+        Its random state is lost."""
+        candidate, strategy = self.candidate, self.strategy
+        try:
+            details = details_by_strategy(self.directory, candidate, strategy) if strategy else cache(
+                lambda other: details_of(self.directory.storage, candidate.records_dir or "", other))
+            held = replica_sources(rank, candidate.files, candidate.world_size, details)
+            if isinstance(held, str):
+                return candidate.refuse(f"rank {rank} wrote nothing, and {held}", rank=rank)
+            names: dict[FileRecord, list[str]] = {}
+            for name, (other, row) in held.items():
+                names.setdefault(candidate.files[other][row.file], []).append(name)
+            recorded = {name: row for name, (_, row) in held.items()}
+            sources = tuple(ShardSource(file, tuple(listed)) for file, listed in names.items())
+            verified, first = self._verify_replicas(rank, recorded, sources), sources[0].file
+            scalars = {} if candidate.state else scalars_of(self.directory, first,
+                                                            header_of(self.directory, first))
+        except CorruptFileError as error:
+            return candidate.refuse(f"rank {rank} wrote nothing, and the file that replaces its own is damaged: {error.reason}",
+                                    rank=rank)
+        except (RecordError, OSError) as error:
+            return candidate.refuse(f"rank {rank} wrote nothing, and {error}", rank=rank)
+        return verified if isinstance(verified, Refusal) else VerifiedShard(
+            rank, verified, candidate.state, Details(recorded) if candidate.records_dir else None, scalars)
+
+    def _verify_replicas(self, rank: int, recorded: Mapping[str, TensorRecord], sources: tuple[ShardSource, ...]
+                         ) -> tuple[ShardSource, ...] | Refusal:
+        """Verifies the checksums of the named tensors in ``sources``. Returns ``sources``, or why one cannot be used."""
+        for source in sources:
+            header = header_of(self.directory, source.file)
+            with self.directory.storage.open(self.directory.path(source.file.path)) as opened:
+                for name in source.names or ():
+                    expected = recorded[name].checksum          # empty where none was recorded
+                    if name not in header.tensors or expected and tensor_checksum(opened, header.tensors[name]) != expected:
+                        return self.candidate.refuse(f"the file of rank {rank} is missing, and its replica of {name} is damaged",
+                                                     source.file.path, rank, [name])
+                    self.progress(header.tensors[name].nbytes)
+        return sources
 
 
-def _read(opened: BinaryIO, header: Header, progress: OnBytesRead | None, keep: ReadCache | None
-          ) -> tuple[str, dict[TensorEntry, np.ndarray]]:
-    """Returns the checksum of a file, and its tensors if there is room for them in ``keep``."""
-    if keep is not None and header.size <= keep.left:
-        with suppress(MemoryError):
-            tensors, checksum = read_whole(opened, header, progress)
-            return checksum, tensors
-    return file_checksum(opened, progress)[0], {}
+def _tensors_in(details: Details, index: int) -> dict[str, TensorRecord]:
+    """Returns the tensors of a record that lie in its file number ``index``."""
+    return {name: row for name, row in details.tensors.items() if row.file == index}
 
 
 def _mismatch(candidate: Candidate, tensors: Mapping[str, TensorRecord], header: Header) -> str:
@@ -244,27 +272,3 @@ def _mismatch(candidate: Candidate, tensors: Mapping[str, TensorRecord], header:
         if recorded.get(name) != found.get(name):
             return f"holds {name} as {found.get(name)}, recorded {recorded.get(name)}"[:300]
     return ""
-
-
-def _read_record(storage: Storage, candidate: Candidate, rank: int) -> tuple[Record, Details, str]:
-    """Returns a record, its details and the checksum of its head. Raises RecordError or OSError if it cannot be read."""
-    with storage.open(os.path.join(candidate.records_dir or "", record_name(rank))) as file:
-        _, checksum = read_record(file)
-        file.seek(0)
-        return *read_details(file), checksum
-
-
-def _verify_replicas(directory: CheckpointDir, candidate: Candidate, rank: int, recorded: Mapping[str, TensorRecord],
-                     sources: tuple[ShardSource, ...], progress: OnBytesRead | None) -> tuple[ShardSource, ...] | Refusal:
-    """Verifies the checksums of the named tensors in ``sources``. Returns ``sources``, or why one cannot be used."""
-    for source in sources:
-        header = header_of(directory, source.file)
-        with directory.storage.open(directory.path(source.file.path)) as opened:
-            for name in source.names or ():
-                expected = recorded[name].checksum          # empty where none was recorded
-                if name not in header.tensors or expected and tensor_checksum(opened, header.tensors[name]) != expected:
-                    return candidate.refuse(f"the file of rank {rank} is missing, and its replica of {name} is damaged",
-                                            source.file.path, rank, [name])
-                if progress:
-                    progress(header.tensors[name].nbytes)
-    return sources

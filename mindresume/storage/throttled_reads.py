@@ -1,7 +1,7 @@
 """Reads a storage at a bounded rate, from the device where the kernel allows it, and stops at any moment.
 
     storage = ThrottledReads(PosixStorage(), TokenBucket(50e6), stopped=stop.is_set)
-    verify_rank(storage, root, candidate, rank)         # any code that reads: 50 MB/s, and ReadStoppedError once ``stop`` is set
+    Verifier(storage, root, candidate).verify(rank)     # any code that reads: 50 MB/s, and ReadStoppedError once ``stop`` is set
     storage.cached                                      # bytes of ``read`` that the cache of the kernel may have answered
 
 Before a file is read the kernel is asked to drop it from its cache (posix_fadvise), and each piece again after it was read: the

@@ -23,7 +23,7 @@ from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
 from mindresume.reshard.strategy_store import own_strategy
 from mindresume.resume.choice import VerifiedShard
-from mindresume.resume.verifier import verify_rank
+from mindresume.resume.verifier import Verifier
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_assignment import shares
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard
@@ -175,7 +175,7 @@ def test_a_load_in_the_same_layout_reads_the_disk_once(tmp_path, plan, keeps_ten
     caches = [ReadCache(STORAGE, 1 << 30) for _ in range(layouts.world_size)]
     for rank, cache in enumerate(caches):
         storage, keep = (STORAGE, cache) if keeps_tensors else (cache, None)
-        assert isinstance(verify_rank(CheckpointDir(storage, str(root)), candidate, rank, keep=keep), VerifiedShard)
+        assert isinstance(Verifier(CheckpointDir(storage, str(root)), candidate, keep=keep).verify(rank), VerifiedShard)
         cache.freeze()
     for file in candidate.all_files:
         if file.path.endswith(".safetensors"):

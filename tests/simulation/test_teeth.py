@@ -399,22 +399,21 @@ MUTANTS = [
 
     # ---- scrubs and repairs ----------------------------------------------------------------------------------------------
     mutant("repair: the damaged file is written in place", [
-        Edit(repair, "_replace", "temporary = temporary_name(path, tag)", "temporary = path"),
-        Edit(repair, "_replace", "storage.write(temporary, hashed(), file.size or 0)",
-             'storage.write(temporary, [b"".join(hashed())], file.size or 0)'),
-        Edit(repair, "_replace", "directory.storage.remove(temporary)", "pass")],
+        Edit(repair.Repair, "_replace", "temporary = temporary_name(path, self.tag)", "temporary = path"),
+        Edit(repair.Repair, "_replace", "_hashed(pieces, whole)", '[b"".join(_hashed(pieces, whole))]'),
+        Edit(repair.Repair, "_replace", "storage.remove(temporary)", "pass")],
         ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=0, within=2),
     mutant("repair: the copy is not verified", [
-        Edit(repair, "_intact_in", "if tensor_checksum(opened, entry) == row.checksum:", "if True:"),
-        Edit(repair, "_replace", "if (whole.hexdigest(), size) != (file.checksum, file.size) or not is_as_recorded("
-             "directory.storage, temporary, file):", "if False:")],
+        Edit(repair.Repair, "_intact_in", "if tensor_checksum(opened, entry) == row.checksum:", "if True:"),
+        Edit(repair.Repair, "_replace", "if whole.hexdigest() != file.checksum:", "if False:"),
+        Edit(repair.Repair, "_put", "if not is_as_recorded(storage, temporary, file):", "if False:")],
         ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK} {WRONG}", deaths=False, first=11, within=4),
     mutant("repair: the file has its name before it is flushed", [
-        Edit(repair, "_replace", "_put(directory.storage, temporary, path)", "made.finish()"),
-        Edit(repair, "_replace", "directory.storage.write(temporary, hashed(), file.size or 0)",
-             'made = directory.storage.create(temporary, file.size or 0); made.write_at(0, memoryview(b"".join(hashed()))); '
-             "directory.storage.rename(temporary, path)"),
-        Edit(repair, "_replace", "not is_as_recorded(directory.storage, temporary, file)", "False")],
+        Edit(repair.Repair, "_replace", "return self._put(temporary, file)", "made.finish(); return True"),
+        Edit(repair.Repair, "_replace", "storage.write(temporary, _hashed(pieces, whole), file.size or 0)",
+             'made = storage.create(temporary, file.size or 0); '
+             'made.write_at(0, memoryview(b"".join(_hashed(pieces, whole)))); '
+             "storage.rename(temporary, path)")],
         ("rot and scrub", "ckpt", ""), f"{LOST} {INCONSISTENT} {STUCK}", first=0, within=2),
     mutant("scrub: a result is not bound to the times of the file", [
         Instead(scrub_result.DamagedFile, "is_unchanged", lambda right: lambda self, status: (

@@ -16,7 +16,7 @@ from mindresume.events import TierRefused, TierSaved
 from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import attempt_name, run_name
-from mindresume.resume.verifier import verify_rank
+from mindresume.resume.verifier import Verifier
 from mindresume.saving.memory_tier.directory import SLOTS
 from mindresume.saving.memory_tier.mapped_file import MappedFile
 from mindresume.saving.memory_tier.tier import MemoryTier
@@ -62,7 +62,7 @@ def whole(root, ranks=1, storage=STORAGE):
     found = []
     for candidate in scan_records(CheckpointDir(storage, str(root)))[0]:
         if candidate.problem is None:
-            shards = [verify_rank(CheckpointDir(storage, str(root)), candidate, rank) for rank in range(ranks)]
+            shards = [Verifier(CheckpointDir(storage, str(root)), candidate).verify(rank) for rank in range(ranks)]
             assert all(getattr(shard, "details", None) for shard in shards), shards
             found.append(candidate.step)
     return found
@@ -343,7 +343,7 @@ def test_a_flipped_bit_is_found(memory):
     Training(memory, 2).steps(4).stop()
     candidate = scan_records(dir_at(memory))[0][0]
     flip_bit(Path(memory, candidate.first.path))
-    assert "is not what was written" in verify_rank(dir_at(memory), candidate, 0).reason
+    assert "is not what was written" in Verifier(dir_at(memory), candidate).verify(0).reason
 
 
 def test_a_folder_that_somebody_removed_costs_one_save(memory):
