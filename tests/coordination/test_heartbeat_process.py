@@ -144,8 +144,9 @@ TRAINING = """
 import sys
 from mindresume.coordination import lease
 from mindresume.coordination.lease_acquisition import acquire
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.storage.posix import PosixStorage
-held = acquire(PosixStorage(), sys.argv[1], lease.holder_of_this_process("saving"), beat=0.05).start()
+held = acquire(CheckpointDir(PosixStorage(), sys.argv[1]), lease.holder_of_this_process("saving"), beat=0.05).start()
 print(held._beating.pid, flush=True)
 input()
 """

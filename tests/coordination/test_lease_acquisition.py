@@ -290,7 +290,7 @@ def test_a_job_that_gives_way_leaves_no_files(tmp_path, keep_run_marker):
     rival = rival_of(tmp_path, "00000000")
     holder = replace(ME, run=run_name(1, "88888888"))
     with pytest.raises(LeaseHeldError, match="run 0001-00000000"):
-        acquire(CheckpointDir(CheckpointDir(During(4, lambda: rival.publish()), str(tmp_path)), holder),
+        acquire(CheckpointDir(During(4, lambda: rival.publish()), str(tmp_path)), holder,
                 keep_run_marker=keep_run_marker)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 

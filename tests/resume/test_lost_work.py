@@ -6,7 +6,6 @@ from rank_folders import RUN, dir_at, save, write_rank
 
 from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import run_name
 from mindresume.resume.job_selection import LostWork, find_lost_work
@@ -41,7 +40,7 @@ def test_a_started_save_gives_a_later_step(tmp_path):
 def test_ended_and_running_jobs_lost_nothing(tmp_path):
     save(tmp_path, 10)
     assert lost(tmp_path) is None
-    lease = acquire(CheckpointDir(dir_at(tmp_path), replace(holder_of_this_process(SAVING), run=LATER)))
+    lease = acquire(dir_at(tmp_path), replace(holder_of_this_process(SAVING), run=LATER))
     lease.step = 30
     lease.beat()
     assert lost(tmp_path) is None                               # it is running

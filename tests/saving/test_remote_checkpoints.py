@@ -30,7 +30,6 @@ from mindresume.events import (
     UploadsSkipped,
 )
 from mindresume.fault_injection.faults import Fault, FaultInjector, Killed, Scheduler
-from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import remote_fetch, sources
@@ -325,7 +324,7 @@ def test_an_unfinished_save_of_a_running_job_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
     unfinished_afresh(world, [1])
-    lease = acquire(CheckpointDir(dir_at(world.disk), replace(holder_of_this_process("saving"), run=LATER)), 0)
+    lease = acquire(dir_at(world.disk), replace(holder_of_this_process("saving"), run=LATER), 0)
     before = content(world.disk)
     times = iter(range(0, 10_000, 60))
     time = SimpleNamespace(monotonic=lambda: next(times), sleep=lambda seconds: None)
