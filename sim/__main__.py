@@ -15,7 +15,6 @@ import typer
 from mindresume.cli import run_app
 from mindresume.cli.common import AsJson, Stopped, print_explanations, print_json, progress_bar, say, stopped_by_signals
 from mindresume.errors import ConfigError
-from mindresume.events.log_lines import line_of
 from mindresume.fault_injection import workers
 from mindresume.typed import parse_json
 from sim import search
@@ -206,7 +205,7 @@ def _print_replay(sim: Simulation, findings: list[str]) -> None:
         ended = "runs" if process["exit"] is None else f"exit status {process['exit']}"
         say(f"\n{process['name']}: {ended}{', ' + process['error'] if process['error'] else ''}")
         for time_s, event in ran.events:
-            level, text = line_of(event)
+            level, text = event.log_level, event.line()
             say(f"    {time_s:8.3f} {level} {text or event}")
     say()
     for finding in findings or ["nothing found"]:

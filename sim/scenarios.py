@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mindresume.errors import MindResumeError
-from mindresume.events.log_lines import line_of
 from mindresume.fault_injection.faults import Killed
 from mindresume.fault_injection.journal import ITERATION
 from sim.bucket import BUCKET, Bucket
@@ -176,7 +175,7 @@ def _past(training: Training | None, node_local: bool, hosts: int, remote: bool)
     bad = [process for process in cluster.processes if process.error is not None or process.exit]
     if bad:
         raise AssertionError(f"the training before the scenario failed: {bad[0].name}: {bad[0].error!r}\n" +
-                             "\n".join(line_of(event)[1] for _, event in bad[0].events))
+                             "\n".join(event.line() for _, event in bad[0].events))
     for disk in disks.values():
         disk.lose_power(lambda: True)
     return disks, history

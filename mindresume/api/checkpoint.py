@@ -17,7 +17,7 @@ from mindresume.api.results import CheckpointInfo
 from mindresume.api.tensors import TensorInfo, tensors_of
 from mindresume.coordination.lease import Lease
 from mindresume.errors import CorruptFileError, MissingCheckpointError
-from mindresume.events.log_lines import texts_into
+from mindresume.events.emitter import texts_into
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import parse_name

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from mindresume.api.checkpoint import Checkpoint
 from mindresume.api.results import Problem, problem_of
 from mindresume.errors import ConfigError
-from mindresume.events.log_lines import texts_into
+from mindresume.events.emitter import texts_into
 from mindresume.formats.location import locate
 from mindresume.formats.scan import is_root
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_and_hold, open_checkpoint

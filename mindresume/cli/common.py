@@ -12,7 +12,6 @@ import typer
 
 from mindresume import runtime
 from mindresume.api.progress import SILENT, Progress
-from mindresume.events.log_lines import progress_text
 from mindresume.events.progress import ProgressReporter
 from mindresume.formatting import shown, size_text
 from mindresume.model.layout import MAX_RANKS
@@ -143,7 +142,7 @@ def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Progre
         yield SILENT
         return
     if not sys.stderr.isatty():
-        yield ProgressReporter(what, lambda event: print(progress_text(event), file=sys.stderr, flush=True), unit=unit)
+        yield ProgressReporter(what, lambda event: print(event.line(), file=sys.stderr, flush=True), unit=unit)
         return
     from rich.console import Console
     from rich.progress import (

@@ -14,8 +14,7 @@ from mindresume.cli import app
 from mindresume.cli.common import say
 from mindresume.errors import ConfigError, MindResumeError
 from mindresume.events import Event, Notice, warning
-from mindresume.events.emitter import Emitter
-from mindresume.events.log_lines import PREFIX, line_of
+from mindresume.events.emitter import PREFIX, Emitter
 from mindresume.storage.operations import Hurry
 
 _HANG, _END, _NODES = "When is it a hang", "How a job is ended", "Several nodes"
@@ -183,7 +182,7 @@ class _Lines:
     """Prints the log line of each event to standard error: the command prints to standard output."""
 
     def handle(self, event: Event, time_s: float) -> None:
-        if text := line_of(event)[1]:
+        if text := event.line():
             say(f"{PREFIX}{text}", error=True)
             sys.stderr.flush()
 

@@ -1,12 +1,14 @@
-"""Passes events on to handlers."""
+"""Passes events on to handlers, such as the log."""
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from mindresume import runtime
-from mindresume.events import Event, warning
+from mindresume.events import Emit, Event, warning
+
+PREFIX = "mindresume: "
 
 
 class Handler(Protocol):
@@ -51,3 +53,25 @@ class Emitter:
         for handler in handlers:
             with suppress(Exception):
                 handler.close()
+
+
+class LogLines:
+    """Writes each event that has a log line to ``logger``: a ``logging.Logger``, or an object with its methods."""
+
+    def __init__(self, logger: Any):
+        self.logger = logger
+
+    def handle(self, event: Event, time_s: float) -> None:
+        if text := event.line():
+            getattr(self.logger, event.log_level)("%s%s", PREFIX, text)
+
+    def close(self) -> None:
+        pass
+
+
+def texts_into(texts: list[str]) -> Emit:
+    """Returns an emitter that appends the log line of each event to ``texts``, unless the event has none."""
+    def emit(event: Event) -> None:
+        if text := event.line():
+            texts.append(text)
+    return emit

@@ -7,7 +7,7 @@ tensorboard_dir``), all below ``mindresume/``:
 from __future__ import annotations
 
 from mindresume.events import Event, Resumed, SaveWritten
-from mindresume.events.log_lines import LogLines
+from mindresume.events.emitter import LogLines
 from mindresume.mindformers import adapter
 
 

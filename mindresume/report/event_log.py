@@ -27,10 +27,10 @@ from mindresume.events import (
     SaveFailed,
     TrainingEnded,
     TrainingStarted,
+    end_text,
     event_from_json,
 )
 from mindresume.events.event_file import FOLDER, LIMIT, TEXT_LIMIT
-from mindresume.events.log_lines import end_text
 from mindresume.report.log_parser import pieces_of
 from mindresume.storage.posix import open_regular
 from mindresume.typed import parse_json

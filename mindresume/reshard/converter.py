@@ -31,7 +31,6 @@ from mindresume.errors import (
     StrategyError,
 )
 from mindresume.events import Emit, Event, Notice, ignore, warning
-from mindresume.events.log_lines import line_of
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formatting import listed
 from mindresume.model.manifest import Details, FileRecord, Record, TensorRecord, encode_head, read_head, record_name
@@ -424,7 +423,7 @@ class Conversion:
 
     def _note(self, event: Event) -> None:
         """Emits an event of the commit as a notice: it is no save of a training."""
-        level, text = line_of(event)
+        level, text = event.log_level, event.line()
         if text:
             self.emit(Notice(text, level))
 

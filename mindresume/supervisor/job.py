@@ -31,9 +31,9 @@ from mindresume.events import (
     JobStarted,
     RankDied,
     StartupMeasured,
+    end_text,
     warning,
 )
-from mindresume.events.log_lines import end_text
 from mindresume.storage.operations import call_within
 from mindresume.supervisor.event_recorder import EventRecorder
 from mindresume.supervisor.hang import HangLimits, Heartbeats, find_hang, startup_phases, without_stacks, write_stacks

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from mindresume import events as ev
-from mindresume.events.log_lines import line_of
 from mindresume.formatting import shown
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -96,7 +95,7 @@ def table(page: str) -> str:
     heads, not_logged = WORDS[page]
     rows = [f"| {' | '.join(heads)} |", "|---|---|---|"]
     for event in EXAMPLES:
-        level, text = line_of(event)
+        level, text = event.log_level, event.line()
         log = f"{level.upper()} {text}" if text else not_logged
         values = json.dumps({key: value for key, value in event.to_json().items() if key != "event"})
         rows.append(f"| `{event.kind}` | `{values}` | {shown(log, keep=chr(10)).replace(chr(10), '<br>')} |")

@@ -2,8 +2,7 @@
 import pytest
 
 from mindresume.events import Notice, SaveBegun
-from mindresume.events.emitter import Emitter
-from mindresume.events.log_lines import LogLines
+from mindresume.events.emitter import Emitter, LogLines
 
 
 class Recorder:

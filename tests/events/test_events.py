@@ -8,7 +8,6 @@ from events.examples import DOCS, EXAMPLES, WORDS, with_table
 
 from mindresume import events as ev
 from mindresume.events import event_from_json
-from mindresume.events.log_lines import line_of
 
 
 def all_kinds():
@@ -67,4 +66,4 @@ def test_the_table_of_each_page_matches_the_handlers(page):
 
 @pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.kind)
 def test_a_line_has_a_level_of_the_logger(event):
-    assert line_of(event)[0] in ("info", "warning", "error")
+    assert event.log_level in ("info", "warning", "error")

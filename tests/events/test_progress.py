@@ -1,6 +1,5 @@
 """One event every few seconds, and none for shorter work."""
 from mindresume.events import WorkProgress
-from mindresume.events.log_lines import progress_text
 from mindresume.events.progress import ProgressReporter
 
 
@@ -47,6 +46,6 @@ def test_pieces_pass_through():
 
 def test_rate_share_and_time_left_are_computed():
     amounts = ((100 << 20, 1000 << 20), (40, 10), (2048, 0))
-    numbers = [progress_text(WorkProgress("x", done, total, 10.0)) for done, total in amounts]
+    numbers = [WorkProgress("x", done, total, 10.0).line() for done, total in amounts]
     assert "10 %" in numbers[0] and "10.0 MiB/s" in numbers[0] and "90 s" in numbers[0]
     assert "100 %" in numbers[1] and " 0 s" in numbers[1] and "%" not in numbers[2]
