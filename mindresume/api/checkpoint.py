@@ -46,14 +46,13 @@ class Checkpoint:
     def __init__(self, directory: CheckpointDir, info: CheckpointInfo, candidate: Candidate, strategy: str | None = None,
                  hold: bool = True, consolidated_path: str = ""):
         self.info, self._consolidated_path = info, consolidated_path
-        self._storage, self._root = directory.storage, directory.root
-        self._candidate, self._strategy, self._holds = candidate, strategy, hold
+        self._directory, self._candidate, self._strategy, self._holds = directory, candidate, strategy, hold
         self._notes: list[str] = []
         self._leases: list[Lease] = []
         self._finalizer = weakref.finalize(self, _release, self._leases)
 
     def __repr__(self) -> str:
-        return f"<mindresume.Checkpoint step {self.step} in {self._root}, {self.info.state}>"
+        return f"<mindresume.Checkpoint step {self.step} in {self._directory.root}, {self.info.state}>"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the listing, as ``CheckpointInfo.to_json``."""
@@ -85,10 +84,10 @@ class Checkpoint:
             return self._candidate.state
         if self._consolidated_path or self._candidate.first is None:
             return self.source().state
-        verifier = Verifier(CheckpointDir(self._storage, self._root), self._candidate, full=False)
+        verifier = Verifier(self._directory, self._candidate, full=False)
         proof = verifier.verify(min(self._candidate.files))
         if isinstance(proof, Refusal):
-            raise CorruptFileError(os.path.join(self._root, proof.file or ""), str(proof))
+            raise CorruptFileError(self._directory.path(proof.file or ""), str(proof))
         return state_of(proof.scalars, parse_name(os.path.basename(self._candidate.first.path)))
 
     @cached_property
@@ -143,7 +142,7 @@ class Checkpoint:
             MissingCheckpointError: It was removed already.
         """
         if self._holds and not self._leases:
-            lease = hold_candidate(CheckpointDir(self._storage, self._root), self._candidate, texts_into(self._notes))
+            lease = hold_candidate(self._directory, self._candidate, texts_into(self._notes))
             if lease is not None:
                 self._leases.append(lease)
 
@@ -173,13 +172,15 @@ class Checkpoint:
     @cached_property
     def _source(self) -> OpenCheckpoint:
         if self._consolidated_path:
-            source = open_consolidated(self._storage, self._consolidated_path)
+            source = open_consolidated(self._directory.storage, self._consolidated_path)
         else:
             try:
-                source = open_candidate(CheckpointDir(self._storage, self._root), self._candidate, self._strategy)
+                source = open_candidate(self._directory, self._candidate, self._strategy)
             except Exception as error:
-                if self._candidate.commit_dir and self._storage.status(self._candidate.commit_dir) is None:
-                    raise MissingCheckpointError(f"step {self.step} of {self._root} was removed before it was read") from error
+                directory, folder = self._directory, self._candidate.commit_dir
+                if folder and directory.storage.status(folder) is None:
+                    raise MissingCheckpointError(
+                        f"step {self.step} of {directory.root} was removed before it was read") from error
                 raise
         self._notes += source.notes
         return source

@@ -58,31 +58,32 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage:
     """
     storage = storage or PosixStorage()
     root = os.path.realpath(_root_of(storage, existing(path)))
-    tier, problem = find_tier(CheckpointDir(storage, root))
+    directory = CheckpointDir(storage, root)
+    tier, problem = find_tier(directory)
     if not tier:
         return FlushResult(root, reason=problem or "there is no save of it in memory of this node")
     owner = TierOwner.read(storage, tier)
     if owner is None or owner.is_alive:
         who = f"run {owner.run}" if owner else "an unknown run"
         raise LeaseHeldError(f"{root} is in use by {who}; a job that runs saves by itself")
-    check_no_live_job(CheckpointDir(storage, root))            # a killed job has left its lease, mostly on another node
-    newest = max((candidate.order[:2] for candidate in scan(CheckpointDir(storage, root)).candidates if candidate.problem is None
+    check_no_live_job(directory)            # a killed job has left its lease, mostly on another node
+    newest = max((candidate.order[:2] for candidate in scan(directory).candidates if candidate.problem is None
                   and (candidate.committed or not candidate.local_ranks)), default=(0, 0))     # else a part that a flush wrote
-    reasons, written = [], None
-    for candidate in scan_records(CheckpointDir(storage, tier))[0]:
+    in_memory, reasons, written = CheckpointDir(storage, tier), [], None
+    for candidate in scan_records(in_memory)[0]:
         if candidate.problem is not None:
             continue
         if candidate.order[:2] <= newest:
             return written or FlushResult(root, up_to_date=True, reason="the disk has a checkpoint that is as new")
-        refused = next((found for found in map(Verifier(CheckpointDir(storage, tier), candidate).verify, candidate.files)
+        refused = next((found for found in map(Verifier(in_memory, candidate).verify, candidate.files)
                         if isinstance(found, Refusal)), None)
         if refused is not None:
             reasons.append(str(refused))
             continue
         size = read_size(candidate, [*candidate.files])
         progress.expect(size)
-        write_to_disk(CheckpointDir(storage, root), tier, candidate, progress.advance)
-        result = FlushResult(root, candidate.step, size, commit_written(CheckpointDir(storage, root), candidate))
+        write_to_disk(directory, tier, candidate, progress.advance)
+        result = FlushResult(root, candidate.step, size, commit_written(directory, candidate))
         if result.committed or not candidate.local_ranks:
             return result
         written = written or result             # another node may have only an older one

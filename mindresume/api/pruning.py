@@ -97,17 +97,17 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
     root = locate(storage, path)
     if not os.path.isdir(root) or folder_rank(os.path.basename(os.path.abspath(root))) is not None:
         raise ConfigError(f"{root} is not a checkpoint folder; give the folder that contains the rank folders")
-    held, records = read_locks(CheckpointDir(storage, root)), os.path.join(root, FOLDER)
-    lineage = None if all_trainings else newest_lineage(scan_records(CheckpointDir(storage, root))[0])
-    planned = plan(CheckpointDir(storage, root), policy, held, ended=ended(CheckpointDir(storage, root)), lineage=lineage)
+    directory = CheckpointDir(storage, root)
+    held, records = read_locks(directory), os.path.join(root, FOLDER)
+    lineage = None if all_trainings else newest_lineage(scan_records(directory)[0])
+    planned = plan(directory, policy, held, ended=ended(directory), lineage=lineage)
     begun = [name for name in storage.list(records) if name.startswith(TRASH) and strip_trash(name) not in held]
     going = [*planned.to_delete, *planned.orphans]
     listed = (*planned.kept, *planned.unfinished, *planned.read_locked, *going)
-    sized = {candidate.commit_dir: _size(CheckpointDir(storage, root), candidate.commit_dir) for candidate in listed}
-    left = {name: _size(CheckpointDir(storage, root), os.path.join(records, name)) for name in begun}
+    sized = {candidate.commit_dir: _size(directory, candidate.commit_dir) for candidate in listed}
+    left = {name: _size(directory, os.path.join(records, name)) for name in begun}
     events: list[Event] = []
-    removed = going if dry_run else carry_out(CheckpointDir(storage, root), planned, ReadLocks(CheckpointDir(storage, root)),
-                                              events.append)
+    removed = going if dry_run else carry_out(directory, planned, ReadLocks(directory), events.append)
     left = {name: count for name, count in left.items() if dry_run or storage.status(os.path.join(records, name)) is None}
 
     def rows(candidates: list[Candidate]) -> tuple[PrunedCheckpoint, ...]:
