@@ -23,8 +23,8 @@ from mindresume.formats.rank_folder_naming import folder_rank
 from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import file_sizes
 from mindresume.model.manifest import FOLDER, TRASH, FileRecord, parse_attempt, strip_trash
-from mindresume.saving.garbage_collector import carry_out, holds_weights, plan, weights_of
-from mindresume.saving.lineage import newest_lineage
+from mindresume.saving.garbage_collector import carry_out, holds_weights, weights_of
+from mindresume.saving.removal_plan import newest_lineage, plan
 from mindresume.saving.retention import Policy
 from mindresume.storage.posix import PosixStorage
 
@@ -75,7 +75,7 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
     """Removes the checkpoints that ``policy`` does not keep, and saves that never completed.
 
     These always stay: the newest checkpoint whose files are complete, what a job is reading, incomplete saves of a job that may
-    still run, and everything that mindformers wrote alone (rules: ``mindresume/saving/protection.py``).
+    still run, and everything that mindformers wrote alone (rules: ``mindresume/saving/removal_plan.py``).
 
     Args:
         path: The checkpoint folder, or the output folder or run folder above it.

@@ -39,7 +39,7 @@ from mindresume.reshard.conversion_plan import ConversionPlan
 from mindresume.reshard.engines import Engine, check_source
 from mindresume.reshard.geometry import shape_of
 from mindresume.saving.committer import Committer
-from mindresume.saving.lineage import continued
+from mindresume.saving.removal_plan import continued
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.atomic_publish import TEMPORARY, publish, publish_json
 from mindresume.storage.interface import Storage

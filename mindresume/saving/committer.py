@@ -37,7 +37,8 @@ from mindresume.formats.scan import scan
 from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, Record, read_record, record_name, record_rank, run_sequence
 from mindresume.saving import iteration_publisher
-from mindresume.saving.garbage_collector import Plan, carry_out, plan
+from mindresume.saving.garbage_collector import carry_out
+from mindresume.saving.removal_plan import Plan, plan
 from mindresume.saving.retention import KEEP_ALL, Policy
 from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, is_committed, write_extra_weights, write_shard
 from mindresume.storage.atomic_publish import publish, publish_json

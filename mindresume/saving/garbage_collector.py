@@ -1,7 +1,7 @@
-"""Removes checkpoints: plans the removals, then carries them out. The process may die at any operation.
+"""Removes checkpoints: carries out a plan (``removal_plan.py``). The process may die at any operation.
 
-    made = plan(storage, root, policy, read_locks(), active=run)       # reads only
-    removed = carry_out(storage, root, made, read_locks)
+    made = plan(directory, policy, read_locks(), active=run)
+    removed = carry_out(directory, made, read_locks)
 
     all iteration folders   announce their removal ─▶ read lock? it stays
     each to_delete          rename its commit_dir to trash-... with a nonce ─▶ sync ─▶ read lock by now? rename it back
@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 
 from mindresume.coordination.read_locks import announce_removal
 from mindresume.errors import CorruptFileError, RecordError, UnreadableFileError
@@ -43,126 +42,14 @@ from mindresume.model.manifest import (
     strip_trash,
     trash_name,
 )
-from mindresume.saving.protection import NEWEST_WHOLE, not_counted, protected
-from mindresume.saving.retention import KEEP_ALL, KeepAny, Policy, surplus
+from mindresume.saving.removal_plan import Plan, plan
+from mindresume.saving.retention import KEEP_ALL
 from mindresume.storage.atomic_publish import TEMPORARY, temporary_name
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, remove_tree
 
 FindReadLocks = Callable[[], Mapping[str, str]]        # {name of an attempt folder: its reader}, read anew at each call
 
-NEWEST = "the newest one"
-NOT_COMMITTED = "complete, not committed yet"
-NOT_COMPLETE = "not complete yet; its run may still go on"
-NOTHING_WHOLE = "no checkpoint is whole, so none is removed"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Says for each save in one directory whether it is removed. Each group is sorted, newest first.
-
-    Attributes:
-        kept: checkpoints that stay.
-        to_delete: checkpoints to remove.
-        orphans: saves that never completed and never will, to remove.
-        unfinished: incomplete saves that stay, because their run may be alive.
-        read_locked: checkpoints that stay only because they are being read.
-        reasons: {``commit_dir``: why}; not by name, because two folders can have records of one name.
-    """
-    kept: tuple[Candidate, ...] = ()
-    to_delete: tuple[Candidate, ...] = ()
-    orphans: tuple[Candidate, ...] = ()
-    unfinished: tuple[Candidate, ...] = ()
-    read_locked: tuple[Candidate, ...] = ()
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
-
-# ---- deciding ------------------------------------------------------------------------------------------------------
-
-def plan(directory: CheckpointDir, policy: Policy, held: Mapping[str, str] | None = None, active: str | None = None,
-         ended: Callable[[str], bool] = lambda run: False, lineage: str | None = None, manifests: ReadManifests | None = None
-         ) -> Plan:
-    """Plans what to remove from ``root``. Checkpoints that mindformers wrote alone are neither counted nor removed.
-
-    Args:
-        held: {name of an attempt folder: reader}.
-        active: the run that saves now. Its incomplete saves before its newest commit are orphans, because every rank is past
-            them.
-        ended: returns whether a run is certainly over. It is called after the directory was read, so that a run that began
-            meanwhile does not count as over. Incomplete saves of other runs stay, whatever their age.
-        lineage: checkpoints of earlier runs of this training count; None: of any training.
-        manifests: those that the caller has read before.
-
-    Saves that ``mindresume.saving.protection`` names are never removed, and some of them do not count. Committed checkpoints
-    newer than the newest whole one are broken: the policy is applied to the others as if the broken ones did not exist, and a
-    broken one is removed only if the policy would not keep it either. Without a whole checkpoint nothing is removed.
-    """
-    found, _, _ = scan_records(directory, manifests=manifests)
-    aside = not_counted(found, lineage)
-    counted = [c for c in found if c.commit_dir not in aside]
-    stays = {**protected(directory, counted), **aside}
-    committed = [c for c in counted if c.committed]
-    good = next((index for index, c in enumerate(committed) if NEWEST_WHOLE in stays.get(c.commit_dir, ())), None)
-    kept_by, going = _apply_policy(policy, committed, good)
-    # A complete save of a run that is over cannot be committed any more. It counts, but displaces no committed checkpoint.
-    over = {run for run in {c.run for c in found if c.run not in (None, active) and not c.committed} if ended(run)}
-    places = [c for c in counted if c.committed or (c.maybe_completed and c.run in over)]
-    for index in surplus(policy, places) if good is not None else ():
-        if not places[index].committed:
-            going[places[index].commit_dir] = f"not committed, and none of: {policy}"
-    newest = max((c.step or 0 for c in committed if c.run == active), default=0)
-    for candidate in found:
-        if not candidate.maybe_completed and (candidate.run in over
-                                              or (candidate.run == active and (candidate.step or 0) < newest)):
-            going[candidate.commit_dir] = "the save never completed"
-
-    reasons: dict[str, str] = {}
-    groups: dict[str, list[Candidate]] = {name: [] for name in ("kept", "to_delete", "orphans", "unfinished", "read_locked")}
-    for candidate in found:
-        commit_dir, who = candidate.commit_dir, (held or {}).get(candidate.name)
-        if commit_dir not in going or commit_dir in stays:
-            otherwise = NEWEST if candidate.committed else NOT_COMMITTED if candidate.maybe_completed else NOT_COMPLETE
-            why = ", ".join([*stays.get(commit_dir, ()), *kept_by.get(commit_dir, ())]) or otherwise
-            group = "kept" if candidate.maybe_completed else "unfinished"
-        elif who is not None:
-            why, group = f"held: {who}", "read_locked"
-        else:
-            why, group = going[commit_dir], "to_delete" if candidate.maybe_completed else "orphans"
-        reasons[commit_dir] = why
-        groups[group].append(candidate)
-    return Plan(**{name: tuple(rows) for name, rows in groups.items()}, reasons=reasons)
-
-
-def _apply_policy(policy: Policy, committed: Sequence[Candidate], good: int | None
-                  ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Returns ({commit_dir: why it stays}, {commit_dir: why it is removed}) for ``committed``, which is sorted newest first.
-    ``good``: index of the newest whole one."""
-    if good is None:
-        return {c.commit_dir: [NOTHING_WHOLE] for c in committed}, {}
-    kept: dict[str, list[str]] = {}
-    going: dict[str, str] = {}
-    # Checkpoints newer than the good one are broken. They are judged among all, the others as if there were no broken ones.
-    for counted, judged in ((committed, committed[:good]), (committed[good:], committed[good:])):
-        keepers = _keepers(policy, counted)
-        gone = set(surplus(policy, counted))
-        for index, candidate in enumerate(judged):
-            if index in gone:
-                going[candidate.commit_dir] = f"none of: {policy}"
-            else:
-                kept[candidate.commit_dir] = keepers.get(index, [])
-    return kept, going
-
-
-def _keepers(policy: Policy, newest_first: Sequence[Candidate]) -> dict[int, list[str]]:
-    """Returns {index: the parts of ``policy`` that keep it}."""
-    found: dict[int, list[str]] = {}
-    for part in policy.policies if isinstance(policy, KeepAny) else (policy,):
-        for index in part.keeps(newest_first):
-            found.setdefault(index, []).append(str(part))
-    return found
-
-
-# ---- carrying out --------------------------------------------------------------------------------------------------
 
 def carry_out(directory: CheckpointDir, made: Plan, read_locks: FindReadLocks = dict, emit: Emit = ignore,
               manifests: ReadManifests | None = None) -> list[Candidate]:

@@ -34,7 +34,7 @@ from mindresume.formats.rank_folder_naming import folder_name, free_suffix, pars
 from mindresume.formats.records import scan_records
 from mindresume.formatting import counted, listed
 from mindresume.model.manifest import FOLDER, PROBE, is_probe
-from mindresume.saving.lineage import continued, others
+from mindresume.saving.removal_plan import continued, others
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.operations import read_bytes, remove_stale
 
@@ -90,13 +90,13 @@ class SaveSession:
     def begin(self, resumed: Resumed | None) -> None:
         """Records the loaded checkpoint as the common one of nodes that share no disk, until they have a newer one. ``resumed``:
         what this training has loaded; None: nothing."""
-        storage, root = self.target.storage, self.target.root
+        root = self.target.root
         if self.is_leader:
             self._warn_of_others()
         if not self.shared_groups.is_split:
             if self.is_leader:
                 try:
-                    clear_common(CheckpointDir(storage, root))
+                    clear_common(self.target)
                 except OSError as error:                # then more stays than must; no rank fails alone for that
                     self.emit(warning(f"{root}: {error}"))
             return
@@ -110,9 +110,9 @@ class SaveSession:
 
     def _warn_of_others(self) -> None:
         """Warns of checkpoints of another training in this directory, which retention does not touch."""
-        storage, root = self.target.storage, self.target.root
+        root = self.target.root
         try:
-            rows = others(scan_records(CheckpointDir(storage, root))[0], self.target.lineage)
+            rows = others(scan_records(self.target)[0], self.target.lineage)
         except OSError as error:
             self.emit(Notice(f"whether {root} holds checkpoints of another training is not known: {error}"))
             return

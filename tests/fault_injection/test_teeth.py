@@ -27,7 +27,7 @@ from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, FORMATS, MANIFEST, Manifest, read_record, record_rank
 from mindresume.resume import candidates, sources, verifier
 from mindresume.resume.choice import ShardSource, VerifiedShard
-from mindresume.saving import committer, garbage_collector, iteration_publisher, shard_writer
+from mindresume.saving import committer, garbage_collector, iteration_publisher, removal_plan, shard_writer
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.shard_writer import Outcome
@@ -275,19 +275,19 @@ def prune_before_saving(patch: Patch) -> None:
     def write_shard(target, part, **how):
         if target.rank == 0 and part.state.step in (20, 30):
             found = [c for c in scan_records(target)[0] if c.committed]
-            garbage_collector.carry_out(target, garbage_collector.Plan(to_delete=tuple(found)))
+            garbage_collector.carry_out(target, removal_plan.Plan(to_delete=tuple(found)))
         return right(target, part, **how)
     patch_all(patch, "write_shard", write_shard)
 
 
 def prune_keeps_nothing(patch: Patch) -> None:
-    patch.setattr(garbage_collector, "protected", lambda *args: {})
-    patch.setattr(garbage_collector, "_apply_policy", lambda policy, committed, good: ({}, {c.commit_dir: "" for c in committed}))
+    patch.setattr(removal_plan, "protected", lambda *args: {})
+    patch.setattr(removal_plan, "_apply_policy", lambda policy, committed, good: ({}, {c.commit_dir: "" for c in committed}))
 
 
 def prune_removes_unfinished_saves(patch: Patch) -> None:
     """Removes saves in progress, too."""
-    right = garbage_collector.plan
+    right = removal_plan.plan
 
     def plan(*args, **how):
         made = right(*args, **how)

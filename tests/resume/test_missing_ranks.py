@@ -21,7 +21,7 @@ from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.replicas import replica_sources
 from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.saving.committer import Committer
-from mindresume.saving.garbage_collector import plan
+from mindresume.saving.removal_plan import plan
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
 from mindresume.tensor_files import encode, read_header

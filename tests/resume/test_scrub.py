@@ -26,8 +26,9 @@ from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.scrub import DAMAGED, INTACT, REMOVED, REPAIRED, SKIPPED, UNREADABLE, Scrubber, ScrubOptions
 from mindresume.resume.selection import preview_selection
 from mindresume.saving.committer import Committer
-from mindresume.saving.garbage_collector import carry_out, plan
+from mindresume.saving.garbage_collector import carry_out
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.saving.removal_plan import plan
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import clean_own_folder, rank_shard, write_shard
 from mindresume.storage.atomic_publish import temporary_name

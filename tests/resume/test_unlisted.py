@@ -26,7 +26,8 @@ from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.saving import iteration_publisher
 from mindresume.saving.committer import Committer
-from mindresume.saving.garbage_collector import empty_trash, plan
+from mindresume.saving.garbage_collector import empty_trash
+from mindresume.saving.removal_plan import plan
 from mindresume.saving.retention import KeepLast
 from mindresume.storage.posix import PosixStorage
 

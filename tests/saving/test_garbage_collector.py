@@ -21,8 +21,8 @@ from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
-from mindresume.saving.garbage_collector import NOTHING_WHOLE, Plan, carry_out, plan
-from mindresume.saving.protection import NEWEST_HEALTHY, NEWEST_WHOLE
+from mindresume.saving.garbage_collector import carry_out
+from mindresume.saving.removal_plan import NEWEST_HEALTHY, NEWEST_WHOLE, NOTHING_WHOLE, Plan, plan
 from mindresume.saving.retention import KEEP_ALL, KeepAny, KeepBest, KeepEverySteps, KeepLast
 from mindresume.storage.posix import PosixStorage
 

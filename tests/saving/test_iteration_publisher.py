@@ -43,8 +43,9 @@ from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, Manifest, attempt
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
-from mindresume.saving.garbage_collector import carry_out, empty_trash, plan
+from mindresume.saving.garbage_collector import carry_out, empty_trash
 from mindresume.saving.iteration_publisher import finish_tracker
+from mindresume.saving.removal_plan import plan
 from mindresume.saving.retention import KeepEverySteps, KeepLast
 from mindresume.storage.atomic_publish import temporary_name
 from mindresume.storage.posix import PosixStorage

@@ -18,9 +18,7 @@ from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, encode_head, read_head, read_record, run_name
 from mindresume.resume.choice import candidate_from_json, candidate_to_json
 from mindresume.saving.committer import Committer
-from mindresume.saving.garbage_collector import plan
-from mindresume.saving.lineage import continued, newest_lineage, others
-from mindresume.saving.protection import ANOTHER_TRAINING
+from mindresume.saving.removal_plan import ANOTHER_TRAINING, continued, newest_lineage, others, plan
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget, write_shard
 

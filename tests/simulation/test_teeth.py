@@ -36,7 +36,7 @@ from mindresume.saving import (
     crash_loop,
     garbage_collector,
     iteration_publisher,
-    protection,
+    removal_plan,
     remote_checkpoints,
     save_session,
     shard_writer,
@@ -76,8 +76,8 @@ def nothing(right: Any) -> Any:
 
 def without(rule: str) -> Instead:
     """Retention without one of its rules."""
-    assert rule in [known.__name__ for known in protection.RULES]
-    return Instead(protection, "RULES", lambda rules: tuple(known for known in rules if known.__name__ != rule))
+    assert rule in [known.__name__ for known in removal_plan.RULES]
+    return Instead(removal_plan, "RULES", lambda rules: tuple(known for known in rules if known.__name__ != rule))
 
 
 def put(patch: Patch, owner: Any, name: str, wrong: Any) -> None:
@@ -275,7 +275,7 @@ MUTANTS = [
         Instead(committer.Committer, "_point", lambda right: lambda self, *more: (self.prune(), right(self, *more))[1])],
         ("prune", "safetensors", ""), LOST),
     mutant("retention policies count uncommitted saves", [
-        Edit(garbage_collector, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
+        Edit(removal_plan, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
         ("restarts", "safetensors", ""), LOST, deaths=False, first=205, within=25, draws=each("EIO")),
     mutant("read locks are not checked after the rename", [
         Instead(garbage_collector, "_uncommit", wrong.read_locks_ignored)],
