@@ -95,3 +95,14 @@ at_exit = asks_machine(atexit.register)
 not_at_exit = asks_machine(atexit.unregister)
 signal = asks_machine(_signal.signal)
 set_wakeup_fd = asks_machine(_signal.set_wakeup_fd)
+
+
+@contextmanager
+def interrupts_to(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Lets ``handler`` receive Ctrl-C and SIGTERM until the end of the block."""
+    before = {number: signal(number, handler) for number in (_signal.SIGINT, _signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal(number, former)

@@ -2,10 +2,9 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -122,17 +121,13 @@ class Stopped(BaseException):
         self.signal = number
 
 
-@contextmanager
-def stopped_by_signals() -> Iterator[None]:
+def stopped_by_signals() -> AbstractContextManager[None]:
     """Makes Ctrl-C and SIGTERM raise Stopped in the main thread. Only for work that cleans up after itself."""
-    def stop(number: int, frame: object) -> None:
-        raise Stopped(number)
-    before = {number: runtime.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            runtime.signal(number, handler)
+    return runtime.interrupts_to(_stop)
+
+
+def _stop(number: int, frame: object) -> None:
+    raise Stopped(number)
 
 
 @contextmanager

@@ -59,12 +59,6 @@ def drill(folder: Annotated[str | None, typer.Option("--dir", metavar="DIR",
         return
     if full and every is not None:
         raise ConfigError("--full takes every operation; it does not go with --every")
-    sys.exit(_on_disk(folder, scenario, fmt, fault, ranks, 1 if full else every, seed, jobs, json))
-
-
-def _on_disk(folder: str | None, scenario: list[str] | None, fmt: list[str] | None, fault: list[str] | None, ranks: int,
-             every: int | None, seed: int, jobs: int, json: bool) -> int:
-    """Runs the drill and returns the exit status. ``every`` None: derived from the number of cells."""
     from mindresume.fault_injection import runner
     from mindresume.fault_injection.faults import FAULTS
     from mindresume.fault_injection.scenarios import LAYOUTS, SCENARIOS
@@ -74,6 +68,7 @@ def _on_disk(folder: str | None, scenario: list[str] | None, fmt: list[str] | No
     if folder is not None and not os.path.isdir(folder):
         raise ConfigError(f"{folder} is not a folder; give a folder on the file system to test")
     started = runtime.monotonic()
+    every = 1 if full else every
     cells: list[Cell] = []
     tasks: list[Task] = []
     expected, possible, stopped = 0, 0, None
@@ -104,7 +99,7 @@ def _on_disk(folder: str | None, scenario: list[str] | None, fmt: list[str] | No
     if stopped:
         raise Stopped(stopped.signal, f"the drill was stopped after {len(cells)} of {expected} cells" if expected else
                       "the drill was stopped before its first cell")
-    return 0 if all(cell.verdict == "PASS" for cell in cells) else 1
+    sys.exit(0 if all(cell.verdict == "PASS" for cell in cells) else 1)
 
 
 def _chosen(what: str, asked: list[str] | None, known: Sequence[str]) -> list[str]:

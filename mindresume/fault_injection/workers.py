@@ -88,14 +88,11 @@ def _later() -> Iterator[None]:
     """Delays signals until the end of the block: a process that is half started would end with a traceback."""
     caught: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})        # inherited: Ctrl-C in the terminal is ours to handle
-    before = {number: runtime.signal(number, lambda number, frame: caught.append(number))
-              for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
-            runtime.signal(number, handler)
+    with runtime.interrupts_to(lambda number, frame: caught.append(number)):
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if caught:
         signal.raise_signal(caught[0])
 
