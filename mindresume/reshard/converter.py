@@ -256,7 +256,7 @@ class Conversion:
             return None                             # the groups were cut differently
         found = [Checksums(checksum, size, sums) for _, size, checksum, sums in rows]
         for i, sums in zip(self.plan.groups[number], found, strict=True):
-            status = self.storage.status(os.path.join(self.work, self.plan.files[i].path))
+            status = self.storage.status(self._path(i))
             if status is None or status.size != sums.size:
                 return None
         return found
@@ -271,7 +271,7 @@ class Conversion:
             if self.share.count > 1 and not self._is_there():
                 raise self._lost_work()
             group = self.plan.groups[number]
-            files = [replace(self.plan.files[i], path=os.path.join(self.work, self.plan.files[i].path)) for i in group]
+            files = [replace(self.plan.files[i], path=self._path(i)) for i in group]
             folders = {os.path.dirname(file.path) for file in files}
             for folder in folders:
                 self.storage.make_folder(folder)
@@ -290,12 +290,15 @@ class Conversion:
         written into them."""
         found = self.done(number)
         for i, sums in zip(self.plan.groups[number], found or (), strict=False):
-            with self.storage.open(os.path.join(self.work, self.plan.files[i].path)) as file:
+            with self.storage.open(self._path(i)) as file:
                 if file_checksum(file) != (sums.file, sums.size):
                     self.emit(warning(f"{self.plan.files[i].path} of an earlier start is not what was written; it is written "
                                       f"again"))
                     return False
         return found is not None
+
+    def _path(self, number: int) -> str:
+        return os.path.join(self.work, self.plan.files[number].path)
 
     def _mark(self, number: int) -> str:
         return os.path.join(self.work, "done", f"{number}.json")
@@ -360,7 +363,7 @@ class Conversion:
 
     def _stamps(self, groups: list[int]) -> list[tuple[int, float] | None]:
         """Returns what changes while another process writes these groups."""
-        paths = [os.path.join(self.work, self.plan.files[i].path) for number in groups for i in self.plan.groups[number]]
+        paths = [self._path(i) for number in groups for i in self.plan.groups[number]]
         return [status and (status.size, status.mtime) for status in parallel(self.storage, self.storage.status, paths)]
 
     # ---- commit ----------------------------------------------------------------------------------------------------
