@@ -1,8 +1,8 @@
 """Leases on a checkpoint directory: of the one job that saves there, and of readers, whose checkpoints must not be removed.
 
-    lease = Lease(storage, root, holder)        # a job that saves: lease_acquisition.py; readers and removals: read_locks.py
+    lease = Lease(directory, holder)            # a job that saves: lease_acquisition.py; readers and removals: read_locks.py
     lease.publish();  lease.start();  lease.release()
-    fence(storage, root, run)                   # every rank before it writes: LeaseHeldError if a later run took over
+    fence(directory, run)                       # every rank before it writes: LeaseHeldError if a later run took over
 
 A lease is a small sealed file ``.mindresume/claim-{run}.json``. It names its holder and has a counter, which the holder
 increments (a heartbeat). The age of a lease never decides whether its holder is alive: on the same machine its process is looked
@@ -269,7 +269,7 @@ class Lease:
     the folder of records."""
 
     def __init__(self, directory: CheckpointDir, holder: LeaseHolder, keep_run_marker: bool = False):
-        self.storage, self.root, self.holder, self.keep_run_marker = directory.storage, directory.root, holder, keep_run_marker
+        self.directory, self.holder, self.keep_run_marker = directory, holder, keep_run_marker
         self.step = 0                           # reached by the training; published with the next heartbeat
         self._stop = runtime.Event()
         self._lock = runtime.Lock()
@@ -281,10 +281,14 @@ class Lease:
     def run(self) -> str:
         return self.holder.run
 
+    @property
+    def path(self) -> str:
+        return lease_path(self.directory.root, self.run)
+
     def publish(self) -> None:
         if not self.holder.folder:
-            self.holder = replace(self.holder, folder=_identity(CheckpointDir(self.storage, self.root)))
-        publish(self.storage, lease_path(self.root, self.run), [self.holder.encode()], self.run)
+            self.holder = replace(self.holder, folder=_identity(self.directory))
+        publish(self.directory.storage, self.path, [self.holder.encode()], self.run)
 
     def beat(self) -> None:
         """Sends a heartbeat. The first one says that the directory is acquired. Raises OSError if it cannot be written."""
@@ -317,9 +321,9 @@ class Lease:
         """Lets a process send the heartbeats from here on, at most ``_TRIES`` times: it may be killed, or not be able to run."""
         with self._lock:
             if self.holder.purpose == SAVING and self._tries and not self._stop.is_set() and \
-                    type(uncached(self.storage)) is PosixStorage:
+                    type(uncached(self.directory.storage)) is PosixStorage:
                 self._tries -= 1
-                self._beating = start_process(lease_path(self.root, self.run), self.holder.encode(), self.holder.every, self.run)
+                self._beating = start_process(self.path, self.holder.encode(), self.holder.every, self.run)
 
     def _end_process(self) -> bool:
         """Ends the process that sends the heartbeats. Returns whether it is gone; False if it hangs in the file system."""
@@ -344,11 +348,10 @@ class Lease:
             try:
                 if not self._end_process():     # it could publish the lease again
                     return
-                path = lease_path(self.root, self.run)
                 if keep_run_marker:
-                    self.storage.rename(path, os.path.join(os.path.dirname(path), f"{ENDED}{self.run}{SUFFIX}"))
+                    self.directory.storage.rename(self.path, self.directory.path(FOLDER, f"{ENDED}{self.run}{SUFFIX}"))
                 else:
-                    self.storage.remove(path)
+                    self.directory.storage.remove(self.path)
             except OSError:                 # as above
                 return
             finally:

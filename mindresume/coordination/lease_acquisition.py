@@ -1,6 +1,6 @@
 """Acquires the lease of a checkpoint directory for a job that saves there.
 
-    lease = acquire(storage, root, holder_of_this_process("saving", world_size))   # rank 0; LeaseHeldError if another is alive
+    lease = acquire(directory, holder_of_this_process("saving", world_size))   # rank 0; LeaseHeldError if another is alive
 
 Of jobs that start at the same moment one wins: each publishes its lease and then reads the others. A job that sees no other lease
 has acquired the directory, and its first heartbeat says so: of any two jobs, the one that published later sees the other. A job
@@ -9,7 +9,6 @@ has acquired the directory.
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,7 +42,6 @@ from mindresume.events import Emit, LeaseWatched, StaleLeaseRemoved, ignore
 from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FOLDER, run_sequence
-from mindresume.storage.interface import Storage
 from mindresume.storage.operations import remove_stale
 
 PATIENCE = 3                    # heartbeats for which a holder on another machine is watched before it counts as dead
@@ -66,7 +64,7 @@ def acquire(directory: CheckpointDir, holder: LeaseHolder, beat: float = BEAT, e
     """
     folder = directory.path(FOLDER)
     directory.storage.make_folder(folder)
-    others = _Others(directory.storage, directory.root, holder, emit, time)
+    others = _Others(directory, holder, emit, time)
     dead = others.watch()
     names = directory.storage.list(folder)
     run = holder.run or next_run([*names, *iteration_record_names(directory)])
@@ -83,7 +81,7 @@ def acquire(directory: CheckpointDir, holder: LeaseHolder, beat: float = BEAT, e
     if used:                                        # names were listed late, or another job has started and ended meanwhile
         lease.withdraw()
         if holder.run:
-            raise LeaseHeldError(_in_use_message(directory.root, f"run {used[0]}", holder))
+            raise others.in_use(f"run {used[0]}")
         again = next_run([*names, *directory.storage.list(folder), *iteration_record_names(directory)])
         return acquire(directory, replace(holder, run=again), beat, emit, time, keep_run_marker)
     for other in dead:
@@ -94,17 +92,16 @@ def acquire(directory: CheckpointDir, holder: LeaseHolder, beat: float = BEAT, e
 
 def _remove_left_over(lease: Lease, dead: Sequence[LeaseHolder], names: Sequence[str]) -> None:
     """Removes the leases of ``dead`` jobs, and what else earlier jobs have left among ``names``."""
-    storage, folder = lease.storage, os.path.join(lease.root, FOLDER)
+    directory = lease.directory
     half = half_written(names)
     over = [lease_name(other.run) for other in dead]
     over += [f"{ENDED}{run}{SUFFIX}" for run in leased_runs(names, ENDED)]              # our lease has the largest number now
     over += [name for name, run in half if READER < run_sequence(run) < lease.holder.order[0]]
     for name in over:
         with suppress(OSError):                     # it blocks no job; the next job tries again
-            storage.remove(os.path.join(folder, name))
+            directory.storage.remove(directory.path(FOLDER, name))
     # Run numbers of readers are not ordered: these are removed by age.
-    remove_stale(storage, [os.path.join(folder, name) for name, run in half if not is_job_lease(run)],
-                 lease_path(lease.root, lease.run))
+    remove_stale(directory.storage, [directory.path(FOLDER, name) for name, run in half if not is_job_lease(run)], lease.path)
 
 
 def check_no_live_job(directory: CheckpointDir, emit: Emit = ignore, time: runtime.Clock = runtime) -> None:
@@ -113,7 +110,7 @@ def check_no_live_job(directory: CheckpointDir, emit: Emit = ignore, time: runti
     me = holder_of_this_process(SAVING)
     own = [holder.run for holder in lease_holders(directory)
            if (holder.machine, holder.pid, holder.started) == (me.machine, me.pid, me.started)]
-    _Others(directory.storage, directory.root, me, emit, time).watch(own)
+    _Others(directory, me, emit, time).watch(own)
 
 
 def _publish_and_look(lease: Lease, dead: list[LeaseHolder], others: _Others) -> list[LeaseHolder]:
@@ -129,15 +126,15 @@ def _publish_and_look(lease: Lease, dead: list[LeaseHolder], others: _Others) ->
         except OSError as error:                    # a job that starts at the same moment may have removed our temporary file
             failed = error
         known = [lease.run, *(holder.run for holder in dead)]
-        found, unreadable = read_leases(CheckpointDir(lease.storage, lease.root))
+        found, unreadable = read_leases(lease.directory)
         silent = {holder.run: holder.beat for holder in dead}
         if woken := next((holder for holder in found if silent.get(holder.run, holder.beat) != holder.beat
                           and is_alive(holder) is not False), None):
-            raise LeaseHeldError(_in_use_message(lease.root, str(woken), lease.holder))
+            raise others.in_use(str(woken))
         names = {holder.run: str(holder) for holder in found} | {run: f"run {run}" for run in unreadable}
         rivals = sorted(run_order(run) for run in names if is_job_lease(run) and run not in known)
         if rivals and (failed is not None or rivals[0] < lease.holder.order):
-            raise LeaseHeldError(_in_use_message(lease.root, names[rivals[0][1]], lease.holder)) from failed
+            raise others.in_use(names[rivals[0][1]]) from failed
         if failed is not None:
             raise failed
         if not rivals:
@@ -148,8 +145,7 @@ def _publish_and_look(lease: Lease, dead: list[LeaseHolder], others: _Others) ->
 @dataclass(frozen=True)
 class _Others:
     """Watches the other jobs that have leases on a directory, for the job ``me``."""
-    storage: Storage
-    root: str
+    directory: CheckpointDir
     me: LeaseHolder
     emit: Emit
     time: runtime.Clock
@@ -162,13 +158,13 @@ class _Others:
         watch, said = Watch(AwakeClock(self.time.monotonic)), False
         while True:
             now = watch.clock()
-            found, unreadable = read_leases(CheckpointDir(self.storage, self.root))
+            found, unreadable = read_leases(self.directory)
             owners = [holder for holder in found if holder.purpose == SAVING and holder.run not in besides]
             unreadable = {run: why for run, why in unreadable.items() if is_job_lease(run) and run not in besides}
             states = {holder.run: is_alive(holder) for holder in owners}
             for holder in owners:
                 if states[holder.run] is None and watch.see(holder.run, holder.beat).advances:
-                    raise LeaseHeldError(_in_use_message(self.root, str(holder), self.me))
+                    raise self.in_use(str(holder))
             alive = [holder for holder in owners if states[holder.run] is not False]
             waits = [PATIENCE * BEAT - (now - watch.see((run, "unreadable"), 0).first) for run in unreadable]
             waits += [PATIENCE * (holder.every if _has_usable_heartbeat(holder) else BEAT)
@@ -178,7 +174,7 @@ class _Others:
                 break
             if not said:
                 run, host = (alive[0].run, alive[0].host) if alive else (next(iter(unreadable)), None)
-                self.emit(LeaseWatched(lease_path(self.root, run), run, host, left))
+                self.emit(LeaseWatched(lease_path(self.directory.root, run), run, host, left))
                 said = True
             self.time.sleep(min(1.0, max(0.01, left)))
         self._refuse(alive, states, unreadable)
@@ -188,29 +184,27 @@ class _Others:
         """Raises LeaseHeldError if one of the holders that were watched in vain can still be alive."""
         for holder in alive:
             if states[holder.run]:
-                raise LeaseHeldError(_in_use_message(self.root, str(holder), self.me))
+                raise self.in_use(str(holder))
             if not _has_usable_heartbeat(holder):
                 rare = f"only every {holder.every:g} s" if holder.every else "none"
-                why = (f"{holder} did not say that it ended, and of its signs of life (mindresume.heartbeat) there are {rare}")
-                raise LeaseHeldError(_unknown_message(self.root, lease_path(self.root, holder.run), why, self.me))
+                raise self._unknown(holder.run, f"{holder} did not say that it ended, and of its signs of life "
+                                                f"(mindresume.heartbeat) there are {rare}")
         for run, problem in unreadable.items():
-            path = lease_path(self.root, run)
-            why = f"{path}, by which run {run} says that it saves there, cannot be read ({problem})"
-            raise LeaseHeldError(_unknown_message(self.root, path, why, self.me))
+            path = lease_path(self.directory.root, run)
+            raise self._unknown(run, f"{path}, by which run {run} says that it saves there, cannot be read ({problem})")
 
+    def in_use(self, other: str) -> LeaseHeldError:
+        return LeaseHeldError(f"{self.directory.root} is in use: {other} is saving there. {self._refused()}: wait for the other "
+                              f"to end, or set another output_dir")
 
-def _in_use_message(root: str, other: str, me: LeaseHolder) -> str:
-    return f"{root} is in use: {other} is saving there. {_refused(me)}: wait for the other to end, or set another output_dir"
+    def _unknown(self, run: str, why: str) -> LeaseHeldError:
+        return LeaseHeldError(f"{self.directory.root} may be in use: {why}, so it is not known whether that job still saves "
+                              f"there. {self._refused()}. If it has certainly ended, remove "
+                              f"{lease_path(self.directory.root, run)} and start again; or set another output_dir")
 
-
-def _unknown_message(root: str, path: str, why: str, me: LeaseHolder) -> str:
-    return (f"{root} may be in use: {why}, so it is not known whether that job still saves there. {_refused(me)}. If it "
-            f"has certainly ended, remove {path} and start again; or set another output_dir")
-
-
-def _refused(me: LeaseHolder) -> str:
-    return (f"This job (host {me.host}, process {me.pid}, {ranks_count(me.world_size)}) does not start, or their "
-            f"checkpoints would mix")
+    def _refused(self) -> str:
+        return (f"This job (host {self.me.host}, process {self.me.pid}, {ranks_count(self.me.world_size)}) does not start, or "
+                f"their checkpoints would mix")
 
 
 def _has_usable_heartbeat(holder: LeaseHolder) -> bool:

@@ -1,14 +1,13 @@
 """Read locks, which keep a checkpoint from being removed while it is read.
 
-    lock = acquire_read_lock(storage, root, attempt, commit_dir)       # None: the checkpoint is gone, select again
-    read_locks(storage, root)                                          # {name of an attempt folder: who reads it}
-    announce_removal(storage, root, names)                             # by a removal, before it checks for read locks
+    lock = acquire_read_lock(directory, attempt, commit_dir)       # None: the checkpoint is gone, select again
+    read_locks(directory)                                           # {name of an attempt folder: who reads it}
+    announce_removal(directory, names)                              # by a removal, before it checks for read locks
 
 Both are leases whose run has the number 0: ``mindresume.coordination.lease``.
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -105,14 +104,14 @@ class ReadLocks:
     that the lock of a reader that died on another machine expires. An unreadable lease may lock any checkpoint, for as long."""
 
     def __init__(self, directory: CheckpointDir, clock: Callable[[], float] = runtime.monotonic):
-        self.storage, self.root, self._watch = directory.storage, directory.root, Watch(clock)
+        self.directory, self._watch = directory, Watch(clock)
 
     def __call__(self) -> Mapping[str, str]:
         held: dict[str, str] = {}
-        found, unreadable = read_leases(CheckpointDir(self.storage, self.root))
+        found, unreadable = read_leases(self.directory)
         for run, why in unreadable.items():
             if not is_job_lease(run) and not self._silent(run, None, BEAT):
-                held.update({name: f"perhaps, by a reader: {lease_path(self.root, run)} cannot be read ({why})"
+                held.update({name: f"perhaps, by a reader: {lease_path(self.directory.root, run)} cannot be read ({why})"
                              for name in self._all_attempts()})
         for holder in found:
             if holder.holds and self._is_active(holder) and holder.purpose != REMOVING:
@@ -123,7 +122,7 @@ class ReadLocks:
         silent, state = self._silent(holder.run, holder.beat, max(holder.every, BEAT)), is_alive(holder)
         if state is False or (state is None and silent):
             with suppress(OSError):
-                self.storage.remove(lease_path(self.root, holder.run))
+                self.directory.storage.remove(lease_path(self.directory.root, holder.run))
             return False
         return True
 
@@ -133,8 +132,8 @@ class ReadLocks:
         return self._watch.clock() - seen.since > every * GIVEN_UP
 
     def _all_attempts(self) -> set[str]:
-        names = [*self.storage.list(os.path.join(self.root, FOLDER)),
-                 *iteration_record_names(CheckpointDir(self.storage, self.root))]
+        directory = self.directory
+        names = [*directory.storage.list(directory.path(FOLDER)), *iteration_record_names(directory)]
         return {name for name, _, _ in attempts(list(map(strip_trash, names)))}
 
 

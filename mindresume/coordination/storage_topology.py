@@ -1,7 +1,7 @@
 """Finds which ranks share storage, and where nodes share no disk, which checkpoint all nodes have.
 
-    groups = find_shared_groups(storage, root, group)       # every rank, at the start: a probe file of each node; who sees it
-    peers = PeerState(storage, root, run, groups, rank, uploads)
+    groups = find_shared_groups(directory, group)       # every rank, at the start: a probe file of each node; who sees it
+    peers = PeerState(directory, run, groups, rank, uploads)
     peers.on_peer_state(rows_of_all_ranks(peers.local_state()))         # all ranks at the same step, see ``preemption``
 
     {root}/.mindresume/common          name of the newest checkpoint that all nodes have; empty: none is known
@@ -165,12 +165,12 @@ def _top(leader: list[int], rank: int) -> int:
 def check_not_shared(lease: Lease) -> None:
     """Raises LeaseHeldError if two leaders have acquired the same directory for one run. Called after all leaders have
     acquired theirs."""
-    me, storage, root = lease.holder, lease.storage, lease.root
-    for other in lease_holders(CheckpointDir(storage, root)):
+    me = lease.holder
+    for other in lease_holders(lease.directory):
         if other.run == me.run and (other.host, other.machine, other.pid) != (me.host, me.machine, me.pid):
-            raise LeaseHeldError(f"{root} counted as a separate folder on each node, because the nodes did not see each "
-                                   f"other's files there, but host {other.host} and host {me.host} now find each other's "
-                                   f"lease in it. The file system shows new files too late: start the job again")
+            raise LeaseHeldError(f"{lease.directory.root} counted as a separate folder on each node, because the nodes did not "
+                                   f"see each other's files there, but host {other.host} and host {me.host} now find each "
+                                   f"other's lease in it. The file system shows new files too late: start the job again")
 
 
 def next_common_run(directory: CheckpointDir, group: Group) -> str:
@@ -241,8 +241,7 @@ class Uploads(Protocol):
 class PeerState:
     """Sends the state of each leader (first rank of a group that shares storage) to the others, and acts on all states. Where all
     ranks share the directory there is nothing to exchange. ``uploads``: of this rank, if checkpoints are uploaded."""
-    storage: Storage
-    root: str
+    directory: CheckpointDir
     run: str
     shared_groups: SharedGroups
     rank: int
@@ -254,7 +253,7 @@ class PeerState:
         if not self.shared_groups.is_split or not self.shared_groups.is_leader(self.rank):
             return None
         try:
-            names = newest_committed(CheckpointDir(self.storage, self.root))
+            names = newest_committed(self.directory)
         except OSError:                                 # then no checkpoint is common, and nothing is removed
             names = []
         return [names, self.uploads is not None and self.uploads.ready()]
@@ -273,5 +272,5 @@ class PeerState:
     def record(self, name: str) -> None:
         """Records ``name`` unless it is recorded already. Raises OSError as above."""
         if name != self._recorded and self.shared_groups.is_leader(self.rank):
-            record_common(CheckpointDir(self.storage, self.root), name, self.run)
+            record_common(self.directory, name, self.run)
             self._recorded = name

@@ -173,7 +173,7 @@ def open_save_session(directory: CheckpointDir, prefix: str, group: Group, emit:
         origin.chosen, run, os.path.realpath(origin.checkpoint_dir) == os.path.realpath(root))      # on all ranks the same choice
     target = SaveTarget(directory.storage, root, run, group.rank, group.size, iterations, part, lineage)
     session = SaveSession(target, max([row[1] for row in rows if row] + suffixes), shared, lease,
-                          PeerState(directory.storage, root, run, shared, group.rank), emit)
+                          PeerState(directory, run, shared, group.rank), emit)
     runtime.at_exit(session.release)
     return session
 

@@ -101,7 +101,7 @@ def test_leftovers_that_cannot_be_removed_stop_no_job(tmp_path):
     before = set(os.listdir(tmp_path / FOLDER))
     lease = acquire(CheckpointDir(Kept(), str(tmp_path)), ME)
     assert run_sequence(lease.run) == 4 and set(os.listdir(tmp_path / FOLDER)) == {*before, f"claim-{lease.run}.json"}
-    lease.storage = STORAGE
+    lease.directory = CheckpointDir(STORAGE, lease.directory.root)
     lease.release()
     later = acquire_lease(tmp_path)
     assert run_sequence(later.run) == 4 and os.listdir(tmp_path / FOLDER) == [f"claim-{later.run}.json"]
@@ -290,8 +290,7 @@ def test_a_job_that_gives_way_leaves_no_files(tmp_path, keep_run_marker):
     rival = rival_of(tmp_path, "00000000")
     holder = replace(ME, run=run_name(1, "88888888"))
     with pytest.raises(LeaseHeldError, match="run 0001-00000000"):
-        acquire(CheckpointDir(During(4, lambda: rival.publish()), str(tmp_path)), holder,
-                keep_run_marker=keep_run_marker)
+        acquire(CheckpointDir(During(4, lambda: rival.publish()), str(tmp_path)), holder, keep_run_marker=keep_run_marker)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 
 

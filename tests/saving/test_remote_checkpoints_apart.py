@@ -165,10 +165,10 @@ class Training:
                        for rank in range(4)]
         self.uploaders = [Uploader(remote(), target, None, 60.0, self.events.append, lambda: self.now, self.sleep, True,
                                wait=self.wait) for target in self.places]
-        self.exchanges = [PeerState(STORAGE, target.root, RUN, GROUPS, target.rank, uploader)
+        self.exchanges = [PeerState(CheckpointDir(STORAGE, target.root), RUN, GROUPS, target.rank, uploader)
                           for target, uploader in zip(self.places, self.uploaders, strict=True)]
         for peer_state in self.exchanges:
-            STORAGE.make_folder(os.path.join(peer_state.root, FOLDER))
+            STORAGE.make_folder(peer_state.directory.path(FOLDER))
             peer_state.record("")
 
     def save(self, *nodes):

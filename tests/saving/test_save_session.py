@@ -31,7 +31,7 @@ def test_an_old_common_record_that_cannot_be_removed_is_kept_without_an_error(tm
     (tmp_path / ".mindresume").mkdir()
     record_common(CheckpointDir(STORAGE, str(tmp_path)), "", RUN)
     for storage, there in ((Stuck(), [COMMON]), (STORAGE, [])):
-        peer_state = PeerState(storage, str(tmp_path), RUN, single_group(2), 0)
+        peer_state = PeerState(CheckpointDir(storage, str(tmp_path)), RUN, single_group(2), 0)
         home = SaveSession(replace(target_of(tmp_path, 0, 2), storage=storage), 0, single_group(2), None, peer_state,
                            ignore)
         home.begin(None)
