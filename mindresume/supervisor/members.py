@@ -39,8 +39,8 @@ _WRITER_MARK = "MSRUN_LAUNCHER_WRITER"          # environment of a process that 
 
 @dataclass(frozen=True)
 class Member:
-    """Describes a process of the job. ``rank``: None if it is not known. ``seen``: since when, ``time.monotonic``. ``log``: the
-    file that it prints to; empty: none."""
+    """Describes a process of the job. ``rank``: None if it is not known. ``seen``: since when, ``time.monotonic``; of a rank by
+    its heartbeat alone: since the first one. ``log``: the file that it prints to; empty: none."""
     process: Process
     role: str = OTHER
     rank: int | None = None
@@ -114,8 +114,9 @@ class Members:
             is_young = member.role != RANK and began - member.seen < _SETTLED
             member = self._classified(replace(member, process=process)) if is_young else replace(member, process=process)
             heartbeat = ranks.get((process.pid, process.ticks))
-            if heartbeat is not None:
-                member = replace(member, role=RANK, rank=heartbeat.rank if heartbeat.rank >= 0 else member.rank)
+            if heartbeat is not None:                       # the first one can come late; its log is looked for from then on
+                member = replace(member, role=RANK, rank=heartbeat.rank if heartbeat.rank >= 0 else member.rank,
+                                 seen=member.seen if member.role == RANK else began)
             self._members[process.pid] = member
         for pid, member in self._members.items():               # now that all are known: one can read what another prints
             if member.role in (RANK, SCHEDULER) and not member.log and began - member.seen < _SETTLED:

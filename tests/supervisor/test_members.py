@@ -7,6 +7,9 @@ import time
 
 import pytest
 
+from mindresume.coordination.process_identity import start_ticks
+from mindresume.coordination.rank_heartbeat import Heartbeat
+from mindresume.supervisor import members as members_module
 from mindresume.supervisor.members import Members
 
 LIMIT = 120.0                           # seconds after which the test fails instead of waiting for ever
@@ -36,4 +39,19 @@ def test_an_end_is_noticed_without_pidfd_open(monkeypatch, number):
             ended = [row for row in members.wait(0.01) if row.member.pid == child.pid]
         assert [row.status for row in ended] == [7] and child.pid not in {member.pid for member in members.alive()}
         child.returncode = 7                                # it is reaped already
+    members.close()
+
+
+def test_the_log_of_a_rank_is_found_whose_first_heartbeat_comes_late(monkeypatch, tmp_path):
+    """A rank without a launcher's marks is one by its heartbeat alone, which comes after its imports. They can take long."""
+    monkeypatch.setattr(members_module, "_SETTLED", 0.05)
+    members, log = Members(), tmp_path / "worker_0.log"
+    with open(log, "w") as out, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=out) as child:
+        members.refresh()
+        time.sleep(0.1)
+        members.refresh()
+        assert members.logs == set()
+        members.refresh([Heartbeat(child.pid, start_ticks(child.pid), 0)])
+        assert members.logs == {str(log)}
+        child.stdin.close()
     members.close()
