@@ -12,7 +12,7 @@ from typing import Any
 
 from mindresume.errors import ConfigError
 from mindresume.launch.arguments import FLAGS, RUN_MODES, Launch
-from mindresume.resume.data_skip import lift_data_skip
+from mindresume.resume.progress import lift_data_skip
 
 SHIM_CLASS = "mindresume_plugin.MindResume"
 PREDICT_MODES = ("predict", "predict_with_train_model")

@@ -15,7 +15,7 @@ Checkpoint 2.0 (``use_legacy_format: False``) has wrappers of its own. ``mindres
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,15 +31,13 @@ from mindresume.mindformers import (
     counters,
     graph_load,
     heartbeat,
-    hf_streaming,
     job_start,
     load_request,
     training_context,
 )
 from mindresume.mindformers.monitor_arguments import check_callbacks
-from mindresume.mindformers.pretrained_config import without_foreign_keys
 from mindresume.mindformers.wrapping import Call, wrapper
-from mindresume.resume.data_skip import DATA_KEYS, lift_data_skip
+from mindresume.resume.progress import DATA_KEYS, lift_data_skip
 from mindresume.storage.mounts import is_shared
 from mindresume.storage.posix import PosixStorage
 
@@ -155,7 +153,7 @@ def _resume_hf_iterable_dataset(call: Call) -> None:
     context = training_context.current()
     if context.progress.restored is None:
         return call()
-    return run_on_all(context.group, partial(hf_streaming.resume_data, call["dataset"], context.progress.restored))
+    return run_on_all(context.group, partial(counters.resume_streaming, call["dataset"], context.progress.restored))
 
 
 @wrapper
@@ -208,6 +206,25 @@ def _model_train(call: Call) -> Any:
     asked = call["callbacks"]
     others = asked if isinstance(asked, Iterable) else [] if asked is None else [asked]
     return call(callbacks=[*others, FirstStep()])                   # behind all others: what they change is seen
+
+
+# ``config.json`` of ``pretrained_model_dir`` as transformers 4.57 and later write it has keys that mindformers does not know and
+# refuses: 1.8.0 for all models, 1.9.0 and 2.0.0 for Qwen3. These are no settings of the network.
+# dtype: of the stored weights, torch_dtype until transformers 4.56. rope_interleave: formats/huggingface.py refuses weights that
+# need another value than mindformers' own.
+_FOREIGN = ("dtype", "pretraining_tp", "rope_interleave")
+_COMPUTED = {"qk_head_dim": "qk_nope_head_dim"}     # {size: the one that it includes}; mindformers takes them for one setting
+
+
+def without_foreign_keys(merged: Mapping[str, Any], configured: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a model configuration without the keys above.
+
+    Args:
+        merged: the configuration that mindformers made of ``config.json`` and of the user's.
+        configured: the user's configuration; its keys stay.
+    """
+    dropped = {*_FOREIGN, *(key for key, other in _COMPUTED.items() if other in merged)} - set(configured)
+    return {key: value for key, value in merged.items() if key not in dropped}
 
 
 @wrapper

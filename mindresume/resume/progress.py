@@ -20,7 +20,7 @@ rounded so that as many whole sinks follow as fit into the rest. Data is skipped
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd
@@ -94,6 +94,26 @@ class ResumeProgress:
     starts_data_set: bool = False
     repeats_request: bool = False
     moved_passes: int = 0
+
+
+DATA_KEYS = {IGNORE_KEY: (None, False), SKIP_KEY: (None,)}       # {key: values that mean "not set"}
+
+
+def lift_data_skip(config: MutableMapping) -> list[str]:
+    """Moves ``ignore_data_skip`` and ``data_skip_steps`` from ``trainer:``, where mindformers documents them, to the top level,
+    where its code reads them. Returns a note for each. ConfigError if the two places hold different values."""
+    trainer, notes = config.get("trainer"), []
+    for key, defaults in DATA_KEYS.items():
+        if not isinstance(trainer, MutableMapping) or key not in trainer:
+            continue
+        value, top = trainer[key], config.get(key)
+        if top not in defaults and top != value:
+            raise ConfigError(f"{key} is {top!r} at the top level of the configuration but {value!r} in trainer:; "
+                              f"keep one of them")
+        config[key] = value
+        del trainer[key]
+        notes.append(f"trainer.{key}: {value!r} is used as {key} of the top level")
+    return notes
 
 
 def parse_data_request(ignore: Any, skip: Any) -> DataRequest:

@@ -9,7 +9,7 @@ from datasets import IterableDataset  # noqa: E402
 from mindformers.dataset.dataloader.hf_dataloader import HFIterableDataset, _resume_hf_iterable_dataset  # noqa: E402
 
 from mindresume.errors import CollectiveError, ProgressError  # noqa: E402
-from mindresume.mindformers import hf_streaming, load_request, patches, training_context  # noqa: E402
+from mindresume.mindformers import counters, load_request, patches, training_context  # noqa: E402
 from mindresume.model.data_position import DataPosition  # noqa: E402
 from mindresume.resume.progress import ResumeProgress  # noqa: E402
 
@@ -90,17 +90,17 @@ def test_a_state_that_is_not_of_the_place_is_an_error(states, current, skip, bat
 def test_a_damaged_state_is_an_error(states, content):
     (states / "step_3" / "dataset_state_rank0.json").write_text(content)
     with pytest.raises(ProgressError, match="cannot be read"):
-        hf_streaming.resume_data(reader(states)[0], at(3))
+        counters.resume_streaming(reader(states)[0], at(3))
 
 
 def test_steps_of_it_cannot_be_skipped(states):
-    for run in (lambda data: hf_streaming.resume_data(data, at(3, begins=True)), lambda data: hf_streaming.refuse_skip(data, 3)):
+    for run in (lambda data: counters.resume_streaming(data, at(3, begins=True)), lambda data: counters.refuse_skip(data, 3)):
         with pytest.raises(ProgressError, match="data_skip_steps: 3 steps of a streaming data set .* cannot be skipped"):
             run(reader(states)[0])
-    hf_streaming.refuse_skip(reader(states)[0], 0)
+    counters.refuse_skip(reader(states)[0], 0)
 
 
 def test_other_data_is_left_alone():
     for dataset in (SimpleNamespace(children=[SimpleNamespace(source=[1, 2])]), SimpleNamespace(children=[]), None):
-        hf_streaming.resume_data(dataset, at(3))
-        hf_streaming.refuse_skip(dataset, 3)
+        counters.resume_streaming(dataset, at(3))
+        counters.refuse_skip(dataset, 3)

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from mindresume.mindformers.pretrained_config import without_foreign_keys
+from mindresume.mindformers.patches import without_foreign_keys
 
 WRITTEN = {"model_type": "deepseek_v3", "dtype": "bfloat16", "rope_interleave": True, "pretraining_tp": 1, "qk_head_dim": 12,
            "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "hidden_size": 32}
