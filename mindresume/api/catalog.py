@@ -154,11 +154,10 @@ class Catalog:
         """
         found, rows = self._list(self._locate())
         users = tuple(DirectoryUser(holder, is_alive(holder)) for holder in
-                      known_lease_holders(CheckpointDir(self._storage, found.root)))
-        tier, in_memory = self._memory(found.root)
-        return Listing(found.root, tuple(info_of(CheckpointDir(self._storage, found.root), row) for row in rows),
-                       self._notes(found), users,
-                       tuple(info_of(CheckpointDir(self._storage, tier), row) for row in in_memory))
+                      known_lease_holders(found.directory))
+        tier, in_memory = self._memory(found.directory)
+        return Listing(found.root, tuple(info_of(found.directory, row) for row in rows), self._notes(found), users,
+                       tuple(info_of(tier, row) for row in in_memory))
 
     def steps(self) -> tuple[int, ...]:
         """Returns the steps that a resume could take, as far as names, records and sizes show, ascending."""
@@ -227,8 +226,7 @@ class Catalog:
         chosen = CheckpointStatus(choice.chosen, None, choice.warnings) if choice.chosen else None
         if preview.node_local is not None:
             found, _ = find_candidates(self._storage, self.path)
-            local = info_of(CheckpointDir(self._storage, root),
-                            status_of_candidate(self._storage, found, preview.node_local, strategy_of))
+            local = info_of(found.directory, status_of_candidate(found, preview.node_local, strategy_of))
         location = _Location(preview.place, is_consolidated(self._storage, preview.place))
         return Selection(
             root, self._checkpoint(location, root, chosen) if chosen else None,
@@ -276,17 +274,17 @@ class Catalog:
         if location.is_consolidated:
             verdicts = [consolidated_checkpoint.verify(self._storage, location.path, counted, part) for _ in wanted]
         else:
-            verdicts = verify_checkpoints(CheckpointDir(self._storage, found.root), wanted, again, counted, part)
-        tier, in_memory = self._memory(found.root)
+            verdicts = verify_checkpoints(found.directory, wanted, again, counted, part)
+        tier, in_memory = self._memory(found.directory)
         asked = [row for row in in_memory if step is None or row.candidate.step == step] if part[0] == 1 else []
-        held = verify_checkpoints(CheckpointDir(self._storage, tier), asked, lambda: self._memory(found.root)[1], counted)
+        held = verify_checkpoints(tier, asked, lambda: self._memory(found.directory)[1], counted)
         there = {candidate.step for candidate, _ in verdicts}
         removed = {step for row in wanted if (step := row.candidate.step) is not None} - there
         results = tuple(_verification(found.root, candidate, bad) for candidate, bad in verdicts)
         states = {result.state for result in results}
         return VerificationReport(
             found.root, DAMAGED in states, results, tuple(sorted(removed)), read[0], round(runtime.monotonic() - started, 3),
-            self._notes(found), tuple(_verification(tier, candidate, bad) for candidate, bad in held), UNREADABLE in states)
+            self._notes(found), tuple(_verification(tier.root, candidate, bad) for candidate, bad in held), UNREADABLE in states)
 
     # ---- release -----------------------------------------------------------------------------------------------------
 
@@ -316,12 +314,13 @@ class Catalog:
             raise MissingCheckpointError(found.fresh_start_refusal)
         return found, rows
 
-    def _memory(self, root: str) -> tuple[str, tuple[CheckpointStatus, ...]]:
-        """Returns the tier in memory of ``root`` on this node, empty if there is none, and a row for each of its saves."""
-        tier, _ = find_tier(CheckpointDir(self._storage, root))
-        found = Scan(tier, tuple(scan_records(CheckpointDir(self._storage, tier))[0]) if tier else ())
-        return tier, tuple(status_of_candidate(self._storage, found, candidate, strategy_lookup(self._storage))
-                           for candidate in found.candidates)
+    def _memory(self, directory: CheckpointDir) -> tuple[CheckpointDir, tuple[CheckpointStatus, ...]]:
+        """Returns the tier in memory of ``directory`` on this node, with an empty path if there is none, and a row for each of
+        its saves."""
+        tier = CheckpointDir(self._storage, find_tier(directory)[0])
+        found = Scan(tier, tuple(scan_records(tier)[0]) if tier.root else ())
+        strategy_of = strategy_lookup(self._storage)
+        return tier, tuple(status_of_candidate(found, candidate, strategy_of) for candidate in found.candidates)
 
     def _rows(self, location: _Location, step: int | None = None) -> Iterator[tuple[Scan, CheckpointStatus]]:
         """Yields the rows of ``_list``, or those of ``step``; files are examined one candidate after the other."""
@@ -335,11 +334,11 @@ class Catalog:
         strategy_of = strategy_lookup(self._storage)
         for candidate in found.candidates:
             if step is None or candidate.step == step:
-                yield found, status_of_candidate(self._storage, found, candidate, strategy_of, self.world_size)
+                yield found, status_of_candidate(found, candidate, strategy_of, self.world_size)
 
     def _checkpoint(self, location: _Location, root: str, row: CheckpointStatus) -> Checkpoint:
-        checkpoint = Checkpoint(CheckpointDir(self._storage, root), info_of(CheckpointDir(self._storage, root), row),
-                                row.candidate, self._strategy, self._hold,
+        directory = CheckpointDir(self._storage, root)
+        checkpoint = Checkpoint(directory, info_of(directory, row), row.candidate, self._strategy, self._hold,
                                 location.path if location.is_consolidated else "")
         self._checkpoints.add(checkpoint)
         return checkpoint

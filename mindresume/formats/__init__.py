@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mindresume.errors import UnreadableFileError
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formatting import listed
 from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import TrainingState
@@ -169,7 +170,7 @@ class Scan:
     """Holds the candidates of a directory.
 
     Attributes:
-        root: the directory.
+        directory: the directory.
         candidates: newest first.
         notes: for the log: what was found and ignored.
         exists: whether the directory exists.
@@ -178,13 +179,18 @@ class Scan:
         fresh_start_refusal: if no candidate was ever complete, why no training may begin in this directory nevertheless; empty if
             one may.
     """
-    root: str
+    directory: CheckpointDir
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
     exists: bool = True
     expected_ranks: int | None = None
     expected_source: str = ""
     fresh_start_refusal: str = ""
+
+    @property
+    def root(self) -> str:
+        """The path of the directory."""
+        return self.directory.root
 
 
 def missing_ranks_text(candidate: Candidate) -> str:

@@ -45,7 +45,7 @@ def scan(directory: CheckpointDir) -> Scan:
                                                          [c for c in ours if c.iteration_dir])
     expected, source = rank_folders.expected_ranks(directory, top)
     found = sorted((in_iterations, in_ranks), key=_newest, reverse=True)
-    return Scan(directory.root, tuple(hidden + found[0] + found[1]), tuple(notes + first + second), status is not None,
+    return Scan(directory, tuple(hidden + found[0] + found[1]), tuple(notes + first + second), status is not None,
                 expected, source)
 
 
@@ -58,6 +58,7 @@ def _newest(candidates: list[Candidate]) -> tuple[float, ...]:
 def scan_one(storage: Storage, path: str) -> Scan:
     """Scans a single iteration folder, whatever its name."""
     root, name = os.path.split(os.path.abspath(path))
-    ours, _, notes = read_attempts(CheckpointDir(storage, root), attempts_within(CheckpointDir(storage, root), name))
-    found: Sequence[Candidate | None] = ours or [iteration_scan.candidate_without_records(CheckpointDir(storage, root), name)]
-    return Scan(root, tuple(candidate for candidate in found if candidate), tuple(notes))
+    directory = CheckpointDir(storage, root)
+    ours, _, notes = read_attempts(directory, attempts_within(directory, name))
+    found: Sequence[Candidate | None] = ours or [iteration_scan.candidate_without_records(directory, name)]
+    return Scan(directory, tuple(candidate for candidate in found if candidate), tuple(notes))

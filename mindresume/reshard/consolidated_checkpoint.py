@@ -14,6 +14,7 @@ from mindresume.coordination.collectives import Group, Watchdog, gather_results
 from mindresume.errors import CorruptFileError, MindResumeError, MissingCheckpointError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formatting import listed
 from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import TrainingState
@@ -96,7 +97,7 @@ def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:
 def survey(storage: Storage, path: str) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
     """Returns for consolidated weights what ``resume.candidates.list_checkpoints`` returns for folders with several steps."""
     candidate, problem = look(storage, path)
-    return Scan(_folder(path), (candidate,)), (CheckpointStatus(candidate, problem),)
+    return Scan(CheckpointDir(storage, _folder(path)), (candidate,)), (CheckpointStatus(candidate, problem),)
 
 
 def verify(storage: Storage, path: str, progress: OnBytesRead, part: tuple[int, int] = (1, 1)

@@ -175,7 +175,7 @@ def _open_newest(storage: Storage, path: str, step: int | None, strategy: str | 
     for candidate in wanted:
         try:
             on_open(found.root, candidate)
-            return replace(open_candidate(CheckpointDir(storage, found.root), candidate, strategy), refused=tuple(refused),
+            return replace(open_candidate(found.directory, candidate, strategy), refused=tuple(refused),
                            notes=found.notes)
         except _Gone:
             raise

@@ -64,7 +64,7 @@ def find_candidates(storage: Storage, path: str, requested: str | None = None, w
             not c.iteration_dir for c in found.candidates) or not found.candidates else f"{root} has no such iteration"
         there = f"There are: {', '.join(offered)}" if offered else "There is no checkpoint"
         raise MissingCheckpointError(f"resume_training names {requested!r}: {where}. {there}")
-    return Scan(found.root, tuple(matching[:1]), (), True, found.expected_ranks, found.expected_source), True
+    return replace(found, candidates=tuple(matching[:1]), notes=(), fresh_start_refusal=""), True
 
 
 def is_requested(candidate: Candidate, requested: str) -> bool:
@@ -87,19 +87,19 @@ def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
     if not name.endswith(tuple(f".{fmt}" for fmt in FORMATS)):
         raise ConfigError(f"{path} is no checkpoint: expected a folder, or a file that ends in .{' or .'.join(FORMATS)}")
     file = FileRecord(name, format_of(name))
-    ranks = world_size or 1
+    ranks, directory = world_size or 1, CheckpointDir(storage, folder)
     candidate = Candidate(None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), (file,)), ranks, (0.0,))
     try:
-        scalars = scalars_of(CheckpointDir(storage, folder), file, header_of(CheckpointDir(storage, folder), file))
+        scalars = scalars_of(directory, file, header_of(directory, file))
     except CorruptFileError as error:
-        return Scan(folder, (replace(candidate, problem=candidate.refuse(error.reason, name, error=error)),))
+        return Scan(directory, (replace(candidate, problem=candidate.refuse(error.reason, name, error=error)),))
     except OSError as error:
-        return Scan(folder, (replace(candidate, problem=candidate.refuse(f"cannot be read: {error.strerror or error}", name,
+        return Scan(directory, (replace(candidate, problem=candidate.refuse(f"cannot be read: {error.strerror or error}", name,
                                                                          error=error)),))
     step, epoch = scalars.get("step_num"), scalars.get("epoch_num")
     if not is_count(step):
-        return Scan(folder, (replace(candidate, problem=no_step(name)),))
-    return Scan(folder, (replace(candidate, step=step, epoch=epoch if is_count(epoch) else None),))
+        return Scan(directory, (replace(candidate, problem=no_step(name)),))
+    return Scan(directory, (replace(candidate, step=step, epoch=epoch if is_count(epoch) else None),))
 
 
 def world_size_notes(found: Scan, world_size: int | None) -> list[str]:
@@ -143,18 +143,16 @@ def list_checkpoints(storage: Storage, path: str, strategy_of: StrategyOf, world
         MissingCheckpointError, ConfigError: see ``candidates.find_candidates``.
     """
     found, _ = find_candidates(storage, path)
-    return found, tuple(status_of_candidate(storage, found, candidate, strategy_of, world_size) for candidate in found.candidates)
+    return found, tuple(status_of_candidate(found, candidate, strategy_of, world_size) for candidate in found.candidates)
 
 
-def status_of_candidate(storage: Storage, found: Scan, candidate: Candidate, strategy_of: StrategyOf,
-                        world_size: int | None = None) -> CheckpointStatus:
+def status_of_candidate(found: Scan, candidate: Candidate, strategy_of: StrategyOf, world_size: int | None = None
+                        ) -> CheckpointStatus:
     """Returns the row of ``list_checkpoints`` for one candidate of the scan ``found``."""
-    candidate, ranks = complete_missing_ranks(CheckpointDir(storage, found.root), candidate, strategy_of, world_size,
-                                              found.expected_ranks)
-    problem = eligible(CheckpointDir(storage, found.root), candidate,
-                       _LISTED) or check_files(CheckpointDir(storage, found.root), candidate, ranks)
-    return CheckpointStatus(candidate, problem, _warnings(CheckpointDir(storage, found.root), candidate) if problem is None
-                            else ())
+    directory = found.directory
+    candidate, ranks = complete_missing_ranks(directory, candidate, strategy_of, world_size, found.expected_ranks)
+    problem = eligible(directory, candidate, _LISTED) or check_files(directory, candidate, ranks)
+    return CheckpointStatus(candidate, problem, _warnings(directory, candidate) if problem is None else ())
 
 
 def _warnings(directory: CheckpointDir, candidate: Candidate) -> tuple[str, ...]:

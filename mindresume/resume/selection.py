@@ -17,7 +17,6 @@ from mindresume.errors import CollectiveError, NoUsableCheckpointError, Unusable
 from mindresume.events import Emit, Notice, ignore
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate, Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.consolidated import is_consolidated
 from mindresume.formats.location import locate
 from mindresume.resume.bucket_source import BucketSource
@@ -172,7 +171,7 @@ def newest_node_local(storage: Storage, path: str, policy: SelectionPolicy, stra
         return None
     for row in rows:
         if row.state == NODE_LOCAL:
-            verifier = Verifier(CheckpointDir(storage, found.root), row.candidate, full=policy.verifies_bytes)
+            verifier = Verifier(found.directory, row.candidate, full=policy.verifies_bytes)
             if not any(isinstance(verifier.verify(rank), Refusal) for rank in row.candidate.files):
                 return row.candidate
     return None

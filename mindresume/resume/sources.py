@@ -219,27 +219,27 @@ class SharedDisk:
         scan, self.is_explicit = find_candidates(storage, self.job.path, policy.requested, policy.world_size)
         self.queue = list(scan.candidates)
         if policy.max_failed_loads and not self.is_explicit:
-            self.failed_loads = failed_loads_by_key(CheckpointDir(storage, scan.root))
+            self.failed_loads = failed_loads_by_key(scan.directory)
         return scan
 
     def _checked(self, scan: Scan, candidate: Candidate) -> tuple[Candidate, Refusal | None]:
         """Returns the candidate as it is loaded, and why it cannot be used, as far as that is known without its contents."""
-        storage, policy = self.job.storage, self.job.policy
+        policy = self.job.policy
         if not policy.require_counters and is_weights_only(candidate):
             candidate = replace(candidate, problem=None)
         ranks = policy.world_size
         if not (self.is_explicit and len(candidate.files) == 1):
-            candidate, ranks = complete_missing_ranks(CheckpointDir(storage, scan.root), candidate, self.job.strategy_of, ranks,
+            candidate, ranks = complete_missing_ranks(scan.directory, candidate, self.job.strategy_of, ranks,
                                                       scan.expected_ranks)
         failed = self.failed_loads.get(key_of(candidate), ())
-        refusal = eligible(CheckpointDir(storage, scan.root), candidate, policy, failed, self.is_explicit)
+        refusal = eligible(scan.directory, candidate, policy, failed, self.is_explicit)
         if refusal is not None and refusal.is_last_resort:
             self.suspected.append(candidate)
         if refusal is not None and refusal.reason == UNHEALTHY:
             refusal = candidate.refuse(f"{UNHEALTHY} (the embedding's local norm was above embedding_local_norm_threshold); to "
                                        f"use it anyway, request it by the name of its "
                                        f"{'folder' if candidate.iteration_dir else 'file'}")
-        refusal = refusal or check_files(CheckpointDir(storage, scan.root), candidate, policy.world_size
+        refusal = refusal or check_files(scan.directory, candidate, policy.world_size
                                          if self.is_explicit else ranks,
                                          not candidate.committed)
         if refusal is None and (text := warning(failed, policy.max_failed_loads)):
@@ -280,7 +280,7 @@ class NodeDisks:
         offers: usable candidates by name, newest first.
     """
     job: Job
-    scan: Scan = field(default_factory=lambda: Scan("", exists=False))
+    scan: Scan = field(init=False)
     is_explicit: bool = False
     offers: dict[str, Candidate] = field(default_factory=dict)
     refused: list[Refusal] = field(default_factory=list)
@@ -296,7 +296,7 @@ class NodeDisks:
         rows = gather_results(job.group, self._look, Watchdog(f"scanning the checkpoints below {job.path}"))
         scan, common = self.scan, set.intersection(*(set(row["offers"]) for row in rows))
         for name in [name for name in rows[0]["offers"] if name in common]:
-            verdict = verify_on_all_ranks(job, CheckpointDir(job.storage, scan.root), self.offers[name], [job.group.rank])
+            verdict = verify_on_all_ranks(job, scan.directory, self.offers[name], [job.group.rank])
             if isinstance(verdict, Choice):
                 return replace(verdict, refused=tuple(refused), notes=scan.notes)
             refused.append(verdict[0])
@@ -320,10 +320,10 @@ class NodeDisks:
         try:
             self.scan, self.is_explicit = find_candidates(job.storage, job.path, job.policy.requested, size)
         except MissingCheckpointError:                          # other ranks may have it
-            self.scan, self.is_explicit = Scan(job.path, exists=False), True
+            self.scan, self.is_explicit = Scan(CheckpointDir(job.storage, job.path), exists=False), True
         for candidate in self.scan.candidates:
             whole = replace(candidate, world_size=size) if candidate.records_dir is None else candidate
-            refusal = eligible(CheckpointDir(job.storage, self.scan.root), whole, job.policy, is_explicit=self.is_explicit) or \
+            refusal = eligible(self.scan.directory, whole, job.policy, is_explicit=self.is_explicit) or \
                 _refuse_for_rank(candidate, job.group)
             if refusal is None:                                 # without records, the scan counted only the files of this node
                 self.offers.setdefault(_shared_name(candidate), whole)

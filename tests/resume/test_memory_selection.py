@@ -2,6 +2,7 @@
 import errno
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -345,7 +346,7 @@ def test_a_tracker_that_was_set_back_by_hand_decides(root, tier, monkeypatch):
 
     def set_back(*arguments):
         found, is_explicit = real(*arguments)
-        return type(found)(found.root, tuple(reversed(found.candidates))), is_explicit
+        return replace(found, candidates=tuple(reversed(found.candidates))), is_explicit
     monkeypatch.setattr(memory_source, "find_candidates", set_back)
     assert taken(root) == (10, False)
 
