@@ -70,16 +70,13 @@ class EventFile:
         self.folder, self.rank, self.limit, self.emit = os.path.join(folder, FOLDER), rank, limit, emit
         self.path: str | None = None
         self._file = -1
-        self._size = 0
         self._kept: deque[bytes] = deque(maxlen=KEPT)
         self._has_failure = False                       # this rank needs a file
         self._is_torn = False                           # the last write failed: the file may end with part of a line
         self._is_reported = False                       # a warning was emitted since the last write that did not fail
         self._last_warning: float | None = None
         self._is_closed = False
-        self._counts: Counter[str] = Counter()          # events of each kind so far
-        self._left_out: deque[int] = deque(maxlen=KEPT)         # steps of the newest saves that are not recorded
-        self._is_thinned = False                        # a warning was emitted
+        self._thinning = _Thinning(limit)
         self._writer = f"rank_{rank}"                   # in the name of the file
         self._lock = runtime.RLock()                  # reentrant: a signal handler can interrupt the thread that holds it
 
@@ -90,9 +87,13 @@ class EventFile:
         with self._lock:
             if self._is_closed:
                 return
-            notice = self._thinned()
+            notice = None
+            if self._thinning.begins():
+                notice = warning(f"the event file {self.path} is half full: of events that occur often, such as saves at each "
+                                 f"step, only a part is recorded from here on. All others are")
             try:
-                notice = self._succeeded() or notice if self._append(event, line, time_s) else notice
+                if self._append(event, line, time_s) and self._is_reported:
+                    self._is_reported, notice = False, Notice(f"the event file {self.path} is written again")
             except OSError as error:
                 notice = self._failed(error, time_s) or notice
         if notice is not None:                          # without the lock: another handler can wait for a lock of its own
@@ -108,39 +109,19 @@ class EventFile:
             self._open(time_s)
             line = b"".join(self._kept)
             self._kept.clear()
-        if self._is_left_out(event):
+        if self._thinning.leaves_out(event):
             return False
         if self._is_torn:
             line = b"\n" + line
-        if self._size + len(line) <= self.limit or _says_more(event) and self._size + len(line) <= 2 * self.limit:
-            self._write(line)
-            return True
-        return False
-
-    def _is_left_out(self, event: Event) -> bool:
-        """Returns whether an event is left out because its kind occurs often and the file fills. Of a save the first one decides:
-        else a report would take it for one that was never committed."""
-        self._counts[event.kind] += 1
-        if isinstance(event, (SaveStaged, SaveWritten, SaveCommitted)):
-            return event.step in self._left_out
-        number = self._counts[event.kind]
-        is_left_out = number > OFTEN and number % self._stride() != 0 and not _says_more(event)
-        if is_left_out and isinstance(event, SaveBegun):
-            self._left_out.append(event.step)
-        return is_left_out
-
-    def _stride(self) -> int:
-        """Returns of how many events that occur often one is written: 1, 4, 16 ... as each half of what is left is full. So each
-        half holds twice as many steps as the one before it, and the file is never full of them."""
-        left = max(self.limit - self._size, 1)
-        return 4 ** (max(self.limit // left, 1).bit_length() - 1)
-
-    def _thinned(self) -> Notice | None:
-        if self._is_thinned or self._stride() == 1 or max(self._counts.values(), default=0) <= OFTEN:
-            return None
-        self._is_thinned = True
-        return warning(f"the event file {self.path} is half full: of events that occur often, such as saves at each step, only a "
-                       f"part is recorded from here on. All others are")
+        if self._thinning.size + len(line) > self.limit * (2 if _says_more(event) else 1):
+            return False
+        self._is_torn = True                            # until all of it is written
+        done = os.write(self._file, line)
+        self._thinning.size += done
+        if done < len(line):
+            raise OSError(f"{done} of {len(line)} bytes written")
+        self._is_torn = False
+        return True
 
     def _failed(self, error: OSError, time_s: float) -> Notice | None:
         """Returns a warning, but no second one until the file is written again, and none within WARN_EVERY: a disk that is almost
@@ -150,12 +131,6 @@ class EventFile:
         self._is_reported, self._last_warning = True, time_s
         return warning(f"the event file {self.path or self.folder} cannot be written, so events are missing in it: {error}; each "
                        f"later event is tried")
-
-    def _succeeded(self) -> Notice | None:
-        if not self._is_reported:
-            return None
-        self._is_reported = False
-        return Notice(f"the event file {self.path} is written again")
 
     def close(self) -> None:
         with self._lock:
@@ -171,13 +146,40 @@ class EventFile:
         self.path = os.path.join(self.folder, f"{start}-{self._writer}-{os.getpid()}{SUFFIX}")
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
-    def _write(self, line: bytes) -> None:
-        self._is_torn = True                            # until all of it is written
-        done = os.write(self._file, line)
-        self._size += done
-        if done < len(line):
-            raise OSError(f"{done} of {len(line)} bytes written")
-        self._is_torn = False
+
+class _Thinning:
+    """Decides which events of a file are left out because their kind occurs often and the file fills. ``size``: of the file."""
+
+    def __init__(self, limit: int):
+        self.limit, self.size = limit, 0
+        self._counts: Counter[str] = Counter()          # events of each kind so far
+        self._saves_left_out: deque[int] = deque(maxlen=KEPT)      # steps of the newest saves that are not recorded
+        self._has_begun = False
+
+    def begins(self) -> bool:
+        """Returns True once: when events begin to be left out."""
+        if self._has_begun or self._stride() == 1 or max(self._counts.values(), default=0) <= OFTEN:
+            return False
+        self._has_begun = True
+        return True
+
+    def leaves_out(self, event: Event) -> bool:
+        """Counts an event, and returns whether it is left out. Of a save the first one decides: else a report would take it for
+        one that was never committed."""
+        self._counts[event.kind] += 1
+        if isinstance(event, (SaveStaged, SaveWritten, SaveCommitted)):
+            return event.step in self._saves_left_out
+        number = self._counts[event.kind]
+        is_left_out = number > OFTEN and number % self._stride() != 0 and not _says_more(event)
+        if is_left_out and isinstance(event, SaveBegun):
+            self._saves_left_out.append(event.step)
+        return is_left_out
+
+    def _stride(self) -> int:
+        """Returns of how many events that occur often one is written: 1, 4, 16 ... as each half of what is left is full. So each
+        half holds twice as many steps as the one before it, and the file is never full of them."""
+        left = max(self.limit - self.size, 1)
+        return 4 ** (max(self.limit // left, 1).bit_length() - 1)
 
 
 class SupervisorEventFile(EventFile):

@@ -34,8 +34,8 @@ KEYS = {DISK: "save_checkpoint_steps", MEMORY: "every_steps"}      # settings; t
 
 
 @dataclass(frozen=True)
-class TierAdvice(Result):
-    """Advises how often to save to one tier.
+class TierFacts(Result):
+    """Holds what was measured of one tier.
 
     Attributes:
         name: "memory" or "disk".
@@ -52,12 +52,6 @@ class TierAdvice(Result):
         seconds_between_failures_high: With 90 % probability at most this; None without a failure.
         steps_now: Steps between two saves in the latest attempt; None if it has too few saves to tell.
         seconds_now: The same in seconds of training.
-        steps_advised: Steps between two saves that lose the least time; None without a failure. 0: the tier is better off,
-            because the other one alone loses less.
-        seconds_advised: The same in seconds of training; None if the tier is better off.
-        steps_low: With 90 % probability the best interval is at least so long; without a failure, it is with 95 %.
-        steps_high: With 90 % probability the best interval is at most so long; None without a failure.
-        is_limited_by_write: The write in the background takes longer than the best interval by failures; the write decides.
     """
     name: str
     saves: int
@@ -72,6 +66,20 @@ class TierAdvice(Result):
     seconds_between_failures_high: float | None
     steps_now: int | None
     seconds_now: float | None
+
+
+@dataclass(frozen=True)
+class TierAdvice(TierFacts):
+    """Advises how often to save to one tier, and holds what was measured of it (``TierFacts``).
+
+    Attributes:
+        steps_advised: Steps between two saves that lose the least time; None without a failure. 0: the tier is better off,
+            because the other one alone loses less.
+        seconds_advised: The same in seconds of training; None if the tier is better off.
+        steps_low: With 90 % probability the best interval is at least so long; without a failure, it is with 95 %.
+        steps_high: With 90 % probability the best interval is at most so long; None without a failure.
+        is_limited_by_write: The write in the background takes longer than the best interval by failures; the write decides.
+    """
     steps_advised: int | None
     seconds_advised: float | None
     steps_low: int
@@ -80,8 +88,8 @@ class TierAdvice(Result):
 
 
 @dataclass(frozen=True)
-class Advice(Result):
-    """Holds an advice on the intervals between saves.
+class TrainingFacts(Result):
+    """Holds what was measured of a training.
 
     Attributes:
         output: The output folder of the training.
@@ -92,6 +100,22 @@ class Advice(Result):
         seconds_between_failures: Expected time of training between two failures; None without a failure.
         seconds_between_failures_low: With 90 % probability at least this; without a failure, with 95 %.
         seconds_between_failures_high: With 90 % probability at most this; None without a failure.
+    """
+    output: str
+    step_seconds: float
+    is_background: bool
+    failures: int
+    training_seconds: float
+    seconds_between_failures: float | None
+    seconds_between_failures_low: float
+    seconds_between_failures_high: float | None
+
+
+@dataclass(frozen=True)
+class Advice(TrainingFacts):
+    """Holds an advice on the intervals between saves, and what was measured of the training (``TrainingFacts``).
+
+    Attributes:
         tiers: One TierAdvice for each place that saves go to: memory, if the training has that tier, then the disk.
         goodput_now: Expected share of the time that makes progress with the present intervals, 0 to 1; None if it is not known.
         goodput_advised: The same with the advised intervals; None without a failure.
@@ -103,14 +127,6 @@ class Advice(Result):
         change: What to change in the YAML file, as sentences.
         notes: What limits the advice, as sentences.
     """
-    output: str
-    step_seconds: float
-    is_background: bool
-    failures: int
-    training_seconds: float
-    seconds_between_failures: float | None
-    seconds_between_failures_low: float
-    seconds_between_failures_high: float | None
     tiers: tuple[TierAdvice, ...]
     goodput_now: float | None
     goodput_advised: float | None
