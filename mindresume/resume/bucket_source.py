@@ -107,18 +107,18 @@ class BucketSource:
             suspected: whether a checkpoint is offered after whose loading too many jobs died: it is better than none.
         """
         offer: dict[str, Any] = {"attempt": "", "refused": []}
-        storage, policy, requested = uncached(self.job.storage), self.job.policy, self.job.policy.requested
+        directory = CheckpointDir(uncached(self.job.storage), self.root)
+        policy, requested = self.job.policy, self.job.policy.requested
         if requested:
             bound = (0, 0)
         elif bound is None:
-            bound = max((c.order[:2] for c in scan(CheckpointDir(storage, self.root)).candidates if c.origin == OURS
-                         and c.problem is None
+            bound = max((c.order[:2] for c in scan(directory).candidates if c.origin == OURS and c.problem is None
                          and c.step not in refused), default=(0, 0))
         try:
             names = [name for name in self.remote.scan().committed() if name not in self._tried and order_of(name) > bound]
         except RemoteError as error:
             return {**offer, "failed": f"it is not known whether {self.remote.url} holds a newer checkpoint: {error}"}
-        failed_loads = failed_loads_by_key(CheckpointDir(storage, self.root)) if policy.max_failed_loads and not requested else {}
+        failed_loads = failed_loads_by_key(directory) if policy.max_failed_loads and not requested else {}
         suspected_names = [name for name in names if suspicion(failed_loads.get(name, ()), policy.max_failed_loads)]
         for attempt in [*(name for name in names if name not in suspected_names), *(suspected_names if suspected else ())]:
             try:
@@ -129,8 +129,8 @@ class BucketSource:
             candidate = candidate_of(manifest, iteration_name(manifest.step) if is_iteration_save(manifest) else "")
             if requested and not is_requested(candidate, requested):
                 continue
-            refusal = eligible(CheckpointDir(storage, self.root), candidate, policy, is_explicit=bool(requested)) or \
-                check_files(CheckpointDir(storage, self.root), candidate, policy.world_size, files=False)
+            refusal = eligible(directory, candidate, policy, is_explicit=bool(requested)) or \
+                check_files(directory, candidate, policy.world_size, files=False)
             if refusal is None:
                 return {**offer, "attempt": attempt, "manifest": data.decode()}
             offer["refused"].append((attempt, refusal.reason))

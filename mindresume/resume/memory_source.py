@@ -232,11 +232,10 @@ class MemorySource:
 
     def _refusal(self, candidate: Candidate) -> dict[str, Any] | None:
         """Returns, on rank 0, why a save is refused before its bytes are read."""
-        storage, policy = uncached(self.job.storage), self.job.policy
-        refusal = eligible(CheckpointDir(storage, self.tier), candidate, policy,
-                           failed_loads_by_key(CheckpointDir(storage, self.tier)).get(candidate.name, ()))
+        tier, policy = CheckpointDir(uncached(self.job.storage), self.tier), self.job.policy
+        refusal = eligible(tier, candidate, policy, failed_loads_by_key(tier).get(candidate.name, ()))
         if refusal is None and not candidate.local_ranks:
-            refusal = check_files(CheckpointDir(storage, self.tier), candidate, policy.world_size)
+            refusal = check_files(tier, candidate, policy.world_size)
         return refusal.to_json() if refusal is not None else None
 
     # ---- verification ----------------------------------------------------------------------------------------------
