@@ -106,15 +106,19 @@ def _of_folder(storage: Storage, folder: str, model: Model, wanted: Mapping[str,
     why = {block.name: rule.shape_formula for rule in known.values() for block in rule.blocks}
     other = [f"{name} is {tensors[name].shape}, not {shape} (a part of {why[repeated.get(name, name)]})"
              for name, shape in expected.items() if name in tensors and tensors[name].shape != shape]
-    problems = []
-    if missing:
-        problems.append(f"missing: {problems_text(missing)}{_hint(model, missing)}")
-    if unknown:
-        problems.append(f"without a rule: {problems_text(unknown)}")
-    if problems or other:
-        raise LoadError(f"{folder} does not hold the weights that its {CONFIG} describes ({model.kind}, {model.layers} layers): "
-                        + problems_text(problems + other))
+    check_fit(f"{folder} does not hold the weights that its {CONFIG} describes", model,
+              (missing, _hint(model, missing)), (unknown, ""), other)
     return translated(inner, known, {name: dtype for name, (_, dtype) in wanted.items() if name in known}, tensors)
+
+
+def check_fit(what: str, model: Model, missing: tuple[Sequence[str], str], unknown: tuple[Sequence[str], str],
+              other: Sequence[str]) -> None:
+    """Raises LoadError, which begins with ``what``, if tensors are ``missing``, have no rule (``unknown``), each with a hint, or
+    differ in shape (``other``)."""
+    problems = [f"{word}: {problems_text(names)}{hint}"
+                for word, (names, hint) in (("missing", missing), ("without a rule", unknown)) if names]
+    if problems or other:
+        raise LoadError(f"{what} ({model.kind}, {model.layers} layers): {problems_text([*problems, *other])}")
 
 
 def _hint(model: Model, missing: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from mindresume.errors import ConfigError, LoadError
+from mindresume.errors import ConfigError
 from mindresume.formats.consolidated import HUGGINGFACE
 from mindresume.formats.huggingface import (
     ATTENTION_KEY,
@@ -28,9 +28,9 @@ from mindresume.formats.huggingface import (
 from mindresume.formats.huggingface_rules import Rule, copies, inverse_rules, rules
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated
-from mindresume.reshard.huggingface import is_no_weight
+from mindresume.reshard.huggingface import check_fit, is_no_weight
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
-from mindresume.reshard.translated_view import TranslatedView, problems_text, translated
+from mindresume.reshard.translated_view import TranslatedView, translated
 
 KEEP = "keep"                                       # the stored dtype
 DTYPES = ("bfloat16", "float32", KEEP)              # what an export can write
@@ -109,22 +109,16 @@ def _check(inner: CheckpointView, known: Mapping[str, Rule], model: Model) -> No
     other = [f"{name} is {tensors[name].shape}, expected {rule.shape}: {rule.shape_formula}" for name, rule in known.items()
              if name in tensors and tensors[name].shape != rule.shape]
     lost = [name for name, tensor in tensors.items() if not _is_known(name, tensor, known)]
-    problems = []
-    if missing:
-        hint = ". If the model shares it with the embedding, tie_word_embeddings must be true" if HEAD in missing else ""
-        problems.append(f"missing: {problems_text(missing)}{hint}")
-    if lost:
-        problems.append(f"without a rule: {problems_text(lost)}{_hint(lost)}")
-    if problems or other:
-        raise LoadError(f"{inner.name} does not hold the weights that {model.source} describes ({model.kind}, {model.layers} "
-                        f"layers): {problems_text(problems + other)}")
+    hint = ". If the model shares it with the embedding, tie_word_embeddings must be true" if HEAD in missing else ""
+    check_fit(f"{inner.name} does not hold the weights that {model.source} describes", model, (missing, hint),
+              (lost, _hint(lost)), other)
 
 
 def _hint(lost: Collection[str]) -> str:
     """Returns what to do about tensors that a setting explains."""
     if HEAD in lost:
         return ". It is no copy of the embedding, so tie_word_embeddings must be false"
-    if all(name.startswith(_PREDICTION) for name in lost):
+    if all(name.startswith(_PREDICTION) for name in lost):       # of none the hint is not shown
         return ". The model has a next-token-prediction layer, so num_nextn_predict_layers must be 1"
     return ""
 
