@@ -106,19 +106,19 @@ def _of_folder(storage: Storage, folder: str, model: Model, wanted: Mapping[str,
     why = {block.name: rule.shape_formula for rule in known.values() for block in rule.blocks}
     other = [f"{name} is {tensors[name].shape}, not {shape} (a part of {why[repeated.get(name, name)]})"
              for name, shape in expected.items() if name in tensors and tensors[name].shape != shape]
-    check_fit(f"{folder} does not hold the weights that its {CONFIG} describes", model,
-              (missing, _hint(model, missing)), (unknown, ""), other)
+    check_fit(folder, replace(model, source=f"its {CONFIG}"), (missing, _hint(model, missing)), (unknown, ""), other)
     return translated(inner, known, {name: dtype for name, (_, dtype) in wanted.items() if name in known}, tensors)
 
 
-def check_fit(what: str, model: Model, missing: tuple[Sequence[str], str], unknown: tuple[Sequence[str], str],
+def check_fit(name: str, model: Model, missing: tuple[Sequence[str], str], unknown: tuple[Sequence[str], str],
               other: Sequence[str]) -> None:
-    """Raises LoadError, which begins with ``what``, if tensors are ``missing``, have no rule (``unknown``), each with a hint, or
-    differ in shape (``other``)."""
+    """Raises LoadError if tensors of ``name`` are ``missing``, have no rule (``unknown``), each with a hint, or differ in shape
+    (``other``)."""
     problems = [f"{word}: {problems_text(names)}{hint}"
                 for word, (names, hint) in (("missing", missing), ("without a rule", unknown)) if names]
     if problems or other:
-        raise LoadError(f"{what} ({model.kind}, {model.layers} layers): {problems_text([*problems, *other])}")
+        raise LoadError(f"{name} does not hold the weights that {model.source} describes ({model.kind}, {model.layers} layers): "
+                        f"{problems_text([*problems, *other])}")
 
 
 def _hint(model: Model, missing: Iterable[str]) -> str:

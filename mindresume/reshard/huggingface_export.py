@@ -110,8 +110,7 @@ def _check(inner: CheckpointView, known: Mapping[str, Rule], model: Model) -> No
              if name in tensors and tensors[name].shape != rule.shape]
     lost = [name for name, tensor in tensors.items() if not _is_known(name, tensor, known)]
     hint = ". If the model shares it with the embedding, tie_word_embeddings must be true" if HEAD in missing else ""
-    check_fit(f"{inner.name} does not hold the weights that {model.source} describes", model, (missing, hint),
-              (lost, _hint(lost)), other)
+    check_fit(inner.name, model, (missing, hint), (lost, _hint(lost)), other)
 
 
 def _hint(lost: Collection[str]) -> str:
