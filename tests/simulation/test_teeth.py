@@ -173,7 +173,7 @@ MUTANTS = [
         Edit(shard_writer, "_resolve_unconfirmed", "may not be saved", "was not saved")],
         ("save", "iteration", ""), MISREPORTED, deaths=False, first=40, within=25, draws=each("ESTALE after")),
     mutant("retention removes checkpoints of another training", [
-        Edit(committer.Committer, "prune", "self.target.lineage,", "None,")],
+        Instead(committer, "plan", wrong.with_argument("lineage", None))],
         ("afresh", "safetensors", ""), LOST),
     mutant("trash names are not unique, and one failed removal stops the rest", [
         Instead(manifest, "trash_name", lambda right: lambda attempt: f"{manifest.TRASH}{attempt}"),
@@ -194,8 +194,7 @@ MUTANTS = [
         without("newest_healthy")],
         ("health", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=1),
     mutant("nodes without shared storage each upload their own newest step", [
-        Instead(checkpoint_manager, "Uploader", lambda right: lambda *args, **how: (
-            right(*args, **{**how, "only_scheduled": False})))],
+        Instead(checkpoint_manager, "Uploader", wrong.with_argument("only_scheduled", False))],
         ("bucket slow", "safetensors", ""), LOST, deaths=False, draws=undisturbed()),
     mutant("an unreadable manifest in the bucket aborts the start", [
         Edit(bucket_source.BucketSource, "_offer", "except (RecordError, RemoteError) as error:",
@@ -278,7 +277,7 @@ MUTANTS = [
         Edit(removal_plan, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
         ("restarts", "safetensors", ""), LOST, deaths=False, first=205, within=25, draws=each("EIO")),
     mutant("read locks are not checked after the rename", [
-        Instead(garbage_collector, "_uncommit", wrong.read_locks_ignored)],
+        Instead(garbage_collector, "_uncommit", wrong.with_argument("read_locks", dict))],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=80, within=100, draws=SWITCHES),
     mutant("weights are removed before the rename un-commits them", [
         Instead(garbage_collector, "_uncommit", wrong.weights_removed_first)],
@@ -335,8 +334,9 @@ MUTANTS = [
         Instead(signal_sender.SignalSenders, "begin", nothing)],
         ("own signal", "safetensors", ""), STUCK, deaths=False, first=135, within=25, draws=each(OWN_SIGNAL, 1)),
     mutant("who was asked to stop is started again", [
-        Edit(restart_policy, "decide", "if last.is_preempted:", "if False:"),
-        Edit(restart_policy, "decide", "end.status in _FINAL and", "False and")],
+        Instead(restart_policy, "_FINAL", lambda right: {}),
+        Instead(restart_policy, "decide", lambda right: lambda policy, starts: right(
+            policy, [replace(start, is_preempted=False) for start in starts]))],
         ("own signal", "safetensors", ""), WRONG, deaths=False, first=125, within=25, draws=each("term")),
 
     # ---- supervisors ---------------------------------------------------------------------------------------------------
@@ -424,8 +424,8 @@ MUTANTS = [
         ("unreadable", "safetensors", ""), f"{LOST} {WRONG}", deaths=False, first=225, within=25,
         draws=each(UNREADABLE_FILE, 1000)),
     mutant("scrub: only the files of one rank are read", [
-        Edit(scrub.Scrubber, "_read", "seen = [row for rank in candidate.files for row",
-             "seen = [row for rank in list(candidate.files)[:1] for row")],
+        Instead(scrub.Scrubber, "_read", lambda right: lambda self, candidate, *more: right(
+            self, replace(candidate, files=dict(list(candidate.files.items())[:1])), *more))],
         ("rot and scrub", "iteration", ""), WRONG, deaths=False, within=10),
 ]
 

@@ -1,4 +1,5 @@
 """Wrong decisions that mutants of ``test_teeth`` put in the place of the right ones. Each is given the right one."""
+import inspect
 import os
 
 from mindresume import runtime
@@ -41,8 +42,15 @@ class NoSync:
         return (lambda folder: None) if name == "sync" else getattr(self.storage, name)
 
 
-def read_locks_ignored(right):
-    return lambda *args: right(*args[:-2], dict, args[-1])
+def with_argument(name, value):
+    """Calls the right one with another ``value`` of an argument."""
+    def wrong(right):
+        def call(*args, **how):
+            bound = inspect.signature(right).bind(*args, **how)
+            bound.arguments[name] = value
+            return right(*bound.args, **bound.kwargs)
+        return call
+    return wrong
 
 
 def weights_removed_first(right):
