@@ -31,8 +31,7 @@ import _measure as measure
 from mindresume.formats.iteration_naming import METADATA, MODEL, OPTIMIZER, WeightFile
 from mindresume.formats.metadata import StoredSlice, TensorMetadata, encode_metadata, read_metadata
 from mindresume.formats.scan import scan
-from mindresume.formats.slices import ordinals
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, ordinals
 from mindresume.model.manifest import MANIFEST, Details, FileRecord, Record, TensorRecord, record_name, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard import iteration_view

@@ -23,8 +23,7 @@ from mindresume.formats.iteration_naming import (
     slice_key,
 )
 from mindresume.formats.metadata import StoredSlice, TensorMetadata, encode_metadata, read_metadata
-from mindresume.formats.slices import fold_optimizer_shards, ordinals, region_of
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, fold_optimizer_shards, ordinals, region_of
 from mindresume.saving.shard_assignment import shares
 from st.training_run import ROOT
 

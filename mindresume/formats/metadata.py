@@ -7,7 +7,7 @@
          "chunk": [{"global_offset": [ordinal], "local_shape"}, one for each slice]}},
      "storage_data": {"('name', (ordinal,))": [{"file_name", "storage_rank", "rank_group"}, one for each file with the slice]}}
 
-``global_offset`` is an ordinal (``slices``). mindformers 1.8.0 writes no ``rank_group``; 2.1.0 may write null as layout. Opens no
+``global_offset`` is an ordinal (``model.layout``). mindformers 1.8.0 writes no ``rank_group``; 2.1.0 may write null as layout. Opens no
 file.
 
 The file has no version. Additional keys of a later version are ignored; a required key that it lacks or changes is refused by
@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 from mindresume.errors import CorruptFileError
 from mindresume.formats.iteration_naming import is_file_name, parse_slice_key, slice_key
-from mindresume.formats.slices import Slices, fold_optimizer_shards
-from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
+from mindresume.model.layout import MAX_AXES, MAX_RANKS, Slices, TensorLayout, fold_optimizer_shards
 from mindresume.model.training_state import is_count
 from mindresume.tensor_files.header import DTYPES, is_size, parse_object
 

@@ -12,8 +12,7 @@ from functools import lru_cache
 
 from mindresume.errors import RecordError
 from mindresume.formats.metadata import StoredSlice, TensorMetadata
-from mindresume.formats.slices import ordinals
-from mindresume.model.layout import TensorLayout, is_scalar
+from mindresume.model.layout import TensorLayout, is_scalar, ordinals
 from mindresume.model.manifest import Details, TensorRecord
 
 

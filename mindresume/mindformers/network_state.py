@@ -10,8 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from mindresume.errors import LoadError, SaveError
-from mindresume.formats.slices import ordinals
-from mindresume.model.layout import TensorLayout, is_scalar
+from mindresume.model.layout import TensorLayout, is_scalar, ordinals
 from mindresume.saving.shard_assignment import shares
 from mindresume.tensor_files.header import DTYPES
 

@@ -16,10 +16,9 @@ from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import METADATA
 from mindresume.formats.iteration_scan import load_metadata
 from mindresume.formats.metadata import TensorMetadata
-from mindresume.formats.slices import region_of
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
-from mindresume.model.layout import is_scalar
+from mindresume.model.layout import is_scalar, region_of
 from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import is_transient
 from mindresume.tensor_files import Header

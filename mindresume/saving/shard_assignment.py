@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from mindresume.formats.slices import ordinals
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, ordinals
 
 Held = tuple[TensorLayout | None, tuple[int, ...], int]
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from mindresume.errors import CorruptFileError
 from mindresume.formats.iteration_naming import slice_key
 from mindresume.formats.metadata import MAX_METADATA, StoredSlice, TensorMetadata, encode_metadata, read_metadata
-from mindresume.formats.slices import fold_optimizer_shards, ordinals
-from mindresume.model.layout import MAX_RANKS, TensorLayout
+from mindresume.model.layout import MAX_RANKS, TensorLayout, fold_optimizer_shards, ordinals
 
 FIRST = 4
 

@@ -5,8 +5,7 @@ import pytest
 from formats.layouts import cuts, representable
 from hypothesis import given
 
-from mindresume.formats.slices import fold_optimizer_shards, ordinal, ordinals, region_of
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, fold_optimizer_shards, ordinal, ordinals, region_of
 
 
 @given(cuts())

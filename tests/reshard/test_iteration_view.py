@@ -14,7 +14,7 @@ from mindresume.errors import ConfigError, CorruptFileError, LoadError, Strategy
 from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import METADATA, iteration_name
 from mindresume.formats.scan import scan
-from mindresume.formats.slices import fold_optimizer_shards
+from mindresume.model.layout import fold_optimizer_shards
 from mindresume.model.manifest import FOLDER
 from mindresume.reshard import iteration_view
 from mindresume.reshard.geometry import held, slices_of, whole

@@ -8,8 +8,7 @@ from reshard.plans import Plan, Spec, random_tensors, recorded
 import mindresume
 from mindresume.errors import ConfigError
 from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
-from mindresume.formats.slices import fold_optimizer_shards
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, fold_optimizer_shards
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import LoadTarget, wanted_regions
