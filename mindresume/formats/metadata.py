@@ -7,8 +7,8 @@
          "chunk": [{"global_offset": [ordinal], "local_shape"}, one for each slice]}},
      "storage_data": {"('name', (ordinal,))": [{"file_name", "storage_rank", "rank_group"}, one for each file with the slice]}}
 
-``global_offset`` is an ordinal (``model.layout``). mindformers 1.8.0 writes no ``rank_group``; 2.1.0 may write null as layout. Opens no
-file.
+``global_offset`` is an ordinal (``model.layout``). mindformers 1.8.0 writes no ``rank_group``; 2.1.0 may write null as layout.
+Opens no file.
 
 The file has no version. Additional keys of a later version are ignored; a required key that it lacks or changes is refused by
 name.
