@@ -164,9 +164,6 @@ def test_a_sample_hits_every_scenario_format_and_fault_and_other_operations_in_e
     assert [sampled(again[1], task, "EIO", 10) for task in tasks] != [sampled(setup, task, "EIO", 10) for task in tasks]
 
 
-def test_a_stride_of_one_is_all_cells(setup):
-    task, = prepare(setup, ["pointers"], ["ckpt"])
-    for kind in FAULTS:
-        assert sampled(setup, task, kind, 1) == [o for o in task.operations if Fault(o.number, kind).hits(o.name)]
+def test_the_interval_of_a_sample_grows_with_the_number_of_cells():
     assert sampling_interval(0) == sampling_interval(QUICK) == 1 and sampling_interval(QUICK + 1) == 2
     assert sampling_interval(24_442) == 9
