@@ -201,10 +201,10 @@ def test_memory_used_beyond_the_limit_is_found(monkeypatch):
 
 
 def test_a_job_that_expels_orphans_is_found(monkeypatch):
-    def dead(directory, me, *_, **__):
-        return [other for other in lease.lease_holders(directory) if other.run != me.run and other.purpose ==
-                lease.SAVING]
-    monkeypatch.setattr(lease_acquisition, "_watch", dead)
+    def dead(self, besides=()):
+        return [other for other in lease.lease_holders(self.directory) if other.run not in (self.me.run, *besides)
+                and other.purpose == lease.SAVING]
+    monkeypatch.setattr(lease_acquisition._Others, "watch", dead)
     assert found("launcher", 30) & {"stuck", "lost"}
 
 
@@ -220,11 +220,11 @@ def test_a_selection_by_file_times_is_found(monkeypatch):
 
 
 def test_a_lease_that_never_expires_is_found(monkeypatch):
-    def watch(directory, me, *_, **__):
-        if any(other.run != me.run for other in lease.lease_holders(directory)):
+    def watch(self, besides=()):
+        if any(other.run not in (self.me.run, *besides) for other in lease.lease_holders(self.directory)):
             raise LeaseHeldError("somebody")
         return []
-    monkeypatch.setattr(lease_acquisition, "_watch", watch)
+    monkeypatch.setattr(lease_acquisition._Others, "watch", watch)
     assert "stuck" in found("snapshot", 10)
 
 
