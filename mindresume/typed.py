@@ -79,14 +79,18 @@ def parse_json(data: bytes, values: int = MAX_VALUES, pairs: Callable[[Pairs], d
     raise ValueError(_TOO_DEEP)
 
 
-def finite(value: Any) -> Any:
-    """Returns ``value`` with null for every number that is nan or infinite: JSON has neither."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
+def json_value(value: Any, is_text: bool = False) -> Any:
+    """Returns ``value`` as plain JSON values. A number that is nan or infinite, which JSON does not have, becomes null; or with
+    ``is_text`` its name."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return {str(key): json_value(inner, is_text) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
+        return [json_value(inner, is_text) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value) if is_text else None
+    return value
 
 
 # ---- values of a type ------------------------------------------------------------------------------------------------

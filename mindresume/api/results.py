@@ -5,9 +5,8 @@ contain the unit: ``..._bytes`` or ``bytes_...`` in bytes, ``seconds`` in second
 """
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -15,22 +14,12 @@ from mindresume.coordination.lease import LeaseHolder
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.resume.candidates import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
+from mindresume.typed import json_value
 
 VERIFIED, UNVERIFIABLE, DAMAGED, UNREADABLE = "verified", "unverifiable", "damaged", "unreadable"
 
 __all__ = ["COMPLETE", "DAMAGED", "INCOMPLETE", "NODE_LOCAL", "UNREADABLE", "UNUSABLE", "UNVERIFIABLE", "VERIFIED",
            "CheckpointInfo", "CheckpointVerification", "DirectoryUser", "Listing", "Problem", "Result", "VerificationReport"]
-
-
-def json_value(value: Any) -> Any:
-    """Returns ``value`` as plain JSON values."""
-    if hasattr(value, "to_json"):
-        return value.to_json()
-    if isinstance(value, Mapping):
-        return {str(key): json_value(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_value(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -39,7 +28,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Returns {name of a field: its value as plain JSON values}."""
-        return {field.name: json_value(getattr(self, field.name)) for field in fields(self)}
+        return {field.name: json_value(getattr(self, field.name), is_text=True) for field in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -144,7 +133,7 @@ class DirectoryUser(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields of ``holder``, and ``alive``."""
-        found: dict[str, Any] = json_value({**asdict(self.holder), "alive": self.alive})
+        found: dict[str, Any] = json_value({**asdict(self.holder), "alive": self.alive}, is_text=True)
         return found
 
 

@@ -14,7 +14,7 @@ from mindresume.api.progress import SILENT, Progress
 from mindresume.events.progress import ProgressReporter
 from mindresume.formatting import shown, size_text
 from mindresume.model.layout import MAX_RANKS
-from mindresume.typed import finite
+from mindresume.typed import json_value
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,7 +61,7 @@ def print_json(value: Any) -> None:
     try:
         text = json.dumps(value, indent=1, allow_nan=False)
     except ValueError:                              # JSON has no NaN and no infinity
-        text = json.dumps(finite(value), indent=1)
+        text = json.dumps(json_value(value), indent=1)
     print(text)
 
 

@@ -20,7 +20,7 @@ from mindresume.cli.common import say, step_text
 from mindresume.errors import ConfigError
 from mindresume.storage.atomic_publish import error_text
 from mindresume.storage.operations import call_within
-from mindresume.typed import finite
+from mindresume.typed import json_value
 
 PATIENCE = 3.0                  # seconds that one look may take before the view goes on without it
 _SLOWER = 4                     # a disk does not answer if a look takes so many times as long as the one before
@@ -313,7 +313,7 @@ class Lines:
         if not is_different:
             return
         if self._as_json:
-            print(json.dumps(finite(_document(history, now)), allow_nan=False))
+            print(json.dumps(json_value(_document(history, now)), allow_nan=False))
         else:
             say(f"---- {runtime.strftime('%Y-%m-%d %H:%M:%S', runtime.localtime(now))}")
             for text in _sentences(history, self._path):

@@ -6,12 +6,11 @@ from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from mindresume import runtime
 from mindresume.api.results import CheckpointInfo, DirectoryUser
-from mindresume.cli.common import CHECKPOINT_COLUMNS, RIGHT_ALIGNED, checkpoint_cells, step_text
+from mindresume.cli.common import CHECKPOINT_COLUMNS, RIGHT_ALIGNED, checkpoint_cells, new_table, step_text
 from mindresume.cli.watch import (
     CHANGED,
     COMMITTED,
@@ -190,9 +189,7 @@ def _table(rows: dict[Key, CheckpointInfo], before: dict[Key, CheckpointInfo], h
             removed.setdefault(above, []).append(key)
     order = [*removed.get(None, ()), *(item for key in rows for item in (key, *removed.get(key, ())))]
     visible = order if len(order) <= most else order[:max(most - 1, 1)]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in CHECKPOINT_COLUMNS:
-        table.add_column(name, justify="right" if name in RIGHT_ALIGNED else "left", no_wrap=True)
+    table = new_table(CHECKPOINT_COLUMNS, RIGHT_ALIGNED)
     for key in visible:
         row, kind = rows.get(key) or before[key], kinds.get(key, "")
         *cells, state = map(shown, checkpoint_cells(row))

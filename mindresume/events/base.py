@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from mindresume.errors import ConfigError, RecordError
-from mindresume.typed import decode, finite
+from mindresume.typed import decode, json_value
 
 INFO, WARNING, ERROR = "info", "warning", "error"
 DISK, MEMORY = "disk", "memory"
@@ -37,7 +37,7 @@ class Event:
     def to_json(self) -> dict[str, Any]:
         """Returns {"event": kind, field: value, ...} without fields that are None. NaN and infinity, which JSON does not have,
         become None."""
-        values = {field.name: finite(getattr(self, field.name)) for field in fields(self)}
+        values = {field.name: json_value(getattr(self, field.name)) for field in fields(self)}
         return {"event": self.kind, **{name: value for name, value in values.items() if value is not None}}
 
 

@@ -24,7 +24,7 @@ from mindresume.report.chart import chart_data
 from mindresume.report.phrases import LANGUAGES, TEXTS, Phrase, as_json, counted, joined, phrase
 from mindresume.report.tables import number_text, recovery_summary, summary
 from mindresume.resume.candidates import COMPLETE, NODE_LOCAL
-from mindresume.typed import finite
+from mindresume.typed import json_value
 
 TEMPLATE = "page.html"
 SCRIPTS = ("plot.js", "page.js")        # one script of the page, in this order
@@ -97,7 +97,7 @@ def policy() -> str:
 def json_block(value: Any) -> str:
     """Returns ``value`` as JSON for a script element: hidden characters are shown, numbers that are not finite are null, and
     nothing can end the element or begin a comment in it."""
-    text = json.dumps(_printable(finite(value)), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(_printable(json_value(value)), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
