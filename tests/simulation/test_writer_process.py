@@ -102,7 +102,7 @@ def test_the_writer_of_a_killed_training_waits_for_other_ranks_until_its_timeout
     def work(saver, target):
         save(saver, target)
         saver.wait(TIMEOUT)
-        saver._send(("finish", 10_000.0), None)
+        saver._send(("finish", 10_000.0))
         current_cluster().scheduler.sleep(1.0)
         current_cluster().kill(current_process())
         current_cluster().scheduler.sleep(1.0)
