@@ -25,8 +25,7 @@ from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.selection import CheckpointSources
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.crash_loop import PendingLoadAttempt
-from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.saving.remote_run_number import number_runs
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints, number_runs
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, Shard

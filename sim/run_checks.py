@@ -117,10 +117,10 @@ def _check_overtaken(sim: Simulation) -> Iterator[Finding]:
         stopped = _stopped(job, 0)
         for rank in range(1, len(job.ranks)):
             uploader = getattr(job.ranks[rank].own, "uploader", None)
-            if stopped and uploader is not None and uploader.uploaded < uploader._last and not _stopped(job, rank):
+            if stopped and uploader is not None and uploader.queue.uploaded < uploader.queue.last and not _stopped(job, rank):
                 yield Finding(MISREPORTED, f"{job.name}: rank 0 stopped uploading ({stopped}), and rank {rank} was not told")
 
 
 def _stopped(job: Job, rank: int) -> str:
     uploader = getattr(job.ranks[rank].own, "uploader", None) if rank < len(job.ranks) else None
-    return (uploader._stopped or "") if uploader is not None else ""
+    return (uploader.queue.stopped or "") if uploader is not None else ""

@@ -12,7 +12,7 @@ from simulation.test_teeth import Edit, mutate
 
 from mindresume.coordination import process_identity
 from mindresume.mindformers import adapter, loaded_weights, network_state
-from mindresume.saving import uploader
+from mindresume.saving import replication
 
 # test -> (the cause, what puts it back)
 MUTANTS = {
@@ -25,7 +25,7 @@ MUTANTS = {
              "except (OSError, IndexError, ValueError):\n        return False")),
     "saving/test_remote_checkpoints.py::test_a_disk_that_takes_no_lock_prevents_no_upload[2.0-30-True]": (
         "what cannot be locked is not uploaded",
-        Edit(uploader.Uploader, "_protect", "if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):", "if True:")),
+        Edit(replication.Uploader, "_protect", "if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):", "if True:")),
     "mindformers/test_loaded_weights.py::test_another_value_is_named[large--1]": (
         "loaded weights are not compared with the parameters at the first step",
         Edit(loaded_weights.LoadedWeights, "difference", "if not altered:", "if True:")),

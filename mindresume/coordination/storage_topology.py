@@ -8,7 +8,7 @@
 
 Each group commits what its own ranks recorded. The ranks exchange their checkpoints now and then, and each node records the
 newest common one. Retention keeps it: a node that is ahead must not remove the last checkpoint that the others have too. If no
-upload is in progress, that checkpoint is uploaded next; each node locks it now (``mindresume.saving.uploader``).
+upload is in progress, that checkpoint is uploaded next; each node locks it now (``mindresume.saving.replication``).
 """
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def protected_by_peers(directory: CheckpointDir) -> Mapping[str, str]:
 
 
 class Uploads(Protocol):
-    """The methods of an ``Uploader`` that an exchange calls."""
+    """The methods of an ``UploadQueue`` that an exchange calls."""
 
     def ready(self) -> bool: ...
 

@@ -22,7 +22,7 @@ from mindresume.mindformers.training_context import TrainingContext
 from mindresume.resume.background_scrub import BackgroundScrub
 from mindresume.resume.resume_summary import random_state_row, source_rows
 from mindresume.saving.checkpoint_manager import CheckpointManager
-from mindresume.saving.remote_run_number import number_runs
+from mindresume.saving.remote_checkpoints import number_runs
 from mindresume.saving.retention import Policy, policy_of
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Save, Shard

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from xxhash import xxh3_128
 
@@ -13,10 +13,11 @@ from mindresume.errors import SaveError
 from mindresume.formats import Candidate
 from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.weight_files import is_as_recorded
-from mindresume.model.manifest import FileRecord, read_details, record_name
+from mindresume.model.manifest import FOLDER, FileRecord, read_details, record_name
 from mindresume.resume.choice import Choice
 from mindresume.saving.committer import Committer
 from mindresume.saving.memory_tier.tier import path_on_disk
+from mindresume.saving.replication import copy_files
 from mindresume.saving.shard_writer import SaveTarget, is_committed
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage
@@ -59,19 +60,53 @@ def write_to_disk(directory: CheckpointDir, tier: str, candidate: Candidate, pro
     target, step = _target(directory, candidate), candidate.step
     if is_committed(target, step):          # its records, which the manifest names, must stay as they are
         return
-    for rank, files in candidate.files.items():
+    place = _Disk(target, progress)
+    for rank, sources in candidate.files.items():
         with directory.storage.open(os.path.join(candidate.records_dir, record_name(rank))) as file:
             record, details = read_details(file)
         rows = tuple(row if target.iterations else replace(row, path=path_on_disk(row.path, candidate.run))
                      for row in record.files)
-        for source, row in zip(files, rows, strict=True):
-            _copy(directory.storage, os.path.join(tier, source.path), os.path.join(target.data_dir(step), row.path), row,
-                  target.run,
-                  progress)
-        directory.storage.make_folder(target.attempt(step))
-        publish(directory.storage, os.path.join(target.attempt(step), record_name(rank)),
-                [replace(record, files=rows).encode(details)],
-                target.run)
+        files = [(os.path.join(tier, source.path), row) for source, row in zip(sources, rows, strict=True)]
+        copy_files(place, candidate.name, directory.storage, files)
+        place.put_record(candidate.name, rank, replace(record, files=rows).encode(details))
+
+
+@dataclass(frozen=True)
+class _Disk:
+    """The checkpoint directory as a ``Place``."""
+    target: SaveTarget
+    progress: OnBytes
+
+    def _path(self, attempt: str, *inner: str) -> str:
+        return os.path.join(self.target.root, *([FOLDER, attempt] if self.target.iterations else []), *inner)
+
+    def has_file(self, attempt: str, file: FileRecord) -> bool:
+        path = self._path(attempt, file.path)
+        if self.target.storage.status(path) is None:
+            return False
+        if not is_as_recorded(self.target.storage, path, file):
+            raise SaveError(f"{path} exists already, with other content; a file of a checkpoint is never overwritten")
+        return True
+
+    def put_file(self, attempt: str, file: FileRecord, storage: Storage, path: str) -> None:
+        target, disk, copied = self._path(attempt, file.path), self.target.storage, xxh3_128()
+
+        def pieces() -> Iterator[bytes]:
+            with storage.open(path) as source:
+                while piece := source.read(CHUNK):
+                    copied.update(piece)
+                    self.progress(len(piece))
+                    yield piece
+        disk.make_folder(os.path.dirname(target))
+        publish(disk, target, pieces(), self.target.run, file.size or 0)
+        if copied.hexdigest() != file.checksum:
+            disk.remove(target)
+            raise SaveError(f"{path} changed while it was written to {target}")
+
+    def put_record(self, attempt: str, rank: int, record: bytes) -> None:
+        folder = self._path(attempt, FOLDER, attempt)
+        self.target.storage.make_folder(folder)
+        publish(self.target.storage, os.path.join(folder, record_name(rank)), [record], self.target.run)
 
 
 def commit_written(directory: CheckpointDir, candidate: Candidate, samples_in_common: bool = False) -> bool:
@@ -86,24 +121,3 @@ def _target(directory: CheckpointDir, candidate: Candidate) -> SaveTarget:
     return SaveTarget(directory.storage, directory.root, candidate.run, min(candidate.files), candidate.world_size,
                       bool(candidate.iteration_dir), (),
                       candidate.lineage)
-
-
-def _copy(storage: Storage, source: str, path: str, row: FileRecord, tag: str, progress: OnBytes) -> None:
-    """Copies one file, unless an earlier call has copied it. Raises SaveError if another file has its name."""
-    storage.make_folder(os.path.dirname(path))
-    if storage.status(path) is not None:
-        if is_as_recorded(storage, path, row):
-            return
-        raise SaveError(f"{path} exists already, with other content; a file of a checkpoint is never overwritten")
-    copied = xxh3_128()
-
-    def pieces() -> Iterator[bytes]:
-        with storage.open(source) as file:
-            while piece := file.read(CHUNK):
-                copied.update(piece)
-                progress(len(piece))
-                yield piece
-    publish(storage, path, pieces(), tag, row.size or 0)
-    if copied.hexdigest() != row.checksum:
-        storage.remove(path)
-        raise SaveError(f"{source} changed while it was written to {path}")

@@ -70,6 +70,7 @@ from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.memory_tier.opening import keep_number, newest_run, open_tier
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.saving.replication import Uploader, UploadQueue, Uploads
 from mindresume.saving.retention import Policy
 from mindresume.saving.save_policy import SaveOptions, SavePolicy
 from mindresume.saving.save_session import Resumed, SaveSession, open_save_session
@@ -85,7 +86,6 @@ from mindresume.saving.shard_writer import (
     write_shard,
 )
 from mindresume.saving.staging import StagingLimits
-from mindresume.saving.uploader import Uploader
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import call_within
@@ -119,7 +119,7 @@ class CheckpointManager:
         self.session: SaveSession | None = None
         self.preemption: PreemptionHandler | None = None
         self._saver: Saver | None = None
-        self._uploader: Uploader | None = None
+        self._uploads: UploadQueue | None = None
         self._tier: MemoryTier | None = None
         self._collected: Save | Exception | None = None     # for the disk at this step
         self._end_errors: list[Exception] = []
@@ -181,7 +181,7 @@ class CheckpointManager:
         except OSError as error:
             self.emit(warning(f"{self.options.shown or self.options.root} is not cleaned up: {error}"))
         self._saver = self._make_saver(self.options.retention if self.session.is_leader else None, share)
-        self._uploader = self.session.peer_state.uploads = self._start_uploader(remote) if remote is not None else None
+        self._uploads = self.session.peer_state.uploads = self._start_uploader(remote).queue if remote is not None else None
 
     def _make_saver(self, retention: Policy | None, share: int) -> Saver:
         """Returns the saver, after the commit of what earlier runs completed. ``retention``: on the leader, else None. ``share``:
@@ -204,9 +204,9 @@ class CheckpointManager:
     def _start_uploader(self, remote: RemoteCheckpoints) -> Uploader:
         """Starts uploads. Nodes that share no disk upload only checkpoints that all of them have, if they exchange states."""
         stall_timeout, apart = self.settings.commit_timeout, self.session.shared_groups.is_split
-        uploader = Uploader(remote, self.target, self.options.retention, stall_timeout, self.emit,
-                            only_scheduled=apart and self.settings.preemption_check_interval > 0).start()
-        runtime.at_exit(uploader.finish_at_exit, stall_timeout)  # after an error, too, saved checkpoints are uploaded
+        uploader = Uploader(Uploads(remote, self.target, self.options.retention, stall_timeout, self.emit,
+                                    only_scheduled=apart and self.settings.preemption_check_interval > 0)).start()
+        runtime.at_exit(uploader.queue.finish_at_exit, stall_timeout)  # after an error, too, saved checkpoints are uploaded
         return uploader
 
     def count_hosts(self) -> bool:
@@ -259,7 +259,7 @@ class CheckpointManager:
             self._handle(self._saver.poll())
         if self.session is not None and self.session.lease is not None:
             self.session.lease.step = step                  # published with the next heartbeat
-        errors = self._uploader.poll() if self._uploader is not None else []
+        errors = self._uploads.poll() if self._uploads is not None else []
         if errors and self.settings.on_save_error == "raise":       # the checkpoints on disk are good in any case
             raise errors[0]
 
@@ -323,8 +323,8 @@ class CheckpointManager:
 
     def _record_outcome(self, outcome: Outcome) -> None:
         """Enqueues the upload of a step that is saved."""
-        if outcome.saved and self._uploader is not None:
-            self._uploader.enqueue(outcome.step)
+        if outcome.saved and self._uploads is not None:
+            self._uploads.enqueue(outcome.step)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -374,9 +374,9 @@ class CheckpointManager:
                 with self._keeping_errors():
                     self._handle([outcome])                 # enqueues the last uploads
             self._remove_tier(step)
-        uploader, self._uploader = self._uploader, None
-        if uploader is not None:
-            errors = self._run_on_all_ranks("uploading the last step", lambda: uploader.finish(timeout))
+        uploads, self._uploads = self._uploads, None
+        if uploads is not None:
+            errors = self._run_on_all_ranks("uploading the last step", lambda: uploads.finish(timeout))
             if self.settings.on_save_error == "raise":
                 self._end_errors += errors
         if self.session is not None:

@@ -19,6 +19,7 @@ from mindresume.formats.iteration_scan import tracked
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.saving.committer import is_in_meta, sync_saver
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, committed_dir
+from mindresume.saving.replication import upload_part
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.save_session import Resumed, open_save_session
 from mindresume.saving.shard_writer import SaveTarget
@@ -77,7 +78,7 @@ def upload_completed(storage: Storage, origin: Resumed, group: Group, remote: Re
 
     def put() -> int:
         data_dir = committed_dir(target(0), chosen.step) or root
-        return sum(remote.put_shard(target(rank), chosen.step, data_dir)
+        return sum(upload_part(remote, target(rank), chosen.step, data_dir)
                    for rank in range(group.rank, chosen.world_size, group.size))
 
     def commit() -> None:

@@ -22,8 +22,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from mindresume.coordination.lease import record_run_number
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointsRemoved, Emit, ignore, warning
+from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.iteration_naming import iteration_name
 from mindresume.formatting import listed
 from mindresume.model.manifest import (
@@ -186,24 +188,24 @@ class RemoteCheckpoints:
         path = record_path(attempt_name(step, target.run), record_name(target.rank))
         return target.storage.status(os.path.join(data_dir, path)) is not None
 
-    def put_shard(self, target: SaveTarget, step: int, data_dir: str) -> int:
-        """Uploads the files that one rank saved (rank 0: the metadata files too), then its record. Leaves out files that
-        the store has. Returns the bytes sent. Raises OSError or RecordError if a file cannot be read from the disk (any more),
-        CorruptFileError if it is not what was saved: an upload would replace good checkpoints by a damaged one."""
-        attempt = attempt_name(step, target.run)
-        recorded = os.path.join(data_dir, record_path(attempt, record_name(target.rank)))
-        with target.storage.open(recorded) as file:
-            files = [*read_record(file)[0].files]
-        if target.rank == 0:
-            files += self.local_manifest(target, attempt, data_dir)[0].metadata_files
-        sent = 0
-        for file in files:
-            if self.store.size(self._url(attempt, file.path)) != file.size:
-                _check_content(target.storage, os.path.join(data_dir, file.path), file)
-                self.store.upload(os.path.join(data_dir, file.path), self._url(attempt, file.path))
-                sent += file.size or 0
-        self.store.put(self._url(attempt, record_path(attempt, record_name(target.rank))), read_bytes(target.storage, recorded))
-        return sent
+    def has_file(self, attempt: str, file: FileRecord) -> bool:
+        """See ``mindresume.saving.replication.Place``."""
+        return self.store.size(self._url(attempt, file.path)) == file.size
+
+    def put_file(self, attempt: str, file: FileRecord, storage: Storage, path: str) -> None:
+        """See ``Place``. Raises CorruptFileError if the file has another checksum than recorded in two of two readings."""
+        for is_last in (False, True):
+            with storage.open(path) as opened:
+                checksum = file_checksum(opened)[0]
+            if file.checksum in (None, checksum):
+                break
+            if is_last:
+                raise CorruptFileError(path, f"it is not what was saved: checksum {checksum}, recorded {file.checksum}")
+        self.store.upload(path, self._url(attempt, file.path))
+
+    def put_record(self, attempt: str, rank: int, record: bytes) -> None:
+        """See ``Place``."""
+        self.store.put(self._url(attempt, record_path(attempt, record_name(rank))), record)
 
     def report_lost_shard(self, target: SaveTarget, step: int, reason: str) -> None:
         """Puts an object that tells rank 0 that the shard of this rank will never come."""
@@ -359,12 +361,24 @@ def ranks_of(paths: Iterable[str], manifest: Manifest) -> str:
     return f"rank {listed(sorted(ranks))}" if ranks else "rank 0"
 
 
-def _check_content(storage: Storage, path: str, file: FileRecord) -> None:
-    """Raises CorruptFileError if a file has another checksum than recorded in two of two readings."""
-    for is_last in (False, True):
-        with storage.open(path) as opened:
-            found = file_checksum(opened)[0]
-        if file.checksum in (None, found):
-            return
-        if is_last:
-            raise CorruptFileError(path, f"it is not what was saved: checksum {found}, recorded {file.checksum}")
+
+def number_runs(remote: RemoteCheckpoints | None, emit: Emit, directory: CheckpointDir) -> None:
+    """Makes sure that the next run number in ``directory`` is larger than all in ``remote``, also on an empty disk. Rank 0
+    calls it before it acquires ``directory``."""
+    if remote is None:
+        return
+    try:
+        keep_run_marker(remote, directory)
+    except RemoteError as error:                    # uploads will fail, or find the later run, and report it
+        emit(warning(error))
+
+
+def keep_run_marker(remote: RemoteCheckpoints, directory: CheckpointDir) -> None:
+    """Leaves the number of the latest run in ``remote`` as a marker in ``directory``: the next run there gets a larger one.
+
+    Raises:
+        RemoteError, OSError.
+    """
+    runs = remote.scan().runs()
+    if runs:
+        record_run_number(directory, runs[-1])

@@ -15,7 +15,7 @@ from mindresume.events import WARNING, warning  # noqa: E402
 from mindresume.mindformers import adapter, modelarts  # noqa: E402
 from mindresume.resume import selection  # noqa: E402
 from mindresume.resume.eligible import SelectionPolicy  # noqa: E402
-from mindresume.saving import remote_run_number  # noqa: E402
+from mindresume.saving import remote_checkpoints  # noqa: E402
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints  # noqa: E402
 from mindresume.storage.object_store import FsspecStore  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
@@ -110,6 +110,6 @@ def test_a_store_that_cannot_list_run_numbers_is_a_warning(tmp_path):
         def list(self, prefix):
             raise RemoteError("403")
     events = []
-    remote_run_number.number_runs(RemoteCheckpoints(Refuses(), "obs://b/c"), events.append, dir_at(tmp_path))
-    remote_run_number.number_runs(None, events.append, dir_at(tmp_path))
+    remote_checkpoints.number_runs(RemoteCheckpoints(Refuses(), "obs://b/c"), events.append, dir_at(tmp_path))
+    remote_checkpoints.number_runs(None, events.append, dir_at(tmp_path))
     assert events == [warning("403")]

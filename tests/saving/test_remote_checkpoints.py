@@ -37,19 +37,23 @@ from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
 from mindresume.resume.selection import CheckpointSources, select_checkpoint
-from mindresume.saving import garbage_collector, uploader
+from mindresume.saving import garbage_collector, replication
 from mindresume.saving.committer import Committer
 from mindresume.saving.crash_loop import FailedLoad
-from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus, record_path
-from mindresume.saving.remote_run_number import keep_run_marker
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus, keep_run_marker, record_path
+from mindresume.saving.replication import AGAIN, Uploader, Uploads, upload_part
 from mindresume.saving.retention import KEEP_ALL, KeepLast
-from mindresume.saving.uploader import AGAIN, Uploader
 from mindresume.storage.object_store import MoxingStore
 from sim.cluster import current_cluster
 
 URL = "obs://bucket/job/checkpoint"
 RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
 FORMATS = {"1.0": rank_folders, "2.0": iteration_folders}
+
+
+def set_sleep(one, sleep):
+    """Replaces how an uploader waits."""
+    one.uploads = replace(one.uploads, sleep=sleep)
 
 
 class Died(BaseException):
@@ -86,20 +90,21 @@ class World:
         for other in self.others:
             other.work()
 
-    def wait(self, _, seconds):
+    def wait(self, seconds):
         """Lets the workers of all ranks run, at the end."""
         self.now += min(seconds, 1.0)
         for one in (self.first, *self.others):
-            if not one._finished:
+            if not one.queue.finished:
                 one.run_once()
 
     def uploaders(self, run=RUN, policy=KEEP_ALL, stall_timeout=60.0):
         remotes = [RemoteCheckpoints(self.remote.store, self.remote.url) for _ in range(self.size)]
-        self.others = [Uploader(remotes[rank], self.target(rank, run), None, stall_timeout, self.events.append, lambda: self.now,
-                                lambda seconds: None, wait=self.wait) for rank in range(1, self.size)]
-        self.first = Uploader(remotes[0], self.target(0, run), policy, stall_timeout, self.events.append, lambda: self.now,
-                              self.sleep, wait=self.wait)
-        return [self.first, *self.others]
+        self.first, *self.others = uploaders = [
+            Uploader(Uploads(remotes[rank], self.target(rank, run), None if rank else policy, stall_timeout, self.events.append,
+                             lambda: self.now, (lambda seconds: None) if rank else self.sleep)) for rank in range(self.size)]
+        for one in uploaders:
+            one.queue.changed.wait = self.wait
+        return uploaders
 
     def upload(self, *steps, run=RUN, policy=KEEP_ALL):
         """Saves and uploads steps, one after the other."""
@@ -107,7 +112,7 @@ class World:
         for step in steps:
             self.save(step, run)
             for one in uploaders:
-                one.enqueue(step)
+                one.queue.enqueue(step)
             self.first.work()
         return uploaders
 
@@ -229,7 +234,7 @@ def test_an_empty_store_is_a_fresh_start(world):
     assert world.restore_all().is_fresh_start
     uploaders = world.uploaders(stall_timeout=3)
     world.save(5)
-    uploaders[0].enqueue(5)                             # rank 1 never does
+    uploaders[0].queue.enqueue(5)                             # rank 1 never does
     uploaders[0].work()
     assert world.remote.scan().objects and world.committed() == []
     world.empty_disk()
@@ -271,7 +276,7 @@ def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, m
     world = World(tmp_path)
     rank_folders.save(world.disk, 10, 2, LATER)
     for one in reversed(world.uploaders(LATER)):
-        one.enqueue(10)
+        one.queue.enqueue(10)
     world.first.work()
     world.empty_disk()
     rank_folders.save(world.disk, 10, 2, RUN)
@@ -286,7 +291,7 @@ def unfinished_afresh(world, ranks):
     part."""
     rank_folders.save(world.disk, 5, 2)
     for one in reversed(world.uploaders()):
-        one.enqueue(5)
+        one.queue.enqueue(5)
     world.first.work()
     world.empty_disk()
     for rank in ranks:
@@ -466,7 +471,7 @@ def test_a_refusal_by_the_selection_leads_to_the_next_checkpoint(tmp_path, monke
     uploaders = world.upload(5)
     iteration_folders.save(world.disk, 10, health=1)
     for one in uploaders:
-        one.enqueue(10)
+        one.queue.enqueue(10)
     world.first.work()
     world.empty_disk()
     fetched = BucketSource.fetch_newer                          # by a policy that ignores health
@@ -577,11 +582,11 @@ def test_a_run_considered_dead_uploads_nothing_more(world):
     world.save(10)
     world.remote.publish_status(LATER, RunStatus())
     for one in old:
-        one.enqueue(10)
+        one.queue.enqueue(10)
     old[0].work()
-    errors = old[0].poll()
+    errors = old[0].queue.poll()
     assert len(errors) == 1 and f"taken over by run {LATER}" in str(errors[0]) and world.committed() == [5]
-    assert old[0].finish(0)                         # and reports missing steps at the end, without waiting
+    assert old[0].queue.finish(0)                         # and reports missing steps at the end, without waiting
 
 
 def test_the_later_of_two_runs_is_selected_whatever_its_step(world):
@@ -615,7 +620,7 @@ def test_remote_retention_neither_deletes_nor_counts_unreadable_checkpoints(worl
     world.upload(5, 10)
     asked = unreadable(monkeypatch, 10)
     uploaders = world.upload(15, 20, 25, run=LATER, policy=KeepLast(2))
-    assert world.committed() == [25, 20, 10] and uploaders[0].poll() == []
+    assert world.committed() == [25, 20, 10] and uploaders[0].queue.poll() == []
     assert sum("archived" in event.text for event in kinds(world, Notice)) == 1 and len(set(asked)) == 1
 
 
@@ -657,16 +662,16 @@ def test_a_failed_upload_is_reported_counted_and_retried(world, monkeypatch):
     monkeypatch.setattr(moxing.file, "copy", refuse)
     world.save(5)
     for one in uploaders:
-        one.enqueue(5)
+        one.queue.enqueue(5)
     assert world.first.work() is True
-    errors = world.first.poll()
+    errors = world.first.queue.poll()
     assert len(errors) == 1 and "step 5 is not uploaded: obs://" in str(errors[0])
     assert [(event.step, event.failed_in_total) for event in kinds(world, UploadFailed)] == [(5, 1)]
-    assert world.first.poll() == [] and world.first.work() is False         # not at once
+    assert world.first.queue.poll() == [] and world.first.work() is False         # not at once
     monkeypatch.setattr(moxing.file, "copy", original)
     world.now += AGAIN
     world.first.work()
-    assert world.committed() == [5] and world.first.poll() == []
+    assert world.committed() == [5] and world.first.queue.poll() == []
 
 
 def test_uploads_slower_than_saves_skip_steps_with_a_report(world):
@@ -674,7 +679,7 @@ def test_uploads_slower_than_saves_skip_steps_with_a_report(world):
     for step in (5, 10, 15):
         world.save(step)
         for one in uploaders:
-            one.enqueue(step)
+            one.queue.enqueue(step)
     world.first.work()
     assert world.committed() == [15]
     assert kinds(world, UploadsSkipped) == [UploadsSkipped((5, 10), 2)]
@@ -686,7 +691,7 @@ def test_an_uncommitted_step_is_not_uploaded(world):
     for rank in range(2):
         FORMATS[world.fmt].write_rank(world.disk, 5, rank, 2)
     for one in uploaders:
-        one.enqueue(5)
+        one.queue.enqueue(5)
     assert world.first.work() is False and world.remote.scan().objects == {}
 
 
@@ -697,7 +702,7 @@ def test_an_invisible_part_on_a_shared_disk_is_waited_for_until_a_limit(world):
     base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000005"
     record = base / record_path(attempt_name(5, RUN), "rank_00001.json")
     hidden = record.rename(record.with_suffix(".late"))
-    uploaders[0].sleep = lambda seconds: (world.sleep(seconds), world.now == 30 and hidden.rename(record))
+    set_sleep(uploaders[0], lambda seconds: (world.sleep(seconds), world.now == 30 and hidden.rename(record)))
     uploaders[0].work()
     assert world.committed() == [5] and 30 <= world.now < 60
     saved(world, uploaders, 10)
@@ -707,16 +712,16 @@ def test_an_invisible_part_on_a_shared_disk_is_waited_for_until_a_limit(world):
     uploaders[0].work()
     assert world.committed() == [5] and 60 <= world.now - before < 70
     for one in uploaders:
-        assert "step 10 is given up: the part of rank 1 is not on its disk any more" in str(one.poll()[0])
+        assert "step 10 is given up: the part of rank 1 is not on its disk any more" in str(one.queue.poll()[0])
 
 
 def test_a_rank_that_never_uploads_is_named(world):
     uploaders = world.uploaders()
     world.others = []
     world.save(5)
-    uploaders[0].enqueue(5)
+    uploaders[0].queue.enqueue(5)
     uploaders[0].work()
-    assert "objects of rank 1 did not come within 60 s" in str(uploaders[0].poll()[0]) and world.committed() == []
+    assert "objects of rank 1 did not come within 60 s" in str(uploaders[0].queue.poll()[0]) and world.committed() == []
 
 
 def test_a_checkpoint_in_upload_is_not_removed_locally(world):
@@ -724,12 +729,12 @@ def test_a_checkpoint_in_upload_is_not_removed_locally(world):
     uploaders = world.uploaders()
     world.save(5)
     for one in uploaders:
-        one.enqueue(5)
+        one.queue.enqueue(5)
 
     def meanwhile(seconds):
-        world.first.sleep = world.sleep
+        set_sleep(world.first, world.sleep)
         world.save(10, policy=KeepLast(1))
-    world.first.sleep = meanwhile
+    set_sleep(world.first, meanwhile)
     world.first.work()
     assert world.committed() == [5]
     world.save(15, policy=KeepLast(1))
@@ -740,14 +745,14 @@ def test_an_unreadable_disk_does_not_end_the_worker(world, monkeypatch):
     uploaders = world.uploaders()
     world.save(5)
     for one in uploaders:
-        one.enqueue(5)
+        one.queue.enqueue(5)
 
     def refuse(path):
         raise OSError("Input/output error")
     with monkeypatch.context() as broken:
         broken.setattr(type(STORAGE), "status", lambda self, path: refuse(path))
-        assert world.first.work() is False and "Input/output error" in str(world.first.poll()[0])
-        assert "step 5 is not" in str(world.first.finish(0)[-1])
+        assert world.first.work() is False and "Input/output error" in str(world.first.queue.poll()[0])
+        assert "step 5 is not" in str(world.first.queue.finish(0)[-1])
     world.now += AGAIN
     world.first.work()
     assert world.committed() == [5]
@@ -755,35 +760,35 @@ def test_an_unreadable_disk_does_not_end_the_worker(world, monkeypatch):
 
 def test_a_hanging_upload_is_reported_once(world):
     uploader = world.uploaders(stall_timeout=10)[0]
-    uploader._begin(5)
-    assert uploader.poll() == []
+    uploader.queue.begin(5)
+    assert uploader.queue.poll() == []
     world.now = 11
-    assert "step 5" in str(uploader.poll()[0]) and uploader.poll() == []
+    assert "step 5" in str(uploader.queue.poll()[0]) and uploader.queue.poll() == []
 
 
 def saved(world, uploaders, *steps, run=RUN):
     for step in steps:
         world.save(step, run)
         for one in uploaders:
-            one.enqueue(step)
+            one.queue.enqueue(step)
 
 
 def test_the_end_waits_for_the_last_upload(world):
     uploaders = world.uploaders()
     saved(world, uploaders, 5, 10)
-    assert [one.finish(20) for one in uploaders] == [[], []]
+    assert [one.queue.finish(20) for one in uploaders] == [[], []]
     assert world.committed() == [10] and world.remote.read_status(RUN).ended
 
 
 def test_the_worker_is_a_thread_that_ends_with_the_training(world):
     def work():
-        uploaders = [Uploader(RemoteCheckpoints(world.remote.store, URL), world.target(rank), None if rank else KEEP_ALL).start()
-                     for rank in range(2)]
+        uploaders = [Uploader(Uploads(RemoteCheckpoints(world.remote.store, URL), world.target(rank), None if rank else KEEP_ALL))
+                     .start() for rank in range(2)]
         saved(world, uploaders, 5)
         current_cluster().scheduler.sleep(60.0)
         uploaded = world.committed()
         saved(world, uploaders, 10)
-        return uploaded, [one.finish(60.0) for one in uploaders], current_cluster().scheduler.now
+        return uploaded, [one.queue.finish(60.0) for one in uploaders], current_cluster().scheduler.now
     uploaded, errors, now = simulated(work)
     assert uploaded == [5] and errors == [[], []] and now < 90.0
     assert world.committed() == [10, 5] and world.remote.read_status(RUN).ended
@@ -793,11 +798,11 @@ def test_the_end_names_what_is_missing(world):
     uploaders = world.uploaders()
     saved(world, uploaders, 5)
 
-    def hang(_, seconds):
-        world.first._begin(5)
+    def hang(seconds):
+        world.first.queue.begin(5)
         world.now += seconds
-    world.first.wait = hang
-    error = str(world.first.finish(2)[-1])
+    world.first.queue.changed.wait = hang
+    error = str(world.first.queue.finish(2)[-1])
     assert all(fact in error for fact in ("step 5 is not", "obs://bucket/job/checkpoint", "2 s", "rank 0 is still uploading"))
 
 
@@ -806,7 +811,7 @@ def test_the_end_waits_for_a_limited_time(world):
     uploaders = world.uploaders()
     saved(world, uploaders, 5)
     uploaders[0]._finished = True
-    error = str(uploaders[1].finish(600)[-1])
+    error = str(uploaders[1].queue.finish(600)[-1])
     assert "600 s: rank 1 has not uploaded its part" in error and 600 <= world.now < 610
 
 
@@ -817,7 +822,7 @@ def test_a_superseded_rank_0_notifies_the_others_and_they_stop_at_once(world):
     saved(world, uploaders, 10)
     world.remote.publish_status(LATER, RunStatus())
     for one in uploaders:
-        assert f"taken over by run {LATER}" in str(one.finish(600)[0])
+        assert f"taken over by run {LATER}" in str(one.queue.finish(600)[0])
     assert world.now < 10 and world.committed() == [5]
 
 
@@ -827,7 +832,7 @@ def test_the_other_ranks_stop_during_the_training_too(world):
     saved(world, uploaders, 10)
     for one in uploaders * 2:
         one.run_once()
-    assert [len(one.poll()) for one in uploaders] == [1, 1] and all(one.run_once() is None for one in uploaders)
+    assert [len(one.queue.poll()) for one in uploaders] == [1, 1] and all(one.run_once() is None for one in uploaders)
 
 
 def test_the_end_names_the_newest_missing_step_whenever_the_uploads_stopped(world):
@@ -838,8 +843,8 @@ def test_the_end_names_the_newest_missing_step_whenever_the_uploads_stopped(worl
         one.run_once()
     saved(world, uploaders, 15)
     for rank, one in enumerate(uploaders):
-        one.poll()
-        error = str(one.finish(600)[-1])
+        one.queue.poll()
+        error = str(one.queue.finish(600)[-1])
         assert all(fact in error for fact in ("step 15 is not", URL, f"rank {rank} "))
 
 
@@ -847,7 +852,7 @@ def test_a_run_may_be_superseded_before_its_first_status(world):
     uploaders = world.uploaders()
     world.remote.publish_status(LATER, RunStatus())
     saved(world, uploaders, 5)
-    assert all(f"taken over by run {LATER}" in str(one.finish(600)[0]) for one in uploaders) and world.now < 10
+    assert all(f"taken over by run {LATER}" in str(one.queue.finish(600)[0]) for one in uploaders) and world.now < 10
 
 
 def test_the_status_of_a_superseded_run_is_removed_by_the_later_run(world):
@@ -858,7 +863,7 @@ def test_the_status_of_a_superseded_run_is_removed_by_the_later_run(world):
     assert world.remote.read_status(RUN) is None
     world.first, world.others = old[0], old[1:]
     old[0]._finished = True                             # and it was killed
-    errors = old[1].finish(600)
+    errors = old[1].queue.finish(600)
     assert f"taken over by run {LATER}" in str(errors[0]) and world.now < 10
 
 
@@ -890,9 +895,9 @@ def test_two_pods_with_one_url_at_the_same_moment(world):
     world.others = first[1:]
     saved(world, first, 5)
     url = f"{URL}/{attempt_name(5, RUN)}"
-    target = first[0].target
-    first[0].remote.put_shard(target, 5, FORMATS[world.fmt].target_of(world.disk, 0, 2, RUN).root if world.fmt == "1.0" else
-                              os.path.join(target.root, "iteration_00000005"))
+    target = first[0].uploads.target
+    upload_part(first[0].uploads.remote, target, 5,
+                target.root if world.fmt == "1.0" else os.path.join(target.root, "iteration_00000005"))
     before = world.remote.store.list(url)
     if world.fmt == "1.0":
         rank_folders.save(world.disk, 10, world.size, twin, suffix=1)
@@ -901,12 +906,12 @@ def test_two_pods_with_one_url_at_the_same_moment(world):
     world.others = twins[1:]
     world.first = twins[0]
     for one in twins:
-        one.enqueue(10)
-    twins[0].sleep = world.sleep
+        one.queue.enqueue(10)
+    set_sleep(twins[0], world.sleep)
     twins[0].work()
     assert world.committed() == [10] and world.remote.store.list(url) == before != []
     first[0].work()
-    assert f"taken over by run {twin}" in str(first[0].poll()[0]) and world.committed() == [10]
+    assert f"taken over by run {twin}" in str(first[0].queue.poll()[0]) and world.committed() == [10]
 
 
 # ---- errors that are no undo ---------------------------------------------------------------------------------------------
@@ -945,7 +950,7 @@ def test_a_later_run_removes_objects_while_the_manifest_is_written(world, monkey
     monkeypatch.setattr(moxing.file, "watch", watch)
     world.first.work()
     monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
-    assert world.committed() == [5] and "objects were removed" in str(world.first.poll()[0])
+    assert world.committed() == [5] and "objects were removed" in str(world.first.queue.poll()[0])
 
 
 def test_a_manifest_that_appears_during_the_removal_of_its_orphans_is_removed_too(world, monkeypatch):
@@ -972,7 +977,7 @@ def test_one_failed_remote_removal_does_not_stop_the_others(world, monkeypatch):
     monkeypatch.setattr(moxing.file, "remove", refuse)
     uploaders = world.upload(15, 20, run=LATER, policy=KeepLast(1))
     assert world.committed() == [20, 5]
-    assert all("403 Forbidden" in str(error) for error in uploaders[0].poll())
+    assert all("403 Forbidden" in str(error) for error in uploaders[0].queue.poll())
 
 
 # ---- kill after every operation ---------------------------------------------------------------------------------------
@@ -1035,7 +1040,7 @@ def test_a_damaged_file_is_not_uploaded_and_the_good_one_stays(world, rank):
     find = rank_folders.path_of if world.fmt == "1.0" else iteration_folders.weights_of
     rank_folders.flip_bit(find(world.disk, 10, rank))
     for one in uploaders:
-        one.enqueue(10)
+        one.queue.enqueue(10)
     world.first.work()
     assert world.committed() == [5]
     assert any("is damaged" in event.reason for event in kinds(world, UploadFailed))
@@ -1047,6 +1052,6 @@ def test_a_disk_that_takes_no_lock_prevents_no_upload(world, monkeypatch, error,
     """A committed step lies on a disk that is full, or read-only since. Another error may pass, and is tried again."""
     def fail(*given, **named):
         raise OSError(error, os.strerror(error))
-    monkeypatch.setattr(uploader, "acquire_read_lock", fail)
+    monkeypatch.setattr(replication, "acquire_read_lock", fail)
     world.upload(5)
     assert world.committed() == ([5] if uploaded else [])

@@ -2,6 +2,7 @@
 that restarts with an empty disk downloads its part. Ranks 0 and 1 are on one node, 2 and 3 on the other."""
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 from coordination.test_storage_topology import RUN, save_part
@@ -18,11 +19,11 @@ from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
 from mindresume.resume import remote_fetch
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import CheckpointSources, select_checkpoint
-from mindresume.saving import uploader as uploaders
+from mindresume.saving import replication
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
+from mindresume.saving.replication import Uploader, Uploads
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.saving.uploader import Uploader
 from mindresume.storage.object_store import MoxingStore
 from mindresume.storage.read_cache import ReadCache
 from sim import machine
@@ -49,16 +50,16 @@ def save(tmp_path, *steps, late=()):
     def sleep(seconds):
         now[0] += seconds
         for other in uploaders[1:]:
-            if other.target.rank not in late:
+            if other.uploads.target.rank not in late:
                 other.work()
     places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, local_ranks=PARTS[NODES[rank]]) for rank in range(4)]
-    uploaders = [Uploader(remote(), target, None, 60.0, clock=lambda: now[0],
-                          sleep=sleep if target.rank == 0 else lambda seconds: None) for target in places]
+    uploaders = [Uploader(Uploads(remote(), target, None, 60.0, clock=lambda: now[0],
+                                  sleep=sleep if target.rank == 0 else lambda seconds: None)) for target in places]
     for step in steps:
         for node, ranks in PARTS.items():
             save_part(tmp_path / node, step, ranks)
         for uploader in uploaders:
-            uploader.enqueue(step)
+            uploader.queue.enqueue(step)
         uploaders[0].work()
     return uploaders
 
@@ -105,7 +106,7 @@ def test_the_store_has_the_parts_of_all_nodes_as_one_checkpoint(tmp_path):
 def test_nothing_is_committed_in_the_store_without_the_part_of_one_rank(tmp_path):
     first = save(tmp_path, 5, late=(3,))[0]
     assert remote().scan().committed() == []
-    assert "rank 3" in str(first.poll()[0])
+    assert "rank 3" in str(first.queue.poll()[0])
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
@@ -163,9 +164,11 @@ class Training:
         self.base, self.slow, self.now, self.step, self.events = tmp_path, slow, 0.0, 0, []
         self.places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, local_ranks=PARTS[NODES[rank]])
                        for rank in range(4)]
-        self.uploaders = [Uploader(remote(), target, None, 60.0, self.events.append, lambda: self.now, self.sleep, True,
-                               wait=self.wait) for target in self.places]
-        self.exchanges = [PeerState(CheckpointDir(STORAGE, target.root), RUN, GROUPS, target.rank, uploader)
+        self.uploaders = [Uploader(Uploads(remote(), target, None, 60.0, self.events.append, lambda: self.now, self.sleep, True))
+                          for target in self.places]
+        for uploader in self.uploaders:
+            uploader.queue.changed.wait = self.wait
+        self.exchanges = [PeerState(CheckpointDir(STORAGE, target.root), RUN, GROUPS, target.rank, uploader.queue)
                           for target, uploader in zip(self.places, self.uploaders, strict=True)]
         for peer_state in self.exchanges:
             STORAGE.make_folder(peer_state.directory.path(FOLDER))
@@ -176,7 +179,7 @@ class Training:
         for node in nodes or PARTS:
             save_part(self.base / node, self.step, PARTS[node], policy=KeepLast(1))
             for rank in PARTS[node]:
-                self.uploaders[rank].enqueue(self.step)
+                self.uploaders[rank].queue.enqueue(self.step)
 
     def peer_state(self):
         rows = [peer_state.local_state() for peer_state in self.exchanges]
@@ -196,16 +199,16 @@ class Training:
         def sleep(seconds):
             self.now += seconds
             self.turns(1, 2, 3)
-        self.uploaders[0].sleep = sleep
+        self.uploaders[0].uploads = replace(self.uploaders[0].uploads, sleep=sleep)
 
-    def wait(self, _, seconds):
+    def wait(self, seconds):
         self.now += 1
         self.stop()
         self.turns(0, 1, 2, 3)
 
     def turns(self, *ranks):
         for rank in ranks:
-            if not self.uploaders[rank]._finished:
+            if not self.uploaders[rank].queue.finished:
                 self.uploaders[rank].run_once()
 
     def on_disk(self, node):
@@ -214,11 +217,11 @@ class Training:
     def finish(self):
         """Finishes on all ranks. Returns the errors."""
         for uploader in self.uploaders:
-            uploader._closing = True
-        return [str(error) for uploader in self.uploaders for error in uploader.finish(600)]
+            uploader.queue.closing = True
+        return [str(error) for uploader in self.uploaders for error in uploader.queue.finish(600)]
 
     def errors(self):
-        return [str(error) for uploader in self.uploaders for error in uploader.poll()]
+        return [str(error) for uploader in self.uploaders for error in uploader.queue.poll()]
 
 
 def in_bucket():
@@ -245,11 +248,11 @@ def test_only_a_step_that_all_nodes_have_is_announced(tmp_path):
     job.save()
     job.save("a")
     job.turns(0)
-    assert in_bucket() == [] and job.uploaders[0].remote.read_status(RUN) == RunStatus()      # no common step is announced
+    assert in_bucket() == [] and remote().read_status(RUN) == RunStatus()      # no common step is announced
     job.peer_state()
     job.stop()
     job.turns(0)
-    assert in_bucket() == [5] and job.uploaders[0].ready()
+    assert in_bucket() == [5] and job.uploaders[0].queue.ready()
     job.peer_state()
     job.turns(0)
     assert in_bucket() == [5] and job.errors() == []
@@ -300,8 +303,8 @@ def test_a_failed_upload_may_be_announced_again_or_a_newer_one(tmp_path, monkeyp
     with monkeypatch.context() as broken:
         broken.setattr(moxing.file, "copy", lambda *what: 1 / 0)
         job.turns(0)
-    assert in_bucket() == [] and len(job.errors()) == 1 and job.uploaders[0].ready()
-    job.now += uploaders.AGAIN
+    assert in_bucket() == [] and len(job.errors()) == 1 and job.uploaders[0].queue.ready()
+    job.now += replication.AGAIN
     job.peer_state()
     job.stop()
     job.turns(0)
@@ -314,8 +317,8 @@ def test_a_disk_without_read_locks_is_reported(tmp_path, monkeypatch):
 
     def refuse(*args):
         raise OSError(30, "Read-only file system")
-    monkeypatch.setattr(uploaders, "acquire_read_lock", refuse)
-    job.uploaders[2].schedule(attempt_name(5, RUN))
+    monkeypatch.setattr(replication, "acquire_read_lock", refuse)
+    job.uploaders[2].queue.schedule(attempt_name(5, RUN))
     assert "step 5 cannot be locked on the disk of rank 2" in job.errors()[0]
 
 

@@ -136,7 +136,7 @@ class Uploads:
 @pytest.mark.parametrize("error", [LeaseHeldError("taken over"), SaveError("no room"), ValueError("a defect")])
 def test_the_other_parts_of_the_end_run_after_an_error_of_one(tmp_path, error):
     job = Job(tmp_path).steps(5)
-    uploads = job.manager._uploader = Uploads(lambda: [RemoteError("no such bucket")])
+    uploads = job.manager._uploads = Uploads(lambda: [RemoteError("no such bucket")])
 
     def finish(timeout):
         raise error
@@ -150,7 +150,7 @@ def test_an_error_of_the_last_save_is_raised_after_the_end(tmp_path):
     """Only this rank has the error, so the others continue with the end."""
     job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(5)
     job.manager.group = Peer(SAVED)
-    uploads = job.manager._uploader = Uploads()
+    uploads = job.manager._uploads = Uploads()
     job.step += 1
     (tmp_path / "rank_0").rename(tmp_path / "aside")
     (tmp_path / "rank_0").write_text("in the way")
@@ -221,7 +221,7 @@ def test_the_others_follow_the_end_in_short_exchanges(tmp_path, monkeypatch, par
     if part == "commits":
         job.manager._saver.finish = work
     else:
-        job.manager._uploader = Uploads(work)
+        job.manager._uploads = Uploads(work)
     job.end()
     assert job.manager.group.exchanges > 10
 
@@ -242,7 +242,7 @@ def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
         done.append("committed")
         return []
     job.manager._saver.finish = finish
-    job.manager._uploader = Uploads()
+    job.manager._uploads = Uploads()
     with pytest.raises(RuntimeError, match="the other rank is gone"):
         job.end()
     assert done == ["committed"] and list((tmp_path / FOLDER).glob("claim-*")) == []
@@ -251,10 +251,10 @@ def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_failed_upload_stops_the_training_only_with_on_save_error_raise(tmp_path, raises):
     job = Job(tmp_path, settings=Settings(on_save_error="raise" if raises else "warn", max_failed_saves=1))
-    job.manager._uploader = SimpleNamespace(poll=lambda: [RemoteError("one"), RemoteError("two")])
+    job.manager._uploads = SimpleNamespace(poll=lambda: [RemoteError("one"), RemoteError("two")])
     if raises:
         with pytest.raises(RemoteError, match="one"):
             job.steps(1)
     else:
         job.steps(1)
-    job.manager._uploader = None
+    job.manager._uploads = None

@@ -1,5 +1,6 @@
 """An object store as pods see it, and jobs that lose their disks beside it."""
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from mindresume.errors import RemoteError
 from mindresume.fault_injection.faults import Fault
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.saving.uploader import Uploader
+from mindresume.saving.replication import Uploader, UploadQueue
 from sim import jobs
 from sim.bucket import BUCKET, Bucket, PodStore
 from sim.bucket_oracle import check_bucket
@@ -156,7 +157,7 @@ def test_without_a_fault_the_last_step_is_uploaded(name, soak):
 @pytest.mark.parametrize("seed", range(len(LATER)))
 def test_one_of_two_pods_is_superseded_and_both_end_without_findings(seed):
     sim = Simulation(SCENARIOS["two pods"], "ckpt", Schedule(seed=seed)).run()
-    stopped = [[process.own.uploader._stopped or "" for process in job.ranks] for job in sim.jobs]
+    stopped = [[process.own.uploader.queue.stopped or "" for process in job.ranks] for job in sim.jobs]
     assert sorted("taken over" in rows[0] for rows in stopped) == [False, True]
     assert not sim.findings() and not any(process.exit for job in sim.jobs for process in job.ranks)
 
@@ -191,8 +192,8 @@ def test_a_superseded_rank_0_notifies_its_ranks(monkeypatch):
     end = Uploader._end
 
     def silent(uploader):
-        if uploader.target.rank == 0 and uploader._stopped:
-            uploader._finished = True
+        if uploader.uploads.target.rank == 0 and uploader.queue.stopped:
+            uploader.queue.finished = True
             return None
         return end(uploader)
     monkeypatch.setattr(Uploader, "_end", silent)
@@ -213,10 +214,10 @@ def test_uploads_of_steps_that_the_nodes_do_not_keep_are_found(way, monkeypatch)
     start = Uploader.start
 
     def unbound(uploader):
-        uploader.only_scheduled = False
+        uploader.uploads = replace(uploader.uploads, only_scheduled=False)
         return start(uploader)
     monkeypatch.setattr(Uploader, "start", unbound)
-    monkeypatch.setattr(Uploader, "schedule", lambda uploader, name: None)
+    monkeypatch.setattr(UploadQueue, "schedule", lambda queue, name: None)
     assert "lost" in {finding.kind for finding in Simulation(SCENARIOS["bucket slow"], "ckpt", Schedule(), way).run().findings()}
 
 
