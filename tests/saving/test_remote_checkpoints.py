@@ -732,8 +732,11 @@ def test_a_checkpoint_in_upload_is_not_removed_locally(world):
         one.queue.enqueue(5)
 
     def meanwhile(seconds):
-        set_sleep(world.first, world.sleep)
-        world.save(10, policy=KeepLast(1))
+        if world.now == 0:
+            world.save(10, policy=KeepLast(1))
+            world.now += seconds
+        else:
+            world.sleep(seconds)
     set_sleep(world.first, meanwhile)
     world.first.work()
     assert world.committed() == [5]
@@ -810,7 +813,7 @@ def test_the_end_waits_for_a_limited_time(world):
     """Rank 0 was killed."""
     uploaders = world.uploaders()
     saved(world, uploaders, 5)
-    uploaders[0]._finished = True
+    uploaders[0].queue.finished = True
     error = str(uploaders[1].queue.finish(600)[-1])
     assert "600 s: rank 1 has not uploaded its part" in error and 600 <= world.now < 610
 
