@@ -194,7 +194,7 @@ MUTANTS = [
         without("newest_healthy")],
         ("health", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=1),
     mutant("nodes without shared storage each upload their own newest step", [
-        Instead(checkpoint_manager, "Uploader", wrong.with_argument("only_scheduled", False))],
+        Instead(checkpoint_manager, "Uploads", wrong.with_argument("only_scheduled", False))],
         ("bucket slow", "safetensors", ""), LOST, deaths=False, draws=undisturbed()),
     mutant("an unreadable manifest in the bucket aborts the start", [
         Edit(bucket_source.BucketSource, "_offer", "except (RecordError, RemoteError) as error:",
