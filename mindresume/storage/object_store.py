@@ -15,9 +15,9 @@ import functools
 import importlib
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 from mindresume import runtime
@@ -64,65 +64,151 @@ class ObjectStore(Protocol):
         """Deletes an object; does nothing if it does not exist."""
 
 
-class MoxingStore:
-    """Implements ``ObjectStore`` with Huawei's moxing, which only ModelArts images contain. Its errors do not show whether they
-    are temporary, so each operation is tried ``TRIES`` times.
+class _RetryingStore:
+    """Implements ``ObjectStore`` with a driver, whose operations it repeats up to ``TRIES`` times, with growing pauses. A
+    subclass has the operations of its driver: ``_list``, ``_size``, ``_read``, ``_put``, ``_send``, ``_fetch``, ``_delete``.
 
     Args:
-        file: ``moxing.file``; None imports it.
         sleep: waits a number of seconds between two tries.
     """
 
-    def __init__(self, file: Any = None, sleep: Callable[[float], None] = runtime.sleep):
-        self._file = importlib.import_module("moxing").file if file is None else file
+    _permanent: tuple[type[Exception], ...] = ()            # errors after which nothing is tried again
+
+    def __init__(self, sleep: Callable[[float], None]):
         self._sleep = sleep
 
-    def list(self, prefix: str) -> list[str]:
-        failed = False
+    def _list(self, prefix: str) -> list[str]:
+        raise NotImplementedError
 
-        def work() -> list[str]:
-            nonlocal failed
-            if failed:
-                # moxing may fail to list a folder that does not exist, with an error like any other. So create the folder: a
-                # second failure is then a real error and never means a bucket without checkpoints.
-                self._file.make_dirs(prefix)
-            failed = True
-            names = {name.rstrip("/") for name in self._file.list_directory(prefix, recursive=True)}
-            folders = {parent for name in names for parent in _parents(name)}
-            return sorted(names - folders - {""})
-        return self._retry("listed", prefix, work)
+    def _size(self, url: str) -> int | None:
+        raise NotImplementedError
+
+    def _read(self, url: str) -> bytes:
+        raise NotImplementedError
+
+    def _put(self, url: str, data: bytes) -> None:
+        raise NotImplementedError
+
+    def _send(self, path: str, url: str) -> None:
+        raise NotImplementedError
+
+    def _fetch(self, url: str, path: str) -> None:
+        raise NotImplementedError
+
+    def _delete(self, url: str) -> None:
+        raise NotImplementedError
+
+    def list(self, prefix: str) -> list[str]:
+        return self._tried("listed", prefix, self._list)
 
     def size(self, url: str) -> int | None:
-        return self._retry("looked at", url, lambda: self._size(url))
+        return self._tried("looked at", url, self._size)
+
+    def read(self, url: str) -> bytes:
+        return self._tried("read", url, self._read)
+
+    def put(self, url: str, data: bytes) -> None:
+        self._tried("written", url, self._put, data)
+
+    def upload(self, path: str, url: str) -> None:
+        size = os.path.getsize(path)            # outside the retries: waiting does not bring back a missing file
+        self._tried("uploaded", url, self._upload, path, size)
+
+    def download(self, url: str, path: str) -> None:
+        self._tried("downloaded", url, self._download, path)
+
+    def delete(self, url: str) -> None:
+        self._tried("deleted", url, self._delete)
+
+    def _upload(self, url: str, path: str, size: int) -> None:
+        self._send(path, url)
+        _check_size(size, self._size(url), url)
+
+    def _download(self, url: str, path: str) -> None:
+        """Writes ``path``, checks its size, and flushes it. Removes the file on an error."""
+        size = self._size(url)
+        try:
+            self._fetch(url, path)
+            _check_size(size, os.path.getsize(path), url)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        except BaseException:                   # also KeyboardInterrupt: a half-written file must not stay
+            with suppress(OSError):             # the first error is the one to report
+                os.remove(path)
+            raise
+
+    def _before_retry(self, what: str, url: str, number: int) -> None:
+        """Prepares the try of this number, from 2. An error of it is one of the operation."""
+
+    def _tried(self, what: str, url: str, operation: Callable[..., Result], *arguments: object) -> Result:
+        """Returns ``operation(url, *arguments)``.
+
+        Args:
+            what: past participle for the message, such as "uploaded".
+
+        Raises:
+            RemoteError: The last try failed, or a permanent error occurred.
+        """
+        pause = FIRST_PAUSE
+        for number in range(1, TRIES + 1):
+            try:
+                if number > 1:
+                    self._before_retry(what, url, number)
+                return operation(url, *arguments)
+            except Exception as error:          # drivers raise plain Exceptions too, and they differ by version
+                if number == TRIES or isinstance(error, self._permanent):
+                    tried = f", tried {number} times" if number > 1 else ""
+                    raise RemoteError(f"{url} could not be {what}{tried}: {type(error).__name__}: {error}. Check that the bucket "
+                                      f"exists and that this job may read and write it") from error
+            self._sleep(pause)
+            pause *= 4
+        raise AssertionError("unreachable")
+
+
+class MoxingStore(_RetryingStore):
+    """Implements ``ObjectStore`` with Huawei's moxing, which only ModelArts images contain. Its errors do not show whether they
+    are temporary, so none is permanent.
+
+    Args:
+        file: ``moxing.file``; None imports it.
+    """
+
+    def __init__(self, file: Any = None, sleep: Callable[[float], None] = runtime.sleep):
+        super().__init__(sleep)
+        self._file = importlib.import_module("moxing").file if file is None else file
+
+    def _before_retry(self, what: str, url: str, number: int) -> None:
+        if what == "listed":
+            # moxing may fail to list a folder that does not exist, with an error like any other. So create the folder: a
+            # second failure is then a real error and never means a bucket without checkpoints.
+            self._file.make_dirs(url)
+
+    def _list(self, prefix: str) -> list[str]:
+        names = {name.rstrip("/") for name in self._file.list_directory(prefix, recursive=True)}
+        folders = {parent for name in names for parent in _parents(name)}
+        return sorted(names - folders - {""})
 
     def _size(self, url: str) -> int | None:
         return int(self._file.get_size(url)) if self._file.exists(url) else None
 
-    def read(self, url: str) -> bytes:
-        return self._retry("read", url, lambda: bytes(self._file.read(url, binary=True)))
+    def _read(self, url: str) -> bytes:
+        return bytes(self._file.read(url, binary=True))
 
-    def put(self, url: str, data: bytes) -> None:
-        self._retry("written", url, lambda: self._file.write(url, data, binary=True))
+    def _put(self, url: str, data: bytes) -> None:
+        self._file.write(url, data, binary=True)
 
-    def upload(self, path: str, url: str) -> None:
-        size = os.path.getsize(path)            # outside the retries: waiting does not bring back a missing file
+    def _send(self, path: str, url: str) -> None:
+        self._file.copy(path, url)
 
-        def work() -> None:
-            self._file.copy(path, url)
-            _check_size(size, self._size(url), url)
-        self._retry("uploaded", url, work)
+    def _fetch(self, url: str, path: str) -> None:
+        self._file.copy(url, path)
 
-    def download(self, url: str, path: str) -> None:
-        self._retry("downloaded", url, lambda: _download(lambda: self._file.copy(url, path), self._size(url), url, path))
-
-    def delete(self, url: str) -> None:
-        self._retry("deleted", url, lambda: self._file.exists(url) and self._file.remove(url))
-
-    def _retry(self, what: str, url: str, work: Callable[[], Result]) -> Result:
-        return retry(what, url, work, self._sleep)
+    def _delete(self, url: str) -> None:
+        if self._file.exists(url):
+            self._file.remove(url)
 
 
-class FsspecStore:
+class FsspecStore(_RetryingStore):
     """Implements ``ObjectStore`` with fsspec's driver for the scheme of a URL. Endpoint and credentials come from the driver's
     own configuration: files, environment, and fsspec's ``FSSPEC_S3_...`` variables.
 
@@ -131,33 +217,31 @@ class FsspecStore:
 
     Args:
         url: any URL in the store; its scheme selects the driver, and user and host if the driver reads them from a URL.
-        sleep: waits a number of seconds between two tries.
 
     Raises:
         ConfigError: No driver for this scheme is known, or its package is not installed.
     """
 
-    _permanent = (FileNotFoundError, PermissionError, NotImplementedError)      # not tried again
+    _permanent = (FileNotFoundError, PermissionError, NotImplementedError)
 
     def __init__(self, url: str, sleep: Callable[[float], None] = runtime.sleep):
-        self._scheme, self._url, self._sleep = url.partition("://")[0], url, sleep
-        self._is_object_store = self._scheme in PACKAGES
+        super().__init__(sleep)
+        self._url, self._is_object_store = url, url.partition("://")[0] in PACKAGES
         self._driver = _driver_class(url)
         self._connected: tuple[int, Any] | None = None          # process id, file system of fsspec
 
-    def list(self, prefix: str) -> list[str]:
-        def work() -> list[str]:
-            fs, top = self._at(prefix)
-            if self._is_object_store:           # one flat listing; FileNotFoundError: the bucket does not exist
-                names = fs.find(top)
-            else:
-                fs.makedirs(top, exist_ok=True)
-                names = [f"{folder.rstrip('/')}/{name}" for folder, _, files in fs.walk(top, on_error="raise") for name in files]
-            return sorted(name[len(top) + 1:].rstrip("/") for name in names if name.startswith(f"{top}/") and name != f"{top}/")
-        return self._retry("listed", prefix, work)
+    def _before_retry(self, what: str, url: str, number: int) -> None:
+        if number == TRIES:
+            self._connected = None              # the last try has new connections, and reads the credentials again
 
-    def size(self, url: str) -> int | None:
-        return self._retry("looked at", url, lambda: self._size(url))
+    def _list(self, prefix: str) -> list[str]:
+        fs, top = self._at(prefix)
+        if self._is_object_store:               # one flat listing; FileNotFoundError: the bucket does not exist
+            names = fs.find(top)
+        else:
+            fs.makedirs(top, exist_ok=True)
+            names = [f"{folder.rstrip('/')}/{name}" for folder, _, files in fs.walk(top, on_error="raise") for name in files]
+        return sorted(name[len(top) + 1:].rstrip("/") for name in names if name.startswith(f"{top}/") and name != f"{top}/")
 
     def _size(self, url: str) -> int | None:
         fs, path = self._at(url)
@@ -167,51 +251,44 @@ class FsspecStore:
             return None
         return int(found["size"]) if found["type"] == "file" else None
 
-    def read(self, url: str) -> bytes:
-        def work() -> bytes:
-            fs, path = self._at(url)
-            return bytes(fs.cat_file(path))
-        return self._retry("read", url, work)
+    def _read(self, url: str) -> bytes:
+        fs, path = self._at(url)
+        return bytes(fs.cat_file(path))
 
-    def put(self, url: str, data: bytes) -> None:
-        self._retry("written", url, lambda: self._put(url, lambda fs, path: fs.pipe_file(path, data)))
+    def _put(self, url: str, data: bytes) -> None:
+        with self._new_object(url) as (fs, path):
+            fs.pipe_file(path, data)
 
-    def upload(self, path: str, url: str) -> None:
-        size = os.path.getsize(path)
+    def _send(self, path: str, url: str) -> None:
+        with self._new_object(url) as (fs, target):
+            fs.put_file(path, target)           # a large file in parts; visible once complete
 
-        def work() -> None:
-            self._put(url, lambda fs, target: fs.put_file(path, target))        # a large file in parts; visible once complete
-            _check_size(size, self._size(url), url)
-        self._retry("uploaded", url, work)
-
-    def _put(self, url: str, write: Callable[[Any, str], object]) -> None:
+    @contextmanager
+    def _new_object(self, url: str) -> Iterator[tuple[Any, str]]:
+        """Returns the file system and the path to write to; the object has its name in the end."""
         fs, path = self._at(url)
         if self._is_object_store:
-            write(fs, path)
+            yield fs, path
             return
         folder, _, name = path.rpartition("/")
         part = f"{folder}/.{name}-{uuid.uuid4().hex[:8]}.part"
         fs.makedirs(folder, exist_ok=True)
         try:
-            write(fs, part)
+            yield fs, part
             fs.mv(part, path)
         except BaseException:
             with suppress(Exception):           # the first error is the one to report
                 fs.rm_file(part)
             raise
 
-    def download(self, url: str, path: str) -> None:
-        def work() -> None:
-            fs, source = self._at(url)
-            _download(lambda: fs.get_file(source, path), self._size(url), url, path)
-        self._retry("downloaded", url, work)
+    def _fetch(self, url: str, path: str) -> None:
+        fs, source = self._at(url)
+        fs.get_file(source, path)
 
-    def delete(self, url: str) -> None:
-        def work() -> None:
-            fs, path = self._at(url)
-            with suppress(FileNotFoundError):
-                fs.rm_file(path)
-        self._retry("deleted", url, work)
+    def _delete(self, url: str) -> None:
+        fs, path = self._at(url)
+        with suppress(FileNotFoundError):
+            fs.rm_file(path)
 
     def _at(self, url: str) -> tuple[Any, str]:
         """Returns the fsspec file system of this process, with its cache of listings cleared, and the path of ``url`` in it."""
@@ -224,20 +301,6 @@ class FsspecStore:
             connected = self._connected = os.getpid(), self._driver(**options, skip_instance_cache=True)
         connected[1].invalidate_cache()
         return connected[1], connected[1]._strip_protocol(url).rstrip("/")
-
-    def _retry(self, what: str, url: str, work: Callable[[], Result]) -> Result:
-        failed = 0
-
-        def attempt() -> Result:
-            nonlocal failed
-            try:
-                return work()
-            except Exception:
-                failed += 1
-                if failed == TRIES - 1:
-                    self._connected = None      # the last try has new connections, and reads the credentials again
-                raise
-        return retry(what, url, attempt, self._sleep, self._permanent)
 
 
 class _ThreadPerCall(ThreadPoolExecutor):
@@ -278,48 +341,6 @@ def _driver_class(url: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"{url} is not the URL of an object store; expected one that begins with "
                           f"{', '.join(f'{name}://' for name in PACKAGES)}, or that fsspec has another driver for") from error
-
-
-def retry(what: str, url: str, work: Callable[[], Result], sleep: Callable[[float], None],
-          permanent: tuple[type[Exception], ...] = ()) -> Result:
-    """Calls ``work`` up to ``TRIES`` times, with growing pauses.
-
-    Args:
-        what: past participle for the message, such as "uploaded".
-        url: the object concerned.
-        work: the operation.
-        sleep: waits a number of seconds.
-        permanent: error types that are not tried again.
-
-    Raises:
-        RemoteError: The last try failed, or a permanent error occurred.
-    """
-    pause = FIRST_PAUSE
-    for number in range(1, TRIES + 1):
-        try:
-            return work()
-        except Exception as error:              # drivers raise plain Exceptions too, and they differ by version
-            if number == TRIES or isinstance(error, permanent):
-                tried = f", tried {number} times" if number > 1 else ""
-                raise RemoteError(f"{url} could not be {what}{tried}: {type(error).__name__}: {error}. Check that the bucket "
-                                  f"exists and that this job may read and write it") from error
-        sleep(pause)
-        pause *= 4
-    raise AssertionError("unreachable")
-
-
-def _download(copy: Callable[[], object], size: int | None, url: str, path: str) -> None:
-    """Calls ``copy``, which writes ``path``, checks that the file has ``size`` bytes, and flushes it. Removes the file on an
-    error."""
-    try:
-        copy()
-        _check_size(size, os.path.getsize(path), url)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    except BaseException:                       # also KeyboardInterrupt: a half-written file must not stay
-        with suppress(OSError):                 # the first error is the one to report
-            os.remove(path)
-        raise
 
 
 def _check_size(expected: int | None, found: int | None, url: str) -> None:
