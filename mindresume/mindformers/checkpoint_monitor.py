@@ -181,7 +181,7 @@ class _MonitorState(training_saves.TrainerState):
             if monitor._need_flush_from_cache:
                 monitor._flush_from_cache(self.cb_params)
             monitor._last_triggered_step = self.cb_params.cur_step_num
-        save = self.collect()
+        save = manager.collected(self.collect())
         if is_new and save.shard.state.health is not None and not monitor._iterations:
             monitor._record_health(save.shard.state.health, save.name)
         manager.save(save)

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 MAX_RANKS = 100_000         # ranks of a job; a larger number in a file is damage, and would make loops over ranks endless
@@ -224,6 +223,8 @@ class TensorLayout:
 def ordinals(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the ordinal of each local rank's slice. Raises ValueError if the shape is not divisible."""
     pieces, matrix = layout.pieces(shape), layout.device_matrix
+    import numpy as np  # here: the help of a command imports this module
+
     ranks = np.arange(layout.stage_size)
 
     def index(axes: Iterable[int]) -> NDArray[np.int64] | int:

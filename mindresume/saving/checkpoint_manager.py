@@ -253,6 +253,7 @@ class CheckpointManager:
 
     def begin_step_end(self, step: int) -> None:
         """Handles what happened to earlier saves and uploads, at the end of ``step``."""
+        self._collected = None          # an error, or a save between two steps, may have left that of an earlier step
         self.pending.end()
         self.policy.reach(step)
         if self._saver is not None:
@@ -290,6 +291,11 @@ class CheckpointManager:
             self.policy.handle_failure(step, error)
         if isinstance(self._saver, SyncSaver):              # it is written already
             self._handle(self._saver.poll())
+
+    def collected(self, save: Save) -> Save:
+        """Keeps what was collected for the tier in memory, which can save it even if the disk cannot. Returns it."""
+        self._collected = save
+        return save
 
     def save(self, save: Save) -> None:
         """Gives a collected state to the saver, unless this rank has saved the step and has only taken part in collecting it.

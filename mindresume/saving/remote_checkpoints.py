@@ -267,7 +267,7 @@ class RemoteCheckpoints:
     def prune(self, policy: Policy, run: str, step: int, emit: Emit = ignore) -> list[int]:
         """Removes checkpoints that the policy does not keep, and incomplete attempts of earlier runs and of this run before
         ``step``. Called after ``step`` of ``run`` was committed. The newest checkpoint, the newest healthy one and ``step`` stay
-        in any case. Checkpoints of another training (``lineage.py``) stay and do not count.
+        in any case. Checkpoints of another training (``removal_plan.py``) stay and do not count.
 
         Returns:
             The steps of removed checkpoints.

@@ -214,9 +214,10 @@ class UploadQueue:
                 self.changed.wait(seconds)
         if self._lock is not None:
             self._lock.release()
+        current = self.current                      # the uploader may end it now
         if self.uploaded < self.last:
             late = "" if self.finished or self.stopped else f" after {timeout:.0f} s"
-            state = f"is still uploading step {self.current[0]}" if self.current is not None else \
+            state = f"is still uploading step {current[0]}" if current is not None else \
                 "has not uploaded its part" if target.rank else "has not put the manifest"
             self.warn(f"step {self.last} is not complete in {self.uploads.remote.url}{late}: rank {target.rank} {state}. "
                       f"A job on an empty disk would resume from an older step")

@@ -665,6 +665,19 @@ def test_health_is_kept_in_the_list_of_mindformers_and_in_our_records(tmp_path, 
     assert states == [1, 0]                                     # newest first
 
 
+def test_a_health_that_cannot_be_recorded_fails_the_save_to_disk_alone(tmp_path, monkeypatch):
+    monitor, given = build(tmp_path, use_checkpoint_health_monitor=True), []
+    monkeypatch.setattr(monitor, "get_checkpoint_health_info", lambda params: 0)
+
+    def fail(health, name):
+        raise SaveError("no space")
+    monkeypatch.setattr(monitor, "_record_health", fail)
+    job = Job(monitor)
+    monkeypatch.setattr(monitor._checkpoints, "save_in_memory", lambda state: given.append(monitor._checkpoints._collected))
+    job.steps(5)
+    assert given[-1].step == 5 and committed(tmp_path) == []
+
+
 # ---- visible output ----------------------------------------------------------------------------------------------
 
 class Seen:

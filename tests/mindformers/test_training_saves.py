@@ -2,7 +2,7 @@
 from types import SimpleNamespace
 
 import pytest
-from rank_folders import STORAGE
+from rank_folders import dir_at
 
 from mindresume.events.emitter import Emitter
 from mindresume.mindformers import training_saves
@@ -12,7 +12,7 @@ from mindresume.settings import ScrubSettings, Settings
 
 def started(tmp_path, every_hours, is_first_on_host):
     context = TrainingContext(Settings(scrub=ScrubSettings(every_hours)), resources=Resources(emit=Emitter()))
-    manager = SimpleNamespace(storage=STORAGE, target=SimpleNamespace(root=str(tmp_path)))
+    manager = SimpleNamespace(target=dir_at(tmp_path))
     training_saves.start_scrub(manager, context, is_first_on_host)
     return context.resources
 

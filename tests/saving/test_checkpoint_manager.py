@@ -3,6 +3,7 @@ import os
 import queue
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from manager_jobs import Arrays, Job, committed, end_jobs, repair, spoil
@@ -108,6 +109,32 @@ def test_an_error_of_collecting_is_a_failed_save(tmp_path):
     with pytest.raises(SaveError, match="no health"):
         job.end_step(type("Failing", (Arrays,), {"collect": collect})(job))
     assert committed(tmp_path) == [] and job.saved == []
+
+
+class Tier:
+    """Stands for the tier in memory: keeps what it gets, and fails once like a device."""
+
+    def __init__(self, fails_at):
+        self.fails_at, self.given, self.notes = fails_at, {}, SimpleNamespace(committed=lambda step: None)
+
+    def step_end(self, state, save=None):
+        self.given[state.step] = getattr(save, "step", save)
+        if state.step == self.fails_at:
+            raise RuntimeError("the device has failed")
+
+    def stop(self):
+        pass
+
+
+def test_memory_never_gets_what_was_collected_at_an_earlier_step(tmp_path):
+    """MindIO repairs a device and goes on in the same process: the arrays of the earlier step have later values by then."""
+    job = Job(tmp_path)
+    job.manager._tier = tier = Tier(fails_at=5)
+    with pytest.raises(RuntimeError, match="device"):
+        job.steps(5)
+    job.steps(1)
+    job.manager._tier = None
+    assert tier.given == {1: None, 2: None, 3: None, 4: None, 5: 5, 6: None}
 
 
 def test_an_earlier_training_of_this_process_releases_the_folder_and_one_of_another_process_does_not(tmp_path):
