@@ -23,7 +23,7 @@ from mindresume.formats.iteration_naming import parse_weight_file
 from mindresume.formats.iteration_scan import is_iteration
 from mindresume.formats.rank_folder_naming import folder_rank
 from mindresume.formats.scan import is_root
-from mindresume.formats.weight_files import SCALARS, header_of, scalars_of
+from mindresume.formats.weight_files import SCALARS, finite_scalar, header_of
 from mindresume.formatting import listed
 from mindresume.model.manifest import FORMATS, FileRecord
 from mindresume.storage.interface import Storage
@@ -54,7 +54,7 @@ class ConsolidatedWeights:
     files: tuple[str, ...]
     tensors: Mapping[str, str]
     headers: Mapping[str, Header]
-    scalars: Mapping[str, int | float]
+    scalars: Mapping[str, int | float | str]
     kind: str
     notes: tuple[str, ...] = ()
 
@@ -156,12 +156,13 @@ def _by_index(root: str, found: Mapping[str, str], index: _Index) -> tuple[dict[
 
 
 def _scalars(directory: CheckpointDir, tensors: Mapping[str, str], headers: Mapping[str, Header]
-             ) -> dict[str, int | float]:
+             ) -> dict[str, int | float | str]:
     """Reads the counters among the tensors."""
-    values: dict[str, int | float] = {}
+    values: dict[str, int | float | str] = {}
     for file in sorted({tensors[name] for name in SCALARS if name in tensors}):
-        there = scalars_of(directory, FileRecord(file, ""), headers[file])
-        values |= {name: value for name, value in there.items() if tensors.get(name) == file}
+        with directory.storage.open(directory.path(file)) as opened:
+            there = {name: finite_scalar(opened, headers[file], name) for name in SCALARS if tensors.get(name) == file}
+        values |= {name: value for name, value in there.items() if value is not None}
     return values
 
 

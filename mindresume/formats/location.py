@@ -152,8 +152,9 @@ def _has_checkpoint(storage: Storage, path: str) -> bool:
     if FOLDER not in names and ranks and not any(parse_iteration(name) is not None for name in names):
         unlisted: list[str] = []                              # an unlisted folder may hold one: no record tells
         return any(any(map(_is_tensor_file, _names(storage, os.path.join(path, name), unlisted))) or unlisted for name in ranks)
-    if any(MANIFEST in attempt.content for attempt in find_attempts(CheckpointDir(storage, path), top=names)):
-        return True                                           # so is every candidate of a scan with a manifest
+    with suppress(OSError):                                   # the scan tells what it means that records cannot be listed
+        if any(MANIFEST in attempt.content for attempt in find_attempts(CheckpointDir(storage, path), top=names)):
+            return True                                       # so is every candidate of a scan with a manifest
     return any(candidate.maybe_completed for candidate in scan(CheckpointDir(storage, path)).candidates)
 
 

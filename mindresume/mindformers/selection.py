@@ -39,7 +39,7 @@ def select(config: Any, path: str, requested: str | None, context: TrainingConte
                                health_dir=str(config.get("output_dir") or "") if healthy else None,
                                output_dir=adapter.output_root() if resume and _has_monitor(config) else None)
     sources = CheckpointSources(strategy_lookup(storage, config.get("src_strategy_path_or_dir") or None), consolidated,
-                                saved_to=modelarts.checkpoint_roots(config), remote=resources.remote)
+                                saved_to=modelarts.checkpoint_roots(config) if resume else (), remote=resources.remote)
     found = CheckpointSelector(storage, group, context.settings, context.emit, sources, resources.topology).select(request)
     if found.choice is None:
         return None

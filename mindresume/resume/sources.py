@@ -323,7 +323,7 @@ class NodeDisks:
             self.scan, self.is_explicit = Scan(CheckpointDir(job.storage, job.path), exists=False), True
         for candidate in self.scan.candidates:
             whole = replace(candidate, world_size=size) if candidate.records_dir is None else candidate
-            refusal = eligible(self.scan.directory, whole, job.policy, is_explicit=self.is_explicit) or \
+            refusal = candidate.problem or eligible(self.scan.directory, whole, job.policy, is_explicit=self.is_explicit) or \
                 _refuse_for_rank(candidate, job.group)
             if refusal is None:                                 # without records, the scan counted only the files of this node
                 self.offers.setdefault(_shared_name(candidate), whole)

@@ -11,6 +11,8 @@ from rank_folders import STORAGE
 
 from mindresume.errors import MissingCheckpointError
 from mindresume.formats.location import find, fresh_start_refusal, locate
+from mindresume.model.manifest import FOLDER
+from mindresume.storage.posix import PosixStorage
 
 KINDS = {"rank folders": lambda root: rank_folders.save(root, 5, world=2),
          "iterations": lambda root: iteration_folders.save(root, 5),
@@ -39,6 +41,36 @@ def test_a_checkpoint_directory_is_found_below(tmp_path, kind, place):
     KINDS[kind](tmp_path / place)
     make(tmp_path, "log/rank_0/info.log", "strategy/ckpt_strategy_rank_0.ckpt", "train.log")
     assert os.path.realpath(locate(STORAGE, str(tmp_path))) == str(tmp_path / place).rstrip("/")
+
+
+class Stale(PosixStorage):
+    """A disk that cannot list one folder now."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def list(self, path):
+        if path == self.folder:
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+        return super().list(path)
+
+
+def test_a_folder_whose_records_cannot_be_listed_now_is_not_passed_over(tmp_path):
+    """Beside debris of a first save, it was: the training began afresh."""
+    iteration_folders.write_rank(tmp_path, 10, 0)
+    rank_folders.save(tmp_path / "run1", 5, world=2)
+    storage = Stale(tmp_path / "run1" / FOLDER)
+    assert locate(storage, str(tmp_path)) == str(tmp_path / "run1")
+    rank_folders.save(tmp_path / "run2", 5, world=2)
+    with pytest.raises(MissingCheckpointError, match="several folders below do"):
+        locate(storage, str(tmp_path))
+
+
+def test_iteration_folders_are_found_beside_records_that_cannot_be_listed_now(tmp_path):
+    iteration_folders.save(tmp_path, 5)
+    (tmp_path / FOLDER).mkdir(exist_ok=True)
+    storage = Stale(tmp_path / FOLDER)
+    assert locate(storage, str(tmp_path)) == str(tmp_path)
 
 
 def test_the_folder_in_which_the_job_saves_counts_before_others(tmp_path):
