@@ -44,8 +44,6 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
         print_json(report.to_json())
     else:
         _show(report)
-        if share.part[1] > 1:
-            say(f"part {share.part[0]} of {share.part[1]}: only this share of the files was read")
     sys.exit(NOTHING if not report.checkpoints else 1 if report.damaged or report.unreadable else 0)
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from mindresume import runtime
 from mindresume.coordination.collectives import ALWAYS_ADVANCING, Watchdog, gather_results, run_on_rank0
 from mindresume.errors import ConfigError, EngineError, SaveError, StrategyError
 from mindresume.events import Emit, Notice, warning
@@ -44,6 +45,7 @@ from mindresume.storage.interface import Storage
 
 UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"      # below output_dir
 OPENING = Watchdog("opening the checkpoint")
+_PATIENCE = 120.0               # seconds until every host sees a folder that another one has made
 _TRANSFORMING = Watchdog("transforming by MindSpore's engine", ALWAYS_ADVANCING)
 
 
@@ -234,13 +236,24 @@ def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: T
     engine = Engine(traffic=Traffic(progress=progress.advance))
     try:
         gather_results(group, lambda: share and conversion.run(engine), Watchdog(progress.what, progress))
-        if not run_on_rank0(group, conversion.finished):
+        if not all(gather_results(group, partial(_appears, conversion, group.rank == 0), Watchdog("waiting for the target"))):
             raise SaveError(f"{target} is not complete, though every rank has written its share")
     except BaseException:
         if group.rank == 0:
             conversion.discard()
         raise
     return target
+
+
+def _appears(conversion: Conversion, is_compared: bool) -> bool:
+    """Returns whether this rank sees the target, which any rank may have committed: a host that looked for it before may see it
+    half a minute later (NFS). ``is_compared``: looks at its files, too."""
+    until = runtime.monotonic() + _PATIENCE
+    while not (conversion.finished() if is_compared else conversion.storage.status(conversion.target) is not None):
+        if runtime.monotonic() > until:
+            return False
+        runtime.sleep(1.0)
+    return True
 
 
 def _free_target(storage: Storage, job: ConversionPlan, folder: str, emit: Emit) -> tuple[Conversion, bool]:

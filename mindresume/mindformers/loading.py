@@ -148,7 +148,7 @@ def restore(network: Network, arrays: dict[str, np.ndarray], target: LoadTarget,
     """
     request, group = context.plan.request, context.group
     absent = [target.parameter(name) for name in target.shapes if name not in arrays and not may_be_absent(name)]
-    if absent and not deduplicated and (request.iterations and group.rank == 0 or not request.resume):
+    if absent and not deduplicated and (group.rank == 0 if request.iterations else not request.resume):
         context.emit(warning(f"not in {what}, so they keep their initial values: {listed(absent)}"))
     if COUNTER in arrays:
         arrays[COUNTER] = np.full(arrays[COUNTER].shape, context.progress.global_step, arrays[COUNTER].dtype)

@@ -50,7 +50,8 @@ LOCK = ".lock"                      # suffix of the name of the work folder
 _SPARE = 1 << 20                    # bytes for records, manifest and index
 NOTE_EVERY = 30.0                   # seconds between two notices of what is waited for
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0                            # seconds between two looks at the work folder
-_TRIES = 100                        # of a share, each after _FIRST_PAUSE, to begin
+_TRIES = 100                        # of a share, each after _FIRST_PAUSE, to begin; seconds while another one commits:
+_PATIENCE = 1800.0
 _FINAL = (ConfigError, CorruptFileError, LoadError, StrategyError)  # a second try would find the same
 
 
@@ -87,6 +88,7 @@ class Conversion:
     share: Share = field(default_factory=Share)
     _lock: int = field(default=-1, repr=False)
     _owns_work: bool = field(default=False, repr=False)     # whether this object holds the work folder and may remove it
+    _has_locks: bool = field(default=True, repr=False)      # of the file system; else a commit that died needs a person
     _suffix: str = field(default="", repr=False)            # makes its name unique where locks are not known
     _identity: str = field(default="", repr=False)          # of the work folder: another share can remove it
 
@@ -118,8 +120,9 @@ class Conversion:
         try:
             if not self.prepare():
                 return True
-            if checks_source:
-                check_source(self.plan.source.weights, engine.traffic, self.share.number - 1, self.share.count)
+            sharers = min(self.share.count, len(self.plan.groups))      # nobody waits for the check of one that writes nothing
+            if checks_source and self.share.number <= sharers:
+                check_source(self.plan.source.weights, engine.traffic, self.share.number - 1, sharers)
             self.write(engine)
             if self.share.count == 1:
                 self.commit()
@@ -130,7 +133,8 @@ class Conversion:
             if self.share.count == 1 or isinstance(error, _FINAL):
                 self.abandon()
             self._release()
-            if self.share.count > 1 and isinstance(error, (OSError, SaveError)) and self._identity and not self._is_there():
+            if (self.share.count > 1 and isinstance(error, (OSError, SaveError)) and self._identity and not self._is_there()
+                    and self.storage.status(self.target) is None):
                 raise self._lost_work() from error
             raise
 
@@ -175,14 +179,14 @@ class Conversion:
         if root and os.path.commonpath([self.target, root]) == root:
             raise ConfigError(f"{self.target} lies in {root}, the source, into which nothing is written; give another folder")
         self.storage.make_folder(os.path.dirname(self.work))
-        alone, tries = self.share.count == 1, 1
+        alone, tries, until = self.share.count == 1, 1, runtime.monotonic() + max(self.share.timeout, _PATIENCE)
         while not self._take_lock(fcntl.LOCK_EX):
             if not alone:
                 if self._take_lock(fcntl.LOCK_SH):
                     break
                 if self.finished():
                     return False
-            if alone or tries == _TRIES:
+            if alone or tries == _TRIES or runtime.monotonic() > until:
                 raise SaveError(f"the same conversion to {self.target} is running in another process; wait for it, and then "
                                 f"start this one again")
             tries += self.storage.status(self._claimed) is None         # else another share commits, or puts that in order
@@ -211,7 +215,7 @@ class Conversion:
     def _put_in_order(self) -> None:
         """Makes the work folder of a process that died in its commit one that can be continued, while no other process uses it.
         A share then lets the others in."""
-        if not self._suffix and self.storage.status(self._claimed) is not None:
+        if self._has_locks and not self._suffix and self.storage.status(self._claimed) is not None:
             if self.storage.status(self.work) is None:
                 self.storage.rename(self._claimed, self.work)
             else:
@@ -234,6 +238,7 @@ class Conversion:
             self._owns_work = False
         except OSError as error:                    # a file system without locks: a process alone needs a unique name
             self.emit(warning(f"{self.work} cannot be locked: {error}"))
+            self._has_locks = False
             with suppress(OSError):
                 self.storage.remove(path)
             if self.share.count == 1:
@@ -249,11 +254,14 @@ class Conversion:
         """Returns the checksums of a finished group; None if it is not finished."""
         try:
             with self.storage.open(self._mark(number)) as file:
-                rows = read_head(file, "group", LIMIT)[0]["files"]
+                head = read_head(file, "group", LIMIT)[0]
         except (FileNotFoundError, RecordError):
             return None
+        rows, parts = head["files"], head.get("parts", 1)
         if [row[0] for row in rows] != [self.plan.files[i].path for i in self.plan.groups[number]]:
             return None                             # the groups were cut differently
+        if self.share.count > 1 and parts not in (1, self.share.count):
+            return None                             # the checks of the source were cut differently
         found = [Checksums(checksum, size, sums) for _, size, checksum, sums in rows]
         for i, sums in zip(self.plan.groups[number], found, strict=True):
             status = self.storage.status(self._path(i))
@@ -275,15 +283,25 @@ class Conversion:
             folders = {os.path.dirname(file.path) for file in files}
             for folder in folders:
                 self.storage.make_folder(folder)
-            for file in files:
-                self.storage.remove(file.path)      # left by a killed process
-            found = engine.write(self.plan, self.storage, files, self.scratch)
+            self.storage.remove(self._mark(number))     # first: nobody commits what is written again
+            if self.share.count == 1:
+                for file in files:
+                    self.storage.remove(file.path)      # left by a killed process
+                found = engine.write(self.plan, self.storage, files, self.scratch)
+            else:                                       # another try of this share may run: a file has its name once it is whole
+                aside = os.path.join(self.scratch, f"{number}-{runtime.token_hex(4)}")
+                self.storage.make_folder(aside)
+                begun = [replace(file, path=os.path.join(aside, f"{i}-{os.path.basename(file.path)}"))
+                         for i, file in zip(group, files, strict=True)]
+                found = engine.write(self.plan, self.storage, begun, self.scratch)
+                for before, file in zip(begun, files, strict=True):
+                    self.storage.rename(before.path, file.path)
             for folder in folders:
                 self.storage.sync(folder)
             self.storage.make_folder(os.path.dirname(self._mark(number)))
             rows = [[self.plan.files[i].path, s.size, s.file, s.tensors] for i, s in zip(group, found, strict=True)]
-            publish(self.storage, self._mark(number), [encode_head({"version": 1, "kind": "group", "files": rows}, LIMIT)],
-                    self.plan.run)
+            head = {"version": 1, "kind": "group", "files": rows, "parts": self.share.count}
+            publish(self.storage, self._mark(number), [encode_head(head, LIMIT)], self.plan.run)
 
     def _is_intact(self, number: int) -> bool:
         """Returns whether a group is finished, after reading its files: a process that was cut off from the others can still have
@@ -311,11 +329,15 @@ class Conversion:
         left, sign = list(range(len(self.plan.groups))), None
         pause, since, noted = _FIRST_PAUSE, runtime.monotonic(), runtime.monotonic()
         while not self.finished():
-            left = [number for number in left if self.done(number) is None]
+            marked = set(self.storage.list(os.path.dirname(self._mark(0))))     # one listing: there may be a thousand groups
+            left = [number for number in left if os.path.basename(self._mark(number)) not in marked] or \
+                [number for number in range(len(self.plan.groups)) if self.done(number) is None]
             if not left and self._commit_alone():
                 return True
             if self.share.timeout <= 0:
-                return self.finished()
+                if self.finished() or self._is_there():
+                    return self.storage.status(self.target) is not None
+                raise self._lost_work()
             if not self._is_there() and not self.finished():
                 raise self._lost_work()
             now, before, sign = runtime.monotonic(), sign, (left, self._stamps(left))
@@ -436,6 +458,7 @@ class Conversion:
         """Removes the work folder unless another process uses it. Raises nothing."""
         with suppress(OSError):
             if self._take_lock(fcntl.LOCK_EX):
+                self._put_in_order()            # a commit that failed has renamed it
                 self.abandon()
 
     def abandon(self) -> None:

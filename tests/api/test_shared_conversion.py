@@ -12,6 +12,7 @@ from reshard.plans import MODEL, Plan, random_tensors, recorded
 import mindresume
 from mindresume.api import conversion
 from mindresume.errors import ConfigError, ProcessLostError, SaveError
+from mindresume.reshard import converter
 from mindresume.reshard.engines import Engine
 from mindresume.storage.atomic_publish import TEMPORARY
 from mindresume.storage.posix import PosixStorage
@@ -110,11 +111,26 @@ def test_a_part_that_does_not_exist(source, tmp_path, part):
         convert(source, tmp_path / "new", part=part)
 
 
-def test_damage_leaves_nothing_behind_and_ends_all(tmp_path):
+class Together(PosixStorage):
+    """Lets no process begin to write before all have looked for room."""
+
+    def __init__(self, folder, count):
+        self.folder, self.count = folder, count
+
+    def free_space(self, path):
+        (self.folder / str(os.getpid())).touch()
+        until = time.monotonic() + LONG
+        while len(os.listdir(self.folder)) < self.count and time.monotonic() < until:
+            time.sleep(0.01)
+        return super().free_space(path)
+
+
+def test_damage_leaves_nothing_behind_and_ends_all(tmp_path, tmp_path_factory):
     root, target = tmp_path / "source", tmp_path / "target"
     candidate = recorded(root, Plan.parse("tp4"), random_tensors(MODEL))
     flip_bit(root / candidate.files[2][0].path, -1)
-    assert set(launch(3, root, target)) <= {FAILED, LOST}
+    together = Together(tmp_path_factory.mktemp("signs"), 3)
+    assert set(statuses([fork(number, 3, root, target, storage=together) for number in (1, 2, 3)])) <= {FAILED, LOST}
     assert os.listdir(tmp_path) == ["source"]
 
 
@@ -198,6 +214,54 @@ def test_a_killed_process_is_an_error_and_the_same_command_goes_on(source, tmp_p
     assert [(target / file.relative_to(work)).stat().st_mtime_ns for file in files[:2]] == kept
     assert content(target) == expected
     assert sorted(os.listdir(tmp_path)) == ["many", "one"]
+
+
+class Slow(PosixStorage):
+    """Says when its files are written, and waits before the mark of the group."""
+
+    def __init__(self, folder):
+        self.ready, self.go = folder / "ready", folder / "go"
+
+    def rename(self, source, target):
+        if os.path.basename(os.path.dirname(target)) == "done":
+            self.ready.touch()
+            wait_for(self.go)
+        super().rename(source, target)
+
+
+class DiesInAFile(PosixStorage):
+    def create(self, path, size):
+        super().create(path, size)              # it has its full size at once
+        os._exit(FAILED)
+
+
+def wait_for(path):
+    until = time.monotonic() + LONG
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def test_a_second_try_of_a_part_that_dies_spoils_nothing(source, tmp_path):
+    """The first one was slow and taken for dead. Its mark vouched for the files that the second one had begun."""
+    signs = tmp_path / "signs"
+    signs.mkdir()
+    convert(source, tmp_path / "one")
+    slow = fork(2, 2, source, tmp_path / "many", storage=Slow(signs))
+    wait_for(signs / "ready")
+    assert statuses([fork(2, 2, source, tmp_path / "many", storage=DiesInAFile())]) == [FAILED]
+    (signs / "go").touch()
+    assert statuses([fork(1, 2, source, tmp_path / "many"), slow]) == [0, 0]
+    assert content(tmp_path / "many") == content(tmp_path / "one")
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_those_who_write_check_all_of_the_source(source, tmp_path, monkeypatch, count):
+    """Nobody waits for the check of a part without files."""
+    checked = []
+    monkeypatch.setattr(converter, "check_source", lambda weights, traffic, number, shares: checked.append((number, shares)))
+    found = [merge(source, tmp_path / "many", part=(number, count)) for number in range(1, count + 1)]
+    files = found[0].files
+    assert files > 1 and [found for found in checked] == [(number, min(count, files)) for number in range(min(count, files))]
 
 
 def test_a_part_that_changed_since_it_was_written_is_written_again(source, tmp_path):

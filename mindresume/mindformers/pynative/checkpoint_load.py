@@ -205,9 +205,9 @@ class PyNativeNetwork:
         shapes = parameters.shapes_of({**model, **parameters.optimizer_parameters(self.optimizer, model)})
         if COUNTER in shapes and COUNTER in stored:
             shapes[COUNTER] = shapes[COUNTER][0], stored[COUNTER].dtype
-        without_masters = not any(name.startswith(MASTER) for name in stored)
-        optional = {name for name in shapes if name == COUNTER or without_masters and name.startswith(MASTER)
-                    or self.run.context.settings.allows(name)}
+        if not any(name.startswith(MASTER) for name in stored):         # they are made of the loaded parameters
+            shapes = {name: row for name, row in shapes.items() if not name.startswith(MASTER)}
+        optional = {name for name in shapes if name == COUNTER or self.run.context.settings.allows(name)}
         return LoadTarget(shapes, {}, optional, model, True)
 
     def layouts(self, target: LoadTarget) -> Layouts:
