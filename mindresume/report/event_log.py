@@ -145,7 +145,8 @@ def _is_countable(item: tuple[str, Any]) -> bool:
         return all(_is_countable((name, inner)) for inner in value)
     if name == "utc_offset_seconds":
         return value is None or abs(value) <= 86400
-    return not isinstance(value, (int, float)) or 0 <= value < COUNTABLE
+    least = -COUNTABLE if name == "status" else 0           # a signal that killed a process
+    return not isinstance(value, (int, float)) or least <= value < COUNTABLE
 
 
 def _shortened(event: Event) -> Event:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from training_logs import RUNS, ZERO, fail, record, two_attempts
 
 from mindresume import events as ev
+from mindresume.events import RankDied
 from mindresume.events.event_file import FOLDER, EventFile
 from mindresume.report import event_log
 from mindresume.report.event_log import (
@@ -43,6 +44,13 @@ def test_events_written_by_the_handler_are_read(tmp_path):
     for events in recorded:
         record(tmp_path, 0, events)
     assert [list(read_events(log)) for log in find_event_logs([str(tmp_path)])] == recorded
+
+
+def test_a_rank_that_a_signal_killed_is_read(tmp_path):
+    """Its status is negative."""
+    died = RankDied(1, "node0", 7, rank=0, status=-9)
+    record(tmp_path, 0, [(5.0, died)])
+    assert [event.event for log in find_event_logs([str(tmp_path)]) for event in read_events(log)] == [died]
 
 
 def test_files_are_found_by_their_names_once_and_in_order(tmp_path):
