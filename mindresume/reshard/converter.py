@@ -201,7 +201,9 @@ class Conversion:
             raise SaveError(f"the same conversion to {self.target} was just finished by another process; nothing is left to do")
         self.storage.make_folder(self.work)
         self._identity = self.storage.status(self.work).identity
-        missing = [self.plan.groups[number] for number in self.share.groups(self.plan) if self.done(number) is None]
+        is_first = self.storage.status(self.scratch) is None        # then there is room for all parts, or none begins
+        numbers = range(len(self.plan.groups)) if is_first else self.share.groups(self.plan)
+        missing = [self.plan.groups[number] for number in numbers if self.done(number) is None]
         needed = _SPARE + self.plan.size(missing)
         room = self.storage.free_space(self.work)
         if room < needed:

@@ -11,7 +11,7 @@ from reshard.plans import MODEL, Plan, random_tensors, recorded
 
 import mindresume
 from mindresume.api import conversion
-from mindresume.errors import ConfigError, ProcessLostError, SaveError
+from mindresume.errors import ConfigError, OutOfSpaceError, ProcessLostError, SaveError
 from mindresume.reshard import converter
 from mindresume.reshard.engines import Engine
 from mindresume.storage.atomic_publish import TEMPORARY
@@ -262,6 +262,14 @@ def test_those_who_write_check_all_of_the_source(source, tmp_path, monkeypatch, 
     found = [merge(source, tmp_path / "many", part=(number, count)) for number in range(1, count + 1)]
     files = found[0].files
     assert files > 1 and [found for found in checked] == [(number, min(count, files)) for number in range(min(count, files))]
+
+
+def test_the_first_part_asks_for_room_for_all(source, tmp_path, monkeypatch):
+    size = convert(source, tmp_path / "one").bytes_written
+    monkeypatch.setattr(PosixStorage, "free_space", lambda storage, path: size)         # too little for the records
+    with pytest.raises(OutOfSpaceError, match="there is room for"):
+        convert(source, tmp_path / "many", part=(2, 2))
+    assert os.listdir(tmp_path) == ["one"]
 
 
 def test_a_part_that_changed_since_it_was_written_is_written_again(source, tmp_path):
