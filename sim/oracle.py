@@ -29,13 +29,13 @@ from mindresume.formats.iteration_scan import tracked
 from mindresume.formats.rank_folder_naming import META, folder_name
 from mindresume.formats.records import scan_records
 from mindresume.formats.scrub_result import known_damage
-from mindresume.model.manifest import FOLDER, attempt_name
+from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
 from mindresume.resume.candidates import COMPLETE, list_checkpoints
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.selection import select_checkpoint
-from mindresume.saving.crash_loop import load_attempts
+from mindresume.saving.crash_loop import load_attempts, suspicion
 from mindresume.saving.memory_tier.directory import MARK
 from mindresume.settings import ScrubSettings
 from mindresume.storage.operations import read_json
@@ -63,17 +63,18 @@ class Finding:
 
 def check_disks(disks: Mapping[str, Disk], history: History, training: Training, restart: bool = True) -> list[Finding]:
     """Returns the violations. Changes ``disks``: the restarted job saves there. ``restart`` False: inspects only."""
-    rotted = rotted_saves(disks.values())
-    if rotted:                                              # no resume has to take these; what else is acknowledged must be taken
+    rotted, suspected = rotted_saves(disks.values()), set() if training.node_local else _suspected_saves(disks, training)
+    if rotted or suspected:                                 # no resume has to take these; what else is acknowledged must be taken
         history = history.copy()
-        history.reported = {saved: history.reported[saved] for saved in intact_saves(history, disks, training.keep)}
+        intact = intact_saves(history, disks, training.keep) if rotted else history.reported
+        history.reported = {saved: history.reported[saved] for saved in intact if saved not in suspected}
     required = history.newest()
     findings = [Finding(WRONG, text) for text in history.wrong]
     findings += [Finding(LOST, text) for text in history.stale_choices]
     findings += [Finding(STUCK, text) for text in history.lease_losses]
     selected: Saved | None | str = UNKNOWN
     if not training.node_local:
-        selected, more = _inspect(disks, history, training, rotted)
+        selected, more = _inspect(disks, history, training, rotted, suspected)
         findings += more
     else:
         findings += _inspect_node_local(disks, history, training)
@@ -86,7 +87,7 @@ def check_disks(disks: Mapping[str, Disk], history: History, training: Training,
         return findings + _check_refusal(disks, training)
     last = max((step for _, step in history.began), default=0)
     findings += restart_and_check(disks, training, None if stale_choices else required, selected, last, not training.fresh
-                      and not stale_choices)
+                                  and not stale_choices and not suspected)         # these stay, with the attempts to load them
     return findings
 
 
@@ -116,10 +117,23 @@ def _check_refusal(disks: Mapping[str, Disk], training: Training) -> list[Findin
             for process in job.ranks if not isinstance(process.error, NoUsableCheckpointError)]
 
 
-def _inspect(disks: Mapping[str, Disk], history: History, training: Training, rotted: Collection[Saved]
-             ) -> tuple[Saved | None | str, list[Finding]]:
+def _suspected_saves(disks: Mapping[str, Disk], training: Training) -> set[Saved]:
+    """Returns the saves that a resume takes last: several jobs in a row have died in their first step after they loaded them."""
+    suspected: set[Saved] = set()
+
+    def work(cluster: Cluster) -> None:
+        for key, deaths in load_attempts(CheckpointDir(Mount(cluster, cluster.processes[0]), training.root)).items():
+            parsed = parse_attempt(key)
+            if parsed is not None and deaths and suspicion(deaths, training.settings.max_failed_loads):
+                suspected.add((parsed[1], parsed[0]))
+    run_alone(disks, work)
+    return suspected
+
+
+def _inspect(disks: Mapping[str, Disk], history: History, training: Training, rotted: Collection[Saved],
+             suspected: Collection[Saved]) -> tuple[Saved | None | str, list[Finding]]:
     """Returns what a resume would take according to ``which``, and the violations that a user can see. ``rotted``: saves whose
-    damage ``ls``, which reads no contents, need not know."""
+    damage ``ls``, which reads no contents, need not know. ``suspected``: saves of which it does not say so."""
     findings: list[Finding] = []
     selections: list[Saved | None | str] = []
 
@@ -148,7 +162,8 @@ def _inspect(disks: Mapping[str, Disk], history: History, training: Training, ro
                                 for refusal in damaged_metadata_files(CheckpointDir(storage, training.root), chosen)
                                 if f"{training.root}/{refusal.file}" not in known)
             rows = [row for row in rows if row.state == COMPLETE and not (training.health_monitored and row.candidate.health)
-                    and ((saved := (row.candidate.run, row.candidate.step)) == selections[0] or saved not in rotted)]
+                    and ((saved := (row.candidate.run, row.candidate.step)) == selections[0]
+                         or saved not in rotted and saved not in suspected)]
             first = next(iter(rows), None)
             if first is None or (first.candidate.run, first.candidate.step) != selections[0]:
                 findings.append(Finding(INCONSISTENT, f"which says {selections[0]}, ls {first and first.candidate.name}"))
