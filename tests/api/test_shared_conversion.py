@@ -254,7 +254,7 @@ def test_a_second_try_of_a_part_that_dies_spoils_nothing(source, tmp_path):
     assert content(tmp_path / "many") == content(tmp_path / "one")
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("count", [1, 2, 99])
 def test_those_who_write_check_all_of_the_source(source, tmp_path, monkeypatch, count):
     """Nobody waits for the check of a part without files."""
     checked = []
