@@ -282,10 +282,11 @@ class Catalog:
         removed = {step for row in wanted if (step := row.candidate.step) is not None} - there
         results = tuple(_verification(found.root, candidate, bad) for candidate, bad in verdicts)
         states = {result.state for result in results}
+        of_part = [f"part {part[0]} of {part[1]}: only this share of the files was read"] if part[1] > 1 else []
         return VerificationReport(
             found.root, DAMAGED in states, results, tuple(sorted(removed)), read[0], round(runtime.monotonic() - started, 3),
-            (*self._notes(found), *_of_part(part)), tuple(_verification(tier.root, candidate, bad) for candidate, bad in held),
-                                  UNREADABLE in states)
+            (*self._notes(found), *of_part), tuple(_verification(tier.root, candidate, bad) for candidate, bad in held),
+            UNREADABLE in states)
 
     # ---- release -----------------------------------------------------------------------------------------------------
 
@@ -363,8 +364,3 @@ def _verification(root: str, candidate: Candidate, bad: list[Refusal]) -> Checkp
                                   candidate.local_ranks, tuple(problem_of(root, refusal) for refusal in bad),
                                   tuple(filter(None, [missing_ranks_text(candidate)])),
                                   state != INCOMPLETE and all(row.is_harmless for row in bad))
-
-
-def _of_part(part: tuple[int, int]) -> tuple[str, ...]:
-    """Returns the note of a verification that read only a part of the files."""
-    return (f"part {part[0]} of {part[1]}: only this share of the files was read",) if part[1] > 1 else ()

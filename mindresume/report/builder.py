@@ -84,11 +84,11 @@ def read_checkpoint_state(directory: CheckpointDir) -> CheckpointState:
     """Returns the checkpoints, newest first, in the order in which a resume tries them."""
     found, seen = list_checkpoints(directory.storage, directory.root, strategy_lookup(directory.storage))
     rows = [StoredCheckpoint(saved.step, saved.epoch, saved.run, saved.world_size,
-                             size_of(CheckpointDir(directory.storage, found.root), saved),
+                             size_of(found.directory, saved),
                              saved.format, saved.iteration_dir or None, saved.committed, saved.saved_at, row.state,
                              row.problem.reason if row.problem else "; ".join(row.warnings))
             for row in seen for saved in [row.candidate]]
-    leases = {holder.run: is_alive(holder) for holder in known_lease_holders(CheckpointDir(directory.storage, found.root))
+    leases = {holder.run: is_alive(holder) for holder in known_lease_holders(found.directory)
               if holder.purpose == SAVING}
     return CheckpointState(found.root, found.exists, tuple(rows), found.notes, leases)
 

@@ -261,7 +261,7 @@ def test_those_who_write_check_all_of_the_source(source, tmp_path, monkeypatch, 
     monkeypatch.setattr(converter, "check_source", lambda weights, traffic, number, shares: checked.append((number, shares)))
     found = [merge(source, tmp_path / "many", part=(number, count)) for number in range(1, count + 1)]
     files = found[0].files
-    assert files > 1 and [found for found in checked] == [(number, min(count, files)) for number in range(min(count, files))]
+    assert files > 1 and checked == [(number, min(count, files)) for number in range(min(count, files))]
 
 
 def test_the_first_part_asks_for_room_for_all(source, tmp_path, monkeypatch):
