@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -99,13 +99,14 @@ def _later() -> Iterator[None]:
 
 def _work(connection: Connection) -> None:
     runtime.Thread(target=_end_with_parent, daemon=True).start()
-    while True:
-        function, argument = connection.recv()
-        try:
-            answer = None, function(argument)
-        except Exception as error:                  # any error: the parent raises it
-            answer = error, None
-        connection.send(answer)
+    with suppress(EOFError, ConnectionError):       # the parent is gone; the thread may not have noticed yet
+        while True:
+            function, argument = connection.recv()
+            try:
+                answer = None, function(argument)
+            except Exception as error:              # any error: the parent raises it
+                answer = error, None
+            connection.send(answer)
 
 
 def _end_with_parent() -> None:

@@ -1,4 +1,5 @@
 """Worker processes return results, end with the command, and leave nothing behind."""
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mindresume.fault_injection import workers as module
 from mindresume.fault_injection.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +46,17 @@ def test_results_errors_and_killed_workers_are_reported(tmp_path):
     with pytest.raises(ChildProcessError, match="died"), Workers(1, str(folder_of(tmp_path))) as workers:
         list(workers.map(die, [5]))
     assert os.listdir(tmp_path) == []
+
+
+def test_a_worker_whose_parent_is_gone_ends_without_a_traceback(monkeypatch):
+    """The pipe is broken before the thread that waits for the parent has noticed."""
+    monkeypatch.setattr(module, "_end_with_parent", lambda: None)
+    for sent in (), ((square, 3),):                                # the worker reads, or writes, when the parent is gone
+        ours, theirs = multiprocessing.Pipe()
+        for message in sent:
+            ours.send(message)
+        ours.close()
+        module._work(theirs)
 
 
 def processes_of(session):
