@@ -56,8 +56,8 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Describes one saved step as a scan found it.
+class SavedStep:
+    """Describes what one saved step is: its names, files and ranks.
 
     Attributes:
         step: None if unknown.
@@ -65,53 +65,32 @@ class Candidate:
         format: of the weight files; empty if unknown.
         files: of each rank; paths relative to the root of the scan.
         world_size: ranks that saved it; for rank folders of MINDFORMERS, the number of ranks that have a file.
-        order: larger is newer; comparable within one scan only.
         state: None if no record tells it.
         run: id of the run; None unless OURS.
         records_dir: path of the folder of records; None without records.
-        committed: a valid manifest exists.
-        maybe_completed: False only if the save provably never completed; a fresh start then loses nothing.
-        problem: the reason for refusal that the scan already found.
         saved_at: seconds since 1970; None if unknown.
         epoch: None if unknown.
-        records: checksums of the records, in order of rank, if the save is complete.
         iteration_dir: the iteration folder relative to the root, empty for rank folders; paths in records are relative to it.
         metadata_files: the metadata files that the manifest names beside the weights.
         deduplicated: according to the records, some rank wrote only its share of the slices that several ranks hold.
-        missing_ranks: ranks without files, lost before the last save; the other ranks provably hold all of their slices.
         local_ranks: where nodes share no disk, the ranks of the node whose files these are; else empty.
-        manifest_problem: why the manifest cannot be used; the records, which are the commit, then decide.
-        manifest_unreadable: the reason is an error of the file system, which may pass.
-        listing_error: why its folder cannot be listed, also given in ``problem``. Its content is unknown, so it is never removed,
-            and it prevents a fresh start.
         lineage: the run that began its training; empty if its records do not tell.
-        has_scrub_result: there is a file ``scrub.json`` beside its records (``scrub_result``).
     """
     step: int | None
     origin: str
     format: str
     files: Mapping[int, tuple[FileRecord, ...]]
     world_size: int
-    order: tuple[float, ...]
     state: TrainingState | None = None
     run: str | None = None
     records_dir: str | None = None
-    committed: bool = False
-    maybe_completed: bool = True
-    problem: Refusal | None = None
     saved_at: float | None = None
     epoch: int | None = None
-    records: tuple[str, ...] = ()
     iteration_dir: str = ""
     metadata_files: tuple[FileRecord, ...] = ()
     deduplicated: bool = False
-    missing_ranks: tuple[int, ...] = ()
     local_ranks: tuple[int, ...] = ()
-    manifest_problem: str = ""
-    manifest_unreadable: bool = False
-    listing_error: str = ""
     lineage: str = ""
-    has_scrub_result: bool = False
 
     @property
     def name(self) -> str:
@@ -145,6 +124,35 @@ class Candidate:
     def metrics(self) -> Mapping[str, float]:
         """Returns the metrics at the save; empty if no record has any."""
         return dict(self.state.metrics) if self.state else {}
+
+
+@dataclass(frozen=True)
+class Candidate(SavedStep):
+    """A saved step as a scan found it: whether it is complete, and its place among the others.
+
+    Attributes:
+        order: larger is newer; comparable within one scan only.
+        committed: a valid manifest exists.
+        maybe_completed: False only if the save provably never completed; a fresh start then loses nothing.
+        problem: the reason for refusal that the scan already found.
+        records: checksums of the records, in order of rank, if the save is complete.
+        missing_ranks: ranks without files, lost before the last save; the other ranks provably hold all of their slices.
+        manifest_problem: why the manifest cannot be used; the records, which are the commit, then decide.
+        manifest_unreadable: the reason is an error of the file system, which may pass.
+        listing_error: why its folder cannot be listed, also given in ``problem``. Its content is unknown, so it is never removed,
+            and it prevents a fresh start.
+        has_scrub_result: there is a file ``scrub.json`` beside its records (``scrub_result``).
+    """
+    order: tuple[float, ...] = (0.0,)
+    committed: bool = False
+    maybe_completed: bool = True
+    problem: Refusal | None = None
+    records: tuple[str, ...] = ()
+    missing_ranks: tuple[int, ...] = ()
+    manifest_problem: str = ""
+    manifest_unreadable: bool = False
+    listing_error: str = ""
+    has_scrub_result: bool = False
 
     def refuse(self, reason: str, file: str | None = None, rank: int | None = None, tensors: Sequence[str] = (),
                error: Exception | None = None) -> Refusal:

@@ -169,7 +169,7 @@ def candidate_without_records(directory: CheckpointDir, name: str, tracked: bool
     for file in found:
         files[file.index] = (*files.get(file.index, ()), FileRecord(f"{name}/{file}", "safetensors"))
     world = max((file.count for file in found), default=0)
-    candidate = Candidate(step, MINDFORMERS, "safetensors", files, world, (0.0,), iteration_dir=name)
+    candidate = Candidate(step, MINDFORMERS, "safetensors", files, world, iteration_dir=name)
     missing = _missing(name, found, names)
     if missing:
         return replace(candidate, maybe_completed=tracked, problem=candidate.refuse(*missing))

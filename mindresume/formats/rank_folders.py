@@ -167,7 +167,7 @@ def _from_group(directory: CheckpointDir, group: _Group, attempted: set[tuple[st
     """Returns the candidate of a group of files; None if its records make it one. Adds to ``late`` folders of records that
     exist but were not listed: another host has just made them."""
     files = {rank: (FileRecord(path, group.format),) for rank, path in sorted(group.files.items())}
-    base = Candidate(None, MINDFORMERS, group.format, files, len(files), (0.0,), epoch=group.epoch)
+    base = Candidate(None, MINDFORMERS, group.format, files, len(files), epoch=group.epoch)
     header, problem, scalars = None, None, {}
     for rank, (file,) in files.items():
         try:

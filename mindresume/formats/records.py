@@ -231,7 +231,7 @@ def candidate_of(manifest: Manifest, iteration_dir: str = "", path: str | None =
     path = attempt_name(manifest.step, manifest.run) if path is None else path
     return Candidate(
         manifest.step, OURS, manifest.files[0][0].format, dict(zip(manifest.ranks, manifest.files, strict=True)),
-        manifest.world_size, (run_sequence(manifest.run), manifest.step, 0.0), manifest.state, manifest.run, path,
+        manifest.world_size, manifest.state, manifest.run, path, order=(run_sequence(manifest.run), manifest.step, 0.0),
         committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records,
         iteration_dir=iteration_dir, metadata_files=manifest.metadata_files, deduplicated=manifest.deduplicated,
         local_ranks=manifest.local_ranks, lineage=manifest.lineage)
@@ -287,9 +287,9 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
                           rank=missing[0] if missing else None)
     first = records.get(0) or next(iter(records.values()), None)
     return Candidate(step, OURS, first.files[0].format if first else "", {rank: r.files for rank, r in records.items()}, world,
-                     (run_sequence(run), step, 0.0), first.state if first else None, run, path, maybe_completed=not certain or
-                     MANIFEST in content, problem=problem, saved_at=first.saved_at if first else None,
-                     epoch=first.state.epoch if first else None,
+                     first.state if first else None, run, path, order=(run_sequence(run), step, 0.0),
+                     maybe_completed=not certain or MANIFEST in content, problem=problem,
+                     saved_at=first.saved_at if first else None, epoch=first.state.epoch if first else None,
                      records=tuple(checksums[rank] for rank in sorted(checksums)) if complete and not missing else (),
                      deduplicated=any(record.deduplicated for record in records.values()),
                      missing_ranks=tuple(missing) if complete else (), local_ranks=local_ranks if complete else (),

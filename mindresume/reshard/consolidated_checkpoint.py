@@ -35,7 +35,7 @@ def candidate_of(source: OpenCheckpoint, state: TrainingState | None) -> Candida
     files = source.made.files if source.made else tuple(
         FileRecord(os.path.basename(path), header.format) for path, header in source.weights.headers.items())
     step, epoch = (state.step, state.epoch) if state else (None, None)
-    return Candidate(step, MERGED if source.made else MINDFORMERS, files[0].format, {0: files}, 1, (0.0,), state, epoch=epoch)
+    return Candidate(step, MERGED if source.made else MINDFORMERS, files[0].format, {0: files}, 1, state, epoch=epoch)
 
 
 @dataclass
@@ -91,7 +91,7 @@ def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:
         if isinstance(error, CorruptFileError):
             problem = Refusal(None, error.reason, os.path.relpath(error.path, _folder(path)),
                               tensors=(error.tensor,) if error.tensor else ())
-        return Candidate(None, MINDFORMERS, "safetensors", {}, 1, (0.0,), problem=problem), problem
+        return Candidate(None, MINDFORMERS, "safetensors", {}, 1, problem=problem), problem
 
 
 def survey(storage: Storage, path: str) -> tuple[Scan, tuple[CheckpointStatus, ...]]:

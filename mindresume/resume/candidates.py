@@ -88,7 +88,7 @@ def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
         raise ConfigError(f"{path} is no checkpoint: expected a folder, or a file that ends in .{' or .'.join(FORMATS)}")
     file = FileRecord(name, format_of(name))
     ranks, directory = world_size or 1, CheckpointDir(storage, folder)
-    candidate = Candidate(None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), (file,)), ranks, (0.0,))
+    candidate = Candidate(None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), (file,)), ranks)
     try:
         scalars = scalars_of(directory, file, header_of(directory, file))
     except CorruptFileError as error:

@@ -15,7 +15,7 @@ from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank
 from mindresume.resume.selection import CheckpointSources, preview_selection, select_checkpoint
 
-WHOLE = Candidate(7, MERGED, "safetensors", {0: (FileRecord("part0.safetensors", "safetensors"),)}, 1, (0.0,))
+WHOLE = Candidate(7, MERGED, "safetensors", {0: (FileRecord("part0.safetensors", "safetensors"),)}, 1)
 
 
 def preview(path, *policy, sources=None, **options):

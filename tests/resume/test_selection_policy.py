@@ -11,7 +11,7 @@ FILE = (FileRecord("f", "safetensors"),)
 
 
 def candidate(ranks, state=None):
-    return Candidate(5, MINDFORMERS, "safetensors", dict.fromkeys(ranks, FILE), len(ranks), (0.0,), state)
+    return Candidate(5, MINDFORMERS, "safetensors", dict.fromkeys(ranks, FILE), len(ranks), state)
 
 
 @pytest.mark.parametrize("rank, size, state, ranks", [
