@@ -35,6 +35,7 @@ from mindresume.model.layout import TensorLayout, ordinals
 from mindresume.model.manifest import MANIFEST, Details, FileRecord, Record, TensorRecord, record_name, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard import iteration_view
+from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_assignment import shares
 from mindresume.saving.shard_writer import SaveTarget
@@ -103,9 +104,9 @@ class Bench:
         candidate = scan(target).candidates[0]
         if not candidate.committed:
             raise SystemExit(f"{kind}: not committed: {candidate.problem}")
-        records = iteration_view._Records(target.storage, candidate)
+        weights = CheckpointView(target.storage, target.path(candidate.iteration_dir), {}, candidate=candidate)
         found = self.rounds.timed(f"open {kind}",
-                                  lambda: iteration_view._described(target, candidate, records))
+                                  lambda: iteration_view._described(target, weights, False)[0])
         if len(found) != len(self.large):
             raise SystemExit(f"{kind}: {len(found)} of {len(self.large)} parameters are described")
         self.sizes[f"manifest {kind}"] = os.path.getsize(os.path.join(candidate.records_dir, MANIFEST))

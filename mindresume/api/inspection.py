@@ -117,7 +117,7 @@ def _of_checkpoint(source: OpenCheckpoint) -> Inspection:
     rows = tuple(tensors_of(weights).values())
     stage_sizes = {row.layout.stage_size for row in rows if row.layout}
     stage_size = stage_sizes.pop() if len(stage_sizes) == 1 else None
-    paths = [*weights.headers] if candidate is None else [path for rank in candidate.files for path in weights.paths(rank)]
+    paths = [*weights.headers] if candidate is None else [path for files in weights.files.values() for path in files]
     on_disk = [status.size for status in parallel(storage, storage.status, paths) if status is not None]
     counts, total = Counter(row.dtype for row in rows), Counter[str]()
     for row in rows:

@@ -109,7 +109,7 @@ def tensors_of(weights: CheckpointView) -> dict[str, TensorInfo]:
     infos = {}
     for name, tensor in weights.tensors.items():
         if tensor.layout is None:
-            file = os.path.basename(weights.path_by_tensor[name]) if weights.path_by_tensor is not None else None
+            file = os.path.basename(weights.places[name][0]) if weights.is_consolidated else None
             infos[name] = TensorInfo(name, tensor.dtype, tensor.shape, None, (), weights.world_size, file)
         else:
             infos[name] = TensorInfo(name, tensor.dtype, tensor.shape, tensor.layout, tensor.stages, tensor.layout.copies)

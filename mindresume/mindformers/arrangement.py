@@ -52,5 +52,5 @@ def check(plan: ResumePlan, own: Mapping[str, bool], remedy: str = "Set {key}: {
 def assume(weights: CheckpointView, own: Mapping[str, bool]) -> None:
     """Takes the arrangement of the network for that of the ranks' files of a checkpoint that records none: mindformers does not
     record it, and its job had the same model configuration."""
-    if weights.path_by_tensor is None:
+    if not weights.is_consolidated:
         weights.arrangement = {**own, **weights.arrangement}

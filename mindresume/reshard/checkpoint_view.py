@@ -81,35 +81,16 @@ class PieceLocation(NamedTuple):
     checksum: str | None
 
 
-class Records:
-    """Reads the records of a checkpoint, each once."""
-
-    def __init__(self, storage: Storage, candidate: Candidate):
-        self.storage, self.candidate = storage, candidate
-        self._details: dict[int, Details] = {}
-        self._lock = runtime.Lock()
-
-    def details(self, rank: int) -> Details | None:
-        """Returns the details in the record of a rank; None if it has none."""
-        if self.candidate.records_dir is None or rank not in self.candidate.files:
-            return None
-        with self._lock:
-            if rank not in self._details:
-                self._details[rank] = details_of(self.storage, self.candidate.records_dir, rank)
-            return self._details[rank]
-
-
 @dataclass
 class CheckpointView:
     """Gives access to the tensors of a checkpoint.
 
     Attributes:
         name: for messages.
-        files: {rank: paths of its files}; an iteration folder has several of a rank.
+        files: {rank: paths of its files}; an iteration folder has several of a rank. Empty for consolidated weights.
         places: {tensor: {rank: path of the file that holds its piece}}; of others it is the first file of the rank.
-        path_by_tensor: of consolidated weights; else None.
         checksums: of consolidated weights, as far as they are recorded.
-        records: of the checkpoint; None: there are none.
+        candidate: the saved step, whose records are read; None: there are none.
         headers: by path, as far as they were read.
         arrangement: how the network orders the elements within the tensors (``tensor_checks``); empty if unknown.
         split: the layouts tell optimizer shards from tensor parallelism; those of a ``metadata.json`` do not.
@@ -120,32 +101,34 @@ class CheckpointView:
     tensors: Mapping[str, Tensor]
     files: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     places: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
-    path_by_tensor: Mapping[str, str] | None = None
     checksums: Mapping[str, str] = field(default_factory=dict)
-    records: Records | None = None
+    candidate: Candidate | None = None
     world_size: int = 1
     headers: dict[str, Header | None] = field(default_factory=dict)
     arrangement: Mapping[str, bool] = field(default_factory=dict)
     split: bool = True
     memory: Any = None
     _lock: runtime.Lock = field(default_factory=runtime.Lock)
+    _details: dict[int, Details] = field(default_factory=dict)
     _kept: dict[tuple[str, Region, int], list[int]] = field(default_factory=dict)   # {piece: ranks whose files are in memory}
+
+    @property
+    def is_consolidated(self) -> bool:
+        """Whether it views consolidated weights, which are not cut and belong to no rank."""
+        return not self.files
 
     def path_of(self, rank: int, name: str) -> str | None:
         """Returns the path of the file that holds a rank's piece of a tensor; None if there is none."""
-        if name in self.places:
-            return self.places[name].get(rank)
-        return self.path_by_tensor[name] if self.path_by_tensor is not None else next(iter(self.paths(rank)), None)
+        return self.places[name].get(rank) if name in self.places else next(iter(self.files.get(rank, ())), None)
 
-    def paths(self, rank: int) -> tuple[str, ...]:
-        """Returns all files of a rank."""
-        return self.files.get(rank, ())
-
-    def checksum(self, rank: int, name: str) -> str | None:
-        """Returns the recorded checksum of a rank's piece of a tensor; None if there is none."""
-        details = self.records.details(rank) if self.records is not None else None
-        row = details.tensors.get(name) if details else None
-        return row.checksum if row else self.checksums.get(name)
+    def details(self, rank: int) -> Details | None:
+        """Returns the details in the record of a rank, which is read once; None if it has none."""
+        if self.candidate is None or self.candidate.records_dir is None or rank not in self.candidate.files:
+            return None
+        with self._lock:
+            if rank not in self._details:
+                self._details[rank] = details_of(self.storage, self.candidate.records_dir, rank)
+            return self._details[rank]
 
     @property
     def format(self) -> str:
@@ -169,7 +152,9 @@ class CheckpointView:
                 raise CorruptFileError(path, f"rank {rank} holds {name} as {entry.dtype} of shape {entry.shape}, expected "
                                              f"{tensor.dtype} of shape {expected}, a part of {tensor.shape}: the strategy is not "
                                              f"that of these weights, or the file is of another job", tensor=name)
-            return PieceLocation(rank, path, entry, self.checksum(rank, name))
+            details = self.details(rank)
+            row = details.tensors.get(name) if details else None
+            return PieceLocation(rank, path, entry, row.checksum if row else self.checksums.get(name))
         raise LoadError(f"{self.name}: {name} {cut.piece} of {tensor.shape} is nowhere: it should be in the file of rank "
                         f"{listed([*asked])}, which {'has' if len(asked) == 1 else 'have'} no such tensor or no file")
 
@@ -187,36 +172,27 @@ class CheckpointView:
 
     def entries(self, rank: int) -> dict[str, TensorEntry] | None:
         """Returns all tensors in the files of a rank; None if no file of it is there."""
-        headers = [header for path in self.paths(rank) if (header := self.header(path))]
+        headers = [header for path in self.files.get(rank, ()) if (header := self.header(path))]
         return {name: entry for header in headers for name, entry in header.tensors.items()} if headers else None
 
     def header(self, path: str) -> Header | None:
         """Returns the header of a file, None if there is no such file. Each is read once."""
-        with self._lock:
-            if path in self.headers:
-                return self.headers[path]
-        found = read_header_of(self.storage, path)
-        with self._lock:
-            self.headers[path] = found
-        return found
-
-
-def read_header_of(storage: Storage, path: str) -> Header | None:
-    """Returns the header of a file, None if there is no such file."""
-    try:
-        with storage.open(path) as file:
-            return read_header(file, path)
-    except FileNotFoundError:
-        return None
+        if path not in self.headers:
+            try:
+                with self.storage.open(path) as file:
+                    self.headers[path] = read_header(file, path)
+            except FileNotFoundError:
+                self.headers[path] = None
+        return self.headers[path]
 
 
 def view_of_consolidated(storage: Storage, weights: ConsolidatedWeights) -> CheckpointView:
     """Views consolidated weights. LoadError if one of them is a text."""
-    paths = {name: os.path.join(weights.root, file) for name, file in weights.tensors.items()}
+    places = {name: {0: os.path.join(weights.root, file)} for name, file in weights.tensors.items()}
     entries = {name: weights.headers[file].tensors[name] for name, file in weights.tensors.items()}
     texts = [name for name, entry in entries.items() if entry.dtype not in DTYPES]
     if texts:
-        raise LoadError(f"{paths[texts[0]]}: {texts[0]} is a text, not a tensor; it can be part of no other layout")
+        raise LoadError(f"{places[texts[0]][0]}: {texts[0]} is a text, not a tensor; it can be part of no other layout")
     tensors = {name: Tensor(name, entry.dtype, entry.shape) for name, entry in entries.items()}
     headers = {os.path.join(weights.root, file): header for file, header in weights.headers.items()}
-    return CheckpointView(storage, weights.root, tensors, path_by_tensor=paths, headers=dict(headers))
+    return CheckpointView(storage, weights.root, tensors, places=places, headers=dict(headers))

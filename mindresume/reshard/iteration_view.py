@@ -21,8 +21,7 @@ from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.model.layout import is_scalar
 from mindresume.model.training_state import is_transient
-from mindresume.reshard.checkpoint_view import CheckpointView, Records, Tensor
-from mindresume.tensor_files import Header
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 
 
 def view_of_iteration(directory: CheckpointDir, candidate: Candidate, split: bool = False) -> CheckpointView:
@@ -35,36 +34,31 @@ def view_of_iteration(directory: CheckpointDir, candidate: Candidate, split: boo
         StrategyError: it does not name some tensors, except counters; not if there is one rank.
     """
     folder = directory.path(candidate.iteration_dir)
-    records = Records(directory.storage, candidate)
-    named, split = _described(directory, candidate, records, split)
-    where = {name: {copy.rank: os.path.join(folder, copy.file) for copies in row.stored.values() for copy in copies}
-             for name, row in named.items()}
-    tensors = {name: Tensor(name, row.dtype, row.shape, row.layout, row.first if row.layout else min(where[name]),
-                            other_stages=_other_stages(row, where[name])) for name, row in named.items()}
-    headers: dict[str, Header | None] = {}
-    for name, rank, path, tensor in _unnamed_tensors(directory, candidate, named, headers):
+    files = {rank: tuple(directory.path(file.path) for file in files) for rank, files in candidate.files.items()}
+    weights = CheckpointView(directory.storage, folder, {}, files, candidate=candidate)
+    named, weights.split = _described(directory, weights, split)
+    tensors, where = {}, {}
+    for name, row in named.items():
+        where[name] = {copy.rank: os.path.join(folder, copy.file) for copies in row.stored.values() for copy in copies}
+        first, others = min(where[name]), set[int]()
+        if row.layout:
+            first, size = row.first, row.layout.stage_size
+            others = {rank - rank % size for rank in where[name]} - {first}
+        tensors[name] = Tensor(name, row.dtype, row.shape, row.layout, first, other_stages=tuple(sorted(others)))
+    for name, rank, path, tensor in _unnamed_tensors(directory, weights, named):
         tensors[name], where[name] = tensor, {rank: path}
-    paths = {rank: tuple(directory.path(file.path) for file in files) for rank, files in candidate.files.items()}
+    weights.tensors, weights.places = tensors, where
     size = max((tensor.first + tensor.layout.stage_size for tensor in tensors.values() if tensor.layout), default=1)
-    return CheckpointView(directory.storage, folder, tensors, paths, where, records=records, headers=headers, split=split,
-                          world_size=candidate.world_size if candidate.records_dir else size)
+    weights.world_size = candidate.world_size if candidate.records_dir else size
+    return weights
 
 
-def _other_stages(row: TensorMetadata, where: Mapping[int, str]) -> tuple[int, ...]:
-    """Returns the first ranks of further stages that stored the tensor."""
-    if row.layout is None:
-        return ()
-    size = row.layout.stage_size
-    return tuple(sorted({rank - rank % size for rank in where} - {row.first}))
-
-
-def _described(directory: CheckpointDir, candidate: Candidate, records: Records, split: bool
-               ) -> tuple[Mapping[str, TensorMetadata], bool]:
+def _described(directory: CheckpointDir, weights: CheckpointView, split: bool) -> tuple[Mapping[str, TensorMetadata], bool]:
     """Returns ({tensor: description}, whether optimizer shards stand apart) from the records, which hold the facts of
     ``metadata.json`` and more. After redundancy removal the records of all ranks would be needed, so unless they must be split
     that file is read instead, if it has the recorded checksum. hyper_parallel, which cuts the parameters of the PyNative trainer
     (only that one has counters of a trainer), gives one layout: its shards over data parallelism may lie in any dimension."""
-    folder = directory.path(candidate.iteration_dir)
+    candidate, folder = weights.candidate, weights.name
     if candidate.records_dir is None:
         return load_metadata(directory.storage, folder) if METADATA in directory.storage.list(folder) else {}, False
     if candidate.world_size == 1:
@@ -76,14 +70,15 @@ def _described(directory: CheckpointDir, candidate: Candidate, records: Records,
             if xxhash.xxh3_128_hexdigest(data) == written.checksum:
                 return read_metadata(data, os.path.join(folder, METADATA)), False
     files = [[os.path.basename(file.path) for file in candidate.files.get(rank, ())] for rank in range(candidate.world_size)]
-    rows = metadata_from_records(files, candidate.deduplicated, records.details)
+    rows = metadata_from_records(files, candidate.deduplicated, weights.details)
     return {row.name: row for row in rows}, not (candidate.state and candidate.state.trainer)
 
 
-def _unnamed_tensors(directory: CheckpointDir, candidate: Candidate, named: Mapping[str, TensorMetadata],
-            headers: dict[str, Header | None]) -> list[tuple[str, int, str, Tensor]]:
+def _unnamed_tensors(directory: CheckpointDir, weights: CheckpointView, named: Mapping[str, TensorMetadata]
+                     ) -> list[tuple[str, int, str, Tensor]]:
     """Returns (name, rank, path, tensor) for tensors of the first rank that the metadata does not name: mindformers leaves out
     the counters of the optimizer, which the strategy does not name."""
+    candidate = weights.candidate
     if not candidate.files:
         return []
     rank, found, lost = min(candidate.files), [], []
@@ -91,7 +86,7 @@ def _unnamed_tensors(directory: CheckpointDir, candidate: Candidate, named: Mapp
         path = directory.path(file.path)
         if directory.storage.status(path) is None and named:
             continue
-        header = headers[path] = header_of(directory, file)
+        header = weights.headers[path] = header_of(directory, file)
         for name, entry in header.tensors.items():
             if name in named or is_transient(name) and candidate.world_size > 1:
                 continue
@@ -101,7 +96,6 @@ def _unnamed_tensors(directory: CheckpointDir, candidate: Candidate, named: Mapp
                 lost.append(f"{name} {entry.shape}")
             found.append((name, rank, path, Tensor(name, entry.dtype, entry.shape, None, rank)))
     if lost:
-        folder = directory.path(candidate.iteration_dir)
-        raise StrategyError(f"{folder}: {len(lost)} tensors have no layout: {listed(lost, 5)}; "
+        raise StrategyError(f"{weights.name}: {len(lost)} tensors have no layout: {listed(lost, 5)}; "
                             f"{METADATA} does not name them, so how they are cut is unknown")
     return found

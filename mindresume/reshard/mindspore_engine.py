@@ -207,14 +207,14 @@ def _write_strategy(weights: CheckpointView, strategy: Strategy | None, path: st
 def _files(weights: CheckpointView, source: Strategy | None, work: str) -> tuple[dict[int, str], bool]:
     """Returns {rank: path}, and whether every file holds all tensors of its rank (no redundancy was removed)."""
     if source is None:
-        places = set(weights.paths(0) if weights.path_by_tensor is None else weights.path_by_tensor.values())
+        places = set(weights.files.get(0, ())) or {path for copies in weights.places.values() for path in copies.values()}
         if len(places) == 1 and (path := places.pop()) and set(_header(weights, 0, path).tensors) == set(weights.tensors):
             return {0: path}, True
         merged = os.path.join(work, "merged.safetensors")           # MindSpore would take only the last of several files
         transform(weights, PosixStorage(), [TargetFile(merged, "safetensors", whole_tensors(weights.tensors), METADATA)])
         return {0: merged}, True
-    paths = {rank: next(iter(weights.paths(rank)), None) for rank in range(source.world_size)}
-    if any(len(weights.paths(rank)) > 1 for rank in paths):
+    paths = {rank: next(iter(weights.files.get(rank, ())), None) for rank in range(source.world_size)}
+    if any(len(weights.files.get(rank, ())) > 1 for rank in paths):
         raise _refusal(weights, "a rank of it has several files (Checkpoint 2.0), and MindSpore takes one")
     headers = parallel(weights.storage, lambda rank: _header(weights, rank, paths[rank]), list(paths))
     redundant = True
@@ -291,9 +291,9 @@ def collect(task: Task) -> CheckpointView:
     headers = {path: header for of_rank in parallel(storage, checked, list(paths)) for path, header in of_rank.items()}
     title = f"{task.weights.name}, rewritten by MindSpore"
     if task.target is None:
-        by_tensor = {name: path for path, header in headers.items() for name in header.tensors}
+        places = {name: {0: path} for path, header in headers.items() for name in header.tensors}
         uncut = {name: Tensor(name, tensor.dtype, tensor.shape) for name, tensor in source.items()}
-        return CheckpointView(storage, title, uncut, path_by_tensor=by_tensor, headers=dict(headers))
+        return CheckpointView(storage, title, uncut, places=places, headers=dict(headers))
     tensors = {}
     for name, tensor in source.items():
         stage = task.target.stage_of(name)

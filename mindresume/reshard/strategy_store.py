@@ -87,7 +87,7 @@ def has_layouts(storage: Storage, candidate: Candidate) -> bool:
 def own_strategy(weights: CheckpointView) -> Strategy | None:
     """Returns the strategy of the job that saved these weights; None if it was one rank. StrategyError for consolidated
     weights."""
-    if weights.path_by_tensor is not None:
+    if weights.is_consolidated:
         raise StrategyError(f"{weights.name} holds consolidated weights, which have no layout of their own; say with --to which "
                             "one the result gets")
     if weights.world_size == 1:

@@ -73,10 +73,11 @@ def test_after_a_conversion_the_source_counts():
         arrangement.check(plan, KEYS)
 
 
-@pytest.mark.parametrize("path_by_tensor, recorded, expected", [
-    (None, {}, KEYS), (None, {"use_interleaved_weight_layout_mlp": False}, {**KEYS, "use_interleaved_weight_layout_mlp": False}),
-    ({"w": "model.safetensors"}, {}, {})])
-def test_files_of_ranks_without_a_record_have_the_order_of_the_network(path_by_tensor, recorded, expected):
-    weights = SimpleNamespace(path_by_tensor=path_by_tensor, arrangement=recorded)
+@pytest.mark.parametrize("is_consolidated, recorded, expected", [
+    (False, {}, KEYS),
+    (False, {"use_interleaved_weight_layout_mlp": False}, {**KEYS, "use_interleaved_weight_layout_mlp": False}),
+    (True, {}, {})])
+def test_files_of_ranks_without_a_record_have_the_order_of_the_network(is_consolidated, recorded, expected):
+    weights = SimpleNamespace(is_consolidated=is_consolidated, arrangement=recorded)
     arrangement.assume(weights, KEYS)
     assert weights.arrangement == expected

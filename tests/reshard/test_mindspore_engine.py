@@ -72,7 +72,7 @@ for path in sys.argv[1:]:
 
 
 def array_of(weights, name, rank):
-    path = weights.path_by_tensor[name] if weights.path_by_tensor is not None else weights.paths(rank)[0]
+    path = weights.places[name][0] if weights.is_consolidated else weights.files[rank][0]
     with open(path, "rb") as file:
         return read_tensor(file, read_header(file, path).tensors[name])
 
@@ -81,13 +81,13 @@ def array_of(weights, name, rank):
 
 def test_mindspore_gets_one_file_per_rank_folder_and_both_strategies(tmp_path, work, small):
     """Other files in the folders are not passed on."""
-    put(Path(small.weights.paths(0)[0]).parent / "zzz_rank_0-9_9.safetensors", {"other": np.zeros(3)})
+    put(Path(small.weights.files[0][0]).parent / "zzz_rank_0-9_9.safetensors", {"other": np.zeros(3)})
     task = prepare(small.weights, small.target.strategy(), str(work), workers=8)
     job, = [json.loads(Path(path).read_text()) for path in task.jobs]
     assert sorted(path.relative_to(job["source"]).as_posix() for path in Path(job["source"]).glob("*/*")) == [
         "rank_0/weights.safetensors", "rank_1/weights.safetensors"]
     for rank in range(2):
-        assert os.path.samefile(f"{job['source']}/rank_{rank}/weights.safetensors", small.weights.paths(rank)[0])
+        assert os.path.samefile(f"{job['source']}/rank_{rank}/weights.safetensors", small.weights.files[rank][0])
     source, target = (decode_strategy(Path(job[key]).read_bytes(), job[key]) for key in ("source_strategy", "target_strategy"))
     assert source == dict(enumerate(Plan.parse("tp2", SMALL).strategy().stages))
     assert target == dict(enumerate(small.target.strategy().stages))
@@ -119,7 +119,7 @@ def test_a_conversion_to_uncut_tensors_is_one_job(tmp_path, work, fmt, dedup, mo
 def test_consolidated_weights_of_several_files_become_one(tmp_path, work):
     root = complete(tmp_path / "src", TENSORS, part_bytes=100)
     weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(root)))
-    assert len(set(weights.path_by_tensor.values())) > 2
+    assert len({copies[0] for copies in weights.places.values()}) > 2
     task = prepare(weights, Plan.parse("tp2", SMALL).strategy(), str(work))
     path = work / "in" / "rank_0" / "weights.safetensors"
     with open(path, "rb") as file:
@@ -223,7 +223,7 @@ def test_a_file_is_missing_though_its_copy_is_there(tmp_path, work):
 
 def test_a_file_with_other_tensors_is_an_error(tmp_path, work):
     weights = weights_of(tmp_path / "src", Plan.parse("dp2tp2", SMALL))
-    path = Path(weights.paths(3)[0])
+    path = Path(weights.files[3][0])
     put(path, {**Plan.parse("dp2tp2", SMALL).shard(TENSORS, 3), **COUNTERS, "embedding.weight": np.zeros((8, 4), np.float32)})
     weights.headers.clear()
     refused(weights, Plan.parse("tp4", SMALL).strategy(), work, "rank 3", "embedding.weight", "(4, 4)", "(8, 4)")
@@ -256,7 +256,7 @@ def test_nan_of_bfloat16(tmp_path, work, fmt, bits, fine):
     if fine:
         assert prepare(weights, Plan.parse("tp4", model).strategy(), str(work))
     else:
-        refused(weights, Plan.parse("tp4", model).strategy(), work, "NaN", weights.paths(1)[0])
+        refused(weights, Plan.parse("tp4", model).strategy(), work, "NaN", weights.files[1][0])
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

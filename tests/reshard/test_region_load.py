@@ -252,7 +252,7 @@ def test_a_region_of_a_copy_is_taken_from_the_first_rank_that_has_it(tmp_path):
     weights, _ = damaged(tmp_path, plan, "embedding.weight", 3)         # a copy of that of rank 1
     found = read_regions(weights, {"embedding.weight": whole((16, 8))})
     assert found["embedding.weight"].tobytes() == TENSORS["embedding.weight"].tobytes()
-    os.remove(weights.paths(1)[0])
+    os.remove(weights.files[1][0])
     weights.headers.clear()
     with pytest.raises(CorruptFileError, match="embedding.weight of rank 3 is not what was written"):
         read_regions(weights, {"embedding.weight": whole((16, 8))})
