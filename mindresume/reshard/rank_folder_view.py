@@ -63,8 +63,8 @@ def view_of_rank_folders(directory: CheckpointDir, candidate: Candidate, strateg
             # shared by several stages, or a counter
             if (known.dtype, known.shape, known.layout) != (dtype, full, layout) and not is_scalar(full):
                 raise StrategyError(f"{directory.root}: the pipeline stage of rank {known.first} holds {name} as "
-                                    f"{known.dtype} of whole shape {known.shape}, cut as {known.layout}, that of rank {ranks[0]} as "
-                                    f"{dtype} of {full}, cut as {layout}; expected the same on both")
+                                    f"{known.dtype} of whole shape {known.shape}, cut as {known.layout}, that of rank {ranks[0]} "
+                                    f"as {dtype} of {full}, cut as {layout}; expected the same on both")
             found[name] = replace(known, other_stages=(*known.other_stages, ranks[0]))
         _check_lost(weights, where, ranks, given)
     if lost:
@@ -124,8 +124,8 @@ def _check_same_cut(name: str, full: tuple[int, ...], known: TensorLayout, given
             same = False
         if not same:
             raise StrategyError(f"{name}: the strategy that is given cuts it as {given}, the record of the checkpoint as "
-                                f"{known}; rank {rank} would hold another part of {full}. Leave src_strategy_path_or_dir (--from) "
-                                f"away: these records know their layouts")
+                                f"{known}; rank {rank} would hold another part of {full}. Leave src_strategy_path_or_dir "
+                                f"(--from) away: these records know their layouts")
 
 
 def _check_lost(weights: CheckpointView, where: str, ranks: Iterable[int], named: Collection[str]) -> None:
