@@ -3,12 +3,13 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from rank_folders import dir_at
+from rank_folders import RUN, dir_at, records_of
 
-from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
+from mindresume.coordination.lease import LOADING, SAVING, Lease, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
+from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.events import ignore
-from mindresume.model.manifest import FOLDER, run_name
+from mindresume.model.manifest import FOLDER, attempt_name, run_name
 
 ME = holder_of_this_process(SAVING, 4)
 ELSEWHERE = replace(ME, host="node7", machine="another/1", pid=1)
@@ -34,12 +35,28 @@ def acquire_lease(root, holder=ME, time=None, emit=ignore):
     return acquire(dir_at(root), holder, emit=emit, time=time)
 
 
-def publish_lease(root, holder, sequence=1):
+def job_in(root, world=8):
+    """Returns the lease of a job of this process that saves there."""
+    return acquire(dir_at(root), holder_of_this_process(SAVING, world))
+
+
+def publish_lease(root, holder=ME, sequence=1):
     """Writes the lease of run number ``sequence`` of this holder, as if it saved there."""
     lease = Lease(dir_at(root), replace(holder, run=run_name(sequence, "0000aaaa")))
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
     lease.publish()
     return lease
+
+
+def reading(root, step, run=RUN):
+    """Returns the read lock of this process on a saved step."""
+    return acquire_read_lock(dir_at(root), attempt_name(step, run), str(records_of(root, step, run)))
+
+
+def dead_reader(root, step, run=RUN):
+    """Leaves the lease of a process that has died while it read a step."""
+    owner = replace(dead_holder(), purpose=LOADING, holds=(attempt_name(step, run),), run="0000-0000dead")
+    Lease(dir_at(root), owner).publish()
 
 
 def dead_holder():

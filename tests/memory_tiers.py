@@ -8,7 +8,7 @@ import pytest
 from rank_folders import RUN, STORAGE, dir_at, state_of, tensors_of
 
 from mindresume.formats.rank_folder_naming import FileName
-from mindresume.saving.memory_tier.directory import OWNER, make_mark, make_tier, owner_of, read_mark, tier_path
+from mindresume.saving.memory_tier.directory import OWNER, make_mark, make_tier, owner_of, read_mark, this_process, tier_path
 from mindresume.saving.shard_writer import Save, iteration_shard, rank_shard
 from mindresume.storage.atomic_publish import publish_json
 
@@ -53,6 +53,7 @@ class StepRequest:
         return self.collective
 
 
+ALIVE = [this_process()]
 DEAD = [[2**22 - 3, 1]]                 # a process that cannot exist with this start
 
 

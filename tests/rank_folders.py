@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+import mindresume
 from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formats.rank_folder_naming import FileName, folder_name, meta_json
-from mindresume.model.manifest import run_name
+from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL
@@ -26,7 +27,8 @@ from sim.machine import use_cluster
 from sim.schedule import Schedule
 
 STORAGE = PosixStorage()
-RUN = run_name(1, "0000aaaa")
+RUN, LATER_RUN = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
+RECORDS = FOLDER                # the folder of records, leases and marks in a checkpoint directory
 PER_EPOCH = 10
 LONGEST = 20_000                # simulated seconds that ranks may take
 
@@ -82,6 +84,22 @@ def save(root: Path, step: int, world: int = 4, run: str = RUN, fmt: str = "safe
 
 def path_of(root: Path, step: int, rank: int, suffix: int = 0, fmt: str = "safetensors") -> Path:
     return Path(root) / folder_name(rank) / str(name_of(rank, step, suffix, fmt))
+
+
+def records_of(root: Path | str, step: int, run: str = RUN) -> Path:
+    """Returns the folder of the records of one saved step."""
+    return Path(root) / RECORDS / attempt_name(step, run)
+
+
+def trash(root: Path | str, step: int, run: str = RUN) -> None:
+    """Leaves a removal that was cut short after its first operation."""
+    records = records_of(root, step, run)
+    records.rename(records.with_name(TRASH + records.name))
+
+
+def committed_steps(root: Path | str) -> list[int]:
+    """Returns the committed steps, newest first."""
+    return [row.step for row in mindresume.open(root).list() if row.committed]
 
 
 def write_foreign(root: Path, step: int, world: int = 4, suffix: int = 0, fmt: str = "safetensors", meta: bool = True,
@@ -192,6 +210,25 @@ def flip_bit(path: Path, offset: int = -3) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
+
+
+def start_of(path: Path, tensor: str | None = None) -> int:
+    """Returns where the bytes of a tensor begin in a weight file; of the first one that has any."""
+    with open(path, "rb") as file:
+        entries = read_header(file, str(path)).tensors
+    return next(entry for name, entry in entries.items() if (name == tensor if tensor else entry.nbytes)).ranges[0][0]
+
+
+def damage(root: Path, step: int, rank: int, tensor: str = "embedding.weight") -> str:
+    """Flips a bit of a tensor. Returns the path of its file."""
+    path = path_of(root, step, rank)
+    flip_bit(path, start_of(path, tensor))
+    return str(path)
+
+
+def leases(root: Path | str) -> list[str]:
+    """Returns the names of the leases in a checkpoint directory: those of jobs, and of readers."""
+    return sorted(path.name for path in (Path(root) / RECORDS).glob("claim-*"))
 
 
 def open_below(folder: Path | str) -> list[str]:

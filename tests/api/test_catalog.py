@@ -1,5 +1,4 @@
 """A folder of checkpoints through the API: list, select, verify."""
-import errno
 import json
 import os
 import shutil
@@ -7,17 +6,14 @@ import shutil
 import iteration_folders
 import pytest
 from coordination.test_storage_topology import save_part
-from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save, write_foreign, write_rank
+from lease_holders import job_in
+from rank_folders import RUN, damage, flip_bit, path_of, records_of, save, write_foreign, write_rank
 from reshard.plans import COUNTERS, MODEL, STEP, complete, put, random_tensors
+from storages import failing
 
 import mindresume
 from mindresume.api.catalog import Catalog
-from mindresume.coordination.lease import SAVING, holder_of_this_process
-from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import ConfigError, MissingCheckpointError
-from mindresume.model.manifest import FOLDER, attempt_name
-from mindresume.storage.posix import PosixStorage
-from mindresume.tensor_files import read_header
 
 
 @pytest.fixture(params=["mindresume", "mindformers", "iterations", "iterations of mindformers"])
@@ -32,13 +28,6 @@ def saved(request, tmp_path):
         for step in (10, 15):
             save(root, step, world=2) if request.param == "mindresume" else write_foreign(root, step, world=2)
     return root
-
-
-def damage(root, step, rank, tensor):
-    path = path_of(root, step, rank)
-    with open(path, "rb") as file:
-        flip_bit(path, read_header(file, str(path)).tensors[tensor].ranges[0][0])
-    return str(path)
 
 
 def plain(result):
@@ -100,7 +89,7 @@ def test_a_step_number_means_the_complete_one_of_two_saves(tmp_path):
 
 def test_list_names_the_job_that_saves_there(tmp_path):
     save(tmp_path, 5, 1)
-    lease = acquire(dir_at(tmp_path), holder_of_this_process(SAVING, 8))
+    lease = job_in(tmp_path)
     (user,) = mindresume.open(tmp_path).list().in_use_by
     assert user.holder.run == lease.run and user.alive is True and user.to_json()["pid"] == os.getpid()
     lease.release()
@@ -208,9 +197,8 @@ def test_select_of_an_empty_folder(tmp_path):
 
 
 def test_select_of_damaged_merged_weights(tmp_path):
-    from mindresume.api.conversion import merge
     save(tmp_path / "run", 5, world=1)
-    merge(tmp_path / "run", tmp_path / "merged")
+    mindresume.merge(tmp_path / "run", tmp_path / "merged")
     flip_bit(tmp_path / "merged" / "part0.safetensors")
     found = mindresume.open(tmp_path / "merged").select()
     assert found.chosen is None and "part0.safetensors" in found.error
@@ -262,7 +250,7 @@ def test_a_checkpoint_removed_while_it_is_read_is_not_damaged(tmp_path):
         def expect(self, count):
             for rank in range(2):
                 path_of(tmp_path, 5, rank).unlink()
-            shutil.rmtree(tmp_path / FOLDER / attempt_name(5, RUN))
+            shutil.rmtree(records_of(tmp_path, 5))
 
         def advance(self, count):
             pass
@@ -289,32 +277,15 @@ def test_nothing_is_changed(saved, call):
 
 # ---- files that cannot be read now -----------------------------------------------------------------------------------
 
-class Failing(PosixStorage):
-    """Cannot open, or with ``at`` "status" look at, files whose names contain ``name``."""
-
-    def __init__(self, name, at="open"):
-        self.name, self.at = name, at
-
-    def open(self, path):
-        return self._checked(path, "open") or super().open(path)
-
-    def status(self, path):
-        return self._checked(path, "status") or super().status(path)
-
-    def _checked(self, path, at):
-        if at == self.at and self.name in os.path.basename(path):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
-
-
 @pytest.mark.parametrize("iterations, name, at", [
     (False, "rank_1-", "open"), (False, "rank_1-", "status"), (False, "rank_00001.json", "open"),
     (False, "manifest.json", "open"), (True, "common.json", "open"), (True, "metadata.json", "open"),
     (True, "manifest.json", "open"), (True, "model-0000001", "open")])
 def test_what_cannot_be_read_now_is_not_damaged(tmp_path, iterations, name, at):
     (iteration_folders.save if iterations else save)(tmp_path, 5)
-    (found,) = Catalog(Failing(name, at), str(tmp_path)).verify().checkpoints
+    (found,) = Catalog(failing(name, at), str(tmp_path)).verify().checkpoints
     assert found.state == "unreadable" and "Stale" in found.problems[0].reason
-    report = Catalog(STORAGE, str(tmp_path)).verify()
+    report = mindresume.open(tmp_path).verify()
     assert (report.damaged, report.unreadable) == (False, False)
 
 
@@ -323,5 +294,5 @@ def test_what_is_missing_is_damaged(tmp_path, iterations, name):
     (iteration_folders.save if iterations else save)(tmp_path, 5)
     (path,) = tmp_path.glob(f"**/{name}")
     path.unlink()
-    report = Catalog(STORAGE, str(tmp_path)).verify()
+    report = mindresume.open(tmp_path).verify()
     assert report.checkpoints[0].state == "damaged" and (report.damaged, report.unreadable) == (True, False)

@@ -1,5 +1,7 @@
 """One saved step through the API: its state, its tensors, regions of them, and how long it is held."""
+import errno
 import gc
+import os
 import shutil
 import subprocess
 import sys
@@ -7,13 +9,13 @@ import sys
 import iteration_folders
 import numpy as np
 import pytest
-from rank_folders import path_of, save, tensors_of, write_foreign
+from rank_folders import RECORDS, damage, leases, save, tensors_of, write_foreign
 from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, put, random_tensors, recorded
+from storages import failing
 
 import mindresume
+from mindresume.api.catalog import Catalog
 from mindresume.errors import CorruptFileError, MissingCheckpointError, StrategyError
-from mindresume.formats.strategy import write_strategy
-from mindresume.model.manifest import FOLDER
 
 MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "layers.0.weight": Spec((8, 12), 1, 0),
          "layers.1.weight": Spec((8, 12), 1, 1), "norm.weight": Spec((8,), None, "last"), "layers.1.none": Spec((8, 0), 0, 1)}
@@ -29,14 +31,10 @@ def saved(request, tmp_path):
         recorded(root, PLAN, TENSORS)
     elif request.param == "mindformers":
         foreign(root, PLAN, TENSORS)
-        write_strategy(PLAN.strategy(), str(tmp_path / "output" / "strategy"))
+        PLAN.write(tmp_path / "output" / "strategy")
     else:
         complete(root, TENSORS)
     return root
-
-
-def leases(root):
-    return [path.name for path in (root / FOLDER).glob("claim-*")] if (root / FOLDER).exists() else []
 
 
 def same(found, wanted):
@@ -61,11 +59,9 @@ def test_a_region_is_what_indexing_gives(saved, region):
 
 
 def test_only_the_region_is_read(tmp_path, monkeypatch):
-    from mindresume.reshard.range_reader import OpenFiles
     recorded(tmp_path, PLAN, TENSORS)
-    read, plain = [], OpenFiles.read
-    monkeypatch.setattr(OpenFiles, "read", lambda self, path, position, out: read.append(len(out)) or plain(
-        self, path, position, out))
+    read, plain = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *arguments: read.append(plain(*arguments)) or read[-1])
     with mindresume.open(tmp_path)[STEP] as checkpoint:
         checkpoint.read("layers.0.weight", (slice(0, 2), slice(0, 12)))
     assert sum(read) == 2 * 12 * 4
@@ -106,27 +102,20 @@ def test_weights_alone_have_no_state(tmp_path):
 
 
 def test_a_damaged_byte_is_found_while_it_is_read(tmp_path):
-    from mindresume.tensor_files import read_header
     save(tmp_path, 5, world=1)
-    path = path_of(tmp_path, 5, 0)
-    with open(path, "rb") as file:
-        at = read_header(file, str(path)).tensors["layer.bias"].ranges[0][0]
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+    path = damage(tmp_path, 5, 0, "layer.bias")
     with mindresume.open(tmp_path)[5] as checkpoint:
         assert same(checkpoint.read("embedding.weight"), tensors_of(0, 5)["embedding.weight"])
         with pytest.raises(CorruptFileError) as raised:
             checkpoint.read("layer.bias")
-    assert raised.value.path == str(path) and raised.value.tensor == "layer.bias"
+    assert raised.value.path == path and raised.value.tensor == "layer.bias"
 
 
 def test_layouts_come_from_a_strategy(tmp_path):
     foreign(tmp_path / "other" / "checkpoint", PLAN, TENSORS)
     with pytest.raises(StrategyError):
         mindresume.open(tmp_path / "other" / "checkpoint")[STEP].read("norm.weight")
-    write_strategy(PLAN.strategy(), str(tmp_path / "given"))
-    found = mindresume.open(tmp_path / "other" / "checkpoint", strategy=tmp_path / "given")[STEP]
+    found = mindresume.open(tmp_path / "other" / "checkpoint", strategy=PLAN.write(tmp_path / "given"))[STEP]
     assert found.tensors["layers.0.weight"].layout == PLAN.stages[0]["layers.0.weight"]
 
 
@@ -190,17 +179,13 @@ def test_nothing_is_written_without_a_read_lock(tmp_path):
 def test_checkpoints_of_mindformers_are_not_locked(tmp_path):
     write_foreign(tmp_path, 5, world=1)
     with mindresume.open(tmp_path)[5] as checkpoint:
-        assert checkpoint.read("layer.bias").shape == (5,) and not checkpoint.is_held and not (tmp_path / FOLDER).exists()
+        assert checkpoint.read("layer.bias").shape == (5,) and not checkpoint.is_held and not (tmp_path / RECORDS).exists()
 
 
-def test_a_read_only_folder_is_read_without_a_lock(tmp_path, monkeypatch):
-    from mindresume.coordination import lease
+def test_a_read_only_folder_is_read_without_a_lock(tmp_path):
     save(tmp_path, 5, world=2, replicas=1)
-
-    def refuse(*_):
-        raise OSError(30, "Read-only file system")
-    monkeypatch.setattr(lease, "publish", refuse)
-    with mindresume.open(tmp_path)[5] as checkpoint:
+    read_only = failing("", "write", "create", "make_folder", "rename", number=errno.EROFS)
+    with Catalog(read_only, str(tmp_path))[5] as checkpoint:
         assert checkpoint.read("layer.bias").shape == (5,) and not checkpoint.is_held
         assert any("Read-only file system" in note for note in checkpoint.notes)
 
@@ -215,6 +200,6 @@ def test_a_checkpoint_that_was_removed_meanwhile_is_an_error(tmp_path):
     with pytest.raises(MissingCheckpointError), checkpoint:
         pass
     unheld = mindresume.open(tmp_path, hold=False)[10]
-    shutil.rmtree(tmp_path / FOLDER)
+    shutil.rmtree(tmp_path / RECORDS)
     with pytest.raises(MissingCheckpointError, match="step 10"):
         unheld.read("layer.bias")

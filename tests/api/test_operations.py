@@ -3,10 +3,10 @@ import json
 import os
 
 import pytest
+from rank_folders import leases
 
 import mindresume
 from mindresume.errors import ConfigError, MissingCheckpointError
-from mindresume.model.manifest import FOLDER
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -64,13 +64,13 @@ def test_the_source_is_locked_while_it_is_converted(root, training):
 
     class Looker:
         def expect(self, count):
-            held.append([path.name for path in (root / FOLDER).glob("claim-*")])
+            held.append(leases(root))
 
         def advance(self, count):
             pass
     mindresume.convert(root, training / "new", to="tp=4", progress=Looker())
     mindresume.compare(root, training / "new", progress=Looker())
-    assert [len(names) for names in held] == [1, 1] and list((root / FOLDER).glob("claim-*")) == []
+    assert [len(names) for names in held] == [1, 1] and leases(root) == []
 
 
 @pytest.mark.parametrize("arguments", [{"format": "pickle"}, {"engine": "turbo"}, {"to": "tp=3"}, {"memory_limit_bytes": 10}])

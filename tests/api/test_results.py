@@ -6,7 +6,6 @@ import pytest
 
 import mindresume
 from mindresume.api.results import Result
-from mindresume.typed import json_value
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,8 @@ def test_keys_are_the_names_of_the_fields():
 
 
 def test_numbers_that_json_does_not_have_are_texts():
-    value = json_value({"a": [float("inf"), -float("inf"), float("nan"), 1.5]}, is_text=True)
-    assert json.loads(json.dumps(value, allow_nan=False)) == {"a": ["inf", "-inf", "nan", 1.5]}
+    value = Sample(({"a": [float("inf"), -float("inf"), float("nan"), 1.5]},)).to_json()["rows"]
+    assert json.loads(json.dumps(value, allow_nan=False)) == [{"a": ["inf", "-inf", "nan", 1.5]}]
 
 
 def test_results_cannot_be_changed():

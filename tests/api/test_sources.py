@@ -1,19 +1,17 @@
 """How a caller names a checkpoint, and what is a strategy."""
 import numpy as np
 import pytest
-from rank_folders import STORAGE, save
+from rank_folders import STORAGE, leases, save
 from reshard.plans import MODEL, Plan, complete, put, random_tensors
 
 import mindresume
 from mindresume.api.sources import is_strategy, opened
 from mindresume.errors import ConfigError
-from mindresume.formats.strategy import write_strategy
-from mindresume.model.manifest import FOLDER
 
 
 def test_strategy_arguments_are_recognized(tmp_path):
     for fmt in ("ckpt", "json"):
-        write_strategy(Plan.parse("tp2").strategy(), str(tmp_path / fmt), fmt)
+        Plan.parse("tp2").write(tmp_path / fmt, fmt)
         assert is_strategy(STORAGE, str(tmp_path / fmt))
         assert all(is_strategy(STORAGE, str(path)) for path in (tmp_path / fmt).iterdir())
     put(tmp_path / "weights" / "strategy.ckpt", {"w": np.zeros(3, np.float32)})
@@ -25,10 +23,6 @@ def test_strategy_arguments_are_recognized(tmp_path):
     assert is_strategy(STORAGE, str(tmp_path / "failed_strategy.ckpt"))
     for path in ("weights", "weights/strategy.ckpt", "merged", "empty", "run", "run/checkpoint"):
         assert not is_strategy(STORAGE, str(tmp_path / path)), path
-
-
-def leases(root):
-    return list((root / FOLDER).glob("claim-*"))
 
 
 def test_a_path_is_locked_until_the_end_of_the_block(tmp_path):

@@ -13,17 +13,13 @@ import pytest
 from coordination.test_storage_topology import save_part
 from iteration_folders import folder_of, foreign
 from iteration_folders import save as save_iterations
+from lease_holders import job_in
 from memory_tiers import make_owned_tier
-from rank_folders import RUN, dir_at, flip_bit, path_of, save, write_foreign, write_rank
+from rank_folders import damage, flip_bit, path_of, records_of, save, write_foreign, write_rank
 from saving.memory_tier.test_tier import Training
 
 import mindresume
 from mindresume.api import catalog as surveys
-from mindresume.coordination.lease import SAVING, holder_of_this_process
-from mindresume.coordination.lease_acquisition import acquire
-from mindresume.formats.scan import scan
-from mindresume.model.manifest import FOLDER, attempt_name
-from mindresume.tensor_files import read_header
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,13 +50,6 @@ def test_a_copy_of_an_iteration_is_listed_as_one(tmp_path, read):
 
 def paths(root, step, world=4):
     return [str(path_of(root, step, rank)) for rank in range(world)]
-
-
-def damage(root, step, rank, tensor="embedding.weight"):
-    path = path_of(root, step, rank)
-    with open(path, "rb") as file:
-        flip_bit(path, read_header(file, str(path)).tensors[tensor].ranges[0][0])
-    return str(path)
 
 
 def cut(root, step, rank):
@@ -332,7 +321,7 @@ def test_verify_of_one_that_is_removed_while_it_is_read(tmp_path, read, call, mo
         found = look(*values)
         for path in paths(tmp_path, 5):
             os.remove(path)
-        shutil.rmtree(tmp_path / FOLDER / attempt_name(5, RUN))
+        shutil.rmtree(records_of(tmp_path, 5))
         return found
     monkeypatch.setattr(surveys, "list_checkpoints", late)
     status, found = read("verify", tmp_path)
@@ -352,7 +341,7 @@ def test_an_incomplete_save_is_not_damage(tmp_path, read, call):
 
 def test_verify_of_a_damaged_record(tmp_path, read):
     save(tmp_path, 5)
-    flip_bit(tmp_path / FOLDER / attempt_name(5, RUN) / "rank_00002.json", -10)
+    flip_bit(records_of(tmp_path, 5) / "rank_00002.json", -10)
     status, found = read("verify", tmp_path)
     problem, = found["checkpoints"][0]["problems"]
     assert status == 1 and "rank 2" in problem["reason"] and "list of tensors is truncated or altered" in problem["reason"]
@@ -416,7 +405,7 @@ def test_nothing_is_changed(saved, call, command):
     before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
     call(command, saved)
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
-    assert len(scan(dir_at(saved)).candidates) == 3
+    assert len(mindresume.open(saved).list()) == 3
 
 
 def test_plugin_path_is_the_folder_of_the_shim(call):
@@ -447,7 +436,7 @@ def test_python_m_mindresume(tmp_path):
 
 def test_ls_names_the_job_that_saves_there(tmp_path, call, read):
     save(tmp_path, 5, 1)
-    lease = acquire(dir_at(tmp_path), holder_of_this_process(SAVING, 8))
+    lease = job_in(tmp_path)
     out = call("ls", tmp_path)[1]
     assert f"saving: run {lease.run} on host" in out and f"(process {os.getpid()}, 8 ranks" in out and "; alive" in out
     (holder,) = read("ls", tmp_path)[1]["in_use_by"]
@@ -458,14 +447,12 @@ def test_ls_names_the_job_that_saves_there(tmp_path, call, read):
 
 def test_which_selects_the_emergency_save_of_a_mindformers_job(tmp_path, read):
     """Proven by the strategy folder beside, as a training does it."""
-    from resume.test_missing_ranks import COVERING, STRATEGY, WORLD, foreign
-
-    from mindresume.formats.strategy import write_strategy
+    from resume.test_missing_ranks import COVERING, WORLD, foreign, strategy_in
     root = tmp_path / "checkpoint"
     foreign(root, 5, range(WORLD))
     foreign(root, 7, COVERING)
     assert read("which", root)[1]["chosen"]["step"] == 5
-    write_strategy(STRATEGY, str(tmp_path / "strategy"))
+    strategy_in(tmp_path / "strategy")
     assert read("which", root)[1]["chosen"]["step"] == 7
 
 

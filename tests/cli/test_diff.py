@@ -6,8 +6,6 @@ import pytest
 from rank_folders import save
 from reshard.plans import COUNTERS, Plan, Spec, complete, foreign, put, random_tensors, recorded
 
-from mindresume.formats.strategy import write_strategy
-
 MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "norm.weight": Spec((8,), None, "last"),
          **{f"layers.{i}.qkv.weight": Spec((24, 8), 0, i) for i in range(4)},
          **{f"layers.{i}.proj.weight": Spec((8, 8), 1, i, "bfloat16") for i in range(4)},
@@ -52,8 +50,8 @@ def test_layouts_from_strategies(tmp_path, call):
     plan = Plan.parse("tp4", MODEL)
     foreign(tmp_path / "a", plan, TENSORS)
     foreign(tmp_path / "b" / "checkpoint", Plan.parse("dp2tp2", MODEL), TENSORS, "ckpt")
-    write_strategy(plan.strategy(), str(tmp_path / "of_a"))
-    write_strategy(Plan.parse("dp2tp2", MODEL).strategy(), str(tmp_path / "b" / "strategy"))       # beside: found
+    plan.write(tmp_path / "of_a")
+    Plan.parse("dp2tp2", MODEL).write(tmp_path / "b" / "strategy")       # beside: found
     status, _, err = call(tmp_path / "a", tmp_path / "b")
     assert status == 2 and "have no layout" in err and err.count("\n") == 1
     assert call(tmp_path / "a", tmp_path / "b", "--from-a", tmp_path / "of_a")[0] == 0
@@ -135,7 +133,7 @@ def test_a_newer_step_that_is_refused_is_reported(tmp_path, call, read):
 
 def test_errors_are_one_line_and_status_2(tmp_path, two, call):
     a, b = two(ONE, ONE)
-    write_strategy(Plan.parse("tp2", MODEL).strategy(), str(tmp_path / "strategy"))
+    Plan.parse("tp2", MODEL).write(tmp_path / "strategy")
     (tmp_path / "empty").mkdir()
     Path(tmp_path / "text.safetensors").write_text("text")
     for arguments, said in [((a, tmp_path / "missing"), "missing does not exist"),

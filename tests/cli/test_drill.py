@@ -5,15 +5,13 @@ import sys
 
 import pytest
 
-from mindresume.fault_injection import runner
-
 COMMAND = "drill"
 SMALL = ("--scenario", "pointers", "--format", "ckpt", "--jobs", "1")
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    monkeypatch.setattr(runner, "QUICK", 30)
+    monkeypatch.setattr("mindresume.fault_injection.runner.QUICK", 30)
 
 
 def test_the_default_is_a_sample_that_reports_what_it_left_out(call, read, tmp_path):

@@ -11,8 +11,6 @@ from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, p
 
 from mindresume.api.tensors import TensorInfo, cut_text
 from mindresume.cli.inspect import merge_similar_rows, ranges_text
-from mindresume.formats.strategy import write_strategy
-from mindresume.model.layout import TensorLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "norm.weight": Spec((8,), None, "last"),
@@ -36,7 +34,7 @@ def saved(tmp_path_factory):
         patch.setattr(os, "fsync", lambda handle: None)
         recorded(roots["mindresume"] / "output" / "checkpoint", PLAN, TENSORS)
         foreign(roots["mindformers"] / "output" / "checkpoint", PLAN, TENSORS, dedup=True)
-        write_strategy(PLAN.strategy(), str(roots["mindformers"] / "output" / "strategy"))
+        PLAN.write(roots["mindformers"] / "output" / "strategy")
     return roots
 
 
@@ -72,7 +70,7 @@ def test_every_tensor_and_its_layout(saved, read_ok, origin):
         shard = PLAN.shard(TENSORS, 4 * stage)
         for name, layout in layouts.items():
             row, array = rows[name], TENSORS[name]
-            assert TensorLayout.from_json(row["layout"]) == layout and row["cut"] == cut_text(layout)
+            assert row["layout"] == layout.to_json() and row["cut"] == cut_text(layout)
             assert (row["dtype"], row["shape"], row["local_shape"]) == (array.dtype.name, list(array.shape),
                                                                         list(shard[name].shape))
             holders = [rank for rank in range(8) if PLAN.regions(rank).get(name) == PLAN.regions(4 * stage)[name]]
@@ -143,7 +141,7 @@ def test_slices_are_printed_as_a_table(saved, call):
 
 def test_a_lost_file(tmp_path, read_ok):
     candidate = foreign(tmp_path, Plan.parse("dp2tp2", MODEL), TENSORS)
-    write_strategy(Plan.parse("dp2tp2", MODEL).strategy(), str(tmp_path / "strategy"))
+    Plan.parse("dp2tp2", MODEL).write(tmp_path / "strategy")
     lose(tmp_path, candidate, [3])
     found = read_ok(tmp_path, "--from", tmp_path / "strategy", "--tensor", "head.weight")
     assert [(part["region"][0], part["ranks"], part["missing_ranks"]) for part in found["slices"]] == [
@@ -178,14 +176,14 @@ def test_consolidated_weights_and_single_files(tmp_path, read_ok, call):
 
 @pytest.mark.parametrize("fmt", ["ckpt", "json"])
 def test_a_strategy(tmp_path, read_ok, call, fmt):
-    write_strategy(PLAN.strategy(), str(tmp_path), fmt)
+    PLAN.write(tmp_path, fmt)
     found = read_ok(tmp_path)
     assert (found["kind"], found["world_size"], found["stages"], found["stage_size"]) == ("strategy", 8, 2, 4)
     assert found["size_bytes"] is found["files"] is None
     rows = {row["name"]: row for row in found["tensors"]}
     assert rows.keys() == set(TENSORS)
     assert all(row["shape"] is row["dtype"] is row["local_shape"] is None for row in rows.values())
-    assert TensorLayout.from_json(rows["layers.0.qkv.weight"]["layout"]) == PLAN.stages[0]["layers.0.qkv.weight"]
+    assert rows["layers.0.qkv.weight"]["layout"] == PLAN.stages[0]["layers.0.qkv.weight"].to_json()
     found = read_ok(tmp_path, "--tensor", "layers.3.qkv.weight")
     assert [(part["region"], part["of"], part["ranks"]) for part in found["slices"]] == [
         ([[i, i + 1], [0, 1]], [4, 1], [rank]) for i, rank in enumerate((4, 6, 5, 7))]
@@ -208,7 +206,7 @@ def test_folding():
         return TensorInfo(name, "float32", shape, layout, (stage,), 1)
     rows = [row("embedding"), row("layers.0.experts.0.w"), row("layers.0.experts.1.w"), row("layers.1.experts.0.w", stage=1),
             row("layers.0.b2"), row("layers.10.b2"), row("layers.0.c", (3,)), row("layers.1.c"), row("2.x"), row("3.x"),
-            row("layers.1.d", layout=TensorLayout((2,), (0,))), row("layers.2.d"), row("5.0.y"), row("5.1.y")]
+            row("layers.1.d", layout=PLAN.stages[0]["embedding.weight"]), row("layers.2.d"), row("5.0.y"), row("5.1.y")]
     assert [(name, len(group)) for name, group in merge_similar_rows(rows)] == [
         ("embedding", 1), ("layers.*.experts.*.w", 3), ("layers.*.b2", 2), ("layers.0.c", 1), ("layers.1.c", 1), ("*.x", 2),
         ("layers.1.d", 1), ("layers.2.d", 1), ("5.*.y", 2)]
@@ -217,7 +215,7 @@ def test_folding():
 # ---- errors and imports ----------------------------------------------------------------------------------------------
 
 def test_errors_are_one_line_and_status_2(tmp_path, saved, call):
-    write_strategy(PLAN.strategy(), str(tmp_path / "strategy"))
+    PLAN.write(tmp_path / "strategy")
     complete(tmp_path / "merged", TENSORS)
     foreign(tmp_path / "other" / "foreign", Plan.parse("tp2", MODEL), TENSORS)
     (tmp_path / "empty").mkdir()

@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 import rank_folders
-from rank_folders import RUN, dir_at, path_of, save, write_foreign, write_rank
-
-from mindresume.coordination import lease
-from mindresume.coordination.read_locks import acquire_read_lock
-from mindresume.formats.scan import scan
-from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name
+from lease_holders import dead_reader, publish_lease, reading
+from rank_folders import LATER_RUN, RUN, committed_steps, path_of, save, trash, write_foreign, write_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,10 +38,6 @@ def contents(root):
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in Path(root).rglob("*")}
 
 
-def committed(root):
-    return [c.step for c in scan(dir_at(root)).candidates if c.committed]
-
-
 def steps(rows):
     return [row["step"] for row in rows]
 
@@ -63,7 +55,7 @@ def test_prune_reports_what_is_kept_and_removed_and_why(saved, read_ok):
         30: "the newest one that is whole, the last one, one every 10 steps",
         20: "one every 10 steps, the best 2 by loss (smallest)",           # as far from 15 as step 10, and newer
         15: "the best 2 by loss (smallest)", 10: "one every 10 steps"}
-    assert steps(found["removed"]) == [35, 25, 5] and committed(saved) == [30, 20, 15, 10]
+    assert steps(found["removed"]) == [35, 25, 5] and committed_steps(saved) == [30, 20, 15, 10]
     assert set(found["removed"][0]) == {"step", "run_id", "saved_at", "size_bytes", "committed", "reason"}
     assert [row["committed"] for row in found["removed"]] == [False, True, True]
     assert found["freed_bytes"] == sum(row["size_bytes"] for row in found["removed"]) == going
@@ -76,7 +68,7 @@ def test_a_dry_run_reports_the_same_and_changes_nothing(saved, read_ok, call):
     assert contents(saved) == before and dry["dry_run"] is True and (status, err) == (0, "")
     assert "dry run, nothing was changed" in out and 0 < out.count("would be removed") == out.count("removed")
     real = read_ok(saved, "--keep-last", 2)
-    assert {**dry, "dry_run": False} == real and committed(saved) == [30, 25]
+    assert {**dry, "dry_run": False} == real and committed_steps(saved) == [30, 25]
 
 
 def test_the_table(saved, call):
@@ -87,7 +79,7 @@ def test_the_table(saved, call):
     assert "kept" in lines["30"] and "the best one by loss (largest)" in lines["30"] and "newest" in lines["30"]
     assert "removed" in lines["15"] and "none of: the best one by loss (largest)" in lines["15"]
     assert "removed" in lines["35"] and "never completed" in lines["35"]
-    assert out.rstrip().endswith("KiB freed") and committed(saved) == [30]
+    assert out.rstrip().endswith("KiB freed") and committed_steps(saved) == [30]
 
 
 def test_pruning_twice_removes_nothing_more(saved, read_ok):
@@ -98,11 +90,11 @@ def test_pruning_twice_removes_nothing_more(saved, read_ok):
 
 
 def test_prune_keeps_a_checkpoint_that_a_job_reads(saved, read_ok, call):
-    held = acquire_read_lock(dir_at(saved), attempt_name(10, RUN), str(saved / FOLDER / attempt_name(10, RUN)))
+    held = reading(saved, 10)
     try:
         found = read_ok(saved, "--keep-last", 1)
         assert steps(found["held"]) == [10] and str(os.getpid()) in found["held"][0]["reason"]
-        assert steps(found["removed"]) == [35, 25, 20, 15, 5] and committed(saved) == [30, 10]
+        assert steps(found["removed"]) == [35, 25, 20, 15, 5] and committed_steps(saved) == [30, 10]
         assert "held" in call(saved, "--keep-last", 1)[1]
     finally:
         held.release()
@@ -110,8 +102,7 @@ def test_prune_keeps_a_checkpoint_that_a_job_reads(saved, read_ok, call):
 
 
 def test_an_incomplete_save_of_a_running_job_is_kept(saved, read_ok):
-    job = lease.Lease(dir_at(saved), replace(lease.holder_of_this_process(lease.SAVING, 2), run=RUN))
-    job.publish()
+    job = publish_lease(saved)
     found = read_ok(saved, "--keep-last", 6)
     assert steps(found["kept"]) == [35, 30, 25, 20, 15, 10, 5] and found["removed"] == []
     assert "may still go on" in found["kept"][0]["reason"] and path_of(saved, 35, 0).exists()
@@ -120,24 +111,19 @@ def test_an_incomplete_save_of_a_running_job_is_kept(saved, read_ok):
 
 
 def test_a_dry_run_keeps_the_lease_of_a_dead_reader(saved, read_ok):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    owner = replace(lease.holder_of_this_process(lease.LOADING, holds=[attempt_name(5, RUN)]), run="0000-0000dead",
-                    pid=dead.pid)
-    lease.Lease(dir_at(saved), owner).publish()
+    dead_reader(saved, 5)
     before = contents(saved)
     assert steps(read_ok(saved, "--keep-last", 5, "--dry-run")["removed"]) == [35, 5] and contents(saved) == before
     assert steps(read_ok(saved, "--keep-last", 5)["removed"]) == [35, 5]
 
 
 def test_removals_cut_short_are_finished_and_counted(saved, read_ok, call):
-    attempt = saved / FOLDER / attempt_name(5, RUN)
-    attempt.rename(attempt.with_name(TRASH + attempt.name))
+    trash(saved, 5)
     size, before = size_of(saved, (5, 0), (5, 1), (35, 0)), contents(saved)
     out = call(saved, "--keep-last", 5, "--dry-run")[1]
     assert "would also finish 1 interrupted removal(s) (step 5)" in out and contents(saved) == before
     assert read_ok(saved, "--keep-last", 5)["freed_bytes"] == size
-    assert not path_of(saved, 5, 0).exists() and sorted(committed(saved)) == [10, 15, 20, 25, 30]
+    assert not path_of(saved, 5, 0).exists() and sorted(committed_steps(saved)) == [10, 15, 20, 25, 30]
 
 
 def test_another_training_in_the_same_folder(tmp_path, read_ok, monkeypatch):
@@ -145,8 +131,7 @@ def test_another_training_in_the_same_folder(tmp_path, read_ok, monkeypatch):
     plain = rank_folders.target_of
     monkeypatch.setattr(rank_folders, "target_of", lambda root, rank, world, run, *part: replace(
         plain(root, rank, world, run, *part), lineage=run))
-    later = run_name(2, "0000bbbb")
-    for run, steps_of in ((RUN, (100, 110)), (later, (5, 10, 15))):
+    for run, steps_of in ((RUN, (100, 110)), (LATER_RUN, (5, 10, 15))):
         for step in steps_of:
             save(tmp_path, step, world=1, run=run, suffix=int(run[:4]))
     found = read_ok(tmp_path, "--keep-last", 1, "--dry-run")
@@ -154,7 +139,7 @@ def test_another_training_in_the_same_folder(tmp_path, read_ok, monkeypatch):
         15: "the newest one that is whole, the last one", 110: "of another training", 100: "of another training"}
     assert steps(found["removed"]) == [10, 5]
     assert steps(read_ok(tmp_path, "--keep-last", 1, "--all-trainings")["removed"]) == [10, 5, 110, 100]
-    assert committed(tmp_path) == [15]
+    assert committed_steps(tmp_path) == [15]
 
 
 def test_a_folder_of_mindformers_alone(tmp_path, call, read_ok):
@@ -180,7 +165,7 @@ def test_wrong_options(saved, call, options, word):
                                          ("rank_0/net_rank_0-1_5.safetensors", "not a checkpoint folder")])
 def test_not_a_checkpoint_folder(saved, call, inner, word):
     status, _, err = call(saved / inner, "--keep-last", "1")
-    assert status == 2 and word in err and len(committed(saved)) == 6
+    assert status == 2 and word in err and len(committed_steps(saved)) == 6
 
 
 def test_no_framework_is_imported(saved):

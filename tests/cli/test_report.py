@@ -1,5 +1,6 @@
 """``mindresume report``: the page and the picture, the JSON document, and what is refused."""
 import errno
+import importlib.util
 import os
 import subprocess
 import sys
@@ -7,8 +8,6 @@ import sys
 import pytest
 from rank_folders import save
 from training_logs import Log, two_attempts
-
-from mindresume.report import chart
 
 COMMAND = "report"
 
@@ -84,7 +83,7 @@ def test_wrong_arguments(call, output, tmp_path):
 
 
 def test_without_matplotlib_only_the_page_is_refused(call, read, output, monkeypatch, tmp_path):
-    monkeypatch.setattr(chart.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     status, _, err = call(output, "-o", tmp_path / "x.html")
     assert status == 2 and "needs matplotlib" in err and not (tmp_path / "x.html").exists()
     assert read(output)[0] == 0

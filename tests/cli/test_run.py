@@ -2,22 +2,16 @@
 from types import SimpleNamespace
 
 import pytest
-from memory_tiers import make_owned_tier
-from rank_folders import dir_at, save
+from memory_tiers import ALIVE, make_owned_tier
+from rank_folders import committed_steps, save
 
 from mindresume.cli.run import _flush_memory
 from mindresume.events import Notice
-from mindresume.formats.scan import scan
-from mindresume.saving.memory_tier.directory import this_process
 
 
 @pytest.fixture
 def root(tmp_path):
     return tmp_path / "output" / "checkpoint"
-
-
-def steps_on_disk(root):
-    return [found.step for found in scan(dir_at(root)).candidates if found.committed]
 
 
 def write(root, is_hurried=lambda: False):
@@ -27,13 +21,13 @@ def write(root, is_hurried=lambda: False):
 def test_a_save_that_only_memory_has_is_written(memory, root):
     save(root, 5, world=2)
     save(make_owned_tier(memory, root), 9, world=2)
-    assert isinstance(write(root), Notice) and steps_on_disk(root) == [9, 5]
+    assert isinstance(write(root), Notice) and committed_steps(root) == [9, 5]
     assert write(root) is None                                  # the disk is up to date
 
 
 def test_nothing_needs_to_be_on_disk(memory, root):
     save(make_owned_tier(memory, root), 9, world=2)
-    assert isinstance(write(root), Notice) and steps_on_disk(root) == [9]
+    assert isinstance(write(root), Notice) and committed_steps(root) == [9]
 
 
 def test_without_memory_nothing_is_said(root):
@@ -45,11 +39,11 @@ def test_without_memory_nothing_is_said(root):
 def test_a_second_signal_stops_it(memory, root):
     save(root, 5, world=2)
     save(make_owned_tier(memory, root), 9, world=2)
-    assert write(root, lambda: True).level == "warning" and steps_on_disk(root) == [5]
-    assert isinstance(write(root), Notice) and steps_on_disk(root) == [9, 5]
+    assert write(root, lambda: True).level == "warning" and committed_steps(root) == [5]
+    assert isinstance(write(root), Notice) and committed_steps(root) == [9, 5]
 
 
 def test_the_tier_of_a_living_job_is_left_alone(memory, root):
     save(root, 5, world=2)
-    save(make_owned_tier(memory, root, processes=[this_process()]), 9, world=2)
-    assert "mindresume flush" in write(root).text and steps_on_disk(root) == [5]
+    save(make_owned_tier(memory, root, processes=ALIVE), 9, world=2)
+    assert "mindresume flush" in write(root).text and committed_steps(root) == [5]

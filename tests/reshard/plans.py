@@ -23,7 +23,7 @@ from rank_folders import PER_EPOCH, RUN, counters, dir_at, name_of, path_of, sta
 from mindresume.formats import Candidate
 from mindresume.formats.consolidated import HYPER, ConsolidatedWeights, index_document, part_name, split
 from mindresume.formats.scan import scan
-from mindresume.formats.strategy import Strategy
+from mindresume.formats.strategy import Strategy, write_strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import rank_shard, write_shard
@@ -162,6 +162,11 @@ class Plan:
 
     def strategy(self) -> Strategy:
         return Strategy(self.stages, "the strategy of the test")
+
+    def write(self, folder: Path | str, fmt: str = "ckpt") -> Path:
+        """Writes the strategy files of this plan. Returns ``folder``."""
+        write_strategy(self.strategy(), str(folder), fmt)
+        return Path(folder)
 
     def layouts(self, rank: int) -> dict[str, TensorLayout]:
         return self.stages[rank // self.stage_size]

@@ -69,6 +69,10 @@ def last_save(root, step, ranks, iterations=False, mark=True, local_ranks=()):
         write_shard(target, shard_of(rank, step, target if iterations else None))
 
 
+def strategy_in(folder):
+    write_strategy(STRATEGY, str(folder))
+
+
 def choose(root, world=WORLD, **options):
     policy = SelectionPolicy(world, ranks_to_verify=lambda group, candidate: range(candidate.world_size))
     return select_checkpoint(STORAGE, str(root), SingleProcess(), policy, **options)
@@ -245,7 +249,7 @@ def test_the_strategy_of_another_job_proves_nothing(tmp_path, fmt, matrix, cut):
 def test_the_strategy_folder_beside_is_found_by_the_trainer(tmp_path):
     from mindresume.reshard.strategy_store import strategy_lookup
     foreign(tmp_path / "checkpoint", 7, COVERING)
-    write_strategy(STRATEGY, str(tmp_path / "strategy"))
+    strategy_in(tmp_path / "strategy")
     choice = choose(tmp_path / "checkpoint", sources=CheckpointSources(strategy_lookup(STORAGE)))
     assert choice.chosen.missing_ranks == (1, 4, 6, 7)
 
