@@ -22,7 +22,7 @@ from typing import Any
 import _measure as measure
 import numpy as np
 
-from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats.rank_folders import FileName
 from mindresume.mindformers.network_state import deferred
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.async_saver import AsyncSaver

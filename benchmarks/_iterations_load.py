@@ -26,7 +26,7 @@ from unittest import mock
 import _iterations_job as job
 from _reshard_job import Peak
 
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 
 SOURCE, TARGET = (2, 4), (2, 2)             # data x tensor
 RANKS = TARGET[0] * TARGET[1]

@@ -28,7 +28,7 @@ import _measure as measure
 import numpy as np
 from save import flush, write_plain
 
-from mindresume.formats.iteration_naming import TRACKER, iteration_name, parse_weight_file
+from mindresume.formats.iterations import TRACKER, iteration_name, parse_weight_file
 from mindresume.mindformers import network_state as live
 from mindresume.model.training_state import TrainingState, is_transient
 from mindresume.saving.async_saver import AsyncSaver

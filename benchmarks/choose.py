@@ -30,7 +30,7 @@ import _measure as measure
 import numpy as np
 
 from mindresume.coordination.collectives import SingleProcess, run_on_rank0
-from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats.rank_folders import FileName
 from mindresume.model.manifest import run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.eligible import SelectionPolicy

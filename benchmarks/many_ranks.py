@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mindresume.formats.rank_folder_naming import META, FileName, folder_name, meta_json
+from mindresume.formats.rank_folders import META, FileName, folder_name, meta_json
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import FOLDER, attempt_name, run_name, trash_name
 from mindresume.model.training_state import TrainingState

@@ -27,8 +27,8 @@ import _tier_steps
 import numpy as np
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats import CheckpointDir
+from mindresume.formats.rank_folders import FileName
 from mindresume.formats.records import scan_records
 from mindresume.mindformers.loading import read_shard
 from mindresume.model.training_state import TrainingState

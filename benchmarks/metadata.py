@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import _measure as measure
 
-from mindresume.formats.iteration_naming import METADATA, MODEL, OPTIMIZER, WeightFile
+from mindresume.formats.iterations import METADATA, MODEL, OPTIMIZER, WeightFile
 from mindresume.formats.metadata import StoredSlice, TensorMetadata, encode_metadata, read_metadata
 from mindresume.formats.scan import scan
 from mindresume.model.layout import TensorLayout, ordinals

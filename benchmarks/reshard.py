@@ -25,8 +25,7 @@ import _measure as measure
 import numpy as np
 
 from mindresume.formats.parallel_plan import ParallelPlan, strategy_from_plan
-from mindresume.formats.strategy import Strategy, write_strategy
-from mindresume.formats.strategy_codec import encode_strategy
+from mindresume.formats.strategy import Strategy, encode_strategy, write_strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.geometry import cuts, held
 from mindresume.tensor_files import encode

@@ -23,8 +23,8 @@ from typing import Any
 
 import _measure as measure
 
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats import CheckpointDir
+from mindresume.formats.rank_folders import FileName
 from mindresume.formats.records import scan_records
 from mindresume.mindformers.network_state import deferred
 from mindresume.model.manifest import FORMATS

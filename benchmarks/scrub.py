@@ -25,8 +25,8 @@ import _measure as measure
 import numpy as np
 
 import mindresume
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats import CheckpointDir
+from mindresume.formats.rank_folders import FileName
 from mindresume.model.manifest import run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.background_scrub import BackgroundScrub

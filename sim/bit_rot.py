@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from mindresume.errors import RecordError
-from mindresume.formats.iteration_naming import COMMON, METADATA
+from mindresume.formats.iterations import COMMON, METADATA
 from mindresume.model.manifest import FOLDER, MANIFEST, parse_attempt, read_record, record_rank
 from mindresume.saving.memory_tier.directory import SLOTS
 from sim.disk import Disk, File

@@ -18,8 +18,7 @@ from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock, rea
 from mindresume.errors import MindResumeError, MissingCheckpointError
 from mindresume.events import warning
 from mindresume.fault_injection.journal import select, wrong_content
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import MANIFEST, record_name
 from mindresume.reshard.conversion_plan import to_iteration, to_ranks

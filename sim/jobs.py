@@ -18,7 +18,7 @@ from mindresume.errors import LeaseHeldError, MindResumeError
 from mindresume.events import TierSaved
 from mindresume.fault_injection.faults import Killed
 from mindresume.fault_injection.journal import ITERATION, Journal, Saved, make_shard, save_order, wrong_content
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.resume.background_scrub import BackgroundScrub
 from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest

@@ -22,13 +22,11 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import COMMON
 from mindresume.errors import MindResumeError, NoUsableCheckpointError
 from mindresume.fault_injection.journal import ITERATION, Saved, leftovers, save_order, select, wrong_content
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import TRACKER, iteration_name
-from mindresume.formats.iteration_scan import tracked
-from mindresume.formats.rank_folder_naming import META, folder_name
+from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.iterations import TRACKER, iteration_name, tracked
+from mindresume.formats.rank_folders import META, folder_name
 from mindresume.formats.records import scan_records
-from mindresume.formats.scrub_result import known_damage
+from mindresume.formats.weight_files import known_damage
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
 from mindresume.resume.candidates import COMPLETE, list_checkpoints
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mindresume.fault_injection.journal import ITERATION, make_shard
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import iteration_name
+from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import iteration_name
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, record_name
 from mindresume.saving.async_saver import AsyncSaver

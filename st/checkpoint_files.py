@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import TRACKER, iteration_name, parse_iteration
+from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.iterations import TRACKER, iteration_name, parse_iteration
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import (
     FOLDER,

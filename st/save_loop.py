@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats.rank_folders import FileName
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast

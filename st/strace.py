@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mindresume.fault_injection.journal import PER_EPOCH
-from mindresume.formats.rank_folder_naming import META, parse_name
+from mindresume.formats.rank_folders import META, parse_name
 from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, parse_attempt, record_rank, strip_trash
 from mindresume.storage.atomic_publish import TEMPORARY
 

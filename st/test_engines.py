@@ -12,7 +12,7 @@ from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, random
 
 from mindresume.errors import EngineError
 from mindresume.events import Event
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.consolidated import read_consolidated
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout

@@ -19,8 +19,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import TRACKER, iteration_name
+from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import TRACKER, iteration_name
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, TensorRecord
 from mindresume.model.training_state import is_transient

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.formats.rank_folder_naming import free_suffix, parse_name
+from mindresume.formats.rank_folders import free_suffix, parse_name
 from mindresume.model.manifest import FOLDER, attempts, read_record, record_rank, run_name, run_sequence
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.saving.memory_tier.directory import read_mark, tier_path
 from mindresume.storage.posix import PosixStorage

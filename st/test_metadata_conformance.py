@@ -13,16 +13,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from mindresume.formats.iteration_naming import (
+from mindresume.formats.iterations import (
     CommonInfo,
     WeightFile,
     encode_common,
     iteration_name,
     parse_common,
     parse_weight_file,
-    slice_key,
 )
-from mindresume.formats.metadata import StoredSlice, TensorMetadata, encode_metadata, read_metadata
+from mindresume.formats.metadata import StoredSlice, TensorMetadata, encode_metadata, read_metadata, slice_key
 from mindresume.model.layout import TensorLayout, fold_optimizer_shards, ordinals, region_of
 from mindresume.saving.shard_assignment import shares
 from st.training_run import ROOT

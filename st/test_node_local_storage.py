@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from mindresume.coordination.storage_topology import newest_committed
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER
 from mindresume.storage.posix import PosixStorage
 from st.run_attempts import LIMIT, assert_resumed, run_beside

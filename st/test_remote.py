@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from mindresume.formats.iteration_naming import TRACKER
+from mindresume.formats.iterations import TRACKER
 from mindresume.mindformers.modelarts import VARIABLES
 from mindresume.model.manifest import FOLDER
 from mindresume.storage.object_store import FsspecStore

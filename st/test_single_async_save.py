@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from st.checkpoint_files import not_equal, tensors_in, weights
 from st.run_attempts import LIMIT, assert_event, assert_resumed, failure, in_parallel, log_has, run_beside, steps_of
 from st.training_run import Run

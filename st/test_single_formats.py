@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mindresume.formats.rank_folder_naming import LABEL
+from mindresume.formats.rank_folders import LABEL
 from st.checkpoint_files import counter, meta, names, records, weights
 from st.run_attempts import (
     FIXTURES,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindresume.formats.iteration_naming import TRACKER, iteration_name
+from mindresume.formats.iterations import TRACKER, iteration_name
 from mindresume.model.manifest import FOLDER, attempt_name, run_sequence
 from mindresume.model.training_state import is_transient
 from st.builtin_versions import VERSIONS, expect_readable

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mindresume.formats.parallel_plan import ParallelPlan, strategy_from_plan
-from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
-from mindresume.formats.strategy_codec import encode_strategy
+from mindresume.formats.strategy import Strategy, encode_strategy, read_strategy, write_strategy
 from mindresume.model.layout import TensorLayout
 from st.training_run import ROOT
 

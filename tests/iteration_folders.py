@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 from rank_folders import RUN, STORAGE, state_of
 
-from mindresume.formats.iteration_naming import TRACKER, iteration_name
-from mindresume.formats.iteration_scan import intent_name
+from mindresume.formats.iterations import TRACKER, intent_name, iteration_name
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.saving.committer import Committer

@@ -3,7 +3,7 @@ from rank_folders import STORAGE, dir_at, state_of, tensors_of
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.events import SaveWritten
-from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats.rank_folders import FileName
 from mindresume.formats.scan import scan
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.save_policy import SaveOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rank_folders import RUN, STORAGE, dir_at, state_of, tensors_of
 
-from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats.rank_folders import FileName
 from mindresume.saving.memory_tier.directory import OWNER, make_mark, make_tier, owner_of, read_mark, this_process, tier_path
 from mindresume.saving.shard_writer import Save, iteration_shard, rank_shard
 from mindresume.storage.atomic_publish import publish_json

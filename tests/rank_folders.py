@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 import mindresume
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import FileName, folder_name, meta_json
+from mindresume.formats import CheckpointDir
+from mindresume.formats.rank_folders import FileName, folder_name, meta_json
 from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.committer import Committer

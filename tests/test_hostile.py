@@ -22,8 +22,8 @@ from rank_folders import RUN, STORAGE, Ranks, counters, dir_at, path_of, save, s
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.read_locks import read_locks
 from mindresume.errors import CorruptFileError, RecordError, UnusableCheckpointError
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import label
+from mindresume.formats import CheckpointDir
+from mindresume.formats.rank_folders import label
 from mindresume.formats.scan import scan
 from mindresume.model.layout import MAX_RANKS, TensorLayout
 from mindresume.model.manifest import (

@@ -27,8 +27,8 @@ from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.read_locks import read_locks
 from mindresume.errors import MindResumeError, NoUsableCheckpointError
 from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault, FaultInjector, Killed, Scheduler
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import META, FileName, folder_name, free_suffix, parse_name
+from mindresume.formats import CheckpointDir
+from mindresume.formats.rank_folders import META, FileName, folder_name, free_suffix, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name
 from mindresume.model.training_state import TrainingState

@@ -40,11 +40,9 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import ConfigError, MissingCheckpointError
 from mindresume.events import DISK, MEMORY
-from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan, missing_ranks_text, steps_text
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.consolidated import is_consolidated
-from mindresume.formats.location import locate
+from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan, missing_ranks_text, steps_text
 from mindresume.formats.records import scan_records
+from mindresume.formats.scan import is_consolidated, locate
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource
 from mindresume.reshard.strategy_store import strategy_lookup

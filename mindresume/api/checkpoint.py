@@ -18,9 +18,8 @@ from mindresume.api.tensors import TensorInfo, tensors_of
 from mindresume.coordination.lease import Lease
 from mindresume.errors import CorruptFileError, MissingCheckpointError
 from mindresume.events.emitter import texts_into
-from mindresume.formats import Candidate, Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import parse_name
+from mindresume.formats import Candidate, CheckpointDir, Refusal
+from mindresume.formats.rank_folders import parse_name
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.geometry import Region, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, hold_candidate, open_candidate, open_consolidated, state_of

@@ -9,11 +9,9 @@ from mindresume.api.results import Result
 from mindresume.api.sources import existing
 from mindresume.coordination.lease_acquisition import check_no_live_job
 from mindresume.errors import LeaseHeldError
-from mindresume.formats import Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.location import JOB_FOLDERS, locate
+from mindresume.formats import CheckpointDir, Refusal
 from mindresume.formats.records import scan_records
-from mindresume.formats.scan import scan
+from mindresume.formats.scan import JOB_FOLDERS, locate, scan
 from mindresume.resume.choice import read_size
 from mindresume.resume.memory_flush import commit_written, write_to_disk
 from mindresume.resume.verifier import Verifier

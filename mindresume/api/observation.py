@@ -12,7 +12,7 @@ from mindresume.api.catalog import Catalog
 from mindresume.api.results import INCOMPLETE, CheckpointInfo, DirectoryUser, Listing, Result
 from mindresume.coordination.lease import SAVING, LeaseHolder, lease_path
 from mindresume.errors import MindResumeError
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, record_rank
 from mindresume.storage.interface import UNKNOWN_SPACE
 from mindresume.storage.posix import PosixStorage

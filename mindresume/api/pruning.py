@@ -15,12 +15,11 @@ from mindresume.coordination.lease import ended
 from mindresume.coordination.read_locks import ReadLocks, read_locks
 from mindresume.errors import ConfigError
 from mindresume.events import Event, RemovalPostponed
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import parse_weight_file
-from mindresume.formats.location import locate
-from mindresume.formats.rank_folder_naming import folder_rank
+from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.iterations import parse_weight_file
+from mindresume.formats.rank_folders import folder_rank
 from mindresume.formats.records import scan_records
+from mindresume.formats.scan import locate
 from mindresume.formats.weight_files import file_sizes
 from mindresume.model.manifest import FOLDER, TRASH, FileRecord, parse_attempt, strip_trash
 from mindresume.saving.garbage_collector import carry_out, holds_weights, weights_of

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mindresume.coordination.lease import LeaseHolder
-from mindresume.formats import Candidate, Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.resume.candidates import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
 from mindresume.typed import json_value
 

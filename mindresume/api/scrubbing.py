@@ -13,8 +13,7 @@ from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import Problem, Result, problem_of
 from mindresume.api.sources import existing
 from mindresume.errors import ConfigError, MissingCheckpointError
-from mindresume.formats.consolidated import is_consolidated
-from mindresume.formats.location import locate
+from mindresume.formats.scan import is_consolidated, locate
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.candidates import list_checkpoints
 from mindresume.resume.choice import read_size

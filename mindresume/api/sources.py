@@ -11,8 +11,7 @@ from mindresume.api.checkpoint import Checkpoint
 from mindresume.api.results import Problem, problem_of
 from mindresume.errors import ConfigError
 from mindresume.events.emitter import texts_into
-from mindresume.formats.location import locate
-from mindresume.formats.scan import is_root
+from mindresume.formats.scan import is_root, locate
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_and_hold, open_checkpoint
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage

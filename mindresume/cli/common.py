@@ -40,9 +40,9 @@ def locate(folder: str) -> str:
         MissingCheckpointError: Several folders below it hold checkpoints.
     """
     from mindresume.api.sources import existing
-    from mindresume.formats import location
+    from mindresume.formats import scan
     from mindresume.storage.posix import PosixStorage
-    return location.locate(PosixStorage(), existing(folder))
+    return scan.locate(PosixStorage(), existing(folder))
 
 
 def say(text: object = "", error: bool = False) -> None:

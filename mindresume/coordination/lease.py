@@ -23,8 +23,8 @@ from mindresume import runtime
 from mindresume.coordination.heartbeat_process import HeartbeatProcess
 from mindresume.coordination.process_identity import boot_id, is_running, process_namespace, start_ticks
 from mindresume.errors import LeaseHeldError, RecordError
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import parse_iteration
+from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import parse_iteration
 from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FOLDER, attempts, encode_head, is_run, read_head, run_name, run_sequence, strip_trash
 from mindresume.storage.atomic_publish import TEMPORARY, publish

@@ -39,7 +39,7 @@ from mindresume.coordination.lease import (
 from mindresume.coordination.shared_folder import AwakeClock, Watch
 from mindresume.errors import LeaseHeldError
 from mindresume.events import Emit, LeaseWatched, StaleLeaseRemoved, ignore
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FOLDER, run_sequence
 from mindresume.storage.operations import remove_stale

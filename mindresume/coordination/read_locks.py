@@ -30,7 +30,7 @@ from mindresume.coordination.lease import (
     read_leases,
 )
 from mindresume.coordination.shared_folder import Watch
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempts, run_name, strip_trash
 
 GIVEN_UP = 40                   # heartbeats after which the read lock of a silent reader on another machine expires

@@ -23,7 +23,7 @@ from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders, next_run
 from mindresume.coordination.process_identity import mount_namespace
 from mindresume.errors import LeaseHeldError
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, MANIFEST, MAX_NAME, PROBE, attempts, is_probe, run_name, run_sequence
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage

@@ -19,10 +19,9 @@ from typing import Any
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.storage_topology import SharedGroups, order_of
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name, parse_iteration
-from mindresume.formats.iteration_scan import tracked
-from mindresume.formats.rank_folder_naming import folder_name, folder_rank, parse_name
+from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import COMMON, METADATA, TRACKER, iteration_name, parse_iteration, tracked
+from mindresume.formats.rank_folders import folder_name, folder_rank, parse_name
 from mindresume.model.manifest import EMERGENCY, FOLDER, MANIFEST, attempts, record_name
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel

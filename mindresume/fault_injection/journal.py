@@ -20,9 +20,9 @@ import xxhash
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import MindResumeError
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import TRACKER, iteration_name
-from mindresume.formats.rank_folder_naming import META, FileName, folder_rank
+from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import TRACKER, iteration_name
+from mindresume.formats.rank_folders import META, FileName, folder_rank
 from mindresume.formats.records import scan_records
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt, run_sequence

@@ -9,10 +9,10 @@ from mindresume.coordination.lease import PREFIX, READER
 from mindresume.errors import MindResumeError, UnusableCheckpointError
 from mindresume.fault_injection.journal import ITERATION, Saved, leftovers, save_order, select, wrong_content
 from mindresume.fault_injection.scenarios import RUNS, Sandbox
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name, parse_common, parse_tracker
+from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import COMMON, METADATA, TRACKER, iteration_name, parse_common, parse_tracker
 from mindresume.formats.metadata import read_metadata
-from mindresume.formats.rank_folder_naming import META, folder_name
+from mindresume.formats.rank_folders import META, folder_name
 from mindresume.formats.records import scan_records
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files
 from mindresume.resume.choice import Choice

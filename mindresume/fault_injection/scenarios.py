@@ -12,7 +12,7 @@ from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import SaveError
 from mindresume.fault_injection.faults import FaultInjector
 from mindresume.fault_injection.journal import ITERATION, Journal, make_shard
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FORMATS, run_name
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer, SyncSaver

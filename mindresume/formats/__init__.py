@@ -1,4 +1,4 @@
-"""Defines the result of scanning a checkpoint directory: candidates, newest first.
+"""Defines a checkpoint directory and the result of scanning it: candidates, newest first.
 
 A candidate looks like one saved step of one run; ``mindresume.resume`` decides whether it can be used.
 """
@@ -10,13 +10,27 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mindresume.errors import UnreadableFileError
-from mindresume.formats.checkpoint_dir import CheckpointDir
 from mindresume.formatting import listed
 from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import TrainingState
+from mindresume.storage.interface import Storage
 
 OURS, MINDFORMERS, MERGED = "mindresume", "mindformers", "merged"
 FIRST = (float("inf"),)                 # order of a candidate that may be the newest one, so that its refusal is reported
+
+
+@dataclass(frozen=True)
+class CheckpointDir:
+    """A checkpoint directory: ``root`` holds rank folders or iteration folders, and the folder of records.
+
+    Paths in records, candidates and refusals are relative to ``root``.
+    """
+    storage: Storage
+    root: str
+
+    def path(self, *names: str) -> str:
+        """Returns the path of what lies at ``names`` in the directory."""
+        return os.path.join(self.root, *names)
 
 
 @dataclass(frozen=True)

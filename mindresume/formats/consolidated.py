@@ -13,16 +13,13 @@ In a single process, every ``*.safetensors`` in the folder is loaded and the map
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mindresume.errors import ConfigError, CorruptFileError
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import parse_weight_file
-from mindresume.formats.iteration_scan import is_iteration
-from mindresume.formats.rank_folder_naming import folder_rank
-from mindresume.formats.scan import is_root
+from mindresume.formats import CheckpointDir
+from mindresume.formats.scan import part_of_ranks, tensor_files
 from mindresume.formats.weight_files import SCALARS, finite_scalar, header_of
 from mindresume.formatting import listed
 from mindresume.model.manifest import FORMATS, FileRecord
@@ -70,14 +67,6 @@ class _Index:
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 
-def is_consolidated(storage: Storage, path: str) -> bool:
-    """Returns whether ``path`` is one tensor file, or a folder with tensor files directly inside, but not files of ranks,
-    which may be sharded."""
-    status = storage.status(path)
-    if status is None or _part_of_ranks(storage, path, status.is_folder):
-        return False
-    return bool(_tensor_files(storage.list(path) if status.is_folder else [os.path.basename(path)]))
-
 
 def read_consolidated(storage: Storage, path: str) -> ConsolidatedWeights:
     """Reads the index and the headers of consolidated weights. Of the tensors, reads only SCALARS.
@@ -90,16 +79,16 @@ def read_consolidated(storage: Storage, path: str) -> ConsolidatedWeights:
     status = storage.status(path)
     if status is None:
         raise ConfigError(f"{path}: no such file or folder; give a folder of consolidated weights, or one file")
-    if _part_of_ranks(storage, path, status.is_folder):
+    if part_of_ranks(storage, path, status.is_folder):
         raise ConfigError(f"{path}: expected consolidated weights, found files of ranks, which may be sharded; give the folder "
                           f"that holds the rank folders, to resume from it")
     if not status.is_folder:
-        if not _tensor_files([os.path.basename(path)]):
+        if not tensor_files([os.path.basename(path)]):
             raise ConfigError(f"{path}: expected a folder, or a file with extension {' or '.join(FORMATS)}")
         return _read(CheckpointDir(storage, os.path.dirname(path) or "."), [os.path.basename(path)], None, FILE, [])
     names = storage.list(path)
     index, kind, notes = _index_of(CheckpointDir(storage, path), names)
-    files = _tensor_files(names)
+    files = tensor_files(names)
     if index is not None:
         named = {*index.files.values(), *({HYPER} & set(files))}
         if ignored := [name for name in files if name not in named]:
@@ -207,24 +196,10 @@ def _read_index(storage: Storage, path: str, flat_too: bool) -> _Index:
     if not isinstance(files, dict):
         raise CorruptFileError(path, f"weight_map should map tensors to files, found {files!r}"[:400])
     for tensor, file in files.items():
-        if not isinstance(file, str) or "/" in file or "\0" in file or not _tensor_files([file]):
+        if not isinstance(file, str) or "/" in file or "\0" in file or not tensor_files([file]):
             raise CorruptFileError(path, f"tensor {tensor} should be in a file of this folder with extension "
                                          f"{' or '.join(FORMATS)}, found {file!r}"[:400], tensor=tensor)
     return _Index(path, files, flat)
-
-
-def _part_of_ranks(storage: Storage, path: str, is_folder: bool) -> bool:
-    """Returns whether ``path`` holds rank folders, or is a rank folder, an iteration folder, or a file in one of these."""
-    here = os.path.abspath(path)
-    own = here if is_folder else os.path.dirname(here)
-    if folder_rank(os.path.basename(own)) is not None or is_folder and is_root(storage, path):
-        return True
-    return (is_folder or parse_weight_file(os.path.basename(here)) is not None) and is_iteration(storage, own)
-
-
-def _tensor_files(names: Iterable[str]) -> list[str]:
-    """Returns the names of tensor files. Ignores hidden names, which are half-written or belong to the file system."""
-    return [name for name in names if not name.startswith(".") and name.endswith(tuple(f".{fmt}" for fmt in FORMATS))]
 
 
 # ---- writing: names and contents -----------------------------------------------------------------------------------

@@ -12,20 +12,29 @@ Opens no file.
 
 The file has no version. Additional keys of a later version are ignored; a required key that it lacks or changes is refused by
 name.
+
+``metadata_from_records`` derives the content from the records of a checkpoint; ``missing_slices`` tells, if ranks are
+missing, a slice that no other rank holds.
 """
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from mindresume.errors import CorruptFileError
-from mindresume.formats.iteration_naming import is_file_name, parse_slice_key, slice_key
-from mindresume.model.layout import MAX_AXES, MAX_RANKS, Slices, TensorLayout, fold_optimizer_shards
+from mindresume.errors import CorruptFileError, RecordError
+from mindresume.formats.iterations import METADATA, unreadable
+from mindresume.model.layout import MAX_AXES, MAX_RANKS, Slices, TensorLayout, fold_optimizer_shards, is_scalar, ordinals
+from mindresume.model.manifest import MAX_NAME, Details, TensorRecord
 from mindresume.model.training_state import is_count
+from mindresume.storage.interface import Storage
 from mindresume.tensor_files.header import DTYPES, is_size, parse_object
 
 MAX_METADATA = 1 << 30                 # bytes; mindformers writes one line per rank of each group
@@ -33,6 +42,11 @@ MAX_VALUES = 1 << 27                   # and of keys: it describes each slice of
 # mindformers uses str(type).lower(): "Float32" equals "float32", and its names of 8-bit floats have no "_".
 _DTYPES = {name.replace("_", ""): name for name in DTYPES}
 _ALIASES = "abcdefghijklmnopqrstuvwxyz"
+_FILE = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]+\.safetensors")
+
+_KEY = re.compile(r"\((?P<name>(?P<quote>['\"]).*(?P=quote)), \((?P<number>0|[1-9][0-9]{0,5}),\)\)", re.DOTALL)
+
+_MAX_KEY = 1 << 16                     # characters
 
 
 class StoredSlice(NamedTuple):
@@ -324,3 +338,150 @@ class _Writer:
 
 def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+# ---- keys and files -------------------------------------------------------------------------------------------------
+
+def is_file_name(name: Any) -> bool:
+    """Returns whether ``name`` can be a weight file in the same folder: a string without folders and control characters, in
+    UTF-8."""
+    return isinstance(name, str) and _FILE.fullmatch(name) is not None and len(name.encode()) <= MAX_NAME
+
+
+def slice_key(name: str, ordinal: int) -> str:
+    """Returns the key of a slice in ``storage_data`` of metadata.json (mindformers
+    checkpoint/utils.py:get_sharded_tensor_shard_id)."""
+    return str((name, (ordinal,)))
+
+
+def parse_slice_key(key: str) -> tuple[str, int] | None:
+    """Returns (name, ordinal) of a result of ``slice_key``, whatever quotes and commas the name has; None for any other text."""
+    found = _KEY.fullmatch(key) if len(key) <= _MAX_KEY else None
+    if not found:
+        return None
+    name = found["name"][1:-1]
+    if "\\" in name:
+        try:
+            name = ast.literal_eval(found["name"])
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+    # Accepts only Python's own representation, so that a slice has exactly one key.
+    return (name, int(found["number"])) if isinstance(name, str) and repr(name) == found["name"] else None
+
+
+
+def load_metadata(storage: Storage, folder: str) -> dict[str, TensorMetadata]:
+    """Reads ``metadata.json`` in ``folder``. Raises CorruptFileError if it is missing or damaged."""
+    return read_metadata(load_metadata_bytes(storage, folder), os.path.join(folder, METADATA))
+
+
+def load_metadata_bytes(storage: Storage, folder: str) -> bytes:
+    """Reads the bytes of ``metadata.json``, up to its size limit. Raises CorruptFileError if it is missing,
+    UnreadableFileError if that is not known."""
+    path = os.path.join(folder, METADATA)
+    try:
+        with storage.open(path) as file:
+            return file.read(MAX_METADATA + 1)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+# ---- from records ---------------------------------------------------------------------------------------------------
+
+def metadata_from_records(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]
+                          ) -> list[TensorMetadata]:
+    """Describes every tensor that has a layout. The others are counters, which mindformers does not list either.
+
+    All ranks of a stage hold the same tensors, so the details of one rank are read; those of all ranks if replicas were
+    deduplicated. A tensor of several stages (a shared embedding) takes the layout of the first one.
+
+    Args:
+        files: names of the files of each rank; a rank without files wrote nothing.
+        deduplicated: some rank wrote only its share.
+        details_of: reads the details of a rank's record.
+
+    Raises:
+        RecordError: The stages differ in size, or no rank of a stage wrote anything.
+    """
+    anchor = next((rank for rank, names in enumerate(files) if names), 0)
+    known = details_of(anchor)
+    size = stage_size(known.tensors.values(), len(files))
+    found: dict[str, TensorMetadata] = {}
+    for first in range(0, len(files), size):
+        ranks = [rank for rank in range(first, first + size) if files[rank]]
+        if not ranks:
+            raise RecordError(f"ranks {first} to {first + size - 1}, a whole pipeline stage, wrote nothing")
+        rows = {rank: known.tensors if rank == anchor else details_of(rank).tensors
+                for rank in (ranks if deduplicated else ranks[:1])}
+        for name in dict.fromkeys(name for table in rows.values() for name in table):
+            writers = [rank for rank, table in rows.items() if name in table]
+            row = rows[writers[0]][name]
+            if row.layout is None or row.global_shape is None:
+                continue
+            if name in found:
+                found[name] = _shared(found[name], files, rows, name, row, writers if deduplicated else ranks, first)
+                continue
+            if row.layout.stage_size != size:
+                raise RecordError(f"{name} is sharded over {row.layout.stage_size} ranks, other tensors over {size}")
+            found[name] = TensorMetadata(name, row.dtype, row.global_shape, row.layout, first,
+                                    _stored(files, rows, name, row, writers if deduplicated else ranks, first))
+    return list(found.values())
+
+
+def missing_slices(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]) -> str:
+    """Returns a phrase for the data that a checkpoint of only some ranks lacks; empty if they wrote every slice of every
+    tensor. A tensor with more than one element needs a layout: else the data of the other ranks is unknown. Arguments as for
+    ``metadata_from_records``."""
+    try:
+        rows = metadata_from_records(files, deduplicated, details_of)
+    except RecordError as error:
+        return str(error)
+    for row in rows:
+        for number in range(max(ordinals(row.layout, row.shape)) + 1):
+            if number not in row.stored:
+                ranks = _groups(row.layout, row.shape, row.first)[number]
+                return f"a part of {row.name} was held by rank {', '.join(map(str, ranks))} alone"
+    there = next(rank for rank, names in enumerate(files) if names)
+    named = {row.name for row in rows}
+    return next((f"{name} {row.shape} has no layout" for name, row in details_of(there).tensors.items()
+                 if name not in named and not is_scalar(row.shape)), "")
+
+
+def _shared(known: TensorMetadata, files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str,
+            row: TensorRecord, writers: Iterable[int], first: int) -> TensorMetadata:
+    """Adds the copies of another stage, if it shards the tensor alike."""
+    if (row.layout, row.global_shape, row.dtype) != (known.layout, known.shape, known.dtype):
+        return known
+    more = _stored(files, rows, name, row, writers, first)
+    return replace(known, stored={number: (*copies, *more.get(number, ())) for number, copies in known.stored.items()})
+
+
+def stage_size(rows: Iterable[TensorRecord], world_size: int) -> int:
+    """Returns the number of ranks in a stage. Raises RecordError if it does not divide ``world_size``."""
+    size = next((row.layout.stage_size for row in rows if row.layout), world_size)
+    if world_size % size:
+        raise RecordError(f"tensors are sharded over {size} ranks, which does not divide {world_size} ranks")
+    return size
+
+
+def _stored(files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str, row: TensorRecord,
+            writers: Iterable[int], first: int) -> dict[int, tuple[StoredSlice, ...]]:
+    """Returns the stored slices of one tensor of a stage, by ordinal."""
+    held = ordinals(row.layout, row.global_shape)
+    groups = _groups(row.layout, row.global_shape, first)
+    found: dict[int, tuple[StoredSlice, ...]] = {}
+    for rank in writers:
+        file = files[rank][rows[rank][name].file if rank in rows else row.file]
+        number = held[rank - first]
+        before = found.get(number, ())
+        found[number] = (*before, StoredSlice(file, rank, () if before else groups[number]))     # readers need the group once
+    return found
+
+
+@lru_cache(maxsize=1 << 12)
+def _groups(layout: TensorLayout, shape: tuple[int, ...], first: int) -> dict[int, tuple[int, ...]]:
+    """Returns {slice: ranks that hold it}."""
+    found: dict[int, list[int]] = {}
+    for local, number in enumerate(ordinals(layout, shape)):
+        found.setdefault(number, []).append(first + local)
+    return {number: tuple(ranks) for number, ranks in found.items()}

@@ -17,10 +17,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mindresume.errors import RecordError
-from mindresume.formats import OURS, Candidate, Refusal, may_pass, unlisted_candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import parse_iteration
-from mindresume.formats.metadata_from_records import missing_slices
+from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal, may_pass, unlisted_candidate
+from mindresume.formats.iterations import parse_iteration
+from mindresume.formats.metadata import missing_slices
 from mindresume.formatting import listed
 from mindresume.model.manifest import (
     EMERGENCY,

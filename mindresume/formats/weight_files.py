@@ -1,21 +1,46 @@
-"""Reads headers, sizes, times and counters of weight files: mindformers stores the counters of a training as one-element tensors
-in every file of Checkpoint 1.0."""
+"""Reads headers, sizes, times and counters of weight files, and which of them a scrub found damaged.
+
+mindformers stores the counters of a training as one-element tensors in every file of Checkpoint 1.0. A scrub leaves its result:
+when all of a checkpoint was read, and which files were damaged then.
+
+    .mindresume/step-0000000015-run-0001-1f3a9c04/scrub.json        beside the records; line 1 and 2 as in a record
+
+    known_damage(storage, root, candidate)      # the Refusal of a file that a scrub found damaged, without reading it; or None
+
+``known_damage`` is the one rule by which everything refuses such a checkpoint: the selection of a job, ``which``, ``ls``, the
+report (all through ``mindresume.resume.eligible``) and retention (``mindresume.saving.removal_plan``). The result is bound to
+the records of the checkpoint, and each damaged file to its size and times: a file that was replaced is read anew, and a result
+that cannot be read, or belongs to other records, says nothing.
+"""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import BinaryIO
 
-from mindresume.errors import CorruptFileError, UnreadableFileError
-from mindresume.formats import Candidate, Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.model.manifest import FileRecord
+import xxhash
+
+from mindresume import runtime
+from mindresume.errors import CorruptFileError, RecordError, UnreadableFileError
+from mindresume.formats import Candidate, CheckpointDir, Refusal
+from mindresume.model import manifest as codec
+from mindresume.model.manifest import SCRUB_RESULT, FileRecord
 from mindresume.model.training_state import TrainingState
+from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Status, Storage
 from mindresume.storage.operations import parallel
 from mindresume.tensor_files import Header, read_header, read_scalar
 from mindresume.tensor_files.checksum import file_checksum
 from mindresume.tensor_files.header import file_name
+from mindresume.typed import Checksum, Count, Number, RelativePath, Time, decode
+
+KIND = "scrub"
+MAX_NAMED = 100                 # tensors and files that a result names; the rest is counted by the reading that repairs it
+MAX_TEXT = 1000                 # characters of a reason
+LIMIT = 16 << 20
 
 
 def header_of(directory: CheckpointDir, file: FileRecord) -> Header:
@@ -93,3 +118,106 @@ def is_weights_only(candidate: Candidate) -> bool:
 def no_step(path: str) -> Refusal:
     """Refuses weights without the counters of a training, such as those of checkpoint_network."""
     return Refusal(None, f"{path} holds no step_num: weights only, not a training state", path, is_weights_only=True)
+
+
+# ---- the result of a scrub ------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class DamagedFile:
+    """Describes a file that a scrub found damaged.
+
+    Attributes:
+        path: relative to the folder that contains ``.mindresume``.
+        rank: whose file it is.
+        size: in bytes, when it was read.
+        mtime: last change of its content, in seconds since 1970.
+        changed: last change of its content, name or rights, in seconds since 1970; 0: not known.
+        reason: what was expected and found.
+        tensors: names of the damaged tensors.
+    """
+    path: RelativePath
+    rank: Count
+    size: Count
+    mtime: Number
+    changed: Number
+    reason: str
+    tensors: tuple[str, ...] = ()
+
+    def is_unchanged(self, status: Status | None) -> bool:
+        """Returns whether the file with this status is the one that was read."""
+        return status is not None and (status.size, status.mtime, status.changed) == (self.size, self.mtime, self.changed)
+
+
+@dataclass(frozen=True)
+class ScrubResult:
+    """Holds the result for one checkpoint. ``read_at``: seconds since 1970. ``records``: fingerprint of its records."""
+    read_at: Time
+    records: Checksum
+    damaged: tuple[DamagedFile, ...] = ()
+
+    def encode(self) -> bytes:
+        """Returns the content of the file."""
+        return codec.encode_head({"version": codec.VERSION, "kind": KIND, **asdict(self)}, LIMIT)
+
+
+def fingerprint(candidate: Candidate) -> str:
+    """Returns a checksum of the checksums of all records, which identifies what was committed."""
+    return xxhash.xxh3_128_hexdigest(" ".join([candidate.name, *candidate.records]).encode())
+
+
+def can_be_scrubbed(candidate: Candidate) -> bool:
+    """Returns whether it is a complete checkpoint with records, whose bytes have checksums."""
+    return candidate.records_dir is not None and bool(candidate.records) and candidate.problem is None
+
+
+def read_result(storage: Storage, candidate: Candidate) -> ScrubResult | None:
+    """Returns the result beside the records of ``candidate``; None if there is none, it cannot be read, or it belongs to other
+    records."""
+    if not candidate.has_scrub_result or not can_be_scrubbed(candidate):
+        return None
+    with suppress(OSError, RecordError), storage.open(os.path.join(candidate.records_dir or "", SCRUB_RESULT)) as file:
+        found = decode(ScrubResult, codec.read_head(file, KIND, LIMIT)[0], KIND)
+        return found if found.records == fingerprint(candidate) else None
+    return None
+
+
+def known_damage(directory: CheckpointDir, candidate: Candidate) -> Refusal | None:
+    """Returns a refusal if a scrub found a file of the checkpoint damaged, and the file is still the same. It reads no
+    contents."""
+    found = read_result(directory.storage, candidate)
+    if found is None:
+        return None
+    for row in found.damaged:
+        path = os.path.join(candidate.iteration_dir, row.path)
+        status = None
+        with suppress(OSError):                 # then nothing is known, and whoever takes the checkpoint reads the file
+            status = directory.storage.status(directory.path(path))
+        if row.is_unchanged(status):
+            at = runtime.strftime("%Y-%m-%d %H:%M", runtime.localtime(found.read_at))
+            more = f"; {len(found.damaged) - 1} more files are damaged" if len(found.damaged) > 1 else ""
+            return candidate.refuse(f"a scrub at {at} found it damaged: {row.reason}{more}; mindresume scrub --repair mends what "
+                                    f"has an intact copy", path, row.rank, row.tensors)
+    return None
+
+
+def publish_result(storage: Storage, candidate: Candidate, damage: Iterable[Refusal], before: Mapping[str, Status | None],
+                   read_at: float, tag: str) -> None:
+    """Writes the result of a scrub. Raises OSError.
+
+    Args:
+        damage: of files that exist; what is missing needs no reading to be found.
+        before: status of each of these files before the reading that found it damaged.
+    """
+    rows: dict[str, DamagedFile] = {}
+    for refusal in damage:
+        status = before.get(refusal.file or "")
+        if refusal.file is None or status is None or status.is_folder:
+            continue
+        path = os.path.relpath(refusal.file, candidate.iteration_dir) if candidate.iteration_dir else refusal.file
+        rows[path] = DamagedFile(path, refusal.rank or 0, status.size, status.mtime, status.changed, refusal.reason[:MAX_TEXT],
+                                 refusal.tensors[:MAX_NAMED])
+    result = ScrubResult(read_at, fingerprint(candidate), tuple(rows.values())[:MAX_NAMED])
+    folder = candidate.records_dir or ""
+    path = os.path.join(folder, SCRUB_RESULT)
+    publish(storage, path, [result.encode()], tag)
+    storage.copy_owner(folder, path)                # root scrubs, and the jobs of a user read the result

@@ -23,8 +23,7 @@ from mindresume.coordination.collectives import ALWAYS_ADVANCING, Watchdog, gath
 from mindresume.errors import ConfigError, EngineError, SaveError, StrategyError
 from mindresume.events import Emit, Notice, warning
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import OURS
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import OURS, CheckpointDir
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.formatting import ranks_count

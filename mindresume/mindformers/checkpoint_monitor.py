@@ -18,7 +18,7 @@ from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import COMPILING
 from mindresume.errors import SaveError
-from mindresume.formats.rank_folder_naming import stem
+from mindresume.formats.rank_folders import stem
 from mindresume.mindformers import adapter, heartbeat, training_context, training_saves, upstream, upstream_check
 from mindresume.mindformers.monitor_arguments import checked_arguments
 from mindresume.mindformers.state_collector import StateCollector

@@ -6,7 +6,7 @@ from typing import Any
 
 from mindresume.errors import ProgressError
 from mindresume.events import ProgressRestored, warning
-from mindresume.formats.rank_folder_naming import parse_name
+from mindresume.formats.rank_folders import parse_name
 from mindresume.mindformers.training_context import RunOrigin, RunProgress, TrainingContext
 from mindresume.model.data_position import SKIP_KEY
 from mindresume.model.training_state import TrainingState

@@ -23,7 +23,7 @@ from mindresume.coordination.rank_heartbeat import COMPILING, LOADING
 from mindresume.errors import ConfigError, LoadError
 from mindresume.events import warning
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.huggingface_families import FAMILIES
 from mindresume.mindformers import adapter, arrangement, heartbeat, loading, weight_names
 from mindresume.mindformers.auto_transform import OPENING

@@ -17,9 +17,8 @@ from mindresume import runtime
 from mindresume.coordination.collectives import Watchdog, gather_results, run_on_rank0
 from mindresume.errors import CollectiveError, ConfigError
 from mindresume.events import Notice, warning
-from mindresume.formats.consolidated import is_consolidated
-from mindresume.formats.iteration_naming import COMMON
-from mindresume.formats.scan import is_root
+from mindresume.formats.iterations import COMMON
+from mindresume.formats.scan import is_consolidated, is_root
 from mindresume.mindformers import adapter, selection, upstream, upstream_check
 from mindresume.mindformers.auto_transform import STRATEGY, TRANSFORMED, UNIFIED
 from mindresume.mindformers.load_request import TRAIN, request_of_iterations, request_of_resume, request_of_weights

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindresume.errors import ConfigError
-from mindresume.formats.consolidated import is_consolidated
+from mindresume.formats.scan import is_consolidated
 from mindresume.mindformers import adapter
 from mindresume.storage.posix import PosixStorage
 

@@ -20,7 +20,7 @@ from mindresume.coordination.collectives import Watchdog, gather_results, run_on
 from mindresume.errors import LoadError
 from mindresume.events import Notice, WeightsLoaded, warning
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.mindformers import arrangement, auto_transform, weight_names

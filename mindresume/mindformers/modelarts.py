@@ -8,7 +8,7 @@ from typing import Any
 
 from mindresume.errors import ConfigError
 from mindresume.events import Emit, ignore, warning
-from mindresume.formats.location import CHECKPOINT
+from mindresume.formats.scan import CHECKPOINT
 from mindresume.mindformers import adapter
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.object_store import FsspecStore, MoxingStore

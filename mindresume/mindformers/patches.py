@@ -24,7 +24,7 @@ from mindresume.coordination.collectives import gather_results, run_on_all
 from mindresume.coordination.rank_heartbeat import COMPILING, LOADING
 from mindresume.errors import TrainingCompleteError
 from mindresume.events import Notice
-from mindresume.formats.rank_folder_naming import name_for_rank
+from mindresume.formats.rank_folders import name_for_rank
 from mindresume.formatting import counted
 from mindresume.mindformers import (
     adapter,

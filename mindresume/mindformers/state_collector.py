@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mindresume.events import warning
-from mindresume.formats.rank_folder_naming import FileName, stem
+from mindresume.formats.rank_folders import FileName, stem
 from mindresume.mindformers import adapter, arrangement
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.training_context import TrainingContext

@@ -33,7 +33,7 @@ from mindresume.typed import parse_json
 
 FOLDER = ".mindresume"                 # below the checkpoint root; mindformers lists no hidden folders
 MANIFEST = "manifest.json"
-SCRUB_RESULT = "scrub.json"            # file beside the records: the result of a scrub (formats/scrub_result.py)
+SCRUB_RESULT = "scrub.json"            # file beside the records: the result of a scrub (formats/weight_files.py)
 EMERGENCY = "emergency"                # file beside the records: ranks of this job were lost, and the others saved their state
 TRASH = "trash-"                       # name prefix of an attempt folder that is being removed, which is no checkpoint any more
 PROBE = "probe-"                       # name prefix of a short-lived file that tests the folder, or which ranks see it

@@ -11,8 +11,8 @@ from mindresume.api.sources import existing
 from mindresume.coordination.lease import SAVING, is_alive, known_lease_holders
 from mindresume.events import FAILED
 from mindresume.events.recovery_phases import Moments
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.location import locate
+from mindresume.formats import CheckpointDir
+from mindresume.formats.scan import locate
 from mindresume.report import accounting, event_log, log_parser
 from mindresume.report.accounting import (
     AttemptAccount,

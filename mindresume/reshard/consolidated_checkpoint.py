@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from mindresume.coordination.collectives import Group, Watchdog, gather_results
 from mindresume.errors import CorruptFileError, MindResumeError, MissingCheckpointError
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import MERGED, MINDFORMERS, Candidate, Refusal, Scan
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import MERGED, MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan
 from mindresume.formatting import listed
 from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import TrainingState

@@ -18,8 +18,8 @@ import xxhash
 
 from mindresume.errors import ConfigError
 from mindresume.formats.consolidated import MINDSPORE
-from mindresume.formats.iteration_naming import MODEL, OPTIMIZER, WeightFile, iteration_name, parse_weight_file
-from mindresume.formats.rank_folder_naming import FileName, folder_name, label
+from mindresume.formats.iterations import MODEL, OPTIMIZER, WeightFile, iteration_name, parse_weight_file
+from mindresume.formats.rank_folders import FileName, folder_name, label
 from mindresume.formats.strategy import Strategy
 from mindresume.model.manifest import FOLDER as RECORDS
 from mindresume.model.manifest import attempt_name, run_name

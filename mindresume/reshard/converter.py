@@ -31,7 +31,7 @@ from mindresume.errors import (
     StrategyError,
 )
 from mindresume.events import Emit, Event, Notice, ignore, warning
-from mindresume.formats.iteration_naming import iteration_name
+from mindresume.formats.iterations import iteration_name
 from mindresume.formatting import listed
 from mindresume.model.manifest import Details, FileRecord, Record, TensorRecord, encode_head, read_head, record_name
 from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest

@@ -11,12 +11,9 @@ from contextlib import suppress
 import xxhash
 
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import METADATA
-from mindresume.formats.iteration_scan import load_metadata, load_metadata_bytes
-from mindresume.formats.metadata import TensorMetadata, read_metadata
-from mindresume.formats.metadata_from_records import metadata_from_records
+from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.iterations import METADATA
+from mindresume.formats.metadata import TensorMetadata, load_metadata, load_metadata_bytes, metadata_from_records, read_metadata
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.model.layout import is_scalar

@@ -25,8 +25,7 @@ import numpy as np
 from mindresume import runtime
 from mindresume.errors import CorruptFileError, EngineError, StrategyError
 from mindresume.events import Emit, Notice, ignore
-from mindresume.formats.strategy import Strategy
-from mindresume.formats.strategy_codec import encode_strategy
+from mindresume.formats.strategy import Strategy, encode_strategy
 from mindresume.formatting import counted
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor

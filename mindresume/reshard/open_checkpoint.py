@@ -24,10 +24,10 @@ from mindresume.errors import (
     StrategyError,
 )
 from mindresume.events import Emit, ignore, warning
-from mindresume.formats import OURS, Candidate, Refusal, steps_text
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.consolidated import FILE, is_consolidated
-from mindresume.formats.rank_folder_naming import FileName, parse_name
+from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal, steps_text
+from mindresume.formats.consolidated import FILE
+from mindresume.formats.rank_folders import FileName, parse_name
+from mindresume.formats.scan import is_consolidated
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import state_from_scalars
 from mindresume.formatting import ranks_count

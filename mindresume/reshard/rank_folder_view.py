@@ -5,8 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from mindresume.errors import LoadError, StrategyError
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.strategy import Strategy
 from mindresume.formatting import counted, listed, ranks_count
 from mindresume.model.layout import TensorLayout, is_scalar

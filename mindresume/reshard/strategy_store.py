@@ -16,8 +16,7 @@ from typing import Any
 import xxhash
 
 from mindresume.errors import RecordError, StrategyError
-from mindresume.formats import OURS, Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import OURS, Candidate, CheckpointDir
 from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.layout import TensorLayout

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from mindresume import runtime
 from mindresume.events import CheckpointScrubbed, Emit, Event, SaveBegun, SaveFailed, SaveWritten, warning
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.resume.candidates import list_checkpoints
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.scrub import SKIPPED, CheckpointScrub, Scrubber, ScrubOptions

@@ -13,9 +13,8 @@ from mindresume.coordination.collectives import Watchdog, run_on_rank0
 from mindresume.coordination.storage_topology import order_of
 from mindresume.errors import NoUsableCheckpointError, RecordError, RemoteError
 from mindresume.events import CandidateRefused, warning
-from mindresume.formats import OURS, Candidate, Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import iteration_name
+from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal
+from mindresume.formats.iterations import iteration_name
 from mindresume.formats.records import candidate_of
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import parse_attempt

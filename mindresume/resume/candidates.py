@@ -6,13 +6,10 @@ import os
 from dataclasses import dataclass, replace
 
 from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError
-from mindresume.formats import MINDFORMERS, Candidate, Refusal, Scan, missing_ranks_text
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import parse_iteration, parse_weight_file
-from mindresume.formats.iteration_scan import is_iteration
-from mindresume.formats.location import below, fresh_start_refusal
-from mindresume.formats.rank_folder_naming import folder_rank, name_for_rank
-from mindresume.formats.scan import scan, scan_one
+from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan, missing_ranks_text
+from mindresume.formats.iterations import is_iteration, parse_iteration, parse_weight_file
+from mindresume.formats.rank_folders import folder_rank, name_for_rank
+from mindresume.formats.scan import below, fresh_start_refusal, scan, scan_one
 from mindresume.formats.weight_files import file_sizes, header_of, no_step, scalars_of, status_of
 from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FORMATS, FileRecord

@@ -12,12 +12,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from mindresume.errors import CorruptFileError, RecordError
-from mindresume.formats import Candidate, Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import COMMON, METADATA
-from mindresume.formats.iteration_scan import common_from_state, load_common, load_metadata
-from mindresume.formats.metadata import encode_metadata, read_metadata
-from mindresume.formats.metadata_from_records import metadata_from_records
+from mindresume.formats import Candidate, CheckpointDir, Refusal
+from mindresume.formats.iterations import COMMON, METADATA, common_from_state, load_common
+from mindresume.formats.metadata import encode_metadata, load_metadata, metadata_from_records, read_metadata
 from mindresume.formats.records import details_of
 from mindresume.formats.weight_files import is_as_recorded
 from mindresume.formatting import listed

@@ -5,10 +5,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from mindresume.coordination.collectives import Group
-from mindresume.formats import MINDFORMERS, Candidate, Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.scrub_result import known_damage
-from mindresume.formats.weight_files import file_sizes, is_weights_only
+from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal
+from mindresume.formats.weight_files import file_sizes, is_weights_only, known_damage
 from mindresume.formatting import listed, ranks_count
 from mindresume.model.manifest import FileRecord
 from mindresume.resume.health import is_unhealthy

@@ -34,9 +34,8 @@ from mindresume.events import (
     warning,
 )
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import MINDFORMERS, Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.location import find as find_checkpoints
+from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir
+from mindresume.formats.scan import find as find_checkpoints
 from mindresume.model.manifest import FOLDER, attempts
 from mindresume.resume.choice import Choice, VerifiedShard, describe_candidate
 from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank

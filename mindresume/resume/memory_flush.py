@@ -10,8 +10,7 @@ from xxhash import xxh3_128
 from mindresume.coordination.collectives import Group, Watchdog, run_on_all, run_on_rank0
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import SaveError
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.weight_files import is_as_recorded
 from mindresume.model.manifest import FOLDER, FileRecord, read_details, record_name
 from mindresume.resume.choice import Choice

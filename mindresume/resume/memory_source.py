@@ -20,9 +20,8 @@ from mindresume.coordination.collectives import Watchdog, gather_results, run_on
 from mindresume.coordination.storage_topology import SharedGroups, order_of
 from mindresume.errors import RemoteError, UnusableCheckpointError
 from mindresume.events import Notice
-from mindresume.formats import OURS, Candidate, Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import iteration_name
+from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal
+from mindresume.formats.iterations import iteration_name
 from mindresume.formats.records import scan_records
 from mindresume.formatting import listed, ranks_count
 from mindresume.model.manifest import FOLDER, parse_attempt, record_name, run_sequence

@@ -11,11 +11,9 @@ from collections.abc import Mapping
 
 from mindresume import runtime
 from mindresume.errors import CorruptFileError
-from mindresume.formats import MINDFORMERS, Candidate, Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import METADATA
-from mindresume.formats.iteration_scan import load_metadata
-from mindresume.formats.metadata import TensorMetadata
+from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal
+from mindresume.formats.iterations import METADATA
+from mindresume.formats.metadata import TensorMetadata, load_metadata
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.model.layout import is_scalar, region_of

@@ -26,9 +26,9 @@ from mindresume.coordination.read_locks import read_locks
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointFetched, Emit, ignore, warning
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import iteration_name
-from mindresume.formats.rank_folder_naming import parse_label
+from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import iteration_name
+from mindresume.formats.rank_folders import parse_label
 from mindresume.formats.weight_files import header_of, is_as_recorded
 from mindresume.model.manifest import FOLDER, MANIFEST, FileRecord, Manifest, read_details, record_name
 from mindresume.saving import iteration_publisher

@@ -27,8 +27,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
-from mindresume.formats import Candidate, Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.records import details_of
 from mindresume.formats.weight_files import header_of, is_as_recorded
 from mindresume.model.manifest import Details, FileRecord, TensorRecord, read_details, read_record, record_name, record_rank

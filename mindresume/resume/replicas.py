@@ -4,7 +4,7 @@
 wrote nothing, the remaining ranks saved what they held.
 
 By the layouts, other ranks hold everything that such a rank held; otherwise the scan would have refused the checkpoint
-(``mindresume.formats.metadata_from_records.missing_slices``). Only its random state is lost. The layouts are those of the
+(``mindresume.formats.metadata.missing_slices``). Only its random state is lost. The layouts are those of the
 records; for files of mindformers (MindIO TTP: only some of the ranks save) those of the strategy files. Whether the strategy
 belongs to the same job is not recorded, so tensors that are equal on two ranks by the strategy must have equal bytes
 (``differing_replica``). """
@@ -15,9 +15,8 @@ from dataclasses import replace
 from functools import cache
 
 from mindresume.errors import CorruptFileError, RecordError, StrategyError
-from mindresume.formats import MINDFORMERS, Candidate, Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.metadata_from_records import missing_slices, stage_size
+from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal
+from mindresume.formats.metadata import missing_slices, stage_size
 from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from mindresume import runtime
 from mindresume.coordination.lease import BEAT, SCRUBBING, Lease, LeaseHolder, is_alive, is_job_lease, lease_holders, lease_path
 from mindresume.coordination.read_locks import acquire_read_lock
-from mindresume.formats import Candidate, Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.scrub_result import can_be_scrubbed, known_damage, publish_result, read_result
+from mindresume.formats import Candidate, CheckpointDir, Refusal
+from mindresume.formats.weight_files import can_be_scrubbed, known_damage, publish_result, read_result
 from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.checkpoint_warnings import damaged_metadata_files
 from mindresume.resume.repair import Repair

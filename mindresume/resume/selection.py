@@ -17,8 +17,7 @@ from mindresume.errors import CollectiveError, NoUsableCheckpointError, Unusable
 from mindresume.events import Emit, Notice, ignore
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate, Refusal
-from mindresume.formats.consolidated import is_consolidated
-from mindresume.formats.location import locate
+from mindresume.formats.scan import is_consolidated, locate
 from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.candidates import NODE_LOCAL, find_candidates, list_checkpoints
 from mindresume.resume.choice import Choice
@@ -86,7 +85,7 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
 
     Args:
         storage: reads the files. The files that it keeps in memory (``ReadCache``) are dropped whenever a candidate is refused.
-        path: the folder or file in which the checkpoints lie (``formats.location``).
+        path: the folder or file in which the checkpoints lie (``formats.scan.locate``).
         progress: receives the bytes that are verified.
     Raises:
         MissingCheckpointError, NoUsableCheckpointError, ConfigError, CollectiveError: on all ranks, see ``sources``.

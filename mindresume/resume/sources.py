@@ -17,10 +17,9 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events import Emit, ignore
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import Candidate, Refusal, Scan
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.location import CHECKPOINT
-from mindresume.formats.rank_folder_naming import folder_rank, parse_name
+from mindresume.formats import Candidate, CheckpointDir, Refusal, Scan
+from mindresume.formats.rank_folders import folder_rank, parse_name
+from mindresume.formats.scan import CHECKPOINT
 from mindresume.formats.weight_files import is_weights_only
 from mindresume.formatting import listed, ranks_count
 from mindresume.resume.candidates import find_candidates, world_size_notes

@@ -13,9 +13,8 @@ from functools import cache
 from typing import Any, BinaryIO
 
 from mindresume.errors import CorruptFileError, RecordError
-from mindresume.formats import OURS, Candidate, Refusal
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import LABEL, parse_label
+from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal
+from mindresume.formats.rank_folders import LABEL, parse_label
 from mindresume.formats.records import details_of
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of, scalars_of

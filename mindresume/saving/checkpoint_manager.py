@@ -61,8 +61,8 @@ from mindresume.events import (
     ignore,
     warning,
 )
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import stem
+from mindresume.formats import CheckpointDir
+from mindresume.formats.rank_folders import stem
 from mindresume.formatting import listed
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import SyncSaver, sync_saver

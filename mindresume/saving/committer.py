@@ -28,10 +28,8 @@ from mindresume.coordination.read_locks import ReadLocks
 from mindresume.errors import LeaseHeldError, OutOfSpaceError, RecordError, SaveError
 from mindresume.events import CheckpointsRemoved, CommitDelayed, Emit, Event, SaveAbandoned, SaveCommitted, ignore, warning
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import META, folder_name, meta_json, parse_name
-from mindresume.formats.rank_folders import ranks_of
+from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.rank_folders import META, folder_name, meta_json, parse_name, ranks_of
 from mindresume.formats.records import ReadManifests, find_attempts, scan_records
 from mindresume.formats.scan import scan
 from mindresume.formatting import listed

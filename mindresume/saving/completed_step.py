@@ -13,9 +13,8 @@ from mindresume.coordination.collectives import Group, Watchdog, run_on_all, run
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CollectiveError, MindResumeError, RemoteError
 from mindresume.events import Emit, Notice, UploadFailed, UploadFinished, warning
-from mindresume.formats import OURS
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_scan import tracked
+from mindresume.formats import OURS, CheckpointDir
+from mindresume.formats.iterations import tracked
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.saving.committer import is_in_meta, sync_saver
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, committed_dir

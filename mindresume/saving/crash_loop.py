@@ -27,8 +27,7 @@ from typing import Annotated, Any
 from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import MindResumeError, RecordError
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import Candidate, CheckpointDir
 from mindresume.model.manifest import FOLDER, record_name, run_sequence
 from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage

@@ -23,11 +23,9 @@ from contextlib import contextmanager, suppress
 from mindresume.coordination.read_locks import announce_removal
 from mindresume.errors import CorruptFileError, RecordError, UnreadableFileError
 from mindresume.events import Emit, RemovalPostponed, ignore
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import COMMON, iteration_name, parse_weight_file
-from mindresume.formats.rank_folder_naming import folder_name, name_for_rank, parse_label, parse_name
-from mindresume.formats.rank_folders import labelled_files
+from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.iterations import COMMON, iteration_name, parse_weight_file
+from mindresume.formats.rank_folders import folder_name, labelled_files, name_for_rank, parse_label, parse_name
 from mindresume.formats.records import ReadManifests, attempts_within, scan_records
 from mindresume.formats.weight_files import header_of, sizes_match
 from mindresume.model.manifest import (

@@ -20,12 +20,21 @@ import xxhash
 from mindresume import runtime
 from mindresume.errors import RecordError
 from mindresume.events import Emit, Notice, ignore
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, encode_common, iteration_name, parse_iteration
-from mindresume.formats.iteration_scan import candidate_without_records, common_from_state, intent_name, intents, tracked
-from mindresume.formats.metadata import encode_metadata
-from mindresume.formats.metadata_from_records import metadata_from_records
+from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.iterations import (
+    COMMON,
+    METADATA,
+    TRACKER,
+    candidate_without_records,
+    common_from_state,
+    encode_common,
+    intent_name,
+    intents,
+    iteration_name,
+    parse_iteration,
+    tracked,
+)
+from mindresume.formats.metadata import encode_metadata, metadata_from_records
 from mindresume.formats.records import attempts_within, details_of, read_attempts
 from mindresume.model.manifest import FOLDER, FileRecord, Record, attempt_name, run_name, run_sequence, trash_name
 from mindresume.model.training_state import TrainingState

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from mindresume.coordination.lease import record_run_number
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointsRemoved, Emit, ignore, warning
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import iteration_name
+from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import iteration_name
 from mindresume.formatting import listed
 from mindresume.model.manifest import (
     FOLDER,

@@ -17,14 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindresume.coordination.storage_topology import protected_by_peers
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import TRACKER, parse_iteration
-from mindresume.formats.iteration_scan import tracked
-from mindresume.formats.rank_folder_naming import META, folder_name
+from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.iterations import TRACKER, parse_iteration, tracked
+from mindresume.formats.rank_folders import META, folder_name
 from mindresume.formats.records import ReadManifests, scan_records
-from mindresume.formats.scrub_result import known_damage
-from mindresume.formats.weight_files import sizes_match
+from mindresume.formats.weight_files import known_damage, sizes_match
 from mindresume.saving.crash_loop import load_attempts
 from mindresume.saving.retention import KeepAny, Policy, surplus
 from mindresume.storage.operations import read_json

@@ -28,9 +28,8 @@ from mindresume.coordination.storage_topology import (
 )
 from mindresume.errors import ConfigError, SaveError
 from mindresume.events import Emit, Notice, warning
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import folder_name, free_suffix, parse_name
+from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.rank_folders import folder_name, free_suffix, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.formatting import counted, listed
 from mindresume.model.manifest import FOLDER, PROBE, is_probe

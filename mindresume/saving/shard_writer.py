@@ -20,9 +20,9 @@ from mindresume import runtime
 from mindresume.coordination.lease import fence, half_written
 from mindresume.errors import OutOfSpaceError, RecordError, SaveError
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import MODEL, OPTIMIZER, WeightFile, iteration_name, parse_iteration
-from mindresume.formats.rank_folder_naming import FileName, folder_name, label, parse_name
+from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import MODEL, OPTIMIZER, WeightFile, iteration_name, parse_iteration
+from mindresume.formats.rank_folders import FileName, folder_name, label, parse_name
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import (
     EMERGENCY,

@@ -11,7 +11,7 @@ from reshard.test_huggingface import document
 from training_logs import history
 
 import mindresume
-from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats.rank_folders import FileName
 from mindresume.formats.strategy import read_strategy
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import rank_shard, write_shard

@@ -7,7 +7,7 @@ from rank_folders import STORAGE, dir_at
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, foreign, random_tensors, recorded
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.formats.iteration_naming import TRACKER, iteration_name
+from mindresume.formats.iterations import TRACKER, iteration_name
 from mindresume.formats.metadata import read_metadata
 from mindresume.formats.scan import scan
 from mindresume.formats.strategy import write_strategy

@@ -16,7 +16,7 @@ from mindresume.coordination.heartbeat_process import HeartbeatProcess
 from mindresume.coordination.lease import LOADING, lease_holders, lease_path
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.read_locks import acquire_read_lock
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER
 from mindresume.storage.posix import PosixStorage
 
@@ -144,7 +144,7 @@ TRAINING = """
 import sys
 from mindresume.coordination import lease
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.storage.posix import PosixStorage
 held = acquire(CheckpointDir(PosixStorage(), sys.argv[1]), lease.holder_of_this_process("saving"), beat=0.05).start()
 print(held._beating.pid, flush=True)

@@ -15,7 +15,7 @@ from mindresume.coordination.lease import BEAT, Lease, ended, fence, lease_holde
 from mindresume.coordination.lease_acquisition import PATIENCE, acquire, check_no_live_job
 from mindresume.errors import LeaseHeldError
 from mindresume.events import LeaseWatched, StaleLeaseRemoved
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, encode_head, read_head, run_name, run_sequence
 from mindresume.storage.posix import PosixStorage
 

@@ -8,7 +8,7 @@ from rank_folders import RUN, dir_at, save
 
 from mindresume.coordination.lease import BEAT, fence, lease_holders, lease_path
 from mindresume.coordination.read_locks import GIVEN_UP, ReadLocks, acquire_read_lock, announce_removal, read_locks
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.storage.posix import PosixStorage
 

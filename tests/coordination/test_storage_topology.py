@@ -27,7 +27,7 @@ from mindresume.coordination.storage_topology import (
     single_group,
 )
 from mindresume.errors import CollectiveError, LeaseHeldError, RecordError
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, Manifest, attempt_name, encode_head, read_head, read_record, record_name, run_name

@@ -10,7 +10,7 @@ from rank_folders import STORAGE, Ranks, name_of, save, write_rank
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups, single_group
 from mindresume.coordination.visibility import PATIENCE, Visibility, wait_until_visible
-from mindresume.formats.iteration_naming import TRACKER, iteration_name
+from mindresume.formats.iterations import TRACKER, iteration_name
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.storage.posix import PosixStorage
 

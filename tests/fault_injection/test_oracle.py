@@ -14,9 +14,8 @@ from mindresume.fault_injection.faults import FaultInjector, Scheduler
 from mindresume.fault_injection.journal import select
 from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, PASS, SILENT_DIVERGENCE, check_resume
 from mindresume.fault_injection.scenarios import RUNS, Sandbox, shard
-from mindresume.formats import Candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import TRACKER
+from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.iterations import TRACKER
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.resume.choice import Choice
 from mindresume.saving.committer import Committer

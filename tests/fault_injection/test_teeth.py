@@ -19,10 +19,9 @@ from mindresume.fault_injection.faults import Fault, RankStorage
 from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, SILENT_DIVERGENCE
 from mindresume.fault_injection.runner import Cell, Setup, Task, cell, prepare
 from mindresume.fault_injection.scenarios import Sandbox, Scenario
-from mindresume.formats import rank_folders
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, iteration_name
-from mindresume.formats.rank_folder_naming import META, folder_name, meta_json, parse_name
+from mindresume.formats import CheckpointDir, rank_folders
+from mindresume.formats.iterations import COMMON, METADATA, TRACKER, iteration_name
+from mindresume.formats.rank_folders import META, folder_name, meta_json, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, FORMATS, MANIFEST, Manifest, read_record, record_rank
 from mindresume.resume import candidates, sources, verifier

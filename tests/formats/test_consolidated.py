@@ -20,13 +20,12 @@ from mindresume.formats.consolidated import (
     MAP,
     MINDSPORE,
     index_document,
-    is_consolidated,
     is_hyper,
     part_name,
     read_consolidated,
     split,
 )
-from mindresume.formats.scan import is_root
+from mindresume.formats.scan import is_consolidated, is_root
 from mindresume.tensor_files import encode
 
 FIXTURE = Path(__file__).parents[2] / "st" / "fixtures" / "mf190_unified_from_dp2tp2"

@@ -6,22 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindresume.errors import CorruptFileError
-from mindresume.formats.iteration_naming import (
+from mindresume.formats.iterations import (
     MAX_ITERATION,
     MODEL,
     OPTIMIZER,
     CommonInfo,
     WeightFile,
     encode_common,
-    is_file_name,
     iteration_name,
     parse_common,
     parse_iteration,
-    parse_slice_key,
     parse_tracker,
     parse_weight_file,
-    slice_key,
 )
+from mindresume.formats.metadata import is_file_name, parse_slice_key, slice_key
 
 KEYS = ["epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size", "ckpt_status"]
 COMMON = CommonInfo(2, 20, 19, 1024.0, 8, 0)

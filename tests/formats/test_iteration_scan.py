@@ -6,12 +6,15 @@ from iteration_folders import FOREIGN, folder_of, foreign, intend, making, save,
 from rank_folders import RUN, STORAGE, dir_at
 
 from mindresume.errors import CorruptFileError
-from mindresume.formats import MINDFORMERS, OURS
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import COMMON, MAX_COMMON, TRACKER, CommonInfo, encode_common
-from mindresume.formats.iteration_scan import (
+from mindresume.formats import MINDFORMERS, OURS, CheckpointDir
+from mindresume.formats.iterations import (
+    COMMON,
+    MAX_COMMON,
+    TRACKER,
+    CommonInfo,
     candidate_without_records,
     common_from_state,
+    encode_common,
     intent_name,
     intents,
     is_iteration,

@@ -10,7 +10,7 @@ import rank_folders
 from rank_folders import STORAGE
 
 from mindresume.errors import MissingCheckpointError
-from mindresume.formats.location import find, fresh_start_refusal, locate
+from mindresume.formats.scan import find, fresh_start_refusal, locate
 from mindresume.model.manifest import FOLDER
 from mindresume.storage.posix import PosixStorage
 

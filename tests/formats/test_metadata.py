@@ -8,8 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mindresume.errors import CorruptFileError
-from mindresume.formats.iteration_naming import slice_key
-from mindresume.formats.metadata import MAX_METADATA, StoredSlice, TensorMetadata, encode_metadata, read_metadata
+from mindresume.formats.metadata import MAX_METADATA, StoredSlice, TensorMetadata, encode_metadata, read_metadata, slice_key
 from mindresume.model.layout import MAX_RANKS, TensorLayout, fold_optimizer_shards, ordinals
 
 FIRST = 4

@@ -2,8 +2,7 @@
 import pytest
 
 from mindresume.errors import RecordError
-from mindresume.formats.metadata import encode_metadata, read_metadata
-from mindresume.formats.metadata_from_records import metadata_from_records
+from mindresume.formats.metadata import encode_metadata, metadata_from_records, read_metadata
 from mindresume.model.layout import TensorLayout, region_of
 from mindresume.model.manifest import Details, TensorRecord
 

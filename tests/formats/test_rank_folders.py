@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_folders import RUN, STORAGE, dir_at, flip_bit, name_of, path_of, save, tensors_of, write_foreign, write_rank
 
-from mindresume.formats import MINDFORMERS, OURS
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import (
+from mindresume.formats import MINDFORMERS, OURS, CheckpointDir
+from mindresume.formats.rank_folders import (
     FileName,
     folder_name,
     folder_rank,

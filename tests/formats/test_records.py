@@ -9,8 +9,7 @@ import rank_folders
 from iteration_folders import folder_of, making, records_of, save, unname, write_all, write_rank
 from rank_folders import RUN, STORAGE, dir_at
 
-from mindresume.formats import records
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir, records
 from mindresume.formats.records import ReadManifests, attempts_within, find_attempts, read_attempts, scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, record_name, run_name
 from mindresume.storage.atomic_publish import publish

@@ -7,7 +7,7 @@ from mutations import cut, flip
 from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save
 
 from mindresume.formats.records import scan_records
-from mindresume.formats.scrub_result import KIND, DamagedFile, ScrubResult, known_damage, publish_result, read_result
+from mindresume.formats.weight_files import KIND, DamagedFile, ScrubResult, known_damage, publish_result, read_result
 from mindresume.model import manifest as codec
 from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name
 from mindresume.typed import decode

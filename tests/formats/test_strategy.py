@@ -7,10 +7,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from mindresume.errors import StrategyError
+from mindresume.formats import strategy
 from mindresume.formats import strategy as module
-from mindresume.formats import strategy_codec
-from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
-from mindresume.formats.strategy_codec import _field, decode_strategy, encode_strategy
+from mindresume.formats.strategy import Strategy, _field, decode_strategy, encode_strategy, read_strategy, write_strategy
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.ckpt import encode_varint
@@ -492,7 +491,7 @@ def test_any_bytes(content):
 
 
 def test_a_message_of_endless_fields_is_refused(monkeypatch):
-    monkeypatch.setattr(strategy_codec, "MAX_FIELDS", 100)
+    monkeypatch.setattr(strategy, "MAX_FIELDS", 100)
     assert decode_strategy(items() + _field(1, 1) * 95 + parameter(body())[len(items()):], "s.ckpt") == {0: {"layers.0.w": W}}
     with pytest.raises(StrategyError, match="more than 100 fields"):
         decode_strategy(items() + _field(1, 1) * 98 + parameter(body())[len(items()):], "s.ckpt")

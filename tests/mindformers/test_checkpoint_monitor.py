@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from senders import from_outside
 
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 
 pytest.importorskip("mindformers.tools")
 

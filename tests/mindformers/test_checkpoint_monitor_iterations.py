@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 
 pytest.importorskip("mindformers.tools")
 
@@ -15,7 +15,7 @@ from mindformers.checkpoint.checkpoint import CommonInfo  # noqa: E402
 from mindresume.coordination.collectives import SingleProcess  # noqa: E402
 from mindresume.coordination.storage_topology import SharedGroups  # noqa: E402
 from mindresume.errors import ConfigError  # noqa: E402
-from mindresume.formats.iteration_naming import TRACKER  # noqa: E402
+from mindresume.formats.iterations import TRACKER  # noqa: E402
 from mindresume.formats.scan import scan  # noqa: E402
 from mindresume.model.manifest import FOLDER, read_details  # noqa: E402
 from mindresume.resume.selection import select_checkpoint  # noqa: E402

@@ -15,7 +15,7 @@ import rank_folders
 from memory_tiers import make_owned_tier, memory  # noqa: F401  a fixture
 from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save, state_of, target_of, write_foreign
 
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 
 pytest.importorskip("mindformers.tools")
 
@@ -36,8 +36,8 @@ from mindresume.errors import (  # noqa: E402
     ProgressError,
     TrainingCompleteError,
 )
-from mindresume.formats.iteration_scan import tracked
-from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats.iterations import tracked
+from mindresume.formats.rank_folders import FileName
 from mindresume.formats.records import scan_records
 from mindresume.mindformers import (  # noqa: E402
     adapter,

@@ -5,7 +5,7 @@ import os
 import pytest
 from rank_folders import name_of, save, write_rank
 
-from mindresume.formats.rank_folder_naming import META, folder_name, meta_json
+from mindresume.formats.rank_folders import META, folder_name, meta_json
 
 resume_ckpt = pytest.importorskip("mindformers.tools.resume_ckpt")
 

@@ -25,7 +25,7 @@ from reshard.plans import (
 )
 
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.consolidated import read_consolidated
 from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
 from mindresume.model.layout import TensorLayout

@@ -36,7 +36,7 @@ from mindresume.errors import ConfigError, CorruptFileError, OutOfSpaceError, Sa
 from mindresume.events import WARNING, ignore
 from mindresume.fault_injection.faults import Fault, FaultInjector, Killed, RankStorage, Scheduler
 from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE, read_consolidated
-from mindresume.formats.rank_folder_naming import META, parse_label
+from mindresume.formats.rank_folders import META, parse_label
 from mindresume.formats.scan import scan
 from mindresume.formats.strategy import Strategy, write_strategy
 from mindresume.model.layout import TensorLayout

@@ -11,8 +11,8 @@ from reshard.plans import MODEL, STEP, Plan, random_tensors
 
 import mindresume
 from mindresume.errors import ConfigError, CorruptFileError, LoadError, StrategyError
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import METADATA, iteration_name
+from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import METADATA, iteration_name
 from mindresume.formats.scan import scan
 from mindresume.model.layout import fold_optimizer_shards
 from mindresume.model.manifest import FOLDER

@@ -20,8 +20,7 @@ from reshard.plans import COUNTERS, Plan, Spec, complete, foreign, part_of, put,
 from mindresume import runtime
 from mindresume.errors import EngineError, StrategyError
 from mindresume.formats.consolidated import read_consolidated
-from mindresume.formats.strategy import Strategy
-from mindresume.formats.strategy_codec import decode_strategy
+from mindresume.formats.strategy import Strategy, decode_strategy
 from mindresume.mindformers import transform_worker
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import view_of_consolidated

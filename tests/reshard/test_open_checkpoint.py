@@ -19,7 +19,7 @@ from mindresume.errors import (
     StrategyError,
 )
 from mindresume.events import WARNING
-from mindresume.formats.rank_folder_naming import FileName
+from mindresume.formats.rank_folders import FileName
 from mindresume.formats.strategy import Strategy, write_strategy
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.reshard import open_checkpoint as source_module

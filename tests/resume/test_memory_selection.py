@@ -14,7 +14,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import lease_holders
 from mindresume.errors import LoadError, NoUsableCheckpointError
 from mindresume.events import DISK, MEMORY, CandidateRefused, CheckpointSelected, FreshStart, Notice
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, record_name, run_name
 from mindresume.resume import memory_source

@@ -10,8 +10,8 @@ from rank_folders import RUN, STORAGE, Ranks, counters, dir_at, flip_bit, name_o
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.metadata_from_records import missing_slices
+from mindresume.formats import CheckpointDir
+from mindresume.formats.metadata import missing_slices
 from mindresume.formats.scan import scan
 from mindresume.formats.strategy import Strategy, write_strategy
 from mindresume.model.layout import TensorLayout

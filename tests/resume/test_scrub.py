@@ -16,8 +16,8 @@ from mindresume.coordination import lease as leases
 from mindresume.coordination.lease import SCRUBBING, LeaseHolder, lease_holders
 from mindresume.coordination.read_locks import acquire_read_lock, read_locks
 from mindresume.errors import RemoteError
-from mindresume.formats.rank_folder_naming import FileName
-from mindresume.formats.scrub_result import known_damage
+from mindresume.formats.rank_folders import FileName
+from mindresume.formats.weight_files import known_damage
 from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name, record_name
 from mindresume.resume import scrub as module
 from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints

@@ -23,7 +23,7 @@ from rank_folders import RUN, STORAGE, Ranks, flip_bit
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
-from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER
+from mindresume.formats.iterations import COMMON, METADATA, TRACKER
 from mindresume.model.manifest import FOLDER, MANIFEST, record_name, run_name
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.selection import select_checkpoint

@@ -14,9 +14,8 @@ from mindresume.coordination.lease import holder_of_this_process, known_lease_ho
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.storage_topology import newest_committed
 from mindresume.errors import CollectiveError, NoUsableCheckpointError
-from mindresume.formats import MINDFORMERS, OURS
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_scan import intent_name
+from mindresume.formats import MINDFORMERS, OURS, CheckpointDir
+from mindresume.formats.iterations import intent_name
 from mindresume.formats.scan import scan
 from mindresume.formats.strategy import write_strategy
 from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name

@@ -13,7 +13,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import LeaseHeldError
 from mindresume.events import SaveAbandoned, SaveNotStaged, WriterDied
 from mindresume.fault_injection.faults import Fault
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import run_name
 from mindresume.resume.eligible import SelectionPolicy

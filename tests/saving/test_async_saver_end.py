@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rank_folders import dir_at
 
-from mindresume.formats.iteration_naming import TRACKER
-from mindresume.formats.rank_folder_naming import META
+from mindresume.formats.iterations import TRACKER
+from mindresume.formats.rank_folders import META
 from mindresume.formats.records import scan_records
 
 KINDS = ["thread", "process"]

@@ -29,7 +29,7 @@ from mindresume.events import (
     TrainingEnded,
     ignore,
 )
-from mindresume.formats.iteration_naming import COMMON, iteration_name, parse_common
+from mindresume.formats.iterations import COMMON, iteration_name, parse_common
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import EMERGENCY, FOLDER, MANIFEST, attempt_name
 from mindresume.saving.crash_loop import PendingLoadAttempt, explanation

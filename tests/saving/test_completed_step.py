@@ -11,7 +11,7 @@ from rank_folders import STORAGE, Ranks, folder_contents
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import RemoteError
 from mindresume.events import UploadFailed, UploadFinished, ignore
-from mindresume.formats.rank_folder_naming import META
+from mindresume.formats.rank_folders import META
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.selection import select_checkpoint

@@ -11,7 +11,7 @@ from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import LoadError
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint

@@ -14,8 +14,8 @@ from rank_folders import RUN, STORAGE, dir_at, name_of, path_of, save, write_for
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock
 from mindresume.events import CheckpointsRemoved, RemovalPostponed
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import META, meta_json
+from mindresume.formats import CheckpointDir
+from mindresume.formats.rank_folders import META, meta_json
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name, strip_trash, trash_name
 from mindresume.resume.eligible import SelectionPolicy, every_rank

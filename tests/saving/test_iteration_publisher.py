@@ -33,8 +33,8 @@ from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock, read_locks
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.events import CommitDelayed, Notice, RemovalPostponed, ignore
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import COMMON, METADATA, TRACKER, parse_common
+from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import COMMON, METADATA, TRACKER, parse_common
 from mindresume.formats.metadata import read_metadata
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan

@@ -9,9 +9,8 @@ import pytest
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.events import WARNING, ignore
-from mindresume.formats import rank_folders, records, weight_files
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.rank_folder_naming import META, FileName, folder_name, label, meta_json
+from mindresume.formats import CheckpointDir, rank_folders, records, weight_files
+from mindresume.formats.rank_folders import META, FileName, folder_name, label, meta_json
 from mindresume.model.manifest import FOLDER, MANIFEST, Details, FileRecord, Record, attempt_name, record_name, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.eligible import SelectionPolicy

@@ -14,7 +14,7 @@ from mindresume import runtime
 from mindresume.coordination import process_identity
 from mindresume.coordination.storage_topology import PeerState, SharedGroups, newest_committed
 from mindresume.errors import NoUsableCheckpointError
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
 from mindresume.resume import remote_fetch
 from mindresume.resume.eligible import SelectionPolicy

@@ -14,7 +14,7 @@ from mindresume.coordination.storage_topology import (
     single_group,
 )
 from mindresume.events import ignore
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import run_sequence
 from mindresume.saving.save_session import SaveSession, open_save_session
 from mindresume.storage.posix import PosixStorage

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from mindresume.errors import SaveError
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER
 from mindresume.saving.save_session import check_directory
 from mindresume.storage.posix import PosixStorage

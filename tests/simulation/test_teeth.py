@@ -26,7 +26,7 @@ from simulation import wrong
 from mindresume import formats
 from mindresume.coordination import lease, lease_acquisition, preemption, read_locks, signal_sender, visibility
 from mindresume.fault_injection.faults import Fault
-from mindresume.formats import iteration_scan, records, scrub_result
+from mindresume.formats import iterations, records, weight_files
 from mindresume.model import manifest
 from mindresume.resume import bucket_source, memory_source, repair, scrub, sources
 from mindresume.saving import (
@@ -212,7 +212,7 @@ MUTANTS = [
         Edit(records, "find_attempts", "attempts_within(directory, making) or [",
              "attempts_within(directory, making) or 0 * [")], ("prune", "iteration", ""), LEFTOVER),
     mutant("a lagging tracker counts as set back while a later save is unpublished", [
-        Edit(iteration_scan, "_from_tracker", " and (c.step in intended or parse_iteration(c.iteration_dir) is not None)", "")],
+        Edit(iterations, "_from_tracker", " and (c.step in intended or parse_iteration(c.iteration_dir) is not None)", "")],
         ("prune", "iteration", ""), LOST, deaths=False, first=135, within=25,
         draws=each("EIO", later=(27, "power"))),
     mutant("released staging memory is mapped again", [
@@ -416,7 +416,7 @@ MUTANTS = [
              "storage.rename(temporary, path)")],
         ("rot and scrub", "ckpt", ""), f"{LOST} {INCONSISTENT} {STUCK}", first=0, within=2),
     mutant("scrub: a result is not bound to the times of the file", [
-        Instead(scrub_result.DamagedFile, "is_unchanged", lambda right: lambda self, status: (
+        Instead(weight_files.DamagedFile, "is_unchanged", lambda right: lambda self, status: (
             status is not None and status.size == self.size))],
         ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK} {WRONG}", first=19, within=2),
     mutant("scrub: an error of reading is recorded as damage", [

@@ -25,7 +25,7 @@ from mindresume import runtime
 from mindresume.coordination.lease import LeaseHolder, holder_of_this_process, is_alive
 from mindresume.coordination.process_identity import boot_id, mount_namespace
 from mindresume.errors import RecordError
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, run_sequence
 from mindresume.model.training_state import is_count, is_number
 from mindresume.storage.atomic_publish import publish_json

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from mindresume.formats.rank_folder_naming import label
+from mindresume.formats.rank_folders import label
 from mindresume.saving.shard_writer import ShardFile
 from mindresume.tensor_files import TensorSpec, plan_file, tensor_spec
 from mindresume.tensor_files.header import FilePlan

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from mindresume import runtime
 from mindresume.events import Emit, Notice, ignore
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.saving.memory_tier.directory import OWNER, TierOwner, identity_of, read_mark

@@ -13,7 +13,7 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.coordination.visibility import PATIENCE
 from mindresume.errors import CollectiveError
 from mindresume.events import Emit, Notice, TierRefused
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.records import find_attempts
 from mindresume.formatting import counted, ranks_count
 from mindresume.model.manifest import FOLDER, run_sequence

@@ -29,7 +29,7 @@ from mindresume.coordination.read_locks import ReadLocks
 from mindresume.errors import SaveError
 from mindresume.events import Emit, Notice, TierRefused, TierSaved
 from mindresume.formats import Candidate
-from mindresume.formats.rank_folder_naming import LABEL, folder_rank, label
+from mindresume.formats.rank_folders import LABEL, folder_rank, label
 from mindresume.model.manifest import FOLDER, FileRecord, Record, attempt_name, parse_attempt, record_name, record_rank
 from mindresume.model.training_state import crosses_multiple
 from mindresume.saving.memory_tier.background_thread import BackgroundThread, Work

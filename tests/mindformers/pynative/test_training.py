@@ -17,7 +17,7 @@ from senders import from_outside  # noqa: E402
 
 from mindresume.coordination.lease import leased_runs  # noqa: E402
 from mindresume.errors import AlteredWeightsError, ConfigError  # noqa: E402
-from mindresume.formats.iteration_naming import TRACKER  # noqa: E402
+from mindresume.formats.iterations import TRACKER  # noqa: E402
 from mindresume.mindformers import arrangement, modelarts, training_context  # noqa: E402
 from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name  # noqa: E402

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from mindresume.formats.rank_folder_naming import label
+from mindresume.formats.rank_folders import label
 from mindresume.saving.memory_tier.file_plans import FilePlans
 from mindresume.saving.shard_writer import ShardFile
 from mindresume.tensor_files import plan_file, tensor_spec

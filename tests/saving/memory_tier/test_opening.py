@@ -14,7 +14,7 @@ from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.events import Notice, TierRefused, TierSaved
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.saving.memory_tier import directory, opening

@@ -13,7 +13,7 @@ from rank_folders import STORAGE, dir_at, flip_bit, tensors_of
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.events import TierRefused, TierSaved
-from mindresume.formats.checkpoint_dir import CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import attempt_name, run_name
 from mindresume.resume.verifier import Verifier

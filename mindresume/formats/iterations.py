@@ -1,6 +1,8 @@
-"""Scans Checkpoint 2.0: one folder per step with the weights of all ranks, and a tracker that names the last step.
+"""Names, small files and scan of Checkpoint 2.0: one folder per step with the weights of all ranks, and a tracker that
+names the last step.
 
-    {root}/iteration_{step}/{prefix}-model-{i}-{n}.safetensors, {prefix}-opt-..., metadata.json, common.json
+    {root}/iteration_00000020/qwen3-model-0000003-0000008.safetensors, qwen3-opt-..., common.json
+    {root}/iteration_00000020/metadata.json                  only with two ranks or more; see ``metadata``
     {root}/iteration_{step}/.mindresume/step-...-run-.../    records and manifest, if mindresume wrote it
     {root}/latest_checkpointed_iteration.txt                 the tracker: "20"
     {root}/.mindresume/step-...-run-.../                     an iteration folder that is not published yet
@@ -13,37 +15,158 @@ still exists), and one that all ranks have finished but rank 0 has not committed
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from typing import Any
 
 from mindresume.errors import CorruptFileError, UnreadableFileError
-from mindresume.formats import FIRST, MINDFORMERS, Candidate, Refusal, unlisted_candidate
-from mindresume.formats.checkpoint_dir import CheckpointDir
-from mindresume.formats.iteration_naming import (
-    COMMON,
-    MAX_COMMON,
-    METADATA,
-    MODEL,
-    OPTIMIZER,
-    TRACKER,
-    CommonInfo,
-    WeightFile,
-    parse_common,
-    parse_iteration,
-    parse_tracker,
-    parse_weight_file,
-)
-from mindresume.formats.metadata import MAX_METADATA, TensorMetadata, read_metadata
+from mindresume.formats import FIRST, MINDFORMERS, Candidate, CheckpointDir, Refusal, unlisted_candidate
 from mindresume.formats.weight_files import state_from_scalars, status_of
 from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER, FileRecord, attempts
-from mindresume.model.training_state import TrainingState
+from mindresume.model.training_state import TrainingState, is_count, is_number
 from mindresume.storage.interface import Storage
+from mindresume.tensor_files.header import parse_object
 
+TRACKER = "latest_checkpointed_iteration.txt"
+COMMON = "common.json"
+METADATA = "metadata.json"
+MODEL = "model"
+OPTIMIZER = "opt"
+MAX_ITERATION = 10**18 - 1
+MAX_COMMON = 1 << 20                   # bytes; six numbers need 200
+_FOLDER = re.compile(r"iteration_([0-9]{1,18})")
+_WEIGHTS = re.compile(r"(?:(?P<prefix>[^/\n]*)-)?(?P<kind>model|opt)-(?P<index>[0-9]{7,18})-(?P<count>[0-9]{7,18})"
+                      r"\.safetensors")
+_LATER = ("ckpt_status", "consumed_samples")          # keys of releases after 1.8.0
 _TRACKER_LIMIT = 1 << 10            # bytes
 _INTENT = re.compile(r"tracker-([0-9]{10,18})")
+
+
+# ---- names and small files ------------------------------------------------------------------------------------------
+
+def iteration_name(step: int) -> str:
+    """Returns the name of the folder of ``step`` (mindformers checkpoint/utils.py:get_checkpoint_iter_dir). Raises ValueError
+    for a step that no name can express."""
+    if not is_count(step, 0, MAX_ITERATION):
+        raise ValueError(f"a step is a whole number from 0 to {MAX_ITERATION}, found {step!r}")
+    return f"iteration_{step:08d}"
+
+
+def parse_iteration(name: str) -> int | None:
+    """Returns the step of an iteration folder, with any number of digits (documents show 7, mindformers writes 8); None for
+    another name."""
+    found = _FOLDER.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """The parts of a weight file's name.
+
+    Attributes:
+        prefix: None if the name has none.
+        kind: MODEL or OPTIMIZER.
+        index: from 0 to ``count`` - 1; the rank, unless redundancy was removed.
+        count: number of files of this kind.
+    """
+    prefix: str | None
+    kind: str
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        head = "" if self.prefix is None else f"{self.prefix}-"
+        return f"{head}{self.kind}-{self.index:07d}-{self.count:07d}.safetensors"
+
+
+def parse_weight_file(name: str) -> WeightFile | None:
+    """Parses a file name by mindformers' rule (checkpoint/utils.py:get_checkpoint_name); returns None for any other name."""
+    found = _WEIGHTS.fullmatch(name)
+    if not found:
+        return None
+    file = WeightFile(found["prefix"], found["kind"], int(found["index"]), int(found["count"]))
+    return file if file.index < file.count and str(file) == name else None
+
+
+@dataclass(frozen=True)
+class CommonInfo:
+    """The content of ``common.json``, in the order of mindformers (checkpoint/checkpoint.py:CommonInfo); None means unknown.
+
+    ``step_num`` is the absolute step, ``global_step`` the optimizer's own counter; ``ckpt_status`` is 0 if healthy, 1 if not;
+    ``consumed_samples`` (since 2.1.0) counts what a PyNative training has read.
+    mindformers divides by ``global_batch_size`` and computes with ``epoch_num`` when it resumes: always write both.
+    """
+    epoch_num: int | None = None
+    step_num: int | None = None
+    global_step: int | None = None
+    loss_scale: float | None = None
+    global_batch_size: int | None = None
+    ckpt_status: int | None = None
+    consumed_samples: int | None = None
+
+
+def parse_common(data: bytes, path: str) -> CommonInfo:
+    """Parses ``common.json``. Ignores unknown keys (2.1.0 has more); missing ones are None (1.8.0 has no ckpt_status), but
+    ``step_num`` is required. Raises CorruptFileError if the file is empty, torn or not an object, or a value has the wrong type.
+    """
+    if not data:
+        raise CorruptFileError(path, "it is empty, expected the JSON object that mindformers writes: the save did not finish")
+    if len(data) > MAX_COMMON:
+        raise CorruptFileError(path, f"it has {len(data)} bytes, expected a JSON object of at most {MAX_COMMON}")
+    found = parse_object(data, path, COMMON)
+    if found.get("step_num") is None:
+        raise CorruptFileError(path, "step_num is missing, expected the number of the step: it cannot be resumed from")
+    return CommonInfo(**{name: _checked(path, name, found.get(name)) for name in CommonInfo.__dataclass_fields__})
+
+
+def _checked(path: str, name: str, value: Any) -> Any:
+    if name == "loss_scale":
+        right, expected = is_number(value), "a finite number or null"
+    else:
+        least = {"global_batch_size": 1, "global_step": -1}.get(name, 0)           # FusedAdamW counts from -1
+        right, expected = is_count(value, least), f"a whole number of at least {least} or null"
+    if value is not None and not right:
+        raise CorruptFileError(path, f"{name} is {value!r}"[:200] + f", expected {expected}")
+    return value
+
+
+def encode_common(common: CommonInfo) -> bytes:
+    """Returns the bytes of ``common.json`` as mindformers 1.8.0 writes them. The keys of later releases are only there if they
+    have a value: the readers of older releases reject keys that they do not know, and all read a missing one as null.
+
+    Raises:
+        ValueError: A value could not be read back.
+    """
+    row = {key: value for key, value in asdict(common).items() if key not in _LATER or value is not None}
+    data = json.dumps(row, ensure_ascii=False, indent=4).encode()
+    try:
+        parse_common(data, COMMON)
+    except CorruptFileError as error:
+        raise ValueError(f"these values cannot be written to {COMMON}: {error.reason}") from error
+    return data
+
+
+def parse_tracker(data: bytes) -> int | str:
+    """Returns the step in the tracker, or a phrase for why there is none. Allows white space around the number, as people edit
+    the file."""
+    try:
+        text = data.decode().strip()
+    except UnicodeDecodeError:
+        return "it is not text, expected the number of a step"
+    if not text:
+        return "it is empty, expected the number of a step"
+    if re.fullmatch(r"-[0-9]+", text):
+        return f"{text[:40]!r} is negative, expected the number of a step"
+    if not re.fullmatch(r"[0-9]+", text):
+        return f"{text[:40]!r} is not a whole number, expected the number of a step"
+    digits = text.lstrip("0") or "0"
+    if len(digits) > len(str(MAX_ITERATION)):
+        return f"a number of {len(digits)} digits, expected the number of a step, at most {MAX_ITERATION}"
+    return int(digits)
 
 
 def intent_name(step: int) -> str:
@@ -230,7 +353,7 @@ def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str,
     return (f"{COMMON} is missing", f"{name}/{COMMON}") if COMMON not in names else None
 
 
-def _unreadable(path: str, error: OSError) -> CorruptFileError:
+def unreadable(path: str, error: OSError) -> CorruptFileError:
     kind = CorruptFileError if isinstance(error, FileNotFoundError) else UnreadableFileError
     return kind(path, f"it cannot be read: {error.strerror or error}")
 
@@ -243,23 +366,7 @@ def load_common(directory: CheckpointDir, name: str) -> CommonInfo:
         with directory.storage.open(path) as file:
             return parse_common(file.read(MAX_COMMON + 1), path)
     except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def load_metadata(storage: Storage, folder: str) -> dict[str, TensorMetadata]:
-    """Reads ``metadata.json`` in ``folder``. Raises CorruptFileError if it is missing or damaged."""
-    return read_metadata(load_metadata_bytes(storage, folder), os.path.join(folder, METADATA))
-
-
-def load_metadata_bytes(storage: Storage, folder: str) -> bytes:
-    """Reads the bytes of ``metadata.json``, up to its size limit. Raises CorruptFileError if it is missing,
-    UnreadableFileError if that is not known."""
-    path = os.path.join(folder, METADATA)
-    try:
-        with storage.open(path) as file:
-            return file.read(MAX_METADATA + 1)
-    except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def state_from_common(common: CommonInfo) -> TrainingState:
