@@ -29,7 +29,7 @@ from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import FileName
 from mindresume.model.manifest import run_name
 from mindresume.model.training_state import TrainingState
-from mindresume.resume.background_scrub import BackgroundScrub
+from mindresume.resume.scrub import BackgroundScrub
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.settings import ScrubSettings

@@ -26,10 +26,9 @@ from mindresume.reshard.converter import Conversion
 from mindresume.reshard.engines import Engine
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_and_hold
 from mindresume.reshard.strategy_store import own_strategy
-from mindresume.resume.candidates import list_checkpoints
+from mindresume.resume.candidates import list_checkpoints, verify_checkpoints
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.folder_verification import verify_checkpoints
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.scrub import REMOVED, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.resume.selection import select_checkpoint

@@ -19,9 +19,9 @@ from mindresume.events import TierSaved
 from mindresume.fault_injection.faults import Killed
 from mindresume.fault_injection.journal import ITERATION, Journal, Saved, make_shard, save_order, wrong_content
 from mindresume.formats import CheckpointDir
-from mindresume.resume.background_scrub import BackgroundScrub
 from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
+from mindresume.resume.scrub import BackgroundScrub
 from mindresume.resume.selection import CheckpointSources
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.crash_loop import PendingLoadAttempt

@@ -28,8 +28,7 @@ from mindresume.formats.rank_folders import META, folder_name
 from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import known_damage
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
-from mindresume.resume.candidates import COMPLETE, list_checkpoints
-from mindresume.resume.checkpoint_warnings import damaged_metadata_files
+from mindresume.resume.candidates import COMPLETE, damaged_metadata_files, list_checkpoints
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.selection import select_checkpoint

@@ -49,8 +49,7 @@ from mindresume.model.manifest import (
 )
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.candidates import list_checkpoints
-from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.health import unhealthy_files
+from mindresume.resume.eligible import SelectionPolicy, every_rank, unhealthy_files
 from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast

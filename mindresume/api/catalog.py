@@ -47,15 +47,16 @@ from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.candidates import (
+    WHOLE,
     CheckpointStatus,
     find_candidates,
     list_checkpoints,
     status_of_candidate,
+    verify_checkpoints,
     world_size_notes,
 )
 from mindresume.resume.choice import describe_candidate, read_size
 from mindresume.resume.eligible import FULL, QUICK, SelectionPolicy, every_rank
-from mindresume.resume.folder_verification import WHOLE, verify_checkpoints
 from mindresume.resume.selection import CheckpointSources, preview_selection
 from mindresume.saving.memory_tier.directory import find_tier
 from mindresume.settings import Settings

@@ -14,7 +14,7 @@ from mindresume.formats.iterations import COMMON, METADATA, TRACKER, iteration_n
 from mindresume.formats.metadata import read_metadata
 from mindresume.formats.rank_folders import META, folder_name
 from mindresume.formats.records import scan_records
-from mindresume.resume.checkpoint_warnings import damaged_metadata_files
+from mindresume.resume.candidates import damaged_metadata_files
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy, check_files, eligible
 from mindresume.saving.committer import Committer

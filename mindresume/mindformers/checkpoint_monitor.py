@@ -22,7 +22,7 @@ from mindresume.formats.rank_folders import stem
 from mindresume.mindformers import adapter, heartbeat, training_context, training_saves, upstream, upstream_check
 from mindresume.mindformers.monitor_arguments import checked_arguments
 from mindresume.mindformers.state_collector import StateCollector
-from mindresume.resume.health import add
+from mindresume.resume.eligible import add
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Save, Shard

@@ -19,8 +19,9 @@ from mindresume.resume.progress import (
     fresh_position,
     parse_data_request,
     resume_progress,
+    resume_warnings,
+    summary_rows,
 )
-from mindresume.resume.resume_summary import resume_warnings, summary_rows
 from mindresume.storage.operations import MAX_SMALL_FILE, read_json
 from mindresume.storage.posix import PosixStorage
 

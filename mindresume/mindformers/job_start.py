@@ -19,14 +19,22 @@ from mindresume.errors import CollectiveError, ConfigError
 from mindresume.events import Notice, warning
 from mindresume.formats.iterations import COMMON
 from mindresume.formats.scan import is_consolidated, is_root
-from mindresume.mindformers import adapter, selection, upstream, upstream_check
-from mindresume.mindformers.auto_transform import STRATEGY, TRANSFORMED, UNIFIED
+from mindresume.mindformers import adapter, modelarts, upstream, upstream_check
+from mindresume.mindformers.auto_transform import STRATEGY, TRANSFORMED, UNIFIED, prepare
 from mindresume.mindformers.load_request import TRAIN, request_of_iterations, request_of_resume, request_of_weights
-from mindresume.mindformers.selection import FRESH
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
+from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource
 from mindresume.reshard.huggingface import CONFIG
+from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.dataset_fingerprint import dataset_identity
-from mindresume.resume.job_selection import caching_storage, locate_checkpoints, shared_groups_of
+from mindresume.resume.job_selection import (
+    CheckpointSelector,
+    SelectionRequest,
+    caching_storage,
+    locate_checkpoints,
+    shared_groups_of,
+)
+from mindresume.resume.selection import CheckpointSources
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 
@@ -58,7 +66,7 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
         return None
     path, requested = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
     pretrained = str(config.get("pretrained_model_dir") or "")
-    plan = selection.select(config, path, requested, context, storage, any_layout=bool(config.auto_trans_ckpt),
+    plan = select_plan(config, path, requested, context, storage, any_layout=bool(config.auto_trans_ckpt),
                             healthy=bool(config.get("use_checkpoint_health_monitor")),
                             fresh_weights=f"of {pretrained}" if pretrained else FRESH)
     if plan is None:
@@ -81,7 +89,7 @@ def select_weights(config: Any, task: str, context: TrainingContext, storage: St
     """Sets the keys of ``config``, and the plan of ``context``, to what all ranks selected.
 
     Raises:
-        NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: As ``selection.select``.
+        NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: As ``select_plan``.
     """
     request = request_of_weights(config, task)
     if not request.path:
@@ -91,7 +99,7 @@ def select_weights(config: Any, task: str, context: TrainingContext, storage: St
     split = not request.converts and group.size > 1 and any(gather_results(
         group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
         shared_groups_of(storage, path, group, context.resources.topology, context.emit).is_split
-    plan = selection.select(config, path, asked if isinstance(asked, str) else None, context, storage, any_layout=not split,
+    plan = select_plan(config, path, asked if isinstance(asked, str) else None, context, storage, any_layout=not split,
                             resume=False, keep_layout=not request.converts)
     choice, chosen = plan.choice, plan.choice.chosen
     shown = path if os.path.isfile(path) else os.path.join(choice.root,
@@ -118,7 +126,7 @@ def _select_iterations(config: Any, context: TrainingContext, storage: Storage) 
 
     Raises:
         ConfigError: Keys contradict each other.
-        NoUsableCheckpointError, MissingCheckpointError, CollectiveError: As ``selection.select``.
+        NoUsableCheckpointError, MissingCheckpointError, CollectiveError: As ``select_plan``.
     """
     asked = request_of_iterations(config)
     for callback in config.get("callbacks") or []:
@@ -129,9 +137,9 @@ def _select_iterations(config: Any, context: TrainingContext, storage: Storage) 
         return
     plan, resume = None, False
     if asked.path and not run_on_rank0(context.group, lambda: is_pretrained(storage, asked.path)):
-        plan = selection.select(config, asked.path, None, context, storage, any_layout=True, resume=asked.resume,
+        plan = select_plan(config, asked.path, None, context, storage, any_layout=True, resume=asked.resume,
                                 healthy=asked.resume and _monitors_health(config), fresh_weights=f"of {pretrained}" if pretrained
-                                else selection.FRESH)
+                                else FRESH)
         resume = asked.resume and plan is not None
         folder = _folder_with_common(plan.choice.root, plan.choice.chosen.iteration_dir) if plan else pretrained
     elif asked.resume and asked.path:
@@ -191,3 +199,48 @@ def check_not_cleared(output: str, *sources: Any, load_ckpt_format: str) -> None
             if os.path.commonpath([folder, os.path.realpath(source)]) == folder:
                 raise ConfigError(f"{source} lies in {folder}, which mindformers empties at the start of a conversion "
                                   f"(auto_trans_ckpt). Move the source, or give another output_dir")
+
+
+# ---- selection ----------------------------------------------------------------------------------------------------------
+
+FRESH = "are initialised at random"             # weights of a fresh start without others
+
+
+def select_plan(config: Any, path: str, requested: str | None, context: TrainingContext, storage: Storage, any_layout: bool,
+           resume: bool = True, healthy: bool = False, keep_layout: bool = False, fresh_weights: str = FRESH
+           ) -> ResumePlan | None:
+    """Returns the plan of the checkpoint that all ranks take; None for a fresh start. Puts its read lock and its load attempt
+    into the resources of ``context``.
+
+    Args:
+        path: the folder or file to load from.
+        requested: the name of one checkpoint in it, or None.
+        any_layout: the number of ranks may differ: all ranks together verify all files, and the plan has ``open_source``.
+        resume: False: weights alone are loaded, so there is no fresh start.
+        healthy: checkpoints that mindformers' health monitor found unhealthy are refused, unless they are requested.
+        keep_layout: what mindformers saved on as many ranks as the job has is loaded as it is, so that it needs no layouts.
+        fresh_weights: ends the message of a fresh start, ``weights ...``.
+    Raises:
+        NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: On all ranks together.
+    """
+    resources, group = context.resources, context.group
+    consolidated = ConsolidatedSource(group, context.settings.verify == "full", resume)
+    request = SelectionRequest(path, requested, any_layout, resume, keep_layout, fresh_weights,
+                               health_dir=str(config.get("output_dir") or "") if healthy else None,
+                               output_dir=adapter.output_root() if resume and _has_monitor(config) else None)
+    sources = CheckpointSources(strategy_lookup(storage, config.get("src_strategy_path_or_dir") or None), consolidated,
+                                saved_to=modelarts.checkpoint_roots(config) if resume else (), remote=resources.remote)
+    found = CheckpointSelector(storage, group, context.settings, context.emit, sources, resources.topology).select(request)
+    if found.choice is None:
+        return None
+    resources.read_lock, resources.pending_load.attempt = found.read_lock, found.load_attempt
+    opened = consolidated.opened
+    plan = ResumePlan(None, found.choice, found.choice, (lambda: opened) if opened is not None else None, found.lost_work)
+    if found.uses_layouts or found.choice.chosen.iteration_dir:
+        plan = prepare(config, plan, context, storage, aside=resume or adapter.is_parallel())
+    return plan
+
+
+def _has_monitor(config: Any) -> bool:
+    """Returns whether a CheckpointMonitor will report that a step is done."""
+    return any(callback.get("type") == adapter.ALIAS for callback in config.get("callbacks") or [])

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import base64
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -191,12 +192,42 @@ def own_share(tensors: Mapping[str, Any], tables: Mapping[str, tuple[TensorLayou
     return shares(held, size)[rank % size]
 
 
+def capture_generators() -> dict[str, Any]:
+    """Returns the state of the global generators of Python and numpy."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {"python": {"version": version, "internal": _pack(np.asarray(internal, np.uint64)), "gauss": gauss},
+            "numpy": {"kind": kind, "keys": _pack(keys), "position": int(position), "has_gauss": int(has_gauss),
+                      "cached": float(cached)}}
+
+
+def restore_generators(state: Mapping[str, Any]) -> list[str]:
+    """Sets the generators whose state is in ``state``. Returns their names. Raises ValueError for a state of another kind."""
+    restored = []
+    if "python" in state:
+        value = state["python"]
+        random.setstate((value["version"], tuple(int(v) for v in _unpack(value["internal"], np.uint64)), value["gauss"]))
+        restored.append("python")
+    if "numpy" in state:
+        value = state["numpy"]
+        np.random.set_state((value["kind"], _unpack(value["keys"], np.uint32), value["position"], value["has_gauss"],
+                             value["cached"]))
+        restored.append("numpy")
+    return restored
+
+
+def _pack(array: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+
+
+def _unpack(text: str, dtype: type) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype).copy()
+
+
 def capture_random() -> dict[str, Any]:
     """Returns the state of the generators of Python, numpy and MindSpore in this process."""
     import mindspore as ms
-
-    from mindresume.resume import random_state
-    state = random_state.capture()
+    state = capture_generators()
     seed = ms.get_seed()
     state["mindspore"] = {"seed": None if seed is None else int(seed),
                           "state": base64.b64encode(ms.get_rng_state().asnumpy().tobytes()).decode()}
@@ -213,10 +244,8 @@ def restore_random(state: Mapping[str, Any]) -> list[str]:
         LoadError: ``state`` is not a valid random state.
     """
     import mindspore as ms
-
-    from mindresume.resume import random_state
     try:
-        restored = random_state.restore(state)
+        restored = restore_generators(state)
         saved = state.get("mindspore")
         if saved:
             ms.set_rng_state(ms.Tensor(np.frombuffer(base64.b64decode(saved["state"]), np.uint8).copy()))

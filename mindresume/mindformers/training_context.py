@@ -36,12 +36,11 @@ from mindresume.mindformers.process_group import check_launch, group_of_job
 from mindresume.mindformers.tensorboard import MindFormersLog, TensorBoard
 from mindresume.model.data_position import DataPosition
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
-from mindresume.resume.background_scrub import BackgroundScrub
 from mindresume.resume.choice import Choice, VerifiedShard
 from mindresume.resume.job_selection import LostWork, own_shard
 from mindresume.resume.memory_flush import write_selected
-from mindresume.resume.progress import ResumeProgress
-from mindresume.resume.resume_summary import SummaryRow
+from mindresume.resume.progress import ResumeProgress, SummaryRow
+from mindresume.resume.scrub import BackgroundScrub
 from mindresume.saving.completed_step import publish_completed, upload_completed
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints

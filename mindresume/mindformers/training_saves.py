@@ -19,8 +19,8 @@ from mindresume.mindformers import heartbeat
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.training_context import TrainingContext
-from mindresume.resume.background_scrub import BackgroundScrub
-from mindresume.resume.resume_summary import random_state_row, source_rows
+from mindresume.resume.progress import random_state_row, source_rows
+from mindresume.resume.scrub import BackgroundScrub
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.remote_checkpoints import number_runs
 from mindresume.saving.retention import Policy, policy_of

@@ -1,22 +1,35 @@
 """Finds the candidates that a path means, as ``load_checkpoint`` and ``resume_training`` of a job name them, and lists whether a
-resume could use each of them, by names, records and sizes. Contents are not read."""
+resume could use each of them, by names, records and sizes, with the defects that do not prevent its use. ``verify_checkpoints``
+reads every byte of them (``mindresume verify``), also while a job saves there."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError
+from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError, RecordError
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan, missing_ranks_text
-from mindresume.formats.iterations import is_iteration, parse_iteration, parse_weight_file
+from mindresume.formats.iterations import (
+    COMMON,
+    METADATA,
+    common_from_state,
+    is_iteration,
+    load_common,
+    parse_iteration,
+    parse_weight_file,
+)
+from mindresume.formats.metadata import encode_metadata, load_metadata, metadata_from_records, read_metadata
 from mindresume.formats.rank_folders import folder_rank, name_for_rank
+from mindresume.formats.records import details_of
 from mindresume.formats.scan import below, fresh_start_refusal, scan, scan_one
-from mindresume.formats.weight_files import file_sizes, header_of, no_step, scalars_of, status_of
-from mindresume.formatting import ranks_count
-from mindresume.model.manifest import FORMATS, FileRecord
+from mindresume.formats.weight_files import file_sizes, header_of, is_as_recorded, no_step, scalars_of, status_of
+from mindresume.formatting import listed, ranks_count
+from mindresume.model.manifest import FORMATS, MANIFEST, FileRecord
 from mindresume.model.training_state import is_count
-from mindresume.resume.checkpoint_warnings import manifest_warning, replica_warning
 from mindresume.resume.eligible import SelectionPolicy, check_files, eligible
 from mindresume.resume.replicas import StrategyOf, complete_missing_ranks
+from mindresume.resume.verifier import OnBytesRead, Verifier
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 from mindresume.tensor_files import format_of
@@ -164,3 +177,162 @@ def size_of(directory: CheckpointDir, candidate: Candidate) -> int:
     """Returns the size of those of its files that exist, in bytes."""
     found = parallel(directory.storage, lambda file: status_of(directory, file), candidate.all_files)
     return sum(status.size for status in found if status)
+
+
+# ---- defects that do not prevent its use --------------------------------------------------------------------------------
+
+#     a file of a rank is missing           other ranks hold every tensor of it, by the records
+#     the manifest cannot be read           the records of all ranks exist and agree: they are the commit
+#     common.json or metadata.json differ   the records hold the same facts. The manifest holds their checksums; if it is damaged,
+#                                           the expected contents are derived from the records
+
+_Problem = tuple[str, str, Exception | None]        # (text, file, error from which it follows)
+
+
+def replica_warning(missing: Iterable[tuple[int, str]]) -> list[str]:
+    """Returns one sentence about missing files that replicas replace; an empty list without such files. ``missing``: (rank,
+    path)."""
+    rows = list(missing)
+    return [f"the file of rank {listed(list(dict.fromkeys(rank for rank, _ in rows)))} is missing "
+            f"({listed([path for _, path in rows], 2)}); other ranks hold every tensor of it, so a resume uses those"
+            ] if rows else []
+
+
+def manifest_warning(candidate: Candidate) -> list[str]:
+    """Returns one sentence if the manifest cannot be used but the records can; else an empty list."""
+    if not candidate.manifest_problem or candidate.problem is not None:
+        return []
+    return [f"{MANIFEST} of step {candidate.step}: {candidate.manifest_problem}; the records of all ranks exist and agree, "
+            f"so a resume uses them"]
+
+
+def damaged_metadata_files(directory: CheckpointDir, candidate: Candidate) -> list[Refusal]:
+    """Returns a refusal for each of the manifest, ``common.json`` and ``metadata.json`` that differs from what was written. A
+    resume by mindresume does not need them; mindformers without mindresume needs the last two."""
+    path = os.path.relpath(os.path.join(candidate.records_dir or "", MANIFEST), directory.root)
+    found = [replace(candidate.refuse(text, path), is_unreadable=candidate.manifest_unreadable)
+             for text in manifest_warning(candidate)]
+    if not found:
+        damaged = _by_checksums(directory, candidate)
+    else:
+        damaged = _by_records(directory, candidate) if candidate.iteration_dir else []
+    return found + [candidate.refuse(f"{text}; a resume uses the records, mindformers without mindresume cannot", file,
+                                     error=error) for text, file, error in damaged]
+
+
+def _by_checksums(directory: CheckpointDir, candidate: Candidate) -> list[_Problem]:
+    """Returns a row for each metadata file whose checksum differs from the one in the manifest."""
+    found: list[_Problem] = []
+    for file in candidate.metadata_files:
+        path = directory.path(file.path)
+        try:
+            if not is_as_recorded(directory.storage, path, file):
+                status = directory.storage.status(path)
+                found.append((f"{file.path} is not what was written: it has {status.size if status else 0} bytes, "
+                              f"{file.size} bytes of checksum {file.checksum} were written", file.path, None))
+        except OSError as error:
+            found.append((f"{file.path} cannot be read: {error.strerror or error}", file.path, error))
+    return found
+
+
+def _by_records(directory: CheckpointDir, candidate: Candidate) -> list[_Problem]:
+    """Returns a row for each metadata file that contradicts the records. Values are compared, not bytes: another version may have
+    encoded them differently."""
+    common, metadata = f"{candidate.iteration_dir}/{COMMON}", f"{candidate.iteration_dir}/{METADATA}"
+    found: list[_Problem] = []
+    try:
+        there, expected = load_common(directory, candidate.iteration_dir), common_from_state(candidate.state)
+        if there != expected:
+            found.append((f"{common} is not what was written: it holds {there}, the records {expected}", common, None))
+    except CorruptFileError as error:
+        found.append((f"{common}: {error.reason}", common, error))
+    try:
+        if candidate.world_size > 1 and (load_metadata(directory.storage, directory.path(candidate.iteration_dir)) !=
+                                         _metadata_by_records(directory.storage, candidate)):
+            found.append((f"{metadata} is not what was written: the records hold other values", metadata, None))
+    except CorruptFileError as error:
+        found.append((f"{metadata}: {error.reason}", metadata, error))
+    except (RecordError, ValueError, OSError) as error:
+        found.append((f"{metadata} cannot be compared with the records: {error}", metadata, error))
+    return found
+
+
+def _metadata_by_records(storage: Storage, candidate: Candidate) -> object:
+    """Returns the parsed ``metadata.json`` that the records imply."""
+    files = [[os.path.basename(file.path) for file in candidate.files[rank]] for rank in range(candidate.world_size)]
+    pieces = encode_metadata(metadata_from_records(files, candidate.deduplicated,
+                                       lambda rank: details_of(storage, candidate.records_dir or "", rank)))
+    return read_metadata(b"".join(pieces), METADATA)
+
+
+# ---- verification of every byte -----------------------------------------------------------------------------------------
+
+# A job may complete and remove checkpoints during the verification. Before a checkpoint is reported as damaged, the folder is
+# listed again: a removed checkpoint is not damaged, and one that was completed meanwhile is verified as it is now. Several
+# processes may read a part of the files each: (K, N) is the K-th of N, from 1.
+
+_MAX_LISTINGS = 20                      # each after a change of the folder
+Verdict = tuple[Candidate, list[Refusal]]
+WHOLE = (1, 1)
+
+
+def verify_checkpoints(directory: CheckpointDir, rows: Iterable[CheckpointStatus],
+                       list_again: Callable[[], Iterable[CheckpointStatus]],
+                       progress: OnBytesRead = lambda count: None, part: tuple[int, int] = WHOLE) -> list[Verdict]:
+    """Returns (candidate, refusals of damaged or missing files) for ``rows``, without checkpoints that were removed meanwhile.
+
+    Args:
+        list_again: lists the checkpoints again.
+        progress: receives the bytes that are read.
+        part: of the files, which are read.
+    """
+    found = [(row.candidate, find_damage(directory, row, progress, part)) for row in rows]
+    for _ in range(_MAX_LISTINGS):
+        if not any(candidate.maybe_completed for candidate, bad in found if bad):
+            break
+        now = {_identity(row.candidate): row for row in list_again()}
+        gone = [verdict for verdict in found if verdict[1] and not _is_unchanged(directory.storage, verdict[0], now)]
+        if not gone:
+            break
+        known, lost = {_identity(candidate) for candidate, _ in found}, {candidate.step for candidate, _ in gone}
+        later = [row for identity, row in now.items() if row.candidate.step in lost and identity not in known]
+        found = [*((row.candidate, find_damage(directory, row, progress, part)) for row in later),
+                 *(verdict for verdict in found if verdict not in gone)]
+    return found
+
+
+def _identity(candidate: Candidate) -> Any:
+    """Returns a value that changes if the checkpoint is completed or renamed."""
+    return candidate.commit_dir, candidate.run, candidate.step, tuple(file.path
+                                                                      for file in candidate.all_files), candidate.committed
+
+
+def _is_unchanged(storage: Storage, candidate: Candidate, now: dict[Any, CheckpointStatus]) -> bool:
+    """Returns whether the checkpoint still exists as it was read. A listing can be stale; the status of one name is not."""
+    return _identity(candidate) in now and (not candidate.commit_dir or storage.status(candidate.commit_dir) is not None)
+
+
+def find_damage(directory: CheckpointDir, row: CheckpointStatus, progress: OnBytesRead = lambda count: None,
+                part: tuple[int, int] = WHOLE) -> list[Refusal]:
+    """Returns a refusal for each damaged or missing file of one step, of those of ``part``; an empty list if all is as it was
+    written."""
+    candidate, problem, (number, count) = row.candidate, row.problem, part
+    if candidate.local_ranks:                           # partial on purpose
+        problem = None
+    verifier = Verifier(directory, candidate, progress)
+    bad: list[Refusal] = []
+    harmless: list[Refusal] = []
+    ranks = [] if candidate.problem else [*candidate.files]
+    for position, rank in enumerate(ranks, candidate.step or 0):        # so that saves of few ranks are shared too
+        if position % count != number - 1:
+            continue
+        found = verifier.verify(rank)
+        if isinstance(found, Refusal):
+            bad.append(found)
+        else:
+            harmless += [candidate.refuse(replica_warning([(lost, path)])[0], path, lost)
+                         for lost, path in found.missing_files(candidate)]
+    harmless += damaged_metadata_files(directory, candidate)
+    bad += [replace(row, is_harmless=True) for row in harmless]
+    bad = list(dict.fromkeys(bad))                      # every rank reports the same defect of metadata.json
+    return bad or ([problem] if problem else [])

@@ -1,18 +1,22 @@
 """The policy of a selection, and the rule by which it refuses a candidate before its contents are read."""
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mindresume.coordination.collectives import Group
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal
 from mindresume.formats.weight_files import file_sizes, is_weights_only, known_damage
 from mindresume.formatting import listed, ranks_count
-from mindresume.model.manifest import FileRecord
-from mindresume.resume.health import is_unhealthy
-from mindresume.resume.metadata_verifier import MetadataVerifier, needs_metadata
 from mindresume.resume.replicas import replica_files
+from mindresume.resume.verifier import MetadataVerifier, wrong_size
 from mindresume.saving.crash_loop import FailedLoad, suspicion
+from mindresume.storage.atomic_publish import publish_json
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import read_bytes
+from mindresume.typed import parse_json
 
 NONE_HEALTHY = "The training has no healthy checkpoints yet, please start training again"     # the message of mindformers
 UNHEALTHY = "it was unhealthy when it was saved"
@@ -115,7 +119,7 @@ def check_files(directory: CheckpointDir, candidate: Candidate, world_size: int 
                                    f"number of ranks set auto_trans_ckpt: True")
     else:
         problem = None
-    if problem is None and needs_metadata(candidate):
+    if problem is None and candidate.origin == MINDFORMERS and candidate.iteration_dir and candidate.problem is None:
         problem = MetadataVerifier(directory, candidate).problem()
     if problem is not None or not files:
         return problem
@@ -142,12 +146,6 @@ def _wrong_files(directory: CheckpointDir, candidate: Candidate) -> Refusal | No
     return None
 
 
-def wrong_size(candidate: Candidate, rank: int, file: FileRecord, size: int) -> Refusal:
-    """Returns the refusal of a file that has ``size`` bytes instead of the recorded ones."""
-    return candidate.refuse(f"the file of rank {rank} is empty (0 bytes)" if size == 0 else
-                            f"the file of rank {rank} has {size} bytes, {file.size} were written", file.path, rank)
-
-
 def _wrong_ranks(candidate: Candidate, world_size: int | None) -> Refusal | None:
     """Returns a refusal if files of mindformers in rank folders are of fewer or more ranks than the job has."""
     if world_size is None or candidate.iteration_dir:
@@ -163,3 +161,52 @@ def _wrong_ranks(candidate: Candidate, world_size: int | None) -> Refusal | None
         return candidate.refuse(f"saved by at least {max(more) + 1} ranks, this job has {world_size}; to change the number "
                                 f"of ranks set auto_trans_ckpt: True", candidate.files[more[0]][0].path, more[0])
     return None
+
+
+# ---- mindformers' health monitor ----------------------------------------------------------------------------------------
+
+# Whether the local norm of the embedding was within its threshold. In Checkpoint 2.0 the state of a checkpoint holds the result
+# (``ckpt_status``). For rank folders, a list in the output folder has one entry per save, which names the file of rank 0
+# (mindformers core/callback/callback.py, tools/resume_ckpt.py); 0 means healthy:
+#
+#     [{"is_health": 0, "ckpt_name": "llama2_7b_rank_0-2_5.safetensors"}, ...]
+
+LIST = "health_ckpts.json"      # in the output folder
+MAX_LIST = 64 << 20             # bytes; one entry has about 80
+
+
+def add(storage: Storage, folder: str, name: str, health: int, tag: str) -> None:
+    """Appends an entry, in the format of mindformers; the list is replaced atomically. Raises OSError or ValueError."""
+    path = os.path.join(folder, LIST)
+    known = read_list(storage, folder) if storage.status(path) is not None else []
+    publish_json(storage, path, [*known, {"is_health": health, "ckpt_name": name}], tag)
+
+
+def unhealthy_files(storage: Storage, folder: str) -> tuple[frozenset[str], str]:
+    """Returns the names whose newest entry in the list of ``folder`` is unhealthy, and a problem. If the list cannot be used,
+    there are no names and the problem says why; else the problem is empty."""
+    path = os.path.join(folder, LIST)
+    if storage.status(path) is None:
+        return frozenset(), ""
+    try:
+        newest = {row["ckpt_name"]: row["is_health"] for row in read_list(storage, folder)}
+        return frozenset(os.path.basename(name) for name, health in newest.items() if health != 0), ""
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return frozenset(), (f"{path} cannot be used ({type(error).__name__}: {error}"[:300] + "); no checkpoint is "
+                             "taken for unhealthy by it")
+
+
+def read_list(storage: Storage, folder: str) -> list[Any]:
+    """Returns the entries of the list in ``folder``. Raises OSError, and ValueError if it is not a list."""
+    found = parse_json(read_bytes(storage, os.path.join(folder, LIST), MAX_LIST) or b"[]")
+    if not isinstance(found, list):
+        raise ValueError(f"expected a list, found {type(found).__name__}")
+    return found
+
+
+def is_unhealthy(candidate: Candidate, names: Collection[str]) -> bool:
+    """Returns whether the candidate was unhealthy when it was saved, by its own state or by the list (``names`` of unhealthy
+    files)."""
+    if candidate.state is not None and candidate.state.health:
+        return True
+    return not candidate.iteration_dir and any(os.path.basename(file.path) in names for file in candidate.all_files)

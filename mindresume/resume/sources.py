@@ -2,7 +2,7 @@
 
     choice = disk_of(job).select()              # of all ranks together; raises if there are checkpoints, and none can be used
 
-``bucket_source`` and ``memory_source`` are the other sources; ``selection`` tells in which order they are asked. All exchanges go
+``bucket_source`` and ``memory_source`` are the other sources; ``job_start`` tells in which order they are asked. All exchanges go
 through ``mindresume.coordination.collectives``: an error on one rank is raised on all of them.
 """
 from __future__ import annotations
@@ -22,8 +22,7 @@ from mindresume.formats.rank_folders import folder_rank, parse_name
 from mindresume.formats.scan import CHECKPOINT
 from mindresume.formats.weight_files import is_weights_only
 from mindresume.formatting import listed, ranks_count
-from mindresume.resume.candidates import find_candidates, world_size_notes
-from mindresume.resume.checkpoint_warnings import damaged_metadata_files, replica_warning
+from mindresume.resume.candidates import damaged_metadata_files, find_candidates, replica_warning, world_size_notes
 from mindresume.resume.choice import Choice, VerifiedShard, candidate_from_json, candidate_to_json, read_size
 from mindresume.resume.eligible import UNHEALTHY, SelectionPolicy, check_files, eligible, none_usable
 from mindresume.resume.replicas import StrategyOf, complete_missing_ranks, unknown_strategy

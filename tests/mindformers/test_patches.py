@@ -58,7 +58,8 @@ from mindresume.model.manifest import (
     FileRecord,  # noqa: E402
 )
 from mindresume.reshard.region_load import LoadTarget  # noqa: E402
-from mindresume.resume import job_selection, resume_summary, selection  # noqa: E402
+from mindresume.resume import job_selection, selection  # noqa: E402
+from mindresume.resume import progress as resume_progress  # noqa: E402
 from mindresume.resume.choice import Choice  # noqa: E402
 from mindresume.resume.eligible import SelectionPolicy  # noqa: E402
 from mindresume.resume.selection import select_checkpoint  # noqa: E402
@@ -223,7 +224,7 @@ def test_the_selection_sees_the_keys_as_mindformers_converts_them(tmp_path, curr
     trainer, asked = object.__new__(Trainer), []
     trainer.config = config
     monkeypatch.setattr(training_context, "_current", [replace(current, task=load_request.TRAIN)])
-    monkeypatch.setattr(job_start.selection, "select", lambda *given, healthy, **more: asked.append(healthy))
+    monkeypatch.setattr(job_start, "select_plan", lambda *given, healthy, **more: asked.append(healthy))
     patches.WRAPPERS["Trainer._check_config_rules"](lambda self: None)(trainer)
     assert asked == [bool(keys)]
 
@@ -577,7 +578,7 @@ def test_counters_at_another_global_batch_size(tmp_path, current):
 def test_a_step_that_does_not_scale_is_rounded_down(tmp_path, current, monkeypatch):
     chosen(tmp_path, current, 15)
     log = []
-    monkeypatch.setattr(counters, "resume_warnings", lambda *given: log.extend(resume_summary.resume_warnings(*given))
+    monkeypatch.setattr(counters, "resume_warnings", lambda *given: log.extend(resume_progress.resume_warnings(*given))
                         or [])
     config = runner(batch=16)
     counters.restore_progress(config, 5, current)

@@ -8,7 +8,7 @@ from rank_folders import STORAGE, dir_at, flip_bit, path_of, save
 from mindresume.coordination.lease import lease_holders
 from mindresume.events import CheckpointScrubbed, Notice, SaveBegun, SaveFailed, SaveWritten
 from mindresume.formats import CheckpointDir
-from mindresume.resume.background_scrub import LONGEST_SAVE, BackgroundScrub, lower_priority
+from mindresume.resume.scrub import LONGEST_SAVE, BackgroundScrub, lower_priority
 from mindresume.settings import ScrubSettings
 from mindresume.storage.posix import PosixStorage
 

@@ -9,8 +9,7 @@ from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save, write_ra
 from mindresume.coordination.read_locks import read_locks
 from mindresume.formats import weight_files
 from mindresume.model.manifest import FOLDER, attempt_name
-from mindresume.resume.candidates import list_checkpoints
-from mindresume.resume.folder_verification import verify_checkpoints
+from mindresume.resume.candidates import list_checkpoints, verify_checkpoints
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out

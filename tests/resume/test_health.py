@@ -6,8 +6,7 @@ from rank_folders import RUN, STORAGE, flip_bit, name_of, path_of, save, write_f
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError
-from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.health import LIST, unhealthy_files
+from mindresume.resume.eligible import LIST, SelectionPolicy, every_rank, unhealthy_files
 from mindresume.resume.selection import select_checkpoint
 
 

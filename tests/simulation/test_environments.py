@@ -247,7 +247,7 @@ def test_an_incomplete_target_is_found(monkeypatch):
 
 
 def test_a_verify_that_lists_only_once_is_found(monkeypatch):
-    monkeypatch.setattr("mindresume.resume.folder_verification._MAX_LISTINGS", 0)
+    monkeypatch.setattr("mindresume.resume.candidates._MAX_LISTINGS", 0)
     assert "wrong" in found("verify", 30)
 
 

@@ -20,9 +20,9 @@ from mindresume.coordination.collectives import run_on_rank0
 from mindresume.coordination.rank_heartbeat import LOADING
 from mindresume.errors import ConfigError, TrainingCompleteError
 from mindresume.events import Notice, warning
-from mindresume.mindformers import arrangement, heartbeat, selection, training_saves
+from mindresume.mindformers import arrangement, heartbeat, training_saves
 from mindresume.mindformers.counters import continue_after, selected_state
-from mindresume.mindformers.job_start import is_pretrained
+from mindresume.mindformers.job_start import is_pretrained, select_plan
 from mindresume.mindformers.load_request import request_of_pynative
 from mindresume.mindformers.loading import COUNTER
 from mindresume.mindformers.loading import load as load_network
@@ -67,7 +67,7 @@ def load(run: TrainingRun, path: str) -> None:
     storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
     request = request_of_pynative(run.config, path)
     with context.progress.timed_load():
-        plan = selection.select(run.config, request.path, None, context, storage, any_layout=True, resume=request.resume)
+        plan = select_plan(run.config, request.path, None, context, storage, any_layout=True, resume=request.resume)
         if plan is None:
             return
         arrangement.check(plan, arrangement.DEFAULTS, "The PyNative trainer has no other order: use the graph trainer")

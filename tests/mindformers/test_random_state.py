@@ -3,7 +3,7 @@ import random
 
 import numpy as np
 
-from mindresume.resume.random_state import capture, restore
+from mindresume.mindformers.network_state import capture_generators, restore_generators
 
 
 def draws():
@@ -15,13 +15,13 @@ def test_generators_continue_from_their_saved_state():
     np.random.seed(4)
     random.gauss(0, 1)                        # leaves half of a pair inside the generator
     np.random.randn()
-    saved = json.dumps(capture())             # it must survive the way through JSON
+    saved = json.dumps(capture_generators())             # it must survive the way through JSON
     expected = [draws() for _ in range(700)]  # more than the 624 words of the Mersenne Twister
     random.seed(99)
     np.random.seed(98)
-    assert restore(json.loads(saved)) == ["python", "numpy"]
+    assert restore_generators(json.loads(saved)) == ["python", "numpy"]
     assert [draws() for _ in range(700)] == expected
 
 
 def test_nothing_is_restored_if_nothing_was_saved():
-    assert restore({}) == []
+    assert restore_generators({}) == []
