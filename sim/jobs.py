@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from mindresume.coordination.collectives import Group, gather_results
-from mindresume.errors import LeaseHeldError, MindResumeError
+from mindresume.errors import LeaseHeldError, MindResumeError, SaveError
 from mindresume.events import TierSaved
 from mindresume.fault_injection.faults import Killed
 from mindresume.fault_injection.journal import ITERATION, Journal, Saved, make_shard, save_order, wrong_content
@@ -28,7 +28,7 @@ from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, number_runs
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.save_policy import SaveOptions
-from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, Shard
+from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, Shard, StepState
 from mindresume.settings import Settings
 from sim.bit_rot import rotted_saves, saves_on
 from sim.bucket import PodStore
@@ -135,11 +135,11 @@ def intact_saves(history: History, disks: Mapping[str, Disk], keep: int) -> list
     return [saved for saved in acknowledged if saved not in rotted and (saved in present or not may_be_gone(saved))]
 
 
-class _StepState:
-    """Implements ``StepState``."""
+class _StepState(StepState):
+    """The state of a rank."""
 
     def __init__(self, step: int, manager: CheckpointManager, training: Training, history: History):
-        self.step = step
+        super().__init__(step)
         self.manager, self.training, self.history = manager, training, history
 
     def collect(self) -> Save:
@@ -184,9 +184,9 @@ class _Manager(CheckpointManager):
         current_cluster().kill(current_process(), 1)
         raise Killed
 
-    def _record_outcome(self, outcome: Outcome) -> None:
+    def _record_outcome(self, outcome: Outcome) -> SaveError | None:
         self.history.hear(self.target.run, self.target.rank, [outcome])
-        super()._record_outcome(outcome)
+        return super()._record_outcome(outcome)
 
 
 class Job:
@@ -296,12 +296,12 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
             if training.rescue and step > start + 1:
                 manager.emergency_save(_StepState(step - 1, manager, training, history))
             raise
-        left = _end_step(manager, _StepState(step, manager, training, history))
+        left = manager.end_step(_StepState(step, manager, training, history))
         if left:
             break
     if scrub is not None:
         scrub.stop()
-    _save_last(manager, _StepState(step, manager, training, history))
+    manager.save_last(_StepState(step, manager, training, history))
     manager.end(step)
     if left:
         gather_results(group, lambda: None)     # as mindresume.mindformers.patches: the first rank to end would end the others
@@ -355,25 +355,6 @@ def _train(group: Group, seconds: float) -> None:
     if current_process().hangs:
         current_cluster().scheduler.block(None, "waits for a data set that has failed")
     group.gather(b"")
-
-
-def _end_step(manager: CheckpointManager, state: _StepState) -> str:
-    """Ends a step as ``mindresume.mindformers.training_saves`` does. Returns why the training is to stop; empty: go on."""
-    manager.begin_step_end(state.step)
-    if manager.is_due(state.step):
-        with manager.saving(state.step):
-            manager.save(state.collect())
-    manager.save_in_memory(state)
-    reason = manager.stop_reason(state.step)
-    if reason:
-        _save_last(manager, state)
-    return reason
-
-
-def _save_last(manager: CheckpointManager, state: _StepState) -> None:
-    if manager.is_last_missing(state.step):
-        with manager.saving_last(state.step):
-            manager.save(state.collect())
 
 
 def _start_scrub(manager: CheckpointManager, process: Process, is_first_on_host: bool) -> BackgroundScrub | None:

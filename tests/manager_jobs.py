@@ -7,7 +7,7 @@ from mindresume.formats.rank_folders import FileName
 from mindresume.formats.scan import scan
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.save_policy import SaveOptions
-from mindresume.saving.shard_writer import Save, iteration_shard, rank_shard
+from mindresume.saving.shard_writer import Save, StepState, iteration_shard, rank_shard
 from mindresume.settings import Settings
 
 JOBS: list["Job"] = []
@@ -19,11 +19,12 @@ def end_jobs():
         JOBS.pop().manager.finish_after_error()
 
 
-class Arrays:
+class Arrays(StepState):
     """The state of ``job`` after its last step."""
 
     def __init__(self, job):
-        self.job, self.step = job, job.step
+        super().__init__(job.step)
+        self.job = job
 
     def collect(self):
         self.job.collected.append(self.step)
@@ -33,13 +34,6 @@ class Arrays:
             return Save(iteration_shard("net", target, state, tensors, None))
         name = FileName("net", target.rank, self.job.manager.session.suffix, state.epoch, state.step_in_epoch, "safetensors")
         return Save(rank_shard(name, state, tensors))
-
-    def collect_local(self):
-        return self.collect().shard
-
-    def needs_collectives(self):
-        return False
-
 
 class Job:
     """One attempt of a training, in this process."""
@@ -69,26 +63,12 @@ class Job:
         return self
 
     def end_step(self, state=None):
-        """Ends a step as ``mindresume.mindformers.training_saves`` does."""
-        manager, state = self.manager, state or Arrays(self)
-        manager.begin_step_end(self.step)
-        if manager.is_due(self.step):
-            with manager.saving(self.step):
-                manager.save(state.collect())
-        manager.save_in_memory(state)
-        self.reason = manager.stop_reason(self.step)
-        if self.reason:
-            self._save_last(state)
+        self.reason = self.manager.end_step(state or Arrays(self))
 
     def end(self, state=None):
-        self._save_last(state or Arrays(self))
+        self.manager.save_last(state or Arrays(self))
         self.manager.end(self.step)
         return self
-
-    def _save_last(self, state):
-        if self.manager.is_last_missing(self.step):
-            with self.manager.saving_last(self.step):
-                self.manager.save(state.collect())
 
 
 def committed(root):

@@ -16,23 +16,22 @@ from mindresume import runtime
 from mindresume.coordination.lease import (
     BEAT,
     LOADING,
+    PREFIX,
     READER,
     REMOVING,
     Lease,
     LeaseHolder,
     holder_of_this_process,
     is_alive,
-    is_job_lease,
     iteration_record_names,
-    lease_name,
     lease_path,
-    leased_runs,
     read_leases,
 )
 from mindresume.coordination.shared_folder import Watch
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempts, run_name, strip_trash
 
+_WITHOUT_NUMBER = f"{PREFIX}{run_name(READER, '')}"
 GIVEN_UP = 40                   # heartbeats after which the read lock of a silent reader on another machine expires
 _LOOKS, _PAUSE = 20, 0.5        # checks of a reader while a removal is announced, and seconds between
 
@@ -93,10 +92,14 @@ def _lease_without_number(directory: CheckpointDir, purpose: str, names: tuple[s
 def _announced_removals(directory: CheckpointDir, attempt: str) -> set[str]:
     """Returns the runs of the leases that announce a removal of ``attempt``. An unreadable lease may be one, and counts. Leases
     of jobs, which are none, are not read."""
-    names = directory.storage.list(directory.path(FOLDER))
-    found, unreadable = read_leases(directory, [lease_name(run) for run in leased_runs(names) if not is_job_lease(run)])
+    found, unreadable = read_leases(directory, _leases_without_number(directory))
     return {holder.run for holder in found if holder.purpose == REMOVING and attempt in holder.holds and
             is_alive(holder) is not False} | unreadable.keys()
+
+
+def _leases_without_number(directory: CheckpointDir) -> list[str]:
+    """Returns the names of the leases of readers and removals."""
+    return [name for name in directory.storage.list(directory.path(FOLDER)) if name.startswith(_WITHOUT_NUMBER)]
 
 
 class ReadLocks:
@@ -108,9 +111,9 @@ class ReadLocks:
 
     def __call__(self) -> Mapping[str, str]:
         held: dict[str, str] = {}
-        found, unreadable = read_leases(self.directory)
+        found, unreadable = read_leases(self.directory, _leases_without_number(self.directory))
         for run, why in unreadable.items():
-            if not is_job_lease(run) and not self._silent(run, None, BEAT):
+            if not self._silent(run, None, BEAT):
                 held.update({name: f"perhaps, by a reader: {lease_path(self.directory.root, run)} cannot be read ({why})"
                              for name in self._all_attempts()})
         for holder in found:

@@ -25,7 +25,7 @@ from mindresume.mindformers.state_collector import StateCollector
 from mindresume.resume.eligible import add
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.save_policy import SaveOptions
-from mindresume.saving.shard_writer import Save, Shard
+from mindresume.saving.shard_writer import Save, Shard, StepState
 from mindresume.storage.posix import PosixStorage
 
 _RESCUE = "__exception_save__"          # MindSpore appends this key in an emergency save (train_fault_tolerance.py)
@@ -167,7 +167,7 @@ class CheckpointMonitor(BuiltIn):
             raise SaveError(f"the health of {name} was not recorded in {self.health_ckpts_record_dir}: {error}") from error
 
 
-class _MonitorState(training_saves.TrainerState):
+class _MonitorState(StepState):
     """The state of the training of a ``CheckpointMonitor`` at the end of a step. ``cb_params``: from MindSpore."""
 
     def __init__(self, monitor: CheckpointMonitor, cb_params: Any):

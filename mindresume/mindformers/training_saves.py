@@ -1,10 +1,10 @@
 """Drives the saves of a training, for the graph trainer and for the PyNative trainer:
 
     begin_saving    acquire the directory (before) ─▶ clean up, commit what earlier runs completed ─▶ end of the resume
-    end_step        outcomes of earlier saves ─▶ due? ─▶ collect ─▶ save to disk ─▶ save in memory ─▶ was any rank asked to stop?
+    end_step        save where it is due ─▶ heartbeat
     end_training    the last step, if a rank lacks it ─▶ commit of all ranks ─▶ upload ─▶ release
 
-``mindresume.saving.checkpoint_manager`` has the parts; what a step consists of is a ``TrainerState`` of the trainer.
+``mindresume.saving.checkpoint_manager`` has the parts; what a step consists of is a ``StepState`` of the trainer.
 """
 from __future__ import annotations
 
@@ -25,30 +25,9 @@ from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.remote_checkpoints import number_runs
 from mindresume.saving.retention import Policy, policy_of
 from mindresume.saving.save_policy import SaveOptions
-from mindresume.saving.shard_writer import Save, Shard
+from mindresume.saving.shard_writer import StepState
 from mindresume.settings import Settings
 from mindresume.storage.posix import PosixStorage
-
-
-class TrainerState:
-    """The state of a training at the end of ``step``; implements ``StepState``. A subclass defines at least ``collect``."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def collect(self) -> Save:
-        raise NotImplementedError
-
-    def collect_local(self) -> Shard:
-        return self.collect().shard
-
-    def needs_collectives(self) -> bool:
-        return False
-
-    def save(self, manager: CheckpointManager) -> None:
-        """Saves the step to disk."""
-        manager.save(self.collect())
-
 
 # ---- start ---------------------------------------------------------------------------------------------------------
 
@@ -107,34 +86,21 @@ def restore_random(context: TrainingContext, step: int) -> None:
 
 # ---- each step and the end -----------------------------------------------------------------------------------------
 
-def end_step(manager: CheckpointManager, context: TrainingContext, state: TrainerState) -> bool:
+def end_step(manager: CheckpointManager, context: TrainingContext, state: StepState) -> bool:
     """Saves the step where it is due: on disk, in memory. Returns whether the training is to end after it, because a rank was
     asked to stop; then the step is saved."""
-    step = context.progress.step = state.step
-    manager.begin_step_end(step)
-    if manager.is_due(step):
-        with manager.saving(step):
-            state.save(manager)
-    manager.save_in_memory(state)
-    reason = manager.stop_reason(step)
+    context.progress.step = state.step
+    reason = manager.end_step(state)
     if reason:
-        _save_last(manager, state)
         context.progress.stop_reason = reason
-    heartbeat.step(step)
+    heartbeat.step(state.step)
     return bool(reason)
 
 
-def end_training(manager: CheckpointManager, context: TrainingContext, state: TrainerState) -> None:
+def end_training(manager: CheckpointManager, context: TrainingContext, state: StepState) -> None:
     """Saves the last step, and waits until everything is committed."""
     heartbeat.enter(ENDING)
     context.resources.stop_scrub()
-    _save_last(manager, state)
+    manager.save_last(state)
     context.monitor = None                          # no save is possible any more
     manager.end(state.step)
-
-
-def _save_last(manager: CheckpointManager, state: TrainerState) -> None:
-    """Saves the last step, on all ranks if one of them has not saved it."""
-    if manager.is_last_missing(state.step):
-        with manager.saving_last(state.step):
-            state.save(manager)

@@ -6,17 +6,11 @@
     manager.count_hosts()                       # all ranks
     manager.handle_preemption()                 # from here on SIGTERM asks the training to stop
 
-    manager.begin_step_end(step)                # at the end of each step: what happened to earlier saves
-    if manager.is_due(step):
-        with manager.saving(step):
-            manager.save(collect())
-    manager.save_in_memory(state)
-    reason = manager.stop_reason(step)          # not empty: the training is to stop
-
-    if manager.is_last_missing(step):           # at the end of the training, and before it stops
-        with manager.saving_last(step):
-            manager.save(collect())
+    reason = manager.end_step(state)            # after each step; not empty: the training is to stop
+    manager.save_last(state)                    # at the end of the training, if a rank lacks the step
     manager.end(step)                           # commit of all ranks, upload, release; after an error finish_after_error()
+
+    end_step outcomes of earlier saves ─▶ due? ─▶ state.save: collect, ``save`` ─▶ save in memory ─▶ was any rank asked to stop?
 
     saver    SyncSaver, or with async_save AsyncSaver: write_shard ─▶ rank 0: commit, pointers, prune
 
@@ -52,10 +46,13 @@ from mindresume.events import (
     FAILED,
     Emit,
     Event,
+    FirstStepDone,
     Notice,
     PreemptionRequested,
     RunOpened,
+    SaveBegun,
     SaveCommitted,
+    SaveSkipped,
     SaveStaged,
     TrainingEnded,
     ignore,
@@ -121,6 +118,7 @@ class CheckpointManager:
         self._saver: Saver | None = None
         self._uploads: UploadQueue | None = None
         self._tier: MemoryTier | None = None
+        self._save_began = 0.0
         self._collected: Save | Exception | None = None     # for the disk at this step
         self._end_errors: list[Exception] = []
 
@@ -251,11 +249,17 @@ class CheckpointManager:
 
     # ---- each step -------------------------------------------------------------------------------------------------
 
-    def begin_step_end(self, step: int) -> None:
-        """Handles what happened to earlier saves and uploads, at the end of ``step``."""
+    def end_step(self, state: StepState) -> str:
+        """Handles what happened to earlier saves and uploads, and saves the step where it is due: on disk, and in memory from
+        what was collected for the disk, if anything was. Returns why the training is to stop after this step, on all ranks if
+        any rank was asked to; then the step is saved. Empty: go on."""
+        step = state.step
         self._collected = None          # an error, or a save between two steps, may have left that of an earlier step
-        self.pending.end()
-        self.policy.reach(step)
+        if self.pending.attempt is not None:
+            self.pending.end()
+        if self.policy.last_step is None:
+            self.emit(FirstStepDone(step))
+        self.policy.last_step = step
         if self._saver is not None:
             self._handle(self._saver.poll())
         if self.session is not None and self.session.lease is not None:
@@ -263,6 +267,17 @@ class CheckpointManager:
         errors = self._uploads.poll() if self._uploads is not None else []
         if errors and self.settings.on_save_error == "raise":       # the checkpoints on disk are good in any case
             raise errors[0]
+        if self.is_due(step):
+            with self.saving(step):
+                state.save(self)
+        if self._tier is not None:
+            self._tier.step_end(state, self._collected)
+        self._collected = None
+        reason = self.preemption.check(step) if self.preemption is not None and self._saver is not None else ""
+        if reason:
+            self.emit(PreemptionRequested(step, reason))
+            self.save_last(state)
+        return reason
 
     def is_due(self, step: int, force: bool = False) -> bool:
         """Returns whether ``step`` is saved to disk now, the same on all ranks; ``force``: unless it is saved already. Called
@@ -274,21 +289,24 @@ class CheckpointManager:
             return True
         busy = any(gather_results(self.group, self._saver.busy))
         if busy:
-            self.policy.skip(step)
+            self.policy.skipped += 1
+            self.emit(SaveSkipped(step, "the previous save is still being written", self.policy.skipped))
         return not busy
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
         """Surrounds the collecting and the saving of ``step``. A SaveError counts as a failed save, and is raised as
         configured."""
-        self.policy.begin_save(step)
+        self._save_began = runtime.monotonic()
+        self.emit(SaveBegun(step))
         try:
             yield
         except LeaseHeldError:                              # no later save can succeed
             raise
         except SaveError as error:                          # the saver did not get it
             self._collected = self._collected or error
-            self.policy.handle_failure(step, error)
+            if self.policy.record_failure(step, str(error)):
+                raise
         if isinstance(self._saver, SyncSaver):              # it is written already
             self._handle(self._saver.poll())
 
@@ -305,32 +323,22 @@ class CheckpointManager:
         self._collected = save
         self.policy.saved.add(save.step)
         self._saver.save(save)
-        stall_seconds = self.policy.end_stall(save.step)
+        stall_seconds = self.policy.stalls[save.step] = runtime.monotonic() - self._save_began
         if not isinstance(self._saver, SyncSaver):
             self.emit(SaveStaged(save.step, save.name, stall_seconds))
 
-    def save_in_memory(self, state: StepState) -> None:
-        """Saves the step into the tier in memory if it is due there, from what was collected for the disk, if anything was."""
-        if self._tier is not None:
-            self._tier.step_end(state, self._collected)
-        self._collected = None
-
-    def stop_reason(self, step: int) -> str:
-        """Returns why the training is to stop after this step, on all ranks if any rank was asked to; empty: go on."""
-        reason = self.preemption.check(step) if self.preemption is not None and self._saver is not None else ""
-        if reason:
-            self.emit(PreemptionRequested(step, reason))
-        return reason
-
     def _handle(self, outcomes: Iterable[Outcome]) -> None:
+        """Records outcomes. Raises SaveError as configured."""
         for outcome in outcomes:
-            self._record_outcome(outcome)
-            self.policy.handle(outcome)
+            fatal = self._record_outcome(outcome)
+            if fatal is not None:
+                raise fatal
 
-    def _record_outcome(self, outcome: Outcome) -> None:
-        """Enqueues the upload of a step that is saved."""
+    def _record_outcome(self, outcome: Outcome) -> SaveError | None:
+        """Records an outcome, and enqueues the upload of a step that is saved. Returns the error that ends the training."""
         if outcome.saved and self._uploads is not None:
             self._uploads.enqueue(outcome.step)
+        return self.policy.record(outcome)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -356,16 +364,17 @@ class CheckpointManager:
                             f"which the log of that rank tells. What all ranks have written counts; start the same command again")
         return not all(is_saved for is_saved, _ in rows)
 
-    @contextmanager
-    def saving_last(self, step: int) -> Iterator[None]:
-        """Surrounds the collecting and the saving of the last step. An error is kept until a collective has sent it to the other
-        ranks (``end``)."""
+    def save_last(self, state: StepState) -> None:
+        """Saves the last step, on all ranks if one of them has not saved it. An error of the save is kept until a collective has
+        sent it to the other ranks (``end``)."""
+        if not self.is_last_missing(state.step):
+            return
         with self._keeping_errors():
-            if self.policy.is_due(step, True):
-                with self.saving(step):
-                    yield
+            if self.policy.is_due(state.step, True):
+                with self.saving(state.step):
+                    state.save(self)
             else:
-                yield
+                state.save(self)
 
     def end(self, step: int) -> None:
         """Waits until the last step is committed and uploaded, and releases the directory. Ranks that are done wait for the
@@ -455,9 +464,6 @@ class CheckpointManager:
             outcomes = saver.finish(self.settings.commit_timeout, _OTHERS) if saver is not None else []
             for outcome in outcomes:
                 self._record_outcome(outcome)
-                self.policy.record(outcome)
-                if outcome.error is not None:
-                    self.policy.record_failure(outcome.step, str(outcome.error))
         except Exception as error:
             self.policy.record_failure(None, f"the last save was not finished: {error}")
         finally:

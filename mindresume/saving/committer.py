@@ -35,9 +35,9 @@ from mindresume.formats.scan import scan
 from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, Record, read_record, record_name, record_rank, run_sequence
 from mindresume.saving import iteration_publisher
-from mindresume.saving.garbage_collector import carry_out
+from mindresume.saving.garbage_collector import carry_out, empty_trash
 from mindresume.saving.removal_plan import Plan, plan
-from mindresume.saving.retention import KEEP_ALL, Policy
+from mindresume.saving.retention import KEEP_ALL, KeepAll, Policy
 from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, is_committed, write_extra_weights, write_shard
 from mindresume.storage.atomic_publish import publish, publish_json
 from mindresume.storage.operations import parallel, read_json
@@ -313,7 +313,14 @@ class Committer:
     def prune(self) -> list[int]:
         """Removes what the policy does not keep, and saves that never completed (``mindresume.saving.garbage_collector``).
         Returns the steps of the former."""
-        made = plan(self.target, self.policy, self.read_locks(), self.target.run, self._has_ended,
+        held = self.read_locks()
+        if isinstance(self.policy, KeepAll):
+            # It removes only saves that never completed, which is certain of none with a manifest, or that cannot be listed.
+            attempts = find_attempts(self.target)
+            if all(attempt.error or MANIFEST in attempt.content for attempt in attempts):
+                empty_trash(self.target, self.read_locks, emit=self._emit_once, manifests=self._manifests)
+                return []
+        made = plan(self.target, self.policy, held, self.target.run, self._has_ended,
                     self.target.lineage, self._manifests)
         removed = carry_out(self.target, made, self.read_locks, self._emit_once, self._manifests)
         steps = [candidate.step or 0 for candidate in made.to_delete if candidate in removed]

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 
 from mindresume.coordination.read_locks import announce_removal
 from mindresume.errors import CorruptFileError, RecordError, UnreadableFileError
@@ -56,7 +56,11 @@ def carry_out(directory: CheckpointDir, made: Plan, read_locks: FindReadLocks = 
     and concerns one candidate only; the next call tries again."""
     trash: dict[str, Candidate] = {}
     moving = [candidate.name for candidate in made.to_delete if candidate.iteration_dir]     # with their weights
-    with _removal_announced(directory, moving):
+    announcement = None
+    if moving:
+        with suppress(OSError):         # a full disk: a reader may find its checkpoint renamed for a moment
+            announcement = announce_removal(directory, moving)
+    try:
         for candidate in (*made.to_delete, *made.orphans):
             try:
                 name = _uncommit(directory, candidate, read_locks, emit)
@@ -65,23 +69,11 @@ def carry_out(directory: CheckpointDir, made: Plan, read_locks: FindReadLocks = 
                 continue
             if name:
                 trash[name] = candidate
+    finally:
+        if announcement is not None:
+            announcement.release()
     empty_trash(directory, read_locks, trash, emit, manifests)
     return list(trash.values())
-
-
-@contextmanager
-def _removal_announced(directory: CheckpointDir, names: list[str]) -> Iterator[None]:
-    """Announces to readers that ``names`` are about to be removed. If the announcement cannot be written (a full disk), a reader
-    may find its checkpoint renamed for a moment."""
-    lease = None
-    if names:
-        with suppress(OSError):
-            lease = announce_removal(directory, names)
-    try:
-        yield
-    finally:
-        if lease is not None:
-            lease.release()
 
 
 def free_names(directory: CheckpointDir, paths: Collection[str], run: str, dead: Callable[[], object],

@@ -2,7 +2,7 @@
 
     policy = SavePolicy(options, settings, group, emit)
     if policy.is_due(20): ...           # the same on all ranks
-    policy.handle(outcome)              # an event; raises the error of a failed save, as configured
+    fatal = policy.record(outcome)      # an event; the error of a failed save if it ends the training, as configured
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mindresume import runtime
 from mindresume.coordination.collectives import Group
 from mindresume.errors import SaveError
-from mindresume.events import Emit, FirstStepDone, SaveBegun, SaveFailed, SaveSkipped, SaveWritten
+from mindresume.events import Emit, SaveFailed, SaveWritten
 from mindresume.model.training_state import crosses_multiple
 from mindresume.saving.retention import KEEP_ALL, Policy
 from mindresume.saving.shard_writer import Outcome
@@ -48,7 +48,7 @@ class SaveOptions:
 
 class SavePolicy:
     """Decides alike on all ranks of ``group`` which steps are due, and records the outcomes of this rank's saves. The settings
-    ``on_save_error`` and ``max_failed_saves`` say which errors are raised.
+    ``on_save_error`` and ``max_failed_saves`` say which errors end the training.
 
     Attributes:
         saved: the steps that the saver got, without those that failed.
@@ -56,6 +56,7 @@ class SavePolicy:
         skipped: steps that were due while another was being written.
         begun_at: the step after which the training began.
         last_step: the last step that is done; None: none yet.
+        stalls: {step: seconds that its save stopped the training}, until its outcome.
     """
 
     def __init__(self, options: SaveOptions, settings: Settings, group: Group, emit: Emit):
@@ -64,20 +65,13 @@ class SavePolicy:
         self.failed_in_a_row = self.skipped = 0
         self.begun_at = 0
         self.last_step: int | None = None
-        self._stalls: dict[int, float] = {}         # {step: seconds that its save stopped the training}, until its outcome
-        self._save_began = 0.0
+        self.stalls: dict[int, float] = {}
         self._asked_for = 0                         # the step of the last ``is_due``
         self._last_timed_save = runtime.monotonic() if options.since is None else options.since
 
     def begin(self, step: int) -> None:
         """Sets the step after which the training begins."""
         self.begun_at = self._asked_for = step
-
-    def reach(self, step: int) -> None:
-        """Records that ``step`` is done."""
-        if self.last_step is None:
-            self.emit(FirstStepDone(step))
-        self.last_step = step
 
     def is_due(self, step: int, force: bool = False) -> bool:
         """Returns whether ``step`` is to be saved; ``force``: unless it is saved already. Called once a step, which in sink mode
@@ -97,43 +91,19 @@ class SavePolicy:
             self._last_timed_save = runtime.monotonic()
         return due
 
-    def skip(self, step: int) -> None:
-        """Records that ``step`` is not saved although it is due."""
-        self.skipped += 1
-        self.emit(SaveSkipped(step, "the previous save is still being written", self.skipped))
-
-    def begin_save(self, step: int) -> None:
-        """Records that the training thread begins to save ``step``."""
-        self._save_began = runtime.monotonic()
-        self.emit(SaveBegun(step))
-
-    def end_stall(self, step: int) -> float:
-        """Returns for how many seconds the save of ``step`` has stopped the training, which goes on now."""
-        self._stalls[step] = runtime.monotonic() - self._save_began
-        return self._stalls[step]
-
-    def handle(self, outcome: Outcome) -> None:
-        """Records an outcome and its error. Raises SaveError as configured."""
-        self.record(outcome)
-        if outcome.error is not None:
-            self.handle_failure(outcome.step, outcome.error)
-        else:
-            self.failed_in_a_row = 0
-
-    def record(self, outcome: Outcome) -> None:
-        """Records an outcome, but not its error."""
+    def record(self, outcome: Outcome) -> SaveError | None:
+        """Records an outcome. Returns its error if that ends the training."""
         if outcome.saved:
-            self.emit(SaveWritten(outcome.step, outcome.size, outcome.seconds, self._stalls.pop(outcome.step, None)))
+            self.emit(SaveWritten(outcome.step, outcome.size, outcome.seconds, self.stalls.pop(outcome.step, None)))
         else:
             self.saved.discard(outcome.step)
+        if outcome.error is None:
+            self.failed_in_a_row = 0
+            return None
+        return outcome.error if self.record_failure(outcome.step, str(outcome.error)) else None
 
-    def handle_failure(self, step: int, error: SaveError) -> None:
-        """Records a failure. Raises it as configured."""
-        self.record_failure(step, str(error))
-        if self.settings.on_save_error == "raise" or 0 < self.settings.max_failed_saves <= self.failed_in_a_row:
-            raise error
-
-    def record_failure(self, step: int | None, reason: str) -> None:
-        """Records a failure that is not raised. ``step``: None if unknown."""
+    def record_failure(self, step: int | None, reason: str) -> bool:
+        """Records a failure. Returns whether it ends the training. ``step``: None if unknown."""
         self.failed_in_a_row += 1
         self.emit(SaveFailed(step, reason, self.failed_in_a_row))
+        return self.settings.on_save_error == "raise" or 0 < self.settings.max_failed_saves <= self.failed_in_a_row

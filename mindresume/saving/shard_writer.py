@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -151,19 +151,29 @@ class Save:
         return name if folder else iteration_name(self.step)
 
 
-class StepState(Protocol):
+class StepState:
     """The state of a training at the end of a step, as the trainer offers it to what saves. ``step``: counted from the beginning
-    of the training, over all resumes."""
-    step: int
+    of the training, over all resumes. A subclass defines at least ``collect``."""
+
+    def __init__(self, step: int):
+        self.step = step
 
     def collect(self) -> Save:
         """Returns everything that this rank writes. All ranks call it, because it can be a collective."""
+        raise NotImplementedError
 
     def collect_local(self) -> Shard:
         """Returns all that this rank holds after other ranks were lost, without collectives."""
+        return self.collect().shard
 
     def needs_collectives(self) -> bool:
         """Returns whether ``collect`` waits for other ranks."""
+        return False
+
+    def save(self, manager: Any) -> None:
+        """Saves the step to disk: collects it and gives it to ``manager.save`` (``CheckpointManager``). All ranks call it, also
+        one that has saved the step, for which ``save`` does nothing."""
+        manager.save(self.collect())
 
 
 @dataclass(frozen=True)

@@ -673,7 +673,7 @@ def test_a_health_that_cannot_be_recorded_fails_the_save_to_disk_alone(tmp_path,
         raise SaveError("no space")
     monkeypatch.setattr(monitor, "_record_health", fail)
     job = Job(monitor)
-    monkeypatch.setattr(monitor._checkpoints, "save_in_memory", lambda state: given.append(monitor._checkpoints._collected))
+    monkeypatch.setattr(monitor._checkpoints, "_tier", SimpleNamespace(step_end=lambda state, collected: given.append(collected)))
     job.steps(5)
     assert given[-1].step == 5 and committed(tmp_path) == []
 

@@ -21,7 +21,7 @@ from mindresume.mindformers.wrapping import Call
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.save_policy import SaveOptions
-from mindresume.saving.shard_writer import Save, Shard, iteration_shard
+from mindresume.saving.shard_writer import Save, Shard, StepState, iteration_shard
 
 
 class RunSaver:
@@ -106,7 +106,7 @@ class RunSaver:
         return {**of_model, **parameters.optimizer_parameters(self._optimizer(optimizer), of_model)}
 
 
-class _PyNativeState(training_saves.TrainerState):
+class _PyNativeState(StepState):
     """The state of a PyNative training at the end of a step. ``objects``: what the trainer passes to its callbacks by name."""
 
     def __init__(self, saver: RunSaver, state: Any, objects: dict[str, Any]):
