@@ -11,7 +11,7 @@ import pytest
 from simulation.test_teeth import Edit, mutate
 
 from mindresume.coordination import process_identity
-from mindresume.mindformers import adapter, loaded_weights, network_state
+from mindresume.mindformers import adapter, network_state
 from mindresume.saving import replication
 
 # test -> (the cause, what puts it back)
@@ -28,7 +28,7 @@ MUTANTS = {
         Edit(replication.Uploader, "_protect", "if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):", "if True:")),
     "mindformers/test_loaded_weights.py::test_another_value_is_named[large--1]": (
         "loaded weights are not compared with the parameters at the first step",
-        Edit(loaded_weights.LoadedWeights, "difference", "if not altered:", "if True:")),
+        Edit(network_state.LoadedWeights, "difference", "if not altered:", "if True:")),
     "mindformers/test_patches.py::test_the_selection_sees_the_keys_as_mindformers_converts_them[keys0]": (
         "the configuration is read before mindformers has converted it",
         Edit(adapter, "convert_health_keys", "if hasattr(", "if False and hasattr(")),

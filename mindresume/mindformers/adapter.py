@@ -7,16 +7,13 @@ from typing import Any
 
 from mindresume.coordination.collectives import Group, gather_results
 from mindresume.errors import SaveError
+from mindresume.events import Event, Resumed, SaveWritten
+from mindresume.events.emitter import LogLines
+from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
 from mindresume.mindformers import upstream, upstream_check
 from mindresume.mindformers.network_state import is_parallel
 
 ALIAS = "CheckpointMonitor"            # the trainer passes its arguments only to a callback of this name
-
-
-def logger() -> Any:
-    """Returns mindformers' logger."""
-    from mindformers.tools.logger import logger as mindformers_logger
-    return mindformers_logger
 
 
 def register_monitor(monitor: type) -> None:
@@ -26,26 +23,12 @@ def register_monitor(monitor: type) -> None:
     MindFormerRegister.register_cls(monitor, module_type=MindFormerModuleType.CALLBACK, alias=ALIAS)
 
 
-def built_in_monitor() -> type:
-    """Returns mindformers' own CheckpointMonitor."""
-    from mindformers.core.callback.callback import CheckpointMonitor
-    return CheckpointMonitor
-
-
 def has_loss() -> bool:
     """Returns whether this rank computes the loss of the model: with pipeline stages only the last stage does (mindformers
     core/callback/callback.py, MFLossMonitor)."""
     from mindformers.tools.utils import is_last_pipeline_stage
     from mindspore import context
     return context.get_auto_parallel_context("pipeline_stages") <= 1 or is_last_pipeline_stage()
-
-
-def tensorboard_writer() -> Any:
-    """Returns mindformers' TensorBoard writer of this rank, or None if it is disabled."""
-    if upstream_check.is_off(upstream.TENSORBOARD):
-        return None
-    from mindformers.utils.tensorboard import get_tensorboard_writer
-    return get_tensorboard_writer()
 
 
 def load_path(config: Any) -> str:
@@ -284,6 +267,20 @@ def core_network(network: Any) -> Any:
     return get_core_network(network)
 
 
+# Two keys of mindformers decide how the graph trainer orders the elements within linear_qkv and linear_fc1. The PyNative trainer
+# has this one order. mindformers 1.8.0, 1.9.0, 2.0.0 and 2.1.0 have the same defaults.
+ARRANGEMENT = {ATTENTION_KEY: False, MLP_KEY: True}
+
+
+def arrangement_of(network: Any) -> dict[str, bool]:
+    """Returns {key: value} of the keys that have an effect in a network of the graph trainer, which other cells may wrap; empty
+    for a network without them. Latent attention has no linear_qkv."""
+    config = next((cell.get_gpt_transformer_config() for _, cell in network.cells_and_names()
+                   if is_graph_training_network(cell)), None)
+    keys = [MLP_KEY] if getattr(config, "multi_latent_attention", False) else [ATTENTION_KEY, MLP_KEY]
+    return {key: bool(getattr(config, key)) for key in keys if hasattr(config, key)}
+
+
 def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool) -> list[str]:
     """Hands the arrays to the parameters without a copy, and empties ``arrays``. With ``remove_redundancy`` replicas receive what
     other ranks loaded. Returns the names of the network's parameters that got no value.
@@ -338,3 +335,44 @@ def parameters_to_load(network: Any, offered: Container[str] = ()) -> dict[str, 
             continue
         wanted[parameter.name] = (tuple(parameter.shape), str(parameter.dtype).lower())
     return wanted
+
+
+# ---- handlers of events ----------------------------------------------------------------------------------------------
+
+class MindFormersLog:
+    """Writes log lines to mindformers' logger."""
+
+    def handle(self, event: Event, time_s: float) -> None:
+        from mindformers.tools.logger import logger
+        LogLines(logger).handle(event, time_s)
+
+    def close(self) -> None:
+        pass
+
+
+class TensorBoard:
+    """Writes scalars with mindformers' writer (``tensorboard: tensorboard_dir``), which is created while the training is set up;
+    writes nothing if it is disabled. All names begin with ``mindresume/``:
+
+        save-seconds  save-stall-seconds  save-MiB      at each saved step; stall: how long the training thread waited
+        load-seconds  steps-lost  seconds-lost          at the step from which a training resumed
+    """
+
+    def handle(self, event: Event, time_s: float) -> None:
+        if isinstance(event, SaveWritten):
+            rows = {"save-seconds": event.write_seconds, "save-stall-seconds": event.stall_seconds,
+                    "save-MiB": event.size_bytes / 2**20}
+        elif isinstance(event, Resumed):
+            rows = {"load-seconds": event.load_seconds, "steps-lost": event.lost_steps, "seconds-lost": event.lost_seconds}
+        else:
+            return
+        if upstream_check.is_off(upstream.TENSORBOARD):
+            return
+        from mindformers.utils.tensorboard import get_tensorboard_writer
+        writer = get_tensorboard_writer()
+        for name, value in rows.items():
+            if writer is not None and value is not None:
+                writer.add_scalar(f"mindresume/{name}", value, global_step=event.step)
+
+    def close(self) -> None:
+        pass

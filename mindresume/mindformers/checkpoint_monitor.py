@@ -10,18 +10,23 @@ trainer/base_trainer.py). Encrypted saves are left to the built-in.
 """
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
+from mindspore.train import Callback
 
 from mindresume import runtime
-from mindresume.coordination.rank_heartbeat import COMPILING
-from mindresume.errors import SaveError
+from mindresume.coordination.rank_heartbeat import COMPILING, FIRST_STEP
+from mindresume.errors import ConfigError, SaveError
+from mindresume.events import NetworkCompiled
 from mindresume.formats.rank_folders import stem
 from mindresume.mindformers import adapter, heartbeat, training_context, training_saves, upstream, upstream_check
-from mindresume.mindformers.monitor_arguments import checked_arguments
 from mindresume.mindformers.state_collector import StateCollector
+from mindresume.model.manifest import FORMATS
 from mindresume.resume.eligible import add
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.save_policy import SaveOptions
@@ -42,7 +47,7 @@ class CheckpointMonitor(BuiltIn):
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self._asked = checked_arguments(BuiltIn.__init__, args, kwargs)
+        self._asked = checked_arguments(args, kwargs)
         super().__init__(**self._asked)
         self._iterations = not self.use_legacy_format
         self._ours = self._iterations or not self._asked["enc_key"]
@@ -200,3 +205,121 @@ class _MonitorState(StepState):
 
     def needs_collectives(self) -> bool:
         return adapter.collect_is_collective(self.cb_params.train_network, bool(self.monitor._config.integrated_save))
+
+
+# ---- the first step --------------------------------------------------------------------------------------------------
+
+class FirstStep(Callback):
+    """Begins the first step after a load, when the network is compiled and about to compute: compares the parameters with what
+    was loaded, and begins the load attempt. Raises AlteredWeightsError as ``Resources.check_loaded``.
+
+    ``patches`` puts it behind all other callbacks of a training of the graph trainer, so that none of them changes anything after
+    the comparison, and so that a training without a CheckpointMonitor is compared, too. In the PyNative trainer
+    ``checkpoint_load.check_loaded`` does the same after the callbacks of a step.
+    """
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        resources, cb_params = training_context.current().resources, run_context.original_args()
+        attempt = resources.pending_load.attempt
+        if resources.loaded is not None or attempt is not None and not attempt.begun:
+            network, callbacks = cb_params.train_network, cb_params.list_callback or ()
+            adapter.call_when_compiled(network, lambda: self._begin(network, callbacks))
+
+    @staticmethod
+    def _begin(network: Any, callbacks: Iterable[object]) -> None:
+        context = training_context.current()
+        context.resources.check_loaded(((it.name, it) for it in network.get_parameters()), callbacks, context.plan.resumes)
+        heartbeat.enter(FIRST_STEP)
+        if context.monitor is not None:
+            context.monitor.begin_load_attempt()
+        context.emit(NetworkCompiled())
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+WRITERS = (False, True, "thread", "process")
+_COUNTS = ("save_checkpoint_steps", "save_checkpoint_seconds", "keep_checkpoint_max", "keep_checkpoint_per_n_minutes")
+_FLAGS = ("integrated_save", "save_network_params", "save_trainable_params", "exception_save")
+_PAIRS = (("save_checkpoint_steps", "save_checkpoint_seconds"), ("keep_checkpoint_max", "keep_checkpoint_per_n_minutes"))
+
+
+def checked_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns all arguments of ``CheckpointMonitor`` by name, defaults included. The trainer would report a wrong one late, under
+    another name, or not at all.
+
+    If two keys exclude each other, the one that the user wrote counts. MindSpore takes the one that has a default (every step,
+    five files), and ignores the other silently.
+
+    Raises:
+        ConfigError: It names the key, its value and what is allowed.
+        TypeError: There are too many positional arguments, as in Python.
+    """
+    signature = inspect.signature(BuiltIn.__init__)
+    known = [name for name in signature.parameters if name != "self"]
+    for name in kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5)
+            raise ConfigError(f"unknown key {name!r}" + (f", did you mean {near[0]!r}?" if near else ".")
+                              + f" The keys are {', '.join(known)}")
+    bound = signature.bind(None, *args, **kwargs)
+    given = dict(bound.arguments)
+    bound.apply_defaults()
+    values = {name: bound.arguments[name] for name in known}
+    for name in _COUNTS:
+        _check(name, values[name], values[name] is None or (type(values[name]) is int and values[name] >= 0),
+               "a whole number of at least 0")
+    for name in _FLAGS:
+        _check(name, values[name], values[name] is None or isinstance(values[name], bool), "True or False")
+    _check("async_save", values["async_save"], any(values["async_save"] is choice or values["async_save"] == choice != 1
+                                                   for choice in WRITERS), "one of False, True, 'thread', 'process'")
+    _check("checkpoint_format", values["checkpoint_format"], values["checkpoint_format"] in FORMATS,
+           f"one of {', '.join(FORMATS)}")
+    _check("prefix", values["prefix"], isinstance(values["prefix"], str) and values["prefix"] != "" and
+           not set(values["prefix"]) & set("/\\\0"), "a text without /, with which file names begin")
+    _check_folder(values["directory"])
+    for usual, other in _PAIRS:
+        if given.get(usual) and given.get(other):
+            raise ConfigError(f"{usual} ({given[usual]}) and {other} ({given[other]}) contradict each other; set one of them to "
+                              f"0 or leave it out")
+        if given.get(other) and usual not in given:
+            values[usual] = 0                       # only its default contradicts what the user wrote
+    _check("keep_checkpoint_max", 0, given.get("keep_checkpoint_max") != 0 or bool(given.get("keep_checkpoint_per_n_minutes")),
+           "at least 1, or null (None) to keep all checkpoints")
+    for name, alone in (("exception_save", False), ("enc_key", None)):
+        if values.get(name, alone) != alone and values["checkpoint_format"] == "safetensors":
+            raise ConfigError(f"{name} is set, and checkpoint_format is 'safetensors'; MindSpore saves such checkpoints as ckpt "
+                              f"only. Leave out {name}, or set checkpoint_format: ckpt")
+    return values
+
+
+def check_callbacks(callbacks: Iterable[Any]) -> None:
+    """Checks each ``CheckpointMonitor`` of the ``callbacks`` section before mindformers reads it: mindformers would report a
+    wrong value under the name of another key.
+
+    ``keep_checkpoint_max: 0`` beside ``keep_checkpoint_per_n_minutes`` becomes None, because mindformers 1.9.0 refuses 0
+    (trainer/utils.py, validate_checkpoint_config).
+    """
+    for callback in callbacks:
+        if not isinstance(callback, MutableMapping) or callback.get("type") != "CheckpointMonitor":
+            continue
+        try:
+            checked_arguments((), {key: value for key, value in callback.items() if key != "type"})
+        except ConfigError as error:
+            raise ConfigError(f"callbacks: CheckpointMonitor: {error}") from None
+        if callback.get("keep_checkpoint_max") == 0:
+            callback["keep_checkpoint_max"] = None
+
+
+def _check(name: str, value: Any, good: bool, expected: str) -> None:
+    if not good:
+        raise ConfigError(f"{name} is {value!r}; expected {expected}")
+
+
+def _check_folder(path: Any) -> None:
+    _check("directory", path, path is None or isinstance(path, (str, os.PathLike)), "a path")
+    while path:
+        if os.path.isdir(path):
+            return
+        _check("directory", os.fspath(path), not os.path.lexists(path), "a folder, or a path where one can be created; this is a "
+               "file")
+        path = os.path.dirname(path)

@@ -25,7 +25,7 @@ from mindresume.events import warning
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import CheckpointDir
 from mindresume.formats.huggingface_families import FAMILIES
-from mindresume.mindformers import adapter, arrangement, heartbeat, loading, weight_names
+from mindresume.mindformers import adapter, heartbeat, loading
 from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.loading import COUNTER
 from mindresume.mindformers.network_state import job_layouts
@@ -53,7 +53,7 @@ class GraphNetwork:
 
     @property
     def arrangement(self) -> Mapping[str, bool]:
-        return arrangement.of_network(self.cell)
+        return adapter.arrangement_of(self.cell)
 
     def target(self, stored: Mapping[str, Any], what: str) -> LoadTarget:
         """Returns all parameters of the cell, or without a resume those of the model. A resume in Checkpoint 1.0 lacks nothing;
@@ -74,8 +74,8 @@ class GraphNetwork:
             of_optimizer = set(self.optimizer.parameters_dict()) if self.optimizer is not None else set()
             return LoadTarget(shapes, {}, optional | {COUNTER} | (set(shapes) - of_model - of_optimizer), of_model, True)
         if adapter.pet_type(self.config) and request.trains:
-            optional |= weight_names.new_adapters(shapes, stored)
-        return weight_names.renamed(LoadTarget(shapes, {}, optional, proposes=True), stored, what, self.context.emit)
+            optional |= loading.new_adapters(shapes, stored)
+        return loading.renamed(LoadTarget(shapes, {}, optional, proposes=True), stored, what, self.context.emit)
 
     def layouts(self, target: LoadTarget) -> Layouts:
         shapes = {target.parameter(name): shape for name, (shape, _) in target.shapes.items()}
@@ -101,7 +101,7 @@ def load_resume(config: Any, model: Any, dataset: Any, context: TrainingContext)
     """
     early, plan, reporter = None, context.plan, ProgressReporter("loading", context.emit)
     network = GraphNetwork(context, config, model._train_network)
-    arrangement.check(plan, network.arrangement)
+    loading.check_arrangement(plan, network.arrangement)
     if config.load_ckpt_async and plan.open_source is None:                 # read while the graph is compiled
         early = ThreadPoolExecutor(1).submit(loading.read_shard, CheckpointDir(context.resources.storage, plan.choice.root),
                                              context.shard, reporter)
@@ -130,7 +130,7 @@ def load_weights(config: Any, model: Any, network: Any, dataset: Any, context: T
     if os.path.realpath(path) != os.path.realpath(request.path):          # mindformers wrote translated names into new files
         open_source = partial(open_consolidated, storage, path)
     source = run_on_all(group, open_source, OPENING) if open_source is not None else None
-    arrangement.check(context.plan, arrangement.of_network(network))
+    loading.check_arrangement(context.plan, adapter.arrangement_of(network))
     if not request.trains:
         network.set_train(False)
     known = run_on_rank0(group, lambda: source is not None and source.candidate is None and
@@ -160,7 +160,7 @@ def load_iterations(network: Any, optimizer: Any, context: TrainingContext) -> N
     """
     plan, objects = context.plan, context.objects
     graph = GraphNetwork(context, objects.config, objects.model._train_network, network, optimizer)
-    arrangement.check(plan, graph.arrangement)
+    loading.check_arrangement(plan, graph.arrangement)
     if plan.request.pretrained:
         load_pretrained(graph, plan.request.path)
     else:

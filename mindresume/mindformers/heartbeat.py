@@ -11,13 +11,16 @@ import signal
 from contextlib import suppress
 
 from mindresume import events as ev
+from mindresume import runtime
 from mindresume.coordination import rank_heartbeat
 from mindresume.coordination.preemption import BY_UNKNOWN
+from mindresume.coordination.process_identity import start_ticks, start_time
 from mindresume.coordination.rank_heartbeat import OUTCOMES, STACKS, SUFFIX, RankHeartbeat
 from mindresume.events import Event
 
 _STACKS_SIGNAL = signal.SIGRTMIN + 7        # frameworks and launchers use the named ones
 _own: list[RankHeartbeat] = []              # of this process: one or none
+_imported: list[float] = []                 # when the imports of this process were done: one time or none
 
 
 def begin() -> None:
@@ -98,3 +101,22 @@ def _handle(heartbeat: RankHeartbeat, event: Event) -> None:
     elif isinstance(event, ev.TrainingEnded):
         heartbeat.set(outcome=OUTCOMES.index(event.outcome), unasked=int(event.reason == BY_UNKNOWN))
         heartbeat.enter(rank_heartbeat.ENDED)
+
+
+# ---- when this process began -----------------------------------------------------------------------------------------
+
+def process_started() -> float | None:
+    """Returns when the kernel started this process, in seconds since 1970, to about a hundredth of a second; None where it does
+    not tell."""
+    return start_time(start_ticks(os.getpid()) or 0)
+
+
+def mark_imported() -> None:
+    """Notes that MindSpore and mindformers are imported. Only the first call counts."""
+    if not _imported:
+        _imported.append(runtime.time())
+
+
+def imported() -> float | None:
+    """Returns when the imports were done, in seconds since 1970; None: not yet."""
+    return _imported[0] if _imported else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from mindresume.coordination.rank_heartbeat import JOINING
 from mindresume.events import warning
-from mindresume.mindformers import adapter, heartbeat, patches, process_times, training_context, upstream_check
+from mindresume.mindformers import adapter, heartbeat, patches, training_context, upstream_check
 from mindresume.mindformers.modelarts import require_moxing
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER, Kind, Profile, Symbol
 from mindresume.mindformers.wrapping import when_imported
@@ -40,8 +40,8 @@ def install() -> None:
             replace(symbol, patches.WRAPPERS[symbol.name])
     if profile.pynative:
         when_imported(PYNATIVE_TRAINER, partial(install_pynative, profile))
-    if process_times.imported() is None:
-        process_times.mark_imported()
+    if heartbeat.imported() is None:
+        heartbeat.mark_imported()
         heartbeat.enter(JOINING)
 
 

@@ -8,6 +8,7 @@ A checkpoint in the layout of the job is loaded file by file: each rank takes wh
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -17,16 +18,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from mindresume.coordination.collectives import Watchdog, gather_results, run_on_all
-from mindresume.errors import LoadError
-from mindresume.events import Notice, WeightsLoaded, warning
+from mindresume.errors import ConfigError, LoadError
+from mindresume.events import Emit, Notice, WeightsLoaded, warning
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import CheckpointDir
 from mindresume.formats.weight_files import header_of
-from mindresume.formatting import listed
-from mindresume.mindformers import arrangement, auto_transform, weight_names
-from mindresume.mindformers.loaded_weights import LoadedWeights
+from mindresume.formatting import counted, listed
+from mindresume.mindformers import auto_transform
+from mindresume.mindformers.network_state import LoadedWeights
 from mindresume.mindformers.process_group import TensorBroadcaster
-from mindresume.mindformers.training_context import TrainingContext
+from mindresume.mindformers.training_context import ResumePlan, TrainingContext
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.broadcast_load import exchange_pieces, plan_reads
 from mindresume.reshard.checkpoint_view import CheckpointView
@@ -81,10 +82,33 @@ def load(network: Network, context: TrainingContext, source: OpenCheckpoint | No
     if source is None and plan.open_source is None:
         return load_own_files(network, context)
     source = source or run_on_all(group, plan.open_source, auto_transform.OPENING)
-    arrangement.assume(source.weights, network.arrangement)
+    if not source.weights.is_consolidated:          # the ranks' files: mindformers records none, and its job had the same model
+        source.weights.arrangement = {**network.arrangement, **source.weights.arrangement}
     target = run_on_all(group, partial(network.target, source.weights.tensors, source.what))
     target = replace(target, layouts=network.layouts(target))
     return load_regions(network, source, target, context)
+
+
+def check_arrangement(plan: ResumePlan, own: Mapping[str, bool], remedy: str = "Set {key}: {value} in the model configuration"
+                      ) -> None:
+    """Compares the selected checkpoint with the network that loads it. Names and shapes of the tensors do not depend on the order
+    of their elements, so without this a load would succeed and give another function.
+
+    Args:
+        own: the arrangement of the network.
+        remedy: what the user can do.
+    Raises:
+        ConfigError: Both have a key, with different values.
+    """
+    choice = plan.selected or plan.choice
+    chosen = choice.chosen if choice is not None else None
+    saved = dict(chosen.state.arrangement) if chosen is not None and chosen.state is not None else {}
+    for key, value in own.items():
+        if saved.get(key, value) is not value:
+            folder = os.path.join(choice.root, chosen.records_dir or chosen.iteration_dir)
+            raise ConfigError(f"{folder}: the network that saved this checkpoint has {key}: {saved[key]}, this one {value}, so "
+                              f"the elements within its tensors are in another order. "
+                              f"{remedy.format(key=key, value=saved[key])}")
 
 
 def load_regions(network: Network, source: OpenCheckpoint, target: LoadTarget, context: TrainingContext) -> None:
@@ -102,8 +126,6 @@ def load_regions(network: Network, source: OpenCheckpoint, target: LoadTarget, c
             return load_own_files(network, context)
         source = rewritten
     arrays, read_bytes = read_balanced(source.weights, regions, target.layouts, context)
-    if plan.weights_only:
-        run_on_all(group, partial(weight_names.convert, arrays, target, context.emit))
     return restore(network, arrays, target, context, source.what, read_bytes)
 
 
@@ -137,16 +159,20 @@ def read_balanced(weights: CheckpointView, regions: Mapping[str, Region], layout
 
 def restore(network: Network, arrays: dict[str, np.ndarray], target: LoadTarget, context: TrainingContext, what: str = "",
             read_bytes: int | None = None, deduplicated: bool = False) -> None:
-    """Assigns the arrays to the parameters, and remembers them for the comparison before the first step. Warns about those that
-    keep their initial values.
+    """Assigns the arrays to the parameters, in their dtypes, and remembers them for the comparison before the first step. Warns
+    about those that keep their initial values.
 
     Args:
         arrays: by names in the checkpoint.
         what: describes the weights.
         read_bytes: bytes read from files; None: unknown.
         deduplicated: missing parameters come from other ranks.
+    Raises:
+        CollectiveError: On all ranks, if weights alone do not fit the dtype of a parameter on one.
     """
     request, group = context.plan.request, context.group
+    if context.plan.weights_only:
+        run_on_all(group, partial(convert, arrays, target, context.emit))
     absent = [target.parameter(name) for name in target.shapes if name not in arrays and not may_be_absent(name)]
     if absent and not deduplicated and (group.rank == 0 if request.iterations else not request.resume):
         context.emit(warning(f"not in {what}, so they keep their initial values: {listed(absent)}"))
@@ -178,8 +204,6 @@ def load_own_files(network: Network, context: TrainingContext, early: Future | N
                                               context.shard,
                                               reporter, names)
     arrays = run_on_all(group, read, Watchdog(reporter.what, reporter))
-    if plan.weights_only:
-        run_on_all(group, partial(weight_names.convert, arrays, target, context.emit))
     restore(network, arrays, target, context, what, None, deduplicated)
 
 
@@ -247,3 +271,82 @@ def read_shard(directory: CheckpointDir, shard: VerifiedShard, reporter: Progres
                     raise LoadError(f"{path}: {name} changed after it was checked; start the job again")
                 reporter.advance(arrays[name].nbytes)
     return arrays
+
+
+# ---- names and dtypes of weights alone -------------------------------------------------------------------------------
+
+_FLOATS, _INTS = ("float16", "float32", "float64", "bfloat16"), ("int8", "int16", "int32", "int64")
+# first part of the names of the states of the optimizers of MindSpore and mindformers (nn/optim, mint/optim, core/optim)
+_STATES = frozenset(("adam_m", "adam_v", "lamb_m", "lamb_v", "muon_m", "momentum_buf", "moments", "moment", "moment1", "moment2",
+                     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "accum", "accum_update", "mean_grad", "mean_square",
+                     "step_size", "vhat"))
+_ADAPTERS = ("lora", "mindpet_delta")           # in the names of parameters that mindformers adds for pet_config
+
+
+def new_adapters(wanted: Collection[str], stored: Collection[str]) -> set[str]:
+    """Returns the parameters that mindformers adds for ``pet_config``, if the checkpoint, saved from the network alone, has none
+    of them: they may be missing at the begin of a training."""
+    return set() if any(map(_is_adapter, stored)) else {name for name in wanted if _is_adapter(name)}
+
+
+def _is_adapter(name: str) -> bool:
+    return any(word in name for word in _ADAPTERS)
+
+
+def renamed(target: LoadTarget, stored: Mapping[str, Any], what: str, emit: Emit) -> LoadTarget:
+    """Returns a target with the names of the checkpoint, by the rules of MindSpore and mindformers: tk_delta for mindpet_delta,
+    and one common prefix of all parameters that are not found, but none of optimizer states. Its dtypes are those of the
+    checkpoint, where ``convert`` converts them.
+
+    Args:
+        target: with the names and dtypes of the parameters.
+        stored: the tensors of the checkpoint ``what``.
+    Raises:
+        LoadError: No parameter is in the checkpoint.
+    """
+    old = {name.replace("tk_delta", "mindpet_delta"): name for name in stored if "tk_delta" in name}
+    names = {name: old[name] for name in target.shapes if name not in stored and name in old}
+    unknown = [name for name in target.missing(stored) if name not in names]
+    if unknown:
+        ends = (name for name in stored if name.endswith(f".{unknown[0]}"))
+        prefixes = [prefix for prefix in (name.removesuffix(unknown[0]) for name in ends)
+                    if prefix.partition(".")[0] not in _STATES and all(prefix + name in stored for name in unknown)]
+        if len(prefixes) == 1:
+            emit(warning(f"{what} has {len(unknown)} parameters under another name, with the prefix {prefixes[0]}"))
+            names |= {name: prefixes[0] + name for name in unknown}
+    if not names and not any(name in stored for name in target.shapes):
+        raise LoadError(f"{what} holds none of the {len(target.shapes)} parameters of the network, expected names such as "
+                        f"{listed(sorted(target.shapes), 3)}; it holds {listed(sorted(stored), 3) or 'nothing'}. If these are "
+                        f"weights of another model or framework, convert them first, or give another load_checkpoint")
+    shapes, dtypes = {}, {}
+    for parameter, (shape, dtype) in target.shapes.items():
+        name = names.get(parameter, parameter)
+        if name in stored and stored[name].dtype != dtype and _converts(stored[name].dtype, dtype):
+            dtypes[name], dtype = dtype, stored[name].dtype
+        shapes[name] = shape, dtype
+    return replace(target, shapes=shapes, optional={names.get(name, name) for name in target.optional},
+                   names={name: parameter for parameter, name in names.items()}, dtypes=dtypes)
+
+
+def convert(arrays: dict[str, np.ndarray], target: LoadTarget, emit: Emit) -> None:
+    """Converts the arrays to the dtypes of the parameters. Raises LoadError if a value would become infinite, or an integer would
+    change."""
+    kinds: Counter[str] = Counter()
+    for name, dtype in target.dtypes.items():
+        if name not in arrays:
+            continue
+        array = arrays[name]
+        with np.errstate(over="ignore", invalid="ignore"):
+            converted = array.astype(DTYPES[dtype])
+        if not np.array_equal(converted, array) if dtype in _INTS else np.any(np.isinf(converted) & ~np.isinf(array)):
+            raise LoadError(f"{target.parameter(name)} is {array.dtype.name} in the checkpoint and has values that {dtype}, the "
+                            f"dtype of the parameter, cannot hold; set param_init_type of the model to {array.dtype.name}")
+        kinds[f"{array.dtype.name} to {dtype}"] += 1
+        arrays[name] = converted
+    for kind, count in kinds.items():
+        emit(Notice(f"converted {counted(count, 'tensor')} from {kind}, the dtype of the network"))
+
+
+def _converts(stored: str, wanted: str) -> bool:
+    """Returns whether mindformers converts between these dtypes (mindspore _type_convert)."""
+    return any({stored, wanted} <= set(kind) for kind in (_FLOATS, _INTS))

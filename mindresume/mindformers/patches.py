@@ -35,7 +35,6 @@ from mindresume.mindformers import (
     load_request,
     training_context,
 )
-from mindresume.mindformers.monitor_arguments import check_callbacks
 from mindresume.mindformers.wrapping import Call, wrapper
 from mindresume.resume.progress import DATA_KEYS, lift_data_skip
 from mindresume.storage.mounts import is_shared
@@ -69,11 +68,12 @@ def _predict(call: Call) -> Any:
 
 @wrapper
 def _check_config_rules(call: Call) -> Any:
+    from mindresume.mindformers.checkpoint_monitor import check_callbacks  # here: its base class is mindformers'
     trainer, context = call["self"], training_context.current()
     for note in lift_data_skip(trainer.config):
         context.emit(Notice(note))
     if context.task == load_request.TRAIN:
-        check_callbacks(adapter.built_in_monitor().__init__, trainer.config.get("callbacks") or ())
+        check_callbacks(trainer.config.get("callbacks") or ())
         context.progress.dataset_identity = job_start.fingerprint(trainer.config, context)
         with context.progress.timed_load():
             adapter.convert_health_keys(trainer)
@@ -200,7 +200,7 @@ def _clear_auto_trans_output(call: Call) -> Any:
 
 @wrapper
 def _model_train(call: Call) -> Any:
-    from mindresume.mindformers.first_step import FirstStep  # here: its base class is MindSpore's
+    from mindresume.mindformers.checkpoint_monitor import FirstStep  # here: its base class is MindSpore's
     if training_context.current().task != load_request.TRAIN:
         return call()
     asked = call["callbacks"]

@@ -14,7 +14,7 @@ import numpy as np
 
 from mindresume.events import warning
 from mindresume.formats.rank_folders import FileName, stem
-from mindresume.mindformers import adapter, arrangement
+from mindresume.mindformers import adapter
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.training_context import TrainingContext
 from mindresume.model.layout import TensorLayout
@@ -54,7 +54,7 @@ class StateCollector:
         if monitor.use_checkpoint_health_monitor and not emergency:
             health = int(monitor.get_checkpoint_health_info(cb_params) != 0)
         if self._arrangement is None:
-            self._arrangement = tuple(arrangement.of_network(cb_params.train_network).items())
+            self._arrangement = tuple(adapter.arrangement_of(cb_params.train_network).items())
         metrics = {**(loss_metric(outputs) if adapter.has_loss() else {}), **progress.metrics}
         return TrainingState(step, int(cb_params.batch_num), number(optimizer.global_step, int), batch,
                              None if scale is None else number(scale, float), progress.sink_size, progress.dataset_size,

@@ -29,11 +29,11 @@ from mindresume.errors import AlteredWeightsError, ConfigError, RemoteError, Tra
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, Notice, TrainingEnded, TrainingStarted, warning
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import EventFile
-from mindresume.mindformers import adapter, heartbeat, modelarts, process_times
+from mindresume.mindformers import adapter, heartbeat, modelarts
+from mindresume.mindformers.adapter import MindFormersLog, TensorBoard
 from mindresume.mindformers.load_request import TRAIN, LoadRequest
-from mindresume.mindformers.loaded_weights import LoadedWeights
+from mindresume.mindformers.network_state import LoadedWeights
 from mindresume.mindformers.process_group import check_launch, group_of_job
-from mindresume.mindformers.tensorboard import MindFormersLog, TensorBoard
 from mindresume.model.data_position import DataPosition
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.resume.choice import Choice, VerifiedShard
@@ -285,7 +285,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
         set_current(context)
         try:
             emit(TrainingStarted(runtime.gethostname(), os.getpid(), group.size, mindresume.__version__,
-                                 runtime.localtime().tm_gmtoff, process_times.process_started(), process_times.imported()))
+                                 runtime.localtime().tm_gmtoff, heartbeat.process_started(), heartbeat.imported()))
             check_launch(os.environ)
             context.settings = Settings.load(config.get("mindresume"))
             context.resources.remote = modelarts.remote_of(config, emit)

@@ -40,7 +40,7 @@ class TrainingState:
         consumed: samples that the training has read, over all data sets and resumes; None if unknown.
         data: position in the data set; None if unknown.
         arrangement: (key, value) pairs: how the network orders the elements within its tensors, see
-            ``mindformers/arrangement.py``. Empty if unknown.
+            ``mindformers/adapter.py``. Empty if unknown.
         trainer: (name, value) pairs of what else the trainer counts, each a JSON scalar; see
             ``mindformers/pynative/trainer_state.py``.
     """

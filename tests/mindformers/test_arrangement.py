@@ -7,9 +7,9 @@ pytest.importorskip("mindformers.tools")
 
 from mindspore import nn  # noqa: E402
 
-from mindresume.errors import ConfigError  # noqa: E402
-from mindresume.mindformers import arrangement  # noqa: E402
-from mindresume.mindformers.training_context import ResumePlan  # noqa: E402
+from mindresume.errors import CollectiveError, ConfigError  # noqa: E402
+from mindresume.mindformers import adapter, loading  # noqa: E402
+from mindresume.mindformers.training_context import ResumePlan, TrainingContext  # noqa: E402
 from mindresume.model.training_state import TrainingState  # noqa: E402
 from mindresume.resume.choice import Choice  # noqa: E402
 
@@ -45,15 +45,15 @@ def plan_of(saved, **paths):
     (Network(**KEYS, multi_latent_attention=True), {"use_interleaved_weight_layout_mlp": True}),
     (Network(**KEYS, multi_latent_attention=False), KEYS)])
 def test_what_a_network_has(network, expected):
-    assert arrangement.of_network(network) == expected
+    assert adapter.arrangement_of(network) == expected
 
 
 @pytest.mark.parametrize("saved", [None, {}, KEYS, {"use_interleaved_weight_layout_mlp": True}, {"of a later release": False}])
 def test_what_may_be_loaded(saved):
-    arrangement.check(plan_of(saved), KEYS)
-    arrangement.check(ResumePlan(), KEYS)
-    arrangement.check(ResumePlan(choice=Choice(None, (), (), True)), KEYS)
-    arrangement.check(plan_of({key: not value for key, value in KEYS.items()}), {})         # no such tensors
+    loading.check_arrangement(plan_of(saved), KEYS)
+    loading.check_arrangement(ResumePlan(), KEYS)
+    loading.check_arrangement(ResumePlan(choice=Choice(None, (), (), True)), KEYS)
+    loading.check_arrangement(plan_of({key: not value for key, value in KEYS.items()}), {})         # no such tensors
 
 
 @pytest.mark.parametrize("paths, folder", [({}, "/run/.mindresume/step"),
@@ -61,7 +61,7 @@ def test_what_may_be_loaded(saved):
 @pytest.mark.parametrize("key", KEYS)
 def test_another_order_is_refused(key, paths, folder):
     with pytest.raises(ConfigError) as error:
-        arrangement.check(plan_of({**KEYS, key: False}, **paths), KEYS)
+        loading.check_arrangement(plan_of({**KEYS, key: False}, **paths), KEYS)
     text = str(error.value)
     assert text.startswith(f"{folder}:") and f"{key}: False, this one True" in text
     assert text.endswith(f"Set {key}: False in the model configuration")
@@ -70,7 +70,7 @@ def test_another_order_is_refused(key, paths, folder):
 def test_after_a_conversion_the_source_counts():
     plan = ResumePlan(None, plan_of(None).choice, plan_of({**KEYS, "use_interleaved_weight_layout_mlp": False}).choice)
     with pytest.raises(ConfigError, match="use_interleaved_weight_layout_mlp"):
-        arrangement.check(plan, KEYS)
+        loading.check_arrangement(plan, KEYS)
 
 
 @pytest.mark.parametrize("is_consolidated, recorded, expected", [
@@ -78,6 +78,8 @@ def test_after_a_conversion_the_source_counts():
     (False, {"use_interleaved_weight_layout_mlp": False}, {**KEYS, "use_interleaved_weight_layout_mlp": False}),
     (True, {}, {})])
 def test_files_of_ranks_without_a_record_have_the_order_of_the_network(is_consolidated, recorded, expected):
-    weights = SimpleNamespace(is_consolidated=is_consolidated, arrangement=recorded)
-    arrangement.assume(weights, KEYS)
+    weights = SimpleNamespace(is_consolidated=is_consolidated, arrangement=recorded, tensors={})
+    network = SimpleNamespace(arrangement=KEYS, target=lambda stored, what: 1 / 0)
+    with pytest.raises(CollectiveError, match="division"):      # it ends behind what is tested
+        loading.load(network, TrainingContext(), SimpleNamespace(weights=weights, what=""))
     assert weights.arrangement == expected

@@ -15,8 +15,8 @@ from mindformers import MindFormerConfig  # noqa: E402
 from mindresume.errors import CollectiveError, ConfigError, EngineError, MissingCheckpointError  # noqa: E402
 from mindresume.formats.strategy import write_strategy  # noqa: E402
 from mindresume.mindformers import adapter, job_start, load_request, loading, network_state, training_context  # noqa: E402
+from mindresume.mindformers.adapter import MindFormersLog  # noqa: E402
 from mindresume.mindformers.graph_load import GraphNetwork  # noqa: E402
-from mindresume.mindformers.tensorboard import MindFormersLog  # noqa: E402
 from mindresume.reshard.compare import compare  # noqa: E402
 from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
 from mindresume.resume.selection import select_checkpoint  # noqa: E402

@@ -13,8 +13,8 @@ from mindspore import nn  # noqa: E402
 
 from mindresume.errors import AlteredWeightsError  # noqa: E402
 from mindresume.events import NetworkCompiled  # noqa: E402
-from mindresume.mindformers import first_step, load_request, training_context  # noqa: E402
-from mindresume.mindformers.loaded_weights import LoadedWeights  # noqa: E402
+from mindresume.mindformers import checkpoint_monitor, load_request, training_context  # noqa: E402
+from mindresume.mindformers.network_state import LoadedWeights  # noqa: E402
 from mindresume.mindformers.patches import WRAPPERS  # noqa: E402
 from mindresume.mindformers.training_context import TrainingContext  # noqa: E402
 
@@ -97,14 +97,14 @@ def test_only_a_training_of_the_trainer_is_compared(train):
 
 def test_the_load_attempt_begins_when_the_network_is_compiled(monkeypatch):
     compiled, begun = [], []
-    monkeypatch.setattr(first_step.adapter, "call_when_compiled", lambda network, work: compiled.append((network, work)))
+    monkeypatch.setattr(checkpoint_monitor.adapter, "call_when_compiled", lambda network, work: compiled.append((network, work)))
     before, context = training_context.current(), training_context.set_current(TrainingContext(task=load_request.TRAIN))
     try:
         attempt = context.resources.pending_load.attempt = SimpleNamespace(begun=False)
         context.monitor = SimpleNamespace(begin_load_attempt=lambda: begun.append(True))
         net = nn.Dense(3, 2)
         cb_params = SimpleNamespace(train_network=net, list_callback=[])
-        callback, run_context = first_step.FirstStep(), SimpleNamespace(original_args=lambda: cb_params)
+        callback, run_context = checkpoint_monitor.FirstStep(), SimpleNamespace(original_args=lambda: cb_params)
         callback.on_train_step_begin(run_context)
         assert compiled[0][0] is net and not begun
         compiled[0][1]()

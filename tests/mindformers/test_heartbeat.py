@@ -1,4 +1,9 @@
 """mindformers/heartbeat.py: which phase and which numbers a rank has after the events of its training."""
+import os
+import subprocess
+import sys
+import time
+
 import pytest
 
 from mindresume import events as ev
@@ -46,3 +51,26 @@ def test_what_a_thread_writes(seen):
     assert seen().saves.writing == 10
     heartbeat.writing(0)
     assert seen().saves.writing == 0
+
+
+# ---- when this process began ------------------------------------------------------------------------------------------
+
+def test_the_start_of_this_process_was_before_now():
+    assert 0 <= time.time() - heartbeat.process_started() < 1e7
+
+
+def test_the_start_of_a_new_process(tmp_path):
+    before = time.time()
+    code = "from mindresume.mindformers.heartbeat import process_started; print(process_started())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert before - 0.1 <= float(done.stdout) <= time.time()
+
+
+def test_the_first_mark_counts(monkeypatch):
+    monkeypatch.setattr(heartbeat, "_imported", [])
+    assert heartbeat.imported() is None
+    heartbeat.mark_imported()
+    first = heartbeat.imported()
+    heartbeat.mark_imported()
+    assert heartbeat.imported() == first <= time.time()

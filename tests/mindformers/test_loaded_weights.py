@@ -8,7 +8,7 @@ ms = pytest.importorskip("mindspore")
 from rank_folders import Threads  # noqa: E402
 
 from mindresume.errors import AlteredWeightsError  # noqa: E402
-from mindresume.mindformers.loaded_weights import _BLOCK, _WHOLE, LoadedWeights  # noqa: E402
+from mindresume.mindformers.network_state import _BLOCK, _WHOLE, LoadedWeights  # noqa: E402
 from mindresume.mindformers.training_context import Resources  # noqa: E402
 
 

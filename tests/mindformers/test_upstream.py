@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ ENTERING = [*sorted((PACKAGE / "mindformers").rglob("*.py")), PACKAGE / "plugin.
 pytest.importorskip("mindformers.tools")
 
 from mindresume.errors import ConfigError  # noqa: E402
+from mindresume.events import SaveWritten  # noqa: E402
 from mindresume.mindformers import installation, patches, training_context, upstream, upstream_check  # noqa: E402
 from mindresume.mindformers.pynative import wrappers as pynative_wrappers  # noqa: E402
 from mindresume.mindformers.upstream import PROFILES, TENSORBOARD, Kind, Profile, Symbol  # noqa: E402
@@ -259,11 +261,12 @@ def off():
     upstream_check.switch_off(())
 
 
-def test_disabled_features_do_nothing(off):
+def test_disabled_features_do_nothing(off, monkeypatch):
     from mindresume.mindformers import adapter, auto_transform
     from mindresume.mindformers.checkpoint_monitor import CheckpointMonitor
     off({upstream.TENSORBOARD, upstream.RESCUE, upstream.TRANSFORM})
-    assert adapter.tensorboard_writer() is None
+    monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", SimpleNamespace())
+    adapter.TensorBoard().handle(SaveWritten(10, 1, 0.1), 0.0)
     assert CheckpointMonitor.emergency_save(None, None) is False
     assert upstream.TRANSFORM.without in auto_transform._by_mindspore(None, None, "", 1, None)["refused"]
 

@@ -12,7 +12,7 @@ from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import FIRST_STEP
 from mindresume.errors import ConfigError
 from mindresume.events import Notice, warning
-from mindresume.mindformers import arrangement, heartbeat, training_context, training_saves
+from mindresume.mindformers import adapter, heartbeat, training_context, training_saves
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.pynative import parameters, trainer_state
 from mindresume.mindformers.pynative.training_run import TrainingRun
@@ -96,7 +96,7 @@ class RunSaver:
         return TrainingState(step, run.steps_per_pass, step if counter is None else number(counter, int),
                              int(run.trainer.global_batch_size), None if scale is None else float(scale), None,
                              run.steps_per_pass, tuple(metrics.items()), None, *run.data_at(step),
-                             tuple(arrangement.DEFAULTS.items()), trainer_state.saved(run.trainer))
+                             tuple(adapter.ARRANGEMENT.items()), trainer_state.saved(run.trainer))
 
     def _optimizer(self, optimizer: Any) -> Any:
         return None if self._asked["no_save_optim"] else optimizer

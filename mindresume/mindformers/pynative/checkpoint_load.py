@@ -20,12 +20,11 @@ from mindresume.coordination.collectives import run_on_rank0
 from mindresume.coordination.rank_heartbeat import LOADING
 from mindresume.errors import ConfigError, TrainingCompleteError
 from mindresume.events import Notice, warning
-from mindresume.mindformers import arrangement, heartbeat, training_saves
+from mindresume.mindformers import adapter, heartbeat, loading, training_saves
 from mindresume.mindformers.counters import continue_after, selected_state
 from mindresume.mindformers.job_start import is_pretrained, select_plan
 from mindresume.mindformers.load_request import request_of_pynative
 from mindresume.mindformers.loading import COUNTER
-from mindresume.mindformers.loading import load as load_network
 from mindresume.mindformers.pynative import parameters, trainer_state
 from mindresume.mindformers.pynative.parameters import MASTER
 from mindresume.mindformers.pynative.training_run import TrainingRun
@@ -70,12 +69,12 @@ def load(run: TrainingRun, path: str) -> None:
         plan = select_plan(run.config, request.path, None, context, storage, any_layout=True, resume=request.resume)
         if plan is None:
             return
-        arrangement.check(plan, arrangement.DEFAULTS, "The PyNative trainer has no other order: use the graph trainer")
+        loading.check_arrangement(plan, adapter.ARRANGEMENT, "The PyNative trainer has no other order: use the graph trainer")
         context.plan = replace(plan, request=request)
         if request.resume:
             restore_counters(run)
         heartbeat.enter(LOADING)
-        load_network(PyNativeNetwork(run), context)
+        loading.load(PyNativeNetwork(run), context)
 
 
 def end_without_saves(run: TrainingRun) -> None:
@@ -91,7 +90,7 @@ def check_arrangement(run: TrainingRun) -> None:
     """Raises ConfigError if the section ``model`` has a key of the graph trainer that arranges elements within a tensor otherwise
     than the PyNative trainer does. That one ignores the key, and a checkpoint of mindformers does not tell how it was made."""
     model = run.config.get("model") or {}
-    for key, value in arrangement.DEFAULTS.items():
+    for key, value in adapter.ARRANGEMENT.items():
         if key in model and bool(model[key]) is not value:
             raise ConfigError(f"model.{key} is {model[key]}, and the PyNative trainer ignores it: it would take the elements of "
                               f"such a tensor of the graph trainer in another order. If the PyNative trainer saved the "
@@ -187,7 +186,7 @@ def with_position(state: TrainingState, batch: int | None, run: TrainingRun) -> 
 class PyNativeNetwork:
     """The models of this rank, and with a resume the optimizer, as a load sees them (``mindformers.loading.Network``)."""
     run: TrainingRun
-    arrangement: Mapping[str, bool] = field(default_factory=lambda: arrangement.DEFAULTS)
+    arrangement: Mapping[str, bool] = field(default_factory=lambda: adapter.ARRANGEMENT)
 
     @property
     def config(self) -> Any:

@@ -18,7 +18,7 @@ from senders import from_outside  # noqa: E402
 from mindresume.coordination.lease import leased_runs  # noqa: E402
 from mindresume.errors import AlteredWeightsError, ConfigError  # noqa: E402
 from mindresume.formats.iterations import TRACKER  # noqa: E402
-from mindresume.mindformers import arrangement, modelarts, training_context  # noqa: E402
+from mindresume.mindformers import adapter, modelarts, training_context  # noqa: E402
 from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name  # noqa: E402
 from mindresume.storage.object_store import MoxingStore  # noqa: E402
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_a_network_with_another_order_is_refused(tmp_path, monke
     """As the graph trainer records it; ``arrangement`` has the rules."""
     key = "use_interleaved_weight_layout_mlp"
     with monkeypatch.context() as graph:
-        graph.setitem(arrangement.DEFAULTS, key, False)
+        graph.setitem(adapter.ARRANGEMENT, key, False)
         run(4, tmp_path / "run")
     with pytest.raises(ConfigError, match=f"{tmp_path / 'run'}.*{key}: False, this one True"):
         run(8, tmp_path / "run", resume=True)
