@@ -86,7 +86,7 @@ ALWAYS_ADVANCING = _Always()                        # progress of work that has 
 def run_on_rank0(group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None) -> Any:
     """Runs ``work`` on rank 0. Returns its result, a JSON value, on every rank. ``watchdog``: for work that may take minutes.
     Raises CollectiveError on all ranks if it fails."""
-    own = _result_of(group, work if group.rank == 0 else _nothing, watchdog)
+    own = _reply_of(group, work if group.rank == 0 else _nothing, watchdog)
     reply = json.loads(group.broadcast(json.dumps(own if group.rank == 0 else None).encode()))
     if "error" in reply:
         raise CollectiveError(f"rank 0: {reply['error']}")
@@ -96,12 +96,12 @@ def run_on_rank0(group: Group, work: Callable[[], Any], watchdog: Watchdog | Non
 def gather_results(group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None) -> list[Any]:
     """Runs ``work`` on every rank. Returns the results, JSON values, of all ranks in order. ``watchdog``: for work that may take
     minutes. Raises CollectiveError on all ranks, with the first rank that failed."""
-    return _gather(group, _result_of(group, work, watchdog))
+    return _gather(group, _reply_of(group, work, watchdog))
 
 
 def run_on_all(group: Group, work: Callable[[], Result], watchdog: Watchdog | None = None) -> Result:
     """Runs ``work`` on every rank. Returns the result of this rank. Raises CollectiveError on all ranks if one of them failed."""
-    own = _result_of(group, work, watchdog)
+    own = _reply_of(group, work, watchdog)
     _gather(group, own if "error" in own else {"value": None})
     result: Result = own["value"]
     return result
@@ -128,40 +128,46 @@ def _nothing() -> None:
     return None
 
 
+class _Work:
+    """The work of this rank in a thread, and what came of it. ``reply``: {"value": its result} or {"error": text}."""
+
+    def __init__(self, work: Callable[[], Any]):
+        self.work, self.done = work, runtime.Event()
+        self.reply: dict[str, Any] = {}
+
+    def run(self) -> None:
+        try:
+            self.reply = {"value": self.work()}
+        except Exception as error:          # any error: the other ranks wait for this message
+            self.reply = {"error": f"{type(error).__name__}: {error}"}
+        except BaseException as error:      # noqa: B036  SystemExit, too: no rank may wait for this one in vain
+            self.reply = {"error": f"the work was interrupted: {error!r}"}
+        self.done.set()
+
+
+def _reply_of(group: Group, work: Callable[[], Any], watchdog: Watchdog | None) -> dict[str, Any]:
+    """Runs ``work`` on this rank. Returns {"value": its result} or {"error": text}; with ``watchdog`` once all ranks are done."""
+    if watchdog is None or group.size == 1:
+        try:
+            return {"value": work()}
+        except Exception as error:          # any error: the other ranks wait for this message
+            return {"error": f"{type(error).__name__}: {error}"}
+    own = _Work(work)
+    try:
+        runtime.Thread(target=own.run, name="mindresume-work", daemon=True).start()
+    except RuntimeError:                        # the limit of threads is reached; the other ranks wait all the same
+        own.run()
+    _wait_for_all(group, own.done, watchdog)
+    return own.reply
+
+
 def _gather(group: Group, own: dict[str, Any]) -> list[Any]:
-    """Returns the results of all ranks; ``own``: of this one, as of ``_result_of``."""
+    """Returns the results of all ranks; ``own``: of this one, as of ``_reply_of``."""
     replies = [json.loads(reply) for reply in group.gather(json.dumps(own).encode())]
     for rank, reply in enumerate(replies):
         if "error" in reply:
             raise CollectiveError(f"rank {rank}: {reply['error']}")
     return [reply["value"] for reply in replies]
-
-
-def _result_of(group: Group, work: Callable[[], Any], watchdog: Watchdog | None) -> dict[str, Any]:
-    """Runs ``work`` on this rank. Returns {"value": its result} or {"error": text}; with ``watchdog`` once all ranks are done."""
-    result: dict[str, Any] = {}
-    done = runtime.Event()
-
-    def run() -> None:
-        try:
-            result["value"] = work()
-        except Exception as error:          # any error: the other ranks wait for this message
-            result["error"] = f"{type(error).__name__}: {error}"
-        except BaseException as error:      # noqa: B036  SystemExit, too: no rank may wait for this one in vain
-            if not is_supervised:
-                raise
-            result["error"] = f"the work was interrupted: {error!r}"
-        done.set()
-    is_supervised = watchdog is not None and group.size > 1
-    if not is_supervised:
-        run()
-        return result
-    try:
-        runtime.Thread(target=run, name="mindresume-work", daemon=True).start()
-    except RuntimeError:                        # the limit of threads is reached; the other ranks wait all the same
-        run()
-    _wait_for_all(group, done, watchdog)
-    return result
 
 
 def _wait_for_all(group: Group, done: runtime.Event, watchdog: Watchdog) -> None:

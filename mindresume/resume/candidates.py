@@ -220,6 +220,11 @@ def damaged_metadata_files(directory: CheckpointDir, candidate: Candidate) -> li
                                      error=error) for text, file, error in damaged]
 
 
+def damaged_metadata_texts(directory: CheckpointDir, candidate: Candidate) -> list[str]:
+    """Returns the reasons of ``damaged_metadata_files``."""
+    return [refusal.reason for refusal in damaged_metadata_files(directory, candidate)]
+
+
 def _by_checksums(directory: CheckpointDir, candidate: Candidate) -> list[_Problem]:
     """Returns a row for each metadata file whose checksum differs from the one in the manifest."""
     found: list[_Problem] = []

@@ -87,7 +87,7 @@ def eligible(directory: CheckpointDir, candidate: Candidate, policy: SelectionPo
         return None
     if policy.unhealthy is not None and is_unhealthy(candidate, policy.unhealthy):
         return candidate.refuse(UNHEALTHY)
-    if reason := suspicion(failed_loads, policy.max_failed_loads):
+    if failed_loads and (reason := suspicion(failed_loads, policy.max_failed_loads)):
         return replace(candidate.refuse(reason), is_last_resort=True)
     return None
 

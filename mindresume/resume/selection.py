@@ -9,6 +9,7 @@ import os
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from mindresume.coordination.collectives import Group, SingleProcess, run_on_rank0
@@ -24,7 +25,7 @@ from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.memory_source import MemorySource
 from mindresume.resume.replicas import StrategyOf, unknown_strategy
-from mindresume.resume.sources import Job, ProgressMeter, disk_of, drop_cached_files, job_directory
+from mindresume.resume.sources import Job, NodeDisks, ProgressMeter, SharedDisk, drop_cached_files, job_directory
 from mindresume.resume.verifier import Verifier
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Storage
@@ -95,7 +96,7 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
     job = Job(storage, path, group, policy, sources.strategy_of, emit, progress or ProgressReporter.silent(), sources.shared)
     root = job_directory(path, sources.saved_to)
     if not job.is_split and sources.consolidated is not None and run_on_rank0(
-            group, lambda: selects_consolidated(disk, path, policy.any_layout)):
+            group, partial(selects_consolidated, disk, path, policy.any_layout)):
         return replace(sources.consolidated.choose(storage, path), consolidated=True)
     memory = bucket = None
     if sources.memory is not None and root is not None and policy.requested is None:
@@ -110,9 +111,14 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
         emit(Notice(f"checkpoints at {sources.remote.url} are not considered: load_checkpoint is {path}, and this job saves "
                     f"elsewhere"))
     try:
-        choice, failure = _from_disk(job)
-        while bucket is not None and bucket.fetch_newer(choice.chosen, choice.refused):
-            choice, failure = _from_disk(job)
+        while True:
+            drop_cached_files(storage)          # a download may have replaced files that were verified before
+            try:
+                choice, failure = (NodeDisks(job) if job.is_split else SharedDisk(job)).select(), None
+            except UnusableCheckpointError as error:
+                choice, failure = Choice(None, tuple(error.refused), (), False), error
+            if bucket is None or not bucket.fetch_newer(choice.chosen, choice.refused):
+                break
         if failure is not None:
             raise failure
         choice = bucket.allow(choice) if bucket is not None else choice
@@ -122,15 +128,6 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
             raise
         return older
     return memory.newer_than(choice) if memory is not None else choice
-
-
-def _from_disk(job: Job) -> tuple[Choice, UnusableCheckpointError | None]:
-    """Returns the choice of the disk; if it has checkpoints, and none can be used, that error, and a choice of none."""
-    drop_cached_files(job.storage)          # a download may have replaced files that were verified before
-    try:
-        return disk_of(job).select(), None
-    except UnusableCheckpointError as error:
-        return Choice(None, tuple(error.refused), (), False), error
 
 
 def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sources: CheckpointSources | None = None,

@@ -1,6 +1,6 @@
 """The disks from which a job can take a checkpoint: one folder that all ranks see, or the folders of nodes that share no storage.
 
-    choice = disk_of(job).select()              # of all ranks together; raises if there are checkpoints, and none can be used
+    choice = SharedDisk(job).select()           # of all ranks together; raises if there are checkpoints, and none can be used
 
 ``bucket_source`` and ``memory_source`` are the other sources; ``job_start`` tells in which order they are asked. All exchanges go
 through ``mindresume.coordination.collectives``: an error on one rank is raised on all of them.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
@@ -22,7 +23,7 @@ from mindresume.formats.rank_folders import folder_rank, parse_name
 from mindresume.formats.scan import CHECKPOINT
 from mindresume.formats.weight_files import is_weights_only
 from mindresume.formatting import listed, ranks_count
-from mindresume.resume.candidates import damaged_metadata_files, find_candidates, replica_warning, world_size_notes
+from mindresume.resume.candidates import damaged_metadata_texts, find_candidates, replica_warning, world_size_notes
 from mindresume.resume.choice import Choice, VerifiedShard, candidate_from_json, candidate_to_json, read_size
 from mindresume.resume.eligible import UNHEALTHY, SelectionPolicy, check_files, eligible, none_usable
 from mindresume.resume.replicas import StrategyOf, complete_missing_ranks, unknown_strategy
@@ -72,11 +73,6 @@ class Job:
         return self.shared is not None and self.shared.is_split
 
 
-def disk_of(job: Job) -> SharedDisk | NodeDisks:
-    """Returns the disk from which ``job`` selects; each call of its ``select`` needs a new one."""
-    return NodeDisks(job) if job.is_split else SharedDisk(job)
-
-
 def job_directory(path: str, saved_to: Collection[str]) -> str | None:
     """Returns the folder in ``saved_to``, in which the job saves, that ``path`` means; None if it means another one."""
     root = os.path.realpath(path)
@@ -95,6 +91,39 @@ def drop_cached_files(storage: Storage) -> None:
         storage.clear()
 
 
+@dataclass
+class _Share:
+    """The ranks of a candidate whose files this process verifies, and the verified ones.
+
+    Args:
+        done: bytes that were read.
+    """
+    job: Job
+    directory: CheckpointDir
+    candidate: Candidate
+    ranks: Sequence[int]
+    keep: ReadCache | None
+    done: int = 0
+    shards: list[VerifiedShard] = field(default_factory=list)
+
+    def verify(self) -> dict[str, Any]:
+        """Returns, for the other ranks, the first refusal; or (rank, path) of each file that is missing, and is replaced."""
+        job, candidate = self.job, self.candidate
+        is_guessed = candidate.missing_ranks and candidate.records_dir is None
+        strategy = job.strategy_of(self.directory.root, candidate) if is_guessed else None
+        verifier = Verifier(self.directory, candidate, self.advance, job.policy.verifies_bytes, strategy, self.keep)
+        for rank in self.ranks:
+            result = verifier.verify(rank)
+            if isinstance(result, Refusal):
+                return {"refusal": result.to_json()}
+            self.shards.append(result)
+        return {"lost": [row for shard in self.shards for row in shard.missing_files(candidate)]}
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        self.job.progress.advance(count)
+
+
 def verify_on_all_ranks(job: Job, directory: CheckpointDir, candidate: Candidate, ranks: Sequence[int],
                         keep: ReadCache | None = None) -> Choice | list[Refusal]:
     """Verifies ``candidate`` on all ranks of the job together, each the files that it will load.
@@ -107,30 +136,14 @@ def verify_on_all_ranks(job: Job, directory: CheckpointDir, candidate: Candidate
     """
     drop_cached_files(job.storage)
     job.progress.expect(read_size(candidate, ranks))
-    shards: list[VerifiedShard] = []
-    read = ProgressReporter.silent()
-
-    def counted(count: int) -> None:
-        read.advance(count)
-        job.progress.advance(count)
-
-    def check() -> Any:
-        is_guessed = candidate.missing_ranks and candidate.records_dir is None
-        strategy = job.strategy_of(directory.root, candidate) if is_guessed else None
-        verifier = Verifier(directory, candidate, counted, job.policy.verifies_bytes, strategy, keep)
-        for rank in ranks:
-            result = verifier.verify(rank)
-            if isinstance(result, Refusal):
-                return {"refusal": result.to_json()}
-            shards.append(result)
-        return {"lost": [row for shard in shards for row in shard.missing_files(candidate)]}
-    rows = gather_results(job.group, check, Watchdog(f"checking step {candidate.step}", read))
+    share = _Share(job, directory, candidate, ranks, keep)
+    rows = gather_results(job.group, share.verify, Watchdog(f"checking step {candidate.step}", share))
     if refusals := refusals_of(rows):
         return refusals
     missing = sorted({(rank, path) for row in rows for rank, path in row.get("lost", ())})
-    damaged = run_on_rank0(job.group, lambda: [refusal.reason for refusal in damaged_metadata_files(directory, candidate)],
+    damaged = run_on_rank0(job.group, partial(damaged_metadata_texts, directory, candidate),
                            Watchdog("checking the metadata files"))
-    return Choice(candidate, (), (), False, tuple(shards), directory.root, job.policy.verifies_bytes,
+    return Choice(candidate, (), (), False, tuple(share.shards), directory.root, job.policy.verifies_bytes,
                   (*replica_warning(missing), *damaged))
 
 
@@ -141,23 +154,28 @@ def refusals_of(rows: Sequence[Mapping[str, Any]]) -> list[Refusal]:
 
 # ---- a folder that all ranks see -------------------------------------------------------------------------------------
 
+@dataclass
 class SharedDisk:
     """A folder that all ranks see. All ranks of the job take the same checkpoint of it.
 
         rank 0        scan ─▶ the newest candidate that passes the cheap checks ─▶ broadcast
         each rank     verifies the files that it will load ─▶ gather the refusals of all ranks
         all ranks     no refusal: take it; else rank 0 offers the next older candidate
-    """
 
-    def __init__(self, job: Job):
-        self.job = job
-        self.scan: Scan | None = None                       # this and what follows: on rank 0 only
-        self.is_explicit = False
-        self.queue: list[Candidate] = []
-        self.failed_loads: Mapping[str, tuple[FailedLoad, ...]] = {}
-        self.suspected: list[Candidate] = []
-        self.refused: list[Refusal] = []
-        self.notes: list[str] = []
+    Args:
+        scan: this and what follows: on rank 0 only.
+        is_explicit: see ``find_candidates``.
+        queue: candidates that were not offered yet, newest first.
+        suspected: those after which too many jobs died.
+    """
+    job: Job
+    scan: Scan | None = None
+    is_explicit: bool = False
+    queue: list[Candidate] = field(default_factory=list)
+    failed_loads: Mapping[str, tuple[FailedLoad, ...]] = field(default_factory=dict)
+    suspected: list[Candidate] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def select(self) -> Choice:
         """Selects the newest checkpoint that every rank has verified; the same on all ranks.
@@ -169,59 +187,56 @@ class SharedDisk:
             ConfigError: on all ranks, if the path is a file of another kind.
             CollectiveError: on all ranks, if one fails in another way.
         """
-        job, refusals = self.job, []
+        job, verdict = self.job, []
         while True:
-            message = run_on_rank0(job.group, lambda refusals=refusals: self.offer(refusals),
-                                   Watchdog("scanning the checkpoints"))
-            refused = tuple(Refusal(**refusal) for refusal in message.get("refused", ()))
-            end, notes = message["end"], tuple(message.get("notes", ()))
-            if end == "config":
+            message = run_on_rank0(job.group, partial(self.offer, verdict), Watchdog("scanning the checkpoints"))
+            refused, notes = tuple(Refusal(**refusal) for refusal in message["refused"]), tuple(message["notes"])
+            if message["end"] == "config":
                 raise ConfigError(message["text"])
-            if end == "missing":
+            if message["end"] == "missing":
                 raise MissingCheckpointError(message["text"], refused)
-            if end == "none":
+            if message["end"] == "none":
                 raise NoUsableCheckpointError(message["text"], refused)
-            if end:
+            if message["end"]:
                 return Choice(None, refused, notes, True, (), message["root"], job.policy.verifies_bytes)
             candidate = candidate_from_json(message["candidate"])
             ranks = job.policy.ranks_to_verify(job.group, candidate)
             verdict = verify_on_all_ranks(job, CheckpointDir(job.storage, message["root"]), candidate, ranks)
             if isinstance(verdict, Choice):
                 return replace(verdict, refused=refused, notes=notes)
-            refusals = verdict
 
-    def offer(self, refusals: list[Refusal]) -> dict[str, Any]:
+    def offer(self, refusals: Sequence[Refusal]) -> dict[str, Any]:
         """Returns the next message to all ranks: a candidate that passes the cheap checks, or the outcome (``end``).
 
         Args:
             refusals: why the ranks refused the candidate before; empty at the first call.
         """
-        try:
-            scan = self.scan = self.scan or self._scan()
-        except (MissingCheckpointError, ConfigError) as error:
-            return {"end": "missing" if isinstance(error, MissingCheckpointError) else "config", "text": str(error)}
+        job, policy = self.job, self.job.policy
+        if self.scan is None:
+            try:
+                self.scan, self.is_explicit = find_candidates(job.storage, job.path, policy.requested, policy.world_size)
+            except (MissingCheckpointError, ConfigError) as error:
+                return {"end": "missing" if isinstance(error, MissingCheckpointError) else "config", "text": str(error),
+                        "refused": [], "notes": []}
+            self.queue = list(self.scan.candidates)
+            if policy.max_failed_loads and not self.is_explicit:
+                self.failed_loads = failed_loads_by_key(self.scan.directory)
+        scan, end, candidate = self.scan, "", None
         self.refused += refusals[:1]
-        while self.queue or self.suspected:
+        while candidate is None and (self.queue or self.suspected):
             if not self.queue:                                  # a suspected checkpoint is better than none
                 self.queue, self.suspected, self.failed_loads = self.suspected, [], {}
-            candidate, refusal = self._checked(scan, self.queue.pop(0))
-            if refusal is None:
-                return {"end": "", "candidate": candidate_to_json(candidate), **self._report(scan)}
-            self.refused.append(refusal)
-        is_fresh = not any(candidate.maybe_completed for candidate in scan.candidates)
-        end = "missing" if self.is_explicit or scan.fresh_start_refusal else "fresh" if is_fresh else "none"
-        return {"end": end, **self._report(scan), "text": self._error_text(end, scan)}
+            candidate = self._usable(scan, self.queue.pop(0))
+        if candidate is None:
+            is_fresh = not any(found.maybe_completed for found in scan.candidates)
+            end = "missing" if self.is_explicit or scan.fresh_start_refusal else "fresh" if is_fresh else "none"
+        return {"end": end, "text": self._error_text(end, scan) if end else "",
+                "candidate": candidate and candidate_to_json(candidate), "root": scan.root,
+                "refused": [refusal.to_json() for refusal in self.refused],
+                "notes": [*scan.notes, *world_size_notes(scan, policy.world_size), *self.notes]}
 
-    def _scan(self) -> Scan:
-        storage, policy = self.job.storage, self.job.policy
-        scan, self.is_explicit = find_candidates(storage, self.job.path, policy.requested, policy.world_size)
-        self.queue = list(scan.candidates)
-        if policy.max_failed_loads and not self.is_explicit:
-            self.failed_loads = failed_loads_by_key(scan.directory)
-        return scan
-
-    def _checked(self, scan: Scan, candidate: Candidate) -> tuple[Candidate, Refusal | None]:
-        """Returns the candidate as it is loaded, and why it cannot be used, as far as that is known without its contents."""
+    def _usable(self, scan: Scan, candidate: Candidate) -> Candidate | None:
+        """Returns the candidate as it is loaded; None if it is refused, as far as that is known without its contents."""
         policy = self.job.policy
         if not policy.require_counters and is_weights_only(candidate):
             candidate = replace(candidate, problem=None)
@@ -229,7 +244,7 @@ class SharedDisk:
         if not (self.is_explicit and len(candidate.files) == 1):
             candidate, ranks = complete_missing_ranks(scan.directory, candidate, self.job.strategy_of, ranks,
                                                       scan.expected_ranks)
-        failed = self.failed_loads.get(key_of(candidate), ())
+        failed = self.failed_loads.get(key_of(candidate), ()) if self.failed_loads else ()
         refusal = eligible(scan.directory, candidate, policy, failed, self.is_explicit)
         if refusal is not None and refusal.is_last_resort:
             self.suspected.append(candidate)
@@ -237,17 +252,14 @@ class SharedDisk:
             refusal = candidate.refuse(f"{UNHEALTHY} (the embedding's local norm was above embedding_local_norm_threshold); to "
                                        f"use it anyway, request it by the name of its "
                                        f"{'folder' if candidate.iteration_dir else 'file'}")
-        refusal = refusal or check_files(scan.directory, candidate, policy.world_size
-                                         if self.is_explicit else ranks,
+        refusal = refusal or check_files(scan.directory, candidate, policy.world_size if self.is_explicit else ranks,
                                          not candidate.committed)
-        if refusal is None and (text := warning(failed, policy.max_failed_loads)):
+        if refusal is not None:
+            self.refused.append(refusal)
+            return None
+        if failed and (text := warning(failed, policy.max_failed_loads)):
             self.notes.append(f"step {candidate.step}: {text}")
-        return candidate, refusal
-
-    def _report(self, scan: Scan) -> dict[str, Any]:
-        """Returns what was found and refused so far."""
-        return {"root": scan.root, "refused": [refusal.to_json() for refusal in self.refused],
-                "notes": [*scan.notes, *world_size_notes(scan, self.job.policy.world_size), *self.notes]}
+        return candidate
 
     def _error_text(self, end: str, scan: Scan) -> str:
         """Returns the message of the error that the outcome means; empty for a fresh start."""
