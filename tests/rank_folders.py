@@ -97,6 +97,13 @@ def trash(root: Path | str, step: int, run: str = RUN) -> None:
     records.rename(records.with_name(TRASH + records.name))
 
 
+def tensors_at(root: Path | str, step: int | None = None) -> dict[str, np.ndarray]:
+    """Returns all tensors of a checkpoint in global shape; of the newest one without ``step``."""
+    catalog = mindresume.open(root, hold=False)
+    checkpoint = catalog.latest() if step is None else catalog[step]
+    return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
 def committed_steps(root: Path | str) -> list[int]:
     """Returns the committed steps, newest first."""
     return [row.step for row in mindresume.open(root).list() if row.committed]

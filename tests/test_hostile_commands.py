@@ -19,18 +19,15 @@ from pathlib import Path
 import iteration_folders
 import numpy as np
 import pytest
-from formats.test_huggingface import GROUPED
+from huggingface_folders import GROUPED, document
 from mutations import damage
 from rank_folders import path_of, save, write_foreign
-from reshard.plans import COUNTERS, MODEL, Plan, random_tensors
+from reshard.plans import COUNTERS, MODEL, Plan, put, random_tensors
 from reshard.plans import foreign as foreign_of_plan
-from reshard.test_huggingface import document
 from training_logs import INFO, RUNS, ZERO, Log, Training
 
 from mindresume import cli
 from mindresume.events.event_file import FOLDER
-from mindresume.formats.strategy import write_strategy
-from mindresume.tensor_files import encode
 
 SECONDS = os.environ.get("MINDRESUME_HOSTILE_SECONDS")                  # of CPU
 SEED = os.environ.get("MINDRESUME_HOSTILE_SEED")
@@ -110,7 +107,7 @@ def test_counters_that_are_not_numbers_cause_no_traceback(tmp_path, name, value,
     root = tmp_path / "checkpoint"
     write_foreign(root, 20, 1)
     counters = {**COUNTERS, "step_num": np.array(20), name: np.array(value)}
-    path_of(root, 20, 0).write_bytes(b"".join(bytes(piece) for _, piece in encode("safetensors", counters, {"format": "ms"})))
+    put(path_of(root, 20, 0), counters, {"format": "ms"})
     for place in (root, path_of(root, 20, 0)):
         checked(command, place, "--json")
         checked(command, place)
@@ -202,7 +199,7 @@ def test_many_counters_are_merged_in_time(tmp_path):
     """40,000 single numbers: with a new set for each of them this takes minutes."""
     tensors = {f"counter_{index}": np.array(index) for index in range(40_000)} | {"layer.weight": np.zeros((2, 2), np.float32)}
     path = tmp_path / "net_rank_0-1_5.safetensors"
-    path.write_bytes(b"".join(bytes(piece) for _, piece in encode("safetensors", tensors, {"format": "ms"})))
+    put(path, tensors, {"format": "ms"})
     started = time.process_time()
     status, out, _ = checked("merge", path, tmp_path / "new", "--dry-run", "--json")
     assert status == 0 and json.loads(out)["tensors"] == 40_001
@@ -231,8 +228,8 @@ def save_rank_folders(root):
 def with_strategy(root):
     plan = Plan.parse("dp2tp2", MODEL)
     foreign_of_plan(root / "checkpoint", plan, TENSORS)
-    write_strategy(plan.strategy(), str(root / "strategy"))
-    write_strategy(plan.strategy(), str(root / "strategy_0123abcd"))
+    plan.write(root / "strategy")
+    plan.write(root / "strategy_0123abcd")
     (root / "strategy_0123abcd" / "used_for.json").write_text("[[1, 2]]")
 
 

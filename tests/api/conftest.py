@@ -4,10 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from formats.test_huggingface import GROUPED
+from huggingface_folders import GROUPED, document
 from memory_tiers import memory, root, tier  # noqa: F401  fixtures
 from rank_folders import STORAGE, state_of, target_of
-from reshard.test_huggingface import document
 from training_logs import history
 
 import mindresume

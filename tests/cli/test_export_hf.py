@@ -6,16 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from formats.test_huggingface import GROUPED, assemble
+from huggingface_folders import GROUPED, complete, contiguous, document, put, trained
+from rank_folders import tensors_at
 from reshard.plans import Plan, Spec, recorded
-from reshard.test_huggingface import complete, document, everything, put
 
 import mindresume
 from mindresume.errors import ConfigError
-from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
-from mindresume.formats.huggingface_rules import rules, shapes
-from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.storage.posix import PosixStorage
 
 COMMAND = "export-hf"
 FIXTURES = Path(__file__).resolve().parents[2] / "st" / "fixtures"
@@ -55,8 +51,7 @@ def test_several_files_with_an_index(read, call, source, config, tmp_path):
     assert len(index["weight_map"]) == 25 and index["metadata"]["total_size"] == found["bytes_to_write"]
     assert set(index["weight_map"].values()) == {f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)}
     assert call(source, tmp_path / "one", "--config", config, "--step", "5")[0] == 0
-    storage = PosixStorage()
-    one, several = (everything(open_checkpoint(storage, str(tmp_path / name)).weights) for name in ("one", "hf"))
+    one, several = tensors_at(tmp_path / "one"), tensors_at(tmp_path / "hf")
     assert one.keys() == several.keys() and all((one[name] == several[name]).all() for name in one)
 
 
@@ -97,12 +92,11 @@ def test_missing_or_wrong_input_is_an_error(call, source, config, tmp_path):
 
 
 def test_contiguous_orders(call, config, tmp_path):
-    given = assemble(rules(GROUPED), {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in
-                                      shapes(rules(GROUPED)).items()})
+    given = trained(GROUPED)
     complete(tmp_path / "source", given)
     (config / "config.json").write_text(json.dumps(document(GROUPED)), encoding="utf-8")
     assert call(tmp_path / "source", tmp_path / "hf", "--config", config, "--contiguous-attention", "--contiguous-mlp")[0] == 0
-    found = everything(open_checkpoint(PosixStorage(), str(tmp_path / "hf")).weights)
+    found = tensors_at(tmp_path / "hf")
     qkv, fc1 = (given[f"decoder.layers.0.{name}.weight"] for name in ("self_attention.linear_qkv", "mlp.linear_fc1"))
     np.testing.assert_array_equal(found["model.layers.0.self_attn.k_proj.weight"], qkv[48:72])
     np.testing.assert_array_equal(found["model.layers.0.mlp.up_proj.weight"], fc1[12:])
@@ -110,27 +104,26 @@ def test_contiguous_orders(call, config, tmp_path):
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_the_orders_are_those_that_the_checkpoint_records(call, config, tmp_path, merged):
-    given = assemble(rules(GROUPED), {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in
-                                      shapes(rules(GROUPED)).items()})
+    given = trained(GROUPED)
     (config / "config.json").write_text(json.dumps(document(GROUPED)), encoding="utf-8")
     one, source = Plan(model=tuple((name, Spec(array.shape, None, "first")) for name, array in given.items())), {}
-    for name, contiguous in (("contiguous", True), ("default", False)):
+    for name, order in (("contiguous", True), ("default", False)):
         source[name] = tmp_path / name
-        recorded(source[name], one, given, arrangement={ATTENTION_KEY: contiguous, MLP_KEY: not contiguous})
+        recorded(source[name], one, given, arrangement=contiguous(order, order))
         if merged:
             source[name] = tmp_path / f"merged {name}"
             mindresume.merge(tmp_path / name, source[name])
 
     def exported(name, *flags):
         assert call(source[name], tmp_path / "hf", "--config", config, *flags)[0] == 0
-        found = everything(open_checkpoint(PosixStorage(), str(tmp_path / "hf")).weights)
+        found = tensors_at(tmp_path / "hf")
         shutil.rmtree(tmp_path / "hf")
         return (found["model.layers.0.self_attn.k_proj.weight"].tobytes() == qkv[48:72].tobytes(),
                 found["model.layers.0.mlp.up_proj.weight"].tobytes() == fc1[12:].tobytes())
     qkv, fc1 = (given[f"decoder.layers.0.{name}.weight"] for name in ("self_attention.linear_qkv", "mlp.linear_fc1"))
     assert exported("contiguous") == exported("contiguous", "--contiguous-attention") == (True, True)
     assert exported("default") == (False, False)
-    for flag, key in (("--contiguous-attention", ATTENTION_KEY), ("--contiguous-mlp", MLP_KEY)):
+    for flag, key in zip(("--contiguous-attention", "--contiguous-mlp"), contiguous(True, True), strict=True):
         status, out, err = call(source["default"], tmp_path / "hf", "--config", config, flag)
         assert status == 2 and not out and key in err and not (tmp_path / "hf").exists()
     for given_order in ({"contiguous_attention": False}, {"contiguous_mlp": False}):
@@ -139,7 +132,7 @@ def test_the_orders_are_those_that_the_checkpoint_records(call, config, tmp_path
 
 
 def test_damage_leaves_nothing(call, config, tmp_path):
-    given = assemble(rules(GROUPED), {name: np.zeros(shape, np.float32) for name, shape in shapes(rules(GROUPED)).items()})
+    given = trained(GROUPED)
     complete(tmp_path / "source", given)
     path = tmp_path / "source" / "model.safetensors"
     (config / "config.json").write_text(json.dumps(document(GROUPED)), encoding="utf-8")

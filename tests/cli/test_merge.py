@@ -3,15 +3,10 @@ import json
 import os
 
 import pytest
-from rank_folders import STORAGE, flip_bit, folder_contents
-from reshard.plans import COUNTERS, MODEL, STEP, Plan, arrays_of, complete, foreign, put, random_tensors, recorded
+from rank_folders import RECORDS, flip_bit, folder_contents, start_of, tensors_at, tensors_in
+from reshard.plans import COUNTERS, MODEL, STEP, Plan, complete, foreign, put, random_tensors, recorded
 
-from mindresume.formats.consolidated import HYPER, MAP, read_consolidated
-from mindresume.formats.strategy import write_strategy
-from mindresume.model.manifest import FOLDER
-from mindresume.reshard.conversion_manifest import CONVERSION
-from mindresume.tensor_files import read_header
-
+CONVERSION, HYPER, MAP = "conversion.json", "hyper_param.safetensors", "param_name_map.json"
 SOLID = {name: spec for name, spec in MODEL.items() if name != "layers.1.none"}         # without the empty one
 TENSORS = random_tensors(SOLID)
 EVERYTHING = {**TENSORS, **COUNTERS}
@@ -32,12 +27,6 @@ def bits(tensors):
     return {name: (array.dtype.name, array.shape, array.tobytes()) for name, array in tensors.items()}
 
 
-def read_all(folder):
-    """Returns all tensors of consolidated weights, and the description of the folder."""
-    found = read_consolidated(STORAGE, str(folder))
-    return arrays_of(found), found
-
-
 # ---- results and output ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("part", ["1KB", "3GiB", "2500"])
@@ -45,13 +34,13 @@ def test_weights_of_mindspore(source, tmp_path, read, part):
     before = folder_contents(source)
     status, found = read(source, tmp_path / "new", "--part-size", part)
     assert status == 0 and folder_contents(source) == before
-    tensors, weights = read_all(tmp_path / "new")
-    assert bits(tensors) == bits(EVERYTHING)
-    parts = [f"part{number}.safetensors" for number in range(len(weights.files) - 1)]
+    assert bits(tensors_at(tmp_path / "new")) == bits(EVERYTHING)
+    holds = {path.name: tensors_in(path) for path in (tmp_path / "new").glob("*.safetensors")}
+    parts = [f"part{number}.safetensors" for number in range(len(holds) - 1)]
     assert sorted(os.listdir(tmp_path / "new")) == sorted([CONVERSION, HYPER, MAP, *parts])
     assert (len(parts) == 1) is (part == "3GiB")
     index = json.loads((tmp_path / "new" / MAP).read_text())
-    assert index["weight_map"] == {name: file for name, file in weights.tensors.items() if file != HYPER}
+    assert index["weight_map"] == {name: file for file, held in holds.items() for name in held if file != HYPER}
     assert set(index["weight_map"]) == set(TENSORS)
     total = sum(array.nbytes for array in EVERYTHING.values())
     seconds = found.pop("seconds")
@@ -88,20 +77,20 @@ def test_merge_writes_one_file_for_hugging_face(source, tmp_path, call):
 def test_consolidated_weights_in_other_parts(tmp_path, call):
     complete(tmp_path / "a", TENSORS)
     assert call(tmp_path / "a", tmp_path / "b", "--part-size", "500")[0] == 0
-    assert bits(read_all(tmp_path / "b")[0]) == bits(EVERYTHING)
+    assert bits(tensors_at(tmp_path / "b")) == bits(EVERYTHING)
     put(tmp_path / "one" / "net.ckpt", EVERYTHING)
     foreign(tmp_path / "two", Plan.parse("dp1", SOLID), TENSORS)
     for src in ("one/net.ckpt", "two"):
         assert call(tmp_path / src, tmp_path / f"new {src[:3]}", "--engine", "direct")[0] == 0
-        assert bits(read_all(tmp_path / f"new {src[:3]}")[0]) == bits(EVERYTHING)
+        assert bits(tensors_at(tmp_path / f"new {src[:3]}")) == bits(EVERYTHING)
 
 
 def test_weights_only(tmp_path, call):
     foreign(tmp_path / "checkpoint", PLAN, TENSORS, extra={})
-    write_strategy(PLAN.strategy(), str(tmp_path / "strategy"))
+    PLAN.write(tmp_path / "strategy")
     status, out, err = call(tmp_path / "checkpoint", tmp_path / "new")
     assert (status, err) == (0, "") and "weights only" in out and not (tmp_path / "new" / HYPER).exists()
-    assert bits(read_all(tmp_path / "new")[0]) == bits(TENSORS)
+    assert bits(tensors_at(tmp_path / "new")) == bits(TENSORS)
 
 
 def test_a_dry_run_writes_nothing_and_again_does_nothing(source, tmp_path, call, read):
@@ -111,7 +100,7 @@ def test_a_dry_run_writes_nothing_and_again_does_nothing(source, tmp_path, call,
     assert folder_contents(tmp_path) == before
     assert call(source, tmp_path / "new")[0] == 0
     def times():                                                        # the source is held for a moment
-        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != FOLDER}
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != RECORDS}
     before = times()
     status, found = read(source, tmp_path / "new")
     assert status == 0 and found["finished"] and found["seconds"] is None
@@ -134,7 +123,7 @@ def test_other_sources(tmp_path, refused):
     foreign(tmp_path / "checkpoint", Plan.parse("tp2", SOLID), TENSORS)
     assert "have no layout" in refused(tmp_path / "checkpoint")
     complete(tmp_path / "consolidated", TENSORS)
-    write_strategy(PLAN.strategy(), str(tmp_path / "strategy"))
+    PLAN.write(tmp_path / "strategy")
     assert "holds consolidated weights, which have no layout" in refused(tmp_path / "consolidated", "--from",
         tmp_path / "strategy")
     os.remove(tmp_path / "consolidated" / "part0.safetensors")
@@ -171,9 +160,8 @@ def test_merged_weights_are_listed_verified_and_selected(source, tmp_path, call,
     status, found = ask("which")
     assert (status, found["chosen"] and found["chosen"]["step"]) == ((0, step) if step else (3, None))
     path = next(iter(sorted(folder.glob("*.safetensors"))))
-    with open(path, "rb") as file:
-        name, entry = next((name, entry) for name, entry in read_header(file, str(path)).tensors.items() if entry.nbytes)
-    flip_bit(path, entry.ranges[0][0])
+    name = next(name for name, array in tensors_in(path).items() if array.nbytes)
+    flip_bit(path, start_of(path, name))
     status, found = ask("verify")
     problem, = found["checkpoints"][0]["problems"]
     assert (status, found["damaged"], problem["file"]) == (1, True, str(path)) and f"damaged: {name} " in problem["reason"]

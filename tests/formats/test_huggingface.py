@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from huggingface_folders import GROUPED, LATENT, MODELS, MOE, TELECHAT, assemble, random
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,45 +21,15 @@ from mindresume.formats.huggingface import (
     check_contiguous_order,
     model_from_config,
 )
-from mindresume.formats.huggingface_rules import compare_with_template, copies, inverse_rules, rules, shapes
+from mindresume.formats.huggingface_rules import compare_with_template, inverse_rules, rules, shapes
 from mindresume.model.layout import TensorLayout
 
-MULTI = Model(DENSE, 2, 16, 4, 4, 6, 12, 20)
-GROUPED = Model(DENSE, 2, 16, 8, 4, 6, 12, 20)
-MOE = Model(EXPERTS, 2, 16, 4, 2, 8, 0, 20, experts=4, expert_inner=12)
-TELECHAT = Model("telechat3", 2, 16, 4, 2, 8, 12, 20)
-LATENT = Model("deepseek_v3", 3, 16, 4, 0, 0, 12, 20, 4, 10, 1, dense_layers=1, predictions=1, latent=Latent(12, 8, 6, 4, 5))
-QUERIES = replace(LATENT, kind="telechat3_moe", predictions=0, shared=2, latent=Latent(0, 8, 6, 4, 5))     # not compressed
-MODELS = {"telechat": TELECHAT, "latent": LATENT, "queries": QUERIES, "no shared experts": replace(LATENT, shared=0),
-          "concatenated": replace(LATENT, concatenated=True, mlp=CONTIGUOUS),
-          "concatenated queries": replace(QUERIES, concatenated=True), "multi": MULTI,
-          "grouped": GROUPED, "moe": MOE, "one group": replace(MULTI, groups=1),
-          "contiguous": replace(GROUPED, attention=CONTIGUOUS, mlp=CONTIGUOUS), "tied": replace(GROUPED, tied=True)}
 QKV, FC1 = "decoder.layers.1.self_attention.linear_qkv.weight", "decoder.layers.1.mlp.linear_fc1.weight"
 DOCUMENT = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 16,
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "intermediate_size": 12, "vocab_size": 20,
             "tie_word_embeddings": False, "attention_bias": False}
 MOE_DOCUMENT = {**DOCUMENT, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4,
                 "moe_intermediate_size": 10, "decoder_sparse_step": 1, "mlp_only_layers": []}
-
-
-def random(model, seed=0):
-    """{Hugging Face name: array}; no two elements are equal."""
-    numbers = np.random.default_rng(seed)
-    found = {name: numbers.random(shape, np.float32) for name, shape in shapes(rules(model)).items()}
-    assert len(np.unique(np.concatenate([a.ravel() for a in found.values()]))) > sum(a.size for a in found.values()) * .99
-    return found | {name: found[other] for name, other in copies(model).items()}
-
-
-def assemble(known, tensors):
-    """{name: array} by the rules, in plain numpy."""
-    found = {}
-    for name, rule in known.items():
-        found[name] = np.full(rule.shape, np.nan, np.float32)
-        for block in rule.blocks:
-            part = tensors[block.name][np.ix_(*block.other)]
-            found[name][np.ix_(*block.part)] = part.T if block.transposed else part
-    return found
 
 
 # ---- against mindformers ---------------------------------------------------------------------------------------------

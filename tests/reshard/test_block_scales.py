@@ -5,10 +5,10 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from formats.test_huggingface import GROUPED, LATENT, MOE, assemble, random
+from huggingface_folders import GROUPED, LATENT, MOE, assemble, folder_of, random
 from hypothesis import given
 from hypothesis import strategies as st
-from reshard.test_huggingface import STORAGE, bits, everything, folder_of, network_of, read_network, same, viewed
+from reshard.test_huggingface import STORAGE, bits, everything, network_of, read_network, same, viewed
 
 from mindresume.errors import LoadError
 from mindresume.formats.huggingface_rules import copies, rules
@@ -147,10 +147,11 @@ def test_tensors_without_fp8_stay_as_they_are():
 
 def test_exports_name_no_quantisation(tmp_path):
     """The config.json of an fp8 folder serves an export, whose weights are not quantised."""
-    from reshard.test_huggingface import complete, document, exported
+    from huggingface_folders import document
+    from reshard.test_huggingface import completed, exported
     model = replace(GROUPED, block=(5, 7))
     assert "quantization_config" in document(model)
-    source = complete(tmp_path / "source", assemble(rules(model), random(model)))
+    source = completed(tmp_path / "source", assemble(rules(model), random(model)))
     back = exported(source, tmp_path / "hf", model, "bfloat16")
     written = json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
     assert "quantization_config" not in written and written["torch_dtype"] == "bfloat16"

@@ -7,7 +7,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from formats.test_huggingface import GROUPED, LATENT, MODELS, MOE, QKV, assemble, random
+from formats.test_huggingface import QKV
+from huggingface_folders import GROUPED, LATENT, MODELS, MOE, assemble, complete, document, folder_of, random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +40,6 @@ from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.range_reader import cast
 from mindresume.reshard.region_load import LoadTarget, read_regions, wanted_regions
 from mindresume.storage.posix import PosixStorage
-from mindresume.tensor_files import encode
 from mindresume.tensor_files.header import DTYPES
 
 STORAGE = PosixStorage()
@@ -47,31 +47,8 @@ FIXTURES = Path(__file__).resolve().parents[2] / "st" / "fixtures"
 PROJ = "decoder.layers.0.self_attention.linear_proj.weight"
 
 
-def document(model):
-    found = {"model_type": model.kind, "architectures": [model.family.architecture], "num_hidden_layers": model.layers,
-             "tie_word_embeddings": model.tied, **{key: size for key, size in model.dimensions.items() if size}}
-    if model.block:
-        found["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(model.block)}
-    return found | ({"first_k_dense_replace": model.dense_layers, "num_nextn_predict_layers": model.predictions}
-                    if model.latent else {})
-
-
-def put(path, tensors, metadata=None):
-    path.write_bytes(b"".join(piece for _, piece in encode("safetensors", tensors, metadata or {"format": "pt"})))
-
-
-def folder_of(folder, model, tensors, parts=2):
-    """Writes a Hugging Face folder, as save_pretrained does."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(document(model)), encoding="utf-8")
-    names, found = sorted(tensors), {}
-    for i in range(parts):
-        name = f"model-{i + 1:05}-of-{parts:05}.safetensors" if parts > 1 else "model.safetensors"
-        found |= dict.fromkeys(names[i::parts], name)
-        put(folder / name, {one: tensors[one] for one in names[i::parts]})
-    if parts > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": found}), encoding="utf-8")
-    return str(folder)
+def completed(folder, tensors):
+    return open_checkpoint(STORAGE, str(complete(folder, tensors)))
 
 
 def viewed(folder, model, **more):
@@ -391,7 +368,7 @@ def test_exports_of_latent_models(tmp_path):
     """Names tell whether projections are concatenated; the layer of predictions must fit config.json; biases stay float32."""
     tensors = random(LATENT)
     for name in ("latent", "concatenated"):
-        source = complete(tmp_path / name, assemble(rules(MODELS[name]), tensors))
+        source = completed(tmp_path / name, assemble(rules(MODELS[name]), tensors))
         back = exported(source, tmp_path / f"{name} hf", replace(LATENT, mlp=MODELS[name].mlp), "bfloat16")
         found = everything(open_checkpoint(STORAGE, back).weights)
         biases = {key: array for key, array in tensors.items() if key.endswith("e_score_correction_bias")}
@@ -402,7 +379,7 @@ def test_exports_of_latent_models(tmp_path):
     with pytest.raises(LoadError, match=r"without a rule: mtp.layers.0.* num_nextn_predict_layers must be 1"):
         to_huggingface(source, replace(MODELS["concatenated"], predictions=0), "keep", 1 << 30)
     whole_ = assemble(rules(LATENT), tensors)
-    source = complete(tmp_path / "less", {key: array for key, array in whole_.items() if not key.startswith("mtp.")})
+    source = completed(tmp_path / "less", {key: array for key, array in whole_.items() if not key.startswith("mtp.")})
     with pytest.raises(LoadError, match=r"missing: mtp.layers.0.enorm.weight"):
         to_huggingface(source, LATENT, "keep", 1 << 30)
 
@@ -468,17 +445,11 @@ def test_from_checkpoints_of_mindformers(tmp_path, fixture, dtype):
     assert sorted(os.listdir(back)) == ["config.json", "conversion.json", "model.safetensors"]
 
 
-def complete(folder, tensors):
-    folder.mkdir()
-    put(folder / "model.safetensors", tensors, {"format": "ms"})
-    return open_checkpoint(STORAGE, str(folder))
-
-
 def test_sources_that_do_not_fit(tmp_path):
     whole_ = assemble(rules(GROUPED), random(GROUPED))
 
     def refused(tensors, model, *words):
-        source = complete(tmp_path / str(len(list(tmp_path.iterdir()))), tensors)
+        source = completed(tmp_path / str(len(list(tmp_path.iterdir()))), tensors)
         with pytest.raises(LoadError) as error:
             to_huggingface(source, model, "keep", 1 << 30)
         assert all(word in str(error.value) for word in words), error.value
@@ -491,13 +462,13 @@ def test_sources_that_do_not_fit(tmp_path):
             "tie_word_embeddings must be true")
     refused({**whole_, "decoder.layers.0.self_attention.linear_qkv.bias": np.zeros(96, np.float32)}, GROUPED, "linear_qkv.bias")
     refused({**whole_, "decoder.layers.0.mlp.router.expert_bias": np.zeros(4, np.float32)}, GROUPED, "router.expert_bias")
-    source = complete(tmp_path / "double", {**whole_, PROJ: whole_[PROJ].astype(np.float64)})
+    source = completed(tmp_path / "double", {**whole_, PROJ: whole_[PROJ].astype(np.float64)})
     with pytest.raises(LoadError, match="o_proj.weight is float64, expected bfloat16"):
         to_huggingface(source, GROUPED, "bfloat16", 1 << 30)
     with pytest.raises(ConfigError, match="dtype is 'int8'"):
         to_huggingface(source, GROUPED, "int8", 1 << 30)
     states = {f"{prefix}.{name}": array for name, array in whole_.items() for prefix in ("adam_m", "adam_v", "accu_grads")}
-    source = complete(tmp_path / "states", {**whole_, **states, "global_step": np.zeros(1, np.int32),
+    source = completed(tmp_path / "states", {**whole_, **states, "global_step": np.zeros(1, np.int32),
                                             "decoder.layers.0.mlp.router.fi_accu": np.zeros(4, np.float32)})
     job = to_huggingface(source, GROUPED, "keep", 1 << 30)
     assert job.files[0].holds.keys() == inverse_rules(rules(GROUPED)).keys() and job.documents == ()
@@ -509,7 +480,7 @@ def test_recorded_checksums_are_compared(tmp_path):
     for name in (QKV, PROJ):
         folder = tmp_path / name
         folder.mkdir()
-        source = complete(folder / "source", assemble(rules(GROUPED), random(GROUPED)))
+        source = completed(folder / "source", assemble(rules(GROUPED), random(GROUPED)))
         merged = convert(Conversion(STORAGE, to_consolidated(source, MINDSPORE), str(folder / "merged")))
         source = open_checkpoint(STORAGE, merged)
         job = to_huggingface(source, GROUPED, "keep", 1 << 30)

@@ -9,8 +9,6 @@ from reshard.plans import MODEL, Plan, random_tensors, recorded
 
 import mindresume
 from mindresume.errors import NoUsableCheckpointError
-from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.selection import preview_selection
 
 
 def taken(folder, **policy):
