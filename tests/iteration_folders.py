@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from rank_folders import RUN, STORAGE, state_of
 
-from mindresume.formats.iterations import TRACKER, intent_name, iteration_name
+from mindresume.formats.iterations import intent_name, iteration_name
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.saving.committer import Committer
@@ -17,6 +17,7 @@ from mindresume.saving.retention import KEEP_ALL, Policy
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard
 from mindresume.storage.interface import Storage
 
+COMMON, METADATA, TRACKER = "common.json", "metadata.json", "latest_checkpointed_iteration.txt"
 FIXTURES = Path(__file__).resolve().parents[1] / "st" / "fixtures"
 FOREIGN = ("mf190_20_single", "mf190_20_dp2tp2opt", "mf180_20_tp2")         # steps 10 and 15, the tracker names 15
 

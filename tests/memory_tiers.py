@@ -8,6 +8,7 @@ import pytest
 from rank_folders import RUN, STORAGE, dir_at, state_of, tensors_of
 
 from mindresume.formats.rank_folders import FileName
+from mindresume.formats.records import scan_records
 from mindresume.saving.memory_tier.directory import OWNER, make_mark, make_tier, owner_of, read_mark, this_process, tier_path
 from mindresume.saving.shard_writer import Save, iteration_shard, rank_shard
 from mindresume.storage.atomic_publish import publish_json
@@ -66,6 +67,11 @@ def make_owned_tier(memory, root, run=RUN, processes=None):
     owner = owner_of(dir_at(root), mark, run, DEAD if processes is None else processes)
     publish_json(STORAGE, str(tier / OWNER), owner.to_json(), run)
     return tier
+
+
+def newest_file(tier):
+    """Returns the path of the first file of the newest save in a tier."""
+    return Path(tier) / scan_records(dir_at(tier))[0][0].first.path
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import numpy as np
 import mindresume
 from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import FileName, folder_name, meta_json
-from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name
+from mindresume.model.manifest import TRASH, attempt_name, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL
@@ -28,7 +28,7 @@ from sim.schedule import Schedule
 
 STORAGE = PosixStorage()
 RUN, LATER_RUN = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
-RECORDS = FOLDER                # the folder of records, leases and marks in a checkpoint directory
+RECORDS, MANIFEST = ".mindresume", "manifest.json"      # the folder of records, leases and marks of a checkpoint directory
 PER_EPOCH = 10
 LONGEST = 20_000                # simulated seconds that ranks may take
 

@@ -15,16 +15,17 @@ def os_error(number: int, path: str = "") -> OSError:
 
 
 class Hooked(PosixStorage):
-    """Calls ``before(operation, path)`` ahead of each operation; what it raises, the operation raises. The path of a rename is
-    the new one."""
+    """Notes each operation in ``asked``, and calls ``before(operation, path)`` ahead of it; what that raises, the operation
+    raises. The path of a rename is the new one."""
 
-    def __init__(self, before: Callable[[str, str], object]):
-        self.before = before
+    def __init__(self, before: Callable[[str, str], object] = lambda operation, path: None):
+        self.before, self.asked = before, []
 
 
 def _hooked(name: str):
     def method(self, path, *arguments):
-        self.before(name, arguments[0] if name == "rename" else path)
+        self.asked.append((name, arguments[0] if name == "rename" else path))
+        self.before(*self.asked[-1])
         return getattr(PosixStorage, name)(self, path, *arguments)
     return method
 

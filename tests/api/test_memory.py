@@ -4,20 +4,15 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from job_choices import choose
 from lease_holders import ELSEWHERE, publish_lease
-from memory_tiers import make_owned_tier
-from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save
+from memory_tiers import ALIVE, make_owned_tier, newest_file
+from rank_folders import RUN, flip_bit, folder_contents, path_of, save
 from saving.memory_tier.test_tier import Training
 
 import mindresume
 from mindresume.api.memory import flush
-from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import LeaseHeldError, SaveError
-from mindresume.formats.records import scan_records
-from mindresume.model.manifest import run_name
-from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.selection import select_checkpoint
-from mindresume.saving.memory_tier.directory import this_process
 
 
 def test_the_catalog_shows_and_selects_what_memory_has(root, tier):
@@ -31,17 +26,19 @@ def test_the_catalog_shows_and_selects_what_memory_has(root, tier):
     assert json.loads(json.dumps(found.to_json()))["source"] == "memory"
     report = catalog.verify()
     assert [row.step for row in report.checkpoints] == [5] and [row.state for row in report.memory] == ["verified"] * 2
-    flip_bit(tier / scan_records(dir_at(tier))[0][0].first.path)
+    flip_bit(newest_file(tier))
     assert [row.state for row in catalog.verify().memory] == ["damaged", "verified"] and not catalog.verify().damaged
+    before = folder_contents(tier)
     found = catalog.select()
     assert (found.chosen.info.step, found.source) == (6, "memory") and found.refused[0].step == 8
-    assert scan_records(dir_at(tier))[0][0].problem is None       # nothing is changed by a look
+    assert folder_contents(tier) == before
     shutil.rmtree(tier)
     assert (catalog.select().chosen.info.step, catalog.select().source, catalog.list().memory) == (5, "disk", ())
 
 
 def chosen(root):
-    choice = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+    """Returns what a job takes without the tier: the step, whether it is committed, whether its bytes were verified."""
+    choice = choose(root)
     return choice.chosen.step, choice.chosen.committed, choice.bytes_verified
 
 
@@ -63,13 +60,13 @@ def test_the_newest_save_in_memory_is_written_to_disk(root, tier, iterations):
 
 def test_a_damaged_save_is_not_written_and_the_one_before_is(root, tier):
     Training(tier, 2, world=2).steps(9).stop()
-    flip_bit(tier / scan_records(dir_at(tier))[0][0].first.path)
+    flip_bit(newest_file(tier))
     assert flush(root).step == 6 and chosen(root)[0] == 6
 
 
 def test_a_newer_run_on_disk_is_left_alone(root, tier):
     Training(tier, 2, world=1).steps(9).stop()
-    save(root, 5, world=1, run=run_name(2, "0000bbbb"))
+    save(root, 5, world=1, run="0002-0000bbbb")
     assert flush(root).up_to_date and chosen(root)[0] == 5
 
 
@@ -86,7 +83,7 @@ def test_an_interrupted_write_is_continued_and_other_files_are_not_overwritten(r
 
 
 def test_a_running_job_saves_by_itself(memory, root):
-    tier = make_owned_tier(memory, root, processes=[this_process()])
+    tier = make_owned_tier(memory, root, processes=ALIVE)
     Training(tier, 2).steps(9).stop()
     with pytest.raises(LeaseHeldError):
         flush(root)

@@ -3,29 +3,19 @@ import json
 import os
 
 import pytest
-from rank_folders import STORAGE, dir_at
+from iteration_folders import TRACKER
+from rank_folders import tensors_at
 from reshard.plans import COUNTERS, MODEL, STEP, Plan, foreign, random_tensors, recorded
 
-from mindresume.coordination.collectives import SingleProcess
-from mindresume.formats.iterations import TRACKER, iteration_name
-from mindresume.formats.metadata import read_metadata
-from mindresume.formats.scan import scan
-from mindresume.formats.strategy import write_strategy
-from mindresume.reshard.geometry import whole
-from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.reshard.region_load import read_regions
-from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.selection import select_checkpoint
+import mindresume
 
 COMMAND = "convert"
 TENSORS = random_tensors(MODEL)
-NAME = iteration_name(STEP)
+NAME = f"iteration_{STEP:08d}"
 
 
 def values(folder):
-    weights = open_checkpoint(STORAGE, str(folder)).weights
-    return {name: array.tobytes() for name, array in read_regions(
-        weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}).items()}
+    return {name: array.tobytes() for name, array in tensors_at(folder).items()}
 
 
 @pytest.mark.parametrize("plan", ["dp1", "tp2", "dp2tp2opt2", "dp2tp2pp2opt2", "pp4"])
@@ -38,13 +28,13 @@ def test_a_round_trip_keeps_everything(tmp_path, call, plan, dedup):
     assert sorted(os.listdir(tmp_path / "new")) == sorted([".mindresume", "conversion.json", NAME, TRACKER])
     assert (tmp_path / "new" / TRACKER).read_text() == str(STEP)
     common = json.loads((tmp_path / "new" / NAME / "common.json").read_text())
-    state = open_checkpoint(STORAGE, str(tmp_path / "old")).state
+    state = mindresume.open(tmp_path / "old")[STEP].state
     assert (common["step_num"], common["global_batch_size"]) == (STEP, state.global_batch_size)
     if plan.world_size > 1:
-        path = tmp_path / "new" / NAME / "metadata.json"
-        assert set(TENSORS) <= set(read_metadata(path.read_bytes(), str(path)))
-    choice = select_checkpoint(STORAGE, str(tmp_path / "new"), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
-    assert (choice.chosen.step, choice.chosen.iteration_dir, choice.chosen.world_size) == (STEP, NAME, plan.world_size)
+        metadata = json.loads((tmp_path / "new" / NAME / "metadata.json").read_text())
+        assert set(TENSORS) <= set(metadata["state_dict_metadata"])
+    chosen = mindresume.open(tmp_path / "new").select().chosen.info
+    assert (chosen.step, chosen.iteration_dir, chosen.world_size) == (STEP, NAME, plan.world_size)
     assert call(tmp_path / "old", tmp_path / "new", command="diff") == (0, *call(
         tmp_path / "old", tmp_path / "old", command="diff")[1:])
 
@@ -53,13 +43,13 @@ def test_a_round_trip_keeps_everything(tmp_path, call, plan, dedup):
     for name in TENSORS:
         assert again[name] == old[name]
     assert set(again) == set(old) and set(COUNTERS) <= set(again)
-    assert scan(dir_at(tmp_path / "again")).candidates[0].world_size == plan.world_size
+    assert mindresume.open(tmp_path / "again").latest().info.world_size == plan.world_size
 
 
 def test_another_layout_at_once(tmp_path, call):
     recorded(tmp_path / "old", Plan.parse("dp2tp2opt2"), TENSORS)
     assert call(tmp_path / "old", tmp_path / "new", "--format", "iteration", "--to", "tp=4")[0] == 0
-    assert scan(dir_at(tmp_path / "new")).candidates[0].world_size == 4
+    assert mindresume.open(tmp_path / "new").latest().info.world_size == 4
     found, expected = values(tmp_path / "new"), values(tmp_path / "old")
     assert all(found[name] == expected[name] for name in TENSORS)
 
@@ -67,7 +57,7 @@ def test_another_layout_at_once(tmp_path, call):
 def test_a_checkpoint_of_mindformers_is_converted_with_its_strategy(tmp_path, call):
     plan = Plan.parse("dp2tp2opt2")
     foreign(tmp_path / "checkpoint", plan, TENSORS)
-    write_strategy(plan.strategy(), str(tmp_path / "strategy"))
+    plan.write(tmp_path / "strategy")
     assert call(tmp_path / "checkpoint", tmp_path / "new", "--format", "iteration")[0] == 0
     assert all(values(tmp_path / "new")[name] == TENSORS[name].tobytes() for name in TENSORS)
 

@@ -1,18 +1,15 @@
 """The choice where nodes share no disk. Ranks 0 and 1 are on one node, 2 and 3 on the other."""
 import shutil
 
+import job_choices
 import pytest
 from coordination.test_storage_topology import LATER, save_part
-from rank_folders import STORAGE, Ranks, flip_bit, name_of, path_of, save, write_foreign
+from rank_folders import RECORDS, Ranks, flip_bit, name_of, path_of, save, write_foreign
 
-from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableCheckpointError
-from mindresume.model.manifest import FOLDER
-from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.selection import CheckpointSources, select_checkpoint
 
 NODES = ("a", "a", "b", "b")
-APART = CheckpointSources(shared=SharedGroups((0, 0, 2, 2)))
+APART = job_choices.apart(0, 0, 2, 2)
 PARTS = {"a": (0, 1), "b": (2, 3)}
 
 
@@ -23,8 +20,8 @@ def both(tmp_path, *steps, **how):
 
 
 def choose(tmp_path, path="", **options):
-    found = Ranks(4).run(lambda group: select_checkpoint(
-        STORAGE, str(tmp_path / NODES[group.rank] / path), group, SelectionPolicy(**options), APART))
+    found = Ranks(4).run(lambda group: job_choices.choose(
+        tmp_path / NODES[group.rank] / path, group=group, sources=APART, is_own=True, **options))
     for error in found:
         if isinstance(error, Exception):
             assert all(type(other) is type(error) for other in found)
@@ -157,7 +154,7 @@ def test_the_health_list_of_rank_0_applies(tmp_path):
 
 def test_a_rank_that_fails_reaches_all(tmp_path):
     both(tmp_path, 5)
-    shutil.rmtree(tmp_path / "b" / FOLDER)
-    (tmp_path / "b" / FOLDER).write_text("no folder")
+    shutil.rmtree(tmp_path / "b" / RECORDS)
+    (tmp_path / "b" / RECORDS).write_text("no folder")
     with pytest.raises((CollectiveError, NoUsableCheckpointError)):
         choose(tmp_path)

@@ -4,7 +4,8 @@ import shutil
 
 import iteration_folders
 import pytest
-from rank_folders import STORAGE, flip_bit, path_of, save
+from job_choices import choose
+from rank_folders import flip_bit, path_of, save
 from reshard.plans import MODEL, Plan, random_tensors, recorded
 
 import mindresume
@@ -13,7 +14,7 @@ from mindresume.errors import NoUsableCheckpointError
 
 def taken(folder, **policy):
     """Returns the step that a job takes, and what it refuses."""
-    choice = preview_selection(STORAGE, str(folder), SelectionPolicy(ranks_to_verify=every_rank, **policy)).choice
+    choice = choose(folder, **policy)
     return choice.chosen.step, [refusal.reason for refusal in choice.refused]
 
 

@@ -2,31 +2,36 @@
 import os
 import shutil
 
+import job_choices
 import pytest
-from rank_folders import RUN, STORAGE, Ranks, flip_bit, name_of, path_of, save, tensors_of, write_foreign, write_rank
+from rank_folders import (
+    LATER_RUN,
+    MANIFEST,
+    RECORDS,
+    RUN,
+    Ranks,
+    damage,
+    flip_bit,
+    name_of,
+    path_of,
+    records_of,
+    save,
+    start_of,
+    tensors_of,
+    write_foreign,
+    write_rank,
+)
+from reshard.plans import put
+from storages import Hooked
 
-from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
-from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name, run_name
-from mindresume.resume.choice import VerifiedShard
-from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.selection import select_checkpoint
-from mindresume.resume.sources import Job, SharedDisk
-from mindresume.storage.posix import PosixStorage
-from mindresume.tensor_files import read_header
 
-NEXT_RUN = run_name(2, "0000bbbb")
 WORLD = 4
 
 
 def choose(root, world=WORLD, named=None, **options):
     """Selects in one process that verifies all ranks, as `mindresume which` does."""
-    return select_checkpoint(STORAGE, str(root), SingleProcess(),
-                         SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
-
-
-def attempt(root, step, run=RUN):
-    return root / FOLDER / attempt_name(step, run)
+    return job_choices.choose(root, world, named, **options)
 
 
 @pytest.fixture
@@ -43,7 +48,7 @@ def refusals(choice):
 
 def test_a_file_of_another_kind_is_a_config_error_on_all_ranks(tmp_path):
     (tmp_path / "notes.txt").write_text("text")
-    errors = Ranks(2).run(lambda group: select_checkpoint(STORAGE, str(tmp_path / "notes.txt"), group, SelectionPolicy(2)))
+    errors = Ranks(2).run(lambda group: job_choices.choose(tmp_path / "notes.txt", 2, group=group))
     assert [type(error) for error in errors] == [ConfigError, ConfigError] and "notes.txt" in str(errors[1])
 
 
@@ -60,9 +65,7 @@ def test_a_flipped_bit_names_file_and_tensor(tmp_path, fmt):
     for step in (5, 10):
         save(tmp_path, step, fmt=fmt)
     path = path_of(tmp_path, 10, 1, fmt=fmt)
-    with open(path, "rb") as file:
-        entry = read_header(file, str(path)).tensors["embedding.weight"]
-    flip_bit(path, entry.ranges[0][0] + 7)
+    flip_bit(path, start_of(path, "embedding.weight") + 7)
     choice = choose(tmp_path)
     assert choice.chosen.step == 5
     refusal, = choice.refused
@@ -75,8 +78,7 @@ def test_a_file_cut_at_a_tensor_boundary(tmp_path, fmt):
     for step in (5, 10):
         save(tmp_path, step, fmt=fmt)
     path = path_of(tmp_path, 10, 3, fmt=fmt)
-    with open(path, "rb") as file:
-        end = max(offset for entry in read_header(file, str(path)).tensors.values() for offset, _ in entry.ranges)
+    end = max(start_of(path, name) for name in tensors_of(3, 10))
     written = path.stat().st_size
     os.truncate(path, end)
     choice = choose(tmp_path)
@@ -119,16 +121,14 @@ def test_a_deleted_rank_folder_is_read_from_proven_replicas(saved):
 
 def test_a_damaged_replica_does_not_count(saved):
     path_of(saved, 15, 1).unlink()
-    path = path_of(saved, 15, 3)
-    with open(path, "rb") as file:
-        flip_bit(path, read_header(file, str(path)).tensors["layer.bias"].ranges[0][0])
+    damage(saved, 15, 3, "layer.bias")
     choice = choose(saved)
     assert choice.chosen.step == 10
     assert choice.refused[0].rank in (1, 3) and "damaged" in choice.refused[0].reason
 
 
 def test_a_deleted_record(saved):
-    (attempt(saved, 15) / record_name(2)).unlink()
+    (records_of(saved, 15) / "rank_00002.json").unlink()
     choice = choose(saved)
     assert choice.chosen.step == 10
     assert choice.refused[0].rank == 2 and "the record of rank 2 is missing" in choice.refused[0].reason
@@ -136,7 +136,7 @@ def test_a_deleted_record(saved):
 
 @pytest.mark.parametrize("content", [b"", b"torn", None])
 def test_a_torn_or_altered_record(saved, content):
-    path = attempt(saved, 15) / record_name(1)
+    path = records_of(saved, 15) / "rank_00001.json"
     whole = path.read_bytes()
     path.write_bytes(whole[:-40] if content is None else content)
     choice = choose(saved)
@@ -144,13 +144,13 @@ def test_a_torn_or_altered_record(saved, content):
 
 
 def test_a_torn_manifest_is_made_up_for_by_the_records(saved):
-    (attempt(saved, 15) / MANIFEST).write_bytes(b"{")
+    (records_of(saved, 15) / MANIFEST).write_bytes(b"{")
     choice = choose(saved)
     assert choice.chosen.step == 15 and any("using the records" in note for note in choice.notes)
 
 
 def test_records_of_all_ranks_without_manifest_are_complete(saved):
-    (attempt(saved, 15) / MANIFEST).unlink()
+    (records_of(saved, 15) / MANIFEST).unlink()
     assert choose(saved).chosen.step == 15
 
 
@@ -164,8 +164,8 @@ def test_a_save_cut_short_is_refused_with_the_missing_ranks(saved):
 
 def test_a_file_whose_record_was_never_written(saved):
     write_rank(saved, 20, 0, 1)
-    shutil.rmtree(attempt(saved, 20))
-    attempt(saved, 20).mkdir()
+    shutil.rmtree(records_of(saved, 20))
+    records_of(saved, 20).mkdir()
     choice = choose(saved)
     assert choice.chosen.step == 15 and refusals(choice)[0] == (20, "the save never completed: no rank recorded what they wrote")
 
@@ -178,7 +178,7 @@ def test_another_world_size(saved):
 
 def test_a_leftover_of_a_larger_world_size(tmp_path):
     save(tmp_path, 20, world=8, run=RUN)
-    save(tmp_path, 5, world=4, run=NEXT_RUN, suffix=1)
+    save(tmp_path, 5, world=4, run=LATER_RUN, suffix=1)
     assert choose(tmp_path).chosen.step == 5                       # the later run, though of an earlier step
     write_foreign(tmp_path / "foreign", 20, world=8, meta=False, time=100)
     write_foreign(tmp_path / "foreign", 25, world=4, time=200)
@@ -191,7 +191,7 @@ def test_two_runs_side_by_side_are_never_mixed(tmp_path):
     for rank in (0, 1):
         write_rank(tmp_path, 10, rank, WORLD)                       # the first run is killed
     for rank in (2, 3):
-        write_rank(tmp_path, 10, rank, WORLD, run=NEXT_RUN, suffix=1)   # and so does the second one, the other way round
+        write_rank(tmp_path, 10, rank, WORLD, run=LATER_RUN, suffix=1)   # and so does the second one, the other way round
     choice = choose(tmp_path)
     assert choice.chosen.step == 5
     assert [reason for _, reason in refusals(choice)] == [
@@ -201,16 +201,16 @@ def test_two_runs_side_by_side_are_never_mixed(tmp_path):
 
 def test_a_shard_of_another_run_under_the_right_name(saved):
     other = saved.parent / "other"
-    save(other, 15, run=NEXT_RUN)
+    save(other, 15, run=LATER_RUN)
     shutil.copy(path_of(other, 15, 1), path_of(saved, 15, 1))
     choice = choose(saved)
     assert choice.chosen.step == 10 and f"is not of run {RUN}, step 15" in choice.refused[0].reason
 
 
 def test_after_a_fall_back_the_new_run_is_newer(saved):
-    save(saved, 10, run=NEXT_RUN, suffix=1)
+    save(saved, 10, run=LATER_RUN, suffix=1)
     choice = choose(saved)
-    assert (choice.chosen.step, choice.chosen.run, choice.refused) == (10, NEXT_RUN, ())
+    assert (choice.chosen.step, choice.chosen.run, choice.refused) == (10, LATER_RUN, ())
 
 
 # ---- fresh start or error --------------------------------------------------------------------------------------------
@@ -330,17 +330,13 @@ def test_ranks_of_mindformers_at_different_steps(tmp_path):
 
 
 def test_files_copied_without_their_records_are_selected(saved):
-    shutil.rmtree(saved / FOLDER)                                        # cp -r rank_* elsewhere
+    shutil.rmtree(saved / RECORDS)                                        # cp -r rank_* elsewhere
     choice = choose(saved)
     assert choice.chosen.step == 15 and choice.shards[0].details is None
 
 
 def test_weights_without_counters_cannot_be_resumed(tmp_path):
-    from mindresume.tensor_files import encode
-    path = path_of(tmp_path, 5, 0)
-    path.parent.mkdir()
-    weights = {"w": tensors_of(0, 5)["layer.bias"]}
-    path.write_bytes(b"".join(bytes(piece) for _, piece in encode("safetensors", weights, {})))
+    put(path_of(tmp_path, 5, 0), {"w": tensors_of(0, 5)["layer.bias"]})
     with pytest.raises(NoUsableCheckpointError, match="no step_num"):
         choose(tmp_path, world=1)
 
@@ -349,33 +345,23 @@ def test_weights_without_counters_cannot_be_resumed(tmp_path):
 
 def test_one_rank_with_a_bad_file_makes_all_ranks_fall_back(saved):
     flip_bit(path_of(saved, 15, 2))
-    results = Ranks(WORLD).run(lambda group: select_checkpoint(STORAGE, str(saved), group, SelectionPolicy(WORLD)))
+    results = Ranks(WORLD).run(lambda group: choose(saved, group=group, is_own=True))
     assert [result.chosen.step for result in results] == [10] * WORLD
     assert [result.shards[0].rank for result in results] == [0, 1, 2, 3]
-    assert all(isinstance(result.shards[0], VerifiedShard) for result in results)
+    assert all(len(result.shards) == 1 for result in results)
     assert len({str(result.refused) for result in results}) == 1
 
 
 def test_an_error_of_rank_0_reaches_all(tmp_path):
     save(tmp_path, 5)
     flip_bit(path_of(tmp_path, 5, 3))
-    results = Ranks(WORLD).run(lambda group: select_checkpoint(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
+    results = Ranks(WORLD).run(lambda group: choose(tmp_path, group=group, is_own=True))
     assert [type(result) for result in results] == [NoUsableCheckpointError] * WORLD
-
-
-class Counting(PosixStorage):
-    def __init__(self):
-        self.operations = 0
-
-    def __getattribute__(self, name):
-        if name in ("list", "status", "open"):
-            self.operations += 1
-        return super().__getattribute__(name)
 
 
 @pytest.mark.parametrize("trouble", [False, True])
 def test_choosing_among_committed_checkpoints_costs_the_same_for_any_number_of_ranks(tmp_path, trouble):
-    """Counts on rank 0, until all ranks verify their own files. ``trouble``: the job was killed in a save of the newest."""
+    """Counts on rank 0, which verifies its own file. ``trouble``: the job was killed in a save of the newest."""
     counts = []
     for world in (2, 16):
         root = tmp_path / str(world)
@@ -383,8 +369,7 @@ def test_choosing_among_committed_checkpoints_costs_the_same_for_any_number_of_r
             save(root, step, world)
         for rank in range(world // 2 if trouble else 0):
             write_rank(root, 30, rank, world)
-        counting = Counting()
-        disk = SharedDisk(Job(counting, str(root), SingleProcess(), SelectionPolicy(world)))
-        assert disk.offer([])["candidate"]["step"] == 20
-        counts.append(counting.operations)
+        storage = Hooked()
+        assert choose(root, world, storage=storage, is_own=True).chosen.step == 20
+        counts.append(len(storage.asked))
     assert counts[0] == counts[1]

@@ -3,10 +3,14 @@ import json
 import os
 import shutil
 
+import job_choices
 import pytest
 import rank_folders
 from iteration_folders import (
+    COMMON,
     FOREIGN,
+    METADATA,
+    TRACKER,
     folder_of,
     foreign,
     intend,
@@ -19,21 +23,13 @@ from iteration_folders import (
     write_all,
     write_rank,
 )
-from rank_folders import RUN, STORAGE, Ranks, flip_bit
+from rank_folders import LATER_RUN, MANIFEST, RECORDS, RUN, Ranks, flip_bit
 
-from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import MissingCheckpointError, NoUsableCheckpointError
-from mindresume.formats.iterations import COMMON, METADATA, TRACKER
-from mindresume.model.manifest import FOLDER, MANIFEST, record_name, run_name
-from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.selection import select_checkpoint
-
-NEXT = run_name(2, "0000bbbb")
 
 
 def choose(root, named=None, world=None, **options):
-    return select_checkpoint(STORAGE, str(root), SingleProcess(),
-                         SelectionPolicy(world, named, ranks_to_verify=every_rank, **options))
+    return job_choices.choose(root, world, named, **options)
 
 
 def notes(choice):
@@ -151,7 +147,7 @@ def test_a_save_that_all_ranks_have_finished_is_the_newest(saved, manifest):
         track(saved, 10)
     choice = choose(saved)
     assert taken(choice) == (15, RUN) and choice.chosen.committed is manifest and choice.refused == ()
-    assert choice.chosen.iteration_dir.startswith(FOLDER)
+    assert choice.chosen.iteration_dir.startswith(RECORDS)
 
 
 def test_a_tracker_that_was_set_back_precedes_a_save_that_all_ranks_have_finished(saved):
@@ -165,18 +161,18 @@ def test_a_run_from_a_tracker_set_back_is_selected_if_killed_before_the_rename(s
     """Steps 5, 10 and 15 of the previous run are published; the new run has committed 10 and recorded the intent of its
     tracker."""
     track(saved, 5)
-    save(saved / "elsewhere", 10, run=NEXT)
-    os.rename(folder_of(saved / "elsewhere", 10), making(saved, 10, NEXT))
+    save(saved / "elsewhere", 10, run=LATER_RUN)
+    os.rename(folder_of(saved / "elsewhere", 10), making(saved, 10, LATER_RUN))
     intend(saved, 10)
     choice = choose(saved)
-    assert taken(choice) == (10, NEXT) and "names step 5: the job that saved step 10 died" in notes(choice)
+    assert taken(choice) == (10, LATER_RUN) and "names step 5: the job that saved step 10 died" in notes(choice)
 
 
 def test_a_save_newer_than_a_tracker_set_back_needs_an_intent_to_be_selected(saved):
     """Between its last record and the intent, a run from a tracker set back by hand cannot be distinguished from an earlier one
     behind which the tracker was set: the tracker of the user counts, and a note names the other save."""
     track(saved, 5)
-    write_all(saved, 10, run=NEXT)
+    write_all(saved, 10, run=LATER_RUN)
     choice = choose(saved)
     assert taken(choice) == (5, RUN) and "newer than step 5" in notes(choice) and "step 10" in notes(choice)
 
@@ -184,9 +180,9 @@ def test_a_save_newer_than_a_tracker_set_back_needs_an_intent_to_be_selected(sav
 def test_a_complete_save_newer_than_a_folder_of_mindformers_that_the_tracker_names(tmp_path):
     save(tmp_path, 5)
     foreign(tmp_path, "mf190_20_single", (10, 15))
-    write_all(tmp_path, 20, run=NEXT, at=3e9)
+    write_all(tmp_path, 20, run=LATER_RUN, at=3e9)
     choice = choose(tmp_path)
-    assert taken(choice) == (20, NEXT) and choice.refused == ()
+    assert taken(choice) == (20, LATER_RUN) and choice.refused == ()
 
 
 def test_a_save_without_one_rank_is_not_selected(saved):
@@ -204,7 +200,7 @@ def test_a_first_save_that_never_completed_is_a_fresh_start(tmp_path):
 
 def test_a_first_save_with_a_damaged_record_is_not_a_fresh_start(tmp_path):
     write_all(tmp_path, 10)
-    (records_of(making(tmp_path, 10), 10) / record_name(1)).write_bytes(b"torn")
+    (records_of(making(tmp_path, 10), 10) / "rank_00001.json").write_bytes(b"torn")
     with pytest.raises(NoUsableCheckpointError, match="the record of rank 1 cannot be read"):
         choose(tmp_path)
 
@@ -221,9 +217,10 @@ DAMAGE = {
     "a bit": (lambda root: flip_bit(weights_of(root, 10, 1)), "is not what was written; damaged: embedding.weight"),
     "empty": (lambda root: weights_of(root, 10).write_bytes(b""), "the file of rank 0 is empty (0 bytes)"),
     "another step": (lambda root: shutil.copy(weights_of(root, 5), weights_of(root, 10)), "is not of run"),
-    "record": (lambda root: os.remove(records_of(folder_of(root, 10), 10) / record_name(1)), "the record of rank 1 is missing"),
-    "another record": (lambda root: shutil.copy(records_of(folder_of(root, 10), 10) / record_name(0),
-                                                records_of(folder_of(root, 10), 10) / record_name(1)), "is of run"),
+    "record": (lambda root: os.remove(records_of(folder_of(root, 10), 10) / "rank_00001.json"),
+               "the record of rank 1 is missing"),
+    "another record": (lambda root: shutil.copy(records_of(folder_of(root, 10), 10) / "rank_00000.json",
+                                                records_of(folder_of(root, 10), 10) / "rank_00001.json"), "is of run"),
 }
 
 
@@ -277,7 +274,7 @@ def test_a_folder_that_was_renamed_to_another_step_is_refused(saved):
 
 def test_all_ranks_select_the_same_and_damage_on_one_rank_counts_for_all(saved):
     flip_bit(weights_of(saved, 15, 1))
-    choices = Ranks(2).run(lambda group: select_checkpoint(STORAGE, str(saved), group, SelectionPolicy(2)))
+    choices = Ranks(2).run(lambda group: choose(saved, world=2, group=group, is_own=True))
     assert [taken(choice) for choice in choices] == [(10, RUN)] * 2
     assert {choice.refused[0].rank for choice in choices} == {1}
 
@@ -361,16 +358,16 @@ def test_two_folders_of_one_step_under_names_of_different_length(saved):
 def test_both_formats_in_one_root_are_ordered(tmp_path):
     """A job changed the format and changed it back: the newest is selected."""
     rank_folders.save(tmp_path, 5, world=2)
-    save(tmp_path, 10, 15, run=NEXT)
-    assert taken(choose(tmp_path)) == (15, NEXT)
-    rank_folders.save(tmp_path, 12, world=2, run=run_name(3, "0000cccc"))
+    save(tmp_path, 10, 15, run=LATER_RUN)
+    assert taken(choose(tmp_path)) == (15, LATER_RUN)
+    rank_folders.save(tmp_path, 12, world=2, run="0003-0000cccc")
     choice = choose(tmp_path)
     assert (choice.chosen.step, choice.chosen.iteration_dir) == (12, "")
 
 
 def test_the_other_format_is_selected_if_all_of_one_are_damaged(tmp_path):
     rank_folders.save(tmp_path, 5, world=2)
-    save(tmp_path, 10, 15, run=NEXT)
+    save(tmp_path, 10, 15, run=LATER_RUN)
     for step in (10, 15):
         weights_of(tmp_path, step, 1).write_bytes(b"")
     choice = choose(tmp_path)
@@ -380,7 +377,7 @@ def test_the_other_format_is_selected_if_all_of_one_are_damaged(tmp_path):
 def test_a_save_that_never_completed_does_not_hide_the_rank_folders(tmp_path):
     """The first save after a change to Checkpoint 2.0 was killed: the rank folders still exist."""
     rank_folders.save(tmp_path, 5, world=2)
-    write_rank(tmp_path, 10, 0, run=NEXT)
+    write_rank(tmp_path, 10, 0, run=LATER_RUN)
     choice = choose(tmp_path)
     assert choice.chosen is not None and choice.chosen.step == 5
 
@@ -551,8 +548,8 @@ def test_a_tracker_alone_prevents_a_fresh_start(tmp_path):
 
 def test_our_saves_after_folders_of_mindformers_are_newer(tmp_path):
     foreign(tmp_path, "mf190_20_single")
-    save(tmp_path, 20, run=NEXT, at=3e9)
-    assert taken(choose(tmp_path)) == (20, NEXT)
+    save(tmp_path, 20, run=LATER_RUN, at=3e9)
+    assert taken(choose(tmp_path)) == (20, LATER_RUN)
     cut(weights_of(tmp_path, 20))
     choice = choose(tmp_path)
     assert taken(choice) == (15, None) and [step for step, _ in refused(choice)] == [20]
@@ -560,6 +557,6 @@ def test_our_saves_after_folders_of_mindformers_are_newer(tmp_path):
 
 def test_files_of_two_saves_of_ours_without_records(tmp_path):
     save(tmp_path, 10, 15)
-    shutil.rmtree(folder_of(tmp_path, 15) / FOLDER)
+    shutil.rmtree(folder_of(tmp_path, 15) / RECORDS)
     shutil.copy(weights_of(tmp_path, 10, 1), weights_of(tmp_path, 15, 1))
     assert taken(choose(tmp_path)) == (10, RUN)
