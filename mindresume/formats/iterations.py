@@ -24,7 +24,7 @@ from typing import Any
 
 from mindresume.errors import CorruptFileError, UnreadableFileError
 from mindresume.formats import FIRST, MINDFORMERS, Candidate, CheckpointDir, Refusal, unlisted_candidate
-from mindresume.formats.weight_files import state_from_scalars, status_of
+from mindresume.formats.weight_files import existing, state_from_scalars
 from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER, FileRecord, attempts
 from mindresume.model.training_state import TrainingState, is_count, is_number
@@ -264,7 +264,7 @@ def _place(directory: CheckpointDir, candidate: Candidate, ours: list[Candidate]
     number its runs, and copying loses file times. If this is wrong, the tracker corrects it."""
     if candidate.listing_error:
         return replace(candidate, order=(*FIRST, candidate.step or 0))
-    status = status_of(directory, candidate.all_files[0]) if candidate.all_files else None
+    status = next(iter(existing(directory, candidate.all_files[:1])), None)
     step = candidate.step or 0
     number = max((c.order[0] for c in ours if c.maybe_completed and (c.step or 0) <= step), default=0.0)
     return replace(candidate, order=(number, step, -1.0), saved_at=status.mtime if status else None)

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, OURS, Candidate, CheckpointDir, Refusal, unlisted_candidate
 from mindresume.formats.records import Attempt, read_attempts
-from mindresume.formats.weight_files import header_of, no_step, scalars_of, status_of
+from mindresume.formats.weight_files import existing, header_of, no_step, scalars_of
 from mindresume.model.layout import MAX_RANKS
 from mindresume.model.manifest import FOLDER, FORMATS, FileRecord, attempt_name, attempts, is_run, run_sequence, strip_trash
 from mindresume.model.training_state import is_count
@@ -127,30 +129,19 @@ def scan_rank_folders(directory: CheckpointDir, top: list[str], attempted: list[
         ours: candidates with records.
         known: the files that those candidates name.
     """
-    ranks, tried = ranks_of(top), None if attempted is None else _attempted(attempted)
-    late: dict[tuple[str, int], Attempt] = {}
-    hidden: dict[int, Candidate] = {}
-
-    def names_of(rank: int) -> list[str]:
-        try:
-            return directory.storage.list(directory.path(folder_name(rank)))
-        except OSError as error:
-            hidden[rank] = unlisted_candidate(error, folder_name(rank), rank)
-            return []
-
-    def look(ranks: list[int]) -> tuple[list[Candidate], list[str]]:
-        return _scan_names(directory, dict(zip(ranks, parallel(directory.storage, names_of, ranks), strict=True)), known, tried,
-                           late)
-    committed = any(candidate.committed for candidate in ours)
-    foreign, notes = look(ranks[:1] if committed else ranks)
-    if committed and (foreign or hidden):
-        foreign, notes = look(ranks)
-    if late:
-        seen, _, said = read_attempts(directory, list(late.values()), brief=True)
-        ours, notes = ours + seen, notes + said
-    placed, more = _order_foreign(directory, ours, foreign)
-    found = sorted(ours + placed, key=lambda c: c.order, reverse=True)
-    return [hidden[rank] for rank in sorted(hidden)] + found, notes + more
+    ranks, committed = ranks_of(top), any(candidate.committed for candidate in ours)
+    folders = _RankFolders(directory, known, attempted)
+    foreign, notes = folders.look(ranks[:1] if committed else ranks)
+    if committed and (foreign or folders.hidden):
+        foreign, notes = folders.look(ranks)
+    if folders.late:
+        seen, _, more = read_attempts(directory, list(folders.late.values()), brief=True)
+        ours, notes = ours + seen, notes + more
+    if foreign:
+        foreign, more = _order_foreign(directory, ours, foreign)
+        notes += more
+    found = sorted(ours + foreign, key=attrgetter("order"), reverse=True)
+    return [folders.hidden[rank] for rank in sorted(folders.hidden)] + found, notes
 
 
 def ranks_of(top: Iterable[str]) -> list[int]:
@@ -160,68 +151,140 @@ def ranks_of(top: Iterable[str]) -> list[int]:
 
 def expected_ranks(directory: CheckpointDir, top: list[str]) -> tuple[int | None, str]:
     """Estimates the number of ranks of a job that left no manifest. Returns it and the source of the estimate."""
-    ranks = ranks_of(top)
+    count, source = len(ranks_of(top)), "the number of rank folders"
     folder = os.path.join(os.path.dirname(os.path.abspath(directory.root)), "strategy")
     try:
-        names = directory.storage.list(folder)
+        found = [int(match.group(1)) for match in map(_STRATEGY.fullmatch, directory.storage.list(folder)) if match]
     except OSError as error:
-        return (len(ranks), f"the number of rank folders ({folder} cannot be listed: {error.strerror or error})") if ranks else (
-            None, "")
-    found = [int(match.group(1)) for match in map(_STRATEGY.fullmatch, names) if match]
+        found, source = [], f"{source} ({folder} cannot be listed: {error.strerror or error})"
     found = [rank for rank in found if rank < MAX_RANKS]
     if found:
         return max(found) + 1, "the strategy folder beside"
-    return (len(ranks), "the number of rank folders") if ranks else (None, "")
+    return (count, source) if count else (None, "")
 
-
-def _attempted(names: list[str]) -> set[tuple[str, int]]:
-    """Returns (run, step) of every attempt that has a folder, including those being removed. ``names``: names in the folder of
-    records."""
-    return {(run, step) for _, step, run in attempts(list(map(strip_trash, names)))}
-
-
-# ---- files without records -----------------------------------------------------------------------------------------
 
 @dataclass
 class _Group:
-    """The files of one save, by rank, grouped by their names."""
-    template: str
+    """The files of one save without records, by rank, grouped by their names."""
     format: str
-    files: dict[int, str]
     epoch: int | None
+    files: dict[int, str] = field(default_factory=dict)
 
 
-def _scan_names(directory: CheckpointDir, listings: Mapping[int, list[str]], known: set[str],
-                attempted: set[tuple[str, int]] | None, late: dict[tuple[str, int], Attempt]
-                ) -> tuple[list[Candidate], list[str]]:
-    """Returns candidates among files that no record names, and notes. ``late``: as for ``_from_group``."""
-    groups: dict[tuple[str, str], _Group] = {}
-    hinted = [rank for rank, names in listings.items() if META in names]
-    notes = sum(parallel(directory.storage, lambda rank: _check_meta(directory, folder_name(rank), listings[rank]), hinted), [])
-    for rank, names in listings.items():
-        folder = folder_name(rank)
-        for name in names:
-            fmt = next((fmt for fmt in FORMATS if name.endswith(f".{fmt}")), None)
-            path = f"{folder}/{name}"
-            if fmt is None or name.startswith(".") or path in known:
-                continue
-            if name.endswith("_breakpoint.ckpt"):
-                notes.append(f"{path}: written by MindSpore's exception_save, whose step_num counts from the beginning of the "
-                             f"epoch; ignored")
-                continue
-            parsed = parse_name(name)
-            if parsed and parsed.rank != rank:
-                notes.append(f"{path}: a file of rank {parsed.rank} in the folder of rank {rank}; ignored")
-                continue
-            template = str(parsed._replace(rank=0)) if parsed else _template(name, rank)
-            group = groups.setdefault((template, fmt), _Group(template, fmt, {}, parsed.epoch if parsed else None))
-            group.files[rank] = path
-    candidates = []
-    for group in groups.values():
-        candidate = _from_group(directory, group, attempted, late)
-        if candidate is not None:
-            candidates.append(candidate)
-    return candidates, notes
+@dataclass
+class _RankFolders:
+    """What is seen in rank folders.
+
+    Attributes:
+        directory: the checkpoint directory.
+        known: files that a candidate with records names.
+        attempted: names in the folder of records; None if that cannot be listed.
+        hidden: by rank, the refused candidate for a folder that cannot be listed.
+        late: by (run, step), folders of records that exist but were not listed: another host has just made them.
+    """
+    directory: CheckpointDir
+    known: set[str]
+    attempted: list[str] | None
+    hidden: dict[int, Candidate] = field(default_factory=dict)
+    late: dict[tuple[str, int], Attempt] = field(default_factory=dict)
+
+    def look(self, ranks: list[int]) -> tuple[list[Candidate], list[str]]:
+        """Returns candidates among the files of ``ranks`` that no record names, and notes."""
+        storage = self.directory.storage
+        listings = dict(zip(ranks, parallel(storage, self._names, ranks), strict=True))
+        hinted = [rank for rank, names in listings.items() if META in names]
+        notes = [f"{folder_name(rank)}/{META} {problem}; ignored, the files decide"
+                 for rank, last in zip(hinted, parallel(storage, self._last_file, hinted), strict=True)
+                 if (problem := "is empty or truncated" if last is None else
+                     f"names {last}, which is not there" if last not in listings[rank] else "")]
+        groups: dict[tuple[str, str], _Group] = {}
+        for rank, names in listings.items():
+            for name in names:
+                fmt = next((fmt for fmt in FORMATS if name.endswith(f".{fmt}")), None)
+                path = f"{folder_name(rank)}/{name}"
+                if fmt is None or name.startswith(".") or path in self.known:
+                    continue
+                if name.endswith("_breakpoint.ckpt"):
+                    notes.append(f"{path}: written by MindSpore's exception_save, whose step_num counts from the beginning of "
+                                 f"the epoch; ignored")
+                    continue
+                parsed = parse_name(name)
+                if parsed and parsed.rank != rank:
+                    notes.append(f"{path}: a file of rank {parsed.rank} in the folder of rank {rank}; ignored")
+                    continue
+                template = str(parsed._replace(rank=0)) if parsed else _template(name, rank)
+                group = groups.setdefault((template, fmt), _Group(fmt, parsed.epoch if parsed else None))
+                group.files[rank] = path
+        # The (run, step) of every attempt that has a folder, including those being removed.
+        tried = {(run, step) for _, step, run in attempts(list(map(strip_trash, (self.attempted or []) if groups else [])))}
+        found = [self._candidate(group, tried) for group in groups.values()]
+        return [candidate for candidate in found if candidate is not None], notes
+
+    def _names(self, rank: int) -> list[str]:
+        try:
+            return self.directory.storage.list(self.directory.path(folder_name(rank)))
+        except OSError as error:
+            self.hidden[rank] = unlisted_candidate(error, folder_name(rank), rank)
+            return []
+
+    def _last_file(self, rank: int) -> str | None:
+        """Returns the file that the ``meta.json`` of a rank names; None if it is damaged. It is only a hint."""
+        path = self.directory.path(folder_name(rank), META)
+        try:
+            return str(read_json(self.directory.storage, path, _META_LIMIT)["last_ckpt_file"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _candidate(self, group: _Group, tried: set[tuple[str, int]]) -> Candidate | None:
+        """Returns the candidate of a group of files; None if its records make it one. ``tried``: (run, step) of folders of
+        records."""
+        files = {rank: (FileRecord(path, group.format),) for rank, path in sorted(group.files.items())}
+        base = Candidate(None, MINDFORMERS, group.format, files, len(files), epoch=group.epoch)
+        header, problem, scalars = None, None, {}
+        for rank, (file,) in files.items():
+            try:
+                header = header_of(self.directory, file)
+                scalars = scalars_of(self.directory, file, header)
+                break
+            except CorruptFileError as error:
+                problem = problem or Refusal(None, error.reason, file.path, rank)
+            except OSError as error:
+                problem = problem or Refusal(None, f"cannot be read: {error.strerror or error}", file.path, rank)
+        else:
+            return replace(base, problem=problem)
+        path = files[min(files)][0].path
+        written = parse_label(header)
+        if written is not None:
+            run, saved = written
+            ours = replace(base, step=saved, origin=OURS, run=run, order=(run_sequence(run), saved, 0.0))
+            if self.attempted is None:
+                return replace(ours, problem=Refusal(saved, f"its records are unknown, as {FOLDER} cannot be listed", path))
+            # Its folder of records is a candidate already, is being removed, or has just been made.
+            if written in tried or written in self.late or self._is_late(run, saved):
+                return None
+            # A run without any records here was copied without them. Only for the others a missing record proves an incomplete
+            # save.
+            if any(other == run for other, _ in tried):
+                return replace(ours, maybe_completed=False,
+                               problem=Refusal(saved, "the save never completed: no record of it was written", path))
+        step = scalars.get("step_num")
+        if not is_count(step):
+            return replace(base, problem=no_step(path))
+        samples, epoch = scalars.get("global_batch_size"), scalars.get("epoch_num")
+        position = float(step * samples) if is_count(samples) else float(step)
+        return replace(base, step=step, order=(0.0, position, 0.0), epoch=epoch if is_count(epoch) else group.epoch)
+
+    def _is_late(self, run: str, step: int) -> bool:
+        """Returns whether a folder of records exists although it was not listed; if so, keeps it in ``late``."""
+        name = attempt_name(step, run)
+        path = self.directory.path(FOLDER, name)
+        try:
+            if self.directory.storage.status(path) is None:
+                return False
+            self.late[run, step] = Attempt(name, step, run, "", self.directory.storage.list(path))
+        except OSError as error:
+            self.late[run, step] = Attempt(name, step, run, "", [], error)
+        return True
 
 
 def _template(name: str, rank: int) -> str:
@@ -233,114 +296,36 @@ def _template(name: str, rank: int) -> str:
     return re.sub(rf"{number}(?!.*{number})", "{rank}", name)
 
 
-def _check_meta(directory: CheckpointDir, folder: str, names: list[str]) -> list[str]:
-    """Returns notes about a wrong ``meta.json``, which is ignored, as it is only a hint."""
-    path = directory.path(folder, META)
-    try:
-        last = read_json(directory.storage, path, _META_LIMIT)["last_ckpt_file"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return [f"{folder}/{META} is empty or truncated; ignored, the files decide"]
-    if last not in names:
-        return [f"{folder}/{META} names {last}, which is not there; ignored, the files decide"]
-    return []
-
-
-def _from_group(directory: CheckpointDir, group: _Group, attempted: set[tuple[str, int]] | None,
-                late: dict[tuple[str, int], Attempt]) -> Candidate | None:
-    """Returns the candidate of a group of files; None if its records make it one. Adds to ``late`` folders of records that
-    exist but were not listed: another host has just made them."""
-    files = {rank: (FileRecord(path, group.format),) for rank, path in sorted(group.files.items())}
-    base = Candidate(None, MINDFORMERS, group.format, files, len(files), epoch=group.epoch)
-    header, problem, scalars = None, None, {}
-    for rank, (file,) in files.items():
-        try:
-            header = header_of(directory, file)
-            scalars = scalars_of(directory, file, header)
-            break
-        except CorruptFileError as error:
-            problem = problem or Refusal(None, error.reason, file.path, rank)
-        except OSError as error:
-            problem = problem or Refusal(None, f"cannot be read: {error.strerror or error}", file.path, rank)
-    else:
-        return replace(base, problem=problem)
-    path = files[min(files)][0].path
-    written = parse_label(header)
-    if written is not None:
-        run, saved = written
-        ours = replace(base, step=saved, origin=OURS, run=run, order=(run_sequence(run), saved, 0.0))
-        if attempted is None:
-            return replace(ours, problem=Refusal(saved, f"its records are unknown, as {FOLDER} cannot be listed", path))
-        # Its folder of records is a candidate already, is being removed, or has just been made.
-        if written in attempted or written in late or _is_late(directory, written, late):
-            return None
-        # A run without any records here was copied without them. Only for the others a missing record proves an incomplete save.
-        if any(other == run for other, _ in attempted):
-            return replace(ours, maybe_completed=False,
-                           problem=Refusal(saved, "the save never completed: no record of it was written", path))
-    step = scalars.get("step_num")
-    if not is_count(step):
-        return replace(base, problem=no_step(path))
-    samples, epoch = scalars.get("global_batch_size"), scalars.get("epoch_num")
-    position = float(step * samples) if is_count(samples) else float(step)
-    return replace(base, step=step, order=(0.0, position, 0.0), epoch=epoch if is_count(epoch) else group.epoch)
-
-
-def _is_late(directory: CheckpointDir, written: tuple[str, int], late: dict[tuple[str, int], Attempt]) -> bool:
-    """Returns whether a folder of records of ``written`` (run, step) exists although it was not listed; if so, adds it to
-    ``late``."""
-    run, step = written
-    name = attempt_name(step, run)
-    path = directory.path(FOLDER, name)
-    try:
-        if directory.storage.status(path) is None:
-            return False
-        late[written] = Attempt(name, step, run, "", directory.storage.list(path))
-    except OSError as error:
-        late[written] = Attempt(name, step, run, "", [], error)
-    return True
-
-
 def _order_foreign(directory: CheckpointDir, ours: list[Candidate], foreign: list[Candidate]
                    ) -> tuple[list[Candidate], list[str]]:
     """Orders saves of mindformers, without clocks where the names allow it. A run takes a suffix larger than any in use for its
     prefix, so for equal prefixes the larger suffix is the later run, of mindformers or of mindresume; within a run, samples seen
     decide. Only prefixes that cannot be compared are ordered by the times of their files, which copying loses; a note then says
     so."""
-    def mtime(candidate: Candidate) -> float:
-        found = parallel(directory.storage, lambda file: status_of(directory, file), candidate.all_files)
-        return max((status.mtime for status in found if status), default=0.0)
-
     there = [candidate for candidate in ours if candidate.maybe_completed]
     newest_of_ours = max((candidate.saved_at or 0.0 for candidate in there), default=0.0)
     numbers = [(*_generation(candidate), candidate.order[0]) for candidate in there]
-    times = {id(candidate): mtime(candidate) for candidate in foreign if candidate.origin == MINDFORMERS}
-    generations = [(*_generation(candidate), times[id(candidate)]) for candidate in foreign if candidate.origin == MINDFORMERS]
+    theirs = [candidate for candidate in foreign if candidate.origin == MINDFORMERS]
+    times = [max((status.mtime for status in existing(directory, candidate.all_files)), default=0.0) for candidate in theirs]
+    generations = [(*_generation(candidate), time) for candidate, time in zip(theirs, times, strict=True)]
     prefixes, known = {prefix for prefix, _, _ in generations}, {prefix for prefix, _, _ in numbers}
     later = {prefix for prefix, _, at in generations if there and at > newest_of_ours}
-    placed = []
-    for candidate in foreign:
-        if candidate.origin == MINDFORMERS:
-            time, (prefix, suffix) = times[id(candidate)], _generation(candidate)
-            before = [(number, used) for name, used, number in numbers if name == prefix and used <= suffix]
-            number, used = max(before, default=(0.0, suffix))
-            if before and used == suffix:               # an emergency save of mindformers within a run of mindresume
-                placed.append(replace(candidate, order=(number, candidate.step or 0, time), saved_at=time))
-                continue
-            generation = number + 0.5 if before else float("inf") if prefix in later - known else 0.0
-            begun = max(at for name, used, at in generations if name == prefix and used <= suffix) if len(prefixes) > 1 else 0.0
-            position = candidate.order[1] if len(candidate.order) > 1 else -1.0
-            candidate = replace(candidate, saved_at=time, order=(generation, begun, suffix, position, time))
-        placed.append(candidate)
-    return placed, _by_time(prefixes, known)
-
-
-def _by_time(foreign: set[str], ours: set[str]) -> list[str]:
-    """Returns a note if only file times can order the prefixes of ``foreign`` and ``ours`` files."""
-    if len(foreign) < 2 and (not ours or foreign <= ours):
-        return []
-    names = [repr(prefix) if prefix else "names of another form" for prefix in sorted(foreign | ours)]
-    return [f"the names of {', '.join(names)} have no common prefix: they are ordered by the times of their files, which copying "
-            f"loses"]
+    placed = [candidate for candidate in foreign if candidate.origin != MINDFORMERS]
+    for candidate, (prefix, suffix, time) in zip(theirs, generations, strict=True):
+        before = [(number, used) for name, used, number in numbers if name == prefix and used <= suffix]
+        number, used = max(before, default=(0.0, suffix))
+        if before and used == suffix:               # an emergency save of mindformers within a run of mindresume
+            placed.append(replace(candidate, order=(number, candidate.step or 0, time), saved_at=time))
+            continue
+        generation = number + 0.5 if before else float("inf") if prefix in later - known else 0.0
+        begun = max(at for name, used, at in generations if name == prefix and used <= suffix) if len(prefixes) > 1 else 0.0
+        position = candidate.order[1] if len(candidate.order) > 1 else -1.0
+        placed.append(replace(candidate, order=(generation, begun, suffix, position, time), saved_at=time))
+    if len(prefixes) < 2 and (not known or prefixes <= known):
+        return placed, []
+    names = [repr(prefix) if prefix else "names of another form" for prefix in sorted(prefixes | known)]
+    return placed, [f"the names of {', '.join(names)} have no common prefix: they are ordered by the times of their files, which "
+                    f"copying loses"]
 
 
 def _generation(candidate: Candidate) -> tuple[str, int]:
@@ -354,24 +339,25 @@ def labelled_files(directory: CheckpointDir, run: str, step: int) -> list[str]:
     names differ only in the rank belong to one save: the header of one readable file is read for each such name, and those of the
     others only if that one matches."""
     folders = [name for name in directory.storage.list(directory.root) if folder_rank(name) is not None]
-    listings = parallel(directory.storage, lambda folder: directory.storage.list(directory.path(folder)), folders)
+    listings = parallel(directory.storage, directory.storage.list, map(directory.path, folders))
     groups: dict[FileName, list[FileRecord]] = {}
     for folder, names in zip(folders, listings, strict=True):
         for name in names:
             parsed = parse_name(name)
             if parsed is not None:
                 groups.setdefault(parsed._replace(rank=0), []).append(FileRecord(f"{folder}/{name}", parsed.format))
-
-    def label_of(file: FileRecord) -> tuple[str, int] | None | bool:
-        """Returns the label of a file; False if it cannot be read."""
-        try:
-            return parse_label(header_of(directory, file))
-        except CorruptFileError:
-            return False
+    label_of = partial(_label_of, directory)
     found = []
     for files in groups.values():
-        first = next((label for label in map(label_of, files) if label is not False), None)
-        if first == (run, step):
+        if next((label for label in map(label_of, files) if label is not False), None) == (run, step):
             labels = parallel(directory.storage, label_of, files)
-            found += [directory.path(file.path) for file, label in zip(files, labels, strict=True) if label == first]
+            found += [directory.path(file.path) for file, label in zip(files, labels, strict=True) if label == (run, step)]
     return found
+
+
+def _label_of(directory: CheckpointDir, file: FileRecord) -> tuple[str, int] | None | bool:
+    """Returns the label of a file; False if it cannot be read."""
+    try:
+        return parse_label(header_of(directory, file))
+    except CorruptFileError:
+        return False

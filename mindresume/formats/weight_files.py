@@ -19,6 +19,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import BinaryIO
 
 import xxhash
@@ -56,10 +57,15 @@ def header_of(directory: CheckpointDir, file: FileRecord) -> Header:
         raise UnreadableFileError(path, f"cannot be read: {error}") from error
 
 
-def status_of(directory: CheckpointDir, file: FileRecord) -> Status | None:
-    """Returns the status of a file, for display; None if it is missing or cannot be read."""
+def existing(directory: CheckpointDir, files: Iterable[FileRecord]) -> list[Status]:
+    """Returns the status of those of the files that exist and can be looked at, for display."""
+    paths = [directory.path(file.path) for file in files]
+    return [status for status in parallel(directory.storage, partial(_status, directory.storage), paths) if status is not None]
+
+
+def _status(storage: Storage, path: str) -> Status | None:
     try:
-        return directory.storage.status(directory.path(file.path))
+        return storage.status(path)
     except OSError:
         return None
 
@@ -73,7 +79,7 @@ def is_as_recorded(storage: Storage, path: str, file: FileRecord) -> bool:
 
 def file_sizes(directory: CheckpointDir, files: Iterable[FileRecord]) -> list[int | None]:
     """Returns the size of each file in bytes; None for a missing one."""
-    found = parallel(directory.storage, lambda file: directory.storage.status(directory.path(file.path)), files)
+    found = parallel(directory.storage, directory.storage.status, [directory.path(file.path) for file in files])
     return [status.size if status else None for status in found]
 
 

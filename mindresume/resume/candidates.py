@@ -23,7 +23,7 @@ from mindresume.formats.metadata import encode_metadata, load_metadata, metadata
 from mindresume.formats.rank_folders import folder_rank, name_for_rank
 from mindresume.formats.records import details_of
 from mindresume.formats.scan import below, fresh_start_refusal, scan, scan_one
-from mindresume.formats.weight_files import file_sizes, header_of, is_as_recorded, no_step, scalars_of, status_of
+from mindresume.formats.weight_files import existing, file_sizes, header_of, is_as_recorded, no_step, scalars_of
 from mindresume.formatting import listed, ranks_count
 from mindresume.model.manifest import FORMATS, MANIFEST, FileRecord
 from mindresume.model.training_state import is_count
@@ -31,7 +31,6 @@ from mindresume.resume.eligible import SelectionPolicy, check_files, eligible
 from mindresume.resume.replicas import StrategyOf, complete_missing_ranks
 from mindresume.resume.verifier import OnBytesRead, Verifier
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel
 from mindresume.tensor_files import format_of
 
 
@@ -175,8 +174,7 @@ def _warnings(directory: CheckpointDir, candidate: Candidate) -> tuple[str, ...]
 
 def size_of(directory: CheckpointDir, candidate: Candidate) -> int:
     """Returns the size of those of its files that exist, in bytes."""
-    found = parallel(directory.storage, lambda file: status_of(directory, file), candidate.all_files)
-    return sum(status.size for status in found if status)
+    return sum(status.size for status in existing(directory, candidate.all_files))
 
 
 # ---- defects that do not prevent its use --------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def caching_storage(storage: Storage, settings: Settings, group: Group) -> Stora
 
 
 def locate_checkpoints(storage: Storage, path: str, group: Group, emit: Emit) -> str:
-    """Returns the folder of checkpoints that ``path`` means (``formats.location``), the same on all ranks.
+    """Returns the folder of checkpoints that ``path`` means (``formats.scan.locate``), the same on all ranks.
 
     Rank 0 searches. If it finds none, all ranks search: where nodes share no storage, some of them may have none.
     Raises:

@@ -5,7 +5,7 @@ repairs what has an intact copy.
     for found in scrubber.scrub(list_checkpoints): ...              # one CheckpointScrub for each step
 
     read lock ("scrubbing") ─▶ records and files of all ranks against their checksums ─▶ a damaged file: read it once more
-    ─▶ repair (``repair``) ─▶ scrub.json beside the records (``formats.scrub_result``) ─▶ release
+    ─▶ repair (``repair``) ─▶ scrub.json beside the records (``formats.weight_files``) ─▶ release
 
 The lock keeps retention from removing what is being read, and keeps a second scrub of the folder out: one at a time, on
 whatever node. Checkpoints without checksums (mindformers alone) and saves that are not complete are left out: nothing can be

@@ -51,7 +51,7 @@ class Job:
 
     Args:
         storage: reads the files. Those that it keeps in memory (``ReadCache``) are dropped whenever a candidate is refused.
-        path: the folder or file in which the checkpoints lie (``formats.location``).
+        path: the folder or file in which the checkpoints lie (``formats.scan.locate``).
         policy: what is accepted and how it is verified.
         strategy_of: returns the strategy of a job that left no manifest. It gives the number of ranks, and the tensors of missing
             ranks.
