@@ -17,7 +17,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mindresume.errors import RecordError
 
@@ -39,14 +39,9 @@ def unique(pairs: Pairs) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen = Counter(name for name, _ in pairs)
         raise ValueError(f"the key {seen.most_common(1)[0][0]!r} occurs twice"[:200])
-    return encodable(found)
-
-
-def encodable(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``value`` unchanged. Raises ValueError if UTF-8 cannot encode a key: JSON text can hold a lone surrogate."""
-    for name in value:
-        name.encode()
-    return value
+    for name in found:
+        name.encode()           # JSON text can hold a lone surrogate
+    return found
 
 
 def parse_json(data: bytes, values: int = MAX_VALUES, pairs: Callable[[Pairs], dict[str, Any]] = unique, keys: int = MAX_KEYS
@@ -115,6 +110,17 @@ _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true o
 _JSON = {int: (int,), float: (int, float), str: (str,), bool: (bool,), tuple: (list,), Literal: (str,)}     # else an object
 
 
+def is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> TypeGuard[int]:
+    """Returns whether a JSON value is an integer (not true, not 2.0) from ``least`` to ``most``."""
+    return type(value) is int and least <= value <= most
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Returns whether a JSON value is a number (not true) that a float can hold: neither NaN nor infinite, nor 400 digits
+    long."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
 def decode(kind: type[Value], value: Any, where: str) -> Value:
     """Returns the JSON ``value`` as a ``kind``: int, float, str, bool, Any, Literal, ``X | None``, ``tuple[X, ...]``,
     ``tuple[X, Y]``, ``Mapping[str, X]``, ``Mapping[int, X]`` (whose keys are digits), or a dataclass with such fields, whose
@@ -149,38 +155,38 @@ class _Decoder:
         self.choices = inner if origin is Literal else ()
         self.is_any_length = origin is tuple and inner[-1] is ...
         self.inner = () if self.choices else tuple(_Decoder(each) for each in inner if each is not ...)
-        self.limits = limits or _NUMBERS.get(origin)
+        is_pair = origin is tuple and not self.is_any_length
+        self.limits = Limits(len(inner), len(inner)) if is_pair else limits or _NUMBERS.get(origin)
         self.match = re.compile(limits.pattern).fullmatch if limits and limits.pattern else None
         self.types = None if origin is Any else _JSON.get(origin, (dict,))
+        self.fields: list[tuple[str, Field[Any], _Decoder]] = []          # of a dataclass: (key, field, decoder)
+        if is_dataclass(origin):
+            hints = get_type_hints(origin, include_extras=True)
+            self.fields = [(field.metadata.get("key", field.name), field, _Decoder(hints[field.name]))
+                           for field in fields(origin)]
 
     def decode(self, value: Any, at: tuple[Any, ...]) -> Any:
         """Returns ``value``. ``at``: the keys that lead to it, as (..., key)."""
         if value is None and self.is_optional:
             return None
-        if self.types and type(value) not in self.types or not self._is_allowed(value):
+        allowed = self.types is None or type(value) in self.types
+        if allowed and self.limits is not None:
+            size = value if self.origin in _NUMBERS else len(value)
+            allowed = self.limits.least <= size <= self.limits.most and (self.match is None or self.match(value) is not None)
+        if not allowed or self.choices and value not in self.choices:
             raise RecordError(f"{_place(at)} is {value!r}"[:300] + f", expected {self._expected()}")
         if self.origin is tuple:
             inner = self.inner * len(value) if self.is_any_length else self.inner
             return tuple([inner[index].decode(row, (at, index)) for index, row in enumerate(value)])
         if self.origin is Mapping:
             return {self._key(key, at): self.inner[1].decode(row, (at, key)) for key, row in value.items()}
-        if is_dataclass(self.origin):
+        if self.fields:
             return self._object(value, at)
         return float(value) if self.origin is float else value
 
-    def _is_allowed(self, value: Any) -> bool:
-        if self.choices:
-            return value in self.choices
-        if self.origin is tuple and not self.is_any_length and len(value) != len(self.inner):
-            return False
-        if self.limits is None:
-            return True
-        size = value if self.origin in _NUMBERS else len(value)
-        return self.limits.least <= size <= self.limits.most and (self.match is None or self.match(value) is not None)
-
     def _object(self, value: Mapping[str, Any], at: tuple[Any, ...]) -> Any:
         given = {}
-        for key, (field, decoder) in _fields(self.origin).items():
+        for key, field, decoder in self.fields:
             if key in value:
                 given[field.name] = decoder.decode(value[key], (at, key))
             elif field.default is MISSING and field.default_factory is MISSING:
@@ -223,10 +229,3 @@ def _place(at: tuple[Any, ...]) -> str:
 @functools.cache
 def _decoder(annotation: Any) -> _Decoder:
     return _Decoder(annotation)
-
-
-@functools.cache
-def _fields(kind: type) -> dict[str, tuple[Field[Any], _Decoder]]:
-    """Returns {key: (field, decoder)} of a dataclass."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {field.metadata.get("key", field.name): (field, _Decoder(hints[field.name])) for field in fields(kind)}

@@ -104,7 +104,7 @@ FILES = tuple((FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.safetensors", "safe
 RECORD = Record(RUN, 1, WORLD, state_of(NEW), 1000.0, FILES[1]).encode(Details(
     {"w": TensorRecord("float32", (4, 4), "cd" * 16, LAYOUT, (8, 4)), "b": TensorRecord("float32", (5,), "ef" * 16)},
     {"python": "of rank 1"}))
-COMMIT = Manifest(RUN, state_of(NEW), 1000.0, FILES, ("01" * 16, "23" * 16)).encode()
+COMMIT = Manifest(RUN, len(FILES), state_of(NEW), 1000.0, FILES, ("01" * 16, "23" * 16)).encode()
 
 NO_COUNT = [None, True, "8", 8.0, 1e18, -1, 2**63, float("nan"), [], {}, DEEP]
 NO_PATH = ["/etc/passwd", "../x.safetensors", "rank_1/../../x.safetensors", "rank_1/../rank_1/x.safetensors", "rank_1/..",
@@ -140,7 +140,7 @@ record_cases += [(("files", 0, 3), value, "checksum") for value in
 record_cases += [(("files", 0), value, "file") for value in (None, [], "abcd", {"a": 1, "b": 2, "c": 3, "d": 4}, 4, [[], [], []])]
 record_cases += [(("details",), value, "list of tensors") for value in (None, 1, "", "00" * 16, [])]
 manifest_cases = common_cases + [(("files", 1, 0, 0), value, "file path|not JSON|UTF-8") for value in NO_PATH]
-manifest_cases += [(("files",), value, "files") for value in (None, [], {}, "ab", 2, [[FILES[0][0].to_json()]])]
+manifest_cases += [(("files",), value, "files") for value in (None, [], {}, "ab", 2, [[list(FILES[0][0])]])]
 manifest_cases += [(("records",), value, "records") for value in (None, [], {}, "ab", 2, ["01" * 16])]
 manifest_cases += [(("records", 1), value, r"rank_00001.json: the checksum") for value in (None, 1, [], "", "ab" * 15, "é" * 32)]
 details_cases = [(("tensors", "w"), value, "w") for value in (None, [], "abcde", {}, ["float32", [4, 4], "cd" * 16, 0])]
@@ -254,7 +254,7 @@ def test_a_tensor_that_occurs_twice_is_refused_by_name():
 def test_the_largest_job_that_is_allowed_can_be_read_back():
     files = tuple((FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.ckpt", "ckpt", 1, "ab" * 16),)
                   for rank in range(MAX_RANKS // 10))
-    manifest = Manifest(RUN, state_of(NEW), 1000.0, files, ("01" * 16,) * len(files))
+    manifest = Manifest(RUN, len(files), state_of(NEW), 1000.0, files, ("01" * 16,) * len(files))
     assert len(manifest.encode()) * 10 < MANIFEST_LIMIT / 2
     assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
 

@@ -137,7 +137,7 @@ class SavedStep:
     @property
     def metrics(self) -> Mapping[str, float]:
         """Returns the metrics at the save; empty if no record has any."""
-        return dict(self.state.metrics) if self.state else {}
+        return self.state.metrics if self.state else {}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from mindresume.errors import ConfigError
 from mindresume.formats import huggingface_families as tables
 from mindresume.formats.huggingface_families import FAMILIES, Family
 from mindresume.model.layout import TensorLayout
-from mindresume.model.training_state import is_count
+from mindresume.typed import is_count
 
 CONFIG = "config.json"
 DENSE, EXPERTS = "qwen3", "qwen3_moe"                   # model_type

@@ -27,9 +27,10 @@ from mindresume.formats import FIRST, MINDFORMERS, Candidate, CheckpointDir, Ref
 from mindresume.formats.weight_files import existing, state_from_scalars
 from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER, FileRecord, attempts
-from mindresume.model.training_state import TrainingState, is_count, is_number
+from mindresume.model.training_state import TrainingState
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files.header import parse_object
+from mindresume.typed import is_count, is_number
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"

@@ -33,9 +33,9 @@ from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats.iterations import METADATA, unreadable
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, Slices, TensorLayout, fold_optimizer_shards, is_scalar, ordinals
 from mindresume.model.manifest import MAX_NAME, Details, TensorRecord
-from mindresume.model.training_state import is_count
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files.header import DTYPES, is_size, parse_object
+from mindresume.typed import is_count
 
 MAX_METADATA = 1 << 30                 # bytes; mindformers writes one line per rank of each group
 MAX_VALUES = 1 << 27                   # and of keys: it describes each slice of each rank

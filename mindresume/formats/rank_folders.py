@@ -23,9 +23,9 @@ from mindresume.formats.records import Attempt, read_attempts
 from mindresume.formats.weight_files import existing, header_of, no_step, scalars_of
 from mindresume.model.layout import MAX_RANKS
 from mindresume.model.manifest import FOLDER, FORMATS, FileRecord, attempt_name, attempts, is_run, run_sequence, strip_trash
-from mindresume.model.training_state import is_count
 from mindresume.storage.operations import parallel, read_json
 from mindresume.tensor_files import Header
+from mindresume.typed import is_count
 
 META = "meta.json"
 LABEL = "mindresume"                   # key in the metadata of weight files that mindresume writes: "<run> <step>"

@@ -20,13 +20,12 @@ from typing import Any
 from mindresume.errors import StrategyError
 from mindresume.formatting import listed
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
-from mindresume.model.training_state import is_count
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, read_bytes
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.ckpt import decode_varint, encode_varint, signed
-from mindresume.typed import encodable, parse_json
+from mindresume.typed import is_count, parse_json, unique
 
 MAX_FIELDS = 1 << 22                    # fields of a message; a file has one for each operator and parameter
 _PREFIX = re.compile(r"(0|[1-9]\d{0,5})-(.+)", re.ASCII | re.DOTALL)
@@ -324,7 +323,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for name, value in pairs:
             if found[name] != value:
                 raise ValueError(f"{name!r}"[:200] + " occurs twice, with different values")
-    return encodable(found)
+    return unique(list(found.items()))
 
 
 def _protobuf_items(content: bytes) -> Items:

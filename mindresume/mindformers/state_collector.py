@@ -54,11 +54,11 @@ class StateCollector:
         if monitor.use_checkpoint_health_monitor and not emergency:
             health = int(monitor.get_checkpoint_health_info(cb_params) != 0)
         if self._arrangement is None:
-            self._arrangement = tuple(adapter.arrangement_of(cb_params.train_network).items())
+            self._arrangement = adapter.arrangement_of(cb_params.train_network)
         metrics = {**(loss_metric(outputs) if adapter.has_loss() else {}), **progress.metrics}
         return TrainingState(step, int(cb_params.batch_num), number(optimizer.global_step, int), batch,
                              None if scale is None else number(scale, float), progress.sink_size, progress.dataset_size,
-                             tuple(metrics.items()), health, *progress.data_at(step, batch), self._arrangement)
+                             metrics, health, *progress.data_at(step, batch), self._arrangement)
 
     def _rank_file(self, cb_params: Any, state: TrainingState, emergency: bool) -> Shard:
         net = self.config.saved_network if self.config.saved_network is not None else cb_params.train_network

@@ -87,7 +87,7 @@ class ResumePlan:
 class RunOrigin:
     """Describes where this run begins: its first step follows ``step``. ``consumed``: samples seen before it; None: unknown."""
     step: int = 0
-    position: DataPosition = DataPosition()
+    position: DataPosition = DataPosition(0, 0)
     consumed: int | None = 0
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from mindresume.errors import RecordError
+from mindresume.typed import Count
 
 MAX_IDENTITY = 64               # keys of an identity
 MAX_TEXT = 256                  # characters of one value: every rank records them
@@ -44,8 +43,8 @@ class DataPosition:
         declared: how the configuration declared that this data set starts at first_epoch; empty if it did not.
         identity: fingerprint of the data set (resume/dataset_fingerprint.py); empty if unknown.
     """
-    passes: int = 0
-    samples: int = 0
+    passes: Count
+    samples: Count
     first_epoch: int = 0
     declared: str = ""
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -59,24 +58,3 @@ class DataPosition:
         """Returns the position ``steps`` steps later, in a run with ``size`` steps in a pass and ``batch`` samples in a step."""
         passes, within = divmod(self.steps(size, batch) + steps, size)
         return replace(self, passes=passes, samples=within * batch)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"passes": self.passes, "samples": self.samples, "first_epoch": self.first_epoch, "declared": self.declared,
-                "identity": dict(self.identity)}
-
-    @classmethod
-    def from_json(cls, value: Any) -> DataPosition:
-        """Reads the result of ``to_json``; ignores unknown fields. Raises RecordError for anything else."""
-        if not isinstance(value, dict):
-            raise RecordError(f"training state: data is {value!r}"[:200] + ", expected an object")
-        passes, samples, first = value.get("passes"), value.get("samples"), value.get("first_epoch")
-        declared, identity = value.get("declared"), value.get("identity")
-        if type(passes) is not int or type(samples) is not int or type(first) is not int \
-                or not (0 <= passes < 2**63 and 0 <= samples < 2**63 and abs(first) < 2**63):
-            raise RecordError(f"training state: data is at pass {passes!r}, sample {samples!r}, epoch {first!r}"[:300]
-                              + ", expected whole numbers")
-        if not isinstance(declared, str) or not isinstance(identity, dict) or not all(
-                isinstance(text, str) for text in identity.values()):
-            raise RecordError(f"training state: data is {value!r}"[:300]
-                              + ", expected a string declared and an identity of strings")
-        return cls(passes, samples, first, declared, identity)

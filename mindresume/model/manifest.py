@@ -14,22 +14,21 @@ function that reads raises RecordError for content that mindresume cannot have w
 """
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
 from mindresume import runtime
 from mindresume.errors import RecordError
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
-from mindresume.model.training_state import TrainingState, is_count, is_number
-from mindresume.typed import parse_json
+from mindresume.model.training_state import TrainingState
+from mindresume.typed import is_count, is_number, parse_json
 
 FOLDER = ".mindresume"                 # below the checkpoint root; mindformers lists no hidden folders
 MANIFEST = "manifest.json"
@@ -75,16 +74,15 @@ def attempt_name(step: int, run: str) -> str:
 
 def parse_attempt(name: str) -> tuple[int, str] | None:
     """Returns (step, run) of an attempt folder, None for any other name."""
-    found = _ATTEMPT.fullmatch(name)
-    return (int(found.group(1)), found.group(2)) if found else None
+    return next(((step, run) for _, step, run in attempts([name])), None)
 
 
 def attempts(names: list[str]) -> Iterator[tuple[str, int, str]]:
     """Yields (name, step, run) for every attempt folder in ``names``."""
     for name in names:
-        found = parse_attempt(name)
+        found = _ATTEMPT.fullmatch(name)
         if found:
-            yield name, *found
+            yield name, int(found[1]), found[2]
 
 
 def trash_name(attempt: str) -> str:
@@ -126,55 +124,47 @@ _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 def encode_head(head: Mapping[str, Any], limit: int = HEAD_LIMIT) -> bytes:
     """Returns the checksum line and the head line. Raises ValueError if the head has more than ``limit`` bytes, as it could
     not be read back."""
-    line = dump_line(head, limit)
+    line = _encode_line(head, limit)
     return xxhash.xxh3_128_hexdigest(line).encode() + b"\n" + line + b"\n"
 
 
-def read_head(file: BinaryIO, kind: str, limit: int = HEAD_LIMIT) -> tuple[dict[str, Any], bytes]:
-    """Reads the checksum line and the head line, and leaves ``file`` after them. Returns the head and its line. Raises
-    RecordError unless they are complete, of this kind and of a known version."""
-    checksum = file.readline(64).rstrip(b"\n")
-    line = read_line(file, limit, kind)
-    if xxhash.xxh3_128_hexdigest(line).encode() != checksum:
-        raise RecordError(f"not a {kind}: it is empty, truncated or altered")
-    with field_errors(kind):
-        head = parse_line(line, kind)
-        if not isinstance(head, dict):
-            raise RecordError(f"expected a {kind}, found {type(head).__name__}")
-        if head.get("kind") != kind:
-            raise RecordError(f"expected a {kind}, found {head.get('kind')!r}"[:400])
-        version = head.get("version")
-        if type(version) is not int or version < 1:
-            raise RecordError(f"{kind} of version {version!r}"[:400] + ", expected a whole number of at least 1")
-        if version > VERSION:
-            raise RecordError(f"{kind} of version {version}"[:400] + f", this mindresume reads up to {VERSION}: install a newer "
-                              f"one")
-        return head, line
-
-
-def read_line(file: BinaryIO, limit: int, kind: str) -> bytes:
-    """Reads one line of at most ``limit`` bytes and returns it without its line break, which the last line may lack."""
-    line = file.readline(limit + 1)
-    if len(line) > limit and not line.endswith(b"\n"):
-        raise RecordError(f"not a {kind}: a line has more than {limit} bytes")
-    return line.removesuffix(b"\n")
-
-
-def parse_line(line: bytes, kind: str) -> Any:
-    """Parses one line of JSON. Raises RecordError if it is not JSON, has too many values or keys, is nested too deeply, repeats a
-    key, or has a key that UTF-8 cannot encode."""
-    try:
-        return parse_json(line)
-    except ValueError as error:
-        raise RecordError(f"{kind}: not JSON as mindresume writes it: {error}"[:400]) from error
-
-
-def dump_line(value: Any, limit: int) -> bytes:
-    """Returns ``value`` as JSON without a line break. Raises ValueError if it has more than ``limit`` bytes."""
+def _encode_line(value: Any, limit: int) -> bytes:
     line = json.dumps(value, separators=(",", ":")).encode()
     if len(line) > limit:
         raise ValueError(f"a line of {len(line)} bytes; at most {limit} can be read back")
     return line
+
+
+def read_head(file: BinaryIO, kind: str, limit: int = HEAD_LIMIT) -> tuple[dict[str, Any], str]:
+    """Reads the checksum line and the head line, and leaves ``file`` after them. Returns the head and its checksum. Raises
+    RecordError unless they are complete, of this kind and of a known version."""
+    checksum = file.readline(64).rstrip(b"\n").decode(errors="replace")
+    head = _read_line(file, kind, limit, checksum, f"not a {kind}: it is empty, truncated or altered")
+    found = head.get("kind") if isinstance(head, dict) else type(head).__name__
+    if not isinstance(head, dict) or found != kind:
+        raise RecordError(f"expected a {kind}, found {found!r}"[:400])
+    version = head.get("version")
+    if type(version) is not int or version < 1:
+        raise RecordError(f"{kind} of version {version!r}"[:400] + ", expected a whole number of at least 1")
+    if version > VERSION:
+        raise RecordError(f"{kind} of version {version}"[:400] + f", this mindresume reads up to {VERSION}: install a newer one")
+    return head, checksum
+
+
+def _read_line(file: BinaryIO, kind: str, limit: int, checksum: Any, damage: str) -> Any:
+    """Reads a line of at most ``limit`` bytes, whose line break may be missing, and returns its JSON value. Raises RecordError:
+    ``damage`` unless it has this checksum; also if it is not JSON, has too many values or keys, is nested too deeply, repeats a
+    key, or has a key that UTF-8 cannot encode."""
+    line = file.readline(limit + 1)
+    if len(line) > limit and not line.endswith(b"\n"):
+        raise RecordError(f"not a {kind}: a line has more than {limit} bytes")
+    line = line.removesuffix(b"\n")
+    if xxhash.xxh3_128_hexdigest(line) != checksum:
+        raise RecordError(damage)
+    try:
+        return parse_json(line)
+    except ValueError as error:
+        raise RecordError(f"{kind}: not JSON as mindresume writes it: {error}"[:400]) from error
 
 
 @contextmanager
@@ -184,57 +174,6 @@ def field_errors(kind: str) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise RecordError(f"{kind}: a field is missing or wrong ({type(error).__name__}: {error}"[:400] + ")") from error
-
-
-# ---- single fields -------------------------------------------------------------------------------------------------
-
-def expect_list(value: Any, what: str, length: int | None = None) -> list[Any]:
-    """Returns ``value`` if it is a list, with ``length`` values if that is given. ``what`` names it in the error."""
-    if not isinstance(value, list) or length not in (None, len(value)):
-        found = f"{len(value)} values" if isinstance(value, list) else type(value).__name__
-        raise RecordError(f"{what}"[:200] + f": expected a list{f' of {length} values' if length else ''}, found {found}")
-    return value
-
-
-def expect_count(head: Mapping[str, Any], field: str, least: int, most: int) -> int:
-    """Returns the integer in ``field``, from ``least`` to ``most``."""
-    value = head[field]
-    if not is_count(value, least, most):
-        raise RecordError(f"{field} is {value!r}"[:200] + f", expected a whole number from {least} to {most}")
-    return value
-
-
-def expect_flag(head: Mapping[str, Any], field: str) -> bool:
-    """Returns the boolean in ``field``."""
-    value = head[field]
-    if not isinstance(value, bool):
-        raise RecordError(f"{field} is {value!r}"[:200] + ", expected true or false")
-    return value
-
-
-def expect_time(value: Any) -> float:
-    """Returns ``value`` if it is a time, in seconds since 1970."""
-    if not is_number(value) or not 0 <= value <= MAX_TIME:
-        raise RecordError(f"saved_at is {value!r}"[:200] + ", expected seconds since 1970")
-    return float(value)
-
-
-def expect_checksum(value: Any, what: str) -> None:
-    """Checks that ``value`` is an xxh3_128 checksum in hex; ``what`` names it in the error."""
-    if not isinstance(value, str) or not _CHECKSUM.fullmatch(value):
-        raise RecordError(f"{what}"[:200] + f": the checksum is {value!r}"[:200] + ", expected 32 hex digits")
-
-
-def expect_shape(name: str, value: Any) -> tuple[int, ...]:
-    """Returns the shape of tensor ``name``, of at most MAX_AXES dimensions."""
-    if not isinstance(value, list) or len(value) > MAX_AXES or not all(map(is_count, value)):
-        raise RecordError(f"tensor {name}: the shape is {value!r}"[:400] + f", expected up to {MAX_AXES} sizes")
-    return tuple(value)
-
-
-def set_fields(**fields: Any) -> dict[str, Any]:
-    """Returns the fields that are not empty. Readers treat an absent field as empty."""
-    return {name: value for name, value in fields.items() if value}
 
 
 def rank_ranges(ranks: Sequence[int]) -> list[list[int]]:
@@ -249,17 +188,18 @@ def rank_ranges(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def parse_ranks(value: Any, world_size: int) -> tuple[int, ...]:
-    """Returns a proper subset of the ``world_size`` ranks, ascending; () for None. ``value`` lists ranks (in a manifest) or
-    ranges (in a record)."""
-    if value is None:
-        return ()
-    bounds = [row if isinstance(row, list) and len(row) == 2 else [row, row] for row in expect_list(value, "part")]
-    if not all(is_count(bound, 0, world_size - 1) for row in bounds for bound in row) or any(
-            first > last for first, last in bounds) or any(
-            last >= first for (_, last), (first, _) in itertools.pairwise(bounds)) or not 0 < sum(
-            last - first + 1 for first, last in bounds) < world_size:
-        raise RecordError(f"part is {value!r}"[:200] + f", expected some of the {world_size} ranks, ascending")
-    return tuple(itertools.chain.from_iterable(range(first, last + 1) for first, last in bounds))
+    """Returns a proper subset of the ``world_size`` ranks, ascending. ``value`` lists ranks (in a manifest) or ranges (in a
+    record)."""
+    ranks: list[int] = []
+    for row in value if isinstance(value, list) else [None]:
+        first, last = row if isinstance(row, list) and len(row) == 2 else (row, row)
+        if not is_count(first, ranks[-1] + 1 if ranks else 0) or not is_count(last, first, world_size - 1):
+            break
+        ranks += range(first, last + 1)
+    else:
+        if 0 < len(ranks) < world_size:
+            return tuple(ranks)
+    raise RecordError(f"part is {value!r}"[:200] + f", expected some of the {world_size} ranks, ascending")
 
 
 # ---- files and tensors ------------------------------------------------------------------------------------------------
@@ -270,9 +210,8 @@ MAX_NAME = 255                         # bytes of a file name: the limit of all 
 _NAME = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]+")       # a file name: no folders, no control characters, UTF-8
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """One weight file.
+class FileRecord(NamedTuple):
+    """One weight file. In a record and a manifest it is a list of these four.
 
     Attributes:
         path: relative to the checkpoint root, with ``/``.
@@ -285,57 +224,47 @@ class FileRecord:
     size: int | None = None
     checksum: str | None = None
 
-    def to_json(self) -> list[Any]:
-        return [self.path, self.format, self.size, self.checksum]
-
     @classmethod
     def from_json(cls, value: Any) -> FileRecord:
         """Reads the entry of any file below the root, recorded by mindresume or not. Raises RecordError if the path leaves the
         root."""
-        path, fmt, size, checksum = expect_list(value, "file", 4)
+        if not isinstance(value, list) or len(value) != 4:
+            raise RecordError(f"file {value!r}"[:200] + ": expected a list of 4 values")
+        path = value[0]
         if not isinstance(path, str) or not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
             raise RecordError(f"file path {path!r}"[:200] + " leaves the checkpoint folder")
-        return cls(path, fmt, size, checksum)
+        return cls(*value)
 
     @classmethod
-    def of_rank(cls, value: Any, rank: int) -> FileRecord:
-        """Reads the entry of a weight file of ``rank``. Raises RecordError unless the file lies in the folder of that rank or
-        beside the records: so no reader opens, and no removal deletes, anything else."""
-        file = cls.from_json(value)
-        folder, _, name = file.path.rpartition("/")
-        if folder not in (f"rank_{rank}", "") or not _NAME.fullmatch(name):
-            raise RecordError(f"file path {file.path!r}"[:200] + f" is neither a file in the folder rank_{rank} nor one "
-                              f"without a folder")
+    def recorded(cls, value: Any, rank: int | None = None) -> FileRecord:
+        """Reads the entry of a weight file of ``rank``, or of a metadata file. Raises RecordError unless the file has a size and
+        a checksum, and lies in the folder of that rank or beside the records: so no reader opens, and no removal deletes,
+        anything else."""
+        path, fmt, size, checksum = file = cls.from_json(value)
+        folder, _, name = path.rpartition("/")
+        if folder not in ("", f"rank_{rank}") or rank is None and folder or not _NAME.fullmatch(name):
+            where = "" if rank is None else f" or in the folder rank_{rank}"
+            raise RecordError(f"file path {path!r}"[:200] + f": expected a file without a folder{where}")
         if len(name.encode()) > MAX_NAME:
-            raise RecordError(f"file path {file.path!r}"[:200] + f" has a name of more than {MAX_NAME} bytes")
-        if file.format not in FORMATS or not name.endswith(f".{file.format}"):
-            raise RecordError(f"file path {file.path!r}"[:200] + f" has the format {file.format!r}"[:200] + f", expected "
-                              f"{' or '.join(FORMATS)} and a name with that extension")
-        return file._checked()
-
-    @classmethod
-    def metadata_file(cls, value: Any) -> FileRecord:
-        """Reads the entry of a JSON file in a manifest. Raises RecordError unless the file lies beside the records."""
-        file = cls.from_json(value)
-        if not _NAME.fullmatch(file.path) or file.format != "json":
-            raise RecordError(f"file path {file.path!r}"[:200] + " is not a metadata file: expected JSON beside the records")
-        return file._checked()
-
-    def _checked(self) -> FileRecord:
-        """Returns this entry. Raises RecordError unless it has a size and a checksum."""
-        if not is_count(self.size):
-            raise RecordError(f"the size of {self.path} is {self.size!r}"[:400] + ", expected a number of bytes")
-        expect_checksum(self.checksum, self.path)
-        return self
+            raise RecordError(f"file path {path!r}"[:200] + f" has a name of more than {MAX_NAME} bytes")
+        formats = ("json",) if rank is None else FORMATS
+        if fmt not in formats or not name.endswith(f".{fmt}"):
+            raise RecordError(f"file path {path!r}"[:200] + f" has the format {fmt!r}"[:200] + f", expected "
+                              f"{' or '.join(formats)} and a name with that extension")
+        if not is_count(size):
+            raise RecordError(f"the size of {path} is {size!r}"[:400] + ", expected a number of bytes")
+        if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
+            raise RecordError(f"{path}"[:200] + f": the checksum is {checksum!r}"[:200] + ", expected 32 hex digits")
+        return file
 
     def below(self, folder: str) -> FileRecord:
         """Returns this entry with its path relative to the parent of ``folder``."""
-        return replace(self, path=f"{folder}/{self.path}") if folder else self
+        return self._replace(path=f"{folder}/{self.path}") if folder else self
 
 
-def files_of_rank(value: Any, rank: int) -> tuple[FileRecord, ...]:
+def _files_of_rank(rows: Sequence[Any], rank: int) -> tuple[FileRecord, ...]:
     """Reads the entries of one rank's files. Raises RecordError unless there are 1 to MAX_FILES with different paths."""
-    files = tuple(FileRecord.of_rank(row, rank) for row in expect_list(value, "files"))
+    files = tuple([FileRecord.recorded(row, rank) for row in rows])
     if not 1 <= len({file.path for file in files}) == len(files) <= MAX_FILES:
         raise RecordError(f"rank {rank} has {len(files)} files: {', '.join(file.path for file in files)}"[:400] + f"; expected "
                           f"1 to {MAX_FILES} different ones")
@@ -367,42 +296,6 @@ class Details:
     """Holds every tensor in the files of a rank, and the state of its random number generators."""
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
     random: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        layouts: dict[TensorLayout, int] = {}
-        rows = {}
-        for name, tensor in self.tensors.items():
-            index = None if tensor.layout is None else layouts.setdefault(tensor.layout, len(layouts))
-            rows[name] = [tensor.dtype, tensor.shape, tensor.checksum, index, tensor.global_shape, tensor.file]
-        return {"tensors": rows, "layouts": [layout.to_json() for layout in layouts], "random": dict(self.random)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Details:
-        """Reads the result of ``to_json``. Raises RecordError or ValueError for anything else, and if a shape does not fit its
-        layout."""
-        layouts = [TensorLayout.from_json(layout) for layout in value["layouts"]]
-        fits: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}   # a model has thousands of tensors but few layouts
-        tensors = {}
-        for name, row in value["tensors"].items():
-            dtype, shape, checksum, index, whole, file = expect_list(row, name, 6)
-            if not is_count(file, 0, MAX_FILES - 1):
-                raise RecordError(f"tensor {name}: the file is {file!r}"[:400] + f", expected a number below {MAX_FILES}")
-            if not isinstance(dtype, str):
-                raise RecordError(f"tensor {name}: the dtype is {dtype!r}"[:400] + ", expected a string")
-            expect_checksum(checksum, f"tensor {name}")
-            shape, whole = expect_shape(name, shape), None if whole is None else expect_shape(name, whole)
-            if index is not None:
-                if not is_count(index, 0, len(layouts) - 1) or whole is None:
-                    raise RecordError(f"tensor {name}: layout {index!r} of global shape {whole}"[:400] + f"; there are "
-                                      f"{len(layouts)} layouts")
-                if (index, whole) not in fits:
-                    fits[index, whole] = layouts[index].local_shape(whole)
-                if fits[index, whole] != shape:
-                    raise RecordError(f"tensor {name} of shape {shape}: its layout cuts {whole} into {fits[index, whole]}"[:400])
-            tensors[name] = TensorRecord(dtype, shape, checksum, None if index is None else layouts[index], whole, file)
-        if not isinstance(value["random"], dict):
-            raise RecordError(f"random is {type(value['random']).__name__}, expected an object")
-        return cls(tensors, value["random"])
 
 
 # ---- records and manifests --------------------------------------------------------------------------------------------
@@ -438,47 +331,91 @@ class Record:
 
     def encode(self, details: Details) -> bytes:
         """Returns the content of the record file."""
-        tail = dump_line(details.to_json(), DETAILS_LIMIT)
+        layouts: dict[TensorLayout, int] = {}
+        tensors = {}
+        for name, tensor in details.tensors.items():
+            index = None if tensor.layout is None else layouts.setdefault(tensor.layout, len(layouts))
+            tensors[name] = [tensor.dtype, tensor.shape, tensor.checksum, index, tensor.global_shape, tensor.file]
+        tail = _encode_line({"tensors": tensors, "layouts": [layout.to_json() for layout in layouts],
+                             "random": dict(details.random)}, DETAILS_LIMIT)
         head = {"version": VERSION, "kind": "record", "run": self.run, "rank": self.rank, "world_size": self.world_size,
-                "state": self.state.to_json(), "saved_at": self.saved_at, "files": [file.to_json() for file in self.files],
-                "deduplicated": self.deduplicated, **set_fields(lineage=self.lineage,
-                    part=rank_ranges(self.local_ranks)),
-                "details": xxhash.xxh3_128_hexdigest(tail)}
-        return encode_head(head) + tail + b"\n"
+                "state": self.state.to_json(), "saved_at": self.saved_at, "files": self.files, "deduplicated": self.deduplicated}
+        if self.lineage:
+            head["lineage"] = self.lineage
+        if self.local_ranks:
+            head["part"] = rank_ranges(self.local_ranks)
+        return encode_head({**head, "details": xxhash.xxh3_128_hexdigest(tail)}) + tail + b"\n"
 
-    @classmethod
-    def decode(cls, head: Mapping[str, Any]) -> Record:
-        """Makes a record from its parsed head. Raises RecordError if a field is missing or wrong."""
-        with field_errors("record"):
-            run_sequence(head["run"])
-            world_size = expect_count(head, "world_size", 1, MAX_RANKS)
-            rank = expect_count(head, "rank", 0, world_size - 1)
-            local_ranks = parse_ranks(head.get("part"), world_size)
-            if local_ranks and rank not in local_ranks:
-                raise RecordError(f"part is {local_ranks!r}"[:200] + f", and this is the record of rank {rank}")
-            return cls(head["run"], rank, world_size, TrainingState.from_json(head["state"]), expect_time(head["saved_at"]),
-                       files_of_rank(head["files"], rank), expect_flag(head, "deduplicated"), _lineage(head), local_ranks)
+
+def _shared_fields(head: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that a record and a manifest share."""
+    run, lineage = head["run"], head.get("lineage", "")
+    world_size, saved_at, deduplicated = head["world_size"], head["saved_at"], head["deduplicated"]
+    run_sequence(run)
+    if "lineage" in head:
+        run_sequence(lineage)
+    if not is_count(world_size, 1, MAX_RANKS):
+        raise RecordError(f"world_size is {world_size!r}"[:200] + f", expected a whole number from 1 to {MAX_RANKS}")
+    if not is_number(saved_at) or not 0 <= saved_at <= MAX_TIME:
+        raise RecordError(f"saved_at is {saved_at!r}"[:200] + ", expected seconds since 1970")
+    if not isinstance(deduplicated, bool):
+        raise RecordError(f"deduplicated is {deduplicated!r}"[:200] + ", expected true or false")
+    return {"run": run, "world_size": world_size, "state": TrainingState.from_json(head["state"]), "saved_at": float(saved_at),
+            "deduplicated": deduplicated, "lineage": lineage,
+            "local_ranks": () if head.get("part") is None else parse_ranks(head["part"], world_size)}
+
+
+def _record_of(head: Mapping[str, Any]) -> Record:
+    """Makes a record from its head. Raises RecordError if a field is missing or wrong."""
+    with field_errors("record"):
+        rank, shared = head["rank"], _shared_fields(head)
+        if not is_count(rank, 0, shared["world_size"] - 1):
+            raise RecordError(f"rank is {rank!r}"[:200] + f", expected a whole number below {shared['world_size']}")
+        if shared["local_ranks"] and rank not in shared["local_ranks"]:
+            raise RecordError(f"part is {shared['local_ranks']!r}"[:200] + f", and this is the record of rank {rank}")
+        return Record(rank=rank, files=_files_of_rank(head["files"], rank), **shared)
 
 
 def read_record(file: BinaryIO) -> tuple[Record, str]:
     """Returns the head of a record and the checksum of its head line. Raises RecordError if it is torn, altered or of another
     kind."""
-    head, line = read_head(file, "record")
-    return Record.decode(head), xxhash.xxh3_128_hexdigest(line)
+    head, checksum = read_head(file, "record")
+    return _record_of(head), checksum
 
 
 def read_details(file: BinaryIO) -> tuple[Record, Details]:
-    """Returns a record and its details. Raises RecordError if either is torn, altered or of another kind."""
+    """Returns a record and its details. Raises RecordError if either is torn, altered or of another kind, and if the shape of a
+    tensor does not fit its layout."""
     head, _ = read_head(file, "record")
-    tail = read_line(file, DETAILS_LIMIT, "record")
-    if xxhash.xxh3_128_hexdigest(tail) != head.get("details"):
-        raise RecordError("the list of tensors is truncated or altered")
+    value = _read_line(file, "record", DETAILS_LIMIT, head.get("details"), "the list of tensors is truncated or altered")
+    record, tensors = _record_of(head), {}
     with field_errors("record"):
-        record, details = Record.decode(head), Details.from_json(parse_line(tail, "record"))
-        beyond = next((name for name, row in details.tensors.items() if row.file >= len(record.files)), None)
-        if beyond is not None:
-            raise RecordError(f"tensor {beyond} is in file {details.tensors[beyond].file} of {len(record.files)}")
-        return record, details
+        layouts = [TensorLayout.from_json(layout) for layout in value["layouts"]]
+        fits: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}   # a model has thousands of tensors but few layouts
+        for name, row in value["tensors"].items():
+            dtype, shape, checksum, index, whole, number = row
+            if not is_count(number, 0, len(record.files) - 1):
+                raise RecordError(f"tensor {name} is in file {number!r}"[:400] + f" of {len(record.files)}")
+            if not isinstance(dtype, str):
+                raise RecordError(f"tensor {name}: the dtype is {dtype!r}"[:400] + ", expected a string")
+            if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
+                raise RecordError(f"tensor {name}"[:200] + f": the checksum is {checksum!r}"[:200] + ", expected 32 hex digits")
+            for sizes in (shape,) if whole is None else (shape, whole):
+                if not isinstance(sizes, list) or len(sizes) > MAX_AXES or not all(map(is_count, sizes)):
+                    raise RecordError(f"tensor {name}: the shape is {sizes!r}"[:400] + f", expected up to {MAX_AXES} sizes")
+            shape, whole = tuple(shape), None if whole is None else tuple(whole)
+            if index is not None:
+                if not is_count(index, 0, len(layouts) - 1) or whole is None:
+                    raise RecordError(f"tensor {name}: layout {index!r} of global shape {whole}"[:400] + f"; there are "
+                                      f"{len(layouts)} layouts")
+                if (index, whole) not in fits:
+                    fits[index, whole] = layouts[index].local_shape(whole)
+                if fits[index, whole] != shape:
+                    raise RecordError(f"tensor {name} of shape {shape}: its layout cuts {whole} into {fits[index, whole]}"[:400])
+            tensors[name] = TensorRecord(dtype, shape, checksum, None if index is None else layouts[index], whole, number)
+        if not isinstance(value["random"], dict):
+            raise RecordError(f"random is {type(value['random']).__name__}, expected an object")
+    return record, Details(tensors, value["random"])
 
 
 @dataclass(frozen=True)
@@ -487,6 +424,7 @@ class Manifest:
 
     Attributes:
         run: id of the run.
+        world_size: ranks of the job.
         state: training state at the save; its metrics are merged from all ranks.
         saved_at: seconds since 1970, for display only.
         files: weight files of each rank.
@@ -494,10 +432,10 @@ class Manifest:
         metadata_files: files that rank 0 wrote beside them, such as ``metadata.json``.
         deduplicated: some rank wrote only its share.
         local_ranks: where nodes share no disk, the ranks that ``files`` belongs to; else empty, for all ranks.
-        world: ranks of the job if ``local_ranks`` is given; else 0.
         lineage: as in a record.
     """
     run: str
+    world_size: int
     state: TrainingState
     saved_at: float
     files: tuple[tuple[FileRecord, ...], ...]
@@ -505,7 +443,6 @@ class Manifest:
     metadata_files: tuple[FileRecord, ...] = ()
     deduplicated: bool = False
     local_ranks: tuple[int, ...] = ()
-    world: int = 0
     lineage: str = ""
 
     @classmethod
@@ -514,15 +451,11 @@ class Manifest:
         concerned, () for all."""
         first = records[0][0]
         # Under pipeline parallelism only the last stage has the loss; of several values, the lowest rank's counts.
-        metrics = {name: value for record, _ in reversed(records) for name, value in record.state.metrics}
-        state = replace(first.state, metrics=tuple(sorted(metrics.items())))
-        return cls(first.run, state, max(record.saved_at for record, _ in records), tuple(record.files for record, _ in records),
-                   tuple(checksum for _, checksum in records), (), any(record.deduplicated for record, _ in records), local_ranks,
-                   first.world_size if local_ranks else 0, first.lineage)
-
-    @property
-    def world_size(self) -> int:
-        return self.world or len(self.files)
+        metrics = {name: value for record, _ in reversed(records) for name, value in record.state.metrics.items()}
+        state = replace(first.state, metrics=dict(sorted(metrics.items())))
+        return cls(first.run, first.world_size, state, max(record.saved_at for record, _ in records),
+                   tuple(record.files for record, _ in records), tuple(checksum for _, checksum in records),
+                   deduplicated=any(record.deduplicated for record, _ in records), local_ranks=local_ranks, lineage=first.lineage)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -535,40 +468,33 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Returns the content of the manifest file."""
-        return encode_head({"version": VERSION, "kind": "manifest", "run": self.run, "world_size": self.world_size,
-                            "state": self.state.to_json(), "saved_at": self.saved_at,
-                            "files": [[file.to_json() for file in files] for files in self.files], "records": list(self.records),
-                            "small": [file.to_json() for file in self.metadata_files], "deduplicated": self.deduplicated,
-                            **set_fields(lineage=self.lineage, part=list(self.local_ranks))}, MANIFEST_LIMIT)
+        head = {"version": VERSION, "kind": "manifest", "run": self.run, "world_size": self.world_size,
+                "state": self.state.to_json(), "saved_at": self.saved_at, "files": self.files, "records": self.records,
+                "small": self.metadata_files, "deduplicated": self.deduplicated}
+        if self.lineage:
+            head["lineage"] = self.lineage
+        if self.local_ranks:
+            head["part"] = self.local_ranks
+        return encode_head(head, MANIFEST_LIMIT)
 
     @classmethod
     def read(cls, file: BinaryIO) -> Manifest:
         """Reads a manifest. Raises RecordError if it is torn, altered or of another kind."""
         head, _ = read_head(file, "manifest", MANIFEST_LIMIT)
         with field_errors("manifest"):
-            run_sequence(head["run"])
-            world_size = expect_count(head, "world_size", 1, MAX_RANKS)
-            rows, records = expect_list(head["files"], "files"), expect_list(head["records"], "records")
-            local_ranks = parse_ranks(head.get("part"), world_size)
-            ranks = local_ranks or range(world_size)
+            shared = _shared_fields(head)
+            rows, records, small = head["files"], head["records"], head["small"]
+            if not all(isinstance(value, list) for value in (rows, records, small)):
+                raise RecordError("manifest: files, records or small is not a list")
+            ranks = shared["local_ranks"] or range(shared["world_size"])
             if not len(rows) == len(records) == len(ranks):
                 raise RecordError(f"manifest: {len(rows)} files and {len(records)} records for {len(ranks)} ranks")
-            files = tuple(files_of_rank(row, rank) for rank, row in zip(ranks, rows, strict=True))
-            metadata_files = tuple(FileRecord.metadata_file(row) for row in expect_list(head["small"], "small"))
+            files = tuple([_files_of_rank(row, rank) for rank, row in zip(ranks, rows, strict=True)])
+            metadata_files = tuple(map(FileRecord.recorded, small))
             paths = [file.path for group in (*files, metadata_files) for file in group]
             if len(set(paths)) < len(paths):
                 raise RecordError(f"manifest: {Counter(paths).most_common(1)[0][0]} is named twice")
             for rank, checksum in zip(ranks, records, strict=True):
-                expect_checksum(checksum, record_name(rank))
-            return cls(head["run"], TrainingState.from_json(head["state"]), expect_time(head["saved_at"]), files,
-                       tuple(records), metadata_files, expect_flag(head, "deduplicated"), local_ranks,
-                       world_size if local_ranks else 0, _lineage(head))
-
-
-def _lineage(head: Mapping[str, Any]) -> str:
-    """Reads the id of a run; empty if the field is absent."""
-    if "lineage" not in head:
-        return ""
-    lineage: str = head["lineage"]
-    run_sequence(lineage)
-    return lineage
+                if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
+                    raise RecordError(f"{record_name(rank)}: the checksum is {checksum!r}"[:200] + ", expected 32 hex digits")
+            return cls(files=files, records=tuple(records), metadata_files=metadata_files, **shared)

@@ -6,20 +6,17 @@ depend on it alone, so a resume in the middle of an epoch can neither restart no
 """
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeGuard
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from mindresume.errors import RecordError
 from mindresume.model.data_position import DataPosition
-from mindresume.typed import MAX_COUNT
+from mindresume.typed import MAX_COUNT, Count, Limits, Number, decode, is_number
 
 MAX_TEXT = 4096             # characters: a path
 Scalar = str | bool | int | float | None
-_COUNTS = (("step", 0), ("steps_per_epoch", 1), ("global_step", -1))                    # required fields and their minimum
-_OPTIONAL_COUNTS = (("global_batch_size", 1), ("sink_size", 1), ("dataset_size", 1), ("health", 0),
-                    ("consumed", 0))                                                    # null is allowed
+Positive = Annotated[int, Limits(1, MAX_COUNT)]
 
 
 @dataclass(frozen=True)
@@ -35,28 +32,26 @@ class TrainingState:
         loss_scale: None if loss scaling is off.
         sink_size: steps in a sink; None without sink mode.
         dataset_size: steps in one pass over the data, in both modes; None if unknown.
-        metrics: (name, finite value) pairs measured at the save: the loss of the step, and what the user reported.
+        metrics: finite values measured at the save, by name: the loss of the step, and what the user reported.
         health: 0 healthy, 1 not (``ckpt_status`` of mindformers' health monitor), None unknown.
         consumed: samples that the training has read, over all data sets and resumes; None if unknown.
         data: position in the data set; None if unknown.
-        arrangement: (key, value) pairs: how the network orders the elements within its tensors, see
-            ``mindformers/adapter.py``. Empty if unknown.
-        trainer: (name, value) pairs of what else the trainer counts, each a JSON scalar; see
-            ``mindformers/pynative/trainer_state.py``.
+        arrangement: how the network orders the elements within its tensors, see ``mindformers/adapter.py``. Empty if unknown.
+        trainer: what else the trainer counts, by name; see ``mindformers/pynative/trainer_state.py``.
     """
-    step: int
-    steps_per_epoch: int
-    global_step: int
-    global_batch_size: int | None = None
-    loss_scale: float | None = None
-    sink_size: int | None = None
-    dataset_size: int | None = None
-    metrics: tuple[tuple[str, float], ...] = ()
-    health: int | None = None
-    consumed: int | None = None
+    step: Count
+    steps_per_epoch: Positive
+    global_step: Annotated[int, Limits(-1, MAX_COUNT)]
+    global_batch_size: Positive | None = None
+    loss_scale: Number | None = None
+    sink_size: Positive | None = None
+    dataset_size: Positive | None = None
+    metrics: Mapping[str, Number] = field(default_factory=dict, hash=False)
+    health: Count | None = None
+    consumed: Count | None = None
     data: DataPosition | None = None
-    arrangement: tuple[tuple[str, bool], ...] = ()
-    trainer: tuple[tuple[str, Scalar], ...] = ()
+    arrangement: Mapping[str, bool] = field(default_factory=dict, hash=False)
+    trainer: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def epoch(self) -> int:
@@ -70,8 +65,8 @@ class TrainingState:
         return (self.step - 1) % self.steps_per_epoch + 1 if self.step else 0
 
     def to_json(self) -> dict[str, Any]:
-        value = {**asdict(self), "metrics": dict(self.metrics), "epoch": self.epoch, "step_in_epoch": self.step_in_epoch,
-                 "data": self.data and self.data.to_json()}
+        value = {**vars(self), "metrics": dict(self.metrics), "epoch": self.epoch, "step_in_epoch": self.step_in_epoch,
+                 "data": self.data and {**vars(self.data), "identity": dict(self.data.identity)}}
         for name in ("arrangement", "trainer"):         # left out if empty
             rows = dict(value.pop(name))
             value.update({name: rows} if rows else {})
@@ -81,52 +76,18 @@ class TrainingState:
     def from_json(cls, value: Any) -> TrainingState:
         """Reads the result of ``to_json``; ignores unknown fields. Raises RecordError if a required field is missing or a
         value is impossible."""
-        if not isinstance(value, dict):
-            raise RecordError(f"training state: expected an object, found {type(value).__name__}")
-        known = {field.name: value[field.name] for field in fields(cls) if field.name in value}
-        given = tuple(row for row in _OPTIONAL_COUNTS if known.get(row[0]) is not None)
-        for name, least in _COUNTS + given:
-            if not is_count(known.get(name), least):
-                raise RecordError(f"training state: {name} is {known.get(name)!r}"[:200] + f", expected a whole number from "
-                                  f"{least} to {MAX_COUNT}")
-        if known.get("loss_scale") is not None and not is_number(known["loss_scale"]):
-            raise RecordError(f"training state: loss_scale is {known['loss_scale']!r}"[:200] + ", expected a finite number")
-        for name, (is_valid, expected) in _OBJECTS.items():
-            rows = known.get(name, {})
-            if rows is None and name != "metrics":
-                rows = {}
-            if not isinstance(rows, dict) or not all(map(is_valid, rows.values())):
-                raise RecordError(f"training state: {name} is {rows!r}"[:200] + f", expected an object of {expected}")
-            known[name] = tuple((key, float(row) if name == "metrics" else row) for key, row in rows.items())
-        data = known.get("data")
-        return cls(**{**known, "data": None if data is None else DataPosition.from_json(data)})
-
-
-def is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> TypeGuard[int]:
-    """Returns whether a JSON value is an integer (not true, not 2.0) from ``least`` to ``most``."""
-    return type(value) is int and least <= value <= most
-
-
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """Returns whether a JSON value is a number (not true) that a float can hold: neither NaN nor infinite, nor 400 digits
-    long."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+        state = decode(cls, value, "training state")
+        if not all(map(is_scalar, state.trainer.values())):
+            raise RecordError(f"training state: trainer is {state.trainer!r}"[:200] + ", expected an object of numbers, texts, "
+                              "true, false and null")
+        return state
 
 
 def is_scalar(value: Any) -> bool:
-    """Returns whether ``value`` is what ``TrainingState.trainer`` may hold: None, a flag, a number or a short text."""
+    """Returns whether ``value`` is what ``TrainingState.trainer`` may hold: a ``Scalar``, a text of up to MAX_TEXT characters."""
     if isinstance(value, str):
         return len(value) <= MAX_TEXT
-    return value is None or _is_flag(value) or is_number(value)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-_OBJECTS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "metrics": (is_number, "finite numbers"), "arrangement": (_is_flag, "true and false"),
-    "trainer": (is_scalar, "numbers, texts, true, false and null")}     # pairs in memory, JSON objects in a file
+    return value is None or isinstance(value, bool) or is_number(value)
 
 
 def crosses_multiple(before: int, now: int, interval: int) -> bool:

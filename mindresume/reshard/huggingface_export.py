@@ -81,7 +81,7 @@ def to_huggingface(source: OpenCheckpoint, model: Model, dtype: str, part_bytes:
     back |= {name: back[other] for name, other in copies(model).items()}
     view = translated(inner, back, {} if dtype == KEEP else {name: "float32" if rule.float32 else dtype
                                                               for name, rule in back.items()})
-    state = replace(source.state, arrangement=()) if source.state is not None else None      # of tensors that it has no more
+    state = replace(source.state, arrangement={}) if source.state is not None else None      # of tensors that it has no more
     plan = to_consolidated(replace(source, weights=view, state=state, made=None), HUGGINGFACE, part_bytes)
     wanted = json.dumps([plan.fingerprint, repr(replace(model, source=CONFIG)), config], sort_keys=True)
     files = tuple(replace(file, metadata={"format": "pt"}) for file in plan.files)   # transformers refuses any other

@@ -31,7 +31,7 @@ from mindresume.formats.scan import is_consolidated
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import state_from_scalars
 from mindresume.formatting import ranks_count
-from mindresume.model.training_state import TrainingState, is_count, is_number
+from mindresume.model.training_state import TrainingState
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.conversion_manifest import ConversionManifest, read_weights
 from mindresume.reshard.geometry import whole
@@ -44,6 +44,7 @@ from mindresume.resume.eligible import SelectionPolicy, eligible
 from mindresume.resume.verifier import Verifier
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
+from mindresume.typed import is_count, is_number
 
 _ANY_WEIGHTS = SelectionPolicy(require_counters=False)
 _TRIES = 10                     # attempts to open, while a job completes and removes checkpoints in the folder
@@ -229,7 +230,7 @@ def checkpoint_of(directory: CheckpointDir, candidate: Candidate, strategy: Stra
     name = parse_name(os.path.basename(candidate.first.path))
     state = candidate.state or state_of(scalars, name)
     if candidate.iteration_dir:
-        split = split or state is not None and depends_on_pieces(dict(state.arrangement))
+        split = split or state is not None and depends_on_pieces(state.arrangement)
         weights = view_of_iteration(directory, candidate, split)
     else:
         weights = view_of_rank_folders(directory, candidate, strategy)
@@ -258,7 +259,7 @@ def open_consolidated(storage: Storage, path: str, step: int | None = None) -> O
         raise MissingCheckpointError(f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}")
     paths = [os.path.join(found.root, file) for file in found.files]
     if made is not None and state is not None:
-        state = replace(state, arrangement=tuple(made.arrangement.items()))
+        state = replace(state, arrangement=made.arrangement)
     return OpenCheckpoint(weights, state, None, [file_identity(storage, p) for p in paths],
                   f"{path}, consolidated weights{'' if state is None else f' of step {state.step}'}",
                   None if found.kind == FILE else found.root, notes=found.notes, made=made)

@@ -26,12 +26,12 @@ from mindresume.formats.scan import below, fresh_start_refusal, scan, scan_one
 from mindresume.formats.weight_files import existing, file_sizes, header_of, is_as_recorded, no_step, scalars_of
 from mindresume.formatting import listed, ranks_count
 from mindresume.model.manifest import FORMATS, MANIFEST, FileRecord
-from mindresume.model.training_state import is_count
 from mindresume.resume.eligible import SelectionPolicy, check_files, eligible
 from mindresume.resume.replicas import StrategyOf, complete_missing_ranks
 from mindresume.resume.verifier import OnBytesRead, Verifier
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import format_of
+from mindresume.typed import is_count
 
 
 def find_candidates(storage: Storage, path: str, requested: str | None = None, world_size: int | None = None

@@ -101,8 +101,7 @@ def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
     # asdict would copy thousands of file rows, which are encoded in another form below
     value = {field.name: getattr(candidate, field.name) for field in fields(candidate)}
     value.update(problem=None, state=candidate.state.to_json() if candidate.state else None)
-    value["files"] = [[rank, *(file.to_json() for file in files)] for rank, files in candidate.files.items()]
-    value["metadata_files"] = [file.to_json() for file in candidate.metadata_files]
+    value["files"] = [[rank, *files] for rank, files in candidate.files.items()]
     return value
 
 

@@ -63,7 +63,7 @@ def write_to_disk(directory: CheckpointDir, tier: str, candidate: Candidate, pro
     for rank, sources in candidate.files.items():
         with directory.storage.open(os.path.join(candidate.records_dir, record_name(rank))) as file:
             record, details = read_details(file)
-        rows = tuple(row if target.iterations else replace(row, path=path_on_disk(row.path, candidate.run))
+        rows = tuple(row if target.iterations else row._replace(path=path_on_disk(row.path, candidate.run))
                      for row in record.files)
         files = [(os.path.join(tier, source.path), row) for source, row in zip(sources, rows, strict=True)]
         copy_files(place, candidate.name, directory.storage, files)

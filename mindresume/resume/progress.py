@@ -174,7 +174,7 @@ def fresh_position(new: RunSettings) -> tuple[DataPosition, int, int]:
 def _beginning(new: RunSettings, epochs: int) -> DataPosition:
     """Returns the position at which the configuration starts a data set after ``epochs`` epochs of the training. MindSpore runs
     as many passes as epochs, so a skipped pass counts as an epoch only if it replaces a finished one."""
-    position = DataPosition().after(new.skip, new.dataset_size, new.samples_at_once)
+    position = DataPosition(0, 0).after(new.skip, new.dataset_size, new.samples_at_once)
     passes = min(position.passes, epochs)
     return replace(position, passes=passes, first_epoch=epochs - passes, declared=str(new.data_request))
 
@@ -196,8 +196,8 @@ def _position_of(state: TrainingState, new: RunSettings, initial_step: int) -> D
     if state.data is not None:
         return state.data
     if state.dataset_size and state.global_batch_size:
-        return DataPosition().after(state.step, state.dataset_size, state.global_batch_size)
-    return DataPosition().after(initial_step, new.dataset_size, new.global_batch_size or 1)
+        return DataPosition(0, 0).after(state.step, state.dataset_size, state.global_batch_size)
+    return DataPosition(0, 0).after(initial_step, new.dataset_size, new.global_batch_size or 1)
 
 
 def _rescaled(position: DataPosition, new: RunSettings, old: int | None) -> tuple[DataPosition, int]:

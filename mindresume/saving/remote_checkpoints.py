@@ -41,14 +41,13 @@ from mindresume.model.manifest import (
     record_rank,
     run_sequence,
 )
-from mindresume.model.training_state import is_count
 from mindresume.saving.retention import Policy, surplus
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.interface import Storage
 from mindresume.storage.object_store import ObjectStore
 from mindresume.storage.operations import parallel, read_bytes
 from mindresume.tensor_files.checksum import file_checksum
-from mindresume.typed import parse_json
+from mindresume.typed import is_count, parse_json
 
 _STATUS, _SUFFIX = "run-", ".json"
 _LOST = "lost-"                  # prefix of the object that says that a record will never come
@@ -284,7 +283,7 @@ class RemoteCheckpoints:
             manifest = self._known(name, emit)
             if manifest is not None and (own is None or manifest.lineage == own.lineage):
                 newest_first.append(name)
-                saved.append(_RetentionRow(manifest.step, manifest.saved_at, dict(manifest.state.metrics), manifest.state.health))
+                saved.append(_RetentionRow(manifest.step, manifest.saved_at, manifest.state.metrics, manifest.state.health))
         healthy = next((index for index, one in enumerate(saved) if not one.health), None)
         going = [index for index in surplus(policy, saved) if index != healthy and newest_first[index] != attempt_name(step, run)]
         failures: list[RemoteError] = []

@@ -36,7 +36,7 @@ def training(tmp_path, small_model):
     arrays, layouts = small_model
     directory = tmp_path / "output" / "checkpoint"
     for step in STEPS:
-        state = replace(state_of(step), metrics=(("loss", 5.0 - step / 200),))
+        state = replace(state_of(step), metrics={"loss": 5.0 - step / 200})
         for rank in range(WORLD):
             held = {name: array[layouts[name].slices(rank, array.shape)].copy() if name in layouts else array
                     for name, array in arrays.items()}

@@ -27,7 +27,7 @@ def saved(tmp_path, monkeypatch):
     alone."""
     root, plain = tmp_path / "run" / "output" / "checkpoint", rank_folders.state_of
     monkeypatch.setattr(rank_folders, "state_of", lambda step, batch=8: replace(plain(step, batch),
-                                                                           metrics=(("loss", abs(step - 15.0)),)))
+                                                                           metrics={"loss": abs(step - 15.0)}))
     for step in (5, 10, 15, 20, 25, 30):
         save(root, step, world=2)
     write_rank(root, 35, 0, 2)

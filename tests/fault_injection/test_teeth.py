@@ -171,7 +171,8 @@ def manifest_without_all_ranks(patch: Patch) -> None:
                 with self.target.storage.open(os.path.join(attempt, name)) as file:
                     found.append(read_record(file))
         first = found[0][0]
-        return Manifest(first.run, first.state, 0.0, tuple(record.files for record, _ in found), tuple(sums for _, sums in found))
+        return Manifest(first.run, len(found), first.state, 0.0,
+                        tuple(record.files for record, _ in found), tuple(sums for _, sums in found))
     missing = Committer._missing
     patch.setattr(Committer, "_missing", lambda self, step, by_name=False: [
         rank for rank in missing(self, step, by_name) if rank == 0])

@@ -35,7 +35,7 @@ KEYS = {"use_contiguous_weight_layout_attention": True, "use_interleaved_weight_
 
 
 def plan_of(saved, **paths):
-    state = TrainingState(5, 10, 5, arrangement=tuple(saved.items())) if saved is not None else None
+    state = TrainingState(5, 10, 5, arrangement=saved) if saved is not None else None
     chosen = SimpleNamespace(state=state, **{"records_dir": ".mindresume/step", "iteration_dir": "", **paths})
     return ResumePlan(choice=Choice(chosen, (), (), False, root="/run"))
 

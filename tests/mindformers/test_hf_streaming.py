@@ -43,7 +43,7 @@ def states(tmp_path):
 
 
 def at(skip, begins=False):
-    return ResumeProgress(99, 9, 99, 1.0, DataPosition(), skip, starts_data_set=begins)
+    return ResumeProgress(99, 9, 99, 1.0, DataPosition(0, 0), skip, starts_data_set=begins)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ RECORD = Record(RUN, 1, 2, STATE, 1700000000.5, (FILE,))
 DETAILS = Details({"w": TensorRecord("bfloat16", (1, 2), "cd" * 16, TensorLayout((2, 2, 2), ((2, 0), -1), -1), (8, 2)),
                    "bias": TensorRecord("float32", (), "ef" * 16)}, {"python": {"gauss": None}})
 OTHER = FileRecord("rank_0/net_rank_0-2_5.safetensors", "safetensors", 1234, "ab" * 16)
-MANIFEST = Manifest(RUN, STATE, 1700000000.5, ((OTHER,), (FILE,)), ("01" * 16, "23" * 16))
+MANIFEST = Manifest(RUN, 2, STATE, 1700000000.5, ((OTHER,), (FILE,)), ("01" * 16, "23" * 16))
 
 
 def read_back(content):
@@ -99,7 +99,7 @@ def test_details_are_read_back_unchanged(tensors, random):
        st.lists(file_names, min_size=1, max_size=6))
 def test_records_and_manifests_are_read_back_unchanged(state, names):
     files = tuple((FileRecord(f"rank_{rank}/{name}.ckpt", "ckpt", len(name), "00" * 16),) for rank, name in enumerate(names))
-    manifest = Manifest(RUN, state, 1.5, files, tuple("11" * 16 for _ in files))
+    manifest = Manifest(RUN, len(files), state, 1.5, files, tuple("11" * 16 for _ in files))
     assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
     for rank, file in enumerate(files):
         record = Record(RUN, rank, len(files), state, 1.5, file)

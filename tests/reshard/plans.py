@@ -226,7 +226,7 @@ def recorded(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors",
     for rank in range(plan.world_size):
         known = {name: (layout, shapes[name]) for name, layout in plan.layouts(rank).items() if layouts and name not in unnamed}
         held = shard_file(plan, others.get(rank, tensors), rank, dedup, extra)
-        state = replace(state_of(STEP), arrangement=tuple(arrangement.items()))
+        state = replace(state_of(STEP), arrangement=arrangement)
         shard = rank_shard(name_of(rank, STEP, 0, fmt), state, held, known,
                            metadata={"format": "ms", "remove_redundancy": str(dedup)})
         write_shard(target_of(root, rank, plan.world_size), shard, clock=lambda: 1000.0)

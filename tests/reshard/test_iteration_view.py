@@ -34,7 +34,7 @@ NAME = iteration_name(STEP)
 PLANS = ["dp1", "tp2", "dp2", "dp2tp2opt2", "dp2tp2pp2opt2", "dp4opt2", "pp4"]
 
 
-def iterated(root, plan, dedup=False, skip=(), trainer=(), folds=lambda layout: layout):
+def iterated(root, plan, dedup=False, skip=(), trainer=None, folds=lambda layout: layout):
     """Returns our checkpoint: weights in one file, moments and a counter in the other. ``skip``: tensors without a known
     layout. ``trainer``: counters of a PyNative trainer. ``folds(layout)``: what is recorded of a layout."""
     plan = Plan.parse(plan)
@@ -50,7 +50,7 @@ def iterated(root, plan, dedup=False, skip=(), trainer=(), folds=lambda layout: 
         model = {name: array for name, array in arrays.items() if not name.startswith("adam_")}
         rest = {name: array for name, array in arrays.items() if name not in model} | {"global_step": np.array([STEP], np.int32)}
         layouts = {name: row for name, row in layouts.items() if name not in skip}
-        write_shard(place, iteration_shard("net", place, replace(state_of(STEP), trainer=trainer), model, rest, layouts,
+        write_shard(place, iteration_shard("net", place, replace(state_of(STEP), trainer=trainer or {}), model, rest, layouts,
                                            deduplicated=dedup))
     Committer(SaveTarget(STORAGE, str(root), RUN, 0, plan.world_size, True)).saved(STEP)
     return root / NAME
@@ -85,7 +85,7 @@ def test_every_tensor_by_records_and_by_metadata(tmp_path, plan, dedup):
 def test_no_plan_is_derived_from_a_checkpoint_of_the_pynative_trainer(tmp_path):
     """hyper_parallel gives one layout, with the shards over data parallelism: tp=2 would cut vectors that no tensor parallelism
     cuts."""
-    iterated(tmp_path / "run", "dp2tp1opt2", trainer=(("total_flops", 1.0),), folds=fold_optimizer_shards)
+    iterated(tmp_path / "run", "dp2tp1opt2", trainer={"total_flops": 1.0}, folds=fold_optimizer_shards)
     assert not open_checkpoint(STORAGE, str(tmp_path / "run")).weights.split
     with pytest.raises(ConfigError, match="not known what tp=2 has to cut"):
         mindresume.convert(tmp_path / "run", tmp_path / "new", to="tp=2")

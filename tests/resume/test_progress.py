@@ -109,7 +109,7 @@ def test_an_undeclared_change_continues_as_without_a_change():
 
 def test_a_new_data_set_each_round_begins_at_its_beginning():
     """Incremental training: a pass of 10 steps, then one of 7, then one of 4, at the pass boundaries; nothing is left out."""
-    position, step = DataPosition(identity={"files": "0"}), 0
+    position, step = DataPosition(0, 0, identity={"files": "0"}), 0
     for number, size in enumerate((10, 7, 4)):
         if step:
             progress = resume_progress(state(step, 8, (10, 7, 4)[number - 1], position),
@@ -124,7 +124,7 @@ def test_a_new_data_set_each_round_begins_at_its_beginning():
 def test_no_sample_is_left_out_with_any_batch_sizes(attempts):
     """Passes have 80 samples. Every attempt continues at or less than one step before the sample at which the previous one
     stopped."""
-    position, consumed, step, batch = DataPosition(), 0, 0, 8
+    position, consumed, step, batch = DataPosition(0, 0), 0, 0, 8
     for new, steps in attempts:
         if step * batch >= new:
             progress = resume_progress(TrainingState(step, 80 // batch, step, batch, dataset_size=80 // batch, data=position),
@@ -245,7 +245,7 @@ def test_a_new_data_set_each_round(before, after):
     sink, next_sink = (old if sink == -1 else sink), (size if next_sink == -1 else next_sink)
     step = old // sink * sink
     saved = TrainingState(step, sink, step, 8, sink_size=sink, dataset_size=old,
-                          data=DataPosition(identity=OURS).after(step, old, 8))
+                          data=DataPosition(0, 0, identity=OURS).after(step, old, 8))
     new = RunSettings(8, size, next_sink, OTHER, epochs=2)
     progress = resume_progress(saved, new)
     assert (progress.position.samples, progress.position.first_epoch + progress.position.passes) == (0, 1)
@@ -268,7 +268,7 @@ def test_interrupted_at_any_sink_the_same_data_is_trained_to_its_end(size, sink,
     new = RunSettings(8, size, sink, OURS, epochs=epochs)
     cut = min(cut, int(size / sink * epochs) - 1)
     assume(cut > 0)
-    position = DataPosition(identity=OURS).after(cut * sink, size, 8)
+    position = DataPosition(0, 0, identity=OURS).after(cut * sink, size, 8)
     progress = resume_progress(TrainingState(cut * sink, sink, cut * sink, 8, sink_size=sink, dataset_size=size, data=position),
                                new)
     assert (progress.initial_step, progress.initial_epoch, progress.data_skip, progress.moved_passes) == (cut * sink, cut,
@@ -279,7 +279,7 @@ def test_interrupted_at_any_sink_the_same_data_is_trained_to_its_end(size, sink,
        more=st.integers(1, 8), step=st.integers(8, 200), attempts=st.lists(st.integers(1, 5), max_size=4))
 def test_a_new_data_set_interrupted_again_and_again(old, size, sink, batch, more, step, attempts):
     """Also with another batch size: all attempts together train as many whole sinks as fit into the remaining epochs."""
-    position = DataPosition(identity=OURS).after(step, old, 8)
+    position = DataPosition(0, 0, identity=OURS).after(step, old, 8)
     epochs = position.passes + more
     new = RunSettings(batch, size, sink, OTHER, DataRequest(True), epochs)
     progress, wanted = resume_progress(on(step, position, old), new), more * size // sink

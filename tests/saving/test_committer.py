@@ -259,7 +259,7 @@ def test_too_little_room_is_an_error_before_anything_is_written(tmp_path):
 
 def test_the_manifest_merges_the_metrics_of_all_ranks_and_rank_0_wins(tmp_path):
     """With pipeline stages only the last stage has the loss."""
-    for rank, metrics in ((0, (("accuracy", 0.5),)), (1, (("accuracy", 0.9), ("loss", 3.0)))):
+    for rank, metrics in ((0, {"accuracy": 0.5}), (1, {"accuracy": 0.9, "loss": 3.0})):
         write_shard(target_of(tmp_path, rank, 2), rank_shard(name_of(rank, 5), replace(state_of(5), metrics=metrics),
                                                         tensors_of(rank, 5)))
     Committer(target_of(tmp_path, 0, 2)).saved(5)

@@ -237,7 +237,7 @@ def test_the_best_are_kept_by_the_metric_in_the_records(tmp_path, monkeypatch):
     losses, plain = {5: 3.0, 10: 1.0, 15: 2.0, 20: 4.0}, rank_folders.state_of
     monkeypatch.setattr(rank_folders, "state_of", lambda step, batch=8: rank_folders.TrainingState(
         *[getattr(plain(step), name) for name in ("step", "steps_per_epoch", "global_step", "global_batch_size", "loss_scale",
-                                                  "sink_size", "dataset_size")], metrics=(("loss", losses[step]),)))
+                                                  "sink_size", "dataset_size")], metrics={"loss": losses[step]}))
     for step in losses:
         save(tmp_path, step, world=1)
     assert [dict(c.metrics) for c in scan(dir_at(tmp_path)).candidates] == [{"loss": losses[s]} for s in (20, 15, 10, 5)]

@@ -249,5 +249,5 @@ def test_an_emergency_save_of_a_committed_step_changes_nothing(tmp_path):
 def test_metrics_that_differ_do_not_matter_to_a_second_try(tmp_path, made):
     target = target_of(made, tmp_path, 1)
     first = write_shard(target, shard_of(target, 10))
-    again = replace(shard_of(target, 10), state=replace(rank_folders.state_of(10), metrics=(("loss", 1.0),)))
+    again = replace(shard_of(target, 10), state=replace(rank_folders.state_of(10), metrics={"loss": 1.0}))
     assert write_shard(target, again) == first

@@ -95,8 +95,8 @@ class RunSaver:
         metrics = {**loss_metric(None if loss is None else parameters.local(loss)), **run.context.progress.metrics}
         return TrainingState(step, run.steps_per_pass, step if counter is None else number(counter, int),
                              int(run.trainer.global_batch_size), None if scale is None else float(scale), None,
-                             run.steps_per_pass, tuple(metrics.items()), None, *run.data_at(step),
-                             tuple(adapter.ARRANGEMENT.items()), trainer_state.saved(run.trainer))
+                             run.steps_per_pass, metrics, None, *run.data_at(step),
+                             adapter.ARRANGEMENT, trainer_state.saved(run.trainer))
 
     def _optimizer(self, optimizer: Any) -> Any:
         return None if self._asked["no_save_optim"] else optimizer

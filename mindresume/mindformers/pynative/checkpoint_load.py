@@ -177,7 +177,7 @@ def with_position(state: TrainingState, batch: int | None, run: TrainingRun) -> 
         return state
     consumed = state.consumed if state.consumed is not None else state.step * (state.global_batch_size or batch or 1)
     return replace(state, consumed=consumed,
-                   data=DataPosition().after(consumed // run.item_samples, run.items, run.item_samples))
+                   data=DataPosition(0, 0).after(consumed // run.item_samples, run.items, run.item_samples))
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ trainer itself how many steps in a row were skipped, because ``max_consecutive_s
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -18,8 +18,8 @@ _OTHERS = frozenset({"epoch", "global_step", "max_steps", "eval_steps", "save_st
 _IN_A_ROW = {"consecutive_skipped_steps": "_consecutive_skipped_steps"}         # {name: attribute of the trainer}
 
 
-def saved(trainer: Any) -> tuple[tuple[str, Scalar], ...]:
-    """Returns (name, value) of each field. Values other than None, flags, texts and finite numbers are left out."""
+def saved(trainer: Any) -> dict[str, Scalar]:
+    """Returns the value of each field by name. Values other than None, flags, texts and finite numbers are left out."""
     state, found = trainer.state, {}
     for name in _names(state):
         found[name] = getattr(state, name)
@@ -28,13 +28,13 @@ def saved(trainer: Any) -> tuple[tuple[str, Scalar], ...]:
             found[name] = getattr(trainer, attribute)
     values = ((name, value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value)
               for name, value in found.items())
-    return tuple((name, value) for name, value in values if is_scalar(value))
+    return {name: value for name, value in values if is_scalar(value)}
 
 
-def restore(trainer: Any, values: Iterable[tuple[str, Scalar]]) -> None:
+def restore(trainer: Any, values: Mapping[str, Scalar]) -> None:
     """Sets the fields that the trainer of this release has."""
     names = set(_names(trainer.state))
-    for name, value in values:
+    for name, value in values.items():
         if name in names:
             setattr(trainer.state, name, value)
         elif name in _IN_A_ROW and hasattr(trainer, _IN_A_ROW[name]):

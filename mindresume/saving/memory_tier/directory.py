@@ -27,11 +27,11 @@ from mindresume.coordination.process_identity import boot_id, mount_namespace
 from mindresume.errors import RecordError
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, run_sequence
-from mindresume.model.training_state import is_count, is_number
 from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
 from mindresume.storage.mounts import filesystem_type
 from mindresume.storage.operations import read_json
+from mindresume.typed import is_count, is_number
 
 MARK = "memory-tier"
 OWNER = "owner.json"

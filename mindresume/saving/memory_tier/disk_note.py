@@ -15,10 +15,10 @@ from typing import Any
 
 from mindresume.errors import RecordError
 from mindresume.model.manifest import attempt_name, run_sequence
-from mindresume.model.training_state import is_count
 from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import read_json
+from mindresume.typed import is_count
 
 NOTE = "on-disk.json"
 _LIMIT = 1 << 16                # bytes

@@ -43,11 +43,11 @@ def test_the_training_state_after_a_step():
     found = saver.training_state(state, optimizer_at(6), ms.Tensor(2.5, ms.float32))
     assert (found.step, found.global_step, found.global_batch_size) == (7, 6, BATCH)
     assert (found.steps_per_epoch, found.dataset_size) == (6, 6)
-    assert (found.metrics, found.loss_scale, found.consumed, found.data) == ((("loss", 2.5),), None, 28, DataPosition(1, 4))
+    assert (found.metrics, found.loss_scale, found.consumed, found.data) == ({"loss": 2.5}, None, 28, DataPosition(1, 4))
 
 
-@pytest.mark.parametrize("loss, metrics", [(None, ()), (ms.Tensor(np.nan), ()), (ms.Tensor(np.inf), ()), (0.0, (("loss", 0.0),)),
-                                           (ms.Tensor([1.5], ms.float32), (("loss", 1.5),))])
+@pytest.mark.parametrize("loss, metrics", [(None, {}), (ms.Tensor(np.nan), {}), (ms.Tensor(np.inf), {}), (0.0, {"loss": 0.0}),
+                                           (ms.Tensor([1.5], ms.float32), {"loss": 1.5})])
 def test_the_loss_is_recorded_if_it_is_a_number(loss, metrics):
     saver, state = saver_of()
     assert saver.training_state(state, None, loss).metrics == metrics
@@ -57,7 +57,7 @@ def test_a_loss_that_is_cut_and_what_the_user_reported():
     saver, state = saver_of()
     saver._run.context.progress.metrics["eval_loss"] = 3.0
     loss = SimpleNamespace(to_local=lambda: ms.Tensor(1.25))                # a stand-in of a DTensor
-    assert dict(saver.training_state(state, None, loss).metrics) == {"loss": 1.25, "eval_loss": 3.0}
+    assert saver.training_state(state, None, loss).metrics == {"loss": 1.25, "eval_loss": 3.0}
 
 
 def test_the_loss_scale_and_an_optimizer_without_a_counter():

@@ -32,5 +32,5 @@ def test_values_of_callbacks(value, found):
 
 def test_fields_that_a_release_does_not_have():
     trainer = SimpleNamespace(state=State())
-    trainer_state.restore(trainer, (("of a later release", 1), ("consecutive_skipped_steps", 2), ("global_step", 9)))
+    trainer_state.restore(trainer, {"of a later release": 1, "consecutive_skipped_steps": 2, "global_step": 9})
     assert trainer.state == State() and not hasattr(trainer, "_consecutive_skipped_steps")

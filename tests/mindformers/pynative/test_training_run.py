@@ -63,7 +63,7 @@ def test_the_position_after_a_resume_counts_from_it():
     origin = RunOrigin(10, DataPosition(2, 24, first_epoch=1, declared="ignore_data_skip: True"), 500)
     assert run_of(origin=origin).data_at(12) == (516, DataPosition(2, 40, 1, "ignore_data_skip: True"))
     assert run_of(item=2, consumed=516, origin=origin).data_at(12) == (516, DataPosition(2, 40, 1, "ignore_data_skip: True"))
-    assert run_of(origin=RunOrigin(10, DataPosition(), None)).data_at(12) == (None, None)
+    assert run_of(origin=RunOrigin(10, DataPosition(0, 0), None)).data_at(12) == (None, None)
     assert run_of(dataset=False).data_at(12) == (None, None)
 
 
