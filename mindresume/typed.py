@@ -160,7 +160,8 @@ class _Decoder:
         self.match = re.compile(limits.pattern).fullmatch if limits and limits.pattern else None
         self.types = None if origin is Any else _JSON.get(origin, (dict,))
         self.fields: list[tuple[str, Field[Any], _Decoder]] = []          # of a dataclass: (key, field, decoder)
-        if is_dataclass(origin):
+        self.is_object = is_dataclass(origin)
+        if self.is_object:
             hints = get_type_hints(origin, include_extras=True)
             self.fields = [(field.metadata.get("key", field.name), field, _Decoder(hints[field.name]))
                            for field in fields(origin)]
@@ -180,7 +181,7 @@ class _Decoder:
             return tuple([inner[index].decode(row, (at, index)) for index, row in enumerate(value)])
         if self.origin is Mapping:
             return {self._key(key, at): self.inner[1].decode(row, (at, key)) for key, row in value.items()}
-        if self.fields:
+        if self.is_object:
             return self._object(value, at)
         return float(value) if self.origin is float else value
 
