@@ -18,11 +18,11 @@ from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import mindspore_engine
 from mindresume.reshard.checkpoint_view import CheckpointView, view_of_consolidated
+from mindresume.reshard.conversion_plan import fitted, rank_files
 from mindresume.reshard.direct_engine import transform
 from mindresume.reshard.mindspore_engine import prepare, rewrite, run
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
-from mindresume.reshard.target_files import rank_files
 from mindresume.tensor_files import read_header, read_tensor
 from st.training_run import ROOT
 
@@ -119,7 +119,8 @@ def cases(tmp_path_factory) -> dict[str, Case]:
 def final(weights: CheckpointView, target: Strategy | None, folder: Path) -> list[dict[str, np.ndarray]]:
     """Returns the result of the direct writer: {tensor: array} of each rank."""
     folder.mkdir()
-    files = rank_files(weights, target, lambda rank: str(folder / f"{rank}.safetensors"), "safetensors")
+    paths = [str(folder / f"{rank}.safetensors") for rank in range(target.world_size if target else 1)]
+    files = rank_files(weights, fitted(target, weights), paths, "safetensors")
     transform(weights, STORAGE, files)
     found = []
     for file in files:

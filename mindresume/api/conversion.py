@@ -24,7 +24,7 @@ from mindresume.formats.huggingface import model_from_config
 from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.manifest import FORMATS
-from mindresume.reshard.conversion_plan import ConversionPlan, ranks_in_group, to_consolidated, to_iteration, to_ranks
+from mindresume.reshard.conversion_plan import PART_BYTES, ConversionPlan, ranks_in_group, to_consolidated, to_iteration, to_ranks
 from mindresume.reshard.converter import Conversion, Share
 from mindresume.reshard.direct_engine import BUFFERS
 from mindresume.reshard.engines import AUTO, BY_MINDSPORE, DIRECT, ENGINES, Engine, engine_for, tile_for
@@ -33,7 +33,6 @@ from mindresume.reshard.huggingface_export import KEEP, orders_in, to_huggingfac
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.range_reader import COMPOSED_MEMORY
 from mindresume.reshard.strategy_store import own_strategy
-from mindresume.reshard.target_files import PART_BYTES
 from mindresume.reshard.tensor_checks import pieces_of
 from mindresume.reshard.translated_view import TranslatedView
 from mindresume.storage.posix import PosixStorage

@@ -1,42 +1,66 @@
-"""Plans a conversion: which files the target has, in which groups they are written, and what identifies the result.
+"""Plans a conversion: which files the target has, which region of which tensor each holds, in which groups they are written, and
+what identifies the result.
 
     plan = to_ranks(source, strategy, "safetensors")        # rank folders, for another job
     plan = to_iteration(source, strategy)                   # an iteration folder of Checkpoint 2.0
-    plan = to_consolidated(source, MINDSPORE)                   # consolidated weights in parts
+    plan = to_consolidated(source, MINDSPORE)               # consolidated weights in parts
 """
 from __future__ import annotations
 
 import io
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from mindresume.errors import ConfigError
-from mindresume.formats.consolidated import MINDSPORE
-from mindresume.formats.iterations import MODEL, OPTIMIZER, WeightFile, iteration_name, parse_weight_file
+from mindresume.errors import ConfigError, StrategyError
+from mindresume.formats.consolidated import HYPER, MINDSPORE, index_document, is_hyper, part_name, split
+from mindresume.formats.iterations import MODEL, OPTIMIZER, WeightFile, parse_weight_file
 from mindresume.formats.rank_folders import FileName, folder_name, label
 from mindresume.formats.strategy import Strategy
+from mindresume.formats.weight_files import SCALARS
+from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER as RECORDS
 from mindresume.model.manifest import attempt_name, run_name
 from mindresume.model.training_state import TrainingState
-from mindresume.reshard.checkpoint_view import Tensor
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.reshard.geometry import Region, elements, held, shape_of, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
-from mindresume.reshard.target_files import (
-    IN_COMMON,
-    METADATA,
-    PART_BYTES,
-    TargetFile,
-    consolidated_files,
-    holdings,
-    model_names,
-    rank_files,
-)
-from mindresume.tensor_files import FilePlan, encode, read_header
+from mindresume.reshard.tensor_checks import check_order, missing_parameters, prefix_splits
+from mindresume.tensor_files import FilePlan, TensorSpec, encode, plan_file, read_header
+from mindresume.tensor_files.header import DTYPES
+
+PART_BYTES = 3 << 30                # bytes of a part of consolidated weights, as of MindSpore's unified_safetensors
+METADATA = {"format": "ms"}
+IN_COMMON = frozenset(SCALARS) - {"global_step"}       # global_step is a parameter of the optimizer
+
+
+@dataclass(frozen=True)
+class TargetFile:
+    """Describes a file to write. ``holds``: {tensor: region}; ``metadata``: of the file."""
+    path: str
+    format: str
+    holds: Mapping[str, Region]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def plan_file(self, tensors: Mapping[str, Tensor]) -> FilePlan:
+        """Returns the layout of the file in bytes. ValueError for a dtype or name that the format cannot hold."""
+        specs = {}
+        for name in in_order(self.holds, tensors):
+            shape, dtype = shape_of(self.holds[name]), tensors[name].dtype
+            specs[name] = TensorSpec(dtype, shape, elements(self.holds[name]) * DTYPES[dtype].itemsize)
+        return plan_file(self.format, specs, self.metadata)
+
+
+def in_order(names: Iterable[str], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns names in the one order of all target files: wide dtypes first, then by name, as in a safetensors file."""
+    return [name for _, name in sorted((-DTYPES[tensors[name].dtype].itemsize, name) for name in names)]
 
 
 @dataclass(frozen=True)
@@ -68,22 +92,17 @@ class ConversionPlan:
         """Run id in the records of the target."""
         return run_name(1, self.fingerprint[:8])
 
-    def path(self, number: int) -> str:
-        """Returns the path of a file in the finished target."""
-        path = self.files[number].path
-        return f"{iteration_name(self.source.state.step)}{path.removeprefix(self.iteration_dir)}" if self.iteration_dir else path
-
     def size(self, groups: Iterable[tuple[int, ...]] | None = None) -> int:
         """Returns the bytes of the files of these groups, by default of all."""
-        return sum(plan.size for plan in self._file_plans(groups))
+        tensors = self.source.weights.tensors
+        return sum(self.files[i].plan_file(tensors).size for group in (self.groups if groups is None else groups) for i in group)
 
     def tensor_bytes(self, groups: Iterable[tuple[int, ...]] | None = None) -> int:
         """Returns the bytes of the tensors in these files."""
-        return sum(count for plan in self._file_plans(groups) for rows in plan.tensors.values() for _, _, count in rows)
-
-    def _file_plans(self, groups: Iterable[tuple[int, ...]] | None) -> Iterator[FilePlan]:
         tensors = self.source.weights.tensors
-        return (self.files[i].plan_file(tensors) for group in (self.groups if groups is None else groups) for i in group)
+        return sum(elements(region) * DTYPES[tensors[name].dtype].itemsize
+                   for group in (self.groups if groups is None else groups) for i in group
+                   for name, region in self.files[i].holds.items())
 
 
 def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, ranks_per_group: int | None = None) -> ConversionPlan:
@@ -97,13 +116,13 @@ def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, ranks_
         StrategyError, ConfigError: see ``rank_files``.
     """
     source = with_counters(source)
-    fingerprint = _fingerprint(source, ["ranks", _content(strategy), fmt])
+    fingerprint = _fingerprint(source, "ranks", strategy, fmt)
     metadata = {**METADATA, "remove_redundancy": "False"} if fmt == "safetensors" else {}
     if source.state is not None:
         metadata |= label(run_name(1, fingerprint[:8]), source.state.step)
-    strategy = _fitted(strategy, source)
-    files = rank_files(source.weights, strategy, lambda rank: f"{folder_name(rank)}/{file_name(source, rank, fmt)}", fmt,
-                       metadata)
+    strategy = fitted(strategy, source.weights)
+    paths = [f"{folder_name(rank)}/{file_name(source, rank, fmt)}" for rank in range(strategy.world_size if strategy else 1)]
+    files = rank_files(source.weights, strategy, paths, fmt, metadata)
     return _of_ranks(ConversionPlan(source, tuple(files), (), fingerprint, strategy=strategy), 1, ranks_per_group)
 
 
@@ -113,10 +132,10 @@ def to_iteration(source: OpenCheckpoint, strategy: Strategy | None, ranks_per_gr
     ConfigError for weights without a step, and the errors of ``holdings``."""
     if source.state is None:
         raise ConfigError(f"{source.what}: nothing there says which step it is; an iteration folder is named after one")
-    fingerprint = _fingerprint(source, ["iteration", _content(strategy)])
+    fingerprint = _fingerprint(source, "iteration", strategy)
     run = run_name(1, fingerprint[:8])
     iteration_dir = f"{RECORDS}/{attempt_name(source.state.step, run)}"
-    strategy = _fitted(strategy, source)
+    strategy = fitted(strategy, source.weights)
     metadata = {**METADATA, "remove_redundancy": "False", **label(run, source.state.step)}
     of_network = model_names(source.weights.tensors)
     all_holdings, files = holdings(source.weights, strategy), []
@@ -136,11 +155,6 @@ def _of_ranks(plan: ConversionPlan, per_rank: int, ranks_per_group: int | None) 
                    shards=tuple(tuple(range(first, first + per_rank)) for first in range(0, count, per_rank)))
 
 
-def _fitted(strategy: Strategy | None, source: OpenCheckpoint) -> Strategy | None:
-    """Returns the strategy with as many dimensions of each layout as the tensor has."""
-    return strategy and strategy.fit_dimensions({name: len(tensor.shape) for name, tensor in source.weights.tensors.items()})
-
-
 def ranks_in_group(strategy: Strategy | None, processes: int) -> int:
     """Returns how many ranks' files a group holds, so that ``processes`` have about as much to write; at most those of a pipeline
     stage, whose ranks need the same bytes."""
@@ -150,9 +164,13 @@ def ranks_in_group(strategy: Strategy | None, processes: int) -> int:
     return -(-each // -(-each // strategy.stage_size))
 
 
-def _content(strategy: Strategy | None) -> Any:
-    """Returns the strategy as JSON, without the path that it was read from."""
-    return strategy.to_json() | {"source": ""} if strategy else None
+def to_consolidated(source: OpenCheckpoint, kind: str, part_bytes: int = PART_BYTES,
+                    drop: tuple[str, ...] = ()) -> ConversionPlan:
+    """Plans consolidated weights of ``kind`` MINDSPORE or HUGGINGFACE, in parts. ConfigError: see ``consolidated_files``."""
+    source = with_counters(source) if kind == MINDSPORE else source
+    files, index = consolidated_files(source.weights, kind, part_bytes, drop)
+    fingerprint = _fingerprint(source, "complete", kind, part_bytes, sorted(drop))
+    return ConversionPlan(source, tuple(files), tuple((i,) for i in range(len(files))), fingerprint, documents=(index,))
 
 
 def prefix_of(source: OpenCheckpoint) -> str:
@@ -161,16 +179,6 @@ def prefix_of(source: OpenCheckpoint) -> str:
         return source.name.prefix
     file = parse_weight_file(os.path.basename(source.candidate.first.path)) if source.candidate else None
     return (file.prefix if file else None) or "checkpoint"
-
-
-def to_consolidated(source: OpenCheckpoint, kind: str, part_bytes: int = PART_BYTES,
-                    drop: tuple[str, ...] = ()) -> ConversionPlan:
-    """Plans consolidated weights of ``kind`` MINDSPORE or HUGGINGFACE, in parts. ConfigError: see ``consolidated_files``."""
-    source = with_counters(source) if kind == MINDSPORE else source
-    files, index = consolidated_files(source.weights, kind, part_bytes, drop)
-    fingerprint = _fingerprint(source, ["complete", kind, part_bytes, sorted(drop)])
-    return ConversionPlan(source, tuple(files), tuple((i,) for i in range(len(files))), fingerprint,
-                          documents=(index,))
 
 
 def file_name(source: OpenCheckpoint, rank: int, fmt: str) -> str:
@@ -183,12 +191,118 @@ def file_name(source: OpenCheckpoint, rank: int, fmt: str) -> str:
     return f"checkpoint_{rank}.{fmt}"
 
 
-def _fingerprint(source: OpenCheckpoint, wanted: Any) -> str:
-    """Returns a checksum of the identity of the source, of its layouts, and of what is wanted."""
+def _fingerprint(source: OpenCheckpoint, *wanted: Any) -> str:
+    """Returns a checksum of the identity of the source, of its layouts, and of what is wanted; a strategy counts without the path
+    that it was read from."""
     layouts = [[name, tensor.dtype, tensor.shape, tensor.layout.to_json() if tensor.layout else None, tensor.first]
                for name, tensor in sorted(source.weights.tensors.items())]
-    value = json.dumps([source.identity, layouts, wanted], sort_keys=True, separators=(",", ":"))
+    content = [item.to_json() | {"source": ""} if isinstance(item, Strategy) else item for item in wanted]
+    value = json.dumps([source.identity, layouts, content], sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(value.encode())
+
+
+# ---- which region of which tensor each file holds -------------------------------------------------------------------
+
+def fitted(strategy: Strategy | None, weights: CheckpointView) -> Strategy | None:
+    """Returns the strategy with as many dimensions of each layout as the tensor has. Raises StrategyError if a layout does not
+    fit."""
+    return strategy and strategy.fit_dimensions({name: len(tensor.shape) for name, tensor in weights.tensors.items()})
+
+
+def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[str, Region]]:
+    """Returns {tensor: region} for each rank of the target.
+
+    Args:
+        strategy: has as many dimensions as the tensors (``fitted``); None: one rank that holds everything.
+    Raises:
+        StrategyError: names a tensor that no stage holds, so that it would be lost, that the weights lack
+            (``missing_parameters``), or whose shape does not divide.
+        ConfigError: see ``check_order``.
+    """
+    tensors = weights.tensors
+    if strategy is None:
+        for name in tensors:
+            check_order(weights, name, None)
+        return [whole_tensors(tensors)]
+    named = {name for stage in strategy.stages for name in stage}
+    lost = [name for name, tensor in tensors.items() if name not in named and not tensor.is_counter]
+    if lost:
+        raise StrategyError(f"{strategy.source}: {len(lost)} tensors of {weights.name} are in no stage of the target "
+                            f"({len(strategy.stages)} stages of {strategy.stage_size} ranks), for example {listed(lost, 3)}. Is "
+                            f"it the strategy of the same model, with all its stages?")
+    absent = missing_parameters(named, tensors)
+    if absent:
+        raise StrategyError(f"{strategy.source}: the target needs {len(absent)} tensors that {weights.name} does not have, for "
+                            f"example {listed(absent, 3)}. Is it the strategy of the same model?")
+    counters = whole_tensors({name: tensor for name, tensor in tensors.items() if tensor.is_counter})
+    found: list[dict[str, Region]] = []
+    for rank in range(strategy.world_size):
+        held_here = dict(counters)
+        for name, layout in strategy.of_rank(rank).items():
+            if name in tensors:
+                check_order(weights, name, layout)
+                try:
+                    held_here[name] = held(layout, rank % strategy.stage_size, tensors[name].shape)
+                except ValueError as error:
+                    raise StrategyError(f"{strategy.source}: {name}: {error}") from error
+        found.append(held_here)
+    return found
+
+
+def rank_files(weights: CheckpointView, strategy: Strategy | None, paths: Sequence[str], fmt: str,
+               metadata: Mapping[str, str] = METADATA) -> list[TargetFile]:
+    """Returns one file per rank. Raises StrategyError as ``holdings``, and ConfigError for a dtype that the format cannot
+    hold."""
+    files = [TargetFile(path, fmt, holds, metadata) for path, holds in zip(paths, holdings(weights, strategy), strict=True)]
+    for file in {tuple(file.holds): file for file in files}.values():
+        try:
+            file.plan_file(weights.tensors)
+        except ValueError as error:
+            raise ConfigError(f"{weights.name} cannot be written as {fmt}: {error}") from error
+    return files
+
+
+def model_names(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Returns the tensors of the network: no counters, and no optimizer states (named ``adam_m.`` and the name of a
+    parameter)."""
+    return {name for name, tensor in tensors.items() if not tensor.is_counter and name not in SCALARS
+            and not any(rest in tensors for _, rest in prefix_splits(name))}
+
+
+def consolidated_files(weights: CheckpointView, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()
+                   ) -> tuple[list[TargetFile], tuple[str, dict[str, Any]]]:
+    """Returns the files of consolidated weights, and the index as (file name, JSON value). ``drop``: patterns of names to leave
+    out; HUGGINGFACE also leaves out counters: single numbers that no strategy names, and without a dot in the name. ConfigError
+    if nothing is left, and as ``check_order``."""
+    tensors = {name: tensor for name, tensor in weights.tensors.items() if not any(fnmatchcase(name, p) for p in drop)}
+    for name in tensors:
+        check_order(weights, name, None)
+    hyper = [name for name, tensor in tensors.items() if (is_hyper if kind == MINDSPORE else _is_no_parameter)(
+        name, tensor.layout is not None or not tensor.is_counter, math.prod(tensor.shape))]
+    apart = set(hyper)
+    names = in_order([name for name in tensors if name not in apart], tensors)
+    if not names:
+        raise ConfigError(f"{weights.name}: of {len(weights.tensors)} tensors none is left to be written"
+                          + (f" after {', '.join(drop)}" if drop else ""))
+    sizes = {name: tensors[name].nbytes for name in names}
+    parts = split(sizes, part_bytes)
+    paths = [part_name(i, len(parts), kind) for i in range(len(parts))]
+    weight_map = {name: path for path, part in zip(paths, parts, strict=True) for name in part}
+    files = [TargetFile(path, "safetensors", {name: whole(tensors[name].shape) for name in part},
+                        METADATA if kind == MINDSPORE else {"format": "np"})
+             for path, part in zip(paths, parts, strict=True)]
+    if kind == MINDSPORE and hyper:
+        files.append(TargetFile(HYPER, "safetensors", {name: whole(tensors[name].shape) for name in hyper}, METADATA))
+    return files, index_document(kind, weight_map, sum(sizes.values()))
+
+
+def _is_no_parameter(name: str, layout_known: bool, elements: int) -> bool:
+    return name in SCALARS or (not layout_known and elements == 1 and "." not in name)
+
+
+def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Region]:
+    """Returns the whole region of each tensor."""
+    return {name: whole(tensor.shape) for name, tensor in tensors.items()}
 
 
 # ---- counters as tensors: Checkpoint 1.0 keeps them so in every file, an iteration folder elsewhere -----------------

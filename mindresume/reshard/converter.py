@@ -89,24 +89,15 @@ class Conversion:
     _lock: int = field(default=-1, repr=False)
     _owns_work: bool = field(default=False, repr=False)     # whether this object holds the work folder and may remove it
     _has_locks: bool = field(default=True, repr=False)      # of the file system; else a commit that died needs a person
-    _suffix: str = field(default="", repr=False)            # makes its name unique where locks are not known
     _identity: str = field(default="", repr=False)          # of the work folder: another share can remove it
 
     def __post_init__(self) -> None:
         self.target = os.path.realpath(self.target)
         folder, name = os.path.split(self.target)
         self._base = os.path.join(folder, f".{name}.{self.plan.fingerprint[:16]}")
-        self._lock_path = f"{self._base}{TEMPORARY}{LOCK}"
+        self.work = f"{self._base}{TEMPORARY}"
+        self._lock_path = f"{self.work}{LOCK}"
         self._claimed = f"{self._base}-commit{TEMPORARY}"       # the work folder while one of several processes commits it
-
-    @property
-    def work(self) -> str:
-        return f"{self._base}{self._suffix}{TEMPORARY}"
-
-    @property
-    def scratch(self) -> str:
-        """Folder for intermediate files, removed at the commit."""
-        return os.path.join(self.work, "scratch")
 
     def run(self, engine: Engine, checks_source: bool = False) -> bool:
         """Writes the share of this process, and commits when all shares are there. Returns whether the target is complete.
@@ -201,7 +192,11 @@ class Conversion:
             raise SaveError(f"the same conversion to {self.target} was just finished by another process; nothing is left to do")
         self.storage.make_folder(self.work)
         self._identity = self.storage.status(self.work).identity
-        is_first = self.storage.status(self.scratch) is None        # then there is room for all parts, or none begins
+        scratch = os.path.join(self.work, "scratch")
+        is_first = self.storage.status(scratch) is None             # then there is room for all parts, or none begins
+        if alone and not is_first:
+            with suppress(OSError):         # left by a killed process, whose workers may still write
+                remove_tree(self.storage, scratch)
         numbers = range(len(self.plan.groups)) if is_first else self.share.groups(self.plan)
         missing = [self.plan.groups[number] for number in numbers if self.done(number) is None]
         needed = _SPARE + self.plan.size(missing)
@@ -217,7 +212,7 @@ class Conversion:
     def _put_in_order(self) -> None:
         """Makes the work folder of a process that died in its commit one that can be continued, while no other process uses it.
         A share then lets the others in."""
-        if self._has_locks and not self._suffix and self.storage.status(self._claimed) is not None:
+        if self._has_locks and self.storage.status(self._claimed) is not None:
             if self.storage.status(self.work) is None:
                 self.storage.rename(self._claimed, self.work)
             else:
@@ -244,7 +239,7 @@ class Conversion:
             with suppress(OSError):
                 self.storage.remove(path)
             if self.share.count == 1:
-                self._suffix = f"-{os.getpid()}-{os.urandom(4).hex()}"
+                self.work = f"{self._base}-{os.getpid()}-{os.urandom(4).hex()}{TEMPORARY}"
             self._owns_work = True
         if not self._owns_work:                         # or it finished between our open and our flock
             self._release()
@@ -252,10 +247,11 @@ class Conversion:
 
     # ---- write -----------------------------------------------------------------------------------------------------
 
-    def done(self, number: int) -> list[Checksums] | None:
-        """Returns the checksums of a finished group; None if it is not finished."""
+    def done(self, number: int, reads: bool = False) -> list[Checksums] | None:
+        """Returns the checksums of a finished group; None if it is not finished. ``reads``: compares the bytes of its files,
+        too: a process that was cut off from the others can still have written into them."""
         try:
-            with self.storage.open(self._mark(number)) as file:
+            with self.storage.open(f"{self.work}/done/{number}.json") as file:
                 head = read_head(file, "group", LIMIT)[0]
         except (FileNotFoundError, RecordError):
             return None
@@ -266,62 +262,45 @@ class Conversion:
             return None                             # the checks of the source were cut differently
         found = [Checksums(checksum, size, sums) for _, size, checksum, sums in rows]
         for i, sums in zip(self.plan.groups[number], found, strict=True):
-            status = self.storage.status(self._path(i))
+            path = self.plan.files[i].path
+            status = self.storage.status(os.path.join(self.work, path))
             if status is None or status.size != sums.size:
                 return None
+            if reads:
+                with self.storage.open(os.path.join(self.work, path)) as file:
+                    if file_checksum(file) != (sums.file, sums.size):
+                        self.emit(warning(f"{path} of an earlier start is not what was written; it is written again"))
+                        return None
         return found
 
     def write(self, engine: Engine) -> None:
         """Writes those groups of the share that are not finished, or whose files are not what was written. Raises the errors of
         ``engine``."""
+        scratch = os.path.join(self.work, "scratch")            # for intermediate files, removed at the commit
         for number in self.share.groups(self.plan):
-            if self._is_intact(number):
+            if self.done(number, reads=True) is not None:
                 self.emit(Notice(f"part {number + 1} of {len(self.plan.groups)} is there already"))
                 continue
             if self.share.count > 1 and not self._is_there():
                 raise self._lost_work()
-            group = self.plan.groups[number]
-            files = [replace(self.plan.files[i], path=self._path(i)) for i in group]
-            folders = {os.path.dirname(file.path) for file in files}
-            for folder in folders:
+            files = [self.plan.files[i] for i in self.plan.groups[number]]
+            mark = f"{self.work}/done/{number}.json"
+            folders = {os.path.dirname(os.path.join(self.work, file.path)) for file in files}
+            # another try of this share may run: a file has its name once it is whole
+            aside = os.path.join(scratch, f"{number}-{runtime.token_hex(4)}")
+            for folder in (*folders, aside, os.path.dirname(mark)):
                 self.storage.make_folder(folder)
-            self.storage.remove(self._mark(number))     # first: nobody commits what is written again
-            if self.share.count == 1:
-                for file in files:
-                    self.storage.remove(file.path)      # left by a killed process
-                found = engine.write(self.plan, self.storage, files, self.scratch)
-            else:                                       # another try of this share may run: a file has its name once it is whole
-                aside = os.path.join(self.scratch, f"{number}-{runtime.token_hex(4)}")
-                self.storage.make_folder(aside)
-                begun = [replace(file, path=os.path.join(aside, f"{i}-{os.path.basename(file.path)}"))
-                         for i, file in zip(group, files, strict=True)]
-                found = engine.write(self.plan, self.storage, begun, self.scratch)
-                for before, file in zip(begun, files, strict=True):
-                    self.storage.rename(before.path, file.path)
+            self.storage.remove(mark)                   # first: nobody commits what is written again
+            begun = [replace(file, path=os.path.join(aside, f"{i}-{os.path.basename(file.path)}"))
+                     for i, file in enumerate(files)]
+            sums = engine.write(self.plan, self.storage, begun, scratch)
+            for before, file in zip(begun, files, strict=True):
+                self.storage.rename(before.path, os.path.join(self.work, file.path))
             for folder in folders:
                 self.storage.sync(folder)
-            self.storage.make_folder(os.path.dirname(self._mark(number)))
-            rows = [[self.plan.files[i].path, s.size, s.file, s.tensors] for i, s in zip(group, found, strict=True)]
+            rows = [[file.path, s.size, s.file, s.tensors] for file, s in zip(files, sums, strict=True)]
             head = {"version": 1, "kind": "group", "files": rows, "parts": self.share.count}
-            publish(self.storage, self._mark(number), [encode_head(head, LIMIT)], self.plan.run)
-
-    def _is_intact(self, number: int) -> bool:
-        """Returns whether a group is finished, after reading its files: a process that was cut off from the others can still have
-        written into them."""
-        found = self.done(number)
-        for i, sums in zip(self.plan.groups[number], found or (), strict=False):
-            with self.storage.open(self._path(i)) as file:
-                if file_checksum(file) != (sums.file, sums.size):
-                    self.emit(warning(f"{self.plan.files[i].path} of an earlier start is not what was written; it is written "
-                                      f"again"))
-                    return False
-        return found is not None
-
-    def _path(self, number: int) -> str:
-        return os.path.join(self.work, self.plan.files[number].path)
-
-    def _mark(self, number: int) -> str:
-        return os.path.join(self.work, "done", f"{number}.json")
+            publish(self.storage, mark, [encode_head(head, LIMIT)], self.plan.run)
 
     # ---- the other shares ------------------------------------------------------------------------------------------
 
@@ -331,8 +310,8 @@ class Conversion:
         left, sign = list(range(len(self.plan.groups))), None
         pause, since, noted = _FIRST_PAUSE, runtime.monotonic(), runtime.monotonic()
         while not self.finished():
-            marked = set(self.storage.list(os.path.dirname(self._mark(0))))     # one listing: there may be a thousand groups
-            left = [number for number in left if os.path.basename(self._mark(number)) not in marked] or \
+            marked = set(self.storage.list(os.path.join(self.work, "done")))    # one listing: there may be a thousand groups
+            left = [number for number in left if f"{number}.json" not in marked] or \
                 [number for number in range(len(self.plan.groups)) if self.done(number) is None]
             if not left and self._commit_alone():
                 return True
@@ -370,11 +349,11 @@ class Conversion:
                 self.storage.rename(self.work, self._claimed)
             except FileNotFoundError:
                 return False
-            self._suffix += "-commit"
+            self.work = self._claimed
             self.commit()
             return True
         finally:
-            self._suffix = ""
+            self.work = f"{self._base}{TEMPORARY}"
             self._release()
 
     def _is_there(self) -> bool:
@@ -387,7 +366,7 @@ class Conversion:
 
     def _stamps(self, groups: list[int]) -> list[tuple[int, float] | None]:
         """Returns what changes while another process writes these groups."""
-        paths = [self._path(i) for number in groups for i in self.plan.groups[number]]
+        paths = [os.path.join(self.work, self.plan.files[i].path) for number in groups for i in self.plan.groups[number]]
         return [status and (status.size, status.mtime) for status in parallel(self.storage, self.storage.status, paths)]
 
     # ---- commit ----------------------------------------------------------------------------------------------------
@@ -404,7 +383,10 @@ class Conversion:
             self._commit_records(sums)
         for name, document in self.plan.documents:
             publish_json(self.storage, os.path.join(self.work, name), document, self.plan.run)
-        rows = [[self.plan.path(i), sums[i].size, sums[i].file] for i in range(len(self.plan.files))]
+        paths = [file.path for file in self.plan.files]
+        if self.plan.iteration_dir:                 # it has its final name
+            paths = [path.replace(self.plan.iteration_dir, iteration_name(self.plan.source.state.step), 1) for path in paths]
+        rows = [[path, sums[i].size, sums[i].file] for i, path in enumerate(paths)]
         value = {"version": 1, "kind": "conversion", "fingerprint": self.plan.fingerprint, "what": self.plan.source.what,
                  "files": rows}
         if not self.plan.shards:
@@ -415,8 +397,8 @@ class Conversion:
                 value["arrangement"] = self.plan.source.arrangement
         publish(self.storage, os.path.join(self.work, CONVERSION), [encode_head(value, LIMIT)], self.plan.run)
         remove_tree(self.storage, os.path.join(self.work, "done"))
-        if self.storage.status(self.scratch) is not None:
-            remove_tree(self.storage, self.scratch)
+        if self.storage.status(os.path.join(self.work, "scratch")) is not None:
+            remove_tree(self.storage, os.path.join(self.work, "scratch"))
         self.storage.sync(self.work)
         self.storage.rename(self.work, self.target)
         self._release()
@@ -442,17 +424,17 @@ class Conversion:
             record = Record(plan.run, rank, len(plan.shards), state, self.clock(), tuple(records),
                             lineage=continued(plan.source.candidate, "", same_folder=False))
             publish(self.storage, os.path.join(attempt, record_name(rank)), [record.encode(Details(rows))], plan.run)
-        left = Committer(place, emit=self._note).commit_only(state.step)
+        events: list[Event] = []
+        try:
+            left = Committer(place, emit=events.append).commit_only(state.step)
+        finally:
+            for event in events:                    # as notices: it is no save of a training
+                if text := event.line():
+                    self.emit(Notice(text, event.log_level))
         if left:
             raise SaveError(f"{self.work}: no record of rank {left}")
         if plan.iteration_dir and self.storage.status(os.path.join(self.work, iteration_name(state.step))) is None:
             raise SaveError(f"{self.work}: {iteration_name(state.step)} could not be made")
-
-    def _note(self, event: Event) -> None:
-        """Emits an event of the commit as a notice: it is no save of a training."""
-        level, text = event.log_level, event.line()
-        if text:
-            self.emit(Notice(text, level))
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ from xxhash import xxh3_128
 from mindresume import runtime
 from mindresume.errors import CorruptFileError, SaveError
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor
+from mindresume.reshard.conversion_plan import TargetFile, in_order
 from mindresume.reshard.geometry import Region, blocks, elements, offset, overlap, shape_of, view, within
 from mindresume.reshard.range_reader import OpenFiles, ReadRange, bits_dtype, gather
-from mindresume.reshard.target_files import TargetFile, in_order
 from mindresume.storage.interface import NewFile, Storage
 from mindresume.tensor_files import FilePlan
 from mindresume.tensor_files.checksum import Checksums

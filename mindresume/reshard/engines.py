@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mindresume import runtime
 from mindresume.errors import ConfigError, EngineError
 from mindresume.events import Emit, Notice, ignore
 from mindresume.reshard.checkpoint_view import CheckpointView
-from mindresume.reshard.conversion_plan import ConversionPlan
+from mindresume.reshard.conversion_plan import ConversionPlan, TargetFile
 from mindresume.reshard.direct_engine import BUFFERS, TILE, Traffic, transform
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.region_load import check_tensors
-from mindresume.reshard.target_files import TargetFile
 from mindresume.reshard.tensor_checks import check_replicas
 from mindresume.reshard.translated_view import TranslatedView
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import remove_tree
 from mindresume.tensor_files.checksum import Checksums
 
 AUTO, DIRECT, BY_MINDSPORE = ENGINES = ("auto", "direct", "mindspore")
@@ -76,9 +73,6 @@ class Engine:
     def _rewrite(self, plan: ConversionPlan, storage: Storage, scratch: str) -> CheckpointView:
         """Lets MindSpore convert all tensors into a folder in ``scratch``, and returns them."""
         from mindresume.reshard.mindspore_engine import rewrite
-        if storage.status(scratch) is not None:
-            with suppress(OSError):         # left by a killed process, whose workers may still write
-                remove_tree(storage, scratch)
         folder = os.path.join(scratch, f"mindspore-{os.getpid()}-{runtime.token_hex(4)}")
         storage.make_folder(folder)
         try:

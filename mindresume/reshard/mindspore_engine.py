@@ -29,9 +29,9 @@ from mindresume.formats.strategy import Strategy, encode_strategy
 from mindresume.formatting import counted
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.reshard.conversion_plan import METADATA, TargetFile, fitted, holdings, whole_tensors
 from mindresume.reshard.direct_engine import transform
 from mindresume.reshard.geometry import Region, shape_of
-from mindresume.reshard.target_files import METADATA, TargetFile, holdings, whole_tensors
 from mindresume.storage.operations import parallel
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import Header, format_of, read_header, read_tensor
@@ -103,9 +103,8 @@ def prepare(weights: CheckpointView, target: Strategy | None, work: str, workers
     errors of ``rewrite``."""
     work = os.path.abspath(work)
     source = source_strategy(weights)
+    target = fitted(target, weights)
     held = holdings(weights, target)
-    if target is not None:
-        target = target.fit_dimensions({name: len(tensor.shape) for name, tensor in weights.tensors.items()})
     if source is None and target is None:
         return None
     _check_strategies(weights, source, target)

@@ -18,10 +18,10 @@ from mindresume.formatting import counted
 from mindresume.model.layout import TensorLayout, same_shape
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
+from mindresume.reshard.conversion_plan import model_names
 from mindresume.reshard.direct_engine import TILE, SourceChecksums, Traffic
 from mindresume.reshard.geometry import Region, elements, held, shape_of, view, whole, within
 from mindresume.reshard.range_reader import ComposedCut, OpenFiles, bits_dtype, gather
-from mindresume.reshard.target_files import model_names
 from mindresume.reshard.tensor_checks import check_order
 from mindresume.settings import allow_text
 from mindresume.storage.read_cache import ReadCache

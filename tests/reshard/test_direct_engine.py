@@ -39,11 +39,11 @@ from mindresume.formats.consolidated import read_consolidated
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import direct_engine, range_reader
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_consolidated
+from mindresume.reshard.conversion_plan import TargetFile, whole_tensors
 from mindresume.reshard.direct_engine import Traffic, tiles, transform
 from mindresume.reshard.geometry import elements, shape_of, whole
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
-from mindresume.reshard.target_files import TargetFile, whole_tensors
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import ckpt, read_header, read_tensor
 from mindresume.tensor_files.checksum import array_checksum, file_checksum

@@ -94,17 +94,21 @@ def test_every_source_byte_is_read_once_for_consolidated_weights(tmp_path, made)
 @pytest.mark.parametrize("still_writing", [False, True])
 def test_leftovers_in_the_scratch_folder_are_ignored(made, monkeypatch, still_writing):
     """MindSpore's engine refuses folders that exist; and workers of the process that was killed may still write into theirs."""
-    from mindresume.reshard import engines, mindspore_engine
+    from mindresume.reshard import converter, mindspore_engine
+    scratch = os.path.join(made.work, "scratch")
     made.prepare()
-    STORAGE.make_folder(os.path.join(made.scratch, "mindspore-1-0000aaaa", "out"))
+    STORAGE.make_folder(os.path.join(scratch, "mindspore-1-0000aaaa", "out"))
+    made._release()
     given = []
 
     def rewrite(weights, target, work, **_):
-        given.append((os.listdir(work), os.listdir(made.scratch)))
+        given.append((os.listdir(work), [name for name in os.listdir(scratch) if name.startswith("mindspore")]))
         return weights
     monkeypatch.setattr(mindspore_engine, "rewrite", rewrite)
-    if still_writing:
-        monkeypatch.setattr(engines, "remove_tree", lambda storage, folder: os.rmdir(folder))       # not empty: OSError
+    with monkeypatch.context() as patched:
+        if still_writing:
+            patched.setattr(converter, "remove_tree", lambda storage, folder: os.rmdir(folder))     # not empty: OSError
+        made.prepare()
     made.write(Engine("mindspore"))
     (content, beside), = given
     assert content == [] and len(beside) == (2 if still_writing else 1)

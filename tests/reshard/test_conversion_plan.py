@@ -11,8 +11,8 @@ from mindresume.formats.consolidated import HUGGINGFACE, HYPER, MAP, MINDSPORE
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.reshard.conversion_plan import METADATA, consolidated_files, fitted, holdings, rank_files
 from mindresume.reshard.geometry import whole
-from mindresume.reshard.target_files import METADATA, check_names, consolidated_files, holdings, rank_files
 from mindresume.tensor_files.header import DTYPES
 
 PLAIN = TensorLayout((1,), (-1, -1))
@@ -72,7 +72,7 @@ def test_tensors_without_a_stage_are_named():
                                             rf"the target \(2 stages of 2 ranks\), for example (\S+), (\S+), (\S+) and "
                                             rf"{len(lost) - 3} more. Is it the strategy of the same model, with all its "
                                             rf"stages\?") as found:
-        check_names(weights_of(MODEL), strategy_of(named))
+        holdings(weights_of(MODEL), strategy_of(named))
     assert found.match(lost[0])
 
 
@@ -80,41 +80,40 @@ def test_fewer_stages_than_the_model_has():
     """All files of the last stages are missing, which a strategy folder does not show."""
     strategy = Strategy(strategy_of(MODEL, "tp2pp4").stages[:2], "half a folder")
     with pytest.raises(StrategyError, match=r"half a folder: \d+ tensors .* in no stage of the target \(2 stages of 2 ranks\)"):
-        rank_files(weights_of(MODEL), strategy, str, "safetensors")
+        rank_files(weights_of(MODEL), strategy, "abcd", "safetensors")
 
 
 def test_a_counter_need_not_be_named():
-    check_names(weights_of(MODEL), strategy_of(MODEL))
+    holdings(weights_of(MODEL), strategy_of(MODEL))
 
 
 @pytest.mark.parametrize("families", [("adam_m.",), ("adam_v.",), ("adam_m.", "adam_v."), ("adam_", "accu_grads.")])
 def test_a_family_may_be_missing_as_a_whole(families):
     weights, strategy = weights_of(without(MODEL, *families)), strategy_of(MODEL)
-    check_names(weights, strategy)
     for held in holdings(weights, strategy):
         assert not any(name.startswith(families) for name in held)
 
 
 def test_gradients_that_were_accumulated_may_be_missing():
     assert any(name.startswith("accu_grads.") for name in MODEL)
-    check_names(weights_of(without(MODEL, "accu_grads.")), strategy_of(MODEL))
+    holdings(weights_of(without(MODEL, "accu_grads.")), strategy_of(MODEL))
 
 
 @pytest.mark.parametrize("name", ["adam_m.layers.1.qkv.weight", "layers.0.up.bias", "embedding.weight", "norm.weight"])
 def test_a_single_missing_tensor_is_refused(name):
     with pytest.raises(StrategyError, match=rf"target needs 1 tensors that the source does not have, for example {name}"):
-        check_names(weights_of({other: spec for other, spec in MODEL.items() if other != name}), strategy_of(MODEL))
+        holdings(weights_of({other: spec for other, spec in MODEL.items() if other != name}), strategy_of(MODEL))
 
 
 def test_a_model_with_more_layers_is_refused():
     more = without(transformer(layers=5), "layers.3.experts", "layers.4.experts")
     with pytest.raises(StrategyError, match=r"needs \d+ tensors that the source does not have, for example .*layers.4"):
-        check_names(weights_of(MODEL), strategy_of(more))
+        holdings(weights_of(MODEL), strategy_of(more))
 
 
 def test_other_names_are_refused():
     with pytest.raises(StrategyError, match="are in no stage of the target"):
-        check_names(weights_of(MODEL), strategy_of({f"model.{name}": spec for name, spec in MODEL.items()}))
+        holdings(weights_of(MODEL), strategy_of({f"model.{name}": spec for name, spec in MODEL.items()}))
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -132,23 +131,23 @@ def test_a_shape_that_does_not_divide_is_named(shape, layout, message):
 def test_another_number_of_dimensions_is_named():
     weights = weights_of({"w": Spec((8, 4), 0, "first")})
     with pytest.raises(StrategyError, match="plan.ckpt: parameter w has 2 dimensions, the strategy has 3"):
-        holdings(weights, Strategy(({"w": TensorLayout((2,), (0, -1, -1))},), "plan.ckpt"))
+        fitted(Strategy(({"w": TensorLayout((2,), (0, -1, -1))},), "plan.ckpt"), weights)
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "str"])
 def test_a_dtype_that_the_format_cannot_store_is_an_error(dtype):
     weights = weights_of({"w": Spec((4,), 0, "first", dtype)}, {})
     with pytest.raises((ValueError, KeyError)):
-        rank_files(weights, None, str, "safetensors")
+        rank_files(weights, None, ["0"], "safetensors")
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_each_rank_gets_one_file(fmt):
     plan = Plan.parse("dp2tp2pp2opt2")
-    files = rank_files(weights_of(MODEL), plan.strategy(), lambda rank: f"rank_{rank}/net.{fmt}", fmt, {"a": "b"})
+    files = rank_files(weights_of(MODEL), plan.strategy(), [f"rank_{rank}/net.{fmt}" for rank in range(8)], fmt, {"a": "b"})
     assert [file.path for file in files] == [f"rank_{rank}/net.{fmt}" for rank in range(8)]
     assert {file.format for file in files} == {fmt} and all(file.metadata == {"a": "b"} for file in files)
-    assert rank_files(weights_of(MODEL), None, str, fmt)[0].metadata == METADATA
+    assert rank_files(weights_of(MODEL), None, ["0"], fmt)[0].metadata == METADATA
 
 
 # ---- consolidated weights ------------------------------------------------------------------------------------------------
